@@ -37,6 +37,7 @@ from lora_trainer.config.declare import (
     Section,
     Targets,
     Weighting,
+    settled,
 )
 from lora_trainer.config.forms import Form, form_of, label_of
 from lora_trainer.config.inputs import OWN_FOLDER, BaseSettings, DataSettings, FolderSettings
@@ -87,6 +88,9 @@ __all__ = [
     "setting_keys",
     "setting_of",
     "setting_schemas",
+    "settled",
+    "value_of",
+    "with_value",
 ]
 
 C = TypeVar("C", bound=Config)
@@ -238,6 +242,19 @@ def flatten(config: Config) -> dict[str, Any]:
         for section, values in sections.items()
         for name, value in values.items()
     }
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a setting that a table names by `section.name`; known settings are attributes."""
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def with_value(config: C, key: str, value: Any) -> C:
+    """Return the settings with another value, unchecked: `build_run_config` checks all when planning ends."""
+    section, name = key.split(".")
+    changed_section = getattr(config, section).model_copy(update={name: value})
+    return config.model_copy(update={section: changed_section})
 
 
 def build_config(values: Mapping[str, Any]) -> Config:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from typing_extensions import TypeVar  # the one of typing has no default before Python 3.13
 
 Auto = Literal["auto"]
+T = TypeVar("T")
 
 
 def _refuse(value: Any) -> Never:
@@ -27,6 +28,14 @@ A_co = TypeVar("A_co", bound=Auto, covariant=True, default=Auto)
 """What the field `steps: Count | A_co` may be besides a number: `Auto` in a request, `Decided` in a `RunConfig`.
 
 So each setting is declared once, and mypy knows the fields of a planned run without `auto`."""
+
+
+def settled(value: T | Auto) -> T:
+    """Return a setting that the planner has decided already; only planning needs it, a `RunConfig` has no `auto`."""
+    assert value != "auto", "planned before it was decided"
+    return value
+
+
 Precision = Literal["fp32", "bf16", "fp16"]
 Pixels = Annotated[int, Field(ge=16, le=4096)]
 CHUNK_TOKENS = 75

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.config import CHECKPOINTING, AdapterSettings, Checkpointing
+from lora_trainer.config.config import CHECKPOINTING, Checkpointing, Config, settled, value_of
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu, Hardware
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
@@ -75,8 +75,7 @@ class Allocation:
 class Allocator:
     """Settings without `auto` (except memory's), the base, the data and the machine; `gpu` None: the processor."""
 
-    values: Mapping[str, Any]
-    adapter: AdapterSettings
+    config: Config
     facts: BaseFacts
     costs: RememberedCosts
     hardware: Hardware
@@ -89,7 +88,7 @@ class Allocator:
     regularisation: float = 0.0
     """Share of the samples, 0 to 1, that come from regularisation images."""
     kept_at_once: Mapping[tuple[int, int], int] | None = None
-    """Micro-batch by bucket of a resumed run, whose settings are in `values`: nothing is searched again."""
+    """Micro-batch by bucket of a resumed run, whose settings are in `config`: nothing is searched again."""
 
     def allocate(self) -> Allocation:
         """Raise MachineError naming the nearest setting that fits when nothing does, or RequestError."""
@@ -105,7 +104,7 @@ class Allocator:
             ideal_load, choices=self._choices, judge=judge, limit=self.limit, step_px=step_px
         )
         matmul = choose_matmul(best_fit.load, gpu=self.gpu, priority=self.priority, judge=judge)
-        if self.values["memory.base_matmul"] == "auto":
+        if self.config.memory.base_matmul == "auto":
             best_fit = replace(best_fit, load=replace(best_fit.load, base_matmul=matmul.value))
         at_once = images_at_once(
             best_fit.load, self._all_buckets, most=ideal_load.micro_batch, judge=judge
@@ -138,72 +137,70 @@ class Allocator:
     @property
     def _images_per_process(self) -> int:
         """Most images of a step that one process trains on."""
-        return math.ceil(int(self.values["train.batch_size"]) / self.processes)
+        return math.ceil(self.config.train.batch_size / self.processes)
 
     @property
     def _all_buckets(self) -> Sequence[tuple[int, int]]:
-        side_px = int(self.values["data.resolution"])
+        side_px = settled(self.config.data.resolution)
         return self.buckets or [(side_px, side_px)]
 
     @cached_property
     def _ideal_load(self) -> Load:
-        values = self.values
-        micro_batch, batch_size = values["memory.micro_batch"], self._images_per_process
+        config = self.config
+        micro_batch, batch_size = config.memory.micro_batch, self._images_per_process
         return Load(
             device=self.gpu.can.torch_type if self.gpu else "cpu",
-            precision=values["train.precision"],
+            precision=settled(config.train.precision),
             base_precision=self._choices.base_precisions[0],
-            adapter=self.adapter,
-            optimizer=values["optimizer.name"],
-            text_precision=values["memory.text_encoder_precision"],
+            adapter=config.adapter,
+            optimizer=config.optimizer.name,
+            text_precision=settled(config.memory.text_encoder_precision),
             text_offload=False,
             micro_batch=batch_size if micro_batch == "auto" else micro_batch,
             checkpointing=self._choices.checkpointing[0],
             streamed_blocks=self._choices.streamed[0],
             bucket_px=max(self._all_buckets, key=lambda size: size[0] * size[1]),
-            samples=bool(values["sampling.every_steps"]),
-            sample_side_px=int(values["data.resolution"]),
-            prepared_samples=math.ceil(
-                values["data.prefetch_steps"] * batch_size * (1 + self._twice)
-            ),
-            averaged=values["train.ema_decay"] is not None,
-            masked=values["data.masks"] != "none",
+            samples=bool(config.sampling.every_steps),
+            sample_side_px=settled(config.data.resolution),
+            prepared_samples=math.ceil(config.data.prefetch_steps * batch_size * (1 + self._twice)),
+            averaged=config.train.ema_decay is not None,
+            masked=config.data.masks != "none",
             twice=self._twice,
             as_base=self._twice + self._learned_from_base,
-            keeps_best=values["output.keep_best"],
-            base_matmul="int8" if values["memory.base_matmul"] == "int8" else "dequantized",
+            keeps_best=config.output.keep_best,
+            base_matmul="int8" if config.memory.base_matmul == "int8" else "dequantized",
             beside=surroundings(
                 self.gpu,
                 expandable=self.hardware.expandable_segments,
-                limit_gib=values["hardware.vram_limit_gib"],
+                limit_gib=config.hardware.vram_limit_gib,
             ),
         )
 
     @property
     def _twice(self) -> float:
-        return 1.0 - self.regularisation if self.values["objective.preservation_weight"] else 0.0
+        return 1.0 - self.regularisation if self.config.objective.preservation_weight else 0.0
 
     @property
     def _learned_from_base(self) -> float:
-        return self.regularisation if self.values["objective.prior"] == "base" else 0.0
+        return self.regularisation if self.config.objective.prior == "base" else 0.0
 
     @cached_property
     def _choices(self) -> SearchSpace:
-        kind = self.values["memory.gradient_checkpointing"]
-        streamed = self.values["memory.streamed_blocks"]
+        kind = self.config.memory.gradient_checkpointing
+        streamed = self.config.memory.streamed_blocks
         first = 0 if kind == "auto" else CHECKPOINTING.index(kind)
-        offload = (True,) if self.values["memory.text_encoder_offload"] is True else (False, True)
-        trains_text = self.values["adapter.text_encoder"] or self.values["adapter.new_tokens"]
+        offload = (True,) if self.config.memory.text_encoder_offload is True else (False, True)
+        trains_text = self.config.adapter.text_encoder or self.config.adapter.new_tokens
         may_offload = self._has_host and not trains_text
         kinds = self._kinds(CHECKPOINTING[first:])
         return SearchSpace(
             base_precisions=base_precisions(
-                self.values, self.gpu, has_bitsandbytes=self._has_bitsandbytes
+                self.config, self.gpu, has_bitsandbytes=self._has_bitsandbytes
             ),
             checkpointing=kinds,
             streamed=(0 if streamed == "auto" else streamed, self._streamable),
             text_offload=offload if may_offload else (False,),
-            int8_products=self.values["memory.base_matmul"] == "auto"
+            int8_products=self.config.memory.base_matmul == "auto"
             and not against_products(gpu=self.gpu, priority=self.priority),
             in_16_bits=in_16_bits(self.costs.family.precisions, self.gpu),
         )
@@ -211,22 +208,22 @@ class Allocator:
     def _of_older_runs(self) -> Iterator[Decision]:
         """Yield values for the settings that did not exist yet when a resumed run was planned."""
         for key, value in NEWER_SETTINGS.items():
-            if self.values[key] == "auto":
+            if value_of(self.config, key) == "auto":
                 yield Decision(key=key, value=value, reason="the run began without it")
 
     @cached_property
     def _known_kinds(self) -> tuple[Checkpointing, ...]:
         return self.costs.known_checkpointing(
             self.facts,
-            element_bytes=ELEMENT_BYTES[self.values["train.precision"]],
-            targets=self.values["adapter.targets"],
-            wide_adapter=runs_wide(self.adapter),
+            element_bytes=ELEMENT_BYTES[settled(self.config.train.precision)],
+            targets=self.config.adapter.targets,
+            wide_adapter=runs_wide(self.config.adapter),
         )
 
     def _kinds(self, allowed: tuple[Checkpointing, ...]) -> tuple[Checkpointing, ...]:
         """Return the allowed levels to try; without a known cost only the user's, on the processor none offloaded."""
         known_kinds = self._known_kinds
-        chosen_kind = allowed[0] if self.values["memory.gradient_checkpointing"] != "auto" else None
+        chosen_kind = allowed[0] if self.config.memory.gradient_checkpointing != "auto" else None
         kinds = (kind for kind in allowed if kind in known_kinds or kind == chosen_kind)
         if self._has_host:
             return tuple(kinds)
@@ -253,7 +250,7 @@ class Allocator:
     @property
     def _streamable(self) -> int:
         """Most blocks that can be streamed: none with an assistant, whose LoRA weights stay where they are."""
-        return self._blocks if self._has_host and self.values["base.assistant"] is None else 0
+        return self._blocks if self._has_host and self.config.base.assistant is None else 0
 
     @cached_property
     def _blocks(self) -> int:
@@ -261,19 +258,19 @@ class Allocator:
         return len({name for name in map(self.costs.block_of, shapes) if name})
 
     def _refuse_impossible(self) -> None:
-        values = self.values
-        streamed = values["memory.streamed_blocks"]
+        config = self.config
+        streamed = config.memory.streamed_blocks
         moved = {
             "memory.streamed_blocks": streamed not in ("auto", 0),
-            "memory.text_encoder_offload": values["memory.text_encoder_offload"] is True,
+            "memory.text_encoder_offload": config.memory.text_encoder_offload is True,
         }
         for key, is_set in moved.items():
             if is_set and not self._has_host:
                 raise RequestError(
-                    f"{key}={_in_words(values[key])} needs a GPU with memory of its own, but {self._here}",
+                    f"{key}={_in_words(value_of(config, key))} needs a GPU with memory of its own, but {self._here}",
                     fix=f"leave {key} out",
                 )
-        if moved["memory.streamed_blocks"] and values["base.assistant"] is not None:
+        if moved["memory.streamed_blocks"] and config.base.assistant is not None:
             raise RequestError(
                 "memory.streamed_blocks and base.assistant cannot be combined, because the assistant's "
                 "weights do not move with streamed blocks",
@@ -284,9 +281,9 @@ class Allocator:
                 f"memory.streamed_blocks={streamed}, but {self.facts.source} has only {self._blocks} blocks",
                 fix=f"use a number from 0 to {self._blocks}",
             )
-        if values["memory.base_matmul"] == "int8":
+        if config.memory.base_matmul == "int8":
             refuse_matmul(self.gpu)
-        if values["memory.base_precision"] == "nf4" and not self._has_bitsandbytes:
+        if config.memory.base_precision == "nf4" and not self._has_bitsandbytes:
             raise MachineError(
                 "memory.base_precision=nf4 needs bitsandbytes, which is not installed",
                 fix="pip install bitsandbytes, or use --set memory.base_precision=int8",
@@ -300,7 +297,7 @@ class Allocator:
         if self.gpu is None:
             usable_bytes = self.hardware.ram_usable_bytes // self.sharing
             return Limit(bytes=usable_bytes, reason="of memory free, less a margin")
-        limit_gib = self.values["hardware.vram_limit_gib"]
+        limit_gib = self.config.hardware.vram_limit_gib
         return gpu_limit(self.gpu, limit_gib=limit_gib, full_card=self.full_card)
 
     @cached_property
@@ -342,7 +339,7 @@ class Allocator:
             batch_size=self._images_per_process,
             pinnable_bytes=self._pinnable_bytes,
         )
-        threads = self.values["hardware.threads"]
+        threads = settled(self.config.hardware.threads)
         return step_time(work, gpu=self.gpu, threads=threads, precision=load.precision)
 
     # ---- why
@@ -361,7 +358,7 @@ class Allocator:
             "memory.text_encoder_offload": (load.text_offload, self._why_offload(load)),
         }
         for key, (value, why) in chosen.items():
-            before = self.values[key]
+            before = value_of(self.config, key)
             if before != value:
                 prefix = "" if before == "auto" else f"instead of {_in_words(before)}: "
                 reason = f"{prefix}{why or default_reason}"
@@ -384,7 +381,7 @@ class Allocator:
             for precision in self._choices.base_precisions
             if precision != load.base_precision
         ]
-        if self.values["memory.base_matmul"] == "int8":
+        if self.config.memory.base_matmul == "int8":
             return "memory.base_matmul=int8 needs an int8 base"
         if not others:
             return "same as train.precision" if load.base_precision == load.precision else ""

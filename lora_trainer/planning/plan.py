@@ -12,15 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.choices import CONCEPT
 from lora_trainer.config.config import (
     FLOW_WEIGHTINGS,
     SCHEDULE_FREE,
     SNR_WEIGHTINGS,
+    Config,
     Precision,
     RunConfig,
     build_run_config,
     flatten,
+    settled,
+    value_of,
+    with_value,
 )
 from lora_trainer.config.layers import Origin, Resolved, is_preset
 from lora_trainer.config.recipe import rate_for_batch
@@ -120,7 +123,7 @@ def plan(inputs: PlanInput) -> Plan:
     Raises MachineError naming the nearest setting that fits when nothing does, and RequestError for
     settings that do not work with this base or GPU.
     """
-    planner = _Planner(inputs=inputs, values=flatten(inputs.resolved.config))
+    planner = _Planner(inputs=inputs, config=inputs.resolved.config)
     for key, (value, reason) in inputs.decided.items():
         planner.decide(key, value, reason)
     planner.decide_device()
@@ -137,7 +140,8 @@ def plan(inputs: PlanInput) -> Plan:
 @dataclass(kw_only=True)
 class _Planner:
     inputs: PlanInput
-    values: dict[str, Any]
+    config: Config
+    """The settings so far: `decide` replaces one after the other."""
     decisions: list[Decision] = field(default_factory=list)
     gpu: Gpu | None = None
 
@@ -145,16 +149,16 @@ class _Planner:
         self.costs = RememberedCosts(family=self.inputs.family)
 
     def decide(self, key: str, value: Any, reason: str, *, peak_bytes: int = 0) -> None:
-        self.values[key] = value
+        self.config = with_value(self.config, key, value)
         self.decisions = [choice for choice in self.decisions if choice.key != key]
         self.decisions.append(Decision(key=key, value=value, reason=reason, bytes=peak_bytes))
 
     def decide_auto(self, key: str, value: Any, reason: str) -> None:
-        if self.values[key] == "auto":
+        if value_of(self.config, key) == "auto":
             self.decide(key, value, reason)
 
     def decide_device(self) -> None:
-        hardware, setting = self.inputs.hardware, self.values["hardware.device"]
+        hardware, setting = self.inputs.hardware, self.config.hardware.device
         accelerator = hardware.accelerator(sharing=self.inputs.sharing)
         here = accelerator.value.can.torch_type if accelerator.value else "cpu"
         if setting not in ("auto", "cpu", here):
@@ -170,7 +174,7 @@ class _Planner:
                 fix=f"use --set hardware.device={here}",
             )
         self.decide_auto("hardware.device", here, accelerator.reason)
-        self.gpu = accelerator.value if self.values["hardware.device"] != "cpu" else None
+        self.gpu = accelerator.value if self.config.hardware.device != "cpu" else None
         threads, reason = hardware.cpu_threads, hardware.reasons.get("cpu_threads", "")
         if self.inputs.sharing > 1:
             reason = f"{threads} for {self.inputs.sharing} processes; {reason}"
@@ -182,20 +186,20 @@ class _Planner:
         self._check_precision()
         reason = f"the size {facts.source} was trained on"
         self.decide_auto("data.resolution", facts.resolution_px, reason)
-        _check_resolution(int(self.values["data.resolution"]), facts)
+        _check_resolution(settled(self.config.data.resolution), facts)
         self._check_more_resolutions()
-        if self.values["adapter.kind"] != "oft":
-            rank = float(self.values["adapter.rank"])
+        if self.config.adapter.kind != "oft":
+            rank = float(self.config.adapter.rank)
             self.decide_auto("adapter.alpha", rank, "alpha = rank: the update is not scaled")
         self.decide_auto("memory.text_encoder_precision", *self._text_precision())
-        if self.values["train.ema_decay"] is None:
+        if self.config.train.ema_decay is None:
             self.decide_auto("output.weights", "trained", "there is no running average")
         else:
             self.decide_auto("output.weights", "ema", "train.ema_decay asks for an average")
 
     def _check_precision(self) -> None:
         """Raise RequestError for a precision in which this base overflows: hours of training would end in NaN."""
-        precision, best = self.values["train.precision"], self._best_precision()[0]
+        precision, best = self.config.train.precision, self._best_precision()[0]
         fix = f"use --set train.precision={best}"
         if precision not in self.inputs.family.precisions:
             raise RequestError(
@@ -211,8 +215,8 @@ class _Planner:
             )
 
     def _check_more_resolutions(self) -> None:
-        key, own_px = "data.more_resolutions", int(self.values["data.resolution"])
-        for side_px in self.values[key]:
+        key, own_px = "data.more_resolutions", settled(self.config.data.resolution)
+        for side_px in self.config.data.more_resolutions:
             _check_resolution(side_px, self.inputs.facts, key=key)
             if side_px == own_px:  # also where `auto` took it from the base
                 raise RequestError(
@@ -238,19 +242,19 @@ class _Planner:
         else:
             trained, reason = "to predict noise or v", "the base is not trained by flow matching"
             foreign, others = FLOW_WEIGHTINGS, "bases trained by flow matching"
-        wrong = {key: self.values[key] in foreign}
-        wrong[gamma] = is_flow and self.values[gamma] is not None
+        wrong = {key: self.config.objective.weighting in foreign}
+        wrong[gamma] = is_flow and self.config.objective.min_snr_gamma is not None
         for name, none in ((key, "none"), (gamma, None)):
             if not wrong[name]:
                 continue
             if not self._is_preset(name) and self._layer(name) != "default":
-                choice = name if none is None else f"{name}={self.values[name]}"
+                choice = name if none is None else f"{name}={value_of(self.config, name)}"
                 raise RequestError(
                     f"{choice} is for {others}, but {source} is trained {trained}",
                     fix=f"leave {name} out, or use --set {name}={none or 'null'}",
                 )
             self.decide(name, none, reason)
-        if self.values[gamma] is None:
+        if self.config.objective.min_snr_gamma is None:
             self.decide_auto(key, "none", f"{gamma} is not set")
         else:
             self.decide_auto(key, "min_snr", f"{gamma} is set")
@@ -260,7 +264,9 @@ class _Planner:
         # A GPU that trains in fp32 only because it lacks bf16 can still encode texts in (emulated) bf16:
         # encoding happens once, and fp32 weights of a large text encoder would not fit.
         is_fp32_chosen = self.gpu is None or not self._is_ours(precision)
-        if count <= LARGE_TEXT_ENCODER or (is_fp32_chosen and self.values[precision] == "fp32"):
+        if count <= LARGE_TEXT_ENCODER or (
+            is_fp32_chosen and self.config.train.precision == "fp32"
+        ):
             return "fp32", f"{count / 1e6:,.0f} million parameters"
         return "bf16", f"{count / 1e9:.1f} billion parameters"
 
@@ -275,7 +281,7 @@ class _Planner:
         kind = self.gpu.can
         for wish, why in kind.lacks.items():
             key, _, value = wish.partition("=")
-            if str(self.values[key]) != value:
+            if str(value_of(self.config, key)) != value:
                 continue
             if not self._is_preset(key):
                 raise MachineError(
@@ -287,7 +293,7 @@ class _Planner:
     def decide_packages(self) -> None:
         """Decide settings that need an optional package: replace a preset's value, refuse the user's."""
         packages, key = self.inputs.hardware.packages, "optimizer.name"
-        name = self.values[key]
+        name = self.config.optimizer.name
         package = OPTIMIZERS[name].package
         if package is not None and packages.get(package) is None:
             if not self._is_preset(key):
@@ -298,15 +304,17 @@ class _Planner:
             reason = f"{name} is preset, but {package} is missing (pip install {package})"
             self.decide(key, "adamw", reason)
         key = "memory.attention"
-        if self.values[key] == "xformers" and not (self.gpu and packages.get("xformers")):
+        if self.config.memory.attention == "xformers" and not (
+            self.gpu and packages.get("xformers")
+        ):
             why = "is missing (pip install xformers)" if self.gpu else "needs a GPU"
             self.decide(key, "sdpa", f"instead of xformers, which {why}")
         self.decide_auto(key, "sdpa", "PyTorch's own attention, always available")
 
     def decide_optimizer(self) -> None:
         """Replace presets that suit only AdamW where another optimizer is used; the user's values stay."""
-        name = self.values["optimizer.name"]
-        shape = self.values[SCHEDULE]
+        name = self.config.optimizer.name
+        shape = self.config.optimizer.schedule
         if name == SCHEDULE_FREE and shape != "constant" and not self._is_ours(SCHEDULE):
             raise RequestError(
                 f"{SCHEDULE}={shape}, but {name} needs no schedule",
@@ -314,12 +322,12 @@ class _Planner:
             )
         rate = self._rate_for_batch()
         for key, value, reason in needed_otherwise(name, preset_rate=rate):
-            if self._is_ours(key) and self.values[key] != value:
+            if self._is_ours(key) and value_of(self.config, key) != value:
                 self.decide(key, value, reason)
 
     def _rate_for_batch(self) -> float:
         """Return AdamW's learning rate, scaled from the preset's batch size to the run's."""
-        rate, batch_size = float(self.values[RATE]), int(self.values["train.batch_size"])
+        rate, batch_size = self.config.optimizer.learning_rate, self.config.train.batch_size
         preset_batch_size = self.inputs.resolved.preset_batch_size
         if batch_size == preset_batch_size or not self._is_ours(RATE):
             return rate
@@ -354,21 +362,21 @@ class _Planner:
             images=self.inputs.images,
             samples=self.inputs.samples_per_epoch,
             repeats=self.inputs.fewest_repeats,
-            batch_size=self.values["train.batch_size"],
-            views=self.values["train.views"],
+            batch_size=self.config.train.batch_size,
+            views=self.config.train.views,
             regularisation=self.inputs.regularisation_per_epoch / self.inputs.samples_per_epoch,
-            concept=self.values[CONCEPT],
+            concept=self.config.train.concept,
         )
         self.decide_auto("train.steps", length.steps, length.reason)
-        steps = int(self.values["train.steps"])
+        steps = settled(self.config.train.steps)
         fifth, reason = max(1, steps // SAVES_PER_RUN), f"a fifth of {steps} steps"
-        if self.values["output.save_every_epochs"] is None:
+        if self.config.output.save_every_epochs is None:
             self.decide_auto("output.save_every_steps", fifth, reason)
         else:
             self.decide_auto("output.save_every_steps", 0, "output.save_every_epochs is set")
-        if self.values["output.save_every_steps"]:
+        if self.config.output.save_every_steps:
             fifth, reason = (
-                self.values["output.save_every_steps"],
+                settled(self.config.output.save_every_steps),
                 "same as output.save_every_steps",
             )
         self.decide_auto("sampling.every_steps", fifth, reason)
@@ -378,8 +386,7 @@ class _Planner:
     def decide_memory(self) -> Allocation:
         """Choose base precision, checkpointing, streaming and micro-batch so that the run fits."""
         allocation = Allocator(
-            values=self.values,
-            adapter=self.inputs.resolved.config.adapter,
+            config=self.config,
             facts=self.inputs.facts,
             costs=self.costs,
             hardware=self.inputs.hardware,
@@ -400,7 +407,7 @@ class _Planner:
         """Decide compiling and CUDA graphs; recorded graphs keep memory, which the prediction then counts."""
         inputs = self.inputs
         run_facts = circumstances(
-            self.values,
+            self.config,
             allocation=allocation,
             facts=inputs.facts,
             costs=self.costs,
@@ -414,7 +421,7 @@ class _Planner:
             ("hardware.compile", "blocks" if compiled.use else "none", compiled.reason),
             ("hardware.cuda_graphs", graphed.use, graphed.reason),
         ):
-            if self.values[key] != value:
+            if value_of(self.config, key) != value:
                 self.decide(key, value, reason)
         return replace(allocation, memory=run_facts.recorded) if graphed.use else allocation
 
@@ -423,7 +430,7 @@ class _Planner:
         inputs, key = self.inputs, "sampling.every_steps"
         images = max(inputs.images, len(inputs.buckets))
         pace = RunTimeInputs(
-            values=self.values,
+            config=build_run_config(flatten(self.config)),
             load=allocation.load,
             facts=inputs.facts,
             costs=self.costs,
@@ -434,16 +441,17 @@ class _Planner:
             latents=images if inputs.latents is None else inputs.latents,
             texts=1 + (images if inputs.texts is None else inputs.texts),
         )
-        if inputs.resolved.config.sampling.every_steps == "auto" and self.values[key]:
-            interval = pace.sample_interval(self.values[key])
-            if interval != self.values[key]:
-                self.decide(
-                    key, interval, "more sample images would take too much of the run's time"
-                )
+        every_steps = pace.config.sampling.every_steps
+        if inputs.resolved.config.sampling.every_steps == "auto" and every_steps:
+            interval = pace.sample_interval(every_steps)
+            if interval != every_steps:
+                reason = "more sample images would take too much of the run's time"
+                self.decide(key, interval, reason)
+                return replace(pace, config=with_value(pace.config, key, interval))
         return pace
 
     def finish(self, allocation: Allocation, pace: RunTimeInputs) -> Plan:
-        inputs, config, step = self.inputs, build_run_config(self.values), pace.step()
+        inputs, config, step = self.inputs, pace.config, pace.step()
         cost = self.costs.sample_cost(inputs.facts, allocation.load.workload())
         steps = config.train.steps
         planner_origins = {

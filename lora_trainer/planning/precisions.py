@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.base_precision import BaseMatmul, BasePrecision, has_int8_product
-from lora_trainer.config.config import Precision
+from lora_trainer.config.config import Config, Precision, settled
 from lora_trainer.hardware.machine import Gpu
 from lora_trainer.planning.loads import Load
 from lora_trainer.planning.search import PRODUCTS_PAY_FROM, Evaluator
@@ -74,16 +73,17 @@ def capability(gpu: Gpu) -> str:
 
 
 def base_precisions(
-    values: Mapping[str, Any], gpu: Gpu | None, *, has_bitsandbytes: bool
+    config: Config, gpu: Gpu | None, *, has_bitsandbytes: bool
 ) -> tuple[BasePrecision, ...]:
     """Return the values to try for `memory.base_precision`, the most precise first.
 
     A precision that the user chose stays the only one, because another would change the result.
     """
-    setting, train_precision = values["memory.base_precision"], values["train.precision"]
+    setting = config.memory.base_precision
+    train_precision: Precision = settled(config.train.precision)
     if setting != "auto":
         return (setting,)
-    if values["memory.base_matmul"] == "int8":
+    if config.memory.base_matmul == "int8":
         return ("int8",)
     if gpu is None:
         return (train_precision,)

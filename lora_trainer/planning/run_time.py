@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lora_trainer.config.choices import VIEWS
-from lora_trainer.config.config import Precision
+from lora_trainer.config.config import Precision, RunConfig
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu
 from lora_trainer.planning.loads import Load, RememberedCosts
@@ -163,7 +162,7 @@ class RunTimeInputs:
     memory each process may pin (None: no limit).
     """
 
-    values: Mapping[str, Any]
+    config: RunConfig
     load: Load
     facts: BaseFacts
     costs: RememberedCosts
@@ -176,7 +175,7 @@ class RunTimeInputs:
 
     def step(self) -> StepTime:
         """Return the time of a step: the mean over the run's resolutions."""
-        batch_size = math.ceil(int(self.values["train.batch_size"]) / self.processes)
+        batch_size = math.ceil(self.config.train.batch_size / self.processes)
         times = []
         for load in self._loads:
             work = step_work(
@@ -194,24 +193,23 @@ class RunTimeInputs:
         )
 
     def run_time(self) -> RunTime:
-        step, steps = self.step(), int(self.values["train.steps"])
+        step, steps = self.step(), self.config.train.steps
         return RunTime(
             parts={
                 "start": self._start(),
                 "caching": self._caching(),
                 "steps": (steps * step.low_s, steps * step.high_s),
                 "validation": self._validation(),
-                "sample images": self.samples(),
+                "sample images": self._samples(self.config.sampling.every_steps),
                 "saves": _times(self._saves(), NEWEST_ONLY_S),
             }
         )
 
     def sample_interval(self, every_steps: int) -> int:
         """Return after how many steps to draw sample images: `every_steps`, or more where they take too long."""
-        step_s = int(self.values["train.steps"]) * self.step().seconds
+        step_s = self.config.train.steps * self.step().seconds
         for times in FEWER_SAMPLES:
-            values = {**self.values, "sampling.every_steps": times * every_steps}
-            low, high = replace(self, values=values).samples()
+            low, high = self._samples(times * every_steps)
             if math.sqrt(low * high) <= max(FREE_SAMPLES_S, SAMPLES_SHARE * step_s):
                 break
         return times * every_steps
@@ -220,9 +218,9 @@ class RunTimeInputs:
     def _loads(self) -> Iterator[Load]:
         """Yield the load of the largest bucket, and one with that bucket scaled to each other resolution."""
         yield self.load
-        own_px = int(self.values["data.resolution"])
-        largest_px = max(own_px, *self.values["data.more_resolutions"], 1)
-        for side_px in (own_px, *self.values["data.more_resolutions"]):
+        own_px = self.config.data.resolution
+        largest_px = max(own_px, *self.config.data.more_resolutions, 1)
+        for side_px in (own_px, *self.config.data.more_resolutions):
             if side_px != largest_px:
                 width_px, height_px = (
                     max(1, length * side_px // largest_px) for length in self.load.bucket_px
@@ -234,7 +232,7 @@ class RunTimeInputs:
                 yield replace(self.load, bucket_px=(width_px, height_px))
 
     def _step_time(self, work: StepWork, precision: Precision) -> StepTime:
-        threads = int(self.values["hardware.threads"])
+        threads = self.config.hardware.threads
         return step_time(work, gpu=self.gpu, threads=threads, precision=precision)
 
     def _forward(self, side_px: int) -> Range:
@@ -265,32 +263,32 @@ class RunTimeInputs:
         return _sum(_times(self.latents, picture), _times(self.texts, whole))
 
     def _validation(self) -> Range:
-        every = int(self.values["train.validate_every_steps"])
+        every = self.config.train.validate_every_steps
         if not (every and self.held_out):
             return (0.0, 0.0)
-        steps = int(self.values["train.steps"])
+        steps = self.config.train.steps
         times = 1 + math.ceil(steps / every)
         passes = times * VALIDATION_QUANTILES * self.held_out / self.processes
-        return _times(passes, self._forward(int(self.values["data.resolution"])))
+        return _times(passes, self._forward(self.config.data.resolution))
 
-    def samples(self) -> Range:
+    def _samples(self, every_steps: int) -> Range:
         """Return the time of all sample images: before the first step, at each interval, at the end."""
-        every = int(self.values["sampling.every_steps"])
-        if not every:
+        if not every_steps:
             return (0.0, 0.0)
-        images = (1 + math.ceil(int(self.values["train.steps"]) / every)) * (
-            len(self.values["sampling.prompts"])
-            or min(int(self.values["sampling.prompts_from_captions"]), max(1, self.texts - 1))
+        sampling, side_px = self.config.sampling, self.config.data.resolution
+        prompts = len(sampling.prompts) or min(
+            sampling.prompts_from_captions,
+            max(1, self.texts - 1),  # the empty caption is encoded too, and is no prompt
         )
-        side_px = int(self.values["data.resolution"])
-        guided = float(self.values["sampling.guidance_scale"]) > 1
-        passes = 1 + (guided and self.costs.family.guides_by_two_passes(self.facts))
-        drawing = _times(int(self.values["sampling.steps"]) * passes, self._forward(side_px))
+        images = (1 + math.ceil(self.config.train.steps / every_steps)) * prompts
+        is_guided = sampling.guidance_scale > 1
+        passes = 1 + (is_guided and self.costs.family.guides_by_two_passes(self.facts))
+        drawing = _times(sampling.steps * passes, self._forward(side_px))
         return _times(images, _sum(drawing, self._vae(DECODE_FLOPS_PER_PX * side_px * side_px)))
 
     def _saves(self) -> int:
-        every = int(self.values["output.save_every_steps"])
-        return math.ceil(int(self.values["train.steps"]) / every) if every else 1
+        every = self.config.output.save_every_steps
+        return math.ceil(self.config.train.steps / every) if every else 1
 
     def _vae(self, flops: float) -> Range:
         """Return the time of a VAE pass in fp32; `flops` are of the AutoencoderKL, scaled by parameters."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from lora_trainer.config.config import KEEP_ATTENTION
+from lora_trainer.config.config import KEEP_ATTENTION, Config, settled
 from lora_trainer.costs.cost_table import texts_vary
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu, Hardware
@@ -59,14 +58,14 @@ class SpeedupDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Facts about a run that decide its speed-ups; `values` has `auto` only for these two settings.
+    """Facts about a run that decide its speed-ups; `config` has `auto` only in these two settings.
 
     `launch_s` are seconds to start all kernels of a step, `work_s` seconds the GPU computes; `kinds` counts
     the different blocks of the base, `shapes` the shapes of its passes; `recorded` is the memory of a run
     with CUDA graphs.
     """
 
-    values: Mapping[str, Any]
+    config: Config
     gpu: Gpu | None
     priority: str
     one_text_length: bool
@@ -82,7 +81,7 @@ class RunFacts:
 
 
 def run_facts(
-    values: Mapping[str, Any],
+    config: Config,
     *,
     allocation: Allocation,
     facts: BaseFacts,
@@ -94,7 +93,7 @@ def run_facts(
 ) -> RunFacts:
     """Return the facts about a run whose memory is decided."""
     load, linear = allocation.load, costs.linear_shapes(facts)
-    share = math.ceil(int(values["train.batch_size"]) / processes)
+    share = math.ceil(config.train.batch_size / processes)
     work = step_work(
         load,
         facts=facts,
@@ -109,18 +108,18 @@ def run_facts(
     shapes = len(
         pass_shapes(
             allocation.images_at_once,
-            batch_size=int(values["train.batch_size"]),
+            batch_size=config.train.batch_size,
             processes=processes,
         )
     )
     forward_bytes = costs.sample_cost(facts, load.workload()).forward_bytes
     return RunFacts(
-        values=values,
+        config=config,
         gpu=gpu,
         priority=priority,
         one_text_length=not texts_vary(costs.family, facts),
         has_triton=hardware.packages.get("triton") is not None,
-        steps=int(values["train.steps"]),
+        steps=settled(config.train.steps),
         time=allocation.time,
         launch_s=_middle(bounds.get(LAUNCHES, (0.0, 0.0))),
         work_s=_middle(bounds.get(ARITHMETIC, (0.0, 0.0))),
@@ -160,7 +159,7 @@ def pass_shapes(
 
 def compiling(run_facts: RunFacts) -> SpeedupDecision:
     """Return whether `hardware.compile` becomes `blocks`, and why."""
-    setting = run_facts.values["hardware.compile"]
+    setting = run_facts.config.hardware.compile
     obstacle = "" if setting == "none" else _why_not_compiled(run_facts)
     if setting == "auto":
         obstacle = obstacle or _why_not_unasked(run_facts)
@@ -177,30 +176,31 @@ def compiling(run_facts: RunFacts) -> SpeedupDecision:
 
 def _why_not_compiled(run_facts: RunFacts) -> str:
     """Return why blocks cannot be compiled, empty if they can; each reason was tried on every family."""
-    values = run_facts.values
-    kind = "DoRA" if values["adapter.dora"] else values["adapter.kind"]
+    config = run_facts.config
+    adapter = config.adapter
+    kind = "DoRA" if adapter.dora else adapter.kind
     if kind in ("DoRA", "loha", "lokr"):
         return f"peft's {kind} layers cannot be compiled in one piece"
-    if values["adapter.init"] == "pissa":
+    if config.adapter.init == "pissa":
         return "adapter.init=pissa computes its layers in hooks, which cannot be compiled"
-    if any(values[f"adapter.{name}"] for name in ("dropout", "rank_dropout", "module_dropout")):
+    if adapter.dropout or adapter.rank_dropout or adapter.module_dropout:
         return "adapter dropout differs by layer, so each block would be compiled separately"
     if not run_facts.one_text_length:
         return "text lengths vary with this base, and each length would be compiled separately"
-    if values["objective.prior"] == "base" or values["objective.preservation_weight"]:
+    if config.objective.prior == "base" or config.objective.preservation_weight:
         return "the base's own prediction is computed for a varying number of samples, each compiled separately"
-    if values["base.assistant"] is not None:
+    if config.base.assistant is not None:
         return "base.assistant computes its part in hooks, which cannot be compiled"
-    if values["memory.gradient_checkpointing"] in KEEP_ATTENTION:
+    if config.memory.gradient_checkpointing in KEEP_ATTENTION:
         return "this gradient checkpointing keeps results of single kernels, which compiled code merges"
-    if values["memory.attention"] == "xformers":
+    if config.memory.attention == "xformers":
         return "memory.attention=xformers cannot be compiled"
     return ""
 
 
 def _why_not_unasked(run_facts: RunFacts) -> str:
     """Return why `auto` does not compile on this GPU, empty if it may; the user may still ask for it."""
-    if run_facts.values["memory.streamed_blocks"]:
+    if run_facts.config.memory.streamed_blocks:
         return "blocks are streamed, so steps wait for copies, not for kernels"
     if not run_facts.has_triton:
         return "triton, which compiles for GPUs, is missing (pip install triton)"
@@ -215,7 +215,7 @@ def _why_not_unasked(run_facts: RunFacts) -> str:
 
 def graphing(run_facts: RunFacts) -> SpeedupDecision:
     """Return whether `hardware.cuda_graphs` becomes true, and why."""
-    setting = run_facts.values["hardware.cuda_graphs"]
+    setting = run_facts.config.hardware.cuda_graphs
     obstacle = "" if setting is False else _why_not_graphed(run_facts)
     if not obstacle and setting is not False and not run_facts.recorded.fits:
         peak = gib(run_facts.recorded.peak_bytes)
@@ -235,23 +235,21 @@ def graphing(run_facts: RunFacts) -> SpeedupDecision:
 
 
 def _why_not_graphed(run_facts: RunFacts) -> str:
-    values = run_facts.values
+    config = run_facts.config
     obstacles = {
         "there is no GPU": run_facts.gpu is None,
         "CUDA graphs work on NVIDIA GPUs only": run_facts.gpu is not None
         and not run_facts.gpu.can.graphs,
-        "train.deterministic promises equal bits": values["train.deterministic"],
-        "blocks are streamed from host memory": values["memory.streamed_blocks"],
-        "inputs of blocks wait in host memory": values["memory.gradient_checkpointing"]
-        == "offloaded",
-        "bitsandbytes' nf4 is not known to work in CUDA graphs": values["memory.base_precision"]
+        "train.deterministic promises equal bits": config.train.deterministic,
+        "blocks are streamed from host memory": config.memory.streamed_blocks,
+        "inputs of blocks wait in host memory": config.memory.gradient_checkpointing == "offloaded",
+        "bitsandbytes' nf4 is not known to work in CUDA graphs": config.memory.base_precision
         == "nf4",
-        "text encoders run in every step": values["adapter.text_encoder"]
-        or values["adapter.new_tokens"],
+        "text encoders run in every step": config.adapter.text_encoder or config.adapter.new_tokens,
         "text lengths vary with this base": not run_facts.one_text_length,
-        "the base's own prediction is computed for some samples only": values["objective.prior"]
+        "the base's own prediction is computed for some samples only": config.objective.prior
         == "base"
-        or values["objective.preservation_weight"],
+        or config.objective.preservation_weight,
     }
     return next((reason for reason, holds in obstacles.items() if holds), "")
 
