@@ -13,6 +13,7 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import Config, all_settings, flatten
+from lora_trainer.lora_file.header import file_of, holds_adapter
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.run.run_folder import read_run
 from lora_trainer.run.sample_lora import adapter_of, stated_settings
@@ -49,7 +50,7 @@ class EvaluatedLora:
 
 def evaluated_lora_of(path: Path, *, base: str | None) -> EvaluatedLora:
     """Read the adapter's file and settings; raises InputError and RequestError, as `sample` does."""
-    if path.is_dir():
+    if path.is_dir() and not holds_adapter(path):
         file, record = adapter_of(path), read_run(path)
         settings = dict(record["settings"])
         source = base or str(record["base"]["source"])
@@ -70,7 +71,7 @@ def evaluated_lora_of(path: Path, *, base: str | None) -> EvaluatedLora:
         )
     settings = flatten(config) if config else {}
     return EvaluatedLora(
-        file=path,
+        file=file_of(path),
         run=None,
         settings=_kept(settings, elsewhere=True) | {"base.model": base_model},
         has_settings=config is not None,

@@ -31,6 +31,10 @@ ELEMENT_BYTES = {
     **dict.fromkeys(("I64", "U64", "F64"), 8),
 }
 
+PEFT_FILE = "adapter_model.safetensors"
+FOLDER_FILES = (PEFT_FILE, "pytorch_lora_weights.safetensors")
+"""The names under which peft and diffusers save a LoRA into a folder."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderEntry:
@@ -56,8 +60,8 @@ class Opened:
 @contextmanager
 def open_checked(source: Path | bytes) -> Iterator[Opened]:
     """Open a safetensors file or one in memory; raises InputError for what is none or not whole."""
-    path = source if isinstance(source, Path) else Path("the file in memory")
-    opened = _opened(source) if isinstance(source, Path) else _in_memory(source)
+    path = file_of(source) if isinstance(source, Path) else Path("the file in memory")
+    opened = _opened(path) if isinstance(source, Path) else _in_memory(source)
     with opened as (file, size_bytes):
         header, start = _read_header(file, path, size_bytes=size_bytes)
         entries = _checked_entries(header, path, body_bytes=size_bytes - start)
@@ -67,6 +71,21 @@ def open_checked(source: Path | bytes) -> Iterator[Opened]:
             entries=tuple(entries),
             metadata=_checked_metadata(header, path),
         )
+
+
+def holds_adapter(folder: Path) -> bool:
+    """Return whether peft or diffusers saved a LoRA into a folder."""
+    return any((folder / name).is_file() for name in FOLDER_FILES)
+
+
+def file_of(path: Path) -> Path:
+    """Return the LoRA file in a folder as peft and diffusers write it, any other path as it is."""
+    if path.is_dir() and not holds_adapter(path):
+        if any((path / name).with_suffix(".bin").is_file() for name in FOLDER_FILES):
+            what = "holds an adapter as a pickle only, which can run code when opened"
+            refuse(path, what, fix="save it with safe_serialization=True where it was made")
+        refuse(path, f"is no file but a folder without {' or '.join(FOLDER_FILES)}", fix="give a LoRA file")
+    return next((path / name for name in FOLDER_FILES if (path / name).is_file()), path)
 
 
 def refuse(

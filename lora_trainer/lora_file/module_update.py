@@ -241,7 +241,8 @@ def _scale(
     if kind in ("oft", "oft_in", "ia3", "full", "norm"):
         return 1.0
     if kind == "lokr" and {"w1", "w2"} <= found.keys():
-        return 1.0  # by LyCORIS's rule, alpha counts only where a factor is decomposed
+        # By LyCORIS's rule, alpha counts only where a factor is decomposed; peft's counts always.
+        return 1.0 if alpha is not None else stated(0)
     scale = alpha / rank if alpha is not None else stated(rank)
     if not math.isfinite(scale):
         raise ValueError(f"has an alpha of {alpha}")

@@ -205,14 +205,14 @@ def open_spelt(source: Path | bytes) -> Iterator[SpeltAdapter]:
     """Open and check a safetensors file; raises InputError saying what is wrong."""
     name = source.name if isinstance(source, Path) else "the file in memory"
     with open_checked(source) as opened:
-        contents = _contents(opened, source if isinstance(source, Path) else None)
+        contents = _contents(opened)
         yield SpeltAdapter(name=name, contents=contents, opened=opened, _start=opened.file.tell())
 
 
 def read_contents(source: Path | bytes) -> Contents:
     """Check a file's header and return what it lists, no tensor read; raises InputError."""
     with open_checked(source) as opened:
-        return _contents(opened, source if isinstance(source, Path) else None)
+        return _contents(opened)
 
 
 def read_bytes(file: BinaryIO, start: int, entry: HeaderEntry, *, path: Path) -> bytearray:
@@ -228,7 +228,7 @@ def read_bytes(file: BinaryIO, start: int, entry: HeaderEntry, *, path: Path) ->
     return data
 
 
-def _contents(opened: Opened, path: Path | None) -> Contents:
+def _contents(opened: Opened) -> Contents:
     parts: dict[str, dict[Role, HeaderEntry]] = {}
     kinds: dict[str, set[Kind]] = {}
     unknown: list[HeaderEntry] = []
@@ -245,6 +245,9 @@ def _contents(opened: Opened, path: Path | None) -> Contents:
         parts[module][role] = entry
         if kind is not None:
             kinds.setdefault(module, set()).add(kind)
+    strengths = read_strengths(opened.metadata, opened.path)
+    if reason := strengths.unsupported:
+        refuse(opened.path, reason, fix="merge it into its base where it was made")
     left = [entry.key for entry in unknown if not _take_factor(entry, parts)]
     _share_beside(parts)
     return Contents(
@@ -254,7 +257,7 @@ def _contents(opened: Opened, path: Path | None) -> Contents:
             for module, roles in parts.items()
         },
         unknown=tuple(left),
-        strengths=read_strengths(opened.metadata, path),
+        strengths=strengths,
     )
 
 

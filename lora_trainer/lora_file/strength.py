@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.lora_file.header import PEFT_FILE
+
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 """Header entry with peft's settings; diffusers refuses `.alpha` tensors beside it."""
 FOLDED = "lora_train.strength"
 """Header entry of files whose strength is multiplied into the tensors: that they have no alpha is no slip."""
 PEFT_CONFIG = "adapter_config.json"
-PEFT_FILE = "adapter_model.safetensors"
 DENOISER = "denoiser"
 
 
@@ -33,20 +34,40 @@ class Strengths:
         """Whether there is an alpha at all."""
         return any(True for _ in self.alphas())
 
+    @property
+    def unsupported(self) -> str:
+        """Why peft's kind of adapter cannot be read, "" where it can."""
+        for settings in self.settings.values():
+            kind = settings.get("peft_type", "LORA")
+            if kind not in ("LORA", "LOHA", "LOKR", "OFT"):
+                return f"is an adapter of peft's kind {kind}; LORA, LOHA, LOKR and OFT are read"
+            terms = settings.get("use_cayley_neumann", True) and settings.get(
+                "num_cayley_neumann_terms", 5
+            )
+            if kind == "OFT" and (settings.get("coft") or terms != 5):
+                return "is an OFT of peft with settings of its own (coft, Cayley without 5 terms)"
+            if settings.get("fan_in_fan_out"):
+                return "was made with fan_in_fan_out for layers that no base here has"
+        return ""
+
     def alphas(self) -> Iterator[float]:
         """Yield every alpha that is stated, patterns included."""
         for settings in self.settings.values():
-            values = (settings.get("lora_alpha"), *_patterns(settings).values())
+            values = (_alpha(settings), *_patterns(settings).values())
             yield from (value for value in map(_number, values) if value is not None)
 
     def scale(self, component: str, module: str, *, rank: int) -> float:
-        """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; 1 where no alpha is stated."""
+        """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; 1 where no alpha is stated.
+
+        `rank` 0: the tensors do not tell it, as of a LoKr of whole factors.
+        """
         settings = self.settings.get(component, self.settings.get("", {}))
-        alpha = _number(settings.get("lora_alpha"))
+        alpha = _number(_alpha(settings))
         for pattern, value in _patterns(settings).items():
             if _names(pattern, module) and (found := _number(value)) is not None:
                 alpha = found
-        if alpha is None:
+        rank = rank or int(_number(settings.get("r")) or 0)
+        if alpha is None or rank < 1:
             return 1.0
         return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
@@ -58,11 +79,11 @@ class Strengths:
         )
 
 
-def read_strengths(metadata: Mapping[str, str], path: Path | None) -> Strengths:
+def read_strengths(metadata: Mapping[str, str], path: Path) -> Strengths:
     """Take the settings from the header, else from the file that peft writes beside its own."""
     if text := metadata.get(DIFFUSERS_METADATA):
         return Strengths(settings=_by_component(_json_object(text)))
-    if path is not None and path.name == PEFT_FILE:
+    if path.name == PEFT_FILE:
         try:
             text = path.with_name(PEFT_CONFIG).read_text(encoding="utf-8")
         except (OSError, UnicodeError):
@@ -79,6 +100,11 @@ def _by_component(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         component = part if part.startswith("text_encoder") else DENOISER
         found.setdefault(component, {})[setting] = value
     return found
+
+
+def _alpha(settings: Mapping[str, Any]) -> Any:
+    """Return peft's alpha, which has another name for LoHa and LoKr."""
+    return settings.get("lora_alpha", settings.get("alpha"))
 
 
 def _patterns(settings: Mapping[str, Any]) -> Mapping[str, Any]:

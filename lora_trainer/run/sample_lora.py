@@ -28,6 +28,7 @@ from lora_trainer.config.config import (
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.families.locate import locate, with_caption_tokens, with_choices
 from lora_trainer.lora_file.embedding import embedding_path, read_embedding, trained_words
+from lora_trainer.lora_file.header import file_of, holds_adapter
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.reporting.sample_files import try_name
@@ -83,11 +84,12 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
 
     Raises InputError without an adapter, RequestError if the base is unknown.
     """
-    file = adapter_of(run) if run.is_dir() else run
+    is_run = run.is_dir() and not holds_adapter(run)
+    file = adapter_of(run) if is_run else file_of(run)
     metadata = read_contents(file).metadata
     config = stated_settings(metadata)
     source = base or (config.base.model if config else None)
-    if run.is_dir():
+    if is_run:
         source = base or str(read_run(run)["base"]["source"])
     if source in (None, "auto"):
         raise RequestError(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lora_trainer.config.config import Precision
 from lora_trainer.families.base import FileFormat
+from lora_trainer.lora_file.header import file_of
 from lora_trainer.tools.adapter_writer import SUFFIX, refuse_output, write_adapter
 from lora_trainer.tools.adapters import CheckedModules, open_source
 from lora_trainer.tools.header_entries import carried
@@ -43,6 +44,7 @@ def convert(
     Raises RequestError with the reason where the format cannot hold the adapter, InputError for a file
     that cannot be used and MachineError when the disk refuses; nothing is written then.
     """
+    file = file_of(file)
     output = file.with_name(f"{file.stem}-{format}{SUFFIX}") if output is None else output
     refuse_output(output, force=force)
     with open_source(file, base=base) as source:

@@ -70,7 +70,7 @@ class Merged:
 def parse_weighted(text: str) -> Weighted:
     """Read FILE or FILE:WEIGHT; raises RequestError for a weight that is no number or 0."""
     name, colon, number = text.rpartition(":")
-    if not colon or Path(text).is_file():
+    if not colon or Path(text).exists():
         return Weighted(file=Path(text), weight=1.0)
     try:
         weight = float(number)

@@ -1,0 +1,114 @@
+"""Folders as peft saves them: every tool reads them to the update that peft's own merge gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+from lora_trainer.common.errors import InputError
+from lora_trainer.lora.tensors import update
+from lora_trainer.lora_file.header import FOLDER_FILES
+from lora_trainer.lora_file.inspect import inspect_file
+from lora_trainer.tools.adapters import open_source
+from lora_trainer.tools.convert import convert
+from lora_trainer.tools.merge import merge, parse_weighted
+from lora_trainer.tools.merge_base import bake
+from lora_trainer.tools.resize import ResizeLimits, resize
+from tests.fakes.family_bases import base_of, denoiser_of
+
+BASE = "flux"
+LAYERS = ["attn.to_q", "attn.to_k"]
+KINDS: Mapping[str, peft.PeftConfig] = {
+    "LoRA": peft.LoraConfig(r=2, lora_alpha=5, target_modules=LAYERS, init_lora_weights=False),
+    "rsLoRA": peft.LoraConfig(
+        r=2, lora_alpha=5, use_rslora=True, target_modules=LAYERS, init_lora_weights=False
+    ),
+    "patterns": peft.LoraConfig(
+        r=2, lora_alpha=5, alpha_pattern={"to_q": 3}, rank_pattern={"to_k": 1},
+        target_modules=LAYERS, init_lora_weights=False,
+    ),
+    "DoRA": peft.LoraConfig(
+        r=2, lora_alpha=5, use_dora=True, target_modules=LAYERS, init_lora_weights=False
+    ),
+    "LoHa": peft.LoHaConfig(r=2, alpha=5, target_modules=LAYERS, init_weights=False),
+    "LoKr": peft.LoKrConfig(r=1, alpha=5, target_modules=LAYERS, init_weights=False),
+    "LoKr of whole factors": peft.LoKrConfig(
+        r=40, alpha=5, target_modules=LAYERS, init_weights=False
+    ),
+    "OFT": peft.OFTConfig(r=0, oft_block_size=4, target_modules=LAYERS, init_weights=False),
+}  # fmt: skip
+
+
+def saved(kind: peft.PeftConfig, folder: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """Save a random adapter; return the base's weights and those that peft merges it into, by layer."""
+    torch.manual_seed(0)
+    network = denoiser_of(BASE)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    model: Any = peft.get_peft_model(network, kind)
+    model.save_pretrained(folder)
+    after = model.merge_and_unload().state_dict()
+    names = [name for name in before if not torch.equal(before[name], after[name])]
+    return (
+        {f"denoiser.{name.removesuffix('.weight')}": before[name] for name in names},
+        {f"denoiser.{name.removesuffix('.weight')}": after[name] for name in names},
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_is_read_to_what_peft_makes_of_it(kind: str, tmp_path: Path) -> None:
+    before, after = saved(KINDS[kind], tmp_path)
+    assert not [each for each in inspect_file(tmp_path).problems if each.severity == "error"]
+    with open_source(tmp_path, base=str(base_of(BASE))) as source:
+        assert set(source.adapter) == before.keys()
+        for key in before:
+            wanted = after[key].double() - before[key].double()
+            change = update(source.read(key), before[key].double())
+            assert float((change - wanted).norm() / wanted.norm()) < 1e-5, key
+
+
+def test_every_tool_takes_a_folder(tmp_path: Path) -> None:
+    base, folder = str(base_of(BASE)), tmp_path / "mine:0.5"
+    saved(KINDS["LoRA"], folder)
+    written = [
+        convert(folder, format="comfyui", base=base).file,
+        convert(folder, format="comfyui", base=base, output=tmp_path / "a.safetensors").file,
+        merge([parse_weighted(f"{folder}:1.0")], output=tmp_path / "b.safetensors", base=base).file,
+        resize(folder, ResizeLimits(rank=1), output=tmp_path / "c.safetensors", base=base).file,
+    ]
+    assert written[0].parent == folder and all(file.is_file() for file in written)
+    baked = bake([parse_weighted(str(folder))], base=base, output=tmp_path / "baked")
+    assert baked.layers == inspect_file(folder).modules
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"peft_type": "BOFT"}, "peft's kind BOFT"),
+        ({"peft_type": "VERA"}, "peft's kind VERA"),
+        ({"peft_type": "OFT", "num_cayley_neumann_terms": 9}, "settings of its own"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+    ],
+)
+def test_other_kinds_of_peft_are_refused_with_the_reason(
+    settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    saved(KINDS["LoRA"], tmp_path)
+    stated = tmp_path / "adapter_config.json"
+    stated.write_text(json.dumps({**json.loads(stated.read_text()), **settings}))
+    with pytest.raises(InputError, match=reason):
+        inspect_file(tmp_path)
+
+
+def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no file but a folder without adapter_model.safetensors"):
+        inspect_file(tmp_path)
+    (tmp_path / FOLDER_FILES[1]).with_suffix(".bin").write_bytes(b"PK")
+    with pytest.raises(InputError, match="as a pickle only"):
+        inspect_file(tmp_path)
