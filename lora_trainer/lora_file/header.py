@@ -84,7 +84,11 @@ def file_of(path: Path) -> Path:
         if any((path / name).with_suffix(".bin").is_file() for name in FOLDER_FILES):
             what = "holds an adapter as a pickle only, which can run code when opened"
             refuse(path, what, fix="save it with safe_serialization=True where it was made")
-        refuse(path, f"is no file but a folder without {' or '.join(FOLDER_FILES)}", fix="give a LoRA file")
+        refuse(
+            path,
+            f"is no file but a folder without {' or '.join(FOLDER_FILES)}",
+            fix="give a LoRA file",
+        )
     return next((path / name for name in FOLDER_FILES if (path / name).is_file()), path)
 
 

@@ -107,7 +107,9 @@ def test_other_kinds_of_peft_are_refused_with_the_reason(
 
 
 def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no file but a folder without adapter_model.safetensors"):
+    with pytest.raises(
+        InputError, match="is no file but a folder without adapter_model.safetensors"
+    ):
         inspect_file(tmp_path)
     (tmp_path / FOLDER_FILES[1]).with_suffix(".bin").write_bytes(b"PK")
     with pytest.raises(InputError, match="as a pickle only"):
