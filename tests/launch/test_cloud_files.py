@@ -127,7 +127,8 @@ def test_notebook_run_again_after_a_disconnect_resumes(
     run = (mounted if file.stem == "colab" else tmp_path / "working") / "runs" / "my-images"
     program = tmp_path / "python"
     program.write_text(
-        f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\nmkdir -p {run}; touch {run}/run.json\n'
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n'
+        f'[ "$2" = pip ] || {{ mkdir -p {run}; touch {run}/run.json; }}\n'
     )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
