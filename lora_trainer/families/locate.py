@@ -28,6 +28,11 @@ from lora_trainer.config.config import CHUNK_TOKENS, Auto, BaseSettings
 from lora_trainer.families.base import BaseFacts, Family, Layout, Part
 from lora_trainer.families.checkpoints import gguf_file
 from lora_trainer.families.checkpoints.base_folder import AGAIN, SUFFIXES, read_header
+from lora_trainer.families.checkpoints.open_companion import (
+    OpenCompanion,
+    is_makeable,
+    open_companion,
+)
 from lora_trainer.families.single_files import (
     companion_of,
     encoder_files,
@@ -38,11 +43,13 @@ from lora_trainer.families.single_files import (
 _TEXTS = frozenset({".json", ".txt", ".model", ".jinja"})
 """Configurations, vocabularies, SentencePiece's models, chat templates."""
 _TOP_TEXTS = frozenset({"model_index.json", "config.json"})
-_PART_FOLDERS: dict[Part, re.Pattern[str]] = {
+ALL_ENCODERS = "text encoders"
+_PART_FOLDERS: dict[str, re.Pattern[str]] = {
     "denoiser": re.compile(r"unet|transformer"),
     "vae": re.compile(r"vae"),
-    "text_encoder": re.compile(r"text_encoder(_\d)?"),
+    ALL_ENCODERS: re.compile(r"text_encoder(_\d)?"),
 }
+"""Whole parts -> their folders; the first of several text encoders has the name of the part."""
 _TEXT_FOLDERS = re.compile(r"scheduler|tokenizer(_\d)?")
 _VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
 
@@ -317,14 +324,27 @@ def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layo
     files: dict[Part, Path] = dict.fromkeys(parts, file)
     if settings.vae is not None:
         files["vae"] = _find_vae(settings, family, fetch=fetch)
-    if settings.companion == "auto":
-        companion = companion_of(settings, family, family.facts_from_file(file, header))
-    else:
-        companion = settings.companion
+    release = family.facts_from_file(file, header) if settings.companion == "auto" else None
+    companion = companion_of(settings, family, release) if release else settings.companion
     # The companion's folder may bring other widths, so the encoders are matched again once it is known.
     text = encoder_files(settings, family, header, file, folder=None)
-    without = frozenset[str](files) | text.keys()
-    folder = _folder(companion, revision=None, fetch=fetch, without=without)
+    without = frozenset[str](files) - {"text_encoder"} | text.keys()
+    if "text_encoder" in files:
+        without |= {ALL_ENCODERS, *family.text_roles}
+    makeable = open_companion(release, without) if release else None
+    if makeable is not None:
+        folder = _open_folder(makeable, cached_snapshot(companion, revision=None), fetch=fetch)
+    else:
+        try:
+            folder = _folder(companion, revision=None, fetch=fetch, without=without)
+        except MachineError as error:
+            if release is None or not is_makeable(family.name):
+                raise
+            raise MachineError(
+                error.found,
+                fix=f"{error.fix}, or give its VAE and text encoders as files with base.vae and "
+                "base.text_encoders",
+            ) from None
     if folder is None:
         return None, family
     companion_family = families.detect(folder)
@@ -339,6 +359,33 @@ def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layo
             if needed.suffix == gguf_file.SUFFIX:
                 gguf_file.require_gguf(needed)
     return Layout(folder=folder, files=files, text=text), family
+
+
+def _open_folder(
+    companion: OpenCompanion, cached_folder: Path | None, *, fetch: bool
+) -> Path | None:
+    """Return a checkpoint's companion folder: as made before, from the Hub's cache, or with `fetch` made now.
+
+    The folder made before comes first: with another one of the same content a resume would find another
+    text encoder.
+    """
+    if companion.folder().is_dir():
+        return companion.folder()
+    return companion.make(_fetch_tokenizers) if fetch else cached_folder
+
+
+def _fetch_tokenizers(source: str, folders: tuple[str, ...]) -> Path:
+    def choose(names: Iterable[str]) -> list[str]:
+        paths = [PurePosixPath(name) for name in names]
+        return [str(p) for p in paths if str(p.parent) in folders and p.suffix in _TEXTS]
+
+    return fetch(
+        source,
+        revision=None,
+        choose=choose,
+        what="tokenizer",
+        instead="name a diffusers folder of this base with --set base.companion=FOLDER",
+    )
 
 
 def _find_vae(settings: BaseSettings, family: Family, *, fetch: bool) -> Path:

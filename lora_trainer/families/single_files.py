@@ -19,6 +19,7 @@ from lora_trainer.families.checkpoints.base_folder import (
     read_json,
     refuse_quantised,
 )
+from lora_trainer.families.checkpoints.open_companion import DOWNLOAD_BYTES, open_companion
 from lora_trainer.families.checkpoints.transformer_file import ENCODER_PREFIX
 
 _ADAPTER_MARKS = (
@@ -81,15 +82,27 @@ def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFac
         del absent["vae"]
     if "text_encoder" in parts or not roles:
         del absent["text_encoder"]
+    present = {*parts, *({"vae"} if settings.vae is not None else ())} - {"text_encoder"}
+    encoders = family.text_roles if "text_encoder" in parts else text
+    makeable = open_companion(facts, present | encoders.keys())
+    if makeable is not None and settings.companion == "auto":
+        return replace(
+            facts,
+            source=settings.model,
+            download_bytes=DOWNLOAD_BYTES,
+            missing=f"tokenizers of {' and '.join(makeable.sources)}",
+        )
     sizes = {part: each.parameters for part, each in companion.parts.items()}
     bytes_each = round(companion.download_bytes / sum(sizes.values()))
-    present = sum(size for part, size in sizes.items() if part not in absent)
+    present_count = sum(size for part, size in sizes.items() if part not in absent)
     if "text_encoder" in absent:
-        present += sum(ENCODER_PARAMETERS[family.text_roles[component]] for component in text)
+        present_count += sum(ENCODER_PARAMETERS[family.text_roles[component]] for component in text)
     return replace(
         facts,
         source=settings.model,
-        download_bytes=max(companion.download_bytes - bytes_each * present, 0) if absent else 0,
+        download_bytes=max(companion.download_bytes - bytes_each * present_count, 0)
+        if absent
+        else 0,
         missing=f"{', '.join([*absent.values(), 'configurations and tokenizers'])} of {source}",
     )
 

@@ -181,7 +181,7 @@ def transformers() -> Iterator[Case]:
         whole,
         "flux",
         "dev",
-        missing="configurations",
+        missing="tokenizers",
         dtype="F8_E4M3",
     )
     yield Case(
@@ -232,10 +232,10 @@ def transformers() -> Iterator[Case]:
         prefixed(UNET, first) | sd3_vae | clips | t5,
         "sd3",
         "3-medium",
-        missing="configurations",
+        missing="tokenizers",
     )
     yield Case("Comfy-Org sd3.5_large_fp8_scaled", prefixed(UNET, large) | sd3_vae | clips | t5, "sd3", "large",
-               missing="configurations", dtype="F8_E4M3", scales="scale_weight")  # fmt: skip
+               missing="tokenizers", dtype="F8_E4M3", scales="scale_weight")  # fmt: skip
     yield Case("diffusers-named SD 3.5 medium", a.sd3_named(), "sd3", "medium", missing=both)
     yield Case(
         "diffusers-named SD 3.5 large",

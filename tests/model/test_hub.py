@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 )
 
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
-from lora_trainer.families.locate import cached_snapshot, download, wanted
+from lora_trainer.families.locate import ALL_ENCODERS, cached_snapshot, download, wanted
 
 SD_REPOSITORY = [
     "README.md",
@@ -61,8 +61,8 @@ def test_one_precision_of_each_part_and_nothing_else() -> None:
 
 
 def test_parts_that_a_checkpoint_brings_are_not_fetched() -> None:
-    everything = frozenset({"denoiser", "vae", "text_encoder"})
-    found = wanted(SD_REPOSITORY, without=everything)  # type: ignore[arg-type]
+    everything = frozenset({"denoiser", "vae", ALL_ENCODERS})
+    found = wanted(SD_REPOSITORY, without=everything)
     assert found and not any(name.endswith(".safetensors") for name in found)
     left = wanted(SD_REPOSITORY, without=frozenset({"denoiser"}))
     assert "text_encoder/model.safetensors" in left
@@ -78,8 +78,13 @@ def test_shards_come_with_their_index_and_second_encoders_too() -> None:
         "tokenizer_2/spiece.model",
     ]
     assert wanted(names, without=frozenset()) == sorted(names)
-    without = wanted(names, without=frozenset({"denoiser", "text_encoder"}))
+    without = wanted(names, without=frozenset({"denoiser", ALL_ENCODERS}))
     assert without == [names[4], names[2]]
+
+
+def test_one_encoder_of_the_user_s_leaves_the_other_to_be_fetched() -> None:
+    names = ["text_encoder/model.safetensors", "text_encoder_2/model.safetensors"]
+    assert wanted(names, without=frozenset({"text_encoder"})) == names[1:]
 
 
 def test_a_repository_that_is_one_part_gives_its_top_files() -> None:
