@@ -13,6 +13,7 @@ import pytest
 from lora_trainer.hardware import machine
 from lora_trainer.network import pinned_memory
 from lora_trainer.planning import host_memory as pinned_plan
+from lora_trainer.planning import plan
 from lora_trainer.planning.allocation import Allocator
 from tests.fakes.family_bases import base_of, facts_at, side_of
 from tests.fakes.pinning import pinning_driver
@@ -31,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 @pytest.fixture(autouse=True)
 def streams_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Allocator, "_streamable", property(lambda self: self._blocks))
-    monkeypatch.setattr(Allocator, "_refuse_impossible", lambda self: None)
+    monkeypatch.setattr(plan, "unmet_needs", lambda config, **machine: ())
 
 
 def train(place: Toy, name: str) -> Path:

@@ -1,8 +1,10 @@
-"""Which settings exclude or need each other: one table of rules (when, sentence, fix), each stated once.
+"""Which settings exclude or need each other, and their needs of the machine: tables of rules, each stated once.
 
 A rule about one setting that is without effect beside another stands with the setting itself, as `only_for`,
 `not_for` and `idle_with`: the form greys the field out, and an `enforced` setting is refused. `SETTINGS` has
-the rules that need more than that. Input: a config; output: sentences that name values, reason and remedy.
+the rules that need more than that. `NEEDS` has the packages and the kinds of GPU that values need: the
+planner refuses the user's value and replaces a preset's. Input: a config; output: sentences that name values,
+reason and remedy.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from lora_trainer.config.base_precision import QUANTIZATIONS
-from lora_trainer.config.declare import SCHEDULE_FREE, Needs
+from lora_trainer.config.declare import SCHEDULE_FREE, Needs, OptimizerName
 from lora_trainer.config.sections import Config
+from lora_trainer.hardware.machine import Gpu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,9 +221,165 @@ SETTINGS: tuple[Rule, ...] = (
         fix="use selective, full or offloaded",
     ),
     Rule(
+        when=lambda c: c.memory.streamed_blocks not in ("auto", 0) and c.base.assistant is not None,
+        found="memory.streamed_blocks and base.assistant cannot be combined, because the assistant's "
+        "weights do not move with streamed blocks",
+        fix="leave one of them out",
+    ),
+    Rule(
         when=lambda c: c.memory.text_encoder_offload is True and _trains_text(c),
         found="memory.text_encoder_offload works while caching only, and adapter.text_encoder=true and "
         "adapter.new_tokens train with the text encoders",
         fix="choose one",
     ),
 )
+
+
+# ---- the machine
+
+OPTIMIZER_PACKAGES: Mapping[OptimizerName, str] = {
+    "adamw8bit": "bitsandbytes",
+    "paged_adamw8bit": "bitsandbytes",
+    "lion": "bitsandbytes",
+    "lion8bit": "bitsandbytes",
+    "adafactor": "pytorch-optimizer",
+    "came": "pytorch-optimizer",
+    "muon": "pytorch-optimizer",
+    "prodigy": "prodigyopt",
+    "schedulefree_adamw": "schedulefree",
+}
+"""The package of each optimizer that torch itself does not have."""
+INT8_CAPABILITY = (8, 0)
+"""Lowest CUDA compute capability with fast int8 products: Ampere."""
+WORKS_ANYWHERE: Mapping[str, Any] = {
+    "optimizer.name": "adamw",
+    "memory.base_precision": "auto",
+    "memory.base_matmul": "dequantized",
+    "memory.attention": "sdpa",
+    "memory.streamed_blocks": 0,
+    "memory.text_encoder_offload": False,
+    "hardware.compile": "none",
+    "hardware.cuda_graphs": False,
+}
+"""The value of each setting with needs that every machine meets."""
+
+
+def has_int8_products(gpu: Gpu | None) -> bool:
+    """Say whether int8 matrix products are supported; on a processor they are, but never chosen."""
+    if gpu is None:
+        return True
+    return gpu.compute_capability is not None and gpu.compute_capability >= INT8_CAPABILITY
+
+
+def _against_int8(gpu: Gpu | None) -> str:
+    if gpu is None or has_int8_products(gpu):
+        return ""
+    capability = gpu.compute_capability
+    version = f"{capability[0]}.{capability[1]}" if capability else "unknown"
+    return f"a GPU of compute capability 8.0 or higher, but that of {gpu.name} is {version}"
+
+
+def _against_host_memory(gpu: Gpu | None) -> str:
+    if gpu is not None and gpu.can.own_memory:
+        return ""
+    here = "this run is on the processor" if gpu is None else "this GPU shares the machine's memory"
+    return f"a GPU with memory of its own, but {here}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """A value of a setting needs a package or a kind of GPU. `unmet` names the missing kind, "" if it is there.
+
+    `is_wish`: the user's value is replaced too, because the result is the same without it.
+    """
+
+    key: str
+    value: Any
+    package: str = ""
+    unmet: Callable[[Gpu | None], str] = lambda gpu: ""
+    is_wish: bool = False
+
+
+ANY_NUMBER = object()
+"""As `value` of a need: every number of blocks except 0."""
+NEEDS: tuple[Need, ...] = (
+    *(
+        Need(key="optimizer.name", value=name, package=package)
+        for name, package in OPTIMIZER_PACKAGES.items()
+    ),
+    Need(key="memory.base_precision", value="nf4", package="bitsandbytes"),
+    Need(key="memory.base_matmul", value="int8", unmet=_against_int8),
+    Need(key="memory.streamed_blocks", value=ANY_NUMBER, unmet=_against_host_memory),
+    Need(key="memory.text_encoder_offload", value=True, unmet=_against_host_memory),
+    Need(
+        key="memory.attention",
+        value="xformers",
+        package="xformers",
+        unmet=lambda gpu: "" if gpu else "a GPU",
+        is_wish=True,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnmetNeed:
+    """A setting that this machine cannot follow: `problem` and `fix` for the user, `reason` to use `instead`."""
+
+    key: str
+    instead: Any
+    problem: str
+    fix: str
+    reason: str
+    is_wish: bool = False
+
+
+def unmet_needs(
+    config: Config, *, gpu: Gpu | None, packages: Mapping[str, str | None]
+) -> Iterator[UnmetNeed]:
+    """Yield the settings that this machine cannot follow, each once; `gpu` None is the processor.
+
+    `packages` maps the installed packages to their versions.
+    """
+    values = {
+        f"{section}.{name}": value for section, settings in config for name, value in settings
+    }
+    lacks = gpu.can.lacks if gpu is not None else {}
+    refused_keys = set()
+    # The kind of GPU comes first: a package would not help where the GPU cannot run it.
+    for wish, why in lacks.items():
+        key, _, value = wish.partition("=")
+        if gpu is not None and str(values[key]) == value:
+            refused_keys.add(key)
+            yield UnmetNeed(
+                key=key,
+                instead=WORKS_ANYWHERE[key],
+                problem=f"{key}={value.lower()} does not work on {gpu.can.says}: {why}",
+                fix=f"use --set {key}={WORKS_ANYWHERE[key]}",
+                reason=f"{value} is preset, but {why}",
+            )
+    for need in NEEDS:
+        value, instead = values[need.key], WORKS_ANYWHERE[need.key]
+        is_used = value not in ("auto", 0) if need.value is ANY_NUMBER else value == need.value
+        if not is_used or need.key in refused_keys:
+            continue
+        lead = f"instead of {value}" if need.is_wish else f"{value} is preset"
+        join = ", which" if need.is_wish else ", but"
+        if kind := need.unmet(gpu):
+            yield UnmetNeed(
+                key=need.key,
+                instead=instead,
+                problem=f"{need.key}={typed(value)} needs {kind}",
+                fix=f"use --set {need.key}={typed(instead)}",
+                reason=f"{lead}{join} needs {kind}",
+                is_wish=need.is_wish,
+            )
+        elif need.package and packages.get(need.package) is None:
+            subject = "" if need.is_wish else f" {need.package}"
+            yield UnmetNeed(
+                key=need.key,
+                instead=instead,
+                problem=f"{need.key}={typed(value)} needs {need.package}, which is not installed",
+                fix=f"pip install {need.package}, or use --set {need.key}={typed(instead)}",
+                reason=f"{lead}{join}{subject} is missing (pip install {need.package})",
+                is_wish=need.is_wish,
+            )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import CHECKPOINTING, Checkpointing, Config, settled, value_of
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu, Hardware
@@ -28,7 +28,6 @@ from lora_trainer.planning.precisions import (
     in_16_bits,
     preference,
     price,
-    refuse_matmul,
 )
 from lora_trainer.planning.search import (
     Evaluator,
@@ -92,7 +91,7 @@ class Allocator:
 
     def allocate(self) -> Allocation:
         """Raise MachineError naming the nearest setting that fits when nothing does, or RequestError."""
-        self._refuse_impossible()
+        self._refuse_more_blocks()
         if self.kept_at_once is not None and set(self._all_buckets) <= self.kept_at_once.keys():
             allocation = self._allocated(
                 self._ideal_load, {size: self.kept_at_once[size] for size in self._all_buckets}
@@ -257,36 +256,12 @@ class Allocator:
         shapes = self.costs.linear_shapes(self.facts)
         return len({name for name in map(self.costs.block_of, shapes) if name})
 
-    def _refuse_impossible(self) -> None:
-        config = self.config
-        streamed = config.memory.streamed_blocks
-        moved = {
-            "memory.streamed_blocks": streamed not in ("auto", 0),
-            "memory.text_encoder_offload": config.memory.text_encoder_offload is True,
-        }
-        for key, is_set in moved.items():
-            if is_set and not self._has_host:
-                raise RequestError(
-                    f"{key}={_in_words(value_of(config, key))} needs a GPU with memory of its own, but {self._here}",
-                    fix=f"leave {key} out",
-                )
-        if moved["memory.streamed_blocks"] and config.base.assistant is not None:
-            raise RequestError(
-                "memory.streamed_blocks and base.assistant cannot be combined, because the assistant's "
-                "weights do not move with streamed blocks",
-                fix="leave one of them out",
-            )
+    def _refuse_more_blocks(self) -> None:
+        streamed = self.config.memory.streamed_blocks
         if streamed != "auto" and streamed > self._blocks:
             raise RequestError(
                 f"memory.streamed_blocks={streamed}, but {self.facts.source} has only {self._blocks} blocks",
                 fix=f"use a number from 0 to {self._blocks}",
-            )
-        if config.memory.base_matmul == "int8":
-            refuse_matmul(self.gpu)
-        if config.memory.base_precision == "nf4" and not self._has_bitsandbytes:
-            raise MachineError(
-                "memory.base_precision=nf4 needs bitsandbytes, which is not installed",
-                fix="pip install bitsandbytes, or use --set memory.base_precision=int8",
             )
 
     # ---- how a load is judged

@@ -21,14 +21,12 @@ USUAL_RATES = (1e-6, 2e-2)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
-    """One optimizer.
+    """One optimizer: its learning rate is `rate_factor` times AdamW's, or always `rate`; `why` says so in words.
 
-    `package` must be installed, if more than torch is needed. The learning rate is `rate_factor` times
-    AdamW's, or always `rate`; `why` says so in words. `beta2` is the second decay if it differs from
-    AdamW's; a learning rate outside `usual_rates` gets a warning.
+    `beta2` is the second decay if it differs from AdamW's; a learning rate outside `usual_rates` gets a
+    warning.
     """
 
-    package: str | None = None
     rate_factor: float = 1.0
     rate: float | None = None
     why: str = ""
@@ -36,9 +34,7 @@ class OptimizerFacts:
     usual_rates: tuple[float, float] = USUAL_RATES
 
 
-_BITSANDBYTES, _COLLECTION = "bitsandbytes", "pytorch-optimizer"
 _LION = OptimizerFacts(
-    package=_BITSANDBYTES,
     rate_factor=0.2,
     why="steps by the sign alone, so its rate is a fifth of AdamW's",
     beta2=0.99,
@@ -46,30 +42,27 @@ _LION = OptimizerFacts(
 )
 OPTIMIZERS: Mapping[OptimizerName, OptimizerFacts] = {
     "adamw": OptimizerFacts(),
-    "adamw8bit": OptimizerFacts(package=_BITSANDBYTES),
-    "paged_adamw8bit": OptimizerFacts(package=_BITSANDBYTES),
+    "adamw8bit": OptimizerFacts(),
+    "paged_adamw8bit": OptimizerFacts(),
     "lion": _LION,
     "lion8bit": _LION,
-    "adafactor": OptimizerFacts(package=_COLLECTION),
+    "adafactor": OptimizerFacts(),
     "came": OptimizerFacts(
-        package=_COLLECTION,
         rate_factor=0.1,
         why="steps ten times as far as AdamW at first, so its rate is a tenth",
         usual_rates=(1e-7, 2e-3),
     ),
     "muon": OptimizerFacts(
-        package=_COLLECTION,
         rate_factor=2.0,
         why="steps a fifth of its rate, AdamW about twice that, so its rate is doubled",
         usual_rates=(1e-6, 4e-2),
     ),
     "prodigy": OptimizerFacts(
-        package="prodigyopt",
         rate=1.0,
         why="finds the learning rate itself, and this setting multiplies it",
         usual_rates=(0.1, 10.0),
     ),
-    "schedulefree_adamw": OptimizerFacts(package="schedulefree", usual_rates=(1e-6, 1e-1)),
+    "schedulefree_adamw": OptimizerFacts(usual_rates=(1e-6, 1e-1)),
 }
 
 

@@ -25,6 +25,7 @@ from lora_trainer.config.config import (
     value_of,
     with_value,
 )
+from lora_trainer.config.constraints import unmet_needs
 from lora_trainer.config.layers import Origin, Resolved, is_preset
 from lora_trainer.config.recipe import rate_for_batch
 from lora_trainer.costs.sample_cost import SampleCost
@@ -36,7 +37,7 @@ from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import Prediction
 from lora_trainer.planning.oom_history import OomRecord
-from lora_trainer.planning.optimizer_facts import OPTIMIZERS, RATE, SCHEDULE, needed_otherwise
+from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwise
 from lora_trainer.planning.precisions import best_precision, capability
 from lora_trainer.planning.run_time import DiskUse, RunTime, RunTimeInputs, disk_bytes, run_length
 from lora_trainer.planning.speedups import compiling, graphing
@@ -44,15 +45,6 @@ from lora_trainer.planning.speedups import run_facts as circumstances
 from lora_trainer.planning.weight_bytes import state_bytes
 
 PLANNER = "planner"
-INSTEAD = {
-    "optimizer.name": "adamw",
-    "memory.base_precision": "auto",
-    "memory.base_matmul": "dequantized",
-    "memory.attention": "sdpa",
-    "hardware.compile": "none",
-    "hardware.cuda_graphs": False,
-}
-"""Replacement for each setting with values that some kinds of GPU lack; every device has these."""
 SAVES_PER_RUN = 5
 VALIDATIONS_PER_RUN = 10
 LARGE_TEXT_ENCODER = 2_000_000_000
@@ -130,7 +122,6 @@ def plan(inputs: PlanInput) -> Plan:
     planner.decide_numbers()
     planner.decide_objective()
     planner.decide_possible()
-    planner.decide_packages()
     planner.decide_optimizer()
     planner.decide_length()
     allocation = planner.decide_speedups(planner.decide_memory())
@@ -275,41 +266,13 @@ class _Planner:
         return best_precision(self.inputs.family.precisions, self.gpu, family=family)
 
     def decide_possible(self) -> None:
-        """Decide settings that this kind of GPU lacks: replace a preset's value, refuse the user's."""
-        if self.gpu is None:
-            return
-        kind = self.gpu.can
-        for wish, why in kind.lacks.items():
-            key, _, value = wish.partition("=")
-            if str(value_of(self.config, key)) != value:
-                continue
-            if not self._is_preset(key):
-                raise MachineError(
-                    f"{key}={value.lower()} does not work on {kind.says}: {why}",
-                    fix=f"use --set {key}={INSTEAD[key]}",
-                )
-            self.decide(key, INSTEAD[key], f"{value} is preset, but {why}")
-
-    def decide_packages(self) -> None:
-        """Decide settings that need an optional package: replace a preset's value, refuse the user's."""
-        packages, key = self.inputs.hardware.packages, "optimizer.name"
-        name = self.config.optimizer.name
-        package = OPTIMIZERS[name].package
-        if package is not None and packages.get(package) is None:
-            if not self._is_preset(key):
-                raise MachineError(
-                    f"optimizer.name={name} needs {package}, which is not installed",
-                    fix=f"pip install {package}, or use --set optimizer.name=adamw",
-                )
-            reason = f"{name} is preset, but {package} is missing (pip install {package})"
-            self.decide(key, "adamw", reason)
-        key = "memory.attention"
-        if self.config.memory.attention == "xformers" and not (
-            self.gpu and packages.get("xformers")
-        ):
-            why = "is missing (pip install xformers)" if self.gpu else "needs a GPU"
-            self.decide(key, "sdpa", f"instead of xformers, which {why}")
-        self.decide_auto(key, "sdpa", "PyTorch's own attention, always available")
+        """Decide settings that this machine cannot follow: replace a preset's value, refuse the user's."""
+        packages = self.inputs.hardware.packages
+        for unmet in unmet_needs(self.config, gpu=self.gpu, packages=packages):
+            if not (unmet.is_wish or self._is_preset(unmet.key)):
+                raise MachineError(unmet.problem, fix=unmet.fix)
+            self.decide(unmet.key, unmet.instead, unmet.reason)
+        self.decide_auto("memory.attention", "sdpa", "PyTorch's own attention, always available")
 
     def decide_optimizer(self) -> None:
         """Replace presets that suit only AdamW where another optimizer is used; the user's values stay."""

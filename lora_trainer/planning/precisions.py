@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lora_trainer.common.errors import MachineError
 from lora_trainer.config.base_precision import BaseMatmul, BasePrecision, has_int8_product
 from lora_trainer.config.config import Config, Precision, settled
+from lora_trainer.config.constraints import has_int8_products
 from lora_trainer.hardware.machine import Gpu
 from lora_trainer.planning.loads import Load
 from lora_trainer.planning.search import PRODUCTS_PAY_FROM, Evaluator
@@ -104,10 +104,6 @@ def preference(priority: str) -> str:
     return "quality: the most precise that fits"
 
 
-INT8_CAPABILITY = (8, 0)
-"""Lowest CUDA compute capability with fast int8 products: Ampere."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
     """How the frozen weights are multiplied, and why."""
@@ -139,25 +135,9 @@ def against_products(*, gpu: Gpu | None, priority: str) -> str:
         return "chosen on a GPU only"
     if priority == "quality":
         return "quality: int8 products would round inputs and gradients to 8 bits"
-    if not _multiplies_int8(gpu):
+    if not has_int8_products(gpu):
         return f"{gpu.name} has no fast int8 products"
     return ""
-
-
-def refuse_matmul(gpu: Gpu | None) -> None:
-    """Raise MachineError if the GPU has no int8 products, which the user asked for; processors have them."""
-    if gpu is not None and not _multiplies_int8(gpu):
-        capability = gpu.compute_capability
-        has = f"{capability[0]}.{capability[1]}" if capability else "unknown"
-        raise MachineError(
-            "memory.base_matmul=int8 needs a GPU of compute capability 8.0 or higher, "
-            f"but that of {gpu.name} is {has}",
-            fix="use --set memory.base_matmul=dequantized",
-        )
-
-
-def _multiplies_int8(gpu: Gpu) -> bool:
-    return gpu.compute_capability is not None and gpu.compute_capability >= INT8_CAPABILITY
 
 
 def dequantized_layers(shapes: Mapping[str, tuple[int, int]]) -> int:

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, RequestError, package_problem
 from lora_trainer.config.config import OptimizerName, OptimizerSettings
+from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
 from lora_trainer.hardware.device_calls import kind_of
-from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 
 Group = Mapping[str, Any]
 """`params`, a list of parameters; `lr_scale`, the factor on the learning rate; `lr`, the product; `embedding`,
@@ -52,7 +52,7 @@ def make_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> torc
     try:
         return _MAKERS[settings.name](groups, settings)
     except BROKEN_PACKAGE as error:
-        package = OPTIMIZERS[settings.name].package
+        package = OPTIMIZER_PACKAGES.get(settings.name)
         raise MachineError(
             f"optimizer.name={settings.name} needs {package}, {package_problem(error)}",
             fix=f"pip install -U {package}, or use --set optimizer.name=adamw",

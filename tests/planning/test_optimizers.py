@@ -9,19 +9,18 @@ import pytest
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.config import SCHEDULE_FREE, OptimizerName, build_config
+from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
 from lora_trainer.config.layers import Origin
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS, RATE, optimizer_remarks
 from lora_trainer.planning.plan import Plan, plan
 from tests.planning.test_plan import MACHINE, planned, request
 
-LIBRARIES = {"torch": "2.13.0"} | {
-    facts.package: "1" for facts in OPTIMIZERS.values() if facts.package
-}
+LIBRARIES = {"torch": "2.13.0"} | {package: "1" for package in OPTIMIZER_PACKAGES.values()}
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if OPTIMIZERS[name].package])
+@pytest.mark.parametrize("name", list(OPTIMIZER_PACKAGES))
 def test_an_optimizer_without_its_package_is_refused_before_the_start(name: OptimizerName) -> None:
-    package = OPTIMIZERS[name].package
+    package = OPTIMIZER_PACKAGES[name]
     without = {key: value for key, value in LIBRARIES.items() if key != package}
     with pytest.raises(MachineError, match=f"pip install {package}"):
         planned(hardware=replace(MACHINE, packages=without), overrides={"optimizer.name": name})

@@ -15,7 +15,8 @@ from torch import nn
 from lora_trainer.checkpoint.codec import Packed, pack, unpack
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.config import SCHEDULE_FREE, OptimizerName, OptimizerSettings, all_settings
-from lora_trainer.planning.optimizer_facts import OPTIMIZERS, RATE, needed_otherwise
+from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
+from lora_trainer.planning.optimizer_facts import RATE, needed_otherwise
 from lora_trainer.training.optimizers import (
     averaged_weights,
     build_optimizer,
@@ -263,7 +264,7 @@ def test_each_group_learns_at_its_share_of_the_rate(name: str) -> None:
 def test_a_missing_library_is_named_with_what_to_install(
     name: OptimizerName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = OPTIMIZERS[name].package
+    package = OPTIMIZER_PACKAGES.get(name)
     if package is None:
         assert name == "adamw"
         return
