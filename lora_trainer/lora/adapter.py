@@ -327,6 +327,11 @@ def _rescaled(module: ModuleTensors, scale: float) -> dict[str, Tensor]:
 def _refuse_others(layers: Mapping[str, AdaptedLayer], tensors: AdapterTensors) -> None:
     """Raise RequestError for the first difference of an adapter file, naming the setting to change."""
     own_kind, other_kind = _kind(layers), _kind(tensors)
+    if set(other_kind) - {"lora", "loha", "lokr", "oft", "dora"}:
+        raise RequestError(
+            f"train.init_from holds a {' '.join(other_kind)} adapter, which is not trained here",
+            fix="make a LoRA of it with `lora-train resize FILE --rank N`, where its kind allows that",
+        )
     if own_kind != other_kind:
         raise RequestError(
             f"train.init_from holds a {' '.join(other_kind)} adapter, this run trains {' '.join(own_kind)}",
@@ -357,6 +362,11 @@ def _refuse_others(layers: Mapping[str, AdaptedLayer], tensors: AdapterTensors) 
                     fix="set adapter.rank, conv_rank, rank_pattern and lokr_factor as they were "
                     "when the file was trained",
                 )
+        if surplus := sorted(tensors[key].tensors.keys() - layer.parameters.keys()):
+            raise RequestError(
+                f"train.init_from has {', '.join(surplus)} in {key}, which this run does not train",
+                fix="start from a file without them, or merge it into the base and train on that",
+            )
 
 
 def _kind(layers: Mapping[str, AdaptedLayer] | AdapterTensors) -> tuple[str, ...]:

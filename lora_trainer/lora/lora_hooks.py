@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import DENOISER
+from lora_trainer.lora.low_rank import fits
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, split_key, update
 from lora_trainer.network.quantize import frozen_weight
 
@@ -142,8 +144,14 @@ def layer_of(networks: Mapping[str, nn.Module], key: str, module: ModuleTensors)
     component, name = split_key(key)
     wrapper = networks[component].get_submodule(name)
     layer = getattr(wrapper, "base_layer", wrapper)
-    fits = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
-    if not fits or not _fits(module, frozen_weight(layer)):
+    if module.kind == "norm":
+        raise InputError(
+            f"the adapter changes the norm {key}; only linear layers and convolutions are measured",
+            fix="merge it into its base, and draw samples with that",
+        )
+    known = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
+    weight = frozen_weight(layer) if known else torch.empty(0, 0)
+    if not known or not fits(module, out=weight.shape[0], fan_in=weight[0].numel()):
         raise InputError(
             f"the adapter changes {key}, which this base does not have in that size",
             fix="name the base that the adapter was made for with --base",
@@ -152,30 +160,23 @@ def layer_of(networks: Mapping[str, nn.Module], key: str, module: ModuleTensors)
     return layer
 
 
-def _fits(module: ModuleTensors, weight: Tensor) -> bool:
-    if module.kind == "lora":
-        up, down = module.tensors["up"], module.tensors["down"]
-        return (up.shape[0], down[0].numel()) == (weight.shape[0], weight[0].numel())
-    if module.kind == "oft":
-        return module.tensors["blocks"][..., 0].numel() == weight.shape[0]
-    return update(module).numel() == weight.numel()
-
-
 def change_of(layer: Layer, module: ModuleTensors) -> Tensor:
     """Return the update of a layer's weight at strength 1, float32 [out, in, ...]."""
     weight = frozen_weight(layer).float()
+    if module.kind == "full" and "difference" not in module.tensors:  # a bias alone
+        return torch.zeros_like(weight)
     tensors = {name: tensor.to(weight.device) for name, tensor in module.tensors.items()}
-    moved = ModuleTensors(kind=module.kind, tensors=tensors, rank=module.rank, scale=module.scale)
-    return update(moved, weight).reshape(weight.shape)
+    return update(replace(module, tensors=tensors), weight).reshape(weight.shape)
 
 
 def _hook(dial: LoraStrength, layer: Layer, module: ModuleTensors) -> Any:
     apply = _low_rank(layer, module) if _is_plain(module) else _whole(layer, module)
+    bias = module.tensors.get("bias", torch.zeros(())).reshape(-1, *(1,) * (layer.weight.dim() - 2))
 
     def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if dial.strength == 0:
             return output
-        return output + dial.strength * apply(inputs[0])
+        return output + dial.strength * (apply(inputs[0]) + bias.to(output))
 
     return add
 

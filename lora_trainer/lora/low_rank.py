@@ -164,7 +164,9 @@ def fits(module: ModuleTensors, *, out: int, fan_in: int) -> bool:
             return (height, math.prod(downs)) == (out, fan_in)
         case "oft":
             blocks = module.tensors["blocks"].shape
-            return blocks[0] * blocks[1] == out
+            rounds = blocks[0] if len(blocks) == 4 else 0
+            paired = rounds == 0 or out % (2 ** (rounds - 1) * blocks[-1]) == 0
+            return blocks[-3] * blocks[-1] == out and paired
         case "oft_in":
             count = module.tensors["skew"].shape[0]
             return fan_in % module.rank == 0 and count in (1, fan_in // module.rank)

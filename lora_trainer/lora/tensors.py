@@ -33,7 +33,8 @@ class ModuleTensors:
     lora: `down` [r, in, ...], `up` [out, r(, 1, 1)].
     loha: `w1_a` [out, r], `w1_b` [r, in x kernel], `w2_a`, `w2_b`.
     lokr: `w1` or `w1_a` and `w1_b`, `w2` [b, d, ...] or `w2_a` and `w2_b` [r, d x kernel].
-    oft: `blocks` [count, size, size], the rotation of groups of output channels.
+    oft: `blocks` [count, size, size], the rotation of groups of output channels; BOFT in files of others:
+    [rounds, count, size, size].
     oft may have `rescale` [out]; oft_in: `skew` [count, size (size - 1) / 2], turning groups of inputs.
     glora: `a1` [in, r], `a2` [r, in], `b1` [out, r], `b2` [r, in, ...]: the weight times A, plus B.
     ia3: `by_output` [out] or `by_input` [in], that much of the weight is added.
@@ -115,7 +116,8 @@ def _change(module: ModuleTensors, tensors: Mapping[str, Tensor], weight: Tensor
     assert weight is not None
     match module.kind:
         case "oft":
-            turned = rotate(rotation(tensors["blocks"]), weight)
+            matrices = rotation(tensors["blocks"])
+            turned = (butterfly if matrices.dim() == 4 else rotate)(matrices, weight)
             if "rescale" in tensors:
                 turned = per_output(tensors["rescale"], turned) * turned
             return turned - weight
@@ -160,6 +162,20 @@ def rotate(matrices: Tensor, weight: Tensor) -> Tensor:
     count, size, _ = matrices.shape
     grouped = weight.reshape(count, size, -1)
     return (matrices.mT @ grouped).reshape(weight.shape)
+
+
+def butterfly(matrices: Tensor, weight: Tensor) -> Tensor:
+    """Turn groups of output channels of `weight` [out, ...] in rounds, channels ever farther apart.
+
+    `matrices` [rounds, count, size, size]. BOFT (Liu et al. 2024, arXiv 2311.06243) in LyCORIS's order.
+    """
+    turned = weight.flatten(1)
+    for number, blocks in enumerate(matrices):
+        stride = 2**number * blocks.shape[-1] // 2
+        pairs = turned.unflatten(0, (-1, 2, stride)).transpose(1, 2)
+        mixed = blocks @ pairs.reshape(*blocks.shape[:2], -1)
+        turned = mixed.reshape(pairs.shape).transpose(1, 2).reshape(turned.shape)
+    return turned.reshape(weight.shape)
 
 
 def _rotate_inputs(skew: Tensor, weight: Tensor) -> Tensor:

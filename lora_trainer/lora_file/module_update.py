@@ -31,7 +31,8 @@ class Update:
     lora: `down` [r, in, ...], `up` [out, r(, 1, 1)].
     loha: `w1_a` [out, r], `w1_b` [r, in x kernel], `w2_a`, `w2_b`.
     lokr: `w1` or `w1_a` and `w1_b`, `w2` [b, d, ...] or `w2_a` and `w2_b` [r, d x kernel].
-    oft: `blocks` [count, size, size], which turn groups of outputs; `rescale` [out] after that.
+    oft: `blocks` [count, size, size], or [rounds, count, size, size] of a BOFT, which turn groups of outputs;
+    `rescale` [out] after that.
     oft_in: `skew` [count, size (size - 1) / 2], upper triangles of what turns groups of inputs.
     glora: `a1` [in, r], `a2` [r, in], `b1` [out, r], `b2` [r, in x kernel]: W A + B.
     ia3: `by_output` [out] or `by_input` [in], that much of the weight is added.
@@ -160,15 +161,18 @@ def _lokr(found: Arrays) -> Arrays:
 
 def _oft(found: Arrays, *, constraint: float | None) -> Arrays:
     blocks = found["blocks"]
-    if blocks.ndim == 4:
-        raise ValueError("is a BOFT, butterflies of rotations, which is not supported")
-    if blocks.ndim != 3 or blocks.shape[1] != blocks.shape[2]:
+    if blocks.ndim not in (3, 4) or blocks.shape[-2] != blocks.shape[-1]:
         raise ValueError(f"has rotations of shape {blocks.shape}, not (count, size, size)")
+    out = blocks.shape[-3] * blocks.shape[-1]
+    if blocks.ndim == 4 and (
+        blocks.shape[-1] % 2 or out % (2 ** (len(blocks) - 1) * blocks.shape[-1])
+    ):
+        raise ValueError(f"is a BOFT of {len(blocks)} rounds, which its {out} outputs do not allow")
     if constraint:
         # LyCORIS and sd-scripts: the norm of all of a layer's skew matrices is at most alpha x out.
-        limit = constraint * blocks.shape[0] * blocks.shape[1]
+        limit = constraint * out
         wide = blocks.astype(np.float64)
-        norm = float(np.linalg.norm(wide - wide.transpose(0, 2, 1)))
+        norm = float(np.linalg.norm(wide - wide.swapaxes(-1, -2)))
         if norm > limit:
             found["blocks"] = wide * (limit / norm)
     if "rescale" in found:
@@ -218,7 +222,7 @@ def _ia3(found: Arrays, *, on_input: bool) -> Arrays:
 
 def _rank(kind: Kind, found: Arrays, *, alpha: float | None) -> int:
     if kind == "oft":
-        return int(found["blocks"].shape[1])
+        return int(found["blocks"].shape[-1])
     if kind == "oft_in":
         return rotated_size(found["skew"].shape[1])
     pairs = (("up", "down"), ("w1_a", "w1_b"), ("w2_a", "w2_b"), ("a1", "a2"), ("b1", "b2"))
@@ -291,7 +295,7 @@ def sizes(update: Update) -> tuple[int, int, int]:
                 kernel *= math.prod(right.shape[2:])
             return out, fan_in, kernel
         case "oft":
-            return arrays["blocks"].shape[0] * arrays["blocks"].shape[1], 0, 1
+            return arrays["blocks"].shape[-3] * arrays["blocks"].shape[-1], 0, 1
         case "glora":
             b2 = arrays["b2"]
             return arrays["b1"].shape[0], math.prod(b2.shape[1:]), math.prod(b2.shape[2:])
@@ -372,8 +376,8 @@ def _without_zeros(update: Update) -> Update:
 
 
 def _oft_rows(update: Update, begin: int, end: int) -> Update:
-    size = update.arrays["blocks"].shape[1]
-    if begin % size or end % size:
+    size = update.arrays["blocks"].shape[-1]
+    if update.arrays["blocks"].ndim == 4 or begin % size or end % size:
         raise NoRows("turns outputs of joined layers into each other (OFT)")
     changed = {"blocks": update.arrays["blocks"][begin // size : end // size]}
     changed |= {

@@ -195,6 +195,31 @@ def diag_oft(*, blocks: int = 16, constraint: float = 0.0, rescaled: bool = Fals
     return write
 
 
+def boft(*, size: int = 8, rounds: int = 3) -> Kind:
+    """LyCORIS's butterflies: each round turns groups of channels that are farther apart."""
+
+    def write(layer: Layer, generator: torch.Generator) -> Written:
+        values = draw(generator, rounds, layer.out // size, size, size, size=0.01)
+        skew = values.double() - values.double().mT
+        identity = torch.eye(size, dtype=torch.float64)
+        turns = (identity + skew) @ torch.linalg.inv(identity - skew)
+
+        def delta(weight: Tensor, rows: slice) -> Tensor:
+            turned = weight.double().flatten(1)
+            for number, turn in enumerate(turns):
+                # Channel (c, g, k) is the one at (c, k, g) in the order in which groups are cut.
+                order = torch.arange(layer.out).reshape(-1, 2, 2**number * size // 2).mT.flatten()
+                changed = torch.einsum(
+                    "bij,bjn->bin", turn, turned[order].reshape(-1, size, turned.shape[1])
+                )
+                turned = torch.empty_like(turned).index_copy(0, order, changed.flatten(0, 1))
+            return (turned.reshape(weight.shape) - weight.double())[rows]
+
+        return Written({"oft_blocks": values, "alpha": torch.tensor(0.0)}, delta, "oft", based=True)
+
+    return write
+
+
 def oft_v2(*, size: int = 32, scaled: bool = False, shared: bool = False) -> Kind:
     """OneTrainer's rotations of inputs: upper triangles, a Cayley transform by its Neumann series."""
 

@@ -621,6 +621,7 @@ def lycoris() -> Iterable[Case]:
         "diag-OFT": k.diag_oft(),
         "diag-OFT constraint": k.diag_oft(constraint=1e-4),
         "diag-OFT rescaled": k.diag_oft(rescaled=True),
+        "BOFT": k.boft(),
         "GLoRA": k.glora(),
         "IA3 of outputs": k.ia3(on_input=False),
         "IA3 of inputs": k.ia3(on_input=True),

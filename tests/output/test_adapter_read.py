@@ -298,7 +298,7 @@ def spoilt(**changes: Any) -> dict[str, Tensor]:
         (spoilt(**{f"unet.{Q}.alpha": torch.tensor(float("nan"))}), "alpha of nan"),
         (spoilt(**{f"unet.{Q}.alpha": torch.ones(2)}), "cannot be used"),
         ({f"unet.{Q}.oft_blocks": torch.ones(2, 3, 4)}, "rotations of shape"),
-        ({f"unet.{Q}.oft_blocks": torch.ones(2, 3, 2, 2)}, "BOFT"),
+        ({f"unet.{Q}.oft_blocks": torch.ones(9, 3, 2, 2)}, "is a BOFT of 9 rounds"),
         ({}, "holds no adapter"),
     ],
 )
