@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lora_trainer import families
+from lora_trainer.families.flow import public_architectures
 from lora_trainer.families.layer_tables import FILE, packed
 
 
@@ -29,7 +30,7 @@ def main() -> None:
     for name in families.MODULES:
         family = families.family(name)
         rows: list[object] = []
-        for architecture in family.public_architectures():
+        for architecture in public_architectures(family):
             with torch.device("meta"):
                 row = packed(layers_of(family.empty_denoiser(architecture)))
             if row not in rows:

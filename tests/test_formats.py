@@ -12,7 +12,7 @@ import pytest
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import AdapterSettings
-from lora_trainer.families.base import FileFormat
+from lora_trainer.families.base import AdapterFormats, FileFormat
 from lora_trainer.lora_file.formats import AdapterContents, format_for, format_notes, resolve_format
 
 
@@ -22,8 +22,7 @@ class Formats:
     name = "some"
 
     def __init__(self, *formats: FileFormat, refused: Mapping[FileFormat, str] | None = None):
-        self.file_formats = formats
-        self.refused_formats = refused or {}
+        self.formats = AdapterFormats(written=formats, refused=refused or {})
 
 
 UNET: Any = Formats("kohya", "diffusers", refused={"comfyui": "it reads kohya's names"})

@@ -99,7 +99,7 @@ def test_a_quantised_base_is_quantised_before_adapters_go_in(streamed: int) -> N
 def test_layers_a_family_wants_whole_stay_whole() -> None:
     network, _ = gradients(prepared("chroma", memory__base_precision="int8"))
     for name, module in network.named_modules():
-        if set(name.split(".")) & set(family("chroma").quantization_skip):
+        if set(name.split(".")) & set(family("chroma").traits.quantization_skip):
             assert not isinstance(module, QuantizedLinear), name
 
 

@@ -51,7 +51,7 @@ def layer_shapes(case: Case) -> list[tuple[int, int]]:
     """Return (fan_in, out) of the layers of a base that can be multiplied code by code, each once."""
     with torch.device("meta"):
         network = case.family.empty_denoiser(case.facts.architecture)
-    shapes = quantizable(network, skip=case.family.quantization_skip).values()
+    shapes = quantizable(network, skip=case.family.traits.quantization_skip).values()
     return sorted({shape for shape in shapes if has_int8_product(*shape)})
 
 

@@ -147,7 +147,11 @@ def _run(case: Case, way: Way, folder: Path) -> Trained:
     if way.base != "whole":
         matmul = "int8" if way.base == "int8 by int8" else "dequantized"
         quantize(
-            network, "int8", device=case.device, skip=case.family.quantization_skip, matmul=matmul
+            network,
+            "int8",
+            device=case.device,
+            skip=case.family.traits.quantization_skip,
+            matmul=matmul,
         )
     events = EventStream()
     parameters = _with_adapter(case, way, network)

@@ -161,7 +161,7 @@ def sample_cost(family: Family, facts: BaseFacts, workload: Workload) -> SampleC
     if release is None or not _covers(release, workload):
         return traced_cost(family, facts, workload)
     tokens = _text_tokens(family, facts, workload)
-    padded = math.ceil(tokens / family.text_multiple) * family.text_multiple
+    padded = math.ceil(tokens / family.text.multiple) * family.text.multiple
     cost = _tabled(release, workload, text_tokens=min(padded, facts.text_tokens))
     case = case_of(family, facts, text_tokens=tokens)
     return replace(cost, conditioning_bytes=case.conditioning_bytes)
@@ -206,7 +206,7 @@ def adapter_shapes(
 
 def linear_shapes(family: Family, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
     """Return (fan_in, out) of the linear layers that quantisation takes, in module order."""
-    skipped = set(family.quantization_skip)
+    skipped = set(family.traits.quantization_skip)
     return {
         name: (shape[0], shape[1])
         for name, shape in _layer_shapes(family, facts, "all").items()

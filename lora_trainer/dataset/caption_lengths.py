@@ -110,7 +110,7 @@ def reading_of(
 ) -> Reading:
     """Return in how many chunks the texts of a run are read."""
     caption_tokens = config.data.caption_tokens
-    if not family.reads_chunks:
+    if not family.text.chunks:
         return Reading(
             chunks=1, reason=f"{facts.source} reads up to {facts.max_tokens} tokens in one piece"
         )

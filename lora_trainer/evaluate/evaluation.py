@@ -155,7 +155,7 @@ def plan_of(subject: EvaluatedLora, dataset: Path) -> Plan:
 
 
 def _changes_text(file: Path, plan: Plan) -> bool:
-    spellings = file_names(plan.family, plan.family.text_modules())
+    spellings = file_names(plan.family, plan.family.text.layers)
     parts = read_contents(file).parts
     return any(spellings.find(name, size=part.size) for name, part in parts.items())
 
@@ -229,7 +229,7 @@ def _add_words(file: Path, plan: Plan, networks: Networks) -> None:
     )
     for component, vectors in words.items():
         vectors.requires_grad_(False)
-        vectors.copy_(torch.from_numpy(trained_vectors[plan.family.new_token_keys[component]]))
+        vectors.copy_(torch.from_numpy(trained_vectors[plan.family.text.new_token_keys[component]]))
 
 
 def _inside(networks: Networks) -> dict[str, nn.Module]:

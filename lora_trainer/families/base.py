@@ -16,8 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from lora_trainer.common.caption_markup import NewWord as NewWord
 from lora_trainer.common.caption_markup import Weighted
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import Precision, Targets
+from lora_trainer.config.config import Targets
 from lora_trainer.families.text.chunks import AROUND
+from lora_trainer.families.traits import AUTOENCODER_KL as AUTOENCODER_KL
+from lora_trainer.families.traits import AdapterFormats as AdapterFormats
+from lora_trainer.families.traits import AdapterNames as AdapterNames
+from lora_trainer.families.traits import FileFormat as FileFormat
+from lora_trainer.families.traits import NetworkTraits as NetworkTraits
+from lora_trainer.families.traits import TextInputs as TextInputs
+from lora_trainer.families.traits import VaePeak as VaePeak
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +36,6 @@ Prediction = Literal["epsilon", "v_prediction", "flow"]
 Part = Literal["denoiser", "vae", "text_encoder"]
 PARTS: tuple[Part, ...] = ("denoiser", "vae", "text_encoder")
 """`text_encoder` stands for all text encoders and tokenizers of a base together."""
-FileFormat = Literal["kohya", "diffusers", "comfyui"]
 WEIGHTS = ".weights"
 """Suffix of the key of an encoder's prompt weights; the key of its tokens has no suffix."""
 DENOISER = "denoiser"
@@ -145,18 +151,6 @@ class BaseFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VaePeak:
-    """Peak of a VAE's live tensors in elements per pixel of one image, as `LiveStorages` counts them."""
-
-    encoding: int
-    decoding: int
-    blocked: tuple[int, int]  # both with `DeviceKind.blocks_convolutions`, which copies tensors
-
-
-AUTOENCODER_KL = VaePeak(encoding=640, decoding=768, blocked=(640, 960))  # 5 and 6 maps of 128
-
-
-@dataclass(frozen=True, kw_only=True)
 class Geometry:
     """How an image was scaled and cropped to its bucket, in pixels.
 
@@ -267,31 +261,9 @@ class Family(ABC):
     name: str
     default_source: str
     """Hub id offered on a GPU when no base is named, and the companion of single-file checkpoints."""
-    file_formats: tuple[FileFormat, ...]
-    """Key formats its adapters can be written in, the most widely read first (`output.format=auto`)."""
-    refused_formats: Mapping[FileFormat, str]
-    """Why each other format is refused: the programs that could not read it, and the format to use."""
-    trainable_text: bool = False
-    """Whether its text encoders can be trained."""
-    new_token_keys: Mapping[str, str] = {}
-    """Component of each text encoder that can learn a new word -> key of its vectors in embedding files."""
-    text_roles: Mapping[str, str] = {}
-    """Component -> ComfyUI's name of the text encoder in files ("clip_l", "t5xxl", ...)."""
-    supports_prompt_weights: bool = False
-    """Whether its text encoders support prompt weights, as in `(word:1.2)`."""
-    reads_encoder_files: bool = False
-    """Whether single text encoders can be read from files of their own (`Layout.text`)."""
-    reads_chunks: bool = False
-    """Whether its encoders read prompts above their limit in chunks (`BaseFacts.chunks`)."""
-    precisions: tuple[Precision, ...]
-    """Precisions its denoiser can be trained in, the best first; in any other its activations overflow."""
-    vae_peak: VaePeak
-    text_multiple: int = 1
-    """The network pads texts to a multiple of this many tokens."""
-    block_pattern: str = r"\w+\.\d+(?=\.)"
-    """Matches the name of the repeated block at the start of a layer's name."""
-    quantization_skip: tuple[str, ...] = ()
-    """Substrings of the names of layers inside blocks that a quantised base keeps in full precision."""
+    text: TextInputs
+    traits: NetworkTraits
+    formats: AdapterFormats
 
     # ---- facts, without torch
 
@@ -324,11 +296,6 @@ class Family(ABC):
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
         """Return the files of each of `PARTS`; their hash is the part's identity."""
 
-    def public_architectures(self) -> tuple[Mapping[str, Any], ...]:
-        """Return the denoiser's configuration of each public release, the default one first."""
-        facts = self.facts_from_hub_id(self.default_source)
-        return (facts.architecture,) if facts is not None else ()
-
     def with_clip_skip(self, facts: BaseFacts, clip_skip: int) -> BaseFacts:
         """Return facts with text taken from layer `clip_skip`, counted from the last (1); raises RequestError."""
         if clip_skip != 1:
@@ -341,17 +308,6 @@ class Family(ABC):
     def guides_by_two_passes(self, facts: BaseFacts) -> bool:
         """Return whether a guidance scale above 1 needs two predictions a step, one per prompt and negative."""
         return True
-
-    def batch_group_key(self, conditioning: Conditioning) -> int:
-        """Return the key that samples of one forward pass must share, such as the length of their text."""
-        return 0
-
-    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return by component the text encoders' layers that adapter files of any trainer may contain.
-
-        Values are the weights' shapes [out, in] in the public releases.
-        """
-        return {}
 
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
         """Return where a single-file checkpoint keeps each "component.module"; empty where that is unknown."""
@@ -378,12 +334,8 @@ class Family(ABC):
         return {}
 
     @abstractmethod
-    def base_model_version(self, facts: BaseFacts) -> str:
-        """Return kohya's `ss_base_model_version`, which A1111, Forge and model managers read."""
-
-    @abstractmethod
-    def modelspec_architecture(self, facts: BaseFacts) -> str:
-        """Return `modelspec.architecture` of an adapter (ModelSpec 1.0.1)."""
+    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
+        """Return what an adapter's metadata calls this base."""
 
     # ---- networks
 

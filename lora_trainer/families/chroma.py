@@ -15,20 +15,31 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.config.config import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
+    AUTOENCODER_KL,
     DENOISER,
+    AdapterFormats,
+    AdapterNames,
     BaseFacts,
     Conditioning,
     FileFormat,
     Header,
     Layout,
+    NetworkTraits,
     Part,
     TextEncoder,
+    TextInputs,
 )
 from lora_trainer.families.checkpoints.transformer_file import (
     holds_vae,
     part_tensors,
 )
-from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
+from lora_trainer.families.flow import (
+    WITHOUT_FP16,
+    BaseRelease,
+    FlowFamily,
+    text_name,
+    transformer_name,
+)
 from lora_trainer.families.flux import (
     BLOCKS,
     ENDINGS,
@@ -47,6 +58,7 @@ from lora_trainer.families.text.t5 import (
     room,
 )
 from lora_trainer.families.text.text_layers import T5_XXL
+from lora_trainer.families.traits import INDEXED_BLOCK
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -105,18 +117,34 @@ class Chroma(FlowFamily):
 
     name = "chroma"
     default_source = RELEASE.ids[0]
-    file_formats: tuple[FileFormat, ...] = ("diffusers", "comfyui")
-    refused_formats: Mapping[FileFormat, str] = {
-        "kohya": "its names fuse q, k and v into one layer, which would triple the rank; ComfyUI and "
-        "diffusers read the diffusers format",
-    }
+    formats = AdapterFormats(
+        written=("diffusers", "comfyui"),
+        refused={
+            "kohya": "its names fuse q, k and v into one layer, which would triple the rank; ComfyUI and "
+            "diffusers read the diffusers format",
+        },
+    )
     pipeline_class = "ChromaPipeline"
     denoiser_class = "ChromaTransformer2DModel"
     text_folders = ("text_encoder",)
-    text_roles = {"text_encoder": "t5xxl"}
+    text = TextInputs(
+        layers={"text_encoder": T5_XXL},
+        roles={"text_encoder": "t5xxl"},
+        multiple=1,
+        one_length=True,
+        encoder_files=True,
+    )
+    native_latents = 128
+    patch = 2
+    traits = NetworkTraits(
+        precisions=WITHOUT_FP16,
+        block_pattern=INDEXED_BLOCK,
+        # It makes the modulation of all blocks.
+        quantization_skip=("distilled_guidance_layer",),
+        vae_peak=AUTOENCODER_KL,
+    )
     tokenizer_folders = ("tokenizer",)
     releases = (RELEASE,)
-    quantization_skip = ("distilled_guidance_layer",)  # makes the modulation of all blocks
 
     # ---- facts
 
@@ -130,11 +158,8 @@ class Chroma(FlowFamily):
     def max_tokens(self, layout: Layout) -> int:
         return MAX_TOKENS
 
-    def base_model_version(self, facts: BaseFacts) -> str:
-        return "chroma"
-
-    def modelspec_architecture(self, facts: BaseFacts) -> str:
-        return "chroma/lora"
+    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
+        return AdapterNames(kohya="chroma", modelspec="chroma/lora")
 
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
@@ -202,9 +227,6 @@ class Chroma(FlowFamily):
         # `order` lists the batch's rows as grouped by length; its argsort puts them back.
         return torch.cat(parts)[order.argsort().to(noisy.device)]
 
-    def batch_group_key(self, conditioning: Conditioning) -> int:
-        return int(conditioning["text_mask"].sum())
-
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]
 
@@ -214,14 +236,11 @@ class Chroma(FlowFamily):
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
-            return text_name(format, component, module, roles=self.text_roles)
+            return text_name(format, component, module, roles=self.text.roles)
         return transformer_name(module)
 
     def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
         return other_names(transformer_names.CHROMA, layers)
-
-    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        return {"text_encoder": T5_XXL}
 
     # ---- images
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.config import Precision, Targets
 from lora_trainer.families.base import (
-    AUTOENCODER_KL,
     BaseFacts,
     Conditioning,
     Family,
@@ -60,6 +59,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+WITHOUT_FP16: tuple[Precision, ...] = ("bf16", "fp32")
+"""In fp16 activations of large transformers pass 65,504 and the loss is NaN: FLUX.1 (sd-scripts #1571, #1595,
+#1846), FLUX.2 and Z-Image (musubi-tuner #795, #897; Z-Image #14). Inference programs clamp them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BaseRelease:
     """A public release that can be planned without a download: Hub ids, configurations, sizes.
@@ -88,18 +92,13 @@ class FlowFamily(Family):
     text_folders: tuple[str, ...]
     """Folders of the text encoders, in the order of the pipeline."""
     tokenizer_folders: tuple[str, ...]
-    # In fp16 activations of large transformers pass 65,504 and the loss is NaN: FLUX.1 (sd-scripts #1571, #1595,
-    # #1846), FLUX.2 and Z-Image (musubi-tuner #795, #897; Z-Image #14). Inference programs clamp them.
-    precisions: tuple[Precision, ...] = ("bf16", "fp32")
-    reads_encoder_files = True
     unread_text: tuple[str, ...] = ()
     """Prefixes of tensors in the text encoders' files that are never loaded and so cost no memory."""
     releases: tuple[BaseRelease, ...] = ()
     """Public releases whose Hub ids are recognised without their files."""
-    vae_peak = AUTOENCODER_KL
-    native_latents = 128
-    """Side of an image of the native resolution, in latents: 1024 px at 8 px per latent."""
-    patch = 2
+    native_latents: int
+    """Side of an image of the native resolution, in latents: 128 for 1024 px at 8 px per latent."""
+    patch: int
     """Side of the square of latents that becomes one token."""
 
     # ---- to implement besides the members of `Family`
@@ -139,9 +138,6 @@ class FlowFamily(Family):
         return read_json(layout.folder / "scheduler" / "scheduler_config.json")
 
     # ---- facts
-
-    def public_architectures(self) -> tuple[Mapping[str, Any], ...]:
-        return tuple(release.architecture for release in self.releases)
 
     def facts_from_hub_id(self, source: str) -> BaseFacts | None:
         release = next((candidate for candidate in self.releases if source in candidate.ids), None)
@@ -247,7 +243,7 @@ class FlowFamily(Family):
         file = text_file(layout, component)
         if file is None:
             return count_parameters(weights(layout.folder / component), unread=self.unread_text)
-        return encoder_parameters(file, self.text_roles[component], unread=self.unread_text)
+        return encoder_parameters(file, self.text.roles[component], unread=self.unread_text)
 
     def _part(self, layout: Layout, part: Part, subfolder: str) -> tuple[Path, ...]:
         folder, single = part_folder(layout, part, subfolder), part_file(layout, part)
@@ -263,7 +259,7 @@ class FlowFamily(Family):
         if file is None:
             network = whole(kind, folder, dtype=dtype, variant=variant(folder))
         else:
-            role = self.text_roles[component]
+            role = self.text.roles[component]
             network = load_encoder_file(
                 kind, file, folder, role=role, unread=self.unread_text, dtype=dtype
             )
@@ -456,3 +452,11 @@ def _diffusers(name: str) -> Any:
     import diffusers
 
     return getattr(diffusers, name)
+
+
+def public_architectures(family: Family) -> tuple[Mapping[str, Any], ...]:
+    """Return the denoiser's configuration of each public release of any family, the default one first."""
+    if isinstance(family, FlowFamily):
+        return tuple(release.architecture for release in family.releases)
+    facts = family.facts_from_hub_id(family.default_source)
+    return (facts.architecture,) if facts is not None else ()

@@ -16,27 +16,39 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.config.config import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
+    AUTOENCODER_KL,
     DENOISER,
+    AdapterFormats,
+    AdapterNames,
     BaseFacts,
     Conditioning,
     FileFormat,
     Header,
     Layout,
+    NetworkTraits,
     Part,
     TextEncoder,
+    TextInputs,
 )
 from lora_trainer.families.checkpoints.base_folder import part_file, read_header
 from lora_trainer.families.checkpoints.transformer_file import (
     holds_vae,
     part_tensors,
 )
-from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
+from lora_trainer.families.flow import (
+    WITHOUT_FP16,
+    BaseRelease,
+    FlowFamily,
+    text_name,
+    transformer_name,
+)
 from lora_trainer.families.images.flow_images import pack, position_ids, unpack
 from lora_trainer.families.text.t5 import (
     PooledT5Encoder,
     load_tokenizer,
 )
 from lora_trainer.families.text.text_layers import CLIP_L, T5_XXL
+from lora_trainer.families.traits import INDEXED_BLOCK
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -159,12 +171,25 @@ class Flux(FlowFamily):
 
     name = "flux"
     default_source = RELEASES[0].ids[0]
-    file_formats: tuple[FileFormat, ...] = ("diffusers", "comfyui")
-    refused_formats = REFUSED
+    formats = AdapterFormats(written=("diffusers", "comfyui"), refused=REFUSED)
     pipeline_class = "FluxPipeline"
     denoiser_class = "FluxTransformer2DModel"
     text_folders = ("text_encoder", "text_encoder_2")
-    text_roles = {"text_encoder": "clip_l", "text_encoder_2": "t5xxl"}
+    text = TextInputs(
+        layers={"text_encoder": CLIP_L, "text_encoder_2": T5_XXL},
+        roles={"text_encoder": "clip_l", "text_encoder_2": "t5xxl"},
+        multiple=1,
+        one_length=False,
+        encoder_files=True,
+    )
+    native_latents = 128
+    patch = 2
+    traits = NetworkTraits(
+        precisions=WITHOUT_FP16,
+        block_pattern=INDEXED_BLOCK,
+        quantization_skip=(),
+        vae_peak=AUTOENCODER_KL,
+    )
     tokenizer_folders = ("tokenizer", "tokenizer_2")
     releases = RELEASES
 
@@ -210,11 +235,8 @@ class Flux(FlowFamily):
     def _release(self, architecture: Mapping[str, Any]) -> BaseRelease:
         return RELEASES[0 if architecture.get("guidance_embeds", False) else 1]
 
-    def base_model_version(self, facts: BaseFacts) -> str:
-        return "flux1"
-
-    def modelspec_architecture(self, facts: BaseFacts) -> str:
-        return f"flux-1-{facts.variant}/lora"
+    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
+        return AdapterNames(kohya="flux1", modelspec=f"flux-1-{facts.variant}/lora")
 
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
@@ -283,7 +305,7 @@ class Flux(FlowFamily):
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
-            return text_name(format, component, module, roles=self.text_roles)
+            return text_name(format, component, module, roles=self.text.roles)
         return transformer_name(module)
 
     def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
@@ -292,9 +314,6 @@ class Flux(FlowFamily):
     def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
         """Return True for the last norm: diffusers has scale before shift, the original code the reverse."""
         return layer == "norm_out.linear"
-
-    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        return {"text_encoder": CLIP_L, "text_encoder_2": T5_XXL}
 
     # ---- images
 

@@ -15,19 +15,30 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.config.config import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
+    AUTOENCODER_KL,
     DENOISER,
+    AdapterFormats,
+    AdapterNames,
     BaseFacts,
     Conditioning,
     FileFormat,
     Header,
     Layout,
+    NetworkTraits,
     Part,
     Sampler,
     TextEncoder,
+    TextInputs,
 )
 from lora_trainer.families.checkpoints.base_folder import part_file, read_json
 from lora_trainer.families.checkpoints.transformer_file import check_companion, part_tensors
-from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
+from lora_trainer.families.flow import (
+    WITHOUT_FP16,
+    BaseRelease,
+    FlowFamily,
+    text_name,
+    transformer_name,
+)
 from lora_trainer.families.images.flow_images import FlowSampler
 from lora_trainer.families.text.qwen3 import (
     MAX_TOKENS,
@@ -37,6 +48,7 @@ from lora_trainer.families.text.qwen3 import (
     text_config,
 )
 from lora_trainer.families.text.text_layers import QWEN3_4B
+from lora_trainer.families.traits import INDEXED_BLOCK
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -141,15 +153,29 @@ class Flux2(FlowFamily):
 
     name = "flux2"
     default_source = "black-forest-labs/FLUX.2-klein-base-4B"
-    file_formats: tuple[FileFormat, ...] = ("diffusers", "comfyui")
-    refused_formats: Mapping[FileFormat, str] = {
-        "kohya": "to_q, to_k and to_v are one weight in its names; use output.format=diffusers, which "
-        "ComfyUI, InvokeAI and diffusers read",
-    }
+    formats = AdapterFormats(
+        written=("diffusers", "comfyui"),
+        refused={
+            "kohya": "to_q, to_k and to_v are one weight in its names; use output.format=diffusers, which "
+            "ComfyUI, InvokeAI and diffusers read",
+        },
+    )
     pipeline_class = "Flux2KleinPipeline"
     denoiser_class = "Flux2Transformer2DModel"
     text_folders = ("text_encoder",)
-    text_roles = {"text_encoder": "qwen3_4b"}
+    text = TextInputs(
+        layers={"text_encoder": QWEN3_4B},
+        roles={"text_encoder": "qwen3_4b"},
+        multiple=1,
+        one_length=False,
+        encoder_files=True,
+    )
+    traits = NetworkTraits(
+        precisions=WITHOUT_FP16,
+        block_pattern=INDEXED_BLOCK,
+        quantization_skip=(),
+        vae_peak=AUTOENCODER_KL,
+    )
     unread_text = UNREAD
     tokenizer_folders = ("tokenizer",)
     native_latents = 64
@@ -236,12 +262,13 @@ class Flux2(FlowFamily):
             distilled = _is_distilled(single.name)
         return _variant(_size(architecture), distilled=distilled), distilled
 
-    def base_model_version(self, facts: BaseFacts) -> str:
-        return f"flux2_klein_{_size(facts.architecture)}".rstrip("_")  # as ai-toolkit writes it
-
-    def modelspec_architecture(self, facts: BaseFacts) -> str:
+    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         size = _size(facts.architecture)
-        return f"{f'Flux.2-klein-{size}'.rstrip('-')}/lora"  # as musubi-tuner writes it
+        # As ai-toolkit and musubi-tuner write them.
+        return AdapterNames(
+            kohya=f"flux2_klein_{size}".rstrip("_"),
+            modelspec=f"{f'Flux.2-klein-{size}'.rstrip('-')}/lora",
+        )
 
     # ---- networks
 
@@ -285,7 +312,7 @@ class Flux2(FlowFamily):
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
-            return text_name(format, component, module, roles=self.text_roles)
+            return text_name(format, component, module, roles=self.text.roles)
         return transformer_name(module)
 
     def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
@@ -294,9 +321,6 @@ class Flux2(FlowFamily):
     def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
         """Return True for the last norm: diffusers has scale before shift, the original code the reverse."""
         return layer == "norm_out.linear"
-
-    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        return {"text_encoder": QWEN3_4B}
 
     # ---- images
 

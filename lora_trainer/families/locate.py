@@ -276,7 +276,7 @@ def with_choices(
 
 def with_caption_tokens(facts: BaseFacts, caption_tokens: int | Auto) -> BaseFacts:
     """Return `facts` with captions of as many chunks as `data.caption_tokens` needs; one for auto."""
-    if caption_tokens == "auto" or not families.family(facts.family).reads_chunks:
+    if caption_tokens == "auto" or not families.family(facts.family).text.chunks:
         return facts
     return replace(facts, chunks=caption_tokens // CHUNK_TOKENS)
 
@@ -330,7 +330,7 @@ def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layo
     text = encoder_files(settings, family, header, file, folder=None)
     without = frozenset[str](files) - {"text_encoder"} | text.keys()
     if "text_encoder" in files:
-        without |= {ALL_ENCODERS, *family.text_roles}
+        without |= {ALL_ENCODERS, *family.text.roles}
     makeable = open_companion(release, without) if release else None
     if makeable is not None:
         folder = _open_folder(makeable, cached_snapshot(companion, revision=None), fetch=fetch)

@@ -17,6 +17,8 @@ from lora_trainer.config.config import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
     DENOISER,
+    AdapterFormats,
+    AdapterNames,
     BaseFacts,
     Conditioning,
     FileFormat,
@@ -24,8 +26,10 @@ from lora_trainer.families.base import (
     ImageEncoder,
     Latents,
     Layout,
+    NetworkTraits,
     Part,
     TextEncoder,
+    TextInputs,
     VaePeak,
 )
 from lora_trainer.families.checkpoints.base_folder import (
@@ -43,10 +47,11 @@ from lora_trainer.families.checkpoints.qwen_files import (
     is_vae,
     load_frame_vae,
 )
-from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name
+from lora_trainer.families.flow import WITHOUT_FP16, BaseRelease, FlowFamily, text_name
 from lora_trainer.families.images.flow_images import FlowImageEncoder, pack, unpack
 from lora_trainer.families.text.qwen2_vl import MAX_TOKENS, UNREAD, check_text_encoder, load_qwen_vl
 from lora_trainer.families.text.text_layers import QWEN25_VL_7B
+from lora_trainer.families.traits import INDEXED_BLOCK
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -128,14 +133,26 @@ class QwenImage(FlowFamily):
     pipeline_class = "QwenImagePipeline"
     denoiser_class = "QwenImageTransformer2DModel"
     text_folders = ("text_encoder",)
-    text_roles = {"text_encoder": "qwen25_7b"}
+    text = TextInputs(
+        layers={"text_encoder": QWEN25_VL_7B},
+        roles={"text_encoder": "qwen25_7b"},
+        multiple=1,
+        one_length=False,
+        encoder_files=True,
+    )
+    native_latents = 128
+    patch = 2
+    traits = NetworkTraits(
+        precisions=WITHOUT_FP16,
+        block_pattern=INDEXED_BLOCK,
+        quantization_skip=(),
+        # A video VAE pads each map by two frames and caches maps for a next frame, which an image never has.
+        vae_peak=VaePeak(encoding=970, decoding=1740, blocked=(1260, 2026)),
+    )
     tokenizer_folders = ("tokenizer",)
     unread_text = UNREAD
-    # A video VAE pads each map by two frames and caches maps for a next frame, which an image never has.
-    vae_peak = VaePeak(encoding=970, decoding=1740, blocked=(1260, 2026))
     # InvokeAI reads LoKr in kohya's names and nothing in ComfyUI's.
-    file_formats: tuple[FileFormat, ...] = ("diffusers", "kohya", "comfyui")
-    refused_formats: Mapping[FileFormat, str] = {}
+    formats = AdapterFormats(written=("diffusers", "kohya", "comfyui"), refused={})
     releases = (
         BaseRelease(
             ids=("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"),
@@ -208,11 +225,8 @@ class QwenImage(FlowFamily):
             return super()._count(layout, part, files)
         return count_parameters(file for file in files if file.suffix in SUFFIXES)
 
-    def base_model_version(self, facts: BaseFacts) -> str:
-        return "qwen_image"
-
-    def modelspec_architecture(self, facts: BaseFacts) -> str:
-        return "Qwen-Image/lora"
+    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
+        return AdapterNames(kohya="qwen_image", modelspec="Qwen-Image/lora")
 
     # ---- networks
 
@@ -264,16 +278,13 @@ class QwenImage(FlowFamily):
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
-            return text_name(format, component, module, roles=self.text_roles)
+            return text_name(format, component, module, roles=self.text.roles)
         if format == "kohya":
             return "lora_unet_" + module.replace(".", "_")
         return FILE_NAMES[format] + module
 
     def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
         return other_names(transformer_names.QWEN, layers)
-
-    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        return {"text_encoder": QWEN25_VL_7B}
 
     # ---- images
 

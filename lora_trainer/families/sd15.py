@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lora_trainer.families.base import BaseFacts, PartFacts
+from lora_trainer.families.base import AdapterNames, BaseFacts, PartFacts
 from lora_trainer.families.checkpoints.unet_file import UNetTraits
 from lora_trainer.families.text.clip import ClipPart, ClipSize
 from lora_trainer.families.unet import UNetFamily
@@ -63,9 +63,9 @@ class StableDiffusion1(UNetFamily):
     default_source = IDS[0]
     pipeline_class = "StableDiffusionPipeline"
     released_unet = ARCHITECTURE
-    text_roles = {"text_encoder": "clip_l"}
     texts = (
         ClipPart(
+            role="clip_l",
             checkpoint="cond_stage_model.transformer.",
             released=ClipSize(layers=12, width=768, inner=3072),
         ),
@@ -98,11 +98,8 @@ class StableDiffusion1(UNetFamily):
             download_bytes=4_265_000_000,
         )
 
-    def base_model_version(self, facts: BaseFacts) -> str:
-        return "sd_v1"
-
-    def modelspec_architecture(self, facts: BaseFacts) -> str:
-        return "stable-diffusion-v1/lora"
+    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
+        return AdapterNames(kohya="sd_v1", modelspec="stable-diffusion-v1/lora")
 
 
 FAMILY = StableDiffusion1()

@@ -13,6 +13,7 @@ from statistics import pstdev
 from typing import Any
 
 from lora_trainer.families.base import (
+    AdapterNames,
     Assumption,
     BaseFacts,
     Header,
@@ -82,9 +83,9 @@ class StableDiffusion2(UNetFamily):
     default_source = f"{OWNERS[0]}/stable-diffusion-2-1"
     pipeline_class = "StableDiffusionPipeline"
     released_unet = ARCHITECTURE
-    text_roles = {"text_encoder": "clip_h"}
     texts = (
         ClipPart(
+            role="clip_h",
             checkpoint="cond_stage_model.model.",
             released=ClipSize(layers=23, width=1024, inner=4096),
         ),
@@ -141,12 +142,10 @@ class StableDiffusion2(UNetFamily):
         assert source is not None
         return replace(source, parts=facts.parts, zero_terminal_snr=facts.zero_terminal_snr)
 
-    def base_model_version(self, facts: BaseFacts) -> str:
-        return "sd_v2_v" if facts.prediction == "v_prediction" else "sd_v2"
-
-    def modelspec_architecture(self, facts: BaseFacts) -> str:
-        size = "768-v" if facts.prediction == "v_prediction" else "512"
-        return f"stable-diffusion-v2-{size}/lora"
+    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
+        if facts.prediction == "v_prediction":
+            return AdapterNames(kohya="sd_v2_v", modelspec="stable-diffusion-v2-768-v/lora")
+        return AdapterNames(kohya="sd_v2", modelspec="stable-diffusion-v2-512/lora")
 
 
 def _assumed(file: Path, prediction: Prediction) -> Assumption:

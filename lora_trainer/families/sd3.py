@@ -16,14 +16,19 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.config.config import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
+    AUTOENCODER_KL,
     DENOISER,
+    AdapterFormats,
+    AdapterNames,
     BaseFacts,
     Conditioning,
     FileFormat,
     Header,
     Layout,
+    NetworkTraits,
     Part,
     TextEncoder,
+    TextInputs,
 )
 from lora_trainer.families.checkpoints.base_folder import part_file
 from lora_trainer.families.checkpoints.sd3_file import file_architecture
@@ -31,7 +36,12 @@ from lora_trainer.families.checkpoints.transformer_file import (
     holds_vae,
     part_tensors,
 )
-from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
+from lora_trainer.families.flow import (
+    BaseRelease,
+    FlowFamily,
+    text_name,
+    transformer_name,
+)
 from lora_trainer.families.text.clip_and_t5 import (
     ENCODERS,
     T5,
@@ -40,6 +50,7 @@ from lora_trainer.families.text.clip_and_t5 import (
     load_encoder,
 )
 from lora_trainer.families.text.text_layers import CLIP_G, CLIP_L, T5_XXL
+from lora_trainer.families.traits import INDEXED_BLOCK
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -140,17 +151,34 @@ class StableDiffusion3(FlowFamily):
     pipeline_class = "StableDiffusion3Pipeline"
     denoiser_class = "SD3Transformer2DModel"
     text_folders = tuple(encoder.component for encoder in ENCODERS)
-    text_roles = {
-        "text_encoder": "clip_l",
-        "text_encoder_2": "clip_g",
-        "text_encoder_3": "t5xxl",
-    }
+    text = TextInputs(
+        layers={"text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "text_encoder_3": T5_XXL},
+        roles={
+            "text_encoder": "clip_l",
+            "text_encoder_2": "clip_g",
+            "text_encoder_3": "t5xxl",
+        },
+        multiple=1,
+        one_length=False,
+        encoder_files=True,
+    )
+    native_latents = 128
+    patch = 2
+    traits = NetworkTraits(
+        # ComfyUI runs it in fp16 as it is, without a clamp.
+        precisions=("bf16", "fp16", "fp32"),
+        block_pattern=INDEXED_BLOCK,
+        quantization_skip=(),
+        vae_peak=AUTOENCODER_KL,
+    )
     tokenizer_folders = tuple(encoder.tokenizer for encoder in ENCODERS)
-    file_formats: tuple[FileFormat, ...] = ("diffusers", "comfyui")
-    refused_formats: Mapping[FileFormat, str] = {
-        "kohya": "its names for this family join query, key and value, which diffusers cannot read; "
-        "ComfyUI reads the diffusers format too",
-    }
+    formats = AdapterFormats(
+        written=("diffusers", "comfyui"),
+        refused={
+            "kohya": "its names for this family join query, key and value, which diffusers cannot read; "
+            "ComfyUI reads the diffusers format too",
+        },
+    )
     releases = (
         _release("stable-diffusion-3.5-medium", MEDIUM, 2_469_663_936, variant="medium"),
         _release("stable-diffusion-3.5-large", LARGE, 8_146_280_768, variant="large"),
@@ -159,7 +187,6 @@ class StableDiffusion3(FlowFamily):
             "stable-diffusion-3-medium-diffusers", FIRST_MEDIUM, 2_084_951_104, variant="3-medium"
         ),
     )
-    precisions = ("bf16", "fp16", "fp32")  # ComfyUI runs it in fp16 as it is, without a clamp
 
     # ---- facts
 
@@ -232,13 +259,13 @@ class StableDiffusion3(FlowFamily):
         turbo = "-turbo" if variant == "large" and "turbo" in file.name.lower() else ""
         return next(each for each in self.releases if each.variant == variant + turbo)
 
-    def base_model_version(self, facts: BaseFacts) -> str:
-        """Return `3-medium`, `3-5-medium` or `3-5-large`, as sd-scripts writes it."""
+    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
+        """Return `3-medium`, `3-5-medium` or `3-5-large` as kohya's name, as sd-scripts writes it."""
         size = facts.variant.partition(" ")[0].removesuffix("-turbo")
-        return size if size.startswith("3-") else f"3-5-{size}"
-
-    def modelspec_architecture(self, facts: BaseFacts) -> str:
-        return f"stable-diffusion-3-{self.base_model_version(facts).removeprefix('3-')}/lora"
+        version = size if size.startswith("3-") else f"3-5-{size}"
+        return AdapterNames(
+            kohya=version, modelspec=f"stable-diffusion-3-{version.removeprefix('3-')}/lora"
+        )
 
     # ---- networks
 
@@ -295,7 +322,7 @@ class StableDiffusion3(FlowFamily):
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
-            return text_name(format, component, module, roles=self.text_roles)
+            return text_name(format, component, module, roles=self.text.roles)
         return transformer_name(module)
 
     def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
@@ -309,9 +336,6 @@ class StableDiffusion3(FlowFamily):
         return layer == "norm_out.linear" or (
             layer.endswith("norm1_context.linear") and len(shape) == 2 and shape[0] == 2 * shape[1]
         )
-
-    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        return {"text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "text_encoder_3": T5_XXL}
 
     # ---- images
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import (
     DENOISER,
+    AdapterNames,
     BaseFacts,
     Conditioning,
     Family,
@@ -83,9 +84,9 @@ class StableDiffusionXL(UNetFamily):
     default_source = BASE
     pipeline_class = "StableDiffusionXLPipeline"
     released_unet = ARCHITECTURE
-    text_roles = {"text_encoder": "clip_l", "text_encoder_2": "clip_g"}
     texts = (
         clip.ClipPart(
+            role="clip_l",
             kohya="lora_te1",
             embedding="clip_l",
             checkpoint="conditioner.embedders.0.transformer.",
@@ -93,6 +94,7 @@ class StableDiffusionXL(UNetFamily):
         ),
         clip.ClipPart(
             component="text_encoder_2",
+            role="clip_g",
             network="CLIPTextModelWithProjection",
             tokenizer="tokenizer_2",
             kohya="lora_te2",
@@ -159,11 +161,9 @@ class StableDiffusionXL(UNetFamily):
         """Accept 1 (the default) and 2: SDXL always reads the layer before the last, which 2 means."""
         return facts if clip_skip == 2 else Family.with_clip_skip(self, facts, clip_skip)
 
-    def base_model_version(self, facts: BaseFacts) -> str:
-        return "sdxl_base_v1-0"  # A1111 recognises SDXL LoRAs by the start "sdxl_"
-
-    def modelspec_architecture(self, facts: BaseFacts) -> str:
-        return "stable-diffusion-xl-v1-base/lora"
+    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
+        # A1111 recognises SDXL LoRAs by the start "sdxl_".
+        return AdapterNames(kohya="sdxl_base_v1-0", modelspec="stable-diffusion-xl-v1-base/lora")
 
     def trained_size(self, part: clip.ClipPart, facts: BaseFacts) -> clip.ClipSize:
         """Return the size without the last layer that `text_targets` leaves out."""

@@ -73,7 +73,7 @@ def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFac
             fix="start the training once to download it, or give a local diffusers folder",
         )
     text = encoder_files(settings, family, header, file, folder=None)
-    roles = {name: role for name, role in family.text_roles.items() if name not in text}
+    roles = {name: role for name, role in family.text.roles.items() if name not in text}
     absent = {
         "vae": "the VAE",
         "text_encoder": "the text encoders" if not text else ", ".join(roles.values()),
@@ -83,7 +83,7 @@ def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFac
     if "text_encoder" in parts or not roles:
         del absent["text_encoder"]
     present = {*parts, *({"vae"} if settings.vae is not None else ())} - {"text_encoder"}
-    encoders = family.text_roles if "text_encoder" in parts else text
+    encoders = family.text.roles if "text_encoder" in parts else text
     makeable = open_companion(facts, present | encoders.keys())
     if makeable is not None and settings.companion == "auto":
         return replace(
@@ -96,7 +96,7 @@ def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFac
     bytes_each = round(companion.download_bytes / sum(sizes.values()))
     present_count = sum(size for part, size in sizes.items() if part not in absent)
     if "text_encoder" in absent:
-        present_count += sum(ENCODER_PARAMETERS[family.text_roles[component]] for component in text)
+        present_count += sum(ENCODER_PARAMETERS[family.text.roles[component]] for component in text)
     return replace(
         facts,
         source=settings.model,
@@ -133,7 +133,7 @@ def encoder_files(
     text encoder of the family.
     """
     text: dict[str, Path] = {}
-    if not family.reads_encoder_files:
+    if not family.text.encoder_files:
         if settings.text_encoders:
             raise InputError(
                 f"base.text_encoders is set, but family {family.name} reads its text encoders from a "
@@ -141,7 +141,7 @@ def encoder_files(
                 fix="leave base.text_encoders out, or name a folder with the encoders in base.companion",
             )
         return text
-    for component, role in family.text_roles.items():
+    for component, role in family.text.roles.items():
         prefix = ENCODER_PREFIX.format(role=role)
         if file is not None and any(name.startswith(prefix) for name in header):
             text[component] = file
@@ -161,7 +161,7 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     header = read_header(file)
     refuse_quantised(file, header)
     encoder = signatures.text_encoder(header)
-    roles = {component: role.partition("_")[0] for component, role in family.text_roles.items()}
+    roles = {component: role.partition("_")[0] for component, role in family.text.roles.items()}
     kinds = {component: ENCODER_KINDS.get(role, role) for component, role in roles.items()}
     name, kind, width = encoder or ("", "", 0)
     fitting = [component for component in kinds if kinds[component] == kind]
@@ -169,7 +169,7 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
         fitting = [
             component
             for component in fitting
-            if _encoder_width(family.text_roles[component], component, folder) == width
+            if _encoder_width(family.text.roles[component], component, folder) == width
         ]
     if fitting:
         return fitting[-1] if "text_projection.weight" in header else fitting[0]
@@ -179,7 +179,7 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     )
     raise InputError(
         f"base.text_encoders: {file.name} is {described}; family {family.name} has "
-        f"{', '.join(family.text_roles.values())}",
+        f"{', '.join(family.text.roles.values())}",
         fix="give the text encoders of this base, or leave base.text_encoders out",
     )
 

@@ -15,6 +15,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +24,7 @@ from lora_trainer.config.config import Targets
 from lora_trainer.families.base import (
     AUTOENCODER_KL,
     DENOISER,
+    AdapterFormats,
     BaseFacts,
     Conditioning,
     Family,
@@ -30,10 +32,12 @@ from lora_trainer.families.base import (
     Header,
     ImageEncoder,
     Layout,
+    NetworkTraits,
     Part,
     PartFacts,
     Sampler,
     TextEncoder,
+    TextInputs,
     WeightPlace,
 )
 from lora_trainer.families.checkpoints import unet_file
@@ -105,22 +109,39 @@ class UNetFamily(Family):
     texts: tuple[clip.ClipPart, ...]
     """The CLIP encoders, in the order of the pipeline."""
     text_encoder_class: ClassVar[type[clip.ClipEncoder]] = clip.ClipEncoder
-    file_formats: tuple[FileFormat, ...] = ("kohya", "diffusers")
-    refused_formats: Mapping[FileFormat, str] = {
-        "comfyui": "ComfyUI reads kohya's names for U-Net families, and so does everything else; use kohya"
-    }
-    precisions = ("bf16", "fp16", "fp32")
-    vae_peak = AUTOENCODER_KL
-    trainable_text = True
-    supports_prompt_weights = True
-    reads_chunks = True
-    block_pattern = r".*?\.transformer_blocks\.\d+(?=\.)"
-    # 1-3 % of the weights, and the only way of the timestep into a resnet.
-    quantization_skip = ("time_emb_proj",)
+    formats = AdapterFormats(
+        written=("kohya", "diffusers"),
+        refused={
+            "comfyui": "ComfyUI reads kohya's names for U-Net families, and so does everything else; use kohya"
+        },
+    )
+    traits = NetworkTraits(
+        precisions=("bf16", "fp16", "fp32"),
+        block_pattern=r".*?\.transformer_blocks\.\d+(?=\.)",
+        # 1-3 % of the weights, and the only way of the timestep into a resnet.
+        quantization_skip=("time_emb_proj",),
+        vae_peak=AUTOENCODER_KL,
+    )
 
-    @property
-    def new_token_keys(self) -> Mapping[str, str]:  # type: ignore[override]  # follows from the encoders
-        return {part.component: part.embedding for part in self.texts}
+    @cached_property
+    def text(self) -> TextInputs:  # type: ignore[override]  # follows from the encoders
+        """Layers go up to the largest encoder's number, because miniature bases have other numbers."""
+        return TextInputs(
+            layers={
+                part.component: clip_layers(
+                    layers=clip.MAX_LAYERS, width=part.released.width, inner=part.released.inner
+                )
+                for part in self.texts
+            },
+            roles={part.component: part.role for part in self.texts},
+            multiple=1,
+            one_length=False,
+            encoder_files=False,
+            trainable=True,
+            prompt_weights=True,
+            chunks=True,
+            new_token_keys={part.component: part.embedding for part in self.texts},
+        )
 
     # ---- to implement besides the members of `Family`
 
@@ -246,15 +267,6 @@ class UNetFamily(Family):
                 *(folder / "config.json" for folder in folders),
                 *(file for folder in tokenizers for file in tokenizer_files(folder)),
             ),
-        }
-
-    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return layers up to the largest encoder's number, because miniature bases have other numbers."""
-        return {
-            part.component: clip_layers(
-                layers=clip.MAX_LAYERS, width=part.released.width, inner=part.released.inner
-            )
-            for part in self.texts
         }
 
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:

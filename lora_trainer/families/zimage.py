@@ -15,15 +15,20 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.config.config import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
+    AUTOENCODER_KL,
     DENOISER,
+    AdapterFormats,
+    AdapterNames,
     Assumption,
     BaseFacts,
     Conditioning,
     FileFormat,
     Header,
     Layout,
+    NetworkTraits,
     Part,
     TextEncoder,
+    TextInputs,
 )
 from lora_trainer.families.checkpoints.base_folder import part_file
 from lora_trainer.families.checkpoints.transformer_file import (
@@ -31,7 +36,13 @@ from lora_trainer.families.checkpoints.transformer_file import (
     holds_vae,
     part_tensors,
 )
-from lora_trainer.families.flow import BaseRelease, FlowFamily, text_name, transformer_name
+from lora_trainer.families.flow import (
+    WITHOUT_FP16,
+    BaseRelease,
+    FlowFamily,
+    text_name,
+    transformer_name,
+)
 from lora_trainer.families.text.qwen3 import (
     MAX_TOKENS,
     UNREAD,
@@ -41,6 +52,7 @@ from lora_trainer.families.text.qwen3 import (
     unpadded,
 )
 from lora_trainer.families.text.text_layers import QWEN3_4B
+from lora_trainer.families.traits import INDEXED_BLOCK
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -119,18 +131,33 @@ class ZImage(FlowFamily):
 
     name = "zimage"
     default_source = "Tongyi-MAI/Z-Image"
-    file_formats = ("diffusers", "comfyui")
-    refused_formats: Mapping[FileFormat, str] = {
-        "kohya": "ComfyUI and InvokeAI have no lora_unet_ names for to_q, to_k and to_v, which are one "
-        "weight in kohya's names; use output.format=diffusers, which they and diffusers read",
-    }
+    formats = AdapterFormats(
+        written=("diffusers", "comfyui"),
+        refused={
+            "kohya": "ComfyUI and InvokeAI have no lora_unet_ names for to_q, to_k and to_v, which are one "
+            "weight in kohya's names; use output.format=diffusers, which they and diffusers read",
+        },
+    )
     pipeline_class = "ZImagePipeline"
     denoiser_class = "ZImageTransformer2DModel"
     text_folders = ("text_encoder",)
-    text_roles = {"text_encoder": "qwen3_4b"}
+    text = TextInputs(
+        layers={"text_encoder": QWEN3_4B},
+        roles={"text_encoder": "qwen3_4b"},
+        multiple=32,  # diffusers' SEQ_MULTI_OF
+        one_length=False,
+        encoder_files=True,
+    )
+    native_latents = 128
+    patch = 2
+    traits = NetworkTraits(
+        precisions=WITHOUT_FP16,
+        block_pattern=INDEXED_BLOCK,
+        quantization_skip=(),
+        vae_peak=AUTOENCODER_KL,
+    )
     unread_text = UNREAD
     tokenizer_folders = ("tokenizer",)
-    text_multiple = 32  # diffusers' SEQ_MULTI_OF
     releases = (
         _release("Z-Image", "base", download_bytes=20_540_000_000),
         # Its denoiser is published in fp32.
@@ -202,11 +229,8 @@ class ZImage(FlowFamily):
             ),
         )
 
-    def base_model_version(self, facts: BaseFacts) -> str:
-        return "zimage"  # as ai-toolkit writes it, for both releases
-
-    def modelspec_architecture(self, facts: BaseFacts) -> str:
-        return "Z-Image/lora"  # as musubi-tuner writes it, for both releases
+    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
+        return AdapterNames(kohya="zimage", modelspec="Z-Image/lora")
 
     # ---- networks
 
@@ -232,14 +256,11 @@ class ZImage(FlowFamily):
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
-            return text_name(format, component, module, roles=self.text_roles)
+            return text_name(format, component, module, roles=self.text.roles)
         return f"diffusion_model.{module}" if format == "comfyui" else transformer_name(module)
 
     def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
         return other_names(transformer_names.ZIMAGE, layers)
-
-    def text_modules(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        return {"text_encoder": QWEN3_4B}
 
     # ---- images
 

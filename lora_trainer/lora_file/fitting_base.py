@@ -56,7 +56,7 @@ class Fit:
 def released_names(family: str, release: int) -> LayerNames:
     """Return what finds the layers of one architecture of a family's released layers."""
     seam = families.family(family)
-    return file_names(seam, {DENOISER: released_layers(family)[release], **seam.text_modules()})
+    return file_names(seam, {DENOISER: released_layers(family)[release], **seam.text.layers})
 
 
 def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -> Fit:

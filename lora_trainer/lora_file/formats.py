@@ -82,7 +82,7 @@ def format_for(family: Family, requested: Asked, contents: AdapterContents) -> F
 
     Raises RequestError with the reason where the family or the kind does not allow the requested format.
     """
-    refused = {format: _refusal(format, contents) for format in family.file_formats}
+    refused = {format: _refusal(format, contents) for format in family.formats.written}
     possible = [format for format, reason in refused.items() if reason is None]
     if not possible:
         reasons = "; ".join(f"{format}: {reason}" for format, reason in refused.items())
@@ -92,7 +92,7 @@ def format_for(family: Family, requested: Asked, contents: AdapterContents) -> F
         )
     if requested == "auto":
         return possible[0]
-    reason = refused.get(requested) or family.refused_formats.get(requested)
+    reason = refused.get(requested) or family.formats.refused.get(requested)
     if requested in possible:
         return requested
     raise RequestError(

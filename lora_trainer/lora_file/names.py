@@ -281,7 +281,7 @@ class LayerNames:
     def _by_role(self, role: str, hits: Mapping[str, LayerRows]) -> LayerRows | None:
         name = _ROLE_NAMES.get(role, role)
         for component, layer in hits.items():
-            if self.family.text_roles.get(component) == name:
+            if self.family.text.roles.get(component) == name:
                 return layer
         return None
 

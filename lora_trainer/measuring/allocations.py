@@ -89,7 +89,11 @@ def built(load: Load, *, family: Family, facts: BaseFacts, prompt: Prompt) -> Tr
         # nf4's kernels do not run on meta tensors. Its passes allocate as those of int8 do; the bytes of
         # its weights are counted in `_base_tensors`.
         quantize(
-            network, "int8", device=META, skip=family.quantization_skip, matmul=load.base_matmul
+            network,
+            "int8",
+            device=META,
+            skip=family.traits.quantization_skip,
+            matmul=load.base_matmul,
         )
     modules = family.lora_targets(network, load.adapter.targets)
     add_adapters(network, modules, rank=load.adapter.rank, wide=runs_wide(load.adapter))
@@ -225,14 +229,14 @@ def _sampling(traced: TracedNetwork, load: Load) -> Iterator[Event]:
     with torch.no_grad(), FusedKernels("cuda"), live, META:
         for _ in range(2):
             family.predict(network, noisy, timesteps, conditioning)
-        if family.vae_peak == AUTOENCODER_KL:
+        if family.traits.vae_peak == AUTOENCODER_KL:
             vae = AutoencoderKL(latent_channels=_VAE_CHANNELS, **_VAE).requires_grad_(False)
             side = side_px // _VAE_FACTOR
             vae.decode(torch.empty(1, _VAE_CHANNELS, side, side), return_dict=False)
             del vae
         else:  # a VAE of another class is not built: its weights and its peak are allocated as a whole
             vae_weights = torch.empty(traced.facts.parts["vae"].parameters)
-            each = family.vae_peak.decoding * side_px**2 // _MAPS
+            each = family.traits.vae_peak.decoding * side_px**2 // _MAPS
             maps = [torch.empty(each) for _ in range(_MAPS)]
             del vae_weights, maps
     yield from live.events

@@ -120,7 +120,7 @@ def variants(prepared: Prepared) -> Iterator[Variant]:
     if config.hardware.device != "cpu":
         if prepared.hardware.packages.get("xformers"):
             values["memory.attention"] = ("sdpa", "xformers")
-        if config.train.precision == "bf16" and "fp16" in prepared.family.precisions:
+        if config.train.precision == "bf16" and "fp16" in prepared.family.traits.precisions:
             values["train.precision"] = ("fp16",)
     planned = flatten(config)
     for key, choices in values.items():

@@ -201,7 +201,7 @@ class Allocator:
             text_offload=offload if may_offload else (False,),
             int8_products=self.config.memory.base_matmul == "auto"
             and not against_products(gpu=self.gpu, priority=self.priority),
-            in_16_bits=in_16_bits(self.costs.family.precisions, self.gpu),
+            in_16_bits=in_16_bits(self.costs.family.traits.precisions, self.gpu),
         )
 
     def _of_older_runs(self) -> Iterator[Decision]:

@@ -149,8 +149,8 @@ class RememberedCosts:
             self.bases[key] = FrozenBase(
                 parameters=facts.parts["denoiser"].parameters,
                 shapes=self.linear_shapes(facts),
-                quantization_skip=self.family.quantization_skip,
-                block_pattern=self.family.block_pattern,
+                quantization_skip=self.family.traits.quantization_skip,
+                block_pattern=self.family.traits.block_pattern,
                 dtype=load.precision,
                 kept_as=load.base_precision,
             )
@@ -158,7 +158,7 @@ class RememberedCosts:
 
     def block_of(self, module: str) -> str:
         """Return the name of the repeated block a module is in, or the empty string."""
-        match = re.match(self.family.block_pattern, module)
+        match = re.match(self.family.traits.block_pattern, module)
         return match[0] if match else ""
 
     def adapter_tensors(self, facts: BaseFacts, settings: AdapterSettings) -> Mapping[Shape, int]:

@@ -371,8 +371,8 @@ def vae_weights(facts: BaseFacts, note: str = "fp32") -> MemoryItem:
 def _vae_elements_per_px(load: Load, costs: RememberedCosts) -> tuple[int, int]:
     """Return what the VAE has alive while it encodes, and while it decodes."""
     if KINDS[load.device].blocks_convolutions:
-        return costs.family.vae_peak.blocked
-    return costs.family.vae_peak.encoding, costs.family.vae_peak.decoding
+        return costs.family.traits.vae_peak.blocked
+    return costs.family.traits.vae_peak.encoding, costs.family.traits.vae_peak.decoding
 
 
 def _images(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:

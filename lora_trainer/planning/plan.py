@@ -192,7 +192,7 @@ class _Planner:
         """Raise RequestError for a precision in which this base overflows: hours of training would end in NaN."""
         precision, best = self.config.train.precision, self._best_precision()[0]
         fix = f"use --set train.precision={best}"
-        if precision not in self.inputs.family.precisions:
+        if precision not in self.inputs.family.traits.precisions:
             raise RequestError(
                 f"train.precision={precision}, but {self.inputs.facts.family} bases overflow to NaN in "
                 f"{precision}",
@@ -263,7 +263,7 @@ class _Planner:
 
     def _best_precision(self) -> tuple[Precision, str]:
         family = self.inputs.facts.family
-        return best_precision(self.inputs.family.precisions, self.gpu, family=family)
+        return best_precision(self.inputs.family.traits.precisions, self.gpu, family=family)
 
     def decide_possible(self) -> None:
         """Decide settings that this machine cannot follow: replace a preset's value, refuse the user's."""

@@ -86,7 +86,11 @@ def load_networks(prepared: Prepared) -> Networks:
     if base_precision in ("int8", "fp8", "nf4"):
         matmul: BaseMatmul = config.memory.base_matmul
         layouts = quantize(
-            denoiser, base_precision, device=device, skip=family.quantization_skip, matmul=matmul
+            denoiser,
+            base_precision,
+            device=device,
+            skip=family.traits.quantization_skip,
+            matmul=matmul,
         )
     if not streamed:
         denoiser.to(device)
@@ -147,7 +151,7 @@ def _layers(
     family = prepared.family
     return {
         DENOISER: denoiser_layers(family, prepared.facts.architecture),
-        **family.text_modules(),
+        **family.text.layers,
         **{name: layer_shapes(network) for name, network in text.items()},
     }
 
@@ -185,7 +189,7 @@ def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Mod
         precision=DTYPES[prepared.config.train.precision],
         device=planned_device(prepared),
         masks=adapter.masks,
-        batch_group_key=prepared.family.batch_group_key,
+        batch_group_key=prepared.family.text.batch_group_key,
         without_adapter=adapter.off,
     )
 

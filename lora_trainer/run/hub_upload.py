@@ -92,7 +92,7 @@ def release_of(
         license=settings.license,
         in_diffusers=contents.kinds == {"lora"} and (format == "diffusers" or not contents.dora),
         embedding=words if (words := embedding_path(file)).is_file() else None,
-        in_programs=format == family.file_formats[0] or format != "diffusers",
+        in_programs=format == family.formats.written[0] or format != "diffusers",
     )
 
 

@@ -97,7 +97,7 @@ def exporter(
 def _write_words(
     job: TrainingJob, words: Mapping[str, Tensor], file: Path, info: ExportInfo
 ) -> None:
-    keys = job.prepared.family.new_token_keys
+    keys = job.prepared.family.text.new_token_keys
     architecture, _, _ = info.architecture.rpartition("/")
     header = {
         key: value for key, value in metadata(info).items() if key.startswith("modelspec.")
@@ -176,8 +176,8 @@ def _export_info(
         alpha=alpha,
         base_name=Path(prepared.facts.source).name,
         base_identity=prepared.facts.parts["denoiser"].identity,
-        base_model_version=prepared.family.base_model_version(prepared.facts),
-        architecture=prepared.family.modelspec_architecture(prepared.facts),
+        base_model_version=prepared.family.adapter_names(prepared.facts).kohya,
+        architecture=prepared.family.adapter_names(prepared.facts).modelspec,
         prediction=prepared.facts.prediction,
         settings=settings,
         subsets=tuple(

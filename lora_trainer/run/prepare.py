@@ -305,7 +305,7 @@ def examine(request: Request, *, hardware: Hardware | None = None) -> CheckRepor
     placements = place_all(dataset, settings, basis.facts)
     reading = _reading(request, dataset, basis)
     caption_tokens = settings.data.caption_tokens
-    room = MOST_CHUNKS if basis.family.reads_chunks and caption_tokens == "auto" else reading.chunks
+    room = MOST_CHUNKS if basis.family.text.chunks and caption_tokens == "auto" else reading.chunks
     return CheckReport(
         report=inspect_images(
             dataset,
@@ -393,19 +393,19 @@ def _refuse_without_validation(settings: Config, *, held_out: int) -> None:
 
 def _refuse_impossible(settings: Config, basis: Basis) -> None:
     """Raise RequestError for settings that this family does not support, before the dataset is read."""
-    if settings.adapter.text_encoder and not basis.family.trainable_text:
+    if settings.adapter.text_encoder and not basis.family.text.trainable:
         raise RequestError(
             f"adapter.text_encoder=true, but the text encoders of {basis.facts.source} "
             f"(family {basis.family.name}) cannot be trained",
             fix="leave adapter.text_encoder out",
         )
-    if settings.adapter.new_tokens and not basis.family.new_token_keys:
+    if settings.adapter.new_tokens and not basis.family.text.new_token_keys:
         raise RequestError(
             f"adapter.new_tokens={settings.adapter.new_tokens}, but the text encoders of "
             f"{basis.facts.source} (family {basis.family.name}) cannot learn new tokens",
             fix="leave adapter.new_tokens out",
         )
-    if settings.data.emphasis and not basis.family.supports_prompt_weights:
+    if settings.data.emphasis and not basis.family.text.prompt_weights:
         raise RequestError(
             f"data.emphasis=true, but the text encoders of {basis.facts.source} "
             f"(family {basis.family.name}) support no prompt weights; only bases with CLIP alone do",
@@ -438,7 +438,7 @@ def _decided(reading: Reading, basis: Basis) -> dict[str, tuple[Any, str]]:
             else "the default on a GPU",
         )
     if reading.reason:  # else the user set it; encoders without chunks keep auto
-        tokens = reading.chunks * CHUNK_TOKENS if family.reads_chunks else "auto"
+        tokens = reading.chunks * CHUNK_TOKENS if family.text.chunks else "auto"
         decided[caption_lengths.KEY] = (tokens, reading.reason)
     return decided
 

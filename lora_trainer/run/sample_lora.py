@@ -167,7 +167,7 @@ def _refuse_not_finite(strengths: Sequence[float]) -> None:
 def _precision(family: Family, device: torch.device, *, has_bf16: bool) -> Precision:
     if device.type == "cpu":
         return "fp32"
-    return next(each for each in family.precisions if each != "bf16" or has_bf16)
+    return next(each for each in family.traits.precisions if each != "bf16" or has_bf16)
 
 
 def _taught(
@@ -188,7 +188,7 @@ def _taught(
             fix=f"put {expected_file.name} beside it",
         )
     vectors = read_embedding(beside).vectors
-    for component, key in family.new_token_keys.items():
+    for component, key in family.text.new_token_keys.items():
         network = getattr(pipeline, component)
         tokenizer = getattr(pipeline, component.replace("text_encoder", "tokenizer"))
         pipeline.load_textual_inversion(

@@ -164,7 +164,7 @@ def _names_in(family: Family, architecture: Mapping[str, Any]) -> Naming:
     layers: dict[str, Mapping[str, tuple[int, ...]]] = {
         DENOISER: denoiser_layers(family, architecture)
     }
-    for component, modules in family.text_modules().items():
+    for component, modules in family.text.layers.items():
         layers[component] = dict.fromkeys(modules, ())  # of what sizes, only the weights tell
     return Naming(family=family, names=file_names(family, layers))
 

@@ -214,7 +214,7 @@ def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:
     rest: dict[str, WeightLocation] = {}
     components: dict[str, Path] = {}
     parts = family.parts(layout)
-    for part in (DENOISER, "text_encoder") if family.trainable_text else (DENOISER,):
+    for part in (DENOISER, "text_encoder") if family.text.trainable else (DENOISER,):
         for path in parts[part]:
             if path.suffix == SUFFIX:
                 component = part if part == DENOISER else path.parent.name

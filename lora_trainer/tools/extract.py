@@ -194,7 +194,7 @@ def _layers(tuned: BaseWeights, base: BaseWeights, targets: Targets) -> list[str
         layers = (split_key(key)[1] for key in base.places if _denoises(key))
         names = base.family.lora_targets(_skeleton(layers), targets)
     keys = [f"{DENOISER}.{name}" for name in names]
-    for component, modules in base.family.text_modules().items():
+    for component, modules in base.family.text.layers.items():
         keys += [f"{component}.{name}" for name in modules]
     return [key for key in keys if key in base.places and key in tuned.places]
 

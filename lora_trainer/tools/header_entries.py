@@ -61,11 +61,11 @@ def extracted(
     return {
         **_network(summary),
         **_strength(summary),
-        "ss_base_model_version": family.base_model_version(facts),
+        "ss_base_model_version": family.adapter_names(facts).kohya,
         "ss_sd_model_name": public_source(base),
         "ss_output_name": public_text(title),
         "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": family.modelspec_architecture(facts),
+        "modelspec.architecture": family.adapter_names(facts).modelspec,
         "modelspec.implementation": "diffusers",
         "modelspec.title": public_text(title),
         "modelspec.description": f"{public_source(tuned)} minus {public_source(base)}",

@@ -226,5 +226,5 @@ def _own_format(source: AdapterSource, asked: Asked) -> Asked:
     """Return the file's own format where none is asked for and the family has it."""
     if asked != "auto":
         return asked
-    own: Asked | None = next((f for f in source.family.file_formats if f == source.format), None)
+    own: Asked | None = next((f for f in source.family.formats.written if f == source.format), None)
     return own or asked

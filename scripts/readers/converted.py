@@ -153,7 +153,7 @@ def outcome(case: Case, names: Names, folder: Path) -> str:
     formula = {key: each.delta for key, each in expected.items()}
     original = changes(file, names, expected)
     words = [f"original {_compared(original, formula)}"]
-    for format in families.family(case.family).file_formats:
+    for format in families.family(case.family).formats.written:
         try:
             convert(file, format=format, output=output, precision="fp32", force=True)
         except LoraTrainError:

@@ -29,7 +29,7 @@ def networks_of(name: str) -> Mapping[str, nn.Module]:
     """Return the denoiser and the trainable text encoders of a family's tiny base by component."""
     family = families.family(name)
     texts: Mapping[str, nn.Module] = {}
-    if family.trainable_text:
+    if family.text.trainable:
         loaded = family.load_text_encoder(facts_of(name), dtype=torch.float32, device=CPU)
         texts = loaded.networks
     return {"denoiser": denoiser_of(name), **texts}
@@ -63,8 +63,8 @@ def saved(
     """Write an adapter as a training of the family would export it."""
     family, facts = families.family(name), facts_of(name)
     info = export_info(
-        base_model_version=family.base_model_version(facts),
-        architecture=family.modelspec_architecture(facts),
+        base_model_version=family.adapter_names(facts).kohya,
+        architecture=family.adapter_names(facts).modelspec,
         prediction=facts.prediction,
     )
     data = export_bytes(

@@ -62,8 +62,8 @@ def test_facts_are_those_of_the_pipeline(facts: BaseFacts) -> None:
     assert facts.resolution_px == pipeline.default_sample_size * pipeline.vae_scale_factor
     assert dict(facts.scheduler) == dict(pipeline.scheduler.config)
     assert (facts.prediction, facts.distilled, facts.max_tokens) == ("flow", False, 512)
-    assert FAMILY.base_model_version(facts) == "chroma"
-    assert FAMILY.modelspec_architecture(facts) == "chroma/lora"
+    assert FAMILY.adapter_names(facts).kohya == "chroma"
+    assert FAMILY.adapter_names(facts).modelspec == "chroma/lora"
     assert FAMILY.guidance_conditioning(facts, guidance_scale=3.5) == {}
 
 

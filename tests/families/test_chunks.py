@@ -21,7 +21,7 @@ from lora_trainer.families.unet import UNetFamily
 from tests.fakes.family_bases import CPU
 from tests.fakes.family_bases import facts_of as facts_of_tiny
 
-CHUNKED = [name for name in families.MODULES if families.family(name).reads_chunks]
+CHUNKED = [name for name in families.MODULES if families.family(name).text.chunks]
 SKIPPING = ["embedded", "sd2"]
 """With two layers; the embedded base is a Stable Diffusion 1."""
 ROOM = 75

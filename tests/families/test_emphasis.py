@@ -12,7 +12,7 @@ from lora_trainer.families.base import WEIGHTS, NewWord, TextEncoder
 from lora_trainer.families.text.clip import emphasised
 from tests.fakes.family_bases import CPU, facts_of
 
-WEIGHING = [name for name in families.MODULES if families.family(name).supports_prompt_weights]
+WEIGHING = [name for name in families.MODULES if families.family(name).text.prompt_weights]
 TEXT = "a (red:1.5) fox, [blurred] (old hat)"
 WORDS = "a red fox, blurred old hat"
 

@@ -221,7 +221,9 @@ def test_a_sample_is_dropped_the_same_in_any_batch(name: str) -> None:
             return at.losses()
 
     family, facts = families.family(name), facts_of(name)
-    lengths = {family.batch_group_key(conditioning_of(family, facts, (one,))) for one in prompts}
+    lengths = {
+        family.text.batch_group_key(conditioning_of(family, facts, (one,))) for one in prompts
+    }
     if len(lengths) > 1:  # training does these one after the other
         prompts = ("a", "a")
     both = bench(name, prompts=prompts, settings=dropping)

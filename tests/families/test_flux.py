@@ -81,9 +81,9 @@ def test_schnell_is_told_from_dev_by_its_guidance(facts: BaseFacts, schnell: Pat
     fast = folder_facts(schnell)
     assert (fast.variant, fast.distilled, fast.max_tokens) == ("schnell", True, 256)
     assert (facts.variant, facts.distilled, facts.max_tokens) == ("dev", False, 512)
-    assert FAMILY.modelspec_architecture(fast) == "flux-1-schnell/lora"
-    assert FAMILY.modelspec_architecture(facts) == "flux-1-dev/lora"
-    assert FAMILY.base_model_version(fast) == "flux1"
+    assert FAMILY.adapter_names(fast).modelspec == "flux-1-schnell/lora"
+    assert FAMILY.adapter_names(facts).modelspec == "flux-1-dev/lora"
+    assert FAMILY.adapter_names(fast).kohya == "flux1"
     assert FAMILY.guidance_conditioning(fast, guidance_scale=3.5) == {}
     told = FAMILY.guidance_conditioning(facts, guidance_scale=3.5)["guidance"]
     assert told.dtype == torch.float32
@@ -299,9 +299,9 @@ def test_diffusers_reads_the_names_of_a_file(
 
 
 def test_fused_names_are_refused_with_a_reason() -> None:
-    assert FAMILY.file_formats == ("diffusers", "comfyui")
-    assert set(FAMILY.refused_formats) == {"kohya"}
-    assert all("diffusers format" in reason for reason in FAMILY.refused_formats.values())
+    assert FAMILY.formats.written == ("diffusers", "comfyui")
+    assert set(FAMILY.formats.refused) == {"kohya"}
+    assert all("diffusers format" in reason for reason in FAMILY.formats.refused.values())
 
 
 # ---- checkpoints of one file

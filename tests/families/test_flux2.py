@@ -89,8 +89,8 @@ def test_public_releases_have_the_sizes_of_their_configurations(
     facts = FAMILY.facts_from_hub_id(f"black-forest-labs/{source}")
     assert facts is not None and (facts.variant, facts.distilled) == (variant, distilled)
     assert (facts.resolution_px, facts.bucket_step_px, facts.vae_factor) == (1024, 64, 16)
-    assert FAMILY.base_model_version(facts) == version
-    assert FAMILY.modelspec_architecture(facts) == architecture
+    assert FAMILY.adapter_names(facts).kohya == version
+    assert FAMILY.adapter_names(facts).modelspec == architecture
     width = facts.architecture["joint_attention_dim"] // 3
     with torch.device("meta"):
         built = {
@@ -262,7 +262,7 @@ def test_images_are_the_plain_pipelines(tmp_path: Path, distilled: bool) -> None
     assert np.abs(np.asarray(ours, dtype=int) - np.asarray(theirs, dtype=int)).max() <= 1
 
 
-@pytest.mark.parametrize("format", FAMILY.file_formats)
+@pytest.mark.parametrize("format", FAMILY.formats.written)
 def test_written_names_are_read_by_the_pipeline(base: Path, tmp_path: Path, format: Any) -> None:
     facts, alpha, rank = facts_of(base), 8, 2
     denoiser: Any = FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)

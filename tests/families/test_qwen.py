@@ -87,8 +87,8 @@ def test_facts_are_those_of_the_pipeline(base: Base) -> None:
     ):
         expected = sum(weight.numel() for weight in network.parameters())
         assert facts.parts[part].parameters == expected
-    assert FAMILY.base_model_version(facts) == "qwen_image"
-    assert FAMILY.modelspec_architecture(facts) == "Qwen-Image/lora"
+    assert FAMILY.adapter_names(facts).kohya == "qwen_image"
+    assert FAMILY.adapter_names(facts).modelspec == "Qwen-Image/lora"
 
 
 @pytest.mark.parametrize("source", ["Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"])
@@ -276,7 +276,7 @@ def test_targets_are_blocks_and_grow(base: Base) -> None:
 # ---- files
 
 
-@pytest.mark.parametrize("format", FAMILY.file_formats)
+@pytest.mark.parametrize("format", FAMILY.formats.written)
 def test_a_file_is_read_by_the_pipeline_as_the_live_adapter(
     base: Base, format: FileFormat, tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ def files(name: str, targets: Targets) -> Iterator[Shapes]:
     """Yield the modules of an adapter in each format of the family: name -> [rank, in, ...]."""
     family, (_, denoiser) = families.family(name), release(name)
     modules: Mapping[str, Any] = dict(denoiser.named_modules())
-    for format in family.file_formats:
+    for format in family.formats.written:
         yield {
             family.lora_key_name(format, DENOISER, module): (16, *modules[module].weight.shape[1:])
             for module in family.lora_targets(denoiser, targets)
@@ -48,8 +48,8 @@ def test_adapters_of_every_family_are_told_apart(name: str, targets: Targets) ->
     """Chroma's blocks are FLUX.1's: without metadata its adapters cannot be told from theirs."""
     facts, _ = release(name)
     family = families.family(name)
-    metadata = {"ss_base_model_version": family.base_model_version(facts)}
-    spec = {"modelspec.architecture": family.modelspec_architecture(facts)}
+    metadata = {"ss_base_model_version": family.adapter_names(facts).kohya}
+    spec = {"modelspec.architecture": family.adapter_names(facts).modelspec}
     for shapes in files(name, targets):
         assert adapter_family(shapes, metadata=metadata) == name
         assert adapter_family(shapes, metadata=spec) == name
@@ -60,7 +60,7 @@ def test_adapters_of_every_family_are_told_apart(name: str, targets: Targets) ->
 @pytest.mark.parametrize("name", families.MODULES)
 def test_every_family_is_known_by_what_it_states(name: str) -> None:
     family, (facts, _) = families.family(name), release(name)
-    version = family.base_model_version(facts)
+    version = family.adapter_names(facts).kohya
     assert stated_family({"ss_base_model_version": version}) == name
 
 

@@ -52,9 +52,9 @@ def test_every_family_has_a_tiny_base_presets_and_a_known_release(name: str) -> 
     known = families.known_base(family.default_source)
     assert known is not None and known.family == name and known.layout is None
     assert set(known.parts) == set(PARTS) and known.download_bytes > 1e8
-    refused = set(family.refused_formats)
-    assert set(family.file_formats) | refused == {"kohya", "diffusers", "comfyui"}
-    assert not refused & set(family.file_formats) and all(family.refused_formats.values())
+    refused = set(family.formats.refused)
+    assert set(family.formats.written) | refused == {"kohya", "diffusers", "comfyui"}
+    assert not refused & set(family.formats.written) and all(family.formats.refused.values())
 
 
 def test_a_default_is_registered_and_others_are_not() -> None:
@@ -278,7 +278,7 @@ def test_targets_and_their_count_are_those_of_the_plan(name: str, targets: Targe
 def test_trained_text_encoders_and_their_shapes_are_those_of_the_plan(name: str) -> None:
     family, facts = families.family(name), facts_of(name)
     found = family.text_adapter_shapes(facts)
-    if not family.trainable_text:
+    if not family.text.trainable:
         assert found == {}
         return
     encoder = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
@@ -303,7 +303,7 @@ def test_wider_targets_contain_the_narrower(name: str) -> None:
 def test_names_in_files_are_distinct(name: str) -> None:
     family = families.family(name)
     modules = family.lora_targets(denoiser_of(name), "all")
-    for format in family.file_formats:
+    for format in family.formats.written:
         names = {family.lora_key_name(format, DENOISER, module) for module in modules}
         assert len(names) == len(modules), format
 

@@ -61,5 +61,5 @@ def test_names_in_files() -> None:
 
 def test_names_in_metadata() -> None:
     facts = facts_of("sd15")
-    assert FAMILY.base_model_version(facts) == "sd_v1"
-    assert FAMILY.modelspec_architecture(facts) == "stable-diffusion-v1/lora"
+    assert FAMILY.adapter_names(facts).kohya == "sd_v1"
+    assert FAMILY.adapter_names(facts).modelspec == "stable-diffusion-v1/lora"

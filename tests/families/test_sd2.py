@@ -54,8 +54,8 @@ def test_the_sizes_of_the_release_are_exact() -> None:
 )
 def test_names_in_metadata(prediction: Prediction, version: str, architecture: str) -> None:
     facts = replace(facts_of("sd2"), prediction=prediction)
-    assert FAMILY.base_model_version(facts) == version
-    assert FAMILY.modelspec_architecture(facts) == architecture
+    assert FAMILY.adapter_names(facts).kohya == version
+    assert FAMILY.adapter_names(facts).modelspec == architecture
 
 
 def test_the_text_is_the_last_layer_of_a_shortened_encoder() -> None:

@@ -106,14 +106,14 @@ def test_known_releases_have_the_parameters_of_their_architecture(release: Any) 
 
 
 def test_versions_are_those_that_sd_scripts_writes(base: Base, tmp_path: Path) -> None:
-    assert FAMILY.base_model_version(base.facts) == "3-5-medium"
-    assert FAMILY.modelspec_architecture(base.facts) == "stable-diffusion-3-5-medium/lora"
+    assert FAMILY.adapter_names(base.facts).kohya == "3-5-medium"
+    assert FAMILY.adapter_names(base.facts).modelspec == "stable-diffusion-3-5-medium/lora"
     turbo = FAMILY.facts_from_hub_id("stabilityai/stable-diffusion-3.5-large-turbo")
     first = FAMILY.facts_from_hub_id("stabilityai/stable-diffusion-3-medium-diffusers")
     assert turbo is not None and first is not None
-    assert FAMILY.base_model_version(turbo) == "3-5-large"
-    assert FAMILY.base_model_version(first) == "3-medium"
-    assert FAMILY.modelspec_architecture(first) == "stable-diffusion-3-medium/lora"
+    assert FAMILY.adapter_names(turbo).kohya == "3-5-large"
+    assert FAMILY.adapter_names(first).kohya == "3-medium"
+    assert FAMILY.adapter_names(first).modelspec == "stable-diffusion-3-medium/lora"
     named = facts_of(Layout(folder=base.folder), source="models/sd3.5-Turbo")
     assert named.distilled and named.variant == "medium-turbo"
 
@@ -137,7 +137,7 @@ def test_a_base_without_t5_has_zeros_in_its_place(base: Base, tmp_path: Path) ->
     folder = write_base(tmp_path / "base", t5=False)
     facts = facts_of(Layout(folder=folder))
     assert facts.max_tokens == 77 and facts.variant == "medium without T5"
-    assert FAMILY.base_model_version(facts) == "3-5-medium"
+    assert FAMILY.adapter_names(facts).kohya == "3-5-medium"
     pipeline: Any = FAMILY.plain_pipeline(facts, dtype=torch.float32, device=CPU)
     assert pipeline.text_encoder_3 is None
     with torch.no_grad():
@@ -248,7 +248,7 @@ def test_a_file_is_read_by_the_pipeline_as_the_live_adapter(base: Base, tmp_path
         wanted = FAMILY.predict(live, latents, sigmas, conditioning)
     assert (wanted - plain).abs().max() > 1e-2
     assert (wanted - found).abs().max() < 1e-4
-    assert set(FAMILY.refused_formats) == {"kohya"}
+    assert set(FAMILY.formats.refused) == {"kohya"}
 
 
 # ---- images

@@ -431,8 +431,8 @@ def outputs(pipeline: Any) -> tuple[Tensor, Tensor]:
 
 def test_the_comfyui_format_is_refused_with_what_to_use() -> None:
     family, _ = of("sd15")
-    assert family.file_formats == ("kohya", "diffusers")
-    assert "kohya" in family.refused_formats["comfyui"]
+    assert family.formats.written == ("kohya", "diffusers")
+    assert "kohya" in family.formats.refused["comfyui"]
 
 
 @ONE_ENCODER

@@ -79,8 +79,8 @@ def test_a_vae_takes_what_is_planned(name: str) -> None:
         with BlockedStorages(ignored=[*vae.parameters(), *vae.buffers(), latents]) as decoding:
             vae.decode(latents)
     counted = [live.peak_bytes / 4 / SIDE_PX**2 for live in (encoding, decoding)]
-    planned = [family.vae_peak.encoding, family.vae_peak.decoding]
+    planned = [family.traits.vae_peak.encoding, family.traits.vae_peak.decoding]
     assert counted == pytest.approx(planned, rel=0.01)
     blocked = [live.blocked_bytes / 4 / SIDE_PX**2 for live in (encoding, decoding)]
-    assert blocked == pytest.approx(family.vae_peak.blocked, rel=0.01)
+    assert blocked == pytest.approx(family.traits.vae_peak.blocked, rel=0.01)
     assert planned[0] < COMFYUI["encode"] and planned[1] < COMFYUI["decode"]

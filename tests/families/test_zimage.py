@@ -63,8 +63,8 @@ def test_facts_are_what_the_pipeline_says(base: Path, pipeline: Any) -> None:
     assert facts.latent_channels == pipeline.transformer.config.in_channels
     assert facts.vae_factor == pipeline.vae_scale_factor
     assert FAMILY.flow_shift(facts, width_px=32, height_px=32) == pipeline.scheduler.config.shift
-    assert FAMILY.base_model_version(facts) == "zimage"
-    assert FAMILY.modelspec_architecture(facts) == "Z-Image/lora"
+    assert FAMILY.adapter_names(facts).kohya == "zimage"
+    assert FAMILY.adapter_names(facts).modelspec == "Z-Image/lora"
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_images_are_the_plain_pipelines(base: Path, guidance_scale: float) -> No
     assert np.abs(np.asarray(ours, dtype=int) - np.asarray(theirs, dtype=int)).max() <= 1
 
 
-@pytest.mark.parametrize("format", FAMILY.file_formats)
+@pytest.mark.parametrize("format", FAMILY.formats.written)
 def test_written_names_are_read_by_the_pipeline(base: Path, tmp_path: Path, format: Any) -> None:
     facts, alpha, rank = facts_of(base), 8, 2
     denoiser: Any = FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)

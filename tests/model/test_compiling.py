@@ -36,7 +36,7 @@ def test_gradients_of_traced_blocks_are_the_same(name: str) -> None:
     chosen, facts = family(name.partition(",")[0]), facts_of(name.partition(",")[0])
     denoiser = denoiser_of(chosen.name)
     if kept := options.get("kept"):
-        quantize(denoiser, kept, device=CPU, skip=chosen.quantization_skip)
+        quantize(denoiser, kept, device=CPU, skip=chosen.traits.quantization_skip)
     settings = AdapterSettings.model_validate({"rank": 2, "kind": options.get("kind", "lora")})
     adapter = inject(
         {DENOISER: denoiser},

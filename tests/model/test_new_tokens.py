@@ -127,7 +127,7 @@ def written(name: str, folder: Path, *, tokens: int) -> tuple[TextEncoder, Path]
     vectors = add_new_tokens(text, tokens, start=None, seed=3)
     path = embedding_path(folder / "x.safetensors")
     arrays = {
-        family.new_token_keys[key]: values.detach().numpy() for key, values in vectors.items()
+        family.text.new_token_keys[key]: values.detach().numpy() for key, values in vectors.items()
     }
     write_embedding(path, arrays, metadata={"modelspec.title": "x"})
     return text, path
@@ -139,11 +139,11 @@ def test_diffusers_reads_the_file_as_it_was_trained(name: str, tokens: int, tmp_
     text, path = written(name, tmp_path, tokens=tokens)
     family = families.family(name)
     pipeline = family.plain_pipeline(facts_of(name), dtype=torch.float32, device=CPU)
-    if len(family.new_token_keys) == 1:
+    if len(family.text.new_token_keys) == 1:
         pipeline.load_textual_inversion(str(path.parent), weight_name=path.name, token="<t>")
     else:
         tensors = load_file(path)
-        for component, key in family.new_token_keys.items():
+        for component, key in family.text.new_token_keys.items():
             pipeline.load_textual_inversion(
                 tensors[key],
                 token="<t>",

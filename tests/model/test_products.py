@@ -347,7 +347,7 @@ def embedded_gradients(kind: Quantization | None, matmul: BaseMatmul) -> list[Te
     )
     denoiser = family.load_denoiser(facts, dtype=torch.float32, device=CPU)
     if kind is not None:
-        quantize(denoiser, kind, device=CPU, skip=family.quantization_skip, matmul=matmul)
+        quantize(denoiser, kind, device=CPU, skip=family.traits.quantization_skip, matmul=matmul)
     adapter = adapted(denoiser, names=tuple(family.lora_targets(denoiser, "transformer")))
     awaken(adapter)
     generator, timesteps = torch.Generator().manual_seed(5), torch.tensor([20, 300, 600, 980])

@@ -20,6 +20,7 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.config.base_precision import QUANTIZATIONS, BaseMatmul, Quantization, weight_bytes
 from lora_trainer.config.config import AdapterSettings
 from lora_trainer.families.base import DENOISER, Conditioning, Family
+from lora_trainer.families.flow import public_architectures
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.tensors import update
 from lora_trainer.network import quantize as quantizing
@@ -219,8 +220,8 @@ def test_a_family_keeps_its_embeddings_and_most_of_its_weights_are_quantised(nam
     """On the default release's true size, without a weight."""
     family = families.family(name)
     with torch.device("meta"):
-        network = family.empty_denoiser(family.public_architectures()[0])
-    found = quantizable(network, skip=family.quantization_skip)
+        network = family.empty_denoiser(public_architectures(family)[0])
+    found = quantizable(network, skip=family.traits.quantization_skip)
     linears = {
         key: layer.in_features * layer.out_features
         for key, layer in network.named_modules()
@@ -376,7 +377,7 @@ def bench(
     family, facts = families.family(name), facts_of(name)
     denoiser = denoiser_of(name)
     if kind is not None:
-        quantize(denoiser, kind, device=CPU, skip=family.quantization_skip, matmul=matmul)
+        quantize(denoiser, kind, device=CPU, skip=family.traits.quantization_skip, matmul=matmul)
     adapter = adapted(denoiser, names=tuple(family.lora_targets(denoiser, "transformer")))
     awaken(adapter)
     denoiser.train()

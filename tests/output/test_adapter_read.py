@@ -327,7 +327,7 @@ def test_what_is_no_whole_file_is_refused(content: bytes, tmp_path: Path) -> Non
 def test_dora_survives_every_format() -> None:
     """The magnitude's shape differs by format and reader; its values do not."""
     module = with_magnitude(draw_module((6, 8)), torch.ones(6, 8))
-    for format in FAMILY.file_formats:
+    for format in FAMILY.formats.written:
         data = export_bytes(
             {KEY: module}, family=FAMILY, format=format, precision="fp32", metadata={}
         )

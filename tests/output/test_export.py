@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from lora_trainer.common.errors import MachineError, TrainingStopped
 from lora_trainer.config.config import Precision
 from lora_trainer.families import family
-from lora_trainer.families.base import FileFormat
+from lora_trainer.families.base import AdapterFormats, FileFormat
 from lora_trainer.lora.tensors import AdapterKind, AdapterTensors, ModuleTensors, update
 from lora_trainer.lora_file import write
 from lora_trainer.lora_file.embedding import embedding_path
@@ -57,8 +57,7 @@ class ComfyUINames:
     """A family whose files are in ComfyUI's names too."""
 
     name = "fake"
-    file_formats: tuple[FileFormat, ...] = ("kohya", "diffusers", "comfyui")
-    refused_formats: Mapping[FileFormat, str] = {}
+    formats = AdapterFormats(written=("kohya", "diffusers", "comfyui"), refused={})
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if format == "comfyui":

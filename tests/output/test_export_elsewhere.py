@@ -267,7 +267,9 @@ def test_every_family_writes_every_kind(name: str, kind: AdapterKind) -> None:
     """LyCORIS's kinds go where ComfyUI and A1111 look for them, with its names for their factors."""
     tensors = some_of(name, kind)
     format = format_for(family(name), "auto", contents_of(tensors))
-    assert (format == "diffusers") == (kind == "lora" and family(name).file_formats[0] != "kohya")
+    assert (format == "diffusers") == (
+        kind == "lora" and family(name).formats.written[0] != "kohya"
+    )
     data = export_bytes(tensors, family=family(name), format=format, precision="fp32", metadata={})
     assert read_back(data, tensors, family=family(name)) < 1e-6
 

@@ -21,8 +21,8 @@ def frozen(name: str, kept_as: BasePrecision) -> FrozenBase:
     return FrozenBase(
         parameters=facts.parts["denoiser"].parameters,
         shapes=linear_shapes(chosen, facts),
-        quantization_skip=chosen.quantization_skip,
-        block_pattern=chosen.block_pattern,
+        quantization_skip=chosen.traits.quantization_skip,
+        block_pattern=chosen.traits.block_pattern,
         dtype="fp32",
         kept_as=kept_as,
     )
@@ -32,7 +32,7 @@ def frozen(name: str, kept_as: BasePrecision) -> FrozenBase:
 def test_the_layers_counted_are_those_that_are_quantised(name: str) -> None:
     """Or nearly: what no adapter can change is not in the table, so a little less is counted."""
     counted = frozen(name, "int8").shapes
-    real = quantizable(denoiser_of(name), skip=family(name).quantization_skip)
+    real = quantizable(denoiser_of(name), skip=family(name).traits.quantization_skip)
     assert counted.items() <= real.items()
     left_out = sum(fan_in * out for key, (fan_in, out) in real.items() if key not in counted)
     assert left_out <= 0.25 * sum(fan_in * out for fan_in, out in real.values())
@@ -42,7 +42,7 @@ def test_the_layers_counted_are_those_that_are_quantised(name: str) -> None:
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_predicted_bytes_are_stored_bytes(name: str, kind: Quantization) -> None:
     network, counted = denoiser_of(name), frozen(name, kind)
-    quantize(network, kind, device=CPU, skip=family(name).quantization_skip)
+    quantize(network, kind, device=CPU, skip=family(name).traits.quantization_skip)
     for module, size in counted.layer_bytes.items():
         layer = network.get_submodule(module)
         assert isinstance(layer, QuantizedLinear)

@@ -26,9 +26,9 @@ from tests.fakes.tool_files import adapter_of, deltas, distance, networks_of, sa
 WAYS = [
     (name, there, back)
     for name in families.MODULES
-    for there in families.family(name).file_formats
-    for back in families.family(name).file_formats
-    if there != back or len(families.family(name).file_formats) == 1
+    for there in families.family(name).formats.written
+    for back in families.family(name).formats.written
+    if there != back or len(families.family(name).formats.written) == 1
 ]
 """(family, format of the file, format it goes through)."""
 

@@ -30,7 +30,7 @@ UNET = Path("unet/diffusion_pytorch_model.safetensors")
 
 def known(path: Path, name: str, **options: Any) -> Path:
     """Write an adapter of low rank on every third layer."""
-    own = families.family(name).file_formats[0]
+    own = families.family(name).formats.written[0]
     modules = list(adapter_of(name, rank=RANK, **options).items())[::3]
     return saved(path, name, dict(modules), format=own)
 

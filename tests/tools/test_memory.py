@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_trainer import families
+from lora_trainer.families.flow import public_architectures
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file import stream
 from lora_trainer.tools import adapters
@@ -95,7 +96,7 @@ def _hashing_holds_little(monkeypatch: pytest.MonkeyPatch) -> None:
 def _names_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The empty network of the public release, built for its names, is as large as it is real."""
     family = families.family("sd15")
-    naming = adapters._names_in(family, family.public_architectures()[0])
+    naming = adapters._names_in(family, public_architectures(family)[0])
     monkeypatch.setattr(adapters, "_naming", lambda *_: naming)
 
 

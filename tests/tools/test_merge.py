@@ -58,7 +58,7 @@ def inputs(files: dict[Path, float]) -> list[Weighted]:
 
 @pytest.mark.parametrize("name", families.MODULES)
 def test_the_sum_is_the_sum_in_every_family(name: str, tmp_path: Path) -> None:
-    own = families.family(name).file_formats[0]
+    own = families.family(name).formats.written[0]
     files = {
         written(tmp_path / "a.safetensors", 1, name=name, format=own, rank=3, scale=0.7): 0.6,
         written(tmp_path / "b.safetensors", 2, name=name, format=own, rank=4, scale=1.3): -1.1,

@@ -31,7 +31,7 @@ MANY = "diffusion_pytorch_model.safetensors.index.json"
 
 
 def adapter_file(path: Path, name: str = "sd15", **options: Any) -> Path:
-    own = families.family(name).file_formats[0]
+    own = families.family(name).formats.written[0]
     chosen = dict(list(adapter_of(name, **options).items())[::2])
     return saved(path, name, chosen, format=own)
 
@@ -241,7 +241,7 @@ def test_a_transformer_in_one_file_and_its_folder_become_the_same(
     modules = dict(list(adapter_of(name).items())[::2])
     up, down = torch.randn(len(before), 2), torch.randn(2, before.shape[1])
     modules[LAST_NORM] = lora(up=up, down=down, inputs=(before.shape[1],), scale=1.0)
-    own = families.family(name).file_formats[0]
+    own = families.family(name).formats.written[0]
     file = saved(tmp_path / "a.safetensors", name, modules, format=own)
     single = bake(inputs({file: 0.7}), base=str(base), output=tmp_path / "one.safetensors")
     folder = bake(inputs({file: 0.7}), base=str(base_of(name)), output=tmp_path / "many")

@@ -34,7 +34,7 @@ def falling(name: str, **options: Any) -> dict[str, ModuleTensors]:
 
 
 def written(path: Path, name: str = "sd15", **options: Any) -> Path:
-    own = families.family(name).file_formats[0]
+    own = families.family(name).formats.written[0]
     return saved(path, name, falling(name, **options), format=own)
 
 

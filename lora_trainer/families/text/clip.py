@@ -106,8 +106,8 @@ class ClipSize:
 class ClipPart:
     """One CLIP text encoder of a family; `released` is the size of the public releases'.
 
-    `component` is its folder and its name in adapter keys, `network` its transformers class,
-    `tokenizer` the tokenizer's folder, `kohya` the prefix of its adapter in kohya's files.
+    `component` is its folder and its name in adapter keys, `role` ComfyUI's name of it, `network` its
+    transformers class, `tokenizer` the tokenizer's folder, `kohya` the prefix of its adapter in kohya's files.
     `checkpoint` is the prefix of its weights in single-file checkpoints; a prefix that ends with
     `model.` means OpenCLIP's layout, with `transformer.` transformers'. `embedding` is the key of its
     vectors in embedding files.
@@ -118,6 +118,7 @@ class ClipPart:
     tokenizer: str = "tokenizer"
     kohya: str = "lora_te"
     checkpoint: str
+    role: str
     released: ClipSize
     embedding: str = "emb_params"
 

@@ -1,0 +1,95 @@
+"""What a family says of itself in plain values: its texts, its network, its adapter files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from lora_trainer.config.config import Precision
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FileFormat = Literal["kohya", "diffusers", "comfyui"]
+INDEXED_BLOCK = r"\w+\.\d+(?=\.)"
+"""Block pattern of networks whose blocks are in lists at the top: `transformer_blocks.0.`"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaePeak:
+    """Peak of a VAE's live tensors in elements per pixel of one image, as `LiveStorages` counts them."""
+
+    encoding: int
+    decoding: int
+    blocked: tuple[int, int]  # both with `DeviceKind.blocks_convolutions`, which copies tensors
+
+
+AUTOENCODER_KL = VaePeak(encoding=640, decoding=768, blocked=(640, 960))  # 5 and 6 maps of 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextInputs:
+    """A family's text encoders: their layers, what files call them, and how they read prompts.
+
+    `layers`: by component the weights' shapes [out, in] of each layer in the public releases, which adapter
+    files of any trainer may contain. `roles`: component -> ComfyUI's name of the encoder ("clip_l", "t5xxl").
+    `multiple`: the network pads texts to a multiple of this many tokens. `one_length`: the texts of one
+    forward pass must have one length. `encoder_files`: single encoders can be read from files of their own
+    (`Layout.text`). What is False or empty below is refused: `trainable` encoders, prompt weights as in
+    `(word:1.2)`, prompts above the limit read in `chunks`, and new words (`new_token_keys`: component ->
+    key of its vectors in embedding files).
+    """
+
+    layers: Mapping[str, Mapping[str, tuple[int, ...]]]
+    roles: Mapping[str, str]
+    multiple: int
+    one_length: bool
+    encoder_files: bool
+    trainable: bool = False
+    prompt_weights: bool = False
+    chunks: bool = False
+    new_token_keys: Mapping[str, str] = field(default_factory=dict)
+
+    def batch_group_key(self, conditioning: Mapping[str, Tensor]) -> int:
+        """Return the key that the samples of one forward pass must share: their text's length, or 0."""
+        return int(conditioning["text_mask"].sum()) if self.one_length else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkTraits:
+    """Facts of a family's networks that planning and quantization read.
+
+    `precisions`: those its denoiser can be trained in, the best first; in any other its activations overflow.
+    `block_pattern` matches the name of the repeated block at the start of a layer's name;
+    `quantization_skip`: parts of names of layers inside blocks that a quantised base keeps in full precision.
+    """
+
+    precisions: tuple[Precision, ...]
+    block_pattern: str
+    quantization_skip: tuple[str, ...]
+    vae_peak: VaePeak
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFormats:
+    """Key formats of a family's adapter files; together the two are all formats.
+
+    `written`: the most widely read first (`output.format=auto`). `refused`: why each other format is
+    refused, that is the programs that could not read it, and the format to use.
+    """
+
+    written: tuple[FileFormat, ...]
+    refused: Mapping[FileFormat, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterNames:
+    """What an adapter's metadata calls its base.
+
+    `kohya` is `ss_base_model_version`, which A1111, Forge and model managers read; `modelspec` is
+    `modelspec.architecture` (ModelSpec 1.0.1).
+    """
+
+    kohya: str
+    modelspec: str
