@@ -148,3 +148,8 @@ def test_only_the_families_package_names_a_family(family: str) -> None:
     assert not naming
     registry = (ROOT / "lora_trainer" / "families" / "__init__.py").read_text(encoding="utf-8")
     assert registry.count(f'families.{family}"') == 1
+
+
+def test_the_modules_left_out_of_a_quick_run_are_there() -> None:
+    for name in (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines():
+        assert (ROOT / name).is_file(), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     place = toy(tmp_path_factory.mktemp("stopping")).with_base()
     assert place.train(logging__trackers=[]) == 0
     return place
+
+
+@pytest.fixture(autouse=True)
+def a_terminal_that_can_be_closed() -> Iterator[None]:
+    """Under `nohup` SIGHUP is ignored, and stays so in a training."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def asked(place: Toy, name: str, *, resume: bool = False, **settings: Any) -> TrainRequest:
