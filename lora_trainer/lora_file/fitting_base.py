@@ -20,7 +20,7 @@ from lora_trainer.families.base import DENOISER
 from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.families.recognise import adapter_family, stated_version
 from lora_trainer.lora_file.header import refuse
-from lora_trainer.lora_file.names import LayerNames, Shape, file_names
+from lora_trainer.lora_file.names import LayerNames, Shape, file_names, kind_of_others
 from lora_trainer.lora_file.read import Contents, ModuleFactors, read_contents
 
 _NUMBER = re.compile(r"\d+")
@@ -103,7 +103,7 @@ def check_usable(path: Path, *, names: LayerNames | None) -> tuple[Contents, Fit
     contents = read_contents(path)
     parts = {name: part for name, part in contents.parts.items() if part.kind is not None}
     if not parts:
-        refuse(path, "holds no adapter")
+        refuse(path, f"holds no adapter{kind_of_others(contents.unknown)}")
     fit = recognise(parts, contents.metadata)
     if names is None and fit.family not in families.MODULES:
         raise InputError(

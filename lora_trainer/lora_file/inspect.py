@@ -19,6 +19,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.lora_file.embedding import KEYS, WORD, read_embedding
 from lora_trainer.lora_file.fitting_base import recognise
 from lora_trainer.lora_file.header import refuse
+from lora_trainer.lora_file.names import kind_of_others
 from lora_trainer.lora_file.norms import block_of, update_norm
 from lora_trainer.lora_file.problems import Body, KeyFormat, Problem, find_problems, key_format
 from lora_trainer.lora_file.read import Contents, SpeltAdapter, numbers, open_spelt
@@ -82,7 +83,9 @@ def inspect_file(path: Path) -> Inspection:
         if not contents.parts and contents.unknown and set(contents.unknown) <= set(KEYS):
             return _embedding(path)
         if not whole:
-            refuse(path, f"holds {_describe(contents)}, but no LoRA")
+            refuse(
+                path, f"holds {_describe(contents)}, but no LoRA{kind_of_others(contents.unknown)}"
+            )
         fit = recognise(whole, contents.metadata)
         body, norms = _read(spelt)
     return Inspection(

@@ -25,7 +25,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.embedding import BUNDLED
 from lora_trainer.lora_file.module_update import NoRows, Update, swap_halves, take_rows
-from lora_trainer.lora_file.names import LayerNames, LayerRows
+from lora_trainer.lora_file.names import LayerNames, LayerRows, kind_of_others
 from lora_trainer.lora_file.read import ModuleFactors, SpeltAdapter, open_spelt
 from lora_trainer.lora_file.stream import Slot
 
@@ -115,7 +115,9 @@ def open_adapter(source: Path | bytes, *, names: LayerNames) -> Iterator[OpenAda
         unknown = [key for key in contents.unknown if not key.startswith(BUNDLED)]
         if unknown:
             _refuse(
-                spelt.name, f"holds {len(unknown)} tensors of no known kind, first {unknown[0]!r}"
+                spelt.name,
+                f"holds {len(unknown)} tensors of no known kind, first {unknown[0]!r}"
+                f"{kind_of_others(unknown)}",
             )
         if not places:
             _refuse(spelt.name, "holds no adapter")

@@ -22,6 +22,7 @@ from tests.lora_files.trainers import CASES, Case
 
 READ = [case for case in CASES if not case.refused]
 TOLERANCE = 1e-5
+MODULE = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
 
 
 def ids(case: Case) -> str:
@@ -118,6 +119,30 @@ def test_rows_of_a_kronecker_product_become_a_lora_when_asked(tmp_path: Path) ->
             lost = relative_error(source.read(key), each) ** 2
             assert done.cuts[key].energy == pytest.approx(1 - lost, abs=1e-5)
             assert source.read(key).rank == 2
+
+
+FACTORS = {f"{MODULE}.lora_down.weight": (2, 320), f"{MODULE}.lora_up.weight": (320, 2)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        ({"unet:0:up": (320, 2), "unet:0:down": (2, 320)}, "number their layers"),
+        ({f"{MODULE}.lora_down": (320, 16), f"{MODULE}.lora_up": (320, 16)}, "Nunchaku"),
+        ({f"{MODULE}.q_layer.weight": (2, 320), f"{MODULE}.lambda_layer": (1, 2)}, "T-LoRA"),
+        ({"768.linear1.weight": (768, 768)}, "hypernetwork"),
+        (FACTORS | {f"{MODULE}.lora_down.scale_weight": ()}, "fp8 factors have scales"),
+        (FACTORS | {"base.x.modules_to_save.default.weight": (4, 4)}, "modules_to_save"),
+        (FACTORS | {"single_blocks.0.norm.key_norm.scale": (128,)}, "control LoRA"),
+    ],
+)
+def test_other_files_are_refused_by_what_they_are(
+    shapes: dict[str, tuple[int, ...]], reason: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.safetensors"
+    save_file({key: torch.ones(shape) for key, shape in shapes.items()}, file)
+    with pytest.raises(InputError, match=reason):
+        convert(file, format="kohya", output=tmp_path / "b.safetensors")
 
 
 # ---- refused before torch is imported
