@@ -62,7 +62,7 @@ def normal_form(
     Raises ValueError, whose text follows the module's name, for tensors that do not fit together.
     """
     alpha = _alpha(arrays)
-    found: Arrays = {
+    tensors: Arrays = {
         str(role): np.asarray(array)
         for role, array in arrays.items()
         if role not in ("alpha", "up_bias", "magnitude", "scaled", "on_input")
@@ -70,53 +70,53 @@ def normal_form(
     kept = {str(role): dtype for role, dtype in dtypes.items()}
     match kind:
         case "lora":
-            found = _lora(found)
+            tensors = _lora(tensors)
         case "loha":
-            found = _loha(found)
+            tensors = _loha(tensors)
         case "lokr":
-            found = _lokr(found)
+            tensors = _lokr(tensors)
         case "oft":
-            found = _oft(found, constraint=alpha)
+            tensors = _oft(tensors, constraint=alpha)
         case "oft_in":
-            found = _oft_in(found, scaled=bool(np.any(arrays.get("scaled", 0))))
+            tensors = _oft_in(tensors, scaled=bool(np.any(arrays.get("scaled", 0))))
         case "glora":
-            found = _glora(found)
+            tensors = _glora(tensors)
         case "ia3":
-            found = _ia3(found, on_input=bool(np.any(arrays["on_input"])))
+            tensors = _ia3(tensors, on_input=bool(np.any(arrays["on_input"])))
         case "full" | "norm":
-            if not found:
+            if not tensors:
                 raise ValueError("has no numbers")
-    rank = _rank(kind, found, alpha=alpha)
-    scale = _scale(kind, found, alpha=alpha, rank=rank, stated=stated)
+    rank = _rank(kind, tensors, alpha=alpha)
+    scale = _scale(kind, tensors, alpha=alpha, rank=rank, stated=stated)
     if "up_bias" in arrays:
         # peft's bias of lora_B is added with the strength of the rest.
-        found["bias"] = np.asarray(arrays["up_bias"], dtype=np.float64) * scale
-    if "bias" in found:
-        found["bias"] = found["bias"].reshape(-1)
+        tensors["bias"] = np.asarray(arrays["up_bias"], dtype=np.float64) * scale
+    if "bias" in tensors:
+        tensors["bias"] = tensors["bias"].reshape(-1)
     if "magnitude" in arrays:
-        name, values = _magnitude(arrays["magnitude"], found, kind, outputs=magnitude_of_outputs)
-        found[name] = values
+        name, values = _magnitude(arrays["magnitude"], tensors, kind, outputs=magnitude_of_outputs)
+        tensors[name] = values
         kept[name] = kept["magnitude"]
     update = Update(
         kind=kind,
-        arrays=found,
+        arrays=tensors,
         rank=rank,
         scale=scale,
-        dtypes={name: kept[name] for name in found if _untouched(name, found, arrays, kept)},
+        dtypes={name: kept[name] for name in tensors if _untouched(name, tensors, arrays, kept)},
     )
     _check_sizes(update)
     return update
 
 
 def _untouched(
-    name: str, found: Arrays, arrays: Mapping[Role, Array], kept: Mapping[str, str]
+    name: str, tensors: Arrays, arrays: Mapping[Role, Array], kept: Mapping[str, str]
 ) -> bool:
     if name not in kept:
         return False
     if name == "input_magnitude" or name == "magnitude":
         return True
     own = {str(role): array for role, array in arrays.items()}.get(name)
-    return own is not None and found[name].dtype == own.dtype
+    return own is not None and tensors[name].dtype == own.dtype
 
 
 def _alpha(arrays: Mapping[Role, Array]) -> float | None:
@@ -127,40 +127,40 @@ def _alpha(arrays: Mapping[Role, Array]) -> float | None:
     return float(arrays["alpha"].reshape(()))
 
 
-def _lora(found: Arrays) -> Arrays:
-    if "mid" in found:  # two small products are the ordinary down matrix
-        down = found["down"].reshape(found["down"].shape[0], -1)
-        product = np.einsum("ij...,jn->in...", found.pop("mid").astype(np.float64), down)
-        found["down"] = product
-    return found
+def _lora(tensors: Arrays) -> Arrays:
+    if "mid" in tensors:  # two small products are the ordinary down matrix
+        down = tensors["down"].reshape(tensors["down"].shape[0], -1)
+        product = np.einsum("ij...,jn->in...", tensors.pop("mid").astype(np.float64), down)
+        tensors["down"] = product
+    return tensors
 
 
-def _loha(found: Arrays) -> Arrays:
+def _loha(tensors: Arrays) -> Arrays:
     for number in ("1", "2"):
-        core = found.pop(f"t{number}", None)
+        core = tensors.pop(f"t{number}", None)
         if core is not None:  # [r, out], [r, in] around [r, r, kernel]
-            inner = found[f"w{number}_b"].astype(np.float64)
-            found[f"w{number}_a"] = np.ascontiguousarray(found[f"w{number}_a"].T)
+            inner = tensors[f"w{number}_b"].astype(np.float64)
+            tensors[f"w{number}_a"] = np.ascontiguousarray(tensors[f"w{number}_a"].T)
             product = np.einsum("ij...,jn->in...", core.astype(np.float64), inner)
-            found[f"w{number}_b"] = product.reshape(product.shape[0], -1)
+            tensors[f"w{number}_b"] = product.reshape(product.shape[0], -1)
         for side in ("a", "b"):
             name = f"w{number}_{side}"
-            found[name] = found[name].reshape(found[name].shape[0], -1)
-    return found
+            tensors[name] = tensors[name].reshape(tensors[name].shape[0], -1)
+    return tensors
 
 
-def _lokr(found: Arrays) -> Arrays:
-    core = found.pop("t2", None)
+def _lokr(tensors: Arrays) -> Arrays:
+    core = tensors.pop("t2", None)
     if core is not None:
-        product = np.einsum("ij...,jn->in...", core.astype(np.float64), found["w2_b"])
-        found["w2_a"] = np.ascontiguousarray(found["w2_a"].T)
+        product = np.einsum("ij...,jn->in...", core.astype(np.float64), tensors["w2_b"])
+        tensors["w2_a"] = np.ascontiguousarray(tensors["w2_a"].T)
         kernel = product.shape[2:]
-        found["w2_b"] = product.reshape(product.shape[0], -1, *kernel)
-    return found
+        tensors["w2_b"] = product.reshape(product.shape[0], -1, *kernel)
+    return tensors
 
 
-def _oft(found: Arrays, *, constraint: float | None) -> Arrays:
-    blocks = found["blocks"]
+def _oft(tensors: Arrays, *, constraint: float | None) -> Arrays:
+    blocks = tensors["blocks"]
     if blocks.ndim not in (3, 4) or blocks.shape[-2] != blocks.shape[-1]:
         raise ValueError(f"has rotations of shape {blocks.shape}, not (count, size, size)")
     out = blocks.shape[-3] * blocks.shape[-1]
@@ -174,20 +174,20 @@ def _oft(found: Arrays, *, constraint: float | None) -> Arrays:
         wide = blocks.astype(np.float64)
         norm = float(np.linalg.norm(wide - wide.swapaxes(-1, -2)))
         if norm > limit:
-            found["blocks"] = wide * (limit / norm)
-    if "rescale" in found:
-        found["rescale"] = found["rescale"].reshape(-1)
-    return found
+            tensors["blocks"] = wide * (limit / norm)
+    if "rescale" in tensors:
+        tensors["rescale"] = tensors["rescale"].reshape(-1)
+    return tensors
 
 
-def _oft_in(found: Arrays, *, scaled: bool) -> Arrays:
-    skew = found["skew"]
+def _oft_in(tensors: Arrays, *, scaled: bool) -> Arrays:
+    skew = tensors["skew"]
     if skew.ndim != 2:
         raise ValueError(f"has rotations of shape {skew.shape}, not (count, numbers)")
     size = rotated_size(skew.shape[1])
     if scaled:  # OneTrainer's scaled variant
-        found["skew"] = skew.astype(np.float64) / (2 * math.sqrt(size - 1))
-    return found
+        tensors["skew"] = skew.astype(np.float64) / (2 * math.sqrt(size - 1))
+    return tensors
 
 
 def rotated_size(numbers: int) -> int:
@@ -198,39 +198,44 @@ def rotated_size(numbers: int) -> int:
     return size
 
 
-def _glora(found: Arrays) -> Arrays:
-    core = found.pop("bm", None)
+def _glora(tensors: Arrays) -> Arrays:
+    core = tensors.pop("bm", None)
     flat = {
-        name: array.reshape(array.shape[0], -1) for name, array in found.items() if array.ndim > 1
+        name: array.reshape(array.shape[0], -1) for name, array in tensors.items() if array.ndim > 1
     }
     if core is not None:
         product = np.einsum("ij...,jn->in...", core.astype(np.float64), flat["b2"])
-        found["b2"] = product
+        tensors["b2"] = product
     rank = min(flat["a1"].shape)
     if flat["b1"].shape[1] != rank:  # LyCORIS before 2.0 had the pairs the other way around
-        found |= {"a1": found["a2"], "a2": found["a1"], "b1": found["b2"], "b2": found["b1"]}
-    found["a1"] = found["a1"].reshape(found["a1"].shape[0], -1)
-    found["a2"] = found["a2"].reshape(found["a2"].shape[0], -1)
-    return found
+        tensors |= {
+            "a1": tensors["a2"],
+            "a2": tensors["a1"],
+            "b1": tensors["b2"],
+            "b2": tensors["b1"],
+        }
+    tensors["a1"] = tensors["a1"].reshape(tensors["a1"].shape[0], -1)
+    tensors["a2"] = tensors["a2"].reshape(tensors["a2"].shape[0], -1)
+    return tensors
 
 
-def _ia3(found: Arrays, *, on_input: bool) -> Arrays:
-    factor = found.pop("factor")
-    found["by_input" if on_input else "by_output"] = factor.reshape(-1)
-    return found
+def _ia3(tensors: Arrays, *, on_input: bool) -> Arrays:
+    factor = tensors.pop("factor")
+    tensors["by_input" if on_input else "by_output"] = factor.reshape(-1)
+    return tensors
 
 
-def _rank(kind: Kind, found: Arrays, *, alpha: float | None) -> int:
+def _rank(kind: Kind, tensors: Arrays, *, alpha: float | None) -> int:
     if kind == "oft":
-        return int(found["blocks"].shape[-1])
+        return int(tensors["blocks"].shape[-1])
     if kind == "oft_in":
-        return rotated_size(found["skew"].shape[1])
+        return rotated_size(tensors["skew"].shape[1])
     pairs = (("up", "down"), ("w1_a", "w1_b"), ("w2_a", "w2_b"), ("a1", "a2"), ("b1", "b2"))
     ranks = {
         rank
         for left, right in pairs
-        if left in found
-        for rank in (found[left].shape[1], found[right].shape[0])
+        if left in tensors
+        for rank in (tensors[left].shape[1], tensors[right].shape[0])
     }
     if not ranks:  # two whole LoKr factors: LyCORIS states the rank as alpha
         return max(1, round(alpha)) if alpha is not None and math.isfinite(alpha) else 1
@@ -240,11 +245,11 @@ def _rank(kind: Kind, found: Arrays, *, alpha: float | None) -> int:
 
 
 def _scale(
-    kind: Kind, found: Arrays, *, alpha: float | None, rank: int, stated: Callable[[int], float]
+    kind: Kind, tensors: Arrays, *, alpha: float | None, rank: int, stated: Callable[[int], float]
 ) -> float:
     if kind in ("oft", "oft_in", "ia3", "full", "norm"):
         return 1.0
-    if kind == "lokr" and {"w1", "w2"} <= found.keys():
+    if kind == "lokr" and {"w1", "w2"} <= tensors.keys():
         # By LyCORIS's rule, alpha counts only where a factor is decomposed; peft's counts always.
         return 1.0 if alpha is not None else stated(0)
     scale = alpha / rank if alpha is not None else stated(rank)
@@ -253,12 +258,12 @@ def _scale(
     return scale
 
 
-def _magnitude(values: Array, found: Arrays, kind: Kind, *, outputs: bool) -> tuple[str, Array]:
+def _magnitude(values: Array, tensors: Arrays, kind: Kind, *, outputs: bool) -> tuple[str, Array]:
     """Return the name and numbers of DoRA's magnitudes: of each output, or of each input.
 
     LyCORIS and OneTrainer write both: [out, 1, ...] and [1, in, ...]; peft only the former.
     """
-    update = Update(kind=kind, arrays=found, rank=1, scale=1.0)
+    update = Update(kind=kind, arrays=tensors, rank=1, scale=1.0)
     out, fan_in, kernel = sizes(update)
     inputs = fan_in // max(1, kernel)
     if not outputs and values.ndim > 1 and values.shape[0] == 1 != values.shape[1]:

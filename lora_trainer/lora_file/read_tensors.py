@@ -1,10 +1,6 @@
-"""Tensors of LoRA files, and of safetensors files as torch holds them.
+"""Reading the adapter out of a file of any trainer, layer by layer, as tensors under this program's names.
 
-Torch tensors as safetensors files hold them: dtype by its name there, bytes in order.
-
-Reading the adapter out of a file of any trainer, layer by layer, as tensors under this program's names.
-
-Input is a safetensors file (or its bytes) and the layers of a base (`adapter_names.file_names`), output
+Input is a safetensors file (or its bytes) and the layers of a base (`names.file_names`), output
 ModuleTensors. A module that stands for several layers of the base is taken apart by its rows. Tensors
 are read when asked for, so that any number of files can be worked on in the memory of one module.
 """
@@ -138,8 +134,8 @@ def read_tensors(source: Path | bytes, *, names: LayerNames) -> dict[str, Module
 def _places(
     parts: Mapping[str, ModuleFactors], names: LayerNames, *, name: str
 ) -> dict[str, tuple[str, LayerRows]]:
-    found = {spelling: names.find(spelling, size=part.size) for spelling, part in parts.items()}
-    unknown = sorted(spelling for spelling, layers in found.items() if not layers)
+    layers_of = {spelling: names.find(spelling, size=part.size) for spelling, part in parts.items()}
+    unknown = sorted(spelling for spelling, layers in layers_of.items() if not layers)
     if unknown:
         _refuse(
             name,
@@ -150,7 +146,7 @@ def _places(
     for spelling, part in parts.items():
         if not part.complete:
             _refuse(name, f"lacks tensors of {spelling!r}: it has only {', '.join(part.entries)}")
-        for layer in found[spelling]:
+        for layer in layers_of[spelling]:
             if layer.key in places:
                 _refuse(name, f"names one module twice, {spelling!r} and {places[layer.key][0]!r}")
             _check_rows(name, spelling, part, layer)
