@@ -13,7 +13,14 @@ from functools import cached_property
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import CHECKPOINTING, Checkpointing, Config, settled, value_of
+from lora_trainer.config.config import (
+    CHECKPOINTING,
+    AdapterSettings,
+    Checkpointing,
+    Config,
+    settled,
+    value_of,
+)
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu, Hardware
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
@@ -75,6 +82,8 @@ class Allocator:
     """Settings without `auto` (except memory's), the base, the data and the machine; `gpu` None: the processor."""
 
     config: Config
+    adapter: AdapterSettings
+    """As asked for: `alpha` takes no memory, so it may be `auto`, and equal loads stay equal."""
     facts: BaseFacts
     costs: RememberedCosts
     hardware: Hardware
@@ -151,7 +160,7 @@ class Allocator:
             device=self.gpu.can.torch_type if self.gpu else "cpu",
             precision=settled(config.train.precision),
             base_precision=self._choices.base_precisions[0],
-            adapter=config.adapter,
+            adapter=self.adapter,
             optimizer=config.optimizer.name,
             text_precision=settled(config.memory.text_encoder_precision),
             text_offload=False,

@@ -350,6 +350,7 @@ class _Planner:
         """Choose base precision, checkpointing, streaming and micro-batch so that the run fits."""
         allocation = Allocator(
             config=self.config,
+            adapter=self.inputs.resolved.config.adapter,
             facts=self.inputs.facts,
             costs=self.costs,
             hardware=self.inputs.hardware,
