@@ -101,6 +101,8 @@ class Allocator:
     def allocate(self) -> Allocation:
         """Raise MachineError naming the nearest setting that fits when nothing does, or RequestError."""
         self._refuse_more_blocks()
+        # Another micro-batch sums in another order and rounds otherwise, so a resumed run keeps its own. Buckets
+        # that it never had, from images added since, need a new search.
         if self.kept_at_once is not None and set(self._all_buckets) <= self.kept_at_once.keys():
             allocation = self._allocated(
                 self._ideal_load, {size: self.kept_at_once[size] for size in self._all_buckets}
@@ -111,6 +113,7 @@ class Allocator:
         best_fit = fit(
             ideal_load, choices=self._choices, judge=judge, limit=self.limit, step_px=step_px
         )
+        # Decided before the buckets get more images, because int8 products need buffers of their own.
         matmul = choose_matmul(best_fit.load, gpu=self.gpu, priority=self.priority, judge=judge)
         if self.config.memory.base_matmul == "auto":
             best_fit = replace(best_fit, load=replace(best_fit.load, base_matmul=matmul.value))
@@ -163,7 +166,7 @@ class Allocator:
             adapter=self.adapter,
             optimizer=config.optimizer.name,
             text_precision=settled(config.memory.text_encoder_precision),
-            text_offload=False,
+            text_offload=False,  # `fit` offloads them only where they do not fit
             micro_batch=batch_size if micro_batch == "auto" else micro_batch,
             checkpointing=self._choices.checkpointing[0],
             streamed_blocks=self._choices.streamed[0],
@@ -199,6 +202,7 @@ class Allocator:
         first = 0 if kind == "auto" else CHECKPOINTING.index(kind)
         offload = (True,) if self.config.memory.text_encoder_offload is True else (False, True)
         trains_text = self.config.adapter.text_encoder or self.config.adapter.new_tokens
+        # Text encoders that are trained, or that read trained tokens, run in every step and stay on the device.
         may_offload = self._has_host and not trains_text
         kinds = self._kinds(CHECKPOINTING[first:])
         return SearchSpace(
@@ -235,6 +239,7 @@ class Allocator:
         kinds = (kind for kind in allowed if kind in known_kinds or kind == chosen_kind)
         if self._has_host:
             return tuple(kinds)
+        # Without memory of its own the device would copy inputs within one and the same memory.
         return tuple(kind for kind in kinds if kind != "offloaded") or ("full",)
 
     @property
@@ -376,6 +381,7 @@ class Allocator:
         if load.checkpointing == "none":
             return ""
         lighter = CHECKPOINTING[: CHECKPOINTING.index(load.checkpointing)]
+        # Compared with the next lighter level, which is the one that would be used if it fitted.
         kinds = ["none", *(kind for kind in lighter if kind in self._known_kinds)]
         other = replace(load, checkpointing=kinds[-1])
         if load.streamed_blocks and other.checkpointing == "none":
@@ -395,6 +401,7 @@ class Allocator:
     def _why_streaming(self, load: Load) -> str:
         if not load.streamed_blocks:
             return "all blocks fit on the device" if self._has_host else self._here
+        # The question is not what one block less would take, but why blocks are streamed at all.
         whole = self._peak(replace(load, streamed_blocks=0))
         return f"all {self._blocks} blocks on the GPU would take {whole}, {self.limit}"
 

@@ -49,7 +49,7 @@ def pinned_shares(
         offloaded_bytes(load, facts=facts, costs=costs),
     ):
         pinned_size = min(remaining_bytes, size)
-        shares.append(pinned_size / size if size else 1.0)
+        shares.append(pinned_size / size if size else 1.0)  # nothing to copy: no copy is slow
         remaining_bytes -= pinned_size
     streamed, offloaded = shares
     return Pinned(streamed=streamed, offloaded=offloaded)
@@ -103,6 +103,8 @@ def predict_host(
     """Return the host memory that a run on a GPU needs; it may pin `pinnable_bytes` of it, None: all."""
     text = facts.parts["text_encoder"].parameters * ELEMENT_BYTES[load.text_precision]
     base = facts.parts["denoiser"].parameters * ELEMENT_BYTES[load.precision]
+    # These follow each other, so the machine must hold the largest of them, not their sum: texts are cached
+    # before the base is loaded, and a base is quantised before the first step.
     phases = (
         _training(load, facts, costs, pinnable_bytes),
         _offloaded_text(load, text),
@@ -114,7 +116,7 @@ def predict_host(
     )
     return HostPrediction(
         items=(runtime, *largest),
-        loading_bytes=max(text, base),
+        loading_bytes=max(text, base),  # one after the other, through the same file cache
         limit_bytes=limit_bytes,
     )
 
@@ -145,6 +147,7 @@ def _training(
         )
         items.append(MemoryItem(name="offloaded activations", bytes=size, note=note))
     states = state_bytes(costs.adapter_tensors(facts, load.adapter), load.optimizer)
+    # The driver moves paged states here when the GPU is full, so all of them must find room.
     if states.paged:
         note = f"{load.optimizer}, the paged part"
         items.append(MemoryItem(name="optimizer states", bytes=states.paged, note=note))

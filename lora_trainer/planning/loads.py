@@ -81,6 +81,7 @@ def surroundings(
     """Return the memory beside the tensors; memory above `limit_gib` already leaves the desktop its room."""
     if gpu is None:
         return DeviceSurroundings()
+    # A limit below the free memory leaves room for the desktop already: it is not subtracted twice.
     unasked_bytes = 0 if limit_gib is None else max(0, gpu.free_bytes - int(limit_gib * GIB))
     recent = gpu.compute_capability is not None and gpu.compute_capability >= HOPPER
     return DeviceSurroundings(
@@ -144,6 +145,7 @@ class RememberedCosts:
         return self.costs[workload]
 
     def frozen_base(self, facts: BaseFacts, load: Load) -> FrozenBase:
+        # The only two settings of a load that change how weights are kept; a search asks hundreds of times.
         key = (load.precision, load.base_precision)
         if key not in self.bases:
             self.bases[key] = FrozenBase(
@@ -163,7 +165,7 @@ class RememberedCosts:
 
     def adapter_tensors(self, facts: BaseFacts, settings: AdapterSettings) -> Mapping[Shape, int]:
         """Return how many trained tensors there are of each shape: adapters and new tokens."""
-        key = settings.model_dump_json()
+        key = settings.model_dump_json()  # hash() refuses settings, because of `rank_pattern`
         if key not in self.tensors:
             shapes = self.adapter_shapes(facts, targets=settings.targets)
             tensors = adapter_tensors(shapes, settings)

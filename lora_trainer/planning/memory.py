@@ -116,10 +116,12 @@ def predict(
         "images": _images(load, facts, costs),
         "texts": _texts(load, facts),
     }
+    # Where the device has memory of its own, files pass through the host's memory (host_memory.py).
     if not KINDS[load.device].own_memory:
         phases["loading"] = [*resident, READING]
     phases["training"] = [*resident, *_training(load, facts, costs)]
     if load.samples:
+        # Drawn between two steps: no activations, but everything that stays for the next step.
         phases["sampling"] = [*resident, *_sampling(load, facts, costs)]
     return Prediction(
         by_phase={
@@ -138,7 +140,7 @@ def _resident(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         state = states.on_device
         where = "without the paged part" if load.optimizer in PAGED else "allocated before step 1"
     else:
-        state, where = states.total, "allocated before step 1"
+        state, where = states.total, "allocated before step 1"  # paging leads to the same memory
     return [
         *_weights(load, costs.frozen_base(facts, load)),
         *_trained_text(load, facts),
@@ -231,6 +233,7 @@ def _training(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memo
         *_rebuilt(load, facts, costs),
         MemoryItem(
             name="activations",
+            # `saved_bytes` has the adapter's inputs in it; they are the next item.
             bytes=count * (cost.saved_bytes - cost.adapter_saved_bytes),
             note=f"{KEPT[load.checkpointing]}, {each}",
         ),
@@ -322,6 +325,7 @@ def _rebuilt(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[Memor
     if load.adapter.init == "pissa":
         start = MASTER_BYTES * costs.adapter_parameters(facts, load.adapter)
         items.append(MemoryItem(name="adapter's start", bytes=start, note="PiSSA, fp32"))
+    # Built from the factors in every forward pass, in fp32 and in the size of the layer's own weight.
     if elements := rebuilt_elements(shapes, load.adapter):
         kept_elements = elements * rebuilt_share(load)
         kept_elements += sum(rebuilt_elements(text_shapes, load.adapter) for text_shapes in texts)
@@ -364,12 +368,12 @@ def _trained_text(load: Load, facts: BaseFacts) -> list[MemoryItem]:
 
 
 def vae_weights(facts: BaseFacts, note: str = "fp32") -> MemoryItem:
-    """Return what the VAE takes, in whatever dtype the base is trained."""
+    """Return the VAE's weights, in fp32 whatever dtype the base is trained in."""
     return MemoryItem(name="VAE weights", bytes=4 * facts.parts["vae"].parameters, note=note)
 
 
 def _vae_elements_per_px(load: Load, costs: RememberedCosts) -> tuple[int, int]:
-    """Return what the VAE has alive while it encodes, and while it decodes."""
+    """Return the elements a pixel that the VAE has alive at its peak, encoding and decoding."""
     if KINDS[load.device].blocks_convolutions:
         return costs.family.traits.vae_peak.blocked
     return costs.family.traits.vae_peak.encoding, costs.family.traits.vae_peak.decoding
@@ -406,6 +410,7 @@ def _texts(load: Load, facts: BaseFacts) -> list[MemoryItem]:
 def _sampling(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
     """Return the items of drawing sample images, beside all that training keeps; prompts are cached."""
     side_px = load.sample_side_px
+    # Without gradients nothing is kept, so micro-batch and checkpointing of the training do not matter.
     alone = replace(load, micro_batch=1, bucket_px=(side_px, side_px), checkpointing="none")
     cost = costs.sample_cost(facts, alone.workload())
     decoding = 4 * _vae_elements_per_px(load, costs)[1] * side_px * side_px

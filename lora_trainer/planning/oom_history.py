@@ -59,13 +59,16 @@ class OomHistory:
         `limit_bytes` is the memory that was free or allowed. Returns the record that later plans will
         follow, None when the plan was too far below its limit to be at fault.
         """
+        # Else one run beside a game would make all later runs on this GPU slower for good.
         if planned_bytes < PLAUSIBLE * limit_bytes:
             return None
         record = OomRecord(
+            # Of the plan, not of the limit: the limit may have had room that the plan did not use.
             share=round(BELOW * min(planned_bytes / limit_bytes, 1.0), 4),
             on=datetime.now(UTC).date().isoformat(),
         )
         earlier = self.known(hardware, family)
+        # The smallest share wins, as a run that was planned for less has failed as well.
         if earlier is not None and earlier.share <= record.share:
             return earlier
         self.table.put(_key(hardware, family), json.dumps([record.share, record.on]))
@@ -74,5 +77,6 @@ class OomHistory:
 
 
 def _key(hardware: Hardware, family: str) -> str:
+    # Torch's version too, because another version has other kernels and other workspaces.
     card = (hardware.usable() or hardware.gpus)[0]
     return f"{card.name}, {card.total_bytes}, {family}, torch {hardware.packages.get('torch')}"

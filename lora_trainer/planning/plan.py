@@ -118,6 +118,8 @@ def plan(inputs: PlanInput) -> Plan:
     planner = _Planner(inputs=inputs, config=inputs.resolved.config)
     for key, (value, reason) in inputs.decided.items():
         planner.decide(key, value, reason)
+    # The order matters: each step reads the settings decided before it. Precision follows from the GPU, the
+    # length from the batch, memory from the length (whether samples are drawn), speed-ups from memory and length.
     planner.decide_device()
     planner.decide_numbers()
     planner.decide_objective()
@@ -141,6 +143,7 @@ class _Planner:
 
     def decide(self, key: str, value: Any, reason: str, *, peak_bytes: int = 0) -> None:
         self.config = with_value(self.config, key, value)
+        # A setting may be decided twice, say a preset replaced and then lowered: its last reason is the one to read.
         self.decisions = [choice for choice in self.decisions if choice.key != key]
         self.decisions.append(Decision(key=key, value=value, reason=reason, bytes=peak_bytes))
 
@@ -152,6 +155,7 @@ class _Planner:
         hardware, setting = self.inputs.hardware, self.config.hardware.device
         accelerator = hardware.accelerator(sharing=self.inputs.sharing)
         here = accelerator.value.can.torch_type if accelerator.value else "cpu"
+        # A device that was typed is never replaced: on the processor the run would take weeks, unnoticed.
         if setting not in ("auto", "cpu", here):
             reason = (
                 f"the GPU here is {accelerator.value.can.says}"
@@ -167,6 +171,7 @@ class _Planner:
         self.decide_auto("hardware.device", here, accelerator.reason)
         self.gpu = accelerator.value if self.config.hardware.device != "cpu" else None
         threads, reason = hardware.cpu_threads, hardware.reasons.get("cpu_threads", "")
+        # Processes on one machine compute at the same time, so they divide its cores among themselves.
         if self.inputs.sharing > 1:
             reason = f"{threads} for {self.inputs.sharing} processes; {reason}"
         self.decide_auto("hardware.threads", max(1, threads // self.inputs.sharing), reason)
@@ -179,6 +184,7 @@ class _Planner:
         self.decide_auto("data.resolution", facts.resolution_px, reason)
         _check_resolution(settled(self.config.data.resolution), facts)
         self._check_more_resolutions()
+        # OFT multiplies weights by a rotation, which has no scale; its alpha stays `auto`.
         if self.config.adapter.kind != "oft":
             rank = float(self.config.adapter.rank)
             self.decide_auto("adapter.alpha", rank, "alpha = rank: the update is not scaled")
@@ -238,6 +244,7 @@ class _Planner:
         for name, none in ((key, "none"), (gamma, None)):
             if not wrong[name]:
                 continue
+            # Presets and defaults are made for several kinds of bases; a typed value is a mistake worth a word.
             if not self._is_preset(name) and self._layer(name) != "default":
                 choice = name if none is None else f"{name}={value_of(self.config, name)}"
                 raise RequestError(
@@ -283,6 +290,7 @@ class _Planner:
                 f"{SCHEDULE}={shape}, but {name} needs no schedule",
                 fix=f"leave {SCHEDULE} out, or use --set {SCHEDULE}=constant",
             )
+        # AdamW's rate first: the factors of other optimizers multiply it.
         rate = self._rate_for_batch()
         for key, value, reason in needed_otherwise(name, preset_rate=rate):
             if self._is_ours(key) and value_of(self.config, key) != value:
@@ -337,6 +345,7 @@ class _Planner:
             self.decide_auto("output.save_every_steps", fifth, reason)
         else:
             self.decide_auto("output.save_every_steps", 0, "output.save_every_epochs is set")
+        # Sample images at the saves show the very weights that a saved file holds.
         if self.config.output.save_every_steps:
             fifth, reason = (
                 settled(self.config.output.save_every_steps),
@@ -370,6 +379,7 @@ class _Planner:
     def decide_speedups(self, allocation: Allocation) -> Allocation:
         """Decide compiling and CUDA graphs; recorded graphs keep memory, which the prediction then counts."""
         inputs = self.inputs
+        # After memory: a graph's cost depends on the micro-batches, and its memory comes on top of all else.
         run_facts = circumstances(
             self.config,
             allocation=allocation,
@@ -387,6 +397,7 @@ class _Planner:
         ):
             if value_of(self.config, key) != value:
                 self.decide(key, value, reason)
+        # The load stays as it was found: a recording that does not fit is left out, it never shrinks a batch.
         return replace(allocation, memory=run_facts.recorded) if graphed.use else allocation
 
     def decide_samples(self, allocation: Allocation) -> RunTimeInputs:
@@ -403,6 +414,7 @@ class _Planner:
             processes=inputs.processes,
             held_out=inputs.held_out,
             latents=images if inputs.latents is None else inputs.latents,
+            # One more than the captions: the empty text, for caption dropout and guidance.
             texts=1 + (images if inputs.texts is None else inputs.texts),
         )
         every_steps = pace.config.sampling.every_steps

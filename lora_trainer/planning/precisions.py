@@ -83,6 +83,7 @@ def base_precisions(
     train_precision: Precision = settled(config.train.precision)
     if setting != "auto":
         return (setting,)
+    # int8 products exist for int8 weights only, so whoever asks for them asks for an int8 base.
     if config.memory.base_matmul == "int8":
         return ("int8",)
     if gpu is None:
@@ -94,6 +95,7 @@ def price(priority: str, precision: BasePrecision, seconds: float) -> tuple[floa
     """Return the key by which base precisions are compared, the lowest wins; `seconds` are of a step."""
     if priority in FEWER_BITS:
         return (seconds * FEWER_BITS[priority].get(precision, 1.0),)
+    # Quality: a pair, so that seconds decide only between equal precisions.
     return (RANK.get(precision, 0), seconds)
 
 

@@ -58,7 +58,9 @@ def run_length(
     rounded up. A `concept` may have fewer views.
     """
     fewest, most = COUNTED_IMAGES
-    of_concept = VIEWS.get(concept, 1.0)
+    of_concept = VIEWS.get(
+        concept, 1.0
+    )  # applied before the clamp: few images get their full steps
     images_seen = round(views * min(max(of_concept * images, fewest), most))
     images_seen = max(images_seen, math.ceil((images if samples is None else samples) / repeats))
     steps = math.ceil(images_seen * (1 + regularisation) / batch_size)
@@ -257,6 +259,7 @@ class RunTimeInputs:
         if self.load.text_offload:
             size = encoder * ELEMENT_BYTES[self.load.text_precision]
             slow, fast = LINK_BYTES_PER_S
+            # Every text copies the whole encoder again, layer by layer, beside the computation.
             whole = max(whole[0], size / fast), max(whole[1], size / slow)
         pixels = math.prod(self.load.bucket_px)
         picture = _sum(PICTURE_S, self._vae(ENCODE_FLOPS_PER_PX * pixels))

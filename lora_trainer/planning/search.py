@@ -55,6 +55,7 @@ class SearchSpace:
     @property
     def roomiest(self) -> SearchSpace:
         """The choices that take the least memory."""
+        # Each list is in order, so its last value alone answers whether anything fits.
         return replace(
             self,
             base_precisions=self.base_precisions[-1:],
@@ -145,6 +146,7 @@ def images_at_once(
 
     `load` is of the largest bucket and must fit; smaller buckets may have more images at once.
     """
+    # The largest bucket has the whole batch at once, so all others have too: no prediction is needed.
     if load.micro_batch >= most:
         return dict.fromkeys(buckets, most)
     return {
@@ -263,7 +265,7 @@ def _streaming(load: Load, *, above: int, most: int, judge: Evaluator) -> Iterat
             fewest = replace(full, streamed_blocks=most - resident)
             if judge.fits(fewest):
                 yield fewest
-        count //= 2
+        count //= 2  # halves: neighbours differ little in time, and each costs a search of its own
 
 
 def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:

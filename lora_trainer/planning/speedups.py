@@ -93,7 +93,7 @@ def run_facts(
 ) -> RunFacts:
     """Return the facts about a run whose memory is decided."""
     load, linear = allocation.load, costs.linear_shapes(facts)
-    share = math.ceil(config.train.batch_size / processes)
+    share = math.ceil(config.train.batch_size / processes)  # the slowest process sets the pace
     work = step_work(
         load,
         facts=facts,
@@ -143,6 +143,7 @@ def pass_shapes(
     single bucket only the rest of the division does.
     """
     counts = {size: set(range(1, cap + 1)) for size, cap in images_at_once.items()}
+    # Equal shares of one bucket: each step has the same full micro-batches and the same rest.
     if len(counts) == 1 and batch_size % processes == 0:
         ((size, cap),) = images_at_once.items()
         counts[size] = {cap, batch_size // processes % cap} - {0}
@@ -151,6 +152,7 @@ def pass_shapes(
         for size, batch_counts in counts.items()
         for count in batch_counts
     }
+    # The shapes that are recorded first are those that most steps have: full ones, and large ones.
     return sorted(missing, key=lambda shape: (missing[shape], -shape[0] * shape[1], shape))
 
 
@@ -305,11 +307,12 @@ def _pays(run_facts: RunFacts, *, cost_s: float, saved_s: float, what: str) -> S
 
 
 def _middle(ends: tuple[float, float]) -> float:
-    return math.sqrt(ends[0] * ends[1])
+    return math.sqrt(ends[0] * ends[1])  # geometric: the ends differ by factors
 
 
 def _count_kinds(shapes: Mapping[str, tuple[int, int]], blocks: Collection[str]) -> int:
     """Return how many different blocks there are; `shapes` maps linear layers to (fan_in, out)."""
+    # Blocks with the same layers in the same sizes share compiled code.
     kinds = {
         frozenset(
             (name[len(block) :], shape)

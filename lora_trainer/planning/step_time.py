@@ -1,4 +1,4 @@
-"""Seconds of a step, from what the GPU can do and what the step computes and copies.
+"""Seconds of a step, from the rates of the GPU and the work and copies of the step.
 
 How fast GPUs are: a table from the makers' data sheets, and a stand-in for GPUs that are not in it.
 

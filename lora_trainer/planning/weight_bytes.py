@@ -1,4 +1,4 @@
-"""Bytes of weights: those of the frozen base, and those of what is trained.
+"""Bytes of weights: those of the frozen base, and those of the adapter.
 
 How much memory the frozen base takes, unquantised or quantised, on the GPU or streamed. Torch-free.
 
@@ -62,6 +62,7 @@ class FrozenBase:
         }
 
     def _precision(self, name: str) -> BasePrecision:
+        # Whole parts of the name: `norm` skips `norm.linear`, not `normal_attention`.
         return self.dtype if set(name.split(".")) & set(self.quantization_skip) else self.kept_as
 
     @cached_property
@@ -84,6 +85,7 @@ class FrozenBase:
         """Bytes of the largest layer when dequantised; one layer is at a time. 0: the base is unquantised."""
         if not self.is_quantized:
             return 0
+        # Layers are dequantised where they are multiplied and freed at once, so only the largest counts.
         largest = max((fan_in * out for fan_in, out in self.shapes.values()), default=0)
         return largest * ELEMENT_BYTES[self.dtype]
 
@@ -152,7 +154,7 @@ def copied_bytes(
     memory for torch, so their copies are not pinned. PiSSA's start is saved and exported too; `copies`
     counts further sets of the masters' size (a running average, the best weights).
     """
-    kept_copies = 1 + pissa + copies
+    kept_copies = 1 + pissa + copies  # one of the masters in any case
     sizes = [
         (count, size, pinned and not is_paged)
         for shape, count in tensors.items()
@@ -172,7 +174,9 @@ def _states(shape: Shape, optimizer: str) -> tuple[tuple[int, bool], ...]:
         moments = EIGHT_BIT_MOMENTS[optimizer]
         if elements < EIGHT_BIT_ELEMENTS:
             return ((4 * elements, False),) * moments
-        scales = 4 * -(-elements // SCALED_ELEMENTS)
+        scales = 4 * -(
+            -elements // SCALED_ELEMENTS
+        )  # rounded up: a last, shorter group has a scale too
         is_paged = optimizer in PAGED and elements >= PAGED_ELEMENTS
         return ((elements, is_paged), (scales, False)) * moments
     return tuple((4 * size, False) for size in _state_elements(shape, optimizer))
@@ -195,5 +199,6 @@ def _second_moment(shape: Shape) -> tuple[int, ...]:
     """Return the elements of a factored second moment: rows and columns; a vector's is not factored."""
     if len(shape) < 2:
         return shape
+    # As in Adafactor's code: the last two dimensions are factored, a convolution's others are kept.
     *others, rows, columns = shape
     return (math.prod(others) * rows, math.prod(others) * columns)
