@@ -117,6 +117,7 @@ BROKEN: list[dict[str, Any]] = [
     {"memory.base_precision": "bf16", "train.precision": "fp32"},
     {"memory.base_matmul": "int8", "memory.base_precision": "nf4"},
     {"memory.streamed_blocks": 2, "memory.gradient_checkpointing": "none"},
+    {"memory.streamed_blocks": 2, "base.assistant": "a.safetensors"},
     {"memory.text_encoder_offload": True, "adapter.text_encoder": True},
 ]
 """Settings that break one rule of `constraints.SETTINGS` each, in its order; the first is refused by name."""
