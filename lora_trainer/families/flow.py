@@ -386,14 +386,9 @@ class FlowFamily(Family):
         import torch
 
         layout = facts.located
-        tokenizers = {name: layout.folder / name for name in self.tokenizer_folders}
         pipeline = _diffusers(self.pipeline_class).from_pretrained(
             layout.folder,
-            **{
-                name: load_tokenizer(folder)  # transformers alone cannot read a bare spiece.model
-                for name, folder in tokenizers.items()
-                if has_spiece_only(folder)
-            },
+            **self._spiece_tokenizers(layout),
             **self._text_in_files(facts, dtype=dtype),
             transformer=self.load_denoiser(facts, dtype=dtype, device=torch.device("cpu")),
             vae=self.load_vae(layout, dtype=dtype),  # these pipelines pass latents to it uncast
@@ -402,6 +397,15 @@ class FlowFamily(Family):
             use_safetensors=True,
         )
         return pipeline.to(device)
+
+    def _spiece_tokenizers(self, layout: Layout) -> Mapping[str, Any]:
+        """Return by folder the tokenizers that transformers alone cannot read: a bare spiece.model."""
+        folders = {name: layout.folder / name for name in self.tokenizer_folders}
+        return {
+            name: load_tokenizer(folder)
+            for name, folder in folders.items()
+            if has_spiece_only(folder)
+        }
 
     def _text_in_files(self, facts: BaseFacts, *, dtype: torch.dtype) -> Mapping[str, nn.Module]:
         import torch

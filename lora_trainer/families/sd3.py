@@ -291,6 +291,7 @@ class StableDiffusion3(FlowFamily):
             transformer=self.load_denoiser(facts, dtype=dtype, device=cpu),
             vae=self.load_vae(layout, dtype=dtype),
             use_safetensors=True,
+            **self._spiece_tokenizers(layout),
             **self._text_in_files(facts, dtype=dtype),
             dtype=dtype,
             **absent,

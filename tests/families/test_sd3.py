@@ -18,14 +18,17 @@ from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import BaseFacts, Layout, TensorInfo
 from lora_trainer.families.checkpoints.base_folder import read_header
 from lora_trainer.families.sd3 import FAMILY
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.sd3 import write_base
+from tests.fakes.bases.tokenizers import t5_tokenizer
+from tests.fakes.family_bases import CPU, copy_of, facts_at
+from tests.fakes.hub import spiece
 
-CPU = torch.device("cpu")
 PROMPTS = ["a red square", "many words " * 60, ""]
 SIZE_PX = (48, 32)
 
@@ -491,3 +494,16 @@ def test_checkpoints_that_cannot_be_read_are_refused(base: Base, tmp_path: Path)
     save_file({name: state[name] for name in state if name != gone}, file)
     with pytest.raises(InputError, match=r"not that of its companion.*fc1"):
         FAMILY.load_denoiser(facts_of(layout), dtype=torch.float32, device=CPU)
+
+
+def test_the_pipeline_reads_a_bare_sentencepiece_file(tmp_path: Path) -> None:
+    """A companion made without the gated release has T5's spiece.model alone; transformers cannot read it."""
+    folder = copy_of("sd3", tmp_path / "base")
+    tokenizer = folder / "tokenizer_3"
+    (tokenizer / "tokenizer.json").unlink()
+    (tokenizer / "spiece.model").write_bytes(spiece(list(t5_tokenizer()._vocab_scores)))
+    pipeline = families.family("sd3").plain_pipeline(
+        facts_at(folder), dtype=torch.float32, device=CPU
+    )
+    prompt = "a photo of a red square"
+    assert pipeline.tokenizer_3(prompt).input_ids == t5_tokenizer()(prompt).input_ids
