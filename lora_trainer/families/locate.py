@@ -369,7 +369,7 @@ def _open_folder(
     The folder made before comes first: with another one of the same content a resume would find another
     text encoder.
     """
-    if companion.folder().is_dir():
+    if companion.is_made():
         return companion.folder()
     return companion.make(_fetch_tokenizers) if fetch else cached_folder
 

@@ -49,10 +49,18 @@ class OpenCompanion:
         name = f"{self.facts.source.replace('/', '--')}-{digest}"
         return user_cache_folder() / "companions" / name
 
+    def is_made(self) -> bool:
+        """Whether the folder is there with all its files."""
+        folder = self.folder()
+        tokenizers = (folder / name for name in self._tokenizers())
+        return all((folder / name).is_file() for name in self._configs()) and all(
+            any(tokenizer.glob("*")) for tokenizer in tokenizers
+        )
+
     def make(self, fetch: Fetch) -> Path:
         """Return the folder, made if it is not there; raises the errors of `fetch` and MachineError."""
         folder = self.folder()
-        if folder.is_dir():
+        if self.is_made():
             return folder
         tokenizers = self._tokenizers()
         repositories = {
@@ -72,10 +80,11 @@ class OpenCompanion:
                 shutil.copytree(
                     repositories[tokenizer["source"]] / tokenizer["folder"], making / name
                 )
+            shutil.rmtree(folder, ignore_errors=True)  # one that lacks a file
             try:
                 os.replace(making, folder)  # noqa: PTH105 - whole or absent
             except OSError:
-                if not folder.is_dir():  # another process was first
+                if not self.is_made():  # another process was first
                     raise
                 shutil.rmtree(making, ignore_errors=True)
         except OSError as error:
