@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lora_trainer.common.errors import MachineError
+from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.config import OptimizerSettings
 from lora_trainer.hardware import devices
 from lora_trainer.hardware import machine as hardware_machine
@@ -261,7 +261,7 @@ def test_memory_that_is_shared_holds_nothing_back_in_itself() -> None:
     assert (memory.streamed_blocks, memory.text_encoder_offload) == (0, False)
     assert made.host is None
     for setting in ("memory__streamed_blocks", "memory__text_encoder_offload"):
-        with pytest.raises(MachineError, match="shares the machine's"):
+        with pytest.raises(RequestError, match="shares the machine's"):
             planned(SDXL, MPS, **{setting: 2 if "blocks" in setting else True})
 
 

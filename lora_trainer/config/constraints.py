@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.base_precision import QUANTIZATIONS
 from lora_trainer.config.declare import SCHEDULE_FREE, Needs, OptimizerName
 from lora_trainer.config.sections import Config
@@ -297,6 +298,7 @@ class Need:
     value: Any
     package: str = ""
     unmet: Callable[[Gpu | None], str] = lambda gpu: ""
+    error: type[RequestError | MachineError] = MachineError
     is_wish: bool = False
 
 
@@ -309,8 +311,18 @@ NEEDS: tuple[Need, ...] = (
     ),
     Need(key="memory.base_precision", value="nf4", package="bitsandbytes"),
     Need(key="memory.base_matmul", value="int8", unmet=_against_int8),
-    Need(key="memory.streamed_blocks", value=ANY_NUMBER, unmet=_against_host_memory),
-    Need(key="memory.text_encoder_offload", value=True, unmet=_against_host_memory),
+    Need(
+        key="memory.streamed_blocks",
+        value=ANY_NUMBER,
+        unmet=_against_host_memory,
+        error=RequestError,
+    ),
+    Need(
+        key="memory.text_encoder_offload",
+        value=True,
+        unmet=_against_host_memory,
+        error=RequestError,
+    ),
     Need(
         key="memory.attention",
         value="xformers",
@@ -330,6 +342,7 @@ class UnmetNeed:
     problem: str
     fix: str
     reason: str
+    error: type[RequestError | MachineError] = MachineError
     is_wish: bool = False
 
 
@@ -371,6 +384,7 @@ def unmet_needs(
                 problem=f"{need.key}={typed(value)} needs {kind}",
                 fix=f"use --set {need.key}={typed(instead)}",
                 reason=f"{lead}{join} needs {kind}",
+                error=need.error,
                 is_wish=need.is_wish,
             )
         elif need.package and packages.get(need.package) is None:

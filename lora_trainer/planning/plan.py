@@ -277,7 +277,7 @@ class _Planner:
         packages = self.inputs.hardware.packages
         for unmet in unmet_needs(self.config, gpu=self.gpu, packages=packages):
             if not (unmet.is_wish or self._is_preset(unmet.key)):
-                raise MachineError(unmet.problem, fix=unmet.fix)
+                raise unmet.error(unmet.problem, fix=unmet.fix)
             self.decide(unmet.key, unmet.instead, unmet.reason)
         self.decide_auto("memory.attention", "sdpa", "PyTorch's own attention, always available")
 

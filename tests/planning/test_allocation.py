@@ -229,9 +229,9 @@ def test_what_does_not_go_with_streaming_is_refused() -> None:
     assert caught.value.fix == "use a number from 0 to 60"
     with pytest.raises(RequestError, match="weights do not move with streamed blocks"):
         planned(FLUX, machine(24), memory__streamed_blocks=9, base__assistant="a.safetensors")
-    with pytest.raises(MachineError, match="needs a GPU with memory of its own"):
+    with pytest.raises(RequestError, match="needs a GPU with memory of its own"):
         planned(SDXL, machine(24), memory__streamed_blocks=9, hardware__device="cpu")
-    with pytest.raises(MachineError, match="needs a GPU with memory of its own"):
+    with pytest.raises(RequestError, match="needs a GPU with memory of its own"):
         planned(SDXL, machine(24), memory__text_encoder_offload=True, hardware__device="cpu")
 
 
