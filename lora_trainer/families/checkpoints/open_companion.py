@@ -75,7 +75,7 @@ class OpenCompanion:
             for component, config in self._configs().items():
                 file = making / component
                 file.parent.mkdir(exist_ok=True)
-                file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+                file.write_text(json.dumps(config, indent=2), encoding="utf-8", newline="\n")
             for name, tokenizer in tokenizers.items():
                 shutil.copytree(
                     repositories[tokenizer["source"]] / tokenizer["folder"], making / name
