@@ -15,6 +15,7 @@ from lora_trainer.training.training import Training
 from tests.fakes.runs import Toy, events, toy
 
 QUIET: dict[str, Any] = {
+    "data__max_aspect": 1.0,  # one shape: a step is one pass
     "sampling__every_steps": 0,
     "train__validate_every_steps": 0,
     "logging__trackers": [],
