@@ -113,6 +113,7 @@ REFERENCES: Mapping[str, Reference] = {
     "Tongyi-MAI/Z-Image": ONE_TRAINER,
     "Tongyi-MAI/Z-Image-Turbo": ONE_TRAINER,
     "Qwen/Qwen-Image": QWEN_SHIFT,
+    "Alpha-VLLM/Lumina-Image-2.0": AI_TOOLKIT,
 }
 """By the first Hub id of each public release."""
 

@@ -27,18 +27,11 @@ settings.load_profile("project")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give this test run a home folder of its own and take the network away.
-
-    Its workers have one home together: what one has traced, of networks without a table, the others know.
-    """
-    patch = pytest.MonkeyPatch()
-    config.add_cleanup(patch.undo)
-    if "PYTEST_XDIST_WORKER" in os.environ:  # two torch pools on the same cores stop each other
-        patch.setenv("OMP_NUM_THREADS", "1")
-        set_hypothesis_home_dir(f"{os.environ['HOME']}/hypothesis")
-        return
+    """Give this test run a home folder of its own and take the network away."""
     home = tempfile.TemporaryDirectory(prefix="lora-train-tests-", ignore_cleanup_errors=True)
+    patch = pytest.MonkeyPatch()
     config.add_cleanup(home.cleanup)
+    config.add_cleanup(patch.undo)
     for name in [name for name in os.environ if name.startswith(("HF_", "LORA_TRAIN", "WANDB_"))]:
         patch.delenv(name)
     patch.setenv("HOME", home.name)
@@ -47,3 +40,5 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("HF_HUB_OFFLINE", "1")
     set_hypothesis_home_dir(f"{home.name}/hypothesis")  # else `.hypothesis/` in the checkout
     patch.setenv("TOKENIZERS_PARALLELISM", "false")  # else a warning in every forked child
+    if "PYTEST_XDIST_WORKER" in os.environ:  # two torch pools on the same cores stop each other
+        patch.setenv("OMP_NUM_THREADS", "1")

@@ -163,12 +163,7 @@ def test_one_thread_waits_for_nobody() -> None:
 @pytest.mark.skipif(os.cpu_count() == 1, reason="one processor has one thread")
 def test_a_training_beside_busy_programs_sleeps_and_comes_to_the_same_bits(tmp_path: Path) -> None:
     place, processors = toy(tmp_path).with_base(), os.cpu_count() or 1
-    asked = {
-        "hardware__threads": processors,
-        "sampling__every_steps": 0,
-        "train__validate_every_steps": 0,
-        "steps": 60,
-    }
+    asked = {"hardware__threads": processors, "steps": 60}
     assert place.train("--name", "alone", **asked) == 0
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processors)]
     try:

@@ -15,7 +15,6 @@ from lora_trainer.training.training import Training
 from tests.fakes.runs import Toy, events, toy
 
 QUIET: dict[str, Any] = {
-    "data__max_aspect": 1.0,  # one shape: a step is one pass
     "sampling__every_steps": 0,
     "train__validate_every_steps": 0,
     "logging__trackers": [],
@@ -114,14 +113,13 @@ def test_an_alpha_far_too_low(other: Toy) -> None:
     "settings",
     [
         {},
-        {
-            "optimizer__learning_rate": 1e-5,
-            "optimizer__warmup_fraction": 0.5,
-            "optimizer__schedule": "cosine",
-        },
+        {"optimizer__learning_rate": 1e-5},
+        {"optimizer__warmup_fraction": 0.5, "optimizer__schedule": "cosine"},
         {"adapter__text_encoder": True, "optimizer__learning_rate_pattern": {"^denoiser": 0}},
         {"adapter__kind": "loha"},
+        {"adapter__kind": "lokr"},
         {"adapter__kind": "oft"},
+        {"adapter__init": "pissa"},
         {"train__precision": "bf16"},
     ],
     ids=str,

@@ -175,7 +175,7 @@ SLICES: Sequence[Slice] = (
             ),
         ],
         tiny=[
-            *_ways(("sd15:64:2:fp32",), [*EXACT, "peft's adapters"], seconds=0),
+            *_ways(("sd15:64:2:fp32",), [*EXACT, "peft's adapters", "compiled"], seconds=0),
             *_ways(("zimage:64:2:bf16",), ["full, streamed", "peft's adapters"], seconds=0),
         ],
         environment=DETERMINISTIC,

@@ -170,10 +170,7 @@ def sample_cost(family: Family, facts: BaseFacts, workload: Workload) -> SampleC
 def traced_cost(family: Family, facts: BaseFacts, workload: Workload) -> SampleCost:
     """Return the cost of a network of any architecture, run on `meta`."""
     case = case_of(family, facts, text_tokens=_text_tokens(family, facts, workload))
-    # An image on its side has the same tokens and convolutions: one trace for both.
-    sides_px = (workload.height_px, workload.width_px)
-    upright = replace(workload, height_px=max(sides_px), width_px=min(sides_px))
-    return replace(traced(case, upright), conditioning_bytes=case.conditioning_bytes)
+    return replace(traced(case, workload), conditioning_bytes=case.conditioning_bytes)
 
 
 def known_checkpointing(

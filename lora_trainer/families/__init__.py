@@ -18,6 +18,7 @@ MODULES = {
     "chroma": "lora_trainer.families.chroma",
     "zimage": "lora_trainer.families.zimage",
     "qwen": "lora_trainer.families.qwen",
+    "lumina2": "lora_trainer.families.lumina2",
 }
 DEFAULT_FAMILY = "sd15"
 

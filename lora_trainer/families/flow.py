@@ -348,11 +348,16 @@ class FlowFamily(Family):
     ) -> Mapping[str, Any]:
         """Return the pipeline's arguments for encoded prompts on the device, in the denoiser's dtype."""
 
-    @abstractmethod
     def latents_to_decode(
         self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
     ) -> Tensor:
-        """Return the VAE's input, float32, from the pipeline's output with `output_type="latent"`."""
+        """Return the VAE's input, float32, from the pipeline's output with `output_type="latent"`.
+
+        It is the inverse of `normalised`, for pipelines whose latents are [B, C, H, W].
+        """
+        config: Any = vae.config
+        decoded: Tensor = latents.float() / config.scaling_factor + (config.shift_factor or 0.0)
+        return decoded
 
     def build_sampler(
         self,
@@ -431,7 +436,7 @@ def transformer_name(module: str) -> str:
     return f"transformer.{module}"
 
 
-_TEXT_MODELS = {"clip": "text_model.", "qwen": "model."}
+_TEXT_MODELS = {"clip": "text_model.", "qwen": "model.", "gemma": "model."}
 """Start of an encoder's ComfyUI name -> prefix of its layers' names in the public releases."""
 
 

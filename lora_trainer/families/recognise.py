@@ -36,6 +36,7 @@ _PLAIN = (
     ("pixart", r"adaln_single_"),
     ("qwen", r"(?<!single_)transformer_blocks_\d+_(?:img|txt)_m(?:lp|od)_"),
     ("sd3", r"joint_blocks_\d+_(?:x|context)_block_|transformer_blocks_\d+_attn2_(?:to|add)_"),
+    ("lumina2", r"(?:^|unet_|model_|transformer_)(?:layers|\w+_refiner)_\d+_(?:attn_to_|feed_forward_linear_)"),
     ("zimage", r"(?:^|_)layers_\d+_attention_to_|(?:noise|context)_refiner_\d+_attention_to_"),
 )  # fmt: skip
 _PLAIN_NAMES = tuple((family, re.compile(pattern)) for family, pattern in _PLAIN)
@@ -61,6 +62,7 @@ _VERSIONS = tuple(
         ("chroma", r"chroma"),
         ("zimage", r"z-?image"),
         ("qwen", r"qwen-?image"),
+        ("lumina2", r"lumina-?(?:image-)?2"),
     )
 )
 

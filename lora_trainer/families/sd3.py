@@ -351,12 +351,5 @@ class StableDiffusion3(FlowFamily):
             "guidance_scale": guidance_scale,
         }
 
-    def latents_to_decode(
-        self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
-    ) -> Tensor:
-        config: Any = vae.config
-        decoded: Tensor = latents.float() / config.scaling_factor + config.shift_factor
-        return decoded
-
 
 FAMILY = StableDiffusion3()

@@ -44,6 +44,7 @@ ENCODER_WIDTHS = {
     "t5xxl": 4096,
     "qwen3_4b": 2560,
     "qwen25_7b": 3584,
+    "gemma2_2b": 2304,
 }
 ENCODER_PARAMETERS = {
     "clip_l": 123_060_480,
@@ -52,6 +53,7 @@ ENCODER_PARAMETERS = {
     "t5xxl": 4_762_310_656,
     "qwen3_4b": 4_022_468_096,
     "qwen25_7b": 7_070_619_136,
+    "gemma2_2b": 2_614_341_888,
 }
 """Width and parameters of each text encoder as released, by ComfyUI's name of it."""
 

@@ -186,6 +186,16 @@ ZIMAGE: Names = {
         for blocks in ("layers", "noise_refiner", "context_refiner")
     },
 }
+LUMINA2: Names = {
+    f"{blocks}.#.{theirs}": _layers(f"{blocks}.#", *ours)
+    for blocks in ("layers", "noise_refiner", "context_refiner")
+    for theirs, ours in {
+        "attention.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+        "attention.out": ("attn.to_out.0",),
+        **{f"feed_forward.w{n}": (f"feed_forward.linear_{n}",) for n in (1, 2, 3)},
+        "adaLN_modulation.1": ("norm1.linear",),
+    }.items()
+}
 QWEN: Names = {
     f"{_JOINT}.attn.to_qkv": _IMAGE_QKV,
     f"{_JOINT}.attn.to_added_qkv": _TEXT_QKV,

@@ -57,7 +57,6 @@ from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import DiffusionPipeline
     from torch import Tensor, nn
 
 PROMPT = PromptFormat(layers=(-2,), padded=False, thinking=True)
@@ -280,12 +279,6 @@ class ZImage(FlowFamily):
         """Return the plain pipeline's arguments; its guidance scale is one less than ours."""
         scale = guidance_scale - 1.0
         return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": scale}
-
-    def latents_to_decode(
-        self, pipeline: DiffusionPipeline, vae: Any, latents: Tensor, size_px: tuple[int, int]
-    ) -> Tensor:
-        decoded: Tensor = latents.float() / vae.config.scaling_factor + vae.config.shift_factor
-        return decoded
 
 
 FAMILY = ZImage()

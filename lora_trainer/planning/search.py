@@ -226,10 +226,7 @@ def _fitting(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> Iterat
     fit without it: with the fewest blocks for the whole batch, half of it, and so on.
     """
     least, most = choices.streamed
-    whole_batch_of: set[BasePrecision] = set()
     for precision, kind in product(choices.base_precisions, choices.checkpointing):
-        if precision in whole_batch_of:
-            continue  # more recomputation is never faster: it is not worth a trace of an unknown network
         load = replace(
             ideal_load,
             base_precision=precision,
@@ -245,8 +242,6 @@ def _fitting(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> Iterat
         )
         if plain:
             yield replace(load, micro_batch=plain)
-        if plain == ideal_load.micro_batch:
-            whole_batch_of.add(precision)
         if kind != "none" and most > least:
             yield from _streaming(load, above=plain, most=most, judge=judge)
 
@@ -278,9 +273,7 @@ def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:
 
     Every number below one that fits must fit too; `least` is returned untested.
     """
-    if most > least and fits(most):
-        return most  # where memory is plenty: one question, which may be a trace
-    low, high = least, max(least, most - 1)
+    low, high = least, most
     while low < high:
         middle = (low + high + 1) // 2
         if fits(middle):

@@ -281,6 +281,11 @@ def transformers() -> Iterator[Case]:
     yield Case("all-in-one Z-Image-Turbo", prefixed(UNET, a.zimage()) | vae
                | prefixed("text_encoders.qwen3_4b.transformer.", a.language_model(width=2560, layers=36, normed=True)),
                "zimage", "turbo", missing="configurations", file="zImageTurbo_aio.safetensors")  # fmt: skip
+    lumina = a.zimage(width=2304, text=2304, padded=False)
+    yield Case("Alpha-VLLM Lumina Image 2", lumina, "lumina2", missing=both, dtype="BF16")
+    yield Case("Comfy-Org lumina_2", prefixed(UNET, lumina) | vae
+               | prefixed("text_encoders.gemma2_2b.transformer.", a.language_model(width=2304, layers=26)),
+               "lumina2", missing="configurations", dtype="BF16", file="lumina_2.safetensors")  # fmt: skip
     for title, shapes, dtype, scales, file in (
         ("Comfy-Org qwen_image_bf16", a.qwen(), "BF16", "", "qwen_image_bf16.safetensors"),
         (
@@ -319,7 +324,6 @@ def other_models() -> Iterator[Case]:
         ("lodestones Chroma1-Radiance", flux(chroma=True) | {"nerf_image_embedder.embedder.0.weight": (64, 67)}, "Radiance"),
         ("BFL flux2-dev", a.flux2(width=6144, text=15360, blocks=8, singles=48), "FLUX.2 dev"),
         ("diffusers-named FLUX.2 dev", a.flux2(width=6144, text=15360, blocks=8, singles=48, named=True), "FLUX.2 dev"),
-        ("Alpha-VLLM Lumina Image 2", a.zimage(width=2304, text=2304, padded=False), "Lumina Image 2"),
         ("Qwen-Image-Edit-2511", a.qwen() | {"__index_timestep_zero__": ()}, "Qwen-Image-Edit"),
         ("Qwen-Image-Layered", a.qwen() | linear("time_text_embed.addition_t_embedding", 3072, 2), "Layered"),
     ):  # fmt: skip

@@ -82,6 +82,7 @@ class Run:
     """What a run of several processes came to; `codes` are negative for signals."""
 
     codes: list[int]
+    seconds: float
     output: list[str] = field(default_factory=list)
 
 
@@ -91,12 +92,12 @@ class Started:
 
     pids: list[int]
     logs: list[Path]
+    began_s: float
 
     def wait(self) -> Run:
-        began_s = time.monotonic()
-        codes = [_wait(pid, began_s) for pid in self.pids]
+        codes = [_wait(pid, self.began_s) for pid in self.pids]
         texts = [log.read_text(encoding="utf-8", errors="replace")[-3000:] for log in self.logs]
-        return Run(codes=codes, output=texts)
+        return Run(codes=codes, seconds=time.monotonic() - self.began_s, output=texts)
 
 
 def start(
@@ -112,14 +113,14 @@ def start(
     notes = place.folder / f"notes-{name}"
     notes.mkdir(exist_ok=True)
     line = place.arguments("--name", name, *more, steps=STEPS, **{**SETTINGS, **settings})
-    port, pids = free_port(), []
+    port, began_s, pids = free_port(), time.monotonic(), []
     ranks = sorted(set(range(count)) - absent)
     for rank in ranks:
         child = os.fork()
         if child == 0:
             _be(Process(rank=rank, count=count, notes=notes), line, port, faults or {})
         pids.append(child)
-    return Started(pids=pids, logs=[notes / f"{rank}.log" for rank in ranks])
+    return Started(pids=pids, logs=[notes / f"{rank}.log" for rank in ranks], began_s=began_s)
 
 
 def run(
@@ -163,19 +164,17 @@ def _be(process: Process, line: list[str], port: int, faults: Mapping[int, Fault
         os._exit(code)
 
 
-def _wait(pid: int, began_s: float) -> int:
+def _wait(pid: int, began: float) -> int:
     """Return how a child ended; one that hangs is killed, which no test expects.
 
     A frozen one is killed once those before it have ended, as by a launcher.
     """
     if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
         os.kill(pid, signal.SIGKILL)
-    while True:
+    while time.monotonic() - began < TIMEOUT_S:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
-        if time.monotonic() - began_s > TIMEOUT_S:
-            break
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -400,14 +399,10 @@ def signalled(rank: int, number: int) -> Callable[[list[int]], None]:
 
 
 def scenarios(place: Toy) -> dict[str, Run]:
-    """Run all; the order matters where one goes on with another, and those that wait for each other wait meanwhile."""
+    """Run all; the order matters where one goes on with another."""
     found: dict[str, Run] = {}
     nan = spoilt_sample(2)
     found["one"] = run(place, "one", 1)
-    waiting = {name: start(place, name, 2, **how) for name, how in HANGING_STARTS.items()}
-    waiting["frozen"] = start(place, "frozen", 2)
-    freeze = after_step(6, signalled(1, signal.SIGSTOP))
-    freeze(waiting["frozen"].pids, place.runs / "frozen")
     for count in (2, 3, 4):
         found[f"of {count}"] = run(place, f"of {count}", count)
     craft = {**CRAFT, **write_priors(place)}
@@ -426,8 +421,12 @@ def scenarios(place: Toy) -> dict[str, Run]:
         kill = after_step(6, signalled(rank, signal.SIGKILL))
         found[f"killed {rank}"] = run(place, f"killed {rank}", 2, meanwhile=kill)
         found[f"killed {rank} resumed"] = run(place, f"killed {rank}", 2, "--resume")
+    starting = {name: start(place, name, 2, **how) for name, how in HANGING_STARTS.items()}
+    found |= {name: started.wait() for name, started in starting.items()}
     for name, how in REFUSED_STARTS.items():  # however late the others come
         found[name] = run(place, name, 2, hardware__process_timeout_s=60, **how)
+    freeze = after_step(6, signalled(1, signal.SIGSTOP))
+    found["frozen"] = run(place, "frozen", 2, meanwhile=freeze)
     stop = after_step(6, signalled(1, signal.SIGTERM))
     found["stopped"] = run(place, "stopped", 2, meanwhile=stop)
     found["stopped resumed"] = run(place, "stopped", 2, "--resume")
@@ -438,7 +437,7 @@ def scenarios(place: Toy) -> dict[str, Run]:
     found["moved"] = run(place, "moved", 1, "--resume")
     found["idle"] = run(place, "idle", 2, train__batch_size=1, memory__micro_batch=1)
     found["idle alone"] = run(place, "idle alone", 1, train__batch_size=1, memory__micro_batch=1)
-    return found | {name: started.wait() for name, started in waiting.items()}
+    return found
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ CONVERTED = {
     "sd3": "convert_sd3_transformer_checkpoint_to_diffusers",
     "flux2": "convert_flux2_transformer_checkpoint_to_diffusers",
     "zimage": "convert_z_image_transformer_checkpoint_to_diffusers",
+    "lumina2": "convert_lumina2_to_diffusers",
 }
 
 

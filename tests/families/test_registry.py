@@ -187,6 +187,7 @@ def test_a_prompt_has_the_room_that_its_encoder_leaves(name: str) -> None:
         # <|im_start|>user\n and <|im_end|>\n<|im_start|>assistant\n, in letters
         ("zimage", 512 - 19),
         ("flux2", 512 - 25),  # and an empty thought
+        ("lumina2", 256 - 141),  # <bos> and the system prompt, in letters
         ("qwen", 512 - 13),  # what comes before the prompt has room of its own
     ],
 )

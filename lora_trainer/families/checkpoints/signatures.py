@@ -126,7 +126,6 @@ OTHER_MODELS: tuple[tuple[str, str], ...] = (
     ("Kandinsky 5", "visual_transformer_blocks.0.*"),
     ("Kandinsky 2", "add_embedding.image_norm.weight"),
     ("OmniGen 2", "time_caption_embed.timestep_embedder.linear_1.bias"),
-    ("Lumina Image 2", "cap_embedder.1.weight[1]=2304"),
     ("Lumina Next", "layers.0.attention.wq.weight layers.0.attention_y_norm.weight"),
     ("Stable Audio", "transformer.rotary_pos_emb.inv_freq"),
     ("Qwen-Image-Layered", "time_text_embed.addition_t_embedding.weight transformer_blocks.0.img_mod.1.weight"),
@@ -145,7 +144,8 @@ ENCODERS: tuple[tuple[str, str, str], ...] = (
     ("UMT5-XXL", "umt5", "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"),
     ("T5", "t5", "encoder.block.0.layer.1.DenseReluDense.wi_0.weight"),
     ("T5", "t5", "encoder.block.0.layer.1.DenseReluDense.wi.weight"),
-    ("Gemma", "gemma", "model.layers.0.post_feedforward_layernorm.weight"),
+    ("Gemma 3", "gemma3", "*post_feedforward_layernorm.weight *self_attn.q_norm.weight"),
+    ("Gemma 2", "gemma2", "*post_feedforward_layernorm.weight"),
     ("Qwen3", "qwen3", "model.layers.0.self_attn.q_norm.weight"),
     ("Qwen3", "qwen3", "layers.0.self_attn.q_norm.weight"),
     ("Qwen2.5-VL", "qwen25", "model.layers.0.self_attn.k_proj.bias visual.blocks.0.*"),
@@ -174,6 +174,7 @@ _WIDTHS: Mapping[str, tuple[str, ...]] = {
     "t5": ("encoder.final_layer_norm.weight",),
     "qwen3": ("layers.0.input_layernorm.weight",),
     "qwen25": ("layers.0.input_layernorm.weight",),
+    "gemma2": ("layers.0.input_layernorm.weight",),
 }
 """Kind of a text encoder -> ending of a tensor whose length is the encoder's width."""
 

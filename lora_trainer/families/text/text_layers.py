@@ -31,7 +31,7 @@ def t5_xxl_layers() -> Layers:
 
 
 def qwen_layers(*, layers: int, width: int, inner: int, queries: int, keys: int) -> Layers:
-    """Return the layers of a Qwen language model; `queries` and `keys` are the widths of all heads together."""
+    """Return the layers of a Qwen or Gemma language model; `queries`, `keys`: the widths of all heads together."""
     block: Layers = {
         "self_attn.q_proj": (queries, width),
         "self_attn.k_proj": (keys, width),
@@ -48,4 +48,5 @@ CLIP_L = clip_layers(layers=12, width=768, inner=3072)
 CLIP_G = clip_layers(layers=32, width=1280, inner=5120)
 T5_XXL = t5_xxl_layers()
 QWEN3_4B = qwen_layers(layers=36, width=2560, inner=9728, queries=4096, keys=1024)
+GEMMA2_2B = qwen_layers(layers=26, width=2304, inner=9216, queries=2048, keys=1024)
 QWEN25_VL_7B = qwen_layers(layers=28, width=3584, inner=18944, queries=3584, keys=512)

@@ -1,4 +1,4 @@
-"""Tiny tokenizers of the real classes, made offline: T5 (unigram) and Qwen2 (byte-level BPE).
+"""Tiny tokenizers of the real classes, made offline: T5 (unigram), Gemma and Qwen2 (byte-level BPE).
 
 Every character has a token of its own, so any two prompts differ and none has unknown tokens.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import string
 
-from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
+from transformers import CLIPTokenizer, GemmaTokenizer, Qwen2Tokenizer, T5Tokenizer
 
 from lora_trainer.families.locate import EMBEDDED_FOLDER
 
@@ -42,6 +42,22 @@ def t5_tokenizer() -> T5Tokenizer:
         *((character, -6.0) for character in characters),
     ]
     return T5Tokenizer(vocab=vocabulary, extra_ids=0, model_max_length=512)
+
+
+def gemma_tokenizer() -> GemmaTokenizer:
+    """Return a Gemma tokenizer: special tokens, then printable characters and `▁` with a letter."""
+    special = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+    characters = dict.fromkeys(
+        "▁" + string.ascii_letters + string.digits + string.punctuation + "\n"
+    )
+    merges = [("▁", letter) for letter in string.ascii_letters]
+    names = [*special, *characters, *(f"▁{letter}" for letter in string.ascii_letters)]
+    return GemmaTokenizer(
+        vocab={name: index for index, name in enumerate(names)},
+        merges=merges,  # type: ignore[arg-type]  # annotated as str, passed on to what takes pairs only
+        add_bos_token=True,
+        model_max_length=8192,
+    )
 
 
 def qwen2_tokenizer(*, chat_template: str | None = None) -> Qwen2Tokenizer:
