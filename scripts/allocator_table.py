@@ -1,6 +1,6 @@
 """Replays the default plans of all families through a model of PyTorch's allocator, and writes what they need.
 
-`python scripts/allocator_table.py [--families NAME ...] [--anew]` traces what has changed since docs/allocator.json
+`python -m scripts.allocator_table [--families NAME ...] [--anew]` traces what has changed since docs/allocator.json
 was written, a minute or two a plan on one thread, and writes that file and the table in docs/memory.md.
 tests/scripts/test_allocator_table.py fails when a plan is not the one that was replayed, or needs too much.
 
@@ -26,11 +26,11 @@ from lora_trainer.costs.cost_table import texts_vary
 from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.hardware.machine import GIB, Gpu, Hardware, tier
-from lora_trainer.planning.caching_allocator import CachingAllocator, Event, OutOfMemory, Replay
 from lora_trainer.planning.plan import Plan, PlanInput, plan
+from scripts.replay.caching_allocator import CachingAllocator, Event, OutOfMemory, Replay
 
 if TYPE_CHECKING:
-    from lora_trainer.measuring.allocations import Passes, Stays
+    from scripts.replay.allocations import Passes, Stays
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE, PAGE = ROOT / "docs" / "allocator.json", ROOT / "docs" / "memory.md"
@@ -231,7 +231,7 @@ def _how(made: Plan) -> str:
 
 
 def _traced(cell: Cell, made: Plan, networks: Networks) -> tuple[Stays, Passes]:
-    from lora_trainer.measuring.allocations import PassShape, built, passes, stays
+    from scripts.replay.allocations import PassShape, built, passes, stays
 
     facts, load = _facts(cell.source), made.load
     family = families.family(facts.family)

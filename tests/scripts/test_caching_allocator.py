@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.planning.caching_allocator import (
+from scripts.replay.caching_allocator import (
     MIB,
     Block,
     CachingAllocator,

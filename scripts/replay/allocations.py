@@ -1,7 +1,7 @@
 """The device allocations of a training in their order, traced on `meta` for a model of the allocator.
 
 Input is a load of the planner and the shapes of its passes. Output, in bytes: the tensors that stay from
-the first step to the last, and the allocation events of each pass for `planning/caching_allocator.py`.
+the first step to the last, and the allocation events of each pass for `caching_allocator.py`.
 Neither weights nor a GPU are needed.
 """
 
@@ -24,8 +24,8 @@ from lora_trainer.network.checkpointing import apply_checkpointing
 from lora_trainer.network.live_storages import FusedKernels, LiveStorages
 from lora_trainer.network.quantize import quantize
 from lora_trainer.network.swapped_blocks import BUFFERS, streamed_indices
-from lora_trainer.planning.caching_allocator import Event
 from lora_trainer.planning.loads import Load, runs_wide
+from scripts.replay.caching_allocator import Event
 
 META = torch.device("meta")
 DTYPES: Mapping[Precision, torch.dtype] = {

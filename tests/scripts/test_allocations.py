@@ -10,10 +10,10 @@ import pytest
 from lora_trainer.config.config import AdapterSettings, Checkpointing
 from lora_trainer.costs.trace import TracedNetwork
 from lora_trainer.families import family, known_base
-from lora_trainer.measuring.allocations import Passes, PassShape, Stays, built, passes, stays
-from lora_trainer.planning.caching_allocator import CachingAllocator, Event, Replay, highest_sum
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import predict
+from scripts.replay.allocations import Passes, PassShape, Stays, built, passes, stays
+from scripts.replay.caching_allocator import CachingAllocator, Event, Replay, highest_sum
 
 SD15 = known_base("stable-diffusion-v1-5/stable-diffusion-v1-5")
 LOAD = Load(
