@@ -119,10 +119,13 @@ def _lie_apart(findings: Findings, folders: Sequence[ImageFolder]) -> None:
         findings.named.add(folder.key)
 
 
-def set_length(foreign: Foreign, *, epochs: float | None, source: str) -> None:
+def set_length(
+    foreign: Foreign, *, epochs: float | None, source: str, whole_batches: bool = False
+) -> None:
     """Set `train.steps` from epochs, for which the images are counted; nothing without epochs.
 
-    Call it when the dataset, its repeats and the batch size are set.
+    Call it when the dataset, its repeats and the batch size are set. `whole_batches`: images that do not
+    fill a batch are left out there, and accumulation goes on over the end of an epoch.
     """
     findings = foreign.findings
     if not epochs or epochs < 0:
@@ -132,7 +135,11 @@ def set_length(foreign: Foreign, *, epochs: float | None, source: str) -> None:
         why = "give train.steps = epochs x images with repeats / train.batch_size: the images are not there"
         findings.lacks(source, epochs, why)
         return
-    steps = math.ceil(samples / findings.values.get("train.batch_size", 1)) * epochs
+    images = findings.values.get("train.batch_size", 1)
+    at_once = findings.values.get("memory.micro_batch", images)
+    steps = math.ceil(samples / images) * epochs
+    if whole_batches:
+        steps = (samples // at_once) * epochs * at_once // images
     note = f"of {samples} images, repeats included"
     findings.set("train.steps", max(1, math.ceil(steps)), source, note=note)
 

@@ -133,6 +133,7 @@ def set_optimizer(
         nearest = _like(nearest, why, rate="preset")
     chosen = f"optimizer.name={nearest.ours}"
     findings.set("optimizer.name", nearest.ours, source)
+    foreign.is_schedule_free = "schedulefree" in plain(name)
     if nearest.rate == "preset":
         findings.is_nearest(source, f"{shown(name)}: {chosen}, {nearest.why}")
         if rate_source != THERE:
@@ -286,8 +287,10 @@ def set_schedule(
     """
     findings = foreign.findings
     word = name.lower().rpartition(".")[2].replace("-", "_")
-    if findings.values.get("optimizer.name") == SCHEDULE_FREE:
+    if foreign.is_schedule_free:
         shape, why = "constant", ""  # there it takes the place of any schedule
+        if findings.values["optimizer.name"] != SCHEDULE_FREE:
+            warmup = 0
     else:
         shape, why = _SCHEDULES.get(
             word, ("constant", "schedules here are constant, linear and cosine")

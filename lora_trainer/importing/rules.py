@@ -131,7 +131,7 @@ class Foreign:
     `data` are its tables, `extra` flat keys of further files that it names, `beside` the folder it lies
     in, `called` what the file calls a key that is read under another name. `is_flow` says whether the base
     is trained by flow matching, `trains_text` whether its text encoders can be trained here; None: the file
-    does not say which base it is.
+    does not say which base it is. `is_schedule_free`: the optimizer that it names has no schedule.
     """
 
     values: Mapping[str, Any]
@@ -142,6 +142,7 @@ class Foreign:
     findings: Findings = field(default_factory=Findings)
     is_flow: bool | None = None
     trains_text: bool | None = None
+    is_schedule_free: bool = False
 
     def on(self, name: str) -> Any:
         """Return a key's value, None where it is off or missing."""

@@ -6,6 +6,7 @@ line for each thing that is only approximated or missing here.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -156,6 +157,28 @@ def set_timesteps(
         _carry(foreign, "objective.flow_shift", shift_source, shift)
     else:
         findings.lacks(shift_source, shift, "is no shift: 1 is none")
+
+
+def shift_by_tokens(
+    foreign: Foreign, *, low: float = 0.5, high: float = 1.15, most: int = 4096, token_px: int = 16
+) -> float:
+    """Return the shift at the imported resolution, exp of a line in tokens: `low` at 256, `high` at `most`.
+
+    For bases whose own sampler, objective.flow_shift=resolution, shifts in another way.
+    """
+    side = foreign.findings.values.get("data.resolution", 1024)
+    tokens = (side // token_px) ** 2
+    return float(f"{math.exp(low + (high - low) * (tokens - 256) / (most - 256)):.5g}")
+
+
+def set_timestep_range(foreign: Foreign, low: str, high: str) -> None:
+    """Set the trained timesteps from keys of the first one and of the one after the last."""
+    first, end = foreign.number(low), foreign.number(high)
+    if first:
+        carry(foreign.findings, "objective.min_timestep", low, int(first))
+    if end:
+        carry(foreign.findings, "objective.max_timestep", high, int(min(1000, end)) - 1)
+    foreign.stay("is not given", low, high)
 
 
 def set_snr_weights(

@@ -154,8 +154,10 @@ def _network(foreign: Foreign) -> None:
 
 def _optimizer(foreign: Foreign) -> None:
     findings = foreign.findings
-    rate_source = next((n for n in ("train.unet_lr", "train.lr") if foreign.on(n)), THERE)
+    rate_source = "train.lr" if foreign.on("train.lr") else THERE
     rate = foreign.number(rate_source, 1e-6)
+    foreign.stay("does nothing there for a network: all of it has the rate of train.lr",
+                 "train.unet_lr", "train.text_encoder_lr")  # fmt: skip
     source = "train.optimizer" if "train.optimizer" in foreign.values else THERE
     name = str(foreign.get("train.optimizer", "adamw"))
     ours = set_optimizer(foreign, name, source, rate=rate, rate_source=rate_source)
@@ -168,8 +170,7 @@ def _optimizer(foreign: Foreign) -> None:
         if key.startswith(prefix)
     }
     set_arguments(foreign, prefix, options)
-    foreign.stay("train.unet_lr says more", "train.lr")
-    foreign.stay("is not given", "train.unet_lr", "train.optimizer_params")
+    foreign.stay("is not given", "train.optimizer_params")
     steps = foreign.number("train.steps", 1000)
     word = str(foreign.get("train.lr_scheduler", "constant"))
     warmup_key = "train.lr_scheduler_params.num_warmup_steps"
@@ -195,10 +196,8 @@ def _optimizer(foreign: Foreign) -> None:
         if "train.steps" not in foreign.values:
             findings.sources["train.steps"] = THERE
     trained = foreign.flag("train.train_text_encoder")
-    key = "train.text_encoder_lr" if foreign.on("train.text_encoder_lr") else rate_source
     shared.set_text_encoder(foreign, trained=trained, source="train.train_text_encoder",
-                            rates=[(key, foreign.number(key, rate) or 0.0)] if trained else ())  # fmt: skip
-    foreign.stay("text encoders are not trained", "train.text_encoder_lr")
+                            rates=[(rate_source, rate or 0.0)] if trained else ())  # fmt: skip
     if foreign.flag("train.ema_config.use_ema"):
         decay = foreign.number("train.ema_config.ema_decay", 0.999)
         findings.set("train.ema_decay", decay, "train.ema_config.use_ema", *(
@@ -219,17 +218,18 @@ def _optimizer(foreign: Foreign) -> None:
 
 def _objective(foreign: Foreign) -> None:
     findings = foreign.findings
-    gamma = next(
-        (n for n in ("train.min_snr_gamma", "train.snr_gamma") if foreign.on(n)),
-        "train.min_snr_gamma",
-    )
+    gamma = "train.snr_gamma" if foreign.on("train.snr_gamma") else "train.min_snr_gamma"
     shared.set_snr_weights(foreign, foreign.number(gamma), gamma)
+    if gamma == "train.snr_gamma" and not foreign.is_flow:
+        how = "min_snr: weights of gamma / SNR there grow without bound, here up to 1"
+        findings.is_nearest(gamma, f"{foreign.values[gamma]}: {how}")
     foreign.stay("is off there", "train.min_snr_gamma", "train.snr_gamma")
     kind = str(foreign.get("train.loss_type", "mse"))
-    ours = {"mse": "mse", "pseudo_huber": "huber", "mae": "smooth_l1"}.get(kind, "mse")
+    ours = {"mse": "mse", "pseudo_huber": "smooth_l1", "mae": "smooth_l1"}.get(kind, "mse")
     findings.set("objective.loss", ours, *foreign.there("train.loss_type"))
-    if kind not in ("mse", "pseudo_huber"):
-        findings.is_nearest("train.loss_type", f"{kind}: objective.loss={ours}")
+    if kind != "mse":
+        times = ", twice as large" if ours == "smooth_l1" else ""
+        findings.is_nearest("train.loss_type", f"{kind}: objective.loss={ours}{times}")
     if ours != "mse":
         findings.set("objective.huber_delta", 0.01, note="what comes near to it")
         findings.set("objective.huber_schedule", "constant", note=THERE)
@@ -237,10 +237,19 @@ def _objective(foreign: Foreign) -> None:
         foreign.number("train.min_denoising_steps", 0),
         foreign.number("train.max_denoising_steps", 999),
     )
+    # There they are places in a list of timesteps that begins with pure noise.
     if low and low > 0:
-        carry(findings, "objective.min_timestep", "train.min_denoising_steps", int(low))
+        carry(findings, "objective.max_timestep", "train.min_denoising_steps", 999 - int(low))
     if high is not None and 0 <= high < 999:
-        carry(findings, "objective.max_timestep", "train.max_denoising_steps", int(high))
+        carry(findings, "objective.min_timestep", "train.max_denoising_steps", 999 - int(high))
+    if (
+        foreign.is_flow
+        and (low or high != 999)
+        and foreign.get("train.timestep_type", "sigmoid") != "linear"
+    ):
+        name = foreign.there("train.max_denoising_steps", "train.min_denoising_steps")[0]
+        how = "the drawn timesteps are squeezed into the range, there those outside are left out"
+        findings.is_nearest(name, how)
     foreign.stay("is all of the range", "train.min_denoising_steps", "train.max_denoising_steps")
     _timesteps(foreign)
     _preservation(foreign)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
@@ -43,6 +43,11 @@ MODELS: Mapping[str, bool] = {
     **dict.fromkeys(("flux", "flux2", "chroma", "sd3", "qwen_image", "z_image"), True),
 }
 """Models that are trained here, and whether by flow matching."""
+_NEAREST_LOSS = {
+    "pseudo_huber_c": "objective.loss=huber, as earlier versions had it: today's does not read it",
+    "huber_delta": "objective.loss=huber, twice as large and without a corner",
+    "smooth_l1_beta": "objective.loss=smooth_l1, larger and without a corner",
+}
 _PROGRAM = Idle("is about that program, not about the result")
 _MEMORY = Idle("the plan fits the training into memory; that never changes the result")
 _EVALUATION = Lacks(
@@ -185,8 +190,8 @@ def read(foreign: Foreign) -> None:
         findings.lacks("model.merge_adapters", adapters, why)
     _adapter(foreign)
     _optimizer(foreign)
-    _objective(foreign)
     _dataset(foreign)
+    _objective(foreign)
     _length(foreign)
     shared.settle(foreign)
 
@@ -214,6 +219,7 @@ def _adapter(foreign: Foreign) -> None:
 
 
 def _optimizer(foreign: Foreign) -> None:
+    findings = foreign.findings
     sources = [n for n in ("force_constant_lr", "model.unet_lr", "optimizer.lr") if foreign.on(n)]
     rate_source = sources[0] if sources else THERE
     rate = foreign.number(rate_source)
@@ -240,6 +246,12 @@ def _optimizer(foreign: Foreign) -> None:
         foreign, trained=trained, source=flags[0] if flags else THERE, rates=rates
     )
     foreign.stay("text encoders are not trained, or all are", *flags)
+    if foreign.values.get("lr_scheduler") == "cosine":
+        findings.is_nearest(
+            "lr_scheduler", "cosine: over train.steps, there over all epochs down to 1e-6"
+        )
+    elif foreign.values.get("lr_scheduler") == "linear" and foreign.on("max_steps"):
+        findings.is_nearest("lr_scheduler", "linear: over train.steps, there over all epochs")
     set_schedule(
         foreign, str(foreign.get("lr_scheduler", "constant")),
         "lr_scheduler" if "lr_scheduler" in foreign.values else THERE,
@@ -262,29 +274,30 @@ def _objective(foreign: Foreign) -> None:
     if chosen:
         carry(findings, "objective.huber_delta", chosen, min(1.0, foreign.number(chosen) or 1.0))
         findings.set("objective.huber_schedule", "constant", note=THERE)
+        findings.is_nearest(chosen, f"{foreign.values[chosen]}: {_NEAREST_LOSS[chosen]}")
     foreign.stay("is off there", *losses)
     method = str(foreign.get("model.timestep_sample_method", "logit_normal"))
     scale, shift = (
         foreign.number("model.sigmoid_scale", 1.0) or 1.0,
         foreign.number("model.shift", 1.0) or 1.0,
     )
-    by_size = foreign.flag("model.flux_shift")
+    fixed = foreign.on("model.shift")
+    by_size = foreign.flag("model.flux_shift") and not fixed
+    own: float | Literal["resolution"] = "resolution"
+    if by_size and foreign.is_flow and foreign.values["model.type"] != "flux":
+        own = shared.shift_by_tokens(
+            foreign, token_px=32 if foreign.values["model.type"] == "flux2" else 16
+        )
+        findings.is_nearest("model.flux_shift", f"{own:g}, that of this resolution")
     drawn: shared.Distribution = (
         "logit_normal" if method == "logit_normal" and foreign.is_flow else "uniform"
     )
     shared.set_timesteps(
         foreign, drawn, "model.timestep_sample_method", std=scale if drawn == "logit_normal" else 1.0,
-        std_source="model.sigmoid_scale", shift="resolution" if by_size else shift,
+        std_source="model.sigmoid_scale", shift=own if by_size else shift,
         shift_source="model.flux_shift" if by_size else "model.shift",
     )  # fmt: skip
-    for name, key, limit in (
-        ("model.min_t", "objective.min_timestep", 0),
-        ("model.max_t", "objective.max_timestep", 1),
-    ):
-        value = foreign.number(name)
-        if value is not None and 0 <= value <= 1 and value != limit:
-            findings.set(key, min(999, int(1000 * value)), name)
-        foreign.stay("is all of the range", name)
+    foreign.stay("is read for Wan alone, there too", "model.min_t", "model.max_t")
     if foreign.is_flow:
         guidance = foreign.number("model.guidance", 1.0)
         findings.set("objective.guidance_scale", guidance, *foreign.there("model.guidance"))
@@ -366,6 +379,11 @@ def _read_tables(foreign: Foreign, data: Mapping[str, Any]) -> None:
             for key in limits
         ]
         findings.set("data.max_aspect", float(f"{min(8.0, aspect):.4g}"), *told)
+        name = "dataset.num_ar_buckets" if "num_ar_buckets" in shared_values else (
+            "dataset.directory[0].num_ar_buckets")  # fmt: skip
+        if "num_ar_buckets" in first:
+            how = "all shapes up to data.max_aspect in the base's own steps"
+            findings.is_nearest(name, f"{first['num_ar_buckets']}: {how}")
     share = first.get("uncond_fraction")
     if isinstance(share, int | float) and 0 < share <= 1:
         findings.set("data.caption_dropout", float(share), "dataset.uncond_fraction")

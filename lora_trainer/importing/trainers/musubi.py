@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
@@ -39,6 +39,8 @@ from lora_trainer.importing.trainers.sd_scripts_keys import KEYS as SD_SCRIPTS_K
 NAME = "musubi-tuner"
 NETWORKS = ("lora_qwen_image", "lora_zimage", "lora_flux_2")
 """Its modules for models that are trained here."""
+_OWN_SHIFT = {"lora_qwen_image": "qwen_shift", "lora_flux_2": "flux2_shift"}
+"""The shift by size that is that of the base's own sampler."""
 _OTHER_NETWORKS = ("lora_wan", "lora_framepack", "lora_hv_1_5", "lora_kandinsky", "lora_hidream_o1",
                    "lora_ideogram4", "lora_krea2")  # fmt: skip
 _VIDEO = Refused("is of videos or of a model that is not trained here")
@@ -136,9 +138,9 @@ def read(foreign: Foreign) -> None:
     shared.set_text_encoder(foreign, trained=False, source=THERE)
     foreign.findings.set("objective.weighting", "none", note=THERE)
     foreign.findings.set("objective.loss", "mse", note=THERE)
+    _dataset(foreign)
     _timesteps(foreign)
     sd_scripts.read_precision(foreign)
-    _dataset(foreign)
     sd_scripts.read_output(foreign)
     sd_scripts.read_length(foreign)
     foreign.stay("attention kernels are chosen by the plan", "flash_attn", "sage_attn", "flash3")
@@ -163,7 +165,7 @@ def _timesteps(foreign: Foreign) -> None:
                 "weighting_scheme", "mode: its ends are swapped there, which matters little"
             )
         shared.set_timesteps(foreign, drawn, "weighting_scheme", mean=-mean, mean_source="logit_mean", std=std,
-                             std_source="logit_std", shift=shift, shift_source="discrete_flow_shift")  # fmt: skip
+                             std_source="logit_std")  # fmt: skip
     elif word == "logsnr":
         shared.set_timesteps(foreign, "logit_normal", "timestep_sampling", mean=-mean / 2,
                              mean_source="logit_mean", std=std / 2, std_source="logit_std")  # fmt: skip
@@ -172,17 +174,25 @@ def _timesteps(foreign: Foreign) -> None:
         by_size = word.endswith("_shift") or word.startswith("qinglong")
         if word.startswith("qinglong"):
             findings.is_nearest("timestep_sampling", f"{word}: sigmoid with the base's own shift")
-        fixed = shift if word == "shift" else 1.0
+        fixed: float | Literal["resolution"] = shift if word == "shift" else 1.0
+        module = str(foreign.get("network_module", "")).rpartition(".")[2]
+        if by_size and _OWN_SHIFT.get(module) in (
+            word,
+            word.replace("qinglong_qwen", "qwen_shift"),
+        ):
+            fixed = "resolution"
+        elif by_size:
+            is_qwen = "qwen" in word
+            fixed = shared.shift_by_tokens(
+                foreign, high=0.9 if is_qwen else 1.15, most=8192 if is_qwen else 4096,
+                token_px=32 if module == "lora_flux_2" else 16,
+            )  # fmt: skip
+            findings.is_nearest("timestep_sampling", f"{word}: {fixed:g}, that of this resolution")
         shared.set_timesteps(
-            foreign, drawn, "timestep_sampling", std=scale, std_source="sigmoid_scale",
-            shift="resolution" if by_size else fixed,
+            foreign, drawn, "timestep_sampling", std=scale, std_source="sigmoid_scale", shift=fixed,
             shift_source="discrete_flow_shift" if word == "shift" else "timestep_sampling",
         )  # fmt: skip
-    low, high = foreign.number("min_timestep"), foreign.number("max_timestep")
-    if low:
-        carry(findings, "objective.min_timestep", "min_timestep", int(low))
-    if high:
-        carry(findings, "objective.max_timestep", "max_timestep", int(min(999, high)))
+    shared.set_timestep_range(foreign, "min_timestep", "max_timestep")
     guidance = foreign.number("guidance_scale", 1.0)
     findings.set("objective.guidance_scale", guidance, *foreign.there("guidance_scale"))
     buckets = foreign.number("num_timestep_buckets")
@@ -191,7 +201,6 @@ def _timesteps(foreign: Foreign) -> None:
     foreign.stay(f"does nothing there with timestep_sampling={word}", "discrete_flow_shift", "sigmoid_scale",
                  "logit_mean", "logit_std", "mode_scale", "weighting_scheme", "timestep_sampling",
                  "num_timestep_buckets")  # fmt: skip
-    foreign.stay("is not given", "min_timestep", "max_timestep")
 
 
 def _dataset(foreign: Foreign) -> None:

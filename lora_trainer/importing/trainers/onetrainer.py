@@ -289,6 +289,9 @@ def _loss(foreign: Foreign) -> None:
             "objective.huber_delta", min(1.0, delta if main == "huber" else 0.1), "huber_delta"
         )
         findings.set("objective.huber_schedule", "constant", note=THERE)
+        if main == "huber":
+            how = "objective.loss=huber, twice as large and without a corner"
+            findings.is_nearest("huber_strength", f"{strengths[main]:g}: {how}")
     foreign.stay("another loss is the strongest", *names)
     foreign.stay("is of Huber's loss", "huber_delta")
     weight = str(foreign.get("loss_weight_fn", "CONSTANT")).upper()
@@ -391,7 +394,7 @@ def _data(foreign: Foreign) -> None:
                      times_source="gradient_accumulation_steps")  # fmt: skip
     set_concepts(foreign)
     epochs = foreign.number("epochs", 100)
-    set_length(foreign, epochs=epochs, source="epochs")
+    set_length(foreign, epochs=epochs, source="epochs", whole_batches=True)
     _warmup(foreign)
 
 

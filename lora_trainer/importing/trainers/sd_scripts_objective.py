@@ -6,6 +6,7 @@ Its FLUX and SD3 trainers draw sigmas in different ways; both are put into one d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from lora_trainer.importing import shared
 from lora_trainer.importing.rules import THERE, Foreign, carry
@@ -21,18 +22,21 @@ def read_objective(foreign: Foreign) -> None:
         findings.set("objective.weighting", "debiased", "debiased_estimation_loss")
     foreign.stay("is off there, or flow matching has no such weights", "debiased_estimation_loss")
     _loss(foreign)
-    low, high = foreign.number("min_timestep"), foreign.number("max_timestep")
-    if low:
-        carry(findings, "objective.min_timestep", "min_timestep", int(low))
-    if high:
-        carry(findings, "objective.max_timestep", "max_timestep", int(min(999, high)))
-    foreign.stay("is not given", "min_timestep", "max_timestep")
+    if foreign.is_flow and not _is_sd3(foreign):
+        foreign.stay("does nothing there with FLUX and Chroma", "min_timestep", "max_timestep")
+    else:
+        shared.set_timestep_range(foreign, "min_timestep", "max_timestep")
     if foreign.is_flow:
         _flow(foreign)
     else:
         shared.set_timesteps(foreign, "uniform", THERE)
         names = ("weighting_scheme", "timestep_sampling", "logit_mean", "logit_std", "mode_scale")
         foreign.stay("is for flow matching", *names)
+
+
+def _is_sd3(foreign: Foreign) -> bool:
+    module = str(foreign.values.get("network_module"))
+    return "training_shift" in foreign.values or module.endswith("sd3")
 
 
 def _loss(foreign: Foreign) -> None:
@@ -48,26 +52,23 @@ def _loss(foreign: Foreign) -> None:
     else:
         findings.set("objective.loss", ours, *foreign.there("loss_type"))
     if ours in ("huber", "smooth_l1"):
-        delta = (foreign.number("huber_c", 0.1) or 0.1) * (
-            foreign.number("huber_scale", 1.0) or 1.0
-        )
+        delta, scale = foreign.number("huber_c", 0.1) or 0.1, foreign.number("huber_scale", 1.0)
+        schedule = str(foreign.get("huber_schedule", "snr"))
+        if schedule == "constant":
+            delta *= scale or 1.0
+        elif schedule == "exponential" and scale not in (None, 1):
+            findings.lacks("huber_scale", scale, "the threshold without noise is 1")
+        foreign.stay("does nothing there with this huber_schedule", "huber_scale")
         names = [name for name in ("huber_c", "huber_scale") if name in foreign.values]
         findings.set("objective.huber_delta", min(1.0, delta), *names, note="" if names else THERE)
-        carry(
-            findings,
-            "objective.huber_schedule",
-            "huber_schedule",
-            foreign.get("huber_schedule", "snr"),
-        )
+        carry(findings, "objective.huber_schedule", "huber_schedule", schedule)
     foreign.stay("is of loss_type huber and smooth_l1", "huber_c", "huber_scale", "huber_schedule")
 
 
 def _flow(foreign: Foreign) -> None:
     """There, sigmas are drawn at descending indices: a mean above 0 is less noise, here it is more."""
     findings = foreign.findings
-    is_sd3 = "training_shift" in foreign.values or str(
-        foreign.values.get("network_module")
-    ).endswith("sd3")
+    is_sd3 = _is_sd3(foreign)
     scheme = str(foreign.get("weighting_scheme", "uniform"))
     sampling = "density" if is_sd3 else str(foreign.get("timestep_sampling", "sigma"))
     shift_name = "training_shift" if is_sd3 else "discrete_flow_shift"
@@ -95,9 +96,15 @@ def _flow(foreign: Foreign) -> None:
         by_size = sampling.endswith("_shift")
         if sampling not in ("uniform", "sigmoid", "shift") and not by_size:
             findings.is_nearest("timestep_sampling", f"{sampling}: sigmoid without a shift")
+        own: float | Literal["resolution"] = "resolution"
+        if by_size and foreign.values.get("model_type") == "chroma":
+            own = shared.shift_by_tokens(foreign)
+            findings.is_nearest(
+                "timestep_sampling", f"{sampling}: {own:g}, that of this resolution"
+            )
         shared.set_timesteps(
             foreign, distribution, "timestep_sampling", std=scale, std_source="sigmoid_scale",
-            shift="resolution" if by_size else shift if sampling == "shift" else 1.0,
+            shift=own if by_size else shift if sampling == "shift" else 1.0,
             shift_source="timestep_sampling" if by_size or sampling != "shift" else shift_name,
         )  # fmt: skip
     if not is_sd3:

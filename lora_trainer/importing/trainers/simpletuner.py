@@ -215,6 +215,10 @@ def _optimizer(foreign: Foreign) -> None:
     foreign.stay("is not given", "optimizer_config")
     steps = foreign.number("max_train_steps", 0) or 0
     warmup = foreign.number("lr_warmup_steps", 0) or 0
+    if foreign.values.get("lr_scheduler") in ("cosine", "sine", "cosine_with_restarts"):
+        how = f"one fall, there waves of lr_warmup_steps={warmup:g} steps without a warm-up"
+        findings.is_nearest("lr_scheduler", f"{foreign.values['lr_scheduler']}: {how}")
+        warmup = 0
     set_schedule(
         foreign, str(foreign.get("lr_scheduler", "constant_with_warmup")),
         "lr_scheduler" if "lr_scheduler" in foreign.values else THERE,
@@ -320,7 +324,7 @@ def _timesteps(foreign: Foreign) -> None:
         foreign.number("flow_sigmoid_scale", 1.0) or 1.0,
         foreign.number("flow_schedule_shift", 3.0),
     )
-    by_size = foreign.flag("flow_schedule_auto_shift")
+    by_size = foreign.flag("flow_schedule_auto_shift") and (shift or 0) <= 0
     source = "flow_use_uniform_schedule" if uniform or beta else "flow_sigmoid_scale"
     if beta and not uniform:
         findings.is_nearest("flow_use_beta_schedule", "sigmoid: both draw the middle more often")
