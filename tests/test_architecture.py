@@ -123,6 +123,7 @@ ABOUT_RELEASES = (
     ROOT / "lora_trainer" / "importing" / "trainers",
     ROOT / "lora_trainer" / "captioning" / "catalogue.py",
     ROOT / "scripts" / "readers",
+    ROOT / "scripts" / "trainers",
     ROOT / "scripts" / "allocator_table.py",
     ROOT / "scripts" / "timestep_table.py",
     ROOT / "benchmarks" / "random_bases.py",

@@ -181,9 +181,7 @@ def set_timestep_range(foreign: Foreign, low: str, high: str) -> None:
     foreign.stay("is not given", low, high)
 
 
-def set_snr_weights(
-    foreign: Foreign, gamma: float | None, source: str, *, soft: bool = False
-) -> None:
+def set_snr_weights(foreign: Foreign, gamma: float | None, source: str) -> None:
     """Set min-SNR weights where there is a gamma and the base is not trained by flow matching."""
     findings = foreign.findings
     if gamma and foreign.is_flow:
@@ -192,7 +190,7 @@ def set_snr_weights(
         )
         gamma = None
     if gamma:
-        findings.set("objective.weighting", "soft_min_snr" if soft else "min_snr", source)
+        findings.set("objective.weighting", "min_snr", source)
         carry(findings, "objective.min_snr_gamma", source, gamma)
         return
     foreign.stay("is off there", source)

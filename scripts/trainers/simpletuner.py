@@ -42,8 +42,8 @@ FAMILIES = {
 
 def resolve(file: Path) -> Numbers:
     """Return the numbers of a config.json and of the data backends that it names."""
-    from simpletuner.helpers.configuration.cli_utils import mapping_to_cli_args
     from simpletuner.helpers.configuration import cmd_args
+    from simpletuner.helpers.configuration.cli_utils import mapping_to_cli_args
     from simpletuner.helpers.training.custom_schedule import get_lr_scheduler
 
     data = {
@@ -52,9 +52,6 @@ def resolve(file: Path) -> Numbers:
     }
     data.setdefault("model_flavour", None)
     data = {name: value for name, value in data.items() if value is not None}
-    parser = cmd_args.get_argument_parser()
-    parser.set_defaults(sana_complex_human_instruction=None)  # is read for every model
-    cmd_args.get_argument_parser = lambda: parser
     args = cmd_args.parse_cmdline_args(mapping_to_cli_args(data))
     if args is None:
         raise ValueError("its parser refuses the file")
@@ -72,7 +69,7 @@ def resolve(file: Path) -> Numbers:
         **_noise_and_errors(args, is_flow=is_flow),
     }
     if args.lora_type == "standard":
-        numbers |= {"rank": args.lora_rank, "alpha": args.lora_alpha}
+        numbers |= {"rank": args.lora_rank, "alpha": args.lora_alpha or args.lora_rank}
     if args.max_train_steps:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
         one = SimpleNamespace(num_processes=1)
@@ -126,14 +123,17 @@ def _noise_and_errors(args: Any, *, is_flow: bool) -> Numbers:
         )
 
         weights = generate_timestep_weights(args, 1000)
-        drawn = segmented_timestep_selection(
-            actual_num_timesteps=1000,
-            bsz=DRAWS,
-            weights=weights,
-            config=args,
-            use_refiner_range=False,
-        )
-        steps = drawn.tolist()
+        drawn = [
+            segmented_timestep_selection(
+                actual_num_timesteps=1000,
+                bsz=4,
+                weights=weights,
+                config=args,
+                use_refiner_range=False,
+            )
+            for _ in range(DRAWS // 8)
+        ]
+        steps = torch.cat(drawn).tolist()
     else:
         side = int(args.resolution) // 8
         batch = {
@@ -179,12 +179,12 @@ def _buckets(backend: dict[str, Any], args: Any) -> list[list[int]]:
 
 if __name__ == "__main__":
     given = arguments(__doc__ or "")
-    # Its parser imports all of its models for the names of their kinds; two are asked for more.
+    # Its parser imports all of its models for the names of their kinds; flux has a formula that is asked for.
     models = given.checkout / "simpletuner" / "helpers" / "models"
     folders = [
         folder.name
         for folder in models.iterdir()
-        if folder.is_dir() and folder.name not in ("flux", "sana")
+        if folder.is_dir() and folder.name not in ("flux", "field_registry")
     ]
     mocked(*(f"simpletuner.helpers.models.{name}" for name in folders))
     mocked(

@@ -260,9 +260,10 @@ def _optimizer(foreign: Foreign) -> None:
 
 def _objective(foreign: Foreign) -> None:
     findings = foreign.findings
-    soft = foreign.flag("use_soft_min_snr")
-    shared.set_snr_weights(foreign, foreign.number("snr_gamma"), "snr_gamma", soft=soft)
-    foreign.stay("says which weights snr_gamma has", "use_soft_min_snr")
+    shared.set_snr_weights(foreign, foreign.number("snr_gamma"), "snr_gamma")
+    foreign.stay(
+        "is written on the model card there and does nothing to the loss", "use_soft_min_snr"
+    )
     kind = str(foreign.get("loss_type", "l2"))
     ours = {"l2": "mse", "huber": "huber", "smooth_l1": "smooth_l1"}.get(kind, "mse")
     findings.set("objective.loss", ours, *foreign.there("loss_type"))
