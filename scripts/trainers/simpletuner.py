@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
+from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,5 +205,6 @@ if __name__ == "__main__":
         "wcwidth",
     )
     sys.path.insert(0, str(given.checkout))
+    os.chdir(mkdtemp())  # it writes what it knows of sizes into the folder it is started from
     sys.argv = sys.argv[:1]
     run(resolve, name="SimpleTuner", commit=given.commit, files=given.files, write=given.write)
