@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from lora_trainer.common.errors import InputError, MachineError, TrainingStopped
 from lora_trainer.common.files import disk_error, write_atomic
 from lora_trainer.families.base import NewWord
-from lora_trainer.lora_file.stream import BodyHashes, Slot, header_bytes, ordered
+from lora_trainer.lora_file.stream import Slot, ordered, sealed
 
 FOLDER = "embeddings"
 KEYS = ("emb_params", "clip_l", "clip_g")
@@ -58,14 +58,11 @@ def write_embedding(path: Path, vectors: Vectors, *, metadata: Mapping[str, str]
         Slot(name=key, dtype="F32", shape=values.shape) for key, values in vectors.items()
     )
     body = b"".join(vectors[slot.name].astype("<f4").tobytes() for slot in slots)
-    hashes = BodyHashes()
-    hashes.update(body)
-    header = header_bytes(slots, {**metadata, **hashes.entries(slots, metadata)})
     try:
         path.parent.mkdir(exist_ok=True)
     except OSError as error:
         raise disk_error(path.parent, error) from error
-    write_atomic(path, header + body)
+    write_atomic(path, sealed(slots, body, metadata))
     found = read_embedding(path).vectors
     if found.keys() != vectors.keys() or any(
         not np.array_equal(found[key], vectors[key]) for key in vectors

@@ -49,12 +49,27 @@ class HeaderEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A file behind its header: `file` stands at the first tensor byte, `entries` are in its order."""
+    """An open file whose header is checked; `entries` are in file order, `start` is the first tensor byte."""
 
     path: Path
     file: BinaryIO
+    start: int
     entries: tuple[HeaderEntry, ...]
     metadata: Mapping[str, str]
+
+    def read(self, entry: HeaderEntry) -> bytearray:
+        """Return a tensor's bytes; raises InputError when the file became shorter or cannot be read."""
+        data = bytearray(entry.end - entry.begin)
+        try:
+            self.file.seek(self.start + entry.begin)
+            length = self.file.readinto(data)  # type: ignore[attr-defined]  # all binary files have it
+        except OSError as error:
+            raise InputError(
+                f"cannot read {self.path}: {error.strerror}", fix="try again"
+            ) from None
+        if length != len(data):
+            raise InputError(f"{self.path} changed while it was read", fix="start again")
+        return data
 
 
 @contextmanager
@@ -68,6 +83,7 @@ def open_checked(source: Path | bytes) -> Iterator[Opened]:
         yield Opened(
             path=path,
             file=file,
+            start=start,
             entries=tuple(entries),
             metadata=_checked_metadata(header, path),
         )

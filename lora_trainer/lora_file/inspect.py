@@ -143,7 +143,7 @@ def _read(spelt: SpeltAdapter) -> tuple[Body, dict[str, float]]:
     digest, alphas, not_finite, misshapen = sha256(), dict[str, float](), [], dict[str, str]()
     squares: dict[str, float] = {}
     for entry in spelt.opened.entries:
-        data = spelt.data(entry)
+        data = spelt.opened.read(entry)
         digest.update(data)
         values = numbers(data, entry)
         if values.dtype.kind == "f" and not np.isfinite(values).all():

@@ -54,10 +54,10 @@ def normal_form(
     arrays: Mapping[Role, Array],
     *,
     dtypes: Mapping[Role, str],
-    stated: Callable[[int], float],
+    strength_of: Callable[[int], float],
     magnitude_of_outputs: bool = False,
 ) -> Update:
-    """Return the update of a module; `stated` gives the strength for a rank where no alpha does.
+    """Return the update of a module; `strength_of` gives the strength for a rank where no alpha does.
 
     Raises ValueError, whose text follows the module's name, for tensors that do not fit together.
     """
@@ -67,14 +67,15 @@ def normal_form(
         for role, array in arrays.items()
         if role not in ("alpha", "up_bias", "magnitude", "scaled", "on_input")
     }
-    kept = {str(role): dtype for role, dtype in dtypes.items()}
     match kind:
-        case "lora":
-            tensors = _lora(tensors)
+        case "lora" if "mid" in tensors:
+            tensors["down"] = _tucker(tensors.pop("mid"), _matrix(tensors["down"]))
         case "loha":
             tensors = _loha(tensors)
-        case "lokr":
-            tensors = _lokr(tensors)
+        case "lokr" if "t2" in tensors:
+            product = _tucker(tensors.pop("t2"), tensors["w2_b"])
+            tensors["w2_a"] = np.ascontiguousarray(tensors["w2_a"].T)
+            tensors["w2_b"] = product.reshape(product.shape[0], -1, *product.shape[2:])
         case "oft":
             tensors = _oft(tensors, constraint=alpha)
         case "oft_in":
@@ -82,41 +83,30 @@ def normal_form(
         case "glora":
             tensors = _glora(tensors)
         case "ia3":
-            tensors = _ia3(tensors, on_input=bool(np.any(arrays["on_input"])))
-        case "full" | "norm":
-            if not tensors:
-                raise ValueError("has no numbers")
+            side = "by_input" if np.any(arrays["on_input"]) else "by_output"
+            tensors[side] = tensors.pop("factor").reshape(-1)
+        case "full" | "norm" if not tensors:
+            raise ValueError("has no numbers")
     rank = _rank(kind, tensors, alpha=alpha)
-    scale = _scale(kind, tensors, alpha=alpha, rank=rank, stated=stated)
+    scale = _scale(kind, tensors, alpha=alpha, rank=rank, strength_of=strength_of)
     if "up_bias" in arrays:
         # peft's bias of lora_B is added with the strength of the rest.
         tensors["bias"] = np.asarray(arrays["up_bias"], dtype=np.float64) * scale
     if "bias" in tensors:
         tensors["bias"] = tensors["bias"].reshape(-1)
+    # Numbers that were computed are float64, so an array of another dtype than the file's is not the file's.
+    file_dtypes = {
+        str(role): dtype
+        for role, dtype in dtypes.items()
+        if role in tensors and tensors[role].dtype == arrays[role].dtype
+    }
     if "magnitude" in arrays:
         name, values = _magnitude(arrays["magnitude"], tensors, kind, outputs=magnitude_of_outputs)
         tensors[name] = values
-        kept[name] = kept["magnitude"]
-    update = Update(
-        kind=kind,
-        arrays=tensors,
-        rank=rank,
-        scale=scale,
-        dtypes={name: kept[name] for name in tensors if _untouched(name, tensors, arrays, kept)},
-    )
+        file_dtypes[name] = dtypes["magnitude"]
+    update = Update(kind=kind, arrays=tensors, rank=rank, scale=scale, dtypes=file_dtypes)
     _check_sizes(update)
     return update
-
-
-def _untouched(
-    name: str, tensors: Arrays, arrays: Mapping[Role, Array], kept: Mapping[str, str]
-) -> bool:
-    if name not in kept:
-        return False
-    if name == "input_magnitude" or name == "magnitude":
-        return True
-    own = {str(role): array for role, array in arrays.items()}.get(name)
-    return own is not None and tensors[name].dtype == own.dtype
 
 
 def _alpha(arrays: Mapping[Role, Array]) -> float | None:
@@ -127,35 +117,29 @@ def _alpha(arrays: Mapping[Role, Array]) -> float | None:
     return float(arrays["alpha"].reshape(()))
 
 
-def _lora(tensors: Arrays) -> Arrays:
-    if "mid" in tensors:  # two small products are the ordinary down matrix
-        down = tensors["down"].reshape(tensors["down"].shape[0], -1)
-        product = np.einsum("ij...,jn->in...", tensors.pop("mid").astype(np.float64), down)
-        tensors["down"] = product
-    return tensors
+def _matrix(array: Array) -> Array:
+    return array.reshape(array.shape[0], -1)
+
+
+def _tucker(core: Array, inner: Array) -> Array:
+    """Multiply a core [i, j, kernel] with `inner` [j, n]: [i, n, kernel] in float64.
+
+    Trainers split a convolution into three factors (Tucker form, the core holds the kernel). Two of them
+    multiplied are the input factor of the plain form, at the same rank.
+    """
+    product: Array = np.einsum("ij...,jn->in...", core.astype(np.float64), inner)
+    return product
 
 
 def _loha(tensors: Arrays) -> Arrays:
     for number in ("1", "2"):
         core = tensors.pop(f"t{number}", None)
-        if core is not None:  # [r, out], [r, in] around [r, r, kernel]
+        if core is not None:  # LyCORIS has [r, out] and [r, in] around [r, r, kernel]
             inner = tensors[f"w{number}_b"].astype(np.float64)
             tensors[f"w{number}_a"] = np.ascontiguousarray(tensors[f"w{number}_a"].T)
-            product = np.einsum("ij...,jn->in...", core.astype(np.float64), inner)
-            tensors[f"w{number}_b"] = product.reshape(product.shape[0], -1)
+            tensors[f"w{number}_b"] = _tucker(core, inner)
         for side in ("a", "b"):
-            name = f"w{number}_{side}"
-            tensors[name] = tensors[name].reshape(tensors[name].shape[0], -1)
-    return tensors
-
-
-def _lokr(tensors: Arrays) -> Arrays:
-    core = tensors.pop("t2", None)
-    if core is not None:
-        product = np.einsum("ij...,jn->in...", core.astype(np.float64), tensors["w2_b"])
-        tensors["w2_a"] = np.ascontiguousarray(tensors["w2_a"].T)
-        kernel = product.shape[2:]
-        tensors["w2_b"] = product.reshape(product.shape[0], -1, *kernel)
+            tensors[f"w{number}_{side}"] = _matrix(tensors[f"w{number}_{side}"])
     return tensors
 
 
@@ -164,12 +148,14 @@ def _oft(tensors: Arrays, *, constraint: float | None) -> Arrays:
     if blocks.ndim not in (3, 4) or blocks.shape[-2] != blocks.shape[-1]:
         raise ValueError(f"has rotations of shape {blocks.shape}, not (count, size, size)")
     out = blocks.shape[-3] * blocks.shape[-1]
+    # Round n of a BOFT pairs outputs 2^n half blocks apart (arXiv 2311.06243, section 3).
     if blocks.ndim == 4 and (
         blocks.shape[-1] % 2 or out % (2 ** (len(blocks) - 1) * blocks.shape[-1])
     ):
         raise ValueError(f"is a BOFT of {len(blocks)} rounds, which its {out} outputs do not allow")
     if constraint:
-        # LyCORIS and sd-scripts: the norm of all of a layer's skew matrices is at most alpha x out.
+        # COFT: in LyCORIS and sd-scripts the alpha of an OFT is no strength but a limit, the norm of all
+        # of a layer's skew matrices is at most alpha x out.
         limit = constraint * out
         wide = blocks.astype(np.float64)
         norm = float(np.linalg.norm(wide - wide.swapaxes(-1, -2)))
@@ -200,29 +186,14 @@ def rotated_size(numbers: int) -> int:
 
 def _glora(tensors: Arrays) -> Arrays:
     core = tensors.pop("bm", None)
-    flat = {
-        name: array.reshape(array.shape[0], -1) for name, array in tensors.items() if array.ndim > 1
-    }
+    flat = {name: _matrix(array) for name, array in tensors.items() if array.ndim > 1}
     if core is not None:
-        product = np.einsum("ij...,jn->in...", core.astype(np.float64), flat["b2"])
-        tensors["b2"] = product
-    rank = min(flat["a1"].shape)
-    if flat["b1"].shape[1] != rank:  # LyCORIS before 2.0 had the pairs the other way around
-        tensors |= {
-            "a1": tensors["a2"],
-            "a2": tensors["a1"],
-            "b1": tensors["b2"],
-            "b2": tensors["b1"],
-        }
-    tensors["a1"] = tensors["a1"].reshape(tensors["a1"].shape[0], -1)
-    tensors["a2"] = tensors["a2"].reshape(tensors["a2"].shape[0], -1)
-    return tensors
-
-
-def _ia3(tensors: Arrays, *, on_input: bool) -> Arrays:
-    factor = tensors.pop("factor")
-    tensors["by_input" if on_input else "by_output"] = factor.reshape(-1)
-    return tensors
+        tensors["b2"] = _tucker(core, flat["b2"])
+    if flat["b1"].shape[1] != min(flat["a1"].shape):
+        # LyCORIS before 2.0 had the two factors of each pair the other way around.
+        swapped = {"a1": "a2", "a2": "a1", "b1": "b2", "b2": "b1"}
+        tensors |= {name: tensors[other] for name, other in swapped.items()}
+    return {**tensors, "a1": _matrix(tensors["a1"]), "a2": _matrix(tensors["a2"])}
 
 
 def _rank(kind: Kind, tensors: Arrays, *, alpha: float | None) -> int:
@@ -245,14 +216,19 @@ def _rank(kind: Kind, tensors: Arrays, *, alpha: float | None) -> int:
 
 
 def _scale(
-    kind: Kind, tensors: Arrays, *, alpha: float | None, rank: int, stated: Callable[[int], float]
+    kind: Kind,
+    tensors: Arrays,
+    *,
+    alpha: float | None,
+    rank: int,
+    strength_of: Callable[[int], float],
 ) -> float:
     if kind in ("oft", "oft_in", "ia3", "full", "norm"):
         return 1.0
     if kind == "lokr" and {"w1", "w2"} <= tensors.keys():
         # By LyCORIS's rule, alpha counts only where a factor is decomposed; peft's counts always.
-        return 1.0 if alpha is not None else stated(0)
-    scale = alpha / rank if alpha is not None else stated(rank)
+        return 1.0 if alpha is not None else strength_of(0)
+    scale = alpha / rank if alpha is not None else strength_of(rank)
     if not math.isfinite(scale):
         raise ValueError(f"has an alpha of {alpha}")
     return scale
@@ -263,8 +239,9 @@ def _magnitude(values: Array, tensors: Arrays, kind: Kind, *, outputs: bool) -> 
 
     LyCORIS and OneTrainer write both: [out, 1, ...] and [1, in, ...]; peft only the former.
     """
-    update = Update(kind=kind, arrays=tensors, rank=1, scale=1.0)
-    out, fan_in, kernel = sizes(update)
+    out, fan_in = update_size(kind, shapes_of(tensors))
+    # An input has one magnitude for all of its kernel; the dimensions after the second are the kernel.
+    kernel = 1 if kind == "oft" else math.prod(math.prod(a.shape[2:]) for a in tensors.values())
     inputs = fan_in // max(1, kernel)
     if not outputs and values.ndim > 1 and values.shape[0] == 1 != values.shape[1]:
         if not values.size or (values.size != inputs and (kernel > 1 or fan_in % values.size)):
@@ -273,43 +250,55 @@ def _magnitude(values: Array, tensors: Arrays, kind: Kind, *, outputs: bool) -> 
     if values.size != out:
         raise ValueError(f"has {values.size} magnitudes for {out} outputs")
     # The dimensions of the kernel are kept where the factors do not have them.
-    return "magnitude", values.reshape(-1) if kind == "lora" else values.reshape(
-        out, *(1,) * (values.ndim - 1)
-    )
+    kernel_axes = () if kind == "lora" else (1,) * (values.ndim - 1)
+    return "magnitude", values.reshape(out, *kernel_axes)
 
 
-def sizes(update: Update) -> tuple[int, int, int]:
-    """Return (out, fan in, kernel elements) of the weight, 0 for what the update does not tell.
+def shapes_of(arrays: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of arrays by name."""
+    return {name: array.shape for name, array in arrays.items()}
 
-    A kernel that is flattened counts as 1.
+
+def update_size(kind: Kind | None, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Return (out, fan in) of an update, kernels counted, 0 for a side that the tensors do not tell.
+
+    `shapes` are those of a file's tensors by role or of the arrays of an `Update`. Raises KeyError,
+    IndexError or ValueError for a module whose tensors are not all there.
     """
-    arrays = {name: array for name, array in update.arrays.items()}
-    match update.kind:
+    match kind:
         case "lora":
-            down = arrays["down"]
-            return arrays["up"].shape[0], math.prod(down.shape[1:]), math.prod(down.shape[2:])
+            fan_in = math.prod(shapes["down"][1:]) * math.prod(shapes.get("mid", ())[2:])
+            return shapes["up"][0], fan_in
         case "loha":
-            return arrays["w1_a"].shape[0], arrays["w1_b"].shape[1], 1
+            if "t1" in shapes:  # Tucker form: [r, out], [r, in] around [r, r, kernel]
+                return shapes["w1_a"][1], shapes["w1_b"][1] * math.prod(shapes["t1"][2:])
+            return shapes["w1_a"][0], math.prod(shapes["w1_b"][1:])
         case "lokr":
-            out = fan_in = kernel = 1
-            for name in ("w1", "w2"):
-                left = arrays.get(name, arrays.get(f"{name}_a"))
-                right = arrays.get(name, arrays.get(f"{name}_b"))
-                assert left is not None and right is not None
-                out, fan_in = out * left.shape[0], fan_in * math.prod(right.shape[1:])
-                kernel *= math.prod(right.shape[2:])
-            return out, fan_in, kernel
+            # Both sides of a Kronecker product are the products of its factors' sides.
+            out, fan_in = 1, 1
+            for factor in ("w1", "w2"):
+                left = shapes.get(factor, shapes.get(f"{factor}_a", ()))
+                right = shapes.get(factor, shapes.get(f"{factor}_b", ()))
+                core = shapes.get("t2", ()) if f"{factor}_a" in shapes and factor == "w2" else ()
+                out *= left[1] if core else left[0]
+                fan_in *= (right[1] if core else math.prod(right[1:])) * math.prod(core[2:])
+            return out, fan_in
         case "oft":
-            return arrays["blocks"].shape[-3] * arrays["blocks"].shape[-1], 0, 1
+            return shapes["blocks"][-3] * shapes["blocks"][-1], 0
+        case "oft_in" if shapes["skew"][0] > 1:  # one rotation may serve all inputs
+            return 0, shapes["skew"][0] * rotated_size(shapes["skew"][1])
         case "glora":
-            b2 = arrays["b2"]
-            return arrays["b1"].shape[0], math.prod(b2.shape[1:]), math.prod(b2.shape[2:])
-        case "full" | "norm" if "difference" in arrays:
-            whole = arrays["difference"]
-            return whole.shape[0], math.prod(whole.shape[1:]), math.prod(whole.shape[2:])
+            if shapes["b1"][1] == min(shapes["b1"][:2]):
+                kernel = math.prod(shapes.get("bm", ())[2:])
+                return shapes["b1"][0], math.prod(shapes["b2"][1:]) * kernel
+            return shapes["b2"][0], math.prod(shapes["b1"][1:])  # LyCORIS before 2.0
+        case "full" | "norm" if "difference" in shapes:
+            return shapes["difference"][0], math.prod(shapes["difference"][1:])
+        case "full":
+            return shapes["bias"][0], 0
         case "ia3":
-            return arrays.get("by_output", np.zeros(0)).size, 0, 1
-    return arrays["bias"].size if "bias" in arrays else 0, 0, 1
+            return shapes.get("by_output", (0,))[0], 0
+    return 0, 0
 
 
 def _check_sizes(update: Update) -> None:
@@ -322,7 +311,7 @@ def _check_sizes(update: Update) -> None:
         raise ValueError("has two products of different sizes")
     if update.kind == "glora" and arrays["a1"].shape[0] != arrays["a2"].shape[1]:
         raise ValueError("has two products of different sizes")
-    out = sizes(update)[0]
+    out = update_size(update.kind, shapes_of(update.arrays))[0]
     for name in ("bias", "rescale"):
         if name in arrays and out and arrays[name].size != out:
             raise ValueError(f"has {arrays[name].size} numbers of {name} for {out} outputs")
@@ -407,7 +396,7 @@ def _lokr_rows(update: Update, begin: int, end: int) -> Update:
 
 def swap_halves(update: Update) -> Update:
     """Return the update with the two halves of its rows exchanged; raises NoRows where it cannot."""
-    out = sizes(update)[0]
+    out = update_size(update.kind, shapes_of(update.arrays))[0]
     if update.kind not in ("lora", "loha", "full", "glora", "norm", "ia3") or out % 2:
         raise NoRows(f"is a {update.kind} whose rows are in another order in this base")
     order = np.r_[out // 2 : out, 0 : out // 2]

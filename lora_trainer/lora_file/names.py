@@ -56,6 +56,10 @@ PEFT_ENDINGS: Mapping[Role, str] = {
     "magnitude": ".lora_magnitude_vector",
 }
 ALPHA = ".alpha"
+SCALED: frozenset[Kind] = frozenset({"lora", "loha", "lokr", "glora"})
+"""Kinds whose alpha is a strength."""
+STRONG = frozenset({"up", "w1", "w1_a", "a1", "b1"})
+"""The factors that take the strength that a file does not state: each product has one of these."""
 
 _NAME = r"(?:\.(?!weight|bias|alpha)\w+)?"
 """peft's name of an adapter, such as `.default`."""

@@ -15,6 +15,7 @@ from lora_trainer.common.events import Severity
 from lora_trainer.families.recognise import stated_family
 from lora_trainer.lora_file.embedding import BUNDLED, bundled, trained_words
 from lora_trainer.lora_file.fitting_base import Fit, sized
+from lora_trainer.lora_file.names import SCALED
 from lora_trainer.lora_file.read import Contents, ModuleFactors
 from lora_trainer.lora_file.strength import DIFFUSERS_METADATA, FOLDED
 
@@ -26,10 +27,6 @@ _FORMATS: tuple[tuple[KeyFormat, re.Pattern[str]], ...] = (
     ("peft", re.compile(r"base_model\.model\..+")),
     ("diffusers", re.compile(r"(?:unet|transformer|text_encoder(?:_\d)?)\..+")),
 )
-
-
-_SCALED = frozenset({"lora", "loha", "lokr", "glora"})
-"""Kinds whose alpha is a strength."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +214,7 @@ def _reader_problems(contents: Contents) -> Iterator[Problem]:
 
 def _alpha_problems(contents: Contents, body: Body) -> Iterator[Problem]:
     # The alpha of an OFT is no strength; that of a LoKr counts only beside a decomposed factor.
-    scaled = [name for name, part in contents.whole.items() if part.kind in _SCALED and part.ranks]
+    scaled = [name for name, part in contents.whole.items() if part.kind in SCALED and part.ranks]
     missing = [name for name in scaled if "alpha" not in contents.parts[name].entries]
     if missing and not contents.strengths.stated and FOLDED not in contents.metadata:
         yield Problem(

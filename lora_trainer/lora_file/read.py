@@ -6,18 +6,17 @@ checked before it is believed, and nothing in the file is used as a path.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.lora_file.header import HeaderEntry, Opened, open_checked, refuse
-from lora_trainer.lora_file.module_update import Update, normal_form, rotated_size
+from lora_trainer.lora_file.module_update import Update, normal_form, update_size
 from lora_trainer.lora_file.names import PART_MARK, Kind, Role, parse_key
 from lora_trainer.lora_file.strength import Strengths, read_strengths
 
@@ -93,7 +92,7 @@ class ModuleFactors:
         """(out, fan in) of the update, kernels counted, 0 for what the tensors do not tell."""
         shapes = {str(role): entry.shape for role, entry in self.entries.items()}
         try:
-            return _size(self.kind, shapes)
+            return update_size(self.kind, shapes)
         except (KeyError, IndexError, ValueError):
             return (0, 0)
 
@@ -104,42 +103,6 @@ class ModuleFactors:
             return self.entries["down"].shape
         fan_in = self.size[1]
         return (max(self.ranks, default=1), fan_in) if fan_in else ()
-
-
-def _size(kind: Kind | None, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    match kind:
-        case "lora":
-            fan_in = math.prod(shapes["down"][1:]) * math.prod(shapes.get("mid", ())[2:])
-            return shapes["up"][0], fan_in
-        case "loha":
-            if "t1" in shapes:
-                return shapes["w1_a"][1], shapes["w1_b"][1] * math.prod(shapes["t1"][2:])
-            return shapes["w1_a"][0], math.prod(shapes["w1_b"][1:])
-        case "lokr":
-            out, fan_in = 1, 1
-            for whole, left, right in (("w1", "w1_a", "w1_b"), ("w2", "w2_a", "w2_b")):
-                if whole in shapes:
-                    out, fan_in = out * shapes[whole][0], fan_in * math.prod(shapes[whole][1:])
-                elif whole == "w2" and "t2" in shapes:
-                    out *= shapes[left][1]
-                    fan_in *= shapes[right][1] * math.prod(shapes["t2"][2:])
-                else:
-                    out, fan_in = out * shapes[left][0], fan_in * math.prod(shapes[right][1:])
-            return out, fan_in
-        case "oft":
-            return shapes["blocks"][-3] * shapes["blocks"][-1], 0
-        case "oft_in" if shapes["skew"][0] > 1:  # one rotation may serve all inputs
-            return 0, shapes["skew"][0] * rotated_size(shapes["skew"][1])
-        case "glora":
-            if shapes["b1"][1] == min(shapes["b1"][:2]):
-                kernel = math.prod(shapes.get("bm", ())[2:])
-                return shapes["b1"][0], math.prod(shapes["b2"][1:]) * kernel
-            return shapes["b2"][0], math.prod(shapes["b1"][1:])  # LyCORIS before 2.0
-        case "full" | "norm" if "difference" in shapes:
-            return shapes["difference"][0], math.prod(shapes["difference"][1:])
-        case "full":
-            return shapes["bias"][0], 0
-    return 0, 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,15 +130,10 @@ class SpeltAdapter:
     name: str
     contents: Contents
     opened: Opened
-    _start: int
 
     def array(self, entry: HeaderEntry) -> Array:
         """Return a tensor's numbers, float32 for dtypes that numpy has not; raises InputError."""
-        return numbers(self.data(entry), entry)
-
-    def data(self, entry: HeaderEntry) -> bytearray:
-        """Return a tensor's bytes; raises InputError when the file became shorter or cannot be read."""
-        return read_bytes(self.opened.file, self._start, entry, path=self.opened.path)
+        return numbers(self.opened.read(entry), entry)
 
     def update(self, spelling: str) -> Update:
         """Return a module in its normal form; raises InputError for one whose tensors do not fit."""
@@ -190,7 +148,7 @@ class SpeltAdapter:
                     part.kind,
                     arrays,
                     dtypes=dtypes,
-                    stated=lambda rank: self.contents.strengths.scale_of(spelling, rank=rank),
+                    strength_of=lambda rank: self.contents.strengths.scale_of(spelling, rank=rank),
                     magnitude_of_outputs=peft,
                 )
         except (ValueError, IndexError, KeyError) as error:
@@ -205,27 +163,13 @@ def open_spelt(source: Path | bytes) -> Iterator[SpeltAdapter]:
     """Open and check a safetensors file; raises InputError saying what is wrong."""
     name = source.name if isinstance(source, Path) else "the file in memory"
     with open_checked(source) as opened:
-        contents = _contents(opened)
-        yield SpeltAdapter(name=name, contents=contents, opened=opened, _start=opened.file.tell())
+        yield SpeltAdapter(name=name, contents=_contents(opened), opened=opened)
 
 
 def read_contents(source: Path | bytes) -> Contents:
     """Check a file's header and return what it lists, no tensor read; raises InputError."""
     with open_checked(source) as opened:
         return _contents(opened)
-
-
-def read_bytes(file: BinaryIO, start: int, entry: HeaderEntry, *, path: Path) -> bytearray:
-    """Return a tensor's bytes; raises InputError when the file became shorter or cannot be read."""
-    data = bytearray(entry.end - entry.begin)
-    try:
-        file.seek(start + entry.begin)
-        length = file.readinto(data)  # type: ignore[attr-defined]  # all binary files have it
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}", fix="try again") from None
-    if length != len(data):
-        raise InputError(f"{path} changed while it was read", fix="start again")
-    return data
 
 
 def _contents(opened: Opened) -> Contents:

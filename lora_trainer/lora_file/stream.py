@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -22,7 +22,7 @@ from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open, sync_folder
 from lora_trainer.lora_file.header import ELEMENT_BYTES
 
-Body = bytes | memoryview
+Body = bytes | bytearray | memoryview
 MODELSPEC_HASH = "modelspec.hash_sha256"
 MODEL_HASH = "sshs_model_hash"
 LEGACY_HASH = "sshs_legacy_hash"
@@ -98,6 +98,13 @@ def header_bytes(slots: Iterable[Slot], metadata: Mapping[str, str]) -> bytes:
     return len(padded).to_bytes(8, "little") + padded
 
 
+def sealed(slots: Sequence[Slot], body: bytes, metadata: Mapping[str, str]) -> bytes:
+    """Return a safetensors file of tensors in memory, with the hashes that readers look for."""
+    hashes = BodyHashes()
+    hashes.update(body)
+    return header_bytes(slots, {**metadata, **hashes.entries(slots, metadata)}) + body
+
+
 def refuse_existing(path: Path, *, force: bool) -> None:
     """Raise RequestError where a result cannot go: no folder for it, or something is there already."""
     if not path.parent.is_dir():
@@ -114,17 +121,18 @@ def write_tensors(
     bodies: Iterable[Body],
     *,
     metadata: Mapping[str, str],
-    hashes: Iterable[str] = HASHES,
+    hashes: Collection[str] | None = HASHES,
     force: bool = False,
 ) -> None:
     """Write a safetensors file of these tensors; `bodies` are their bytes, taken one at a time.
 
-    `hashes` names the entries of `HASHES` that the header gets. Whatever interrupts it, `path` holds
-    all of the new file or what it held before. Raises RequestError for a file that exists, unless
-    `force`, and MachineError when the disk refuses or gives other bytes back.
+    `hashes` names the entries of `HASHES` that the header gets; None keeps those in `metadata`.
+    Whatever interrupts it, `path` holds all of the new file or the file that was there before. Raises
+    RequestError for a file that exists, unless `force`, and MachineError when the disk refuses or
+    gives other bytes back.
     """
     with whole_or_absent(path, force=force) as file:
-        _write(file, path, slots, bodies, metadata=metadata, hashes=tuple(hashes))
+        _write(file, path, slots, bodies, metadata=metadata, hashes=hashes)
 
 
 @contextmanager
@@ -155,27 +163,28 @@ def _write(
     bodies: Iterable[Body],
     *,
     metadata: Mapping[str, str],
-    hashes: tuple[str, ...],
+    hashes: Collection[str] | None,
 ) -> None:
-    found = BodyHashes()
-    others = {key: value for key, value in metadata.items() if key not in HASHES}
-    room = header_bytes(slots, others | _chosen(found.entries((), {}), hashes))
+    body_hashes = BodyHashes()
+    stale = () if hashes is None else HASHES
+    others = {key: value for key, value in metadata.items() if key not in stale}
+    room = header_bytes(slots, others | _chosen(body_hashes.entries((), {}), hashes))
     file.write(room)
     for slot, body in zip(slots, bodies, strict=True):
         view = memoryview(body).cast("B")
         if len(view) != slot.bytes:
             raise ValueError(f"{slot.name} has {len(view)} bytes, planned were {slot.bytes}")
-        found.update(view)
+        body_hashes.update(view)
         file.write(view)
     file.seek(0)
-    entries = found.entries(slots, others)
+    entries = body_hashes.entries(slots, others)
     header = header_bytes(slots, others | _chosen(entries, hashes))
     assert len(header) == len(room)
     file.write(header)
-    require_body(file, path, start=len(room), sha256_hex=entries[MODEL_HASH])
+    _require_body(file, path, start=len(room), sha256_hex=entries[MODEL_HASH])
 
 
-def require_body(file: BinaryIO, path: Path, *, start: int, sha256_hex: str) -> None:
+def _require_body(file: BinaryIO, path: Path, *, start: int, sha256_hex: str) -> None:
     """Read back what was written from `start` on; raises MachineError for other bytes."""
     file.flush()
     if _body_sha256(file, start=start) != sha256_hex:
@@ -185,8 +194,8 @@ def require_body(file: BinaryIO, path: Path, *, start: int, sha256_hex: str) -> 
         )
 
 
-def _chosen(entries: Mapping[str, str], hashes: tuple[str, ...]) -> dict[str, str]:
-    return {key: entries[key] for key in hashes}
+def _chosen(entries: Mapping[str, str], hashes: Collection[str] | None) -> dict[str, str]:
+    return {key: entries[key] for key in hashes or ()}
 
 
 def _body_sha256(file: BinaryIO, *, start: int) -> str:

@@ -25,11 +25,11 @@ from lora_trainer.lora.tensors import (
     split_key,
     update,
 )
-from lora_trainer.lora_file.names import file_names
+from lora_trainer.lora_file.names import SCALED, STRONG, file_names
 from lora_trainer.lora_file.read_tensors import OpenAdapter, open_adapter
 
-# Norms are roots of float64 sums of products, and alpha is a float32: below this they are noise.
-_NOISE = 2e-7
+_ALPHA_ROUNDING = 2e-7
+"""A LoRA's alpha is a float32 in the file, by which its numbers are off on top of their own rounding."""
 _CHUNK_ELEMENTS = 2**22
 """Elements of a LoHa's update formed at a time: 32 MiB in float64."""
 
@@ -91,37 +91,28 @@ def _not_the_adapter(what: str) -> TrainingStopped:
 
 
 def _match(key: str, live: ModuleTensors, read: ModuleTensors, *, precision: Precision) -> Match:
-    live, read = _exact(live), _exact(read)
-    if live.kind == "lora":
-        error, size = _low_rank_norms(live, read)
-        explained = error <= _low_rank_rounding(live, read, precision=precision)
-        explained &= all(
-            _is_rounding(read.tensors[name], exact, precision=precision)
-            for name, exact in live.tensors.items()
-            if name not in ("up", "down")
-        )
-    else:
-        # The update multiplies factors element by element: bounds on its norm would pass anything.
-        error, size = _NORMS.get(live.kind, _tensor_norms)(live, read)
-        explained = all(
-            _is_rounding(read.tensors[name].reshape(exact.shape), exact, precision=precision)
-            for name, exact in _at_scale(live, read.scale).items()
-        )
+    live, read = _float64(live), _float64(read)
+    error, size = _NORMS.get(live.kind, _tensor_norms)(live, read)
+    # The numbers are compared and not the norm of the update: LoHa and LoKr multiply factors element by
+    # element, where a bound on the norm would pass anything.
+    slack = _ALPHA_ROUNDING if live.kind == "lora" else 0.0
+    explained = all(
+        _is_rounding(read.tensors[name].reshape(exact.shape), exact, precision, slack=slack)
+        for name, exact in _at_scale(live, read.scale).items()
+    )
     return Match(key=key, error=error, size=size, explained=explained)
 
 
 def _at_scale(module: ModuleTensors, scale: float) -> Mapping[str, Tensor]:
     """Return the tensors of a module as a file of this strength must hold them."""
-    if module.kind not in ("loha", "lokr", "glora") or scale == module.scale:
+    if scale == module.scale or module.kind not in SCALED:
         return module.tensors
-    strong = ("a1", "b1") if module.kind == "glora" else ("w1",)
-    strong = strong if strong[0] in module.tensors else ("w1_a",)
     factor = module.scale / scale if scale else math.inf  # nothing explains a strength that is lost
-    changed = {name: module.tensors[name] * factor for name in strong}
-    return {**module.tensors, **changed}
+    strong = STRONG & module.tensors.keys()
+    return {**module.tensors, **{name: module.tensors[name] * factor for name in strong}}
 
 
-def _exact(module: ModuleTensors) -> ModuleTensors:
+def _float64(module: ModuleTensors) -> ModuleTensors:
     tensors = {
         name: tensor.detach().cpu().to(torch.float64)  # MPS has no float64
         for name, tensor in module.tensors.items()
@@ -129,34 +120,15 @@ def _exact(module: ModuleTensors) -> ModuleTensors:
     return replace(module, tensors=tensors)
 
 
-# ---- what rounding explains
+def _is_rounding(read: Tensor, live: Tensor, precision: Precision, *, slack: float) -> bool:
+    """Say whether rounding to `precision` explains every number read.
 
-
-def _is_rounding(read: Tensor, live: Tensor, *, precision: Precision) -> bool:
-    limits = torch.finfo(DTYPES[precision])
-    spacing = live.abs() * (limits.eps / 2) + limits.tiny * limits.eps / 2
-    return bool(((read - live).abs() <= spacing).all())
-
-
-def _low_rank_rounding(live: ModuleTensors, read: ModuleTensors, *, precision: Precision) -> float:
-    """Return the largest |read - live| that rounding both factors to `precision` can cause.
-
-    An element moves by at most eps / 2 of itself, or half a subnormal spacing near zero. A fixed
-    percentage would refuse the tiny values of a first step and pass a wrong alpha in bf16. `up` is
-    rounded as the file has it: with the strength multiplied in where the file states none.
+    A number moves by at most eps / 2 of itself, or half a subnormal spacing near zero. A fixed
+    percentage would refuse the tiny values of a first step and pass a wrong alpha in bf16.
     """
-    up = live.tensors["up"].flatten(1) * (live.scale / read.scale if read.scale else 0.0)
-    down = live.tensors["down"].flatten(1)
-    up_size, down_size = float(up.norm()), float(down.norm())
-    moved_up, moved_down = _moved(up, precision), _moved(down, precision)
-    moved = moved_up * down_size + (up_size + moved_up) * moved_down
-    return abs(read.scale) * (moved + _NOISE * up_size * down_size)
-
-
-def _moved(matrix: Tensor, precision: Precision) -> float:
     limits = torch.finfo(DTYPES[precision])
-    near_zero = limits.tiny * limits.eps / 2 * float(matrix.numel() ** 0.5)
-    return limits.eps / 2 * float(matrix.norm()) + near_zero
+    spacing = live.abs() * (limits.eps / 2 + slack) + limits.tiny * limits.eps / 2
+    return bool(((read - live).abs() <= spacing).all())
 
 
 # ---- norms, without forming the [out, in] matrices

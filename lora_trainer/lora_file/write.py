@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -27,39 +27,14 @@ from lora_trainer.config.config import Precision
 from lora_trainer.families.base import Family, FileFormat
 from lora_trainer.lora.tensors import DTYPES, AdapterTensors, ModuleTensors, split_key
 from lora_trainer.lora_file.embedding import embedding_path
-from lora_trainer.lora_file.formats import AdapterContents, resolve_format
-from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary, file_hashes, metadata
-from lora_trainer.lora_file.names import ALPHA, BIAS, file_endings
+from lora_trainer.lora_file.formats import AdapterContents
+from lora_trainer.lora_file.metadata import ExportInfo, metadata
+from lora_trainer.lora_file.names import ALPHA, BIAS, SCALED, STRONG, file_endings
 from lora_trainer.lora_file.read_tensors import slot, tensor_bytes
-from lora_trainer.lora_file.stream import BodyHashes, header_bytes, ordered
+from lora_trainer.lora_file.stream import ordered, sealed
 from lora_trainer.lora_file.strength import DIFFUSERS_METADATA, FOLDED
 from lora_trainer.lora_file.verify import matches
 
-__all__ = [
-    "AdapterTensors",
-    "ExportInfo",
-    "ModuleTensors",
-    "SubsetSummary",
-    "best_export_name",
-    "common_alpha",
-    "contents_of",
-    "export_bytes",
-    "file_hashes",
-    "file_tensors",
-    "final_export_name",
-    "metadata",
-    "prune_exports",
-    "publish",
-    "read_back",
-    "resolve_format",
-    "step_export_name",
-    "write_export",
-]
-
-_STRONG = frozenset({"up", "w1", "w1_a", "a1", "b1"})
-"""The factors that take what of the strength the file does not state: each product has one of these."""
-_SCALED = frozenset({"lora", "loha", "lokr", "glora"})
-"""Kinds whose alpha is a strength."""
 _FLAT = frozenset({"w1_b", "w2_b"})
 """Factors that readers multiply as matrices: a convolution's kernel is flattened into the rows."""
 
@@ -94,26 +69,20 @@ def export_bytes(
     """
     if DIFFUSERS_METADATA in metadata:
         raise ValueError(f"{DIFFUSERS_METADATA} would be a second strength beside the tensors'")
-    named: list[tuple[str, Tensor]] = []
     alpha = common_alpha(tensors.values())
-    for key, module in tensors.items():
-        named += file_tensors(
+    files = [
+        file_tensors(
             module, key=key, family=family, format=format, precision=precision, lora_alpha=alpha
         )
-    folded = any(
-        _alpha(module, format=format, lora_alpha=alpha) is None for module in tensors.values()
-    )
-    return _sealed(named, {**metadata, FOLDED: "multiplied in"} if folded else metadata)
-
-
-def read_back(data: bytes | Path, tensors: AdapterTensors, *, family: Family) -> float:
-    """Read an exported file as a loader would; return the largest relative error of an update.
-
-    The error is |read - live| / |live| in Frobenius norm, infinite where the live update is zero
-    and the file's is not. Raises TrainingStopped when modules are missing, unknown or misshapen.
-    """
-    found = matches(data, tensors, family=family, precision="fp32")
-    return max((match.relative_error for match in found), default=0.0)
+        for key, module in tensors.items()
+    ]
+    by_name = {name: tensor for each in files for name, tensor in each.items()}
+    if len(by_name) < sum(map(len, files)):
+        raise ValueError("two modules share one name in the file")
+    if any(_alpha(module, format, lora_alpha=alpha) is None for module in tensors.values()):
+        metadata = {**metadata, FOLDED: "multiplied in"}
+    slots = ordered(slot(name, tensor) for name, tensor in by_name.items())
+    return sealed(slots, b"".join(tensor_bytes(by_name[each.name]) for each in slots), metadata)
 
 
 def write_export(
@@ -127,34 +96,11 @@ def write_export(
 ) -> float:
     """Publish a trained adapter at `path` once it reads back right; return the largest relative error.
 
-    Raises as `publish` does.
-    """
-    return publish(
-        path,
-        tensors,
-        family=family,
-        entries=metadata(info),
-        format=format,
-        precision=precision,
-    )
-
-
-def publish(
-    path: Path,
-    tensors: AdapterTensors,
-    *,
-    family: Family,
-    entries: Mapping[str, str],
-    format: FileFormat,
-    precision: Precision,
-) -> float:
-    """Write an adapter with these header entries; return the largest relative error of an update.
-
     Raises TrainingStopped when a module differs by more than rounding to `precision` explains, and
     MachineError when the disk refuses or gives other bytes back.
     """
     data = export_bytes(
-        tensors, family=family, format=format, precision=precision, metadata=entries
+        tensors, family=family, format=format, precision=precision, metadata=metadata(info)
     )
     worst = 0.0
     for match in matches(data, tensors, family=family, precision=precision):
@@ -195,8 +141,8 @@ def prune_exports(folder: Path, *, name: str, keep_last: int) -> list[Path]:
     a rolling export of `name` is touched. Raises MachineError when the disk refuses.
     """
     pattern = re.compile(rf"{re.escape(name)}-step(\d{{8,}})\.safetensors")
-    found = {path: pattern.fullmatch(path.name) for path in folder.iterdir()}
-    steps = {path: int(match[1]) for path, match in found.items() if match}
+    matches_of = {path: pattern.fullmatch(path.name) for path in folder.iterdir()}
+    steps = {path: int(match[1]) for path, match in matches_of.items() if match}
     oldest_first = sorted(steps, key=lambda path: steps[path])
     removed = oldest_first[: max(0, len(oldest_first) - keep_last)]
     for path in removed:
@@ -222,8 +168,8 @@ def file_tensors(
     format: FileFormat,
     precision: Precision,
     lora_alpha: float,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in the file, tensor) of one module, rounded, on the CPU; see `export_bytes`.
+) -> dict[str, Tensor]:
+    """Return the file's tensors of one module by name, rounded, on the CPU; see `export_bytes`.
 
     `lora_alpha` is `common_alpha` of all modules of the file.
     """
@@ -234,81 +180,67 @@ def file_tensors(
             fix="make a LoRA of it with `lora-train resize --rank`, or merge it with --into",
         )
     name = family.lora_key_name(format, *split_key(key))
-    alpha = _alpha(module, format=format, lora_alpha=lora_alpha)
-    factor = _folded(module, alpha)
-    own = file_endings(format, module.kind, component=split_key(key)[0])
-    endings: dict[str, str] = {
-        **{str(role): ending for role, ending in own.items()},
-        **({} if module.kind == "norm" else {"bias": BIAS}),
+    alpha = _alpha(module, format, lora_alpha=lora_alpha)
+    endings: dict[str, str] = {"bias": BIAS}
+    endings |= {
+        str(role): ending
+        for role, ending in file_endings(format, module.kind, component=split_key(key)[0]).items()
     }
     endings |= {"input_magnitude": endings.get("magnitude", "")}
     endings |= dict.fromkeys(("by_output", "by_input"), endings.get("factor", ""))
+    tensors: dict[str, Tensor] = {}
     for role, tensor in module.tensors.items():
         wide = tensor.detach().cpu().to(torch.float64)  # MPS has no float64
-        if role in _STRONG:
-            wide = wide * factor
+        # A DoRA magnitude scales the base's weight and not the update, so it is rounded to as many
+        # digits as its readers allow.
+        digits: Precision = precision
+        if role in STRONG:
+            wide = wide * _folded(module, alpha)
         if role in _FLAT:
             wide = wide.flatten(1)
         if role in ("magnitude", "input_magnitude"):
-            found = _magnitude(wide, module, role, key=key, format=format, precision=precision)
-        else:
-            found = _rounded(wide, key=key, precision=precision)
-        yield f"{name}{endings[role]}", found
+            wide = _magnitude(wide, module, role, format)
+            # diffusers tells a file's format by its first tensor, and files begin with the widest
+            # dtype: that must stay a factor's.
+            digits = "fp16" if format == "diffusers" and precision != "fp32" else "fp32"
+        tensors[f"{name}{endings[role]}"] = _rounded(wide, key=key, precision=digits)
     if module.kind == "ia3":
-        on_input = "by_input" in module.tensors
-        yield f"{name}{endings['on_input']}", torch.tensor(float(on_input))
-    if alpha is not None:
-        yield f"{name}{ALPHA}", torch.tensor(alpha, dtype=torch.float32)
+        tensors[f"{name}{endings['on_input']}"] = torch.tensor(float("by_input" in module.tensors))
+    if alpha is not None:  # in fp32, as readers take it with .item()
+        tensors[f"{name}{ALPHA}"] = torch.tensor(alpha, dtype=torch.float32)
+    return tensors
 
 
-def _alpha(module: ModuleTensors, *, format: FileFormat, lora_alpha: float) -> float | None:
-    """Return the alpha that the file states, kept in fp32: readers take it with .item().
+def _alpha(module: ModuleTensors, format: FileFormat, *, lora_alpha: float) -> float | None:
+    """Return the alpha that the file states, None where the strength is multiplied into the factors.
 
     The alpha of an OFT is a limit on its rotations; 0 is none. That of a LoHa and a LoKr is the rank, as
     LyCORIS 4.1 merges alpha / rank squared. Readers of ComfyUI's names take an alpha for all kinds,
     but diffusers 0.42 refuses it beside a LoRA or a LoKr.
     """
-    if module.kind not in _SCALED or format == "diffusers":
-        return 0.0 if module.kind == "oft" and format != "diffusers" else None
-    if format == "comfyui":
+    if module.kind == "oft":
+        return None if format == "diffusers" else 0.0
+    if module.kind not in SCALED or format != "kohya":
         return None
     return lora_alpha if module.kind == "lora" else float(module.rank)
 
 
 def _folded(module: ModuleTensors, alpha: float | None) -> float:
-    """Return what one of the factors takes of the strength."""
-    if module.kind not in _SCALED or module.scale * module.rank == alpha:
+    """Return the part of the strength that is multiplied into one of the factors."""
+    if module.kind not in SCALED or module.scale * module.rank == alpha:
         return 1.0
     return module.scale if alpha is None else module.scale * module.rank / alpha
 
 
-def _magnitude(
-    tensor: Tensor,
-    module: ModuleTensors,
-    role: str,
-    *,
-    key: str,
-    format: FileFormat,
-    precision: Precision,
-) -> Tensor:
-    """Round a magnitude as little as its readers allow: it scales the base's weight, not the update.
-
-    diffusers looks at the first tensor to tell a file's format, and files begin with the widest
-    dtype: that must stay a factor's.
-    """
-    if format == "diffusers":
-        closest: Precision = "fp32" if precision == "fp32" else "fp16"
-        return _rounded(_as_peft(tensor, module), key=key, precision=closest)
-    column = tensor
-    if module.kind == "lora" and role == "magnitude":
-        column = tensor.reshape(-1, *(1,) * (module.tensors["down"].ndim - 1))
-    return _rounded(column, key=key, precision="fp32")
-
-
-def _as_peft(tensor: Tensor, module: ModuleTensors) -> Tensor:
-    """Return [out] for a linear layer, [1, out, 1, ...] for a convolution."""
-    kernel = module.tensors["down"].ndim - 2
-    return tensor.reshape(1, -1, *(1,) * kernel) if kernel else tensor
+def _magnitude(tensor: Tensor, module: ModuleTensors, role: str, format: FileFormat) -> Tensor:
+    """Return a DoRA magnitude in the shape that readers of the format want."""
+    down = module.tensors.get("down")
+    if format == "diffusers":  # peft: [out] for a linear layer, [1, out, 1, ...] for a convolution
+        kernel = module.tensors["down"].ndim - 2
+        return tensor.reshape(1, -1, *(1,) * kernel) if kernel else tensor
+    if down is None or role == "input_magnitude" or module.kind != "lora":
+        return tensor
+    return tensor.reshape(-1, *(1,) * (down.ndim - 1))
 
 
 def _rounded(tensor: Tensor, *, key: str, precision: Precision) -> Tensor:
@@ -325,15 +257,3 @@ def _rounded(tensor: Tensor, *, key: str, precision: Precision) -> Tensor:
             fix="export with --set output.precision=fp32",
         )
     return rounded
-
-
-def _sealed(named: list[tuple[str, Tensor]], entries: Mapping[str, str]) -> bytes:
-    """Serialise with the hashes readers look for."""
-    tensors = dict(named)
-    if len(tensors) < len(named):
-        raise ValueError("two modules share one name in the file")
-    slots = ordered(slot(name, tensor) for name, tensor in named)
-    body = b"".join(tensor_bytes(tensors[each.name]) for each in slots)
-    hashes = BodyHashes()
-    hashes.update(body)
-    return header_bytes(slots, {**entries, **hashes.entries(slots, entries)}) + body

@@ -22,14 +22,8 @@ from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.tensors import AdapterTensors
 from lora_trainer.lora_file.embedding import WORD, embedding_path, write_embedding
-from lora_trainer.lora_file.write import (
-    ExportInfo,
-    SubsetSummary,
-    contents_of,
-    file_hashes,
-    metadata,
-    write_export,
-)
+from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary, file_hashes, metadata
+from lora_trainer.lora_file.write import contents_of, write_export
 from lora_trainer.reporting.sample_files import last_samples, thumbnail_jpeg
 from lora_trainer.run.hub_upload import push_finished, release_of
 from lora_trainer.run.prepare import Prepared

@@ -1,11 +1,4 @@
-"""Writing a LoRA that need not fit into memory, by way of a file without a name.
-
-Tensors kept on the disk between two passes over an adapter, so that memory holds one module.
-
-A spool is a file without a name in the folder of the result: it is gone when the program is, however
-that ends. Input are tensors in any order, output the same tensors by name.
-
-Writing an adapter that need not fit into memory: every module checked as a reader would see it.
+"""Writing an adapter that need not fit into memory: its format and precision, every module checked.
 
 Input are modules that are read when looked up, output a file in the names of kohya, of diffusers or
 of ComfyUI, with the same bytes that an export of the live adapter would have. The file appears when
@@ -14,126 +7,125 @@ it is whole.
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from lora_trainer.common.errors import InputError, RequestError, TrainingStopped
-from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error
+from lora_trainer.config.config import Precision
+from lora_trainer.families.base import Family, FileFormat
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors
+from lora_trainer.lora_file.formats import AdapterContents, Asked, format_for, format_notes
 from lora_trainer.lora_file.names import ALPHA
-from lora_trainer.lora_file.read_tensors import SLOT_DTYPES, slot, tensor_bytes
-from lora_trainer.lora_file.stream import Slot, ordered, refuse_existing, write_tensors
+from lora_trainer.lora_file.stream import ordered, refuse_existing, write_tensors
 from lora_trainer.lora_file.strength import FOLDED
 from lora_trainer.lora_file.verify import matches
-from lora_trainer.lora_file.write import common_alpha
-from lora_trainer.tools.spelling import Spelling
-
-
-@dataclass(kw_only=True, eq=False)
-class TensorSpool:
-    """Tensors by name on the disk; `slots` says what is there."""
-
-    _file: IO[bytes]
-    _folder: Path
-    slots: dict[str, Slot] = field(default_factory=dict)
-    _offsets: dict[str, int] = field(default_factory=dict)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor at the end; raises MachineError when the disk refuses."""
-        if name in self.slots:
-            raise ValueError(f"two tensors are called {name}")
-        try:
-            self._offsets[name] = self._file.seek(0, 2)
-            self._file.write(tensor_bytes(tensor))
-        except OSError as error:
-            raise disk_error(self._folder, error) from error
-        self.slots[name] = slot(name, tensor)
-
-    def read(self, name: str) -> bytes:
-        """Return a tensor's bytes; raises MachineError when the disk refuses."""
-        try:
-            self._file.seek(self._offsets[name])
-            return self._file.read(self.slots[name].bytes)
-        except OSError as error:
-            raise disk_error(self._folder, error) from error
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor as it was added."""
-        place = self.slots[name]
-        data = bytearray(self.read(name))
-        return torch.frombuffer(data, dtype=SLOT_DTYPES[place.dtype]).reshape(place.shape)
-
-
-@contextmanager
-def tensor_spool(folder: Path) -> Iterator[TensorSpool]:
-    """Open an empty spool; raises MachineError when the disk refuses."""
-    try:
-        file = tempfile.TemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX)  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise disk_error(folder, error) from error
-    try:
-        yield TensorSpool(_file=file, _folder=folder)
-    finally:
-        # Closing writes what is still buffered: a full disk would refuse it a second time.
-        with suppress(OSError):
-            file.close()
-
-
-@dataclass(kw_only=True, eq=False)
-class ModuleSpool(Mapping[str, ModuleTensors]):
-    """An adapter on the disk: modules by "component.module", each read when looked up."""
-
-    _spool: TensorSpool
-    _modules: dict[str, ModuleTensors] = field(default_factory=dict)
-
-    def add(self, key: str, module: ModuleTensors) -> None:
-        """Put a module at the end."""
-        for role, tensor in module.tensors.items():
-            self._spool.add(f"{key}:{role}", tensor)
-        empty = dict.fromkeys(module.tensors, torch.empty(0))
-        self._modules[key] = replace(module, tensors=empty)
-
-    def __getitem__(self, key: str) -> ModuleTensors:
-        module = self._modules[key]
-        tensors = {role: self._spool.tensor(f"{key}:{role}") for role in module.tensors}
-        return replace(module, tensors=tensors)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-
-@contextmanager
-def module_spool(folder: Path) -> Iterator[ModuleSpool]:
-    """Open an empty spool for modules."""
-    with tensor_spool(folder) as spool:
-        yield ModuleSpool(_spool=spool)
-
+from lora_trainer.lora_file.write import common_alpha, file_tensors
+from lora_trainer.tools.spool import TensorSpool, tensor_spool
 
 SUFFIX = ".safetensors"
 _BUG = "report this as a bug; nothing was written"
 
 
 @dataclass(frozen=True, kw_only=True)
+class WrittenAdapter:
+    """The file that a tool wrote; `notes` are for the user, such as the losses that readers will have."""
+
+    file: Path
+    family: str
+    format: FileFormat
+    precision: Precision
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a written adapter is, for its header: `rank` and `alpha` are those of most modules."""
+    """The facts about an adapter that its header states: `rank` and `alpha` are those of most modules."""
 
     modules: int
     rank: int
     alpha: float
     kinds: frozenset[str]
     dora: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSpec:
+    """The file to write: whose layers it has, in which key names and which precision."""
+
+    family: Family
+    format: FileFormat
+    precision: Precision
+
+    def tensors(self, key: str, module: ModuleTensors, *, lora_alpha: float) -> dict[str, Tensor]:
+        """Return the file's tensors of one module by name; raises RequestError for values beyond the precision."""
+        try:
+            return file_tensors(
+                module,
+                key=key,
+                family=self.family,
+                format=self.format,
+                precision=self.precision,
+                lora_alpha=lora_alpha,
+            )
+        except TrainingStopped as error:
+            raise RequestError(error.found, fix="write it with --precision fp32") from None
+
+    def exact(self, modules: AdapterTensors) -> bool:
+        """Say whether this precision holds every value as fp32 would."""
+        alpha = common_alpha(modules.values())
+        fp32 = FileSpec(family=self.family, format=self.format, precision="fp32")
+        for key, module in modules.items():
+            try:
+                rounded = self.tensors(key, module, lora_alpha=alpha)
+            except RequestError:
+                return False
+            exact = fp32.tensors(key, module, lora_alpha=alpha)
+            if not all(torch.equal(rounded[name].float(), exact[name]) for name in exact):
+                return False
+        return True
+
+
+def without_rounding(
+    modules: AdapterTensors,
+    *,
+    family: Family,
+    format: FileFormat,
+    asked: Precision | None,
+    own: Precision,
+) -> tuple[FileSpec, tuple[str, ...]]:
+    """Return the spec in the precision asked for, else in `own` if that holds every value, else fp32.
+
+    The notes say why it is fp32.
+    """
+    spec = FileSpec(family=family, format=format, precision=asked or own)
+    if asked is not None or own == "fp32" or spec.exact(modules):
+        return spec, ()
+    note = f"written in fp32, as {own} would round it; --precision {own} rounds"
+    return FileSpec(family=family, format=format, precision="fp32"), (note,)
+
+
+def asked_format(family: Family, asked: Asked, contents: AdapterContents) -> FileFormat:
+    """Return the format as `formats.format_for` does, with the tools' own option in its error."""
+    try:
+        return format_for(family, asked, contents)
+    except RequestError as error:
+        raise RequestError(_as_option(error.found), fix=_as_option(error.fix)) from None
+
+
+def reader_notes(format: FileFormat, contents: AdapterContents) -> tuple[str, ...]:
+    """Return what readers of such a file will miss, as `formats.format_notes` does."""
+    return tuple(_as_option(note) for note in format_notes(format, contents))
+
+
+def _as_option(text: str) -> str:
+    plain = text.replace("--set output.format=", "output.format=")
+    return plain.replace("output.format=", "--format ")
 
 
 def refuse_output(path: Path, *, force: bool) -> None:
@@ -148,7 +140,7 @@ def refuse_output(path: Path, *, force: bool) -> None:
 def write_adapter(
     path: Path,
     modules: AdapterTensors,
-    spelling: Spelling,
+    spec: FileSpec,
     *,
     entries: Callable[[Summary], Mapping[str, str]],
     force: bool,
@@ -165,7 +157,7 @@ def write_adapter(
     kinds, dora = set[str](), False
     with tensor_spool(path.parent) as spool:
         for key, module in modules.items():
-            alphas[_add(spool, key, module, spelling, lora_alpha=lora_alpha)] += 1
+            alphas[_add(spool, key, module, spec, lora_alpha=lora_alpha)] += 1
             ranks[module.rank] += 1
             kinds.add(module.kind)
             dora |= module.dora
@@ -190,14 +182,12 @@ def write_adapter(
 
 
 def _add(
-    spool: TensorSpool, key: str, module: ModuleTensors, spelling: Spelling, *, lora_alpha: float
+    spool: TensorSpool, key: str, module: ModuleTensors, spec: FileSpec, *, lora_alpha: float
 ) -> float | None:
     """Spool one module once it reads back right; return the alpha it states, None: multiplied in."""
-    named = spelling.tensors(key, module, lora_alpha=lora_alpha)
+    named = spec.tensors(key, module, lora_alpha=lora_alpha)
     try:
-        (match,) = matches(
-            save(named), {key: module}, family=spelling.family, precision=spelling.precision
-        )
+        (match,) = matches(save(named), {key: module}, family=spec.family, precision=spec.precision)
     except TrainingStopped as error:
         raise InputError(error.found, fix=_BUG) from None
     if not match.explained:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NO_FACTORS: frozenset[Role] = frozenset({"alpha", "magnitude"})
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdapterSource:
-    """An adapter file that is open: its family, how it spells keys, the precision of its factors.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdapterSource(Mapping[str, ModuleTensors]):
+    """An adapter file that is open: modules by "component.module", each read and checked when looked up.
 
-    `names` finds the layers of its base, `words` are those whose vectors are in the file too.
+    `format` is how it spells keys, `precision` that of its factors; `names` finds the layers of its base,
+    `words` are the new words whose vectors are in the file too.
     """
 
     path: Path
@@ -58,7 +60,7 @@ class AdapterSource:
         """Return the size of a layer's kernel, () where it has none or its shape is not known."""
         return self.names.shape(key)[2:]
 
-    def read(self, key: str) -> ModuleTensors:
+    def __getitem__(self, key: str) -> ModuleTensors:
         """Return one module; raises InputError naming a tensor that holds NaN or infinity."""
         module = self.adapter[key]
         for role, tensor in module.tensors.items():
@@ -69,21 +71,32 @@ class AdapterSource:
                 )
         return module
 
-
-@dataclass(frozen=True, eq=False)
-class CheckedModules(Mapping[str, ModuleTensors]):
-    """All modules of a source by "component.module", each read and checked when looked up."""
-
-    source: AdapterSource
-
-    def __getitem__(self, key: str) -> ModuleTensors:
-        return self.source.read(key)
+    def __contains__(self, key: object) -> bool:
+        return key in self.adapter  # the base class would read the module
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.source.adapter)
+        return iter(self.adapter)
 
     def __len__(self) -> int:
-        return len(self.source.adapter)
+        return len(self.adapter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedSources:
+    """Adapters of one base and the weight on the update of each."""
+
+    sources: Sequence[AdapterSource]
+    weights: Sequence[float]
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that any of the adapters changes, as "component.module", sorted."""
+        return tuple(sorted({key for source in self.sources for key in source}))
+
+    def modules(self, key: str) -> list[tuple[ModuleTensors, float]]:
+        """Return (module, weight) of each adapter that changes a layer."""
+        pairs = zip(self.sources, self.weights, strict=True)
+        return [(source[key], weight) for source, weight in pairs if key in source]
 
 
 @dataclass(frozen=True, kw_only=True)

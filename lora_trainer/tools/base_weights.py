@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.families.locate import describe, locate
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.fitting_base import released_names
-from lora_trainer.lora_file.header import HeaderEntry, open_checked
+from lora_trainer.lora_file.header import HeaderEntry, Opened, open_checked
 from lora_trainer.lora_file.names import LayerNames, file_names
 from lora_trainer.lora_file.read_tensors import SLOT_DTYPES
 from lora_trainer.tools.adapters import Naming
@@ -50,34 +49,22 @@ _WHOLE = "use the fp16, bf16 or fp32 version of this base model"
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFile:
-    """A safetensors file that is open, its header checked; tensors in file order."""
+    """A safetensors file of a base that is open; `entries` has its tensors by name, in file order."""
 
-    path: Path
+    opened: Opened
     entries: Mapping[str, HeaderEntry]
-    metadata: Mapping[str, str]
-    _file: BinaryIO
-    _start: int
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str) -> bytearray:
         """Return a tensor's bytes; raises InputError when the file cannot be read."""
-        entry = self.entries[name]
-        try:
-            self._file.seek(self._start + entry.begin)
-            data = self._file.read(entry.end - entry.begin)
-        except OSError as error:
-            raise InputError(f"cannot read {self.path}: {error.strerror}", fix=AGAIN) from None
-        if len(data) != entry.end - entry.begin:
-            raise InputError(f"{self.path} changed while it was read", fix="start again")
-        return data
+        return self.opened.read(self.entries[name])
 
     def tensor(self, name: str) -> Tensor:
         """Return a floating-point tensor; raises InputError when it holds NaN or infinity."""
         entry = self.entries[name]
-        data = bytearray(self.read(name))
-        found = torch.frombuffer(data, dtype=SLOT_DTYPES[entry.dtype]).reshape(entry.shape)
-        if not found.float().isfinite().all():
-            raise InputError(f"{name} in {self.path.name} holds NaN or infinity", fix=AGAIN)
-        return found
+        tensor = torch.frombuffer(self.read(name), dtype=SLOT_DTYPES[entry.dtype])
+        if not tensor.float().isfinite().all():
+            raise InputError(f"{name} in {self.opened.path.name} holds NaN or infinity", fix=AGAIN)
+        return tensor.reshape(entry.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,13 +260,7 @@ def open_file(path: Path, stack: ExitStack) -> TensorFile:
         raise InputError(error.found, fix=AGAIN) from None
     entries = {entry.key: entry for entry in opened.entries}
     _refuse_quantised(path, entries)
-    return TensorFile(
-        path=path,
-        entries=entries,
-        metadata=opened.metadata,
-        _file=opened.file,
-        _start=opened.file.tell(),
-    )
+    return TensorFile(opened=opened, entries=entries)
 
 
 def _refuse_quantised(path: Path, entries: Mapping[str, HeaderEntry]) -> None:

@@ -12,22 +12,24 @@ from pathlib import Path
 from lora_trainer.config.config import Precision
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora_file.header import file_of
-from lora_trainer.tools.adapter_writer import SUFFIX, refuse_output, write_adapter
-from lora_trainer.tools.adapters import CheckedModules, open_source
+from lora_trainer.tools.adapter_writer import (
+    SUFFIX,
+    WrittenAdapter,
+    asked_format,
+    reader_notes,
+    refuse_output,
+    without_rounding,
+    write_adapter,
+)
+from lora_trainer.tools.adapters import open_source
 from lora_trainer.tools.header_entries import carried
-from lora_trainer.tools.spelling import asked_format, reader_notes, without_rounding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converted:
+class Converted(WrittenAdapter):
     """What was written; `notes` say what readers of the format will miss, and why fp32 if not asked for."""
 
-    file: Path
-    family: str
-    format: FileFormat
-    precision: Precision
     modules: int
-    notes: tuple[str, ...]
 
 
 def convert(
@@ -49,9 +51,8 @@ def convert(
     refuse_output(output, force=force)
     with open_source(file, base=base) as source:
         chosen = asked_format(source.family, format, source.contents)
-        modules = CheckedModules(source)
-        spelling, notes = without_rounding(
-            modules,
+        spec, notes = without_rounding(
+            source,
             family=source.family,
             format=chosen,
             asked=precision,
@@ -59,8 +60,8 @@ def convert(
         )
         summary = write_adapter(
             output,
-            modules,
-            spelling,
+            source,
+            spec,
             entries=lambda summary: carried(source.metadata, summary, resized=False),
             force=force,
         )
@@ -68,7 +69,7 @@ def convert(
         file=output,
         family=source.family.name,
         format=chosen,
-        precision=spelling.precision,
+        precision=spec.precision,
         modules=summary.modules,
         notes=(*notes, *reader_notes(chosen, source.contents)),
     )

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
 
-from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.errors import RequestError
 from lora_trainer.common.redaction import public_text
-from lora_trainer.lora_file.header import Opened, open_checked
+from lora_trainer.lora_file.header import open_checked
 from lora_trainer.lora_file.metadata import usage_hint
-from lora_trainer.lora_file.stream import Slot, header_bytes, require_body, whole_or_absent
+from lora_trainer.lora_file.stream import Slot, write_tensors
 
 MAX_TEXT_CHARACTERS = 20_000
 """Of one entry; ComfyUI ignores headers above 8 MiB."""
@@ -30,7 +28,6 @@ _KEYS = {
     "trigger": _TRIGGER,
     "tags": "modelspec.tags",
 }
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +66,9 @@ def describe(file: Path, texts: Description, *, output: Path, force: bool = Fals
     """
     with open_checked(file) as opened:
         metadata = _with(opened.metadata, texts)
-        with whole_or_absent(output, force=force) as written:
-            _copy(opened, written, metadata=metadata, output=output)
+        slots = [Slot(name=each.key, dtype=each.dtype, shape=each.shape) for each in opened.entries]
+        bodies = (opened.read(entry) for entry in opened.entries)
+        write_tensors(output, slots, bodies, metadata=metadata, hashes=None, force=force)
     before = opened.metadata
     changed = sorted(
         key for key in before.keys() | metadata.keys() if before.get(key) != metadata.get(key)
@@ -105,21 +103,3 @@ def _checked(name: str, value: str) -> str:
             fix=f"use at most {MAX_TEXT_CHARACTERS:,}",
         )
     return public_text(value.strip())
-
-
-def _copy(opened: Opened, written: BinaryIO, *, metadata: dict[str, str], output: Path) -> None:
-    """Copy the tensor bytes behind a new header, in the order they have."""
-    slots = [Slot(name=entry.key, dtype=entry.dtype, shape=entry.shape) for entry in opened.entries]
-    header = header_bytes(slots, metadata)
-    written.write(header)
-    digest, left = sha256(), sum(slot.bytes for slot in slots)
-    while left:
-        data = opened.file.read(min(left, _CHUNK_BYTES))
-        if not data:
-            raise InputError(
-                f"{opened.path} became shorter", fix="try again when nothing writes it"
-            )
-        digest.update(data)
-        written.write(data)
-        left -= len(data)
-    require_body(written, output, start=len(header), sha256_hex=digest.hexdigest())

@@ -19,40 +19,35 @@ from torch import Tensor, nn
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import Precision, Targets
 from lora_trainer.costs.cost_table import adapter_shapes
-from lora_trainer.families.base import DENOISER, FileFormat
-from lora_trainer.lora.low_rank import Singular, seeded, truncated
+from lora_trainer.families.base import DENOISER
+from lora_trainer.lora.low_rank import approximated
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.formats import Asked
 from lora_trainer.lora_file.write import contents_of
 from lora_trainer.tools.adapter_writer import (
-    ModuleSpool,
-    module_spool,
+    FileSpec,
+    WrittenAdapter,
+    asked_format,
+    reader_notes,
     refuse_output,
     write_adapter,
 )
 from lora_trainer.tools.base_weights import BaseWeights, WeightLocation, open_base
 from lora_trainer.tools.header_entries import extracted
 from lora_trainer.tools.resize import Cut, ResizeLimits
-from lora_trainer.tools.spelling import Spelling, asked_format, reader_notes
-
-_FIRST_RANK = 16
+from lora_trainer.tools.spool import ModuleSpool, module_spool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extracted:
+class Extracted(WrittenAdapter):
     """What was written; `cuts` has each layer that differs, `energy` the share of all their energy kept.
 
     `unreached` is the share of the whole difference that lies in tensors this LoRA cannot change.
     """
 
-    file: Path
-    family: str
-    format: FileFormat
-    precision: Precision
     cuts: Mapping[str, Cut]
     energy: float
     unreached: float
-    notes: tuple[str, ...]
 
 
 def extract(
@@ -74,7 +69,8 @@ def extract(
     """
     if rank is None and energy is None:
         raise RequestError("nothing says how much to keep", fix="give --rank, --energy or both")
-    ResizeLimits(rank=rank, energy=energy).check()
+    limits = ResizeLimits(rank=rank, energy=energy)
+    limits.check()
     refuse_output(output, force=force)
     with ExitStack() as stack:
         spool = stack.enter_context(module_spool(output.parent))
@@ -86,15 +82,15 @@ def extract(
             )
         family = second.family
         layers = _layers(first, second, targets)
-        found = _Difference(tuned=first, base=second, rank=rank, energy=energy)
-        found.take(layers, spool)
-        if not found.cuts:
+        compared = _Comparison(tuned=first, base=second, limits=limits)
+        compared.extract(layers, spool)
+        if not compared.cuts:
             raise InputError(
                 f"{tuned} and {base} are the same in every layer that a LoRA changes",
                 fix="give a model that was fine-tuned, and the one it started from",
             )
         contents = contents_of(spool)
-        spelling = Spelling(
+        spec = FileSpec(
             family=family,
             format=asked_format(family, format, contents),
             precision=precision,
@@ -102,7 +98,7 @@ def extract(
         write_adapter(
             output,
             spool,
-            spelling,
+            spec,
             entries=lambda summary: extracted(
                 tuned,
                 base,
@@ -116,68 +112,54 @@ def extract(
     return Extracted(
         file=output,
         family=family.name,
-        format=spelling.format,
+        format=spec.format,
         precision=precision,
-        cuts=found.cuts,
-        energy=found.kept / found.reached if found.reached > 0 else 1.0,
-        unreached=found.unreached / (found.unreached + found.reached),
-        notes=(*_not_compared(first, second), *reader_notes(spelling.format, contents)),
+        cuts=compared.cuts,
+        energy=compared.kept / compared.reached if compared.reached > 0 else 1.0,
+        unreached=compared.unreached / (compared.unreached + compared.reached),
+        notes=(*_not_compared(first, second), *reader_notes(spec.format, contents)),
     )
 
 
 @dataclass(kw_only=True)
-class _Difference:
-    """Takes two bases apart, layer by layer; energies are squared norms of what differs.
+class _Comparison:
+    """Two bases compared layer by layer; energies are squared Frobenius norms of differences.
 
-    `reached` is the energy in the layers, `kept` what their cut updates have of it, `unreached` that in
-    all other tensors that both bases have.
+    `reached` is the energy in the layers, `kept` the part of it in their cut updates, `unreached` the
+    energy in all other tensors that both bases have.
     """
 
     tuned: BaseWeights
     base: BaseWeights
-    rank: int | None
-    energy: float | None
+    limits: ResizeLimits
     cuts: dict[str, Cut] = field(default_factory=dict)
     kept: float = 0.0
     reached: float = 0.0
     unreached: float = 0.0
 
-    def take(self, layers: Sequence[str], spool: ModuleSpool) -> None:
+    def extract(self, layers: Sequence[str], spool: ModuleSpool) -> None:
         """Put the update of every layer that differs into `spool`, and measure the rest."""
-        done = set(layers)
         for key in layers:
             difference = _difference(key, self.tuned.places[key], self.base.places[key])
             if difference.any():
                 self._cut(key, difference, spool)
-        for places, others in (
+        for tuned, base in (
             (self.tuned.places, self.base.places),
             (self.tuned.rest, self.base.rest),
         ):
-            for key in places.keys() & others.keys() - done:
-                self.unreached += _energy(_difference(key, places[key], others[key]))
+            for key in tuned.keys() & base.keys() - set(layers):
+                self.unreached += _energy(_difference(key, tuned[key], base[key]))
 
     def _cut(self, key: str, difference: Tensor, spool: ModuleSpool) -> None:
-        found, rank = self._decomposed(key, difference)
-        self.cuts[key] = Cut(
-            old_rank=min(difference.flatten(1).shape), new_rank=rank, energy=found.kept(rank)
-        )
-        self.reached += found.energy
-        self.kept += found.kept(rank) * found.energy
-        spool.add(key, found.lora(rank))
-
-    def _decomposed(self, key: str, difference: Tensor) -> tuple[Singular, int]:
-        """Return as many singular values as are needed, and how many those are."""
-        most = min(difference.flatten(1).shape)
-        limit = most if self.rank is None else min(self.rank, most)
-        if self.energy is None:
-            return truncated(difference, rank=limit, generator=seeded(key)), limit
-        rank = min(_FIRST_RANK, limit)
-        while True:
-            found = truncated(difference, rank=rank, generator=seeded(key))
-            wanted = found.rank_for_energy(self.energy)
-            if wanted is not None or rank >= limit:
-                return found, min(wanted or limit, limit)
-            rank = min(2 * rank, limit)
+        limits = self.limits
+        decomposed = approximated(difference, enough=limits.rank_of, limit=limits.rank, seed=key)
+        rank = limits.rank_of(decomposed)
+        share = decomposed.kept(rank)
+        old_rank = min(difference.flatten(1).shape)
+        self.cuts[key] = Cut(old_rank=old_rank, new_rank=rank, energy=share)
+        self.reached += decomposed.energy
+        self.kept += share * decomposed.energy
+        spool.add(key, decomposed.lora(rank))
 
 
 def _layers(tuned: BaseWeights, base: BaseWeights, targets: Targets) -> list[str]:
@@ -242,16 +224,16 @@ def _difference(key: str, tuned: WeightLocation, base: WeightLocation) -> Tensor
     Where their dtypes differ, the finer one is rounded to the coarser first: what was never trained
     is then equal, and no noise of rounding is taken for a change. Raises InputError for other sizes.
     """
-    shape, own = base.shape, tuned.shape
-    if (own[:1], math.prod(own)) != (shape[:1], math.prod(shape)):
+    shape, tuned_shape = base.shape, tuned.shape
+    if (tuned_shape[:1], math.prod(tuned_shape)) != (shape[:1], math.prod(shape)):
         raise InputError(
-            f"{key} is {_sized(own)} in one model and {_sized(shape)} in the other",
+            f"{key} is {_sized(tuned_shape)} in one model and {_sized(shape)} in the other",
             fix="give two models of one architecture",
         )
     first, second = tuned.weight(), base.weight()
     dtype = max(first.dtype, second.dtype, key=lambda each: torch.finfo(each).eps)
-    found: Tensor = first.to(dtype).float().reshape(shape) - second.to(dtype).float()
-    return found
+    difference: Tensor = first.to(dtype).float().reshape(shape) - second.to(dtype).float()
+    return difference
 
 
 def _sized(shape: tuple[int, ...]) -> str:

@@ -17,7 +17,6 @@ import torch
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import Precision
-from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.low_rank import (
     LowRankUpdate,
     NotLowRank,
@@ -33,14 +32,18 @@ from lora_trainer.lora.tensors import ModuleTensors, needs_weight, update
 from lora_trainer.lora_file.formats import Asked
 from lora_trainer.lora_file.write import contents_of
 from lora_trainer.tools.adapter_writer import (
-    ModuleSpool,
-    module_spool,
+    FileSpec,
+    WrittenAdapter,
+    asked_format,
+    reader_notes,
     refuse_output,
+    without_rounding,
     write_adapter,
 )
-from lora_trainer.tools.adapters import AdapterSource, open_source
+from lora_trainer.tools.adapters import AdapterSource, WeightedSources, open_source
 from lora_trainer.tools.header_entries import merged
-from lora_trainer.tools.spelling import Spelling, asked_format, reader_notes, without_rounding
+from lora_trainer.tools.resize import with_bias
+from lora_trainer.tools.spool import ModuleSpool, module_spool
 
 _BAKE = "merge it into its base model with --into"
 
@@ -54,17 +57,12 @@ class Weighted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merged:
+class Merged(WrittenAdapter):
     """What was written; `energy` is the share of the sum's squared norm that a lower rank kept, 1: all."""
 
-    file: Path
-    family: str
-    format: FileFormat
-    precision: Precision
     modules: int
     rank: int
     energy: float
-    notes: tuple[str, ...]
 
 
 def parse_weighted(text: str) -> Weighted:
@@ -106,7 +104,8 @@ def merge(
     with ExitStack() as stack:
         sources = [stack.enter_context(open_source(each.file, base=base)) for each in inputs]
         _refuse_other_families(sources)
-        total = _Sum(sources=tuple(sources), weights=tuple(each.weight for each in inputs))
+        weights = [each.weight for each in inputs]
+        total = _Sum(adapters=WeightedSources(sources=sources, weights=weights))
         energy = 1.0
         modules: Mapping[str, ModuleTensors] = total
         if rank is not None:
@@ -118,28 +117,28 @@ def merge(
         chosen, own = asked_format(family, format, contents), _widest(sources)
         notes: tuple[str, ...] = ()
         if rank is None:
-            spelling, notes = without_rounding(
+            spec, notes = without_rounding(
                 modules, family=family, format=chosen, asked=precision, own=own
             )
         else:
-            spelling = Spelling(family=family, format=chosen, precision=precision or own)
+            spec = FileSpec(family=family, format=chosen, precision=precision or own)
         named = [(source.path.stem, source.metadata) for source in sources]
         summary = write_adapter(
             output,
             modules,
-            spelling,
+            spec,
             entries=lambda summary: merged(named, summary, title=output.stem),
             force=force,
         )
     return Merged(
         file=output,
         family=family.name,
-        format=spelling.format,
-        precision=spelling.precision,
+        format=spec.format,
+        precision=spec.precision,
         modules=summary.modules,
         rank=summary.rank,
         energy=energy,
-        notes=(*notes, *reader_notes(spelling.format, contents)),
+        notes=(*notes, *reader_notes(spec.format, contents)),
     )
 
 
@@ -147,17 +146,16 @@ def merge(
 class _Sum(Mapping[str, ModuleTensors]):
     """The weighted sum of adapters, made module by module when looked up."""
 
-    sources: tuple[AdapterSource, ...]
-    weights: tuple[float, ...]
+    adapters: WeightedSources
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted({key for source in self.sources for key in source.adapter}))
+        return iter(self.adapters.layers)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self.adapters.layers)
 
     def __getitem__(self, key: str) -> ModuleTensors:
-        parts = self.parts(key)
+        parts = self.adapters.modules(key)
         if len(parts) == 1:
             return _scaled(key, *parts[0])
         if all(module.kind in ("full", "norm") for module, _ in parts):
@@ -166,17 +164,12 @@ class _Sum(Mapping[str, ModuleTensors]):
             scales = {module.scale * weight for module, weight in parts}
             if len(scales) == 1:  # nothing needs to be multiplied in, and rounded
                 units = [(replace(module, scale=1.0), 1.0) for module, _ in parts]
-                return _with_bias(_as_lora(self.products(key, units), scale=scales.pop()), parts)
-        return _with_bias(_as_lora(self.products(key, parts)), parts)
-
-    def parts(self, key: str) -> list[tuple[ModuleTensors, float]]:
-        """Return (module, weight) of each file that has the module."""
-        pairs = zip(self.sources, self.weights, strict=True)
-        return [(source.read(key), weight) for source, weight in pairs if key in source.adapter]
+                return with_bias(_as_lora(self.products(key, units), scale=scales.pop()), parts)
+        return with_bias(_as_lora(self.products(key, parts)), parts)
 
     def products(self, key: str, parts: Sequence[tuple[ModuleTensors, float]]) -> LowRankUpdate:
         """Return the sum as thin factors; raises RequestError where a part is none, or sizes differ."""
-        kernel = self.sources[0].kernel(key)
+        kernel = self.adapters.sources[0].kernel(key)
         try:
             found = [(product(module, kernel=kernel), weight) for module, weight in parts]
         except NotLowRank as error:
@@ -233,15 +226,6 @@ def _differences(key: str, parts: Sequence[tuple[ModuleTensors, float]]) -> Modu
     )
 
 
-def _with_bias(
-    module: ModuleTensors, parts: Sequence[tuple[ModuleTensors, float]]
-) -> ModuleTensors:
-    biases = [part.tensors["bias"].float() * w for part, w in parts if "bias" in part.tensors]
-    if not biases:
-        return module
-    return replace(module, tensors={**module.tensors, "bias": torch.stack(biases).sum(0)})
-
-
 def _as_lora(total: LowRankUpdate, scale: float = 1.0) -> ModuleTensors:
     return lora(up=total.up, down=total.down, inputs=total.inputs, scale=scale)
 
@@ -250,14 +234,14 @@ def _cut(total: _Sum, spool: ModuleSpool, *, rank: int) -> float:
     """Put the best LoRA of a rank of every module into `spool`; return the share of energy kept."""
     kept = whole = 0.0
     for key in total:
-        parts = total.parts(key)
+        parts = total.adapters.modules(key)
         if all(module.kind == "norm" for module, _ in parts):  # a vector has no rank
             spool.add(key, total[key])
             continue
         found = _singular(total, key, parts, rank=rank)
         whole += found.energy
         kept += found.kept(rank) * found.energy
-        spool.add(key, _with_bias(found.lora(min(rank, len(found.values))), parts))
+        spool.add(key, with_bias(found.lora(min(rank, len(found.values))), parts))
     return kept / whole if whole > 0 else 1.0
 
 
@@ -265,12 +249,12 @@ def _singular(
     total: _Sum, key: str, parts: Sequence[tuple[ModuleTensors, float]], *, rank: int
 ) -> Singular:
     """Return the singular values of a sum: exactly of thin factors, else the largest of the whole matrix."""
-    if any(needs_weight(module) for module, _ in parts):
-        return singular(total.products(key, parts))  # which says why it cannot be
     try:
         return singular(total.products(key, parts))
     except RequestError:
-        kernel = total.sources[0].kernel(key)
+        if any(needs_weight(module) for module, _ in parts):
+            raise
+        kernel = total.adapters.sources[0].kernel(key)
         changes = [weight * update(module) for module, weight in parts]
         shape = (changes[0].shape[0], -1, *kernel)
         change = sum(changes[1:], changes[0]).reshape(shape if kernel else changes[0].shape)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,17 +23,17 @@ from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_
 from lora_trainer.common.redaction import public_text
 from lora_trainer.families.base import WeightPlace
 from lora_trainer.lora.low_rank import fits
-from lora_trainer.lora.tensors import ModuleTensors, split_key, update
+from lora_trainer.lora.tensors import update
 from lora_trainer.lora_file.read_tensors import tensor_bytes
-from lora_trainer.lora_file.stream import HASHES, Slot, refuse_existing, write_tensors
-from lora_trainer.tools.adapters import AdapterSource, open_source
+from lora_trainer.lora_file.stream import HASHES, Body, Slot, refuse_existing, write_tensors
+from lora_trainer.tools.adapters import WeightedSources, open_source
 from lora_trainer.tools.base_weights import (
     SUFFIX,
+    TEXT_MODEL,
     BaseWeights,
     TensorFile,
     WeightLocation,
     in_place_order,
-    module_of,
     open_base,
     open_file,
     rows_at,
@@ -50,6 +49,8 @@ _WEIGHTS = frozenset(
 _AVERAGED = "model_ema."
 Changed = tuple[str, WeightPlace]
 """A layer that changes, and where in a tensor it lies."""
+Changes = Mapping[tuple[Path, str], Sequence[Changed]]
+"""By folder and tensor the layers that change; variants of a file have the same tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,46 +63,31 @@ class MergedBase:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Change:
-    """The adapters of a merge and what they change: rows of tensors by name."""
-
-    sources: tuple[AdapterSource, ...]
-    weights: tuple[float, ...]
-
-    @cached_property
-    def layers(self) -> tuple[str, ...]:
-        """The layers that any of the adapters changes, as "component.module"."""
-        return tuple(sorted({key for source in self.sources for key in source.adapter}))
-
-    def parts(self, key: str) -> Iterator[tuple[ModuleTensors, float]]:
-        for source, weight in zip(self.sources, self.weights, strict=True):
-            if key in source.adapter:
-                yield source.read(key), weight
-
-    def merged(self, name: str, weight: Tensor, layers: Sequence[Changed]) -> Tensor:
-        """Return a weight with all changes, in its dtype; raises RequestError when it does not fit in there."""
-        # A copy: DoRA and OFT go by the weights of the base, whatever else is merged.
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        changed = weight.to(wide, copy=True)
-        for key, at in layers:
-            part = slice(None) if at.rows is None else slice(*at.rows)
-            key, _, bias = key.partition(BIAS)
-            for module, strength in self.parts(key):
-                if not bias:
-                    if module.kind != "full" or "difference" in module.tensors:
-                        change = update(module, rows_at(at, weight))
-                        changed[part] += strength * in_place_order(at, change)
-                elif "bias" in module.tensors:
-                    change = module.tensors["bias"].to(wide)
-                    changed[part] += strength * in_place_order(at, change)
-        largest, limit = float(changed.abs().max()), torch.finfo(weight.dtype).max
-        if not largest <= limit:  # fp8 would be clipped without a word
-            raise RequestError(
-                f"{name} would reach {largest:.3g}, its dtype ends at {limit:.3g}",
-                fix="merge with a lower weight, or into the bf16 or fp32 version of the base model",
-            )
-        return changed.to(weight.dtype)
+def _merged(
+    name: str, weight: Tensor, changes: Sequence[Changed], adapters: WeightedSources
+) -> Tensor:
+    """Return a tensor of the base with all changes, in its dtype; raises RequestError beyond its range."""
+    # A copy, because DoRA and OFT go by the weights of the base, whatever else is merged.
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    merged = weight.to(wide, copy=True)
+    for key, at in changes:
+        rows = slice(None) if at.rows is None else slice(*at.rows)
+        layer, _, bias = key.partition(BIAS)
+        for module, strength in adapters.modules(layer):
+            if bias and "bias" in module.tensors:
+                change = module.tensors["bias"].to(wide)
+            elif not bias and (module.kind != "full" or "difference" in module.tensors):
+                change = update(module, rows_at(at, weight))
+            else:
+                continue
+            merged[rows] += strength * in_place_order(at, change)
+    largest, limit = float(merged.abs().max()), torch.finfo(weight.dtype).max
+    if not largest <= limit:  # fp8 would be clipped without a word
+        raise RequestError(
+            f"{name} would reach {largest:.3g}, its dtype ends at {limit:.3g}",
+            fix="merge with a lower weight, or into the bf16 or fp32 version of the base model",
+        )
+    return merged.to(weight.dtype)
 
 
 def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = False) -> MergedBase:
@@ -119,12 +105,12 @@ def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = F
         _refuse_replacing(inputs, opened, output)
         naming = opened.naming()
         sources = [stack.enter_context(open_source(each.file, naming=naming)) for each in inputs]
-        change = _Change(sources=tuple(sources), weights=tuple(each.weight for each in inputs))
-        _check_fit(change, opened)
+        adapters = WeightedSources(sources=sources, weights=[each.weight for each in inputs])
+        _check_fit(adapters, opened)
         write = _write_single if opened.single else _write_folder
-        notes = write(opened, change, output, force=force)
+        notes = write(opened, adapters, output, force=force)
         return MergedBase(
-            file=output, family=opened.family.name, layers=len(change.layers), notes=tuple(notes)
+            file=output, family=opened.family.name, layers=len(adapters.layers), notes=tuple(notes)
         )
 
 
@@ -162,13 +148,13 @@ def _refuse_replacing(inputs: Sequence[Weighted], base: BaseWeights, output: Pat
             )
 
 
-def _check_fit(change: _Change, base: BaseWeights) -> None:
+def _check_fit(adapters: WeightedSources, base: BaseWeights) -> None:
     """Read every module once before anything is written; raises InputError naming the first misfit."""
-    for key in change.layers:
-        shape = _place(base, key).shape
+    for key in adapters.layers:
+        shape = _location(base, key).shape
         out, fan_in = shape[0], math.prod(shape[1:])
-        for source in change.sources:
-            module = source.read(key) if key in source.adapter else None
+        for source in adapters.sources:
+            module = source.get(key)
             if module is None:
                 continue
             if "bias" in module.tensors and f"{key}.bias" not in base.rest:
@@ -184,45 +170,45 @@ def _check_fit(change: _Change, base: BaseWeights) -> None:
                 )
 
 
-def _place(base: BaseWeights, key: str) -> WeightLocation:
+def _location(base: BaseWeights, key: str) -> WeightLocation:
     """Return where the weight of a layer lies: a matrix, a kernel or the vector of a norm."""
     return base.places[key] if key in base.places else base.rest[f"{key}.weight"]
 
 
-def _biased(change: _Change) -> frozenset[str]:
-    """Return the layers whose biases the adapters change."""
-    return frozenset(
-        key
-        for key in change.layers
-        if any("bias" in module.tensors for module, _ in change.parts(key))
-    )
+def _changes(base: BaseWeights, adapters: WeightedSources) -> Changes:
+    changes: dict[tuple[Path, str], list[Changed]] = {}
+    for key in adapters.layers:
+        locations = {key: _location(base, key)}
+        if any("bias" in module.tensors for module, _ in adapters.modules(key)):
+            locations[f"{key}{BIAS}"] = base.rest[f"{key}.bias"]
+        for name, location in locations.items():
+            folder = location.file.opened.path.parent
+            tensor = location.at.tensor.removeprefix(TEXT_MODEL)
+            changes.setdefault((folder, tensor), []).append((name, location.at))
+    return changes
 
 
-def _write_single(base: BaseWeights, change: _Change, output: Path, *, force: bool) -> list[str]:
+def _write_single(
+    base: BaseWeights, adapters: WeightedSources, output: Path, *, force: bool
+) -> list[str]:
     file = next(iter(base.places.values())).file
-    layers: dict[str, list[Changed]] = {}
-    for key in change.layers:
-        at = _place(base, key).at
-        layers.setdefault(at.tensor, []).append((key, at))
-    for key in _biased(change):
-        at = base.rest[f"{key}.bias"].at
-        layers.setdefault(at.tensor, []).append((f"{key}{BIAS}", at))
-    names = [file.path.stem, *(source.path.stem for source in change.sources)]
+    names = [file.opened.path.stem, *(source.path.stem for source in adapters.sources)]
     merged_from = {"modelspec.merged_from": public_text(", ".join(names))}
-    _rewrite(file, output, change, layers, metadata={**file.metadata, **merged_from}, force=force)
+    _rewrite(file, output, adapters, _changes(base, adapters), entries=merged_from, force=force)
     averaged = any(name.startswith(_AVERAGED) for name in file.entries)
     return [f"{_AVERAGED}*, the averaged weights, are without the adapters"] if averaged else []
 
 
-def _write_folder(base: BaseWeights, change: _Change, output: Path, *, force: bool) -> list[str]:
+def _write_folder(
+    base: BaseWeights, adapters: WeightedSources, output: Path, *, force: bool
+) -> list[str]:
     temporary = output.with_name(
         f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{output.name}"[:200]
     )
     try:
         temporary.mkdir()
-        changed = {split_key(key)[0] for key in change.layers}
-        rewritten = {base.components[component]: component for component in changed}
-        left_out = _fill(base.path, temporary, change, rewritten, top=True)
+        changes = _changes(base, adapters)
+        left_out = _fill(base.path, temporary, adapters, changes, top=True)
         _replace(temporary, output, force=force)
     except OSError as error:
         raise disk_error(output, error) from error
@@ -232,69 +218,51 @@ def _write_folder(base: BaseWeights, change: _Change, output: Path, *, force: bo
 
 
 def _fill(
-    folder: Path,
-    target: Path,
-    change: _Change,
-    rewritten: Mapping[Path, str],
-    *,
-    top: bool = False,
+    folder: Path, target: Path, adapters: WeightedSources, changes: Changes, *, top: bool = False
 ) -> list[str]:
-    """Copy a folder, weights of changed components with the changes; return what was left out.
+    """Copy a folder, weights of changed components with the changes; return the files left out.
 
     Weights in other formats than safetensors would be without them, as would checkpoints beside the
-    components' folders.
+    components' folders. All shards and variants (such as fp16) of a component are changed.
     """
     left_out = []
+    changed = any(folder == place for place, _ in changes)
     for entry in sorted(folder.iterdir()):
         new = target / entry.name
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
             new.mkdir()
-            left_out += _fill(entry, new, change, rewritten)
-        elif folder in rewritten and entry.suffix == SUFFIX:
-            _rewrite_shard(entry, new, change, component=rewritten[folder])
-        elif entry.suffix in _WEIGHTS and (top or folder in rewritten):
+            left_out += _fill(entry, new, adapters, changes)
+        elif changed and entry.suffix == SUFFIX:
+            with ExitStack() as stack:
+                _rewrite(open_file(entry, stack), new, adapters, changes)
+        elif entry.suffix in _WEIGHTS and (top or changed):
             left_out.append(entry.relative_to(folder.parent).as_posix())
         else:
             _copy(entry, new)
     return left_out
 
 
-def _rewrite_shard(file: Path, new: Path, change: _Change, *, component: str) -> None:
-    with ExitStack() as stack:
-        shard = open_file(file, stack)
-        keys, biased = set(change.layers), _biased(change)
-        layers: dict[str, list[Changed]] = {}
-        for name in shard.entries:
-            key = f"{component}.{module_of(name, component)}"
-            if key in keys:
-                layers[name] = [(key, WeightPlace(tensor=name))]
-            elif name.endswith(".bias"):
-                weight = f"{name.removesuffix('.bias')}.weight"
-                key = f"{component}.{module_of(weight, component)}"
-                if key in biased:
-                    layers[name] = [(f"{key}{BIAS}", WeightPlace(tensor=name))]
-        _rewrite(shard, new, change, layers, metadata=shard.metadata, force=False)
-
-
 def _rewrite(
     file: TensorFile,
     new: Path,
-    change: _Change,
-    layers: Mapping[str, Sequence[Changed]],
+    adapters: WeightedSources,
+    changes: Changes,
     *,
-    metadata: Mapping[str, str],
-    force: bool,
+    entries: Mapping[str, str] | None = None,
+    force: bool = False,
 ) -> None:
     """Write a file again with changed weights, tensors in their order, one at a time."""
+    folder, metadata = file.opened.path.parent, {**file.opened.metadata, **(entries or {})}
 
-    def bodies() -> Iterator[bytes | memoryview]:
+    def bodies() -> Iterator[Body]:
         for name in file.entries:
-            if name in layers:
-                yield tensor_bytes(change.merged(name, file.tensor(name), layers[name]))
-            else:
+            layers = changes.get((folder, name.removeprefix(TEXT_MODEL)))
+            if layers is None:
                 yield file.read(name)
+            else:
+                yield tensor_bytes(_merged(name, file.tensor(name), layers, adapters))
 
     slots = [
         Slot(name=entry.key, dtype=entry.dtype, shape=entry.shape)

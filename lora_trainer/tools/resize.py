@@ -7,16 +7,16 @@ a ratio to the largest value needs. Output is a LoRA file and how much of the up
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import Precision
-from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.low_rank import (
     NotLowRank,
     Singular,
@@ -29,15 +29,17 @@ from lora_trainer.lora.tensors import ModuleTensors, needs_weight, update
 from lora_trainer.lora_file.formats import Asked
 from lora_trainer.lora_file.write import contents_of
 from lora_trainer.tools.adapter_writer import (
-    ModuleSpool,
-    module_spool,
+    FileSpec,
+    WrittenAdapter,
+    asked_format,
+    reader_notes,
     refuse_output,
     write_adapter,
 )
 from lora_trainer.tools.adapters import AdapterSource, open_source
 from lora_trainer.tools.base_weights import BaseWeights, open_base
 from lora_trainer.tools.header_entries import carried
-from lora_trainer.tools.spelling import Spelling, asked_format, reader_notes
+from lora_trainer.tools.spool import ModuleSpool, module_spool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +91,11 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resized:
+class Resized(WrittenAdapter):
     """What was written; `energy` is the kept share of the squared norm of all updates together."""
 
-    file: Path
-    family: str
-    format: FileFormat
-    precision: Precision
     cuts: Mapping[str, Cut]
     energy: float
-    notes: tuple[str, ...]
 
 
 def resize(
@@ -123,7 +120,7 @@ def resize(
     with open_source(file, base=base) as source, module_spool(output.parent) as spool:
         cuts, energy = _cut(source, spool, limits, base=base)
         contents = contents_of(spool)
-        spelling = Spelling(
+        spec = FileSpec(
             family=source.family,
             format=asked_format(source.family, _own_format(source, format), contents),
             precision=precision or source.precision,
@@ -131,18 +128,18 @@ def resize(
         write_adapter(
             output,
             spool,
-            spelling,
+            spec,
             entries=lambda summary: carried(source.metadata, summary, resized=True),
             force=force,
         )
     return Resized(
         file=output,
         family=source.family.name,
-        format=spelling.format,
-        precision=spelling.precision,
+        format=spec.format,
+        precision=spec.precision,
         cuts=cuts,
         energy=energy,
-        notes=reader_notes(spelling.format, contents),
+        notes=reader_notes(spec.format, contents),
     )
 
 
@@ -154,8 +151,7 @@ def _cut(
     kept = whole = 0.0
     with ExitStack() as stack:
         weights = _Weights(base=base, stack=stack)
-        for key in source.adapter:
-            module = source.read(key)
+        for key, module in source.items():
             if module.kind == "norm":  # a vector has no rank
                 spool.add(key, module)
                 continue
@@ -163,7 +159,7 @@ def _cut(
             rank = limits.rank_of(found)
             unchanged = module.kind == "lora" and not module.dora
             unchanged = unchanged and rank >= min(module.rank, len(found.values))
-            spool.add(key, module if unchanged else _with_bias(found.lora(rank), module))
+            spool.add(key, module if unchanged else with_bias(found.lora(rank), [(module, 1.0)]))
             new_rank = module.rank if unchanged else rank
             share = 1.0 if unchanged else found.kept(rank)
             cuts[key] = Cut(old_rank=module.rank, new_rank=new_rank, energy=share)
@@ -172,10 +168,12 @@ def _cut(
     return cuts, kept / whole if whole > 0 else 1.0
 
 
-def _with_bias(cut: ModuleTensors, module: ModuleTensors) -> ModuleTensors:
-    if "bias" not in module.tensors:
+def with_bias(cut: ModuleTensors, parts: Sequence[tuple[ModuleTensors, float]]) -> ModuleTensors:
+    """Return a module with the weighted sum of the biases of the modules that it was made from."""
+    biases = [part.tensors["bias"].float() * w for part, w in parts if "bias" in part.tensors]
+    if not biases:
         return cut
-    return replace(cut, tensors={**cut.tensors, "bias": module.tensors["bias"].float()})
+    return replace(cut, tensors={**cut.tensors, "bias": torch.stack(biases).sum(0)})
 
 
 @dataclass(kw_only=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from lora_trainer.config.config import Config, flatten
+from lora_trainer.families.base import Family
 from lora_trainer.lora.adapter_size import factorise
 from lora_trainer.lora.tensors import AdapterKind, ModuleTensors, update
-from lora_trainer.lora_file.write import ExportInfo, SubsetSummary
+from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary
+from lora_trainer.lora_file.verify import matches
 
 RANK, ALPHA = 4, 1.5
 
@@ -169,3 +172,11 @@ def export_info(**changes: object) -> ExportInfo:
         "description": "a round blue creature",
     }
     return ExportInfo(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def read_back(file: bytes | Path, tensors: Mapping[str, ModuleTensors], *, family: Family) -> float:
+    """Return the largest relative error of an update in an exported file."""
+    errors = [
+        match.relative_error for match in matches(file, tensors, family=family, precision="fp32")
+    ]
+    return max(errors, default=0.0)

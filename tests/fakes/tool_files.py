@@ -14,7 +14,8 @@ from lora_trainer import families
 from lora_trainer.config.config import Precision
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.tensors import ModuleTensors, update
-from lora_trainer.lora_file.write import export_bytes, metadata
+from lora_trainer.lora_file.metadata import metadata
+from lora_trainer.lora_file.write import export_bytes
 from lora_trainer.tools.adapters import open_source
 from lora_trainer.tools.base_weights import open_base
 from tests.fakes.adapters import adapter_for, export_info
@@ -81,9 +82,7 @@ def saved(
 def deltas(file: Path, base: Path | str) -> dict[str, Tensor]:
     """Return what a file adds to each weight of a base, float64 [out, in, ...]."""
     with open_base(str(base)) as weights, open_source(file, naming=weights.naming()) as source:
-        return {
-            key: delta(source.read(key), weights.places[key].weight()) for key in source.adapter
-        }
+        return {key: delta(source[key], weights.places[key].weight()) for key in source}
 
 
 def delta(module: ModuleTensors, weight: Tensor) -> Tensor:

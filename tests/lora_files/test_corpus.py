@@ -58,9 +58,9 @@ def test_a_file_is_read_to_the_update_it_holds(case: Case, tmp_path: Path) -> No
     file = tmp_path / "a.safetensors"
     expected = build(case, file)
     with open_source(file) as source:
-        assert set(source.adapter) == expected.keys()
+        assert set(source) == expected.keys()
         for key, each in some(expected, most=2).items():
-            module = source.read(key)
+            module = source[key]
             assert relative_error(module, each) < TOLERANCE, key
             if each.written.bias is not None:
                 assert torch.equal(module.tensors["bias"].float(), each.written.bias[each.rows])
@@ -101,9 +101,9 @@ def test_a_file_converts_without_a_change(case: Case, tmp_path: Path) -> None:
             return
         done += 1
         with open_source(output) as source:
-            assert set(source.adapter) == expected.keys()
+            assert set(source) == expected.keys()
             for key, each in some(expected, most=1).items():
-                assert relative_error(source.read(key), each) < TOLERANCE, (format, key)
+                assert relative_error(source[key], each) < TOLERANCE, (format, key)
     assert done
 
 
@@ -116,9 +116,9 @@ def test_rows_of_a_kronecker_product_become_a_lora_when_asked(tmp_path: Path) ->
     assert {key for key, cut in done.cuts.items()} == expected.keys()
     with open_source(output) as source:
         for key, each in expected.items():
-            lost = relative_error(source.read(key), each) ** 2
+            lost = relative_error(source[key], each) ** 2
             assert done.cuts[key].energy == pytest.approx(1 - lost, abs=1e-5)
-            assert source.read(key).rank == 2
+            assert source[key].rank == 2
 
 
 FACTORS = {f"{MODULE}.lora_down.weight": (2, 320), f"{MODULE}.lora_up.weight": (320, 2)}

@@ -66,10 +66,10 @@ def test_a_folder_is_read_to_what_peft_makes_of_it(kind: str, tmp_path: Path) ->
     before, after = saved(KINDS[kind], tmp_path)
     assert not [each for each in inspect_file(tmp_path).problems if each.severity == "error"]
     with open_source(tmp_path, base=str(base_of(BASE))) as source:
-        assert set(source.adapter) == before.keys()
+        assert set(source) == before.keys()
         for key in before:
             wanted = after[key].double() - before[key].double()
-            change = update(source.read(key), before[key].double())
+            change = update(source[key], before[key].double())
             assert float((change - wanted).norm() / wanted.norm()) < 1e-5, key
 
 

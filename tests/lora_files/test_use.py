@@ -31,7 +31,7 @@ def opened(case: Case, folder: Path) -> tuple[str, ModuleTensors, Expected, Tree
     file = folder / "a.safetensors"
     ((key, expected),) = some(build(case, file, most=2), most=1).items()
     with open_source(file) as source:
-        module = source.read(key)
+        module = source[key]
     weight = expected.base_weight[expected.rows]
     return key, module, expected, Tree().hold({f"{split_key(key)[1]}.weight": weight})
 

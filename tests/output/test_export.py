@@ -26,14 +26,13 @@ from lora_trainer.lora.tensors import AdapterKind, AdapterTensors, ModuleTensors
 from lora_trainer.lora_file import write
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.inspect import inspect_file
+from lora_trainer.lora_file.metadata import metadata
 from lora_trainer.lora_file.verify import Match, matches
 from lora_trainer.lora_file.write import (
     contents_of,
     export_bytes,
     final_export_name,
-    metadata,
     prune_exports,
-    read_back,
     step_export_name,
     write_export,
 )
@@ -42,6 +41,7 @@ from tests.fakes.adapters import (
     RANK,
     draw_module,
     export_info,
+    read_back,
     small_adapter,
     with_magnitude,
 )

@@ -24,8 +24,15 @@ from lora_trainer.families import MODULES, family
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.tensors import AdapterKind, AdapterTensors, ModuleTensors, update
 from lora_trainer.lora_file.formats import format_for
-from lora_trainer.lora_file.write import contents_of, export_bytes, read_back, write_export
-from tests.fakes.adapters import adapted, adapter_for, draw_lokr, draw_module, export_info
+from lora_trainer.lora_file.write import contents_of, export_bytes, write_export
+from tests.fakes.adapters import (
+    adapted,
+    adapter_for,
+    draw_lokr,
+    draw_module,
+    export_info,
+    read_back,
+)
 from tests.fakes.family_bases import CPU, denoiser_of, facts_of
 
 FAMILY = family("sd15")

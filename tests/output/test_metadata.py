@@ -17,8 +17,8 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.families import family
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary, file_hashes, metadata
-from lora_trainer.lora_file.write import export_bytes, read_back, write_export
-from tests.fakes.adapters import export_info, small_adapter
+from lora_trainer.lora_file.write import export_bytes, write_export
+from tests.fakes.adapters import export_info, read_back, small_adapter
 
 
 def exported(entries: Mapping[str, str]) -> bytes:

@@ -24,9 +24,9 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.common.files import CappedFolder, read_json_object
 from lora_trainer.families import family
-from lora_trainer.lora_file.write import read_back, write_export
+from lora_trainer.lora_file.write import write_export
 from lora_trainer.run.run_folder import RUN_FILE, RunFolder, cut_events, write_run
-from tests.fakes.adapters import export_info, small_adapter
+from tests.fakes.adapters import export_info, read_back, small_adapter
 from tests.fakes.disk import Disk, Killed, operations_of
 from tests.fakes.states import bits, loaded_step, state_at
 
