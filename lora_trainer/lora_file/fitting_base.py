@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -65,7 +65,10 @@ def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -
     fitting: dict[str, LayerNames] = {}
     if any(_is_denoiser(name) for name in parts):
         for family in families.MODULES:
-            names = next((each for each in _releases(family) if _fits_all(parts, each)), None)
+            names = next(
+                (each for each in _releases(family, parts) if not any(find_misfits(parts, each))),
+                None,
+            )
             if names is not None:
                 fitting[family] = names
     if fitting:
@@ -82,17 +85,13 @@ def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -
 
 def _closest(parts: Mapping[str, ModuleFactors], family: str) -> Fit:
     """Return the release of a family that has all the names and most of the sizes."""
-    best: tuple[int, LayerNames, tuple[Misfit, ...]] | None = None
-    for names in _releases(family):
-        if all(names.find(name, size=part.size) for name, part in parts.items()):
-            misfits = tuple(find_misfits(parts, names))
-            if best is None or len(misfits) < best[0]:
-                best = (len(misfits), names, misfits)
-    if best is None:
+    by_release = [(names, tuple(find_misfits(parts, names))) for names in _releases(family, parts)]
+    if not by_release:
         return Fit(family=family)
+    names, misfits = min(by_release, key=lambda each: len(each[1]))
     # A base of another width has none of the sizes: that is no error of the file.
-    sized = sum(1 for part in parts.values() if part.size != (0, 0))
-    return Fit(family=family, names=best[1], misfits=best[2] if len(best[2]) < sized else ())
+    sized_modules = sum(part.size != (0, 0) for part in parts.values())
+    return Fit(family=family, names=names, misfits=misfits if len(misfits) < sized_modules else ())
 
 
 def check_usable(path: Path, *, names: LayerNames | None) -> tuple[Contents, Fit]:
@@ -129,37 +128,31 @@ def sized(size: Size) -> str:
 def find_misfits(parts: Mapping[str, ModuleFactors], names: LayerNames) -> Iterable[Misfit]:
     """Yield the modules whose size is not that of the layers that they stand for."""
     for module, part in parts.items():
-        expected = expected_size(module, part, names)
-        if expected is not None and not _equal(part.size, expected):
+        expected = _expected_size(module, part, names)
+        if expected is None:
+            continue
+        if any(
+            side not in (0, layer_side)
+            for side, layer_side in zip(part.size, expected, strict=True)
+        ):
             yield Misfit(module=module, size=part.size, expected=expected)
 
 
-def expected_size(module: str, part: ModuleFactors, names: LayerNames) -> Size | None:
-    """Return (out, fan in) of what a module stands for; None where a shape is not known."""
-    found = names.find(module) or names.find(module, size=part.size)
-    shapes: list[Shape] = [names.shape(layer.key) for layer in found]
+def _expected_size(module: str, part: ModuleFactors, names: LayerNames) -> Size | None:
+    """Return (out, fan in) of the layers that a module stands for; None where a shape is not known."""
+    layers = names.find(module) or names.find(module, size=part.size)
+    shapes: list[Shape] = [names.shape(layer.key) for layer in layers]
     if not shapes or not all(shapes):
         return None
     return sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
 
 
-def _equal(size: Size, expected: Size) -> bool:
-    return all(own in (0, wanted) for own, wanted in zip(size, expected, strict=True))
-
-
-def _fits_all(parts: Mapping[str, ModuleFactors], names: LayerNames) -> bool:
-    return all(
-        names.find(module, size=part.size)
-        and (
-            (expected := expected_size(module, part, names)) is None or _equal(part.size, expected)
-        )
-        for module, part in parts.items()
-    )
-
-
-def _releases(family: str) -> Iterable[LayerNames]:
-    count = len(released_layers(family))
-    return (released_names(family, release) for release in range(count))
+def _releases(family: str, parts: Mapping[str, ModuleFactors]) -> Iterator[LayerNames]:
+    """Yield the layers of each public release of a family that has a layer for every module."""
+    for release in range(len(released_layers(family))):
+        names = released_names(family, release)
+        if all(names.find(module, size=part.size) for module, part in parts.items()):
+            yield names
 
 
 def _is_denoiser(module: str) -> bool:

@@ -109,10 +109,10 @@ def file_of(path: Path) -> Path:
 
 
 def refuse(
-    path: Path, what: str, *, fix: str = "give a LoRA in a whole .safetensors file"
+    file: Path | str, fault: str, *, fix: str = "give a LoRA in a whole .safetensors file"
 ) -> NoReturn:
-    """Raise InputError about the file."""
-    raise InputError(f"{path} {what}", fix=fix)
+    """Raise InputError about a file, its path or its name; `fault` is the predicate of the sentence."""
+    raise InputError(f"{file} {fault}", fix=fix)
 
 
 @contextmanager

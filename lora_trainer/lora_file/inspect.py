@@ -106,11 +106,10 @@ def _embedding(path: Path) -> Inspection:
     architecture, _, _ = found.metadata.get("modelspec.architecture", "").rpartition("/")
     word = found.metadata.get(WORD)
     problem = Problem(
-        kind="embedding",
-        severity="note",
-        what="this is no LoRA but the new tokens of "
-        + (f"the word {word!r}" if word else "a word"),
-        advice=f"put it into the folder of embeddings and {path.stem} into the prompt",
+        "embedding",
+        "note",
+        "this is no LoRA but the new tokens of " + (f"the word {word!r}" if word else "a word"),
+        f"put it into the folder of embeddings and {path.stem} into the prompt",
     )
     return Inspection(
         family=architecture or "unknown",

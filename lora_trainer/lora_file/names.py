@@ -63,40 +63,46 @@ STRONG = frozenset({"up", "w1", "w1_a", "a1", "b1"})
 
 _NAME = r"(?:\.(?!weight|bias|alpha)\w+)?"
 """peft's name of an adapter, such as `.default`."""
-_KEY = re.compile(
-    r"(?P<module>.+?)(?:"
-    r"\.(?P<alpha>(?:lora_)?alpha)|"
-    r"(?:\.lora_down|\.lora_A|[._]lora(?P<xd>\d?)\.down|\.lora_linear_layer\.down)"
-    rf"(?:\.(?P<nd>\d+)|{_NAME})(?P<down>\.weight)|"
-    r"(?:\.lora_up|\.lora_B|[._]lora(?P<xu>\d?)\.up|\.lora_linear_layer\.up)"
-    rf"(?:\.(?P<nu>\d+)|{_NAME})\.(?P<up>weight|bias)|"
-    r"\.(?P<mid>lora_mid)\.weight|"
-    r"\.(?P<magnitude>dora_scale|lora_magnitude_vector)(?:\.\w+)*|"
-    rf"\.(?P<hada>hada_(?:w[12]_[ab]|t[12])){_NAME}|"
-    rf"\.(?P<lokr>lokr_(?:w[12](?:_[ab])?|t2)){_NAME}|"
-    r"\.(?P<oft>oft_blocks|rescale)|"
-    rf"\.oft_R{_NAME}\.(?P<oft_in>weight|scaled_oft)|"
-    r"\.(?P<glora>a1|a2|b1|b2|bm)\.weight|"
-    r"\.(?P<on_input>on_input)|"
-    r"\.(?P<full>diff|diff_b)|"
-    r"\.(?P<norm>w_norm|b_norm)"
-    r")"
+_LOHA: tuple[Role, ...] = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
+_LOKR: tuple[Role, ...] = ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
+_GLORA: tuple[Role, ...] = ("a1", "a2", "b1", "b2", "bm")
+
+
+def _factor(side: str, letter: str, role: Role) -> str:
+    """Return the end of a LoRA factor's key in the names of kohya, of peft and of diffusers before it."""
+    return (
+        rf"(?:\.lora_{side}|\.lora_{letter}|[._]lora(?P<digit_{role}>\d?)\.{side}"
+        rf"|\.lora_linear_layer\.{side})(?:\.(?P<part_{role}>\d+)|{_NAME})"
+    )
+
+
+_ENDS: tuple[tuple[Kind | None, Role, str], ...] = (
+    (None, "alpha", r"\.(?:lora_)?alpha"),
+    ("lora", "down", _factor("down", "A", "down") + r"\.weight"),
+    ("lora", "up", _factor("up", "B", "up") + r"\.weight"),
+    ("lora", "up_bias", _factor("up", "B", "up_bias") + r"\.bias"),
+    ("lora", "mid", r"\.lora_mid\.weight"),
+    ("lora", "magnitude", r"\.(?:dora_scale|lora_magnitude_vector)(?:\.\w+)*"),
+    *(("loha", role, rf"\.hada_{role}{_NAME}") for role in _LOHA),
+    *(("lokr", role, rf"\.lokr_{role}{_NAME}") for role in _LOKR),
+    ("oft", "blocks", r"\.oft_blocks"),
+    ("oft", "rescale", r"\.rescale"),
+    ("oft_in", "skew", rf"\.oft_R{_NAME}\.weight"),
+    ("oft_in", "scaled", rf"\.oft_R{_NAME}\.scaled_oft"),
+    *(("glora", role, rf"\.{role}\.weight") for role in _GLORA),
+    ("ia3", "on_input", r"\.on_input"),
+    ("full", "difference", r"\.diff"),
+    (None, "bias", r"\.diff_b"),
+    ("norm", "difference", r"\.w_norm"),
+    ("norm", "bias", r"\.b_norm"),
 )
-_ROLES: Mapping[str, tuple[Kind | None, Role]] = {
-    "lora_alpha": (None, "alpha"),
-    "alpha": (None, "alpha"),
-    "lora_mid": ("lora", "mid"),
-    "dora_scale": ("lora", "magnitude"),
-    "lora_magnitude_vector": ("lora", "magnitude"),
-    "oft_blocks": ("oft", "blocks"),
-    "rescale": ("oft", "rescale"),
-    "scaled_oft": ("oft_in", "scaled"),
-    "on_input": ("ia3", "on_input"),
-    "diff": ("full", "difference"),
-    "diff_b": (None, "bias"),
-    "w_norm": ("norm", "difference"),
-    "b_norm": ("norm", "bias"),
-}
+"""Ends of keys in files of all trainers, by kind and role."""
+# The lookahead is for speed: nearly all characters of a key begin no end.
+_KEY = re.compile(
+    r"(?P<module>.+?)(?=\.|_lora)(?:"
+    + "|".join(f"(?P<end{number}>{end})" for number, (_, _, end) in enumerate(_ENDS))
+    + ")"
+)
 PART_MARK = "#"
 """Between the name of a joined layer and the number of the part that a pair of factors is for."""
 
@@ -140,31 +146,14 @@ def parse_key(key: str) -> tuple[str, Kind | None, Role] | None:
     match = _KEY.fullmatch(key)
     if match is None:
         return None
-    module, group = match["module"], match.lastgroup
-    assert group is not None
-    if match["down"] or match["up"]:
-        module += match["xd"] or match["xu"] or ""
-        number = match["nd"] or match["nu"]
-        module += f"{PART_MARK}{number}" if number else ""
-        role: Role = "down" if match["down"] else "up" if match["up"] == "weight" else "up_bias"
-        return module, "lora", role
-    value = match[group]
-    for kind in ("loha", "lokr"):
-        prefix = "hada_" if kind == "loha" else "lokr_"
-        if value.startswith(prefix):
-            return module, kind, _factor(value.removeprefix(prefix))
-    if group == "glora":
-        return module, "glora", _factor(value)
-    if group == "oft_in" and value == "weight":
-        return module, "oft_in", "skew"
-    return (module, *_ROLES[value])
-
-
-def _factor(name: str) -> Role:
-    roles: tuple[Role, ...] = (
-        "w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t1", "t2", "a1", "a2", "b1", "b2", "bm",
-    )  # fmt: skip
-    return next(role for role in roles if role == name)
+    assert match.lastgroup is not None
+    kind, role, _ = _ENDS[int(match.lastgroup.removeprefix("end"))]
+    module: str = match["module"]
+    if role in ("down", "up", "up_bias"):
+        module += match[f"digit_{role}"] or ""
+        part = match[f"part_{role}"]
+        module += f"{PART_MARK}{part}" if part else ""
+    return module, kind, role
 
 
 # ---- layers

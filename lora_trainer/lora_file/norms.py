@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ MAX_RANK = 512
 MAX_LOHA_ELEMENTS = 2**28
 """Modules beyond these get no norm: it would take minutes, and a hostile file could ask for years."""
 _SLICE_ELEMENTS = 2**21
+_INNER = frozenset({"down", "w1_b", "w2_b"})
+"""Factors whose first dimension is the rank."""
 _BASED = frozenset({"oft", "oft_in", "glora", "ia3"})
 """Kinds whose update is made of the weight it changes."""
 _PREFIXES = re.compile(
@@ -49,45 +52,50 @@ def update_norm(update: Update) -> float | None:
 
 def _norm(update: Update) -> float | None:
     arrays = update.arrays
+    if (
+        max((array.shape[0] for name, array in arrays.items() if name in _INNER), default=0)
+        > MAX_RANK
+    ):
+        return None
     match update.kind:
         case "lora":
             return product_norm(arrays["up"], arrays["down"])
         case "loha":
             return _loha_norm(arrays)
-        case "lokr":
-            first, second = (_factor_norm(arrays, name) for name in ("w1", "w2"))
-            return None if first is None or second is None else first * second
-    whole = arrays.get("difference")
-    return 0.0 if whole is None else float(np.linalg.norm(whole.astype(np.float64)))
+        case "lokr":  # |A x B| = |A| |B|
+            return _factor_norm(arrays, "w1") * _factor_norm(arrays, "w2")
+    difference = arrays.get("difference")
+    return 0.0 if difference is None else float(np.linalg.norm(difference.astype(np.float64)))
 
 
-def product_norm(left: Matrix, right: Matrix) -> float | None:
-    """|A B| from |A B|^2 = sum of (A^T A) * (B B^T), elementwise; kernels may be unflattened."""
+def product_norm(left: Matrix, right: Matrix) -> float:
+    """|A B| from |A B|^2 = tr(B^T A^T A B) = sum of (A^T A) * (B B^T), elementwise; kernels may be unflattened.
+
+    Only the small [r, r] matrices are formed. NaN where a number is none.
+    """
     tall = np.asarray(left.reshape(left.shape[0], -1), dtype=np.float64)
     wide = np.asarray(right.reshape(right.shape[0], -1), dtype=np.float64)
-    if wide.shape[0] > MAX_RANK:
-        return None
     squared = float(((tall.T @ tall) * (wide @ wide.T)).sum())
     return math.sqrt(squared) if squared >= 0 else (0.0 if squared < 0 else math.nan)
 
 
-def _factor_norm(arrays: Any, name: str) -> float | None:
+def _factor_norm(arrays: Mapping[str, Matrix], name: str) -> float:
     if name in arrays:
         return float(np.linalg.norm(arrays[name].astype(np.float64)))
     return product_norm(arrays[f"{name}_a"], arrays[f"{name}_b"])
 
 
-def _loha_norm(arrays: Any) -> float | None:
-    left, right = (arrays["w1_a"], arrays["w1_b"]), (arrays["w2_a"], arrays["w2_b"])
-    outputs, inputs = left[0].shape[0], left[1].shape[1]
-    if outputs * inputs > MAX_LOHA_ELEMENTS or left[0].shape[1] > MAX_RANK or not inputs:
+def _loha_norm(arrays: Mapping[str, Matrix]) -> float | None:
+    """|(A B) * (C D)|; the elementwise product has no shorter form, so it is made some rows at a time."""
+    outputs, inputs = arrays["w1_a"].shape[0], arrays["w1_b"].shape[1]
+    if outputs * inputs > MAX_LOHA_ELEMENTS or not inputs:
         return None
-    wide = [np.asarray(array, dtype=np.float64) for pair in (left, right) for array in pair]
+    a, b, c, d = (arrays[name].astype(np.float64) for name in ("w1_a", "w1_b", "w2_a", "w2_b"))
     rows = max(1, _SLICE_ELEMENTS // inputs)
     squared = 0.0
     for start in range(0, outputs, rows):
         part = slice(start, start + rows)
-        product = (wide[0][part] @ wide[1]) * (wide[2][part] @ wide[3])
+        product = (a[part] @ b) * (c[part] @ d)
         squared += float((product * product).sum())
     return math.sqrt(squared) if squared >= 0 else math.nan
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from lora_trainer.common.errors import InputError
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.embedding import BUNDLED
+from lora_trainer.lora_file.header import refuse
 from lora_trainer.lora_file.module_update import NoRows, Update, swap_halves, take_rows
 from lora_trainer.lora_file.names import LayerNames, LayerRows, kind_of_others
 from lora_trainer.lora_file.read import ModuleFactors, SpeltAdapter, open_spelt
@@ -49,6 +50,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(data)
 
 
+_OTHER_KIND = "give an adapter of a kind that `lora-train inspect` knows"
 _OTHER_BASE = "give an adapter made for this base model, or name its base with --base"
 
 
@@ -110,13 +112,14 @@ def open_adapter(source: Path | bytes, *, names: LayerNames) -> Iterator[OpenAda
         places = _places(contents.parts, names, name=spelt.name)
         unknown = [key for key in contents.unknown if not key.startswith(BUNDLED)]
         if unknown:
-            _refuse(
+            refuse(
                 spelt.name,
                 f"holds {len(unknown)} tensors of no known kind, first {unknown[0]!r}"
                 f"{kind_of_others(unknown)}",
+                fix=_OTHER_KIND,
             )
         if not places:
-            _refuse(spelt.name, "holds no adapter")
+            refuse(spelt.name, "holds no adapter", fix=_OTHER_KIND)
         yield OpenAdapter(
             name=spelt.name,
             metadata=contents.metadata,
@@ -137,7 +140,7 @@ def _places(
     layers_of = {spelling: names.find(spelling, size=part.size) for spelling, part in parts.items()}
     unknown = sorted(spelling for spelling, layers in layers_of.items() if not layers)
     if unknown:
-        _refuse(
+        refuse(
             name,
             f"has {len(unknown)} of {len(parts)} modules that the base model lacks, first {unknown[0]!r}",
             fix=_OTHER_BASE,
@@ -145,10 +148,15 @@ def _places(
     places: dict[str, tuple[str, LayerRows]] = {}
     for spelling, part in parts.items():
         if not part.complete:
-            _refuse(name, f"lacks tensors of {spelling!r}: it has only {', '.join(part.entries)}")
+            refuse(
+                name,
+                f"lacks tensors of {spelling!r}: it has only {', '.join(part.entries)}",
+                fix=_OTHER_KIND,
+            )
         for layer in layers_of[spelling]:
             if layer.key in places:
-                _refuse(name, f"names one module twice, {spelling!r} and {places[layer.key][0]!r}")
+                twice = f"names one module twice, {spelling!r} and {places[layer.key][0]!r}"
+                refuse(name, twice, fix=_OTHER_KIND)
             _check_rows(name, spelling, part, layer)
             places[layer.key] = (spelling, layer)
     return places
@@ -159,9 +167,9 @@ def _check_rows(name: str, spelling: str, part: ModuleFactors, layer: LayerRows)
     if layer.rows is None:
         return
     if layer.rows[0] >= layer.rows[1]:
-        _refuse(name, f"joins layers in {spelling!r} whose sizes are not known", fix=_OTHER_BASE)
+        refuse(name, f"joins layers in {spelling!r} whose sizes are not known", fix=_OTHER_BASE)
     if part.size[0] and layer.rows[1] > part.size[0]:
-        _refuse(
+        refuse(
             name,
             f"has {part.size[0]} outputs in {spelling!r}, the layers that it joins have more",
             fix=_OTHER_BASE,
@@ -172,9 +180,7 @@ def _tensors(update: Update) -> ModuleTensors:
     return ModuleTensors(
         kind=update.kind,
         tensors={
-            name: torch.from_numpy(np.array(array)).to(
-                SLOT_DTYPES[update.dtypes.get(name, _own(array))]
-            )
+            name: _tensor(array, update.dtypes.get(name))
             for name, array in sorted(update.arrays.items())
         },
         rank=update.rank,
@@ -183,11 +189,8 @@ def _tensors(update: Update) -> ModuleTensors:
     )
 
 
-def _own(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> str:
-    return {"f2": "F16", "f8": "F64"}.get(array.dtype.str[1:], "F32")
-
-
-def _refuse(
-    name: str, what: str, *, fix: str = "give an adapter of a kind that `lora-train inspect` knows"
-) -> NoReturn:
-    raise InputError(f"{name} {what}", fix=fix)
+def _tensor(array: np.ndarray[Any, Any], file_dtype: str | None) -> Tensor:
+    """Return an array in the dtype that it has in the file; integers become float32."""
+    tensor = torch.from_numpy(np.array(array))
+    computed = tensor.dtype if tensor.is_floating_point() else torch.float32
+    return tensor.to(SLOT_DTYPES.get(file_dtype or "", computed))

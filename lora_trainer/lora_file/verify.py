@@ -26,6 +26,7 @@ from lora_trainer.lora.tensors import (
     update,
 )
 from lora_trainer.lora_file.names import SCALED, STRONG, file_names
+from lora_trainer.lora_file.norms import product_norm
 from lora_trainer.lora_file.read_tensors import OpenAdapter, open_adapter
 
 _ALPHA_ROUNDING = 2e-7
@@ -81,7 +82,10 @@ def _read(adapter: OpenAdapter, key: str, live: ModuleTensors) -> ModuleTensors:
 
 def _shapes(module: ModuleTensors) -> dict[str, tuple[int, ...]]:
     """Kernels may be flattened: readers take factors as matrices."""
-    return {name: (t.shape[0], t[0].numel()) for name, t in sorted(module.tensors.items())}
+    return {
+        name: (tensor.shape[0], math.prod(tensor.shape[1:]))
+        for name, tensor in sorted(module.tensors.items())
+    }
 
 
 def _not_the_adapter(what: str) -> TrainingStopped:
@@ -139,21 +143,11 @@ def _low_rank_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, fl
 
     Differences are taken before products, so equal files give exactly zero.
     """
-    up, up_read = _strong_up(live), _strong_up(read)
+    up, up_read = (module.tensors["up"].flatten(1) * module.scale for module in (live, read))
     down, down_read = live.tensors["down"].flatten(1), read.tensors["down"].flatten(1)
     left = torch.cat([up_read - up, up], dim=1)
     right = torch.cat([down_read, down_read - down], dim=0)
-    return _product_norm(left, right), _product_norm(up, down)
-
-
-def _strong_up(module: ModuleTensors) -> Tensor:
-    return module.tensors["up"].flatten(1) * module.scale
-
-
-def _product_norm(left: Tensor, right: Tensor) -> float:
-    """|A B| from |A B|^2 = sum of (A^T A) * (B B^T), elementwise."""
-    squared = ((left.T @ left) * (right @ right.T)).sum()
-    return float(squared.clamp_min(0).sqrt())
+    return product_norm(left.numpy(), right.numpy()), product_norm(up.numpy(), down.numpy())
 
 
 def _loha_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
@@ -213,4 +207,4 @@ def _tensor_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, floa
     return math.sqrt(error), math.sqrt(sum(_dot(exact, exact) for exact, _ in pairs))
 
 
-_NORMS = {"loha": _loha_norms, "lokr": _lokr_norms, "oft": _oft_norms}
+_NORMS = {"lora": _low_rank_norms, "loha": _loha_norms, "lokr": _lokr_norms, "oft": _oft_norms}

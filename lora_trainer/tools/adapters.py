@@ -21,13 +21,12 @@ from lora_trainer.families.base import DENOISER, Family
 from lora_trainer.families.locate import EMBEDDED, describe
 from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora.tensors import ModuleTensors, split_key
-from lora_trainer.lora_file import read
 from lora_trainer.lora_file.embedding import bundled
 from lora_trainer.lora_file.fitting_base import Fit, check_usable, released_names
 from lora_trainer.lora_file.formats import AdapterContents
 from lora_trainer.lora_file.names import LayerNames, Role, file_names
 from lora_trainer.lora_file.problems import KeyFormat, key_format
-from lora_trainer.lora_file.read import ModuleFactors
+from lora_trainer.lora_file.read import Contents, ModuleFactors
 from lora_trainer.lora_file.read_tensors import OpenAdapter, open_adapter
 from lora_trainer.tools.header_entries import stated_base
 
@@ -99,44 +98,38 @@ class WeightedSources:
         return [(source[key], weight) for source, weight in pairs if key in source]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Naming:
-    """A family, and what finds the layers of one of its networks in files of any trainer."""
-
-    family: Family
-    names: LayerNames
-
-
 @contextmanager
 def open_source(
-    path: Path, *, base: str | None = None, naming: Naming | None = None
+    path: Path, *, base: str | None = None, names: LayerNames | None = None
 ) -> Iterator[AdapterSource]:
     """Open an adapter file; `base` is the model it was made for, the family's public release by default.
 
-    `naming` says what `base` would, for a base that is open already. Raises InputError where the file is
-    no whole adapter, its family is not known or it has modules that the base lacks or has in another
-    size.
+    `names` finds the layers of a base that is open already. Raises InputError where the file is no whole
+    adapter, its family is not known or it has modules that the base lacks or has in another size.
     """
-    asked = naming
-    if asked is None and base is not None:
-        asked = _naming_of(base)
-    contents, fit = check_usable(path, names=asked.names if asked else None)
+    if names is None and base is not None:
+        facts = describe(BaseSettings(model=base))
+        names = _names_in(families.family(facts.family), facts.architecture)
+    contents, fit = check_usable(path, names=names)
     parts = {name: part for name, part in contents.parts.items() if part.kind is not None}
-    naming = asked or _naming(contents, fit)
-    with open_adapter(path, names=naming.names) as adapter:
+    names = names or _names_of(contents, fit)
+    with open_adapter(path, names=names) as adapter:
         yield AdapterSource(
             path=path,
-            family=naming.family,
-            contents=_held(parts, text=any(split_key(key)[0] != DENOISER for key in adapter)),
+            family=names.family,
+            contents=_stated_contents(
+                parts, text=any(split_key(key)[0] != DENOISER for key in adapter)
+            ),
             format=key_format(parts),
             precision=_precision(parts.values()),
-            names=naming.names,
+            names=names,
             words=bundled(contents.unknown),
             adapter=adapter,
         )
 
 
-def _held(parts: Mapping[str, ModuleFactors], *, text: bool) -> AdapterContents:
+def _stated_contents(parts: Mapping[str, ModuleFactors], *, text: bool) -> AdapterContents:
+    """Return the contents of an adapter by its header alone; see `write.contents_of`."""
     magnitudes = [
         part.entries["magnitude"] for part in parts.values() if "magnitude" in part.entries
     ]
@@ -155,31 +148,21 @@ def _held(parts: Mapping[str, ModuleFactors], *, text: bool) -> AdapterContents:
     )
 
 
-def _naming(contents: read.Contents, fit: Fit) -> Naming:
+def _names_of(contents: Contents, fit: Fit) -> LayerNames:
     """Return the names in the release that the file's modules fit, else in the base that our metadata name."""
-    family = families.family(fit.family)
     if fit.exact and fit.names is not None:
-        return Naming(family=family, names=fit.names)
-    stated = _stated_architecture(contents.metadata, family)
-    if stated is not None:
-        return _names_in(family, stated)
-    if fit.names is not None:
-        return Naming(family=family, names=fit.names)
-    return Naming(family=family, names=released_names(family.name, 0))
+        return fit.names
+    family = families.family(fit.family)
+    architecture = _stated_architecture(contents.metadata, family)
+    if architecture is not None:
+        return _names_in(family, architecture)
+    return fit.names or released_names(family.name, 0)
 
 
-def _naming_of(base: str) -> Naming:
-    facts = describe(BaseSettings(model=base))
-    return _names_in(families.family(facts.family), facts.architecture)
-
-
-def _names_in(family: Family, architecture: Mapping[str, Any]) -> Naming:
-    layers: dict[str, Mapping[str, tuple[int, ...]]] = {
-        DENOISER: denoiser_layers(family, architecture)
-    }
-    for component, modules in family.text.layers.items():
-        layers[component] = dict.fromkeys(modules, ())  # of what sizes, only the weights tell
-    return Naming(family=family, names=file_names(family, layers))
+def _names_in(family: Family, architecture: Mapping[str, Any]) -> LayerNames:
+    # The sizes of the text encoders' layers are in the weights only.
+    layers = {DENOISER: denoiser_layers(family, architecture), **family.text.layers}
+    return file_names(family, layers)
 
 
 def _stated_architecture(metadata: Mapping[str, str], family: Family) -> Mapping[str, Any] | None:
@@ -197,7 +180,7 @@ def _stated_architecture(metadata: Mapping[str, str], family: Family) -> Mapping
     return facts.architecture if facts.family == family.name else None
 
 
-def _precision(parts: Iterable[read.ModuleFactors]) -> Precision:
+def _precision(parts: Iterable[ModuleFactors]) -> Precision:
     """Return the narrowest precision that holds every factor."""
     dtypes = {
         entry.dtype

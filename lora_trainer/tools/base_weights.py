@@ -34,7 +34,6 @@ from lora_trainer.lora_file.fitting_base import released_names
 from lora_trainer.lora_file.header import HeaderEntry, Opened, open_checked
 from lora_trainer.lora_file.names import LayerNames, file_names
 from lora_trainer.lora_file.read_tensors import SLOT_DTYPES
-from lora_trainer.tools.adapters import Naming
 
 SUFFIX = ".safetensors"
 WEIGHT = ".weight"
@@ -99,8 +98,8 @@ def in_place_order(place: WeightPlace, rows: Tensor) -> Tensor:
 class BaseWeights:
     """A base model that is open: by "component.module" the place of each weight, matrix or kernel.
 
-    `rest` has what is no such weight (norms, biases, vectors) by "component.tensor", and `components`
-    the folder of each network, empty for a checkpoint in one file.
+    `rest` has the other tensors (norms, biases, vectors) by "component.tensor"; `single` is a checkpoint
+    in one file.
     """
 
     source: str
@@ -108,18 +107,14 @@ class BaseWeights:
     family: Family
     places: Mapping[str, WeightLocation]
     rest: Mapping[str, WeightLocation]
-    components: Mapping[str, Path]
-
-    @property
-    def single(self) -> bool:
-        return not self.components
+    single: bool
 
     def facts(self) -> BaseFacts:
         """Return what is known about the base; of a checkpoint whose companion is not here, by its family."""
         return describe(BaseSettings(model=self.source))
 
-    def naming(self) -> Naming:
-        """Return what files of any trainer call the layers of this base."""
+    def names(self) -> LayerNames:
+        """Return the layers of this base by the names that files of any trainer have for them."""
         layers: dict[str, dict[str, tuple[int, ...]]] = {}
         for key, place in self.places.items():
             component, module = split_key(key)
@@ -129,7 +124,7 @@ class BaseWeights:
             module, _, name = tensor.rpartition(".")
             if name == "weight" and len(place.shape) == 1:
                 layers.setdefault(component, {})[module] = place.shape
-        return Naming(family=self.family, names=file_names(self.family, layers))
+        return file_names(self.family, layers)
 
 
 @contextmanager
@@ -158,15 +153,19 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
         raise InputError(f"{path.name} is no base model", fix="give a checkpoint or a folder")
     family, _ = recognised
     places = family.checkpoint_weights(header) or _joined_places(header, family)
-    found = {key: WeightLocation(file=file, at=at) for key, at in places.items()}
+    matrices: dict[str, WeightLocation] = {}
+    rest: dict[str, WeightLocation] = {}
+    for key, at in places.items():
+        location = WeightLocation(file=file, at=at)
+        if len(location.shape) == 1:
+            rest[f"{key}{WEIGHT}"] = location
+        elif location.shape:
+            matrices[key] = location
+        bias = f"{at.tensor.removesuffix('weight')}bias"
+        if bias in file.entries:  # in the same rows as its weight where layers are joined
+            rest[f"{key}.bias"] = replace(location, at=replace(at, tensor=bias))
     return BaseWeights(
-        source=source,
-        path=path,
-        family=family,
-        places=_matrices(found),
-        rest={f"{key}{WEIGHT}": place for key, place in found.items() if len(place.shape) == 1}
-        | dict(_biases(found)),
-        components={},
+        source=source, path=path, family=family, places=matrices, rest=rest, single=True
     )
 
 
@@ -199,57 +198,29 @@ def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:
     family, layout = families.family(facts.family), facts.located
     places: dict[str, WeightLocation] = {}
     rest: dict[str, WeightLocation] = {}
-    components: dict[str, Path] = {}
     parts = family.parts(layout)
     for part in (DENOISER, "text_encoder") if family.text.trainable else (DENOISER,):
         for path in parts[part]:
             if path.suffix == SUFFIX:
                 component = part if part == DENOISER else path.parent.name
-                components[component] = path.parent
-                for name, place in _places_in(open_file(path, stack)):
-                    module = module_of(name, component)
-                    if module is not None and len(place.shape) > 1:
-                        places[f"{component}.{module}"] = place
+                file = open_file(path, stack)
+                for name, entry in file.entries.items():
+                    if entry.dtype not in SLOT_DTYPES:
+                        continue  # positions and counters
+                    location = WeightLocation(file=file, at=WeightPlace(tensor=name))
+                    key = f"{component}.{name.removeprefix(TEXT_MODEL)}"
+                    if name.endswith(WEIGHT) and len(entry.shape) > 1:
+                        places[key.removesuffix(WEIGHT)] = location
                     else:
-                        rest[f"{component}.{_bare(name, component)}"] = place
+                        rest[key] = location
     return BaseWeights(
         source=facts.source,
         path=layout.folder,
         family=family,
         places=places,
         rest=rest,
-        components=components,
+        single=False,
     )
-
-
-def _matrices(places: Mapping[str, WeightLocation]) -> dict[str, WeightLocation]:
-    return {key: place for key, place in places.items() if len(place.shape) > 1}
-
-
-def _biases(places: Mapping[str, WeightLocation]) -> Iterator[tuple[str, WeightLocation]]:
-    """Yield the biases beside weights of a checkpoint, fused ones in rows as their weights are."""
-    for key, place in places.items():
-        name = f"{place.at.tensor.removesuffix('weight')}bias"
-        if name in place.file.entries:
-            yield f"{key}.bias", replace(place, at=replace(place.at, tensor=name))
-
-
-def _places_in(file: TensorFile) -> Iterator[tuple[str, WeightLocation]]:
-    """Yield every floating-point tensor of a file; the others are positions and counters."""
-    for name, entry in file.entries.items():
-        if entry.dtype in SLOT_DTYPES:
-            yield name, WeightLocation(file=file, at=WeightPlace(tensor=name))
-
-
-def module_of(name: str, component: str) -> str | None:
-    """Return the module whose weight a tensor in a component's folder is, None for other tensors."""
-    if not name.endswith(WEIGHT):
-        return None
-    return _bare(name.removesuffix(WEIGHT), component)
-
-
-def _bare(name: str, component: str) -> str:
-    return name if component == DENOISER else name.removeprefix(TEXT_MODEL)
 
 
 def open_file(path: Path, stack: ExitStack) -> TensorFile:

@@ -103,8 +103,8 @@ def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = F
         opened = stack.enter_context(open_base(base))
         _refuse_output(opened, output, force=force)
         _refuse_replacing(inputs, opened, output)
-        naming = opened.naming()
-        sources = [stack.enter_context(open_source(each.file, naming=naming)) for each in inputs]
+        names = opened.names()
+        sources = [stack.enter_context(open_source(each.file, names=names)) for each in inputs]
         adapters = WeightedSources(sources=sources, weights=[each.weight for each in inputs])
         _check_fit(adapters, opened)
         write = _write_single if opened.single else _write_folder

@@ -81,7 +81,7 @@ def saved(
 
 def deltas(file: Path, base: Path | str) -> dict[str, Tensor]:
     """Return what a file adds to each weight of a base, float64 [out, in, ...]."""
-    with open_base(str(base)) as weights, open_source(file, naming=weights.naming()) as source:
+    with open_base(str(base)) as weights, open_source(file, names=weights.names()) as source:
         return {key: delta(source[key], weights.places[key].weight()) for key in source}
 
 

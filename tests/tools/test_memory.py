@@ -96,8 +96,8 @@ def _hashing_holds_little(monkeypatch: pytest.MonkeyPatch) -> None:
 def _names_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The empty network of the public release, built for its names, is as large as it is real."""
     family = families.family("sd15")
-    naming = adapters._names_in(family, public_architectures(family)[0])
-    monkeypatch.setattr(adapters, "_naming", lambda *_: naming)
+    names = adapters._names_in(family, public_architectures(family)[0])
+    monkeypatch.setattr(adapters, "_names_of", lambda *_: names)
 
 
 @pytest.mark.parametrize("tool", ["convert", "merge", "cut", "resize"])
