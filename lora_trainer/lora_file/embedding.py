@@ -3,7 +3,7 @@
 Input is one [tokens, width] array for each text encoder, by its key in such files; output
 `embeddings/NAME_emb.safetensors` beside the adapter `NAME.safetensors`, in float32, read back before
 anything relies on it. Vectors inside adapter files (`bundle_emb.` keys, as OneTrainer writes them)
-are told, but not written: diffusers refuses such a file. Torch-free.
+are recognised but not written, because diffusers refuses such a file. Torch-free.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ KEYS = ("emb_params", "clip_l", "clip_g")
 """Keys of the vectors: of the only text encoder, or of each of two (Stable Diffusion XL)."""
 BUNDLED = "bundle_emb."
 WORD = "lora_train.word"
-"""Header entry: what stands in captions where the vectors were trained."""
+"""Header entry: the word in captions for which the vectors were trained."""
 
 Vectors = Mapping[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
-    """What an embedding file holds: vectors by key, and its header."""
+    """The contents of an embedding file: vectors by key, and its header."""
 
     vectors: Vectors
     metadata: Mapping[str, str]
@@ -47,7 +47,7 @@ def embedding_path(adapter: Path) -> Path:
 
 
 def write_embedding(path: Path, vectors: Vectors, *, metadata: Mapping[str, str]) -> None:
-    """Write a file; raises TrainingStopped for what is no number and MachineError for a disk's refusal."""
+    """Write a file; raises TrainingStopped for NaN or infinity and MachineError when the disk refuses."""
     for key, values in vectors.items():
         if not np.isfinite(values).all():
             raise TrainingStopped(
@@ -63,9 +63,9 @@ def write_embedding(path: Path, vectors: Vectors, *, metadata: Mapping[str, str]
     except OSError as error:
         raise disk_error(path.parent, error) from error
     write_atomic(path, sealed(slots, body, metadata))
-    found = read_embedding(path).vectors
-    if found.keys() != vectors.keys() or any(
-        not np.array_equal(found[key], vectors[key]) for key in vectors
+    written = read_embedding(path).vectors
+    if written.keys() != vectors.keys() or any(
+        not np.array_equal(written[key], vectors[key]) for key in vectors
     ):
         raise MachineError(
             f"{path} reads back with other numbers than were written",
@@ -91,8 +91,9 @@ def read_embedding(path: Path) -> Embedding:
 
 def embedding_shapes(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the vectors' shapes where the tensors are those of an embedding file, else nothing."""
-    known = bool(tensors) and set(tensors) <= set(KEYS)
-    return dict(tensors) if known and all(len(s) == 2 for s in tensors.values()) else {}
+    is_embedding = bool(tensors) and set(tensors) <= set(KEYS)
+    is_embedding = is_embedding and all(len(shape) == 2 for shape in tensors.values())
+    return dict(tensors) if is_embedding else {}
 
 
 def bundled(keys: Iterable[str]) -> list[str]:
@@ -102,7 +103,7 @@ def bundled(keys: Iterable[str]) -> list[str]:
 
 
 def trained_words(metadata: Mapping[str, str]) -> NewWord | None:
-    """Return what an adapter file of ours was trained to read as new tokens, by its header."""
+    """Return the new tokens that an adapter file of ours was trained with, by its header."""
     try:
         settings = json.loads(metadata["lora_train.settings"])
         tokens, text = settings["adapter.new_tokens"], settings["data.trigger"]

@@ -1,6 +1,6 @@
 """Which base an adapter file fits: by its layers' names and sizes, compared with all public releases.
 
-Input is what a file's header says, output a family, the release whose layers fit, and what does not. A
+Input is a file's header, output a family, the release whose layers fit, and the modules that do not. A
 file is for the family that has all of its layers in their sizes; metadata and habits of trainers decide
 only between families that do not differ in them. Torch-free.
 """
@@ -54,14 +54,14 @@ class Fit:
 
 @lru_cache(maxsize=32)
 def released_names(family: str, release: int) -> LayerNames:
-    """Return what finds the layers of one architecture of a family's released layers."""
+    """Return the layers of one public release of a family, to be found by any trainer's spelling."""
     seam = families.family(family)
     return file_names(seam, {DENOISER: released_layers(family)[release], **seam.text.layers})
 
 
 def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -> Fit:
     """Return the family that a file's modules fit, `unknown` where names, sizes and metadata tell none."""
-    stated = stated_version(metadata)
+    stated_name = stated_version(metadata)
     fitting: dict[str, LayerNames] = {}
     if any(_is_denoiser(name) for name in parts):
         for family in families.MODULES:
@@ -72,8 +72,8 @@ def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -
             if names is not None:
                 fitting[family] = names
     if fitting:
-        chosen = stated if stated in fitting else _preferred(parts, fitting)
-        others = () if chosen == stated else tuple(name for name in fitting if name != chosen)
+        chosen = stated_name if stated_name in fitting else _preferred(parts, fitting)
+        others = () if chosen == stated_name else tuple(name for name in fitting if name != chosen)
         return Fit(family=chosen, others=others, names=fitting[chosen], exact=True)
     family = adapter_family(
         {name: part.down_shape for name, part in parts.items()}, metadata=metadata
@@ -121,7 +121,7 @@ def check_usable(path: Path, *, names: LayerNames | None) -> tuple[Contents, Fit
 
 
 def sized(size: Size) -> str:
-    """Return (out, fan in) in words, `?` for what the tensors do not tell."""
+    """Return (out, fan in) in words, `?` for a side that the tensors do not tell."""
     return "x".join(str(number) if number else "?" for number in size)
 
 

@@ -1,7 +1,7 @@
-"""The header of a safetensors file that nobody vouches for: every size checked before it is believed.
+"""The header of a safetensors file that nobody vouches for: every size is checked before it is believed.
 
-Input is a path or bytes, output the tensors in file order and the metadata; InputError says what is
-wrong. Torch-free.
+Input is a path or bytes, output the tensors in file order and the metadata; InputError names the fault.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Opened:
 
 @contextmanager
 def open_checked(source: Path | bytes) -> Iterator[Opened]:
-    """Open a safetensors file or one in memory; raises InputError for what is none or not whole."""
+    """Open a safetensors file or one in memory; raises InputError for any other file and for a part of one."""
     path = file_of(source) if isinstance(source, Path) else Path("the file in memory")
     opened = _opened(path) if isinstance(source, Path) else _in_memory(source)
     with opened as (file, size_bytes):
@@ -98,8 +98,8 @@ def file_of(path: Path) -> Path:
     """Return the LoRA file in a folder as peft and diffusers write it, any other path as it is."""
     if path.is_dir() and not holds_adapter(path):
         if any((path / name).with_suffix(".bin").is_file() for name in FOLDER_FILES):
-            what = "holds an adapter as a pickle only, which can run code when opened"
-            refuse(path, what, fix="save it with safe_serialization=True where it was made")
+            fault = "holds an adapter as a pickle only, which can run code when opened"
+            refuse(path, fault, fix="save it with safe_serialization=True where it was made")
         refuse(
             path,
             f"is no file but a folder without {' or '.join(FOLDER_FILES)}",
@@ -144,8 +144,8 @@ def _read_header(file: BinaryIO, path: Path, *, size_bytes: int) -> tuple[dict[s
     length = int.from_bytes(first, "little")
     if len(first) < 8 or not 2 <= length <= MAX_HEADER_BYTES:
         if first.startswith((b"PK", b"\x80")):
-            what = "is a pickle, which can run code when opened"
-            refuse(path, what, fix="convert it to safetensors where it was made")
+            fault = "is a pickle, which can run code when opened"
+            refuse(path, fault, fix="convert it to safetensors where it was made")
         refuse(path, "is not a safetensors file")
     text = file.read(length)
     if len(text) < length:

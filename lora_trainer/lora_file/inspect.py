@@ -1,7 +1,7 @@
-"""What is in an adapter file: key format, model family, kind, rank, alpha, norms, metadata, and what is wrong.
+"""An adapter file at a glance: key format, model family, kind, rank, alpha, norms, metadata, problems.
 
 Input is a safetensors file from any trainer, output an Inspection. Torch-free. Each problem says
-what a reader of the file would stumble over and what to do about it.
+where a reader of the file would stumble and how to mend it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Inspection:
 
 
 def inspect_file(path: Path) -> Inspection:
-    """Look into an adapter file; raises InputError for what is unreadable or holds no adapter."""
+    """Look into an adapter file; raises InputError for a file that is unreadable or holds no adapter."""
     with open_spelt(path) as spelt:
         contents = spelt.contents
         whole = contents.whole
@@ -102,9 +102,9 @@ def inspect_file(path: Path) -> Inspection:
 
 
 def _embedding(path: Path) -> Inspection:
-    found = read_embedding(path)
-    architecture, _, _ = found.metadata.get("modelspec.architecture", "").rpartition("/")
-    word = found.metadata.get(WORD)
+    embedding = read_embedding(path)
+    architecture, _, _ = embedding.metadata.get("modelspec.architecture", "").rpartition("/")
+    word = embedding.metadata.get(WORD)
     problem = Problem(
         "embedding",
         "note",
@@ -117,16 +117,16 @@ def _embedding(path: Path) -> Inspection:
         rank=None,
         alpha=None,
         modules=0,
-        metadata=found.metadata,
+        metadata=embedding.metadata,
         problems=(problem,),
         kinds=("embedding",),
-        embeddings={key: (vec.shape[0], vec.shape[1]) for key, vec in found.vectors.items()},
+        embeddings={key: (vec.shape[0], vec.shape[1]) for key, vec in embedding.vectors.items()},
     )
 
 
 def _spread(values: Iterable[float]) -> Spread | None:
-    found = list(values)
-    return Spread(low=min(found), high=max(found)) if found else None
+    numbers = list(values)
+    return Spread(low=min(numbers), high=max(numbers)) if numbers else None
 
 
 def _describe(contents: Contents) -> str:
@@ -138,7 +138,7 @@ def _describe(contents: Contents) -> str:
 
 
 def _read(spelt: SpeltAdapter) -> tuple[Body, dict[str, float]]:
-    """Return what the bytes of a file say, and the norm of what it changes by block."""
+    """Return the facts in a file's tensors, and the norm of its update by block."""
     digest, alphas, not_finite, misshapen = sha256(), dict[str, float](), [], dict[str, str]()
     squares: dict[str, float] = {}
     for entry in spelt.opened.entries:

@@ -1,12 +1,4 @@
-"""The header of an exported LoRA: `ss_*`, `modelspec.*` and `lora_train.*`.
-
-What is known about a run, or about a file made from others, when an adapter is exported.
-
-How a file was trained, in kohya's names (`ss_*`), which A1111, Forge and model browsers read.
-
-Input is an ExportInfo, output a mapping of plain values.
-
-What the header of an exported file tells: keys that A1111, Forge, ComfyUI and browsers read.
+"""The header of an exported LoRA, as A1111, Forge, ComfyUI and model browsers read it.
 
 Input is an ExportInfo of plain values, output a mapping of strings: `ss_*` (kohya's names),
 `modelspec.*` (ModelSpec 1.0.1) and `lora_train.*` (our version and the resolved settings). Files
@@ -74,7 +66,7 @@ def file_hashes(path: Path, memo: HashMemo) -> FileHashes | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportInfo:
-    """What is known about a run when a file is exported; the same info gives the same bytes.
+    """The facts about a run that an exported file states; the same info gives the same bytes.
 
     `settings` is the planned configuration as `config.flatten` gives it (no `auto` left but where a
     value follows the base: `zero_terminal_snr` is the value used). `rank` and `alpha` are those of
@@ -188,31 +180,31 @@ def _hashes(name: str, hashes: FileHashes | None) -> dict[str, str]:
 
 def _network_arguments(info: ExportInfo) -> dict[str, str]:
     """Return the arguments with which kohya's own network or LyCORIS would make this adapter."""
-    settings, found = info.settings, dict[str, str]()
+    settings, arguments = info.settings, dict[str, str]()
     kind, dora, rslora = (settings[f"adapter.{name}"] for name in ("kind", "dora", "rslora"))
     if kind != "lora" or dora or rslora:
-        found["algo"] = ALGORITHMS[kind]
+        arguments["algo"] = ALGORITHMS[kind]
     if dora:
-        found |= {"dora_wd": "True", "wd_on_output": "True"}
+        arguments |= {"dora_wd": "True", "wd_on_output": "True"}
     if rslora:
-        found["rs_lora"] = "True"
+        arguments["rs_lora"] = "True"
     for name in ("rank_dropout", "module_dropout"):
         if settings[f"adapter.{name}"]:
-            found[name] = f"{settings[f'adapter.{name}']:g}"
+            arguments[name] = f"{settings[f'adapter.{name}']:g}"
     if kind == "lokr":
-        found["factor"] = str(settings["adapter.lokr_factor"])
+        arguments["factor"] = str(settings["adapter.lokr_factor"])
     # Only U-Nets have convolutions, and no U-Net is trained by flow matching.
     if settings["adapter.targets"] == "all" and info.prediction != "flow":
         rank, alpha = settings["adapter.conv_rank"], settings["adapter.conv_alpha"]
-        found["conv_dim"] = str(info.rank if rank is None else rank)
-        found["conv_alpha"] = f"{info.alpha if alpha is None else alpha:g}"
+        arguments["conv_dim"] = str(info.rank if rank is None else rank)
+        arguments["conv_alpha"] = f"{info.alpha if alpha is None else alpha:g}"
     for name, key in (("dims", "adapter.rank_pattern"), ("lrs", "optimizer.learning_rate_pattern")):
         if settings[key]:
             pairs = (f"{pattern}={value}" for pattern, value in settings[key].items())
-            found[f"network_reg_{name}"] = ",".join(pairs)
+            arguments[f"network_reg_{name}"] = ",".join(pairs)
     if settings["optimizer.lora_plus_ratio"] != 1:
-        found["loraplus_lr_ratio"] = f"{settings['optimizer.lora_plus_ratio']:g}"
-    return found
+        arguments["loraplus_lr_ratio"] = f"{settings['optimizer.lora_plus_ratio']:g}"
+    return arguments
 
 
 def _schedule(info: ExportInfo) -> dict[str, Any]:
@@ -242,9 +234,9 @@ def _schedule(info: ExportInfo) -> dict[str, Any]:
 def _text_encoder_rate(settings: Mapping[str, Any]) -> float | None:
     if not settings["adapter.text_encoder"]:
         return None
-    stated: float | None = settings["optimizer.text_encoder_learning_rate"]
-    if stated is not None:
-        return stated
+    own_rate: float | None = settings["optimizer.text_encoder_learning_rate"]
+    if own_rate is not None:
+        return own_rate
     rate: float = settings["optimizer.learning_rate"]
     return rate if settings["optimizer.name"] == "prodigy" else rate / 2
 
@@ -381,7 +373,7 @@ def _dataset(info: ExportInfo) -> dict[str, Any]:
 def _tag_frequency(info: ExportInfo) -> dict[str, dict[str, int]]:
     """Count comma-separated tags per folder; the trigger leads, as browsers show the first tag."""
     limit = max(1, MAX_TAGS // max(1, len(info.subsets)))
-    found: dict[str, dict[str, int]] = {}
+    frequencies: dict[str, dict[str, int]] = {}
     for subset in info.subsets:
         tags = (
             tag.strip()[:MAX_TAG_CHARACTERS]
@@ -390,8 +382,8 @@ def _tag_frequency(info: ExportInfo) -> dict[str, dict[str, int]]:
         )
         counts = Counter(tag for tag in tags if tag)
         ordered = sorted(counts, key=lambda tag: (tag != info.trigger, -counts[tag], tag))
-        found[subset.folder] = {tag: counts[tag] for tag in ordered[:limit]}
-    return found
+        frequencies[subset.folder] = {tag: counts[tag] for tag in ordered[:limit]}
+    return frequencies
 
 
 def _bucket_info(info: ExportInfo) -> dict[str, Any]:
@@ -485,8 +477,8 @@ def _own(info: ExportInfo) -> dict[str, Any]:
 
 
 def _without_folders(settings: Mapping[str, Any]) -> dict[str, Any]:
-    named = {key: public_source(settings[key]) for key in _SOURCES if settings.get(key)}
-    return {**settings, **named}
+    public_sources = {key: public_source(settings[key]) for key in _SOURCES if settings.get(key)}
+    return {**settings, **public_sources}
 
 
 def _public(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What one module of an adapter file does to its layer, in a form that is the same for all trainers.
+"""The update of one layer by one module of an adapter file, in a form that is the same for all trainers.
 
 Input are a module's tensors by role as numpy arrays, output an `Update`: Tucker forms multiplied out, a
 constraint of rotations applied, magnitudes flat, the strength one factor. Formulas are those of
@@ -26,19 +26,19 @@ class NoRows(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What changes one weight [out, in, ...], or its rows `rows` of a joined one.
+    """The change of one weight [out, in, ...], or of the rows `rows` of a joined one.
 
     lora: `down` [r, in, ...], `up` [out, r(, 1, 1)].
     loha: `w1_a` [out, r], `w1_b` [r, in x kernel], `w2_a`, `w2_b`.
     lokr: `w1` or `w1_a` and `w1_b`, `w2` [b, d, ...] or `w2_a` and `w2_b` [r, d x kernel].
     oft: `blocks` [count, size, size], or [rounds, count, size, size] of a BOFT, which turn groups of outputs;
     `rescale` [out] after that.
-    oft_in: `skew` [count, size (size - 1) / 2], upper triangles of what turns groups of inputs.
-    glora: `a1` [in, r], `a2` [r, in], `b1` [out, r], `b2` [r, in x kernel]: W A + B.
-    ia3: `by_output` [out] or `by_input` [in], that much of the weight is added.
+    oft_in: `skew` [count, size (size - 1) / 2], upper triangles of the rotations of groups of inputs.
+    glora: `a1` [in, r], `a2` [r, in], `b1` [out, r], `b2` [r, in x kernel]; the update is W A + B.
+    ia3: `by_output` [out] or `by_input` [in], the share of the weight that is added.
     full: `difference` [out, in, ...]; norm: `difference` [width].
     Any may have `bias` [out]; lora, loha, lokr may have DoRA's `magnitude` [out(, 1, ...)] or
-    `input_magnitude` [1, in(, 1, 1)]. `dtypes` are those of the file; what had to be computed is float64.
+    `input_magnitude` [1, in(, 1, 1)]. `dtypes` are those of the file; computed arrays are float64.
     """
 
     kind: Kind
@@ -204,9 +204,9 @@ def _rank(kind: Kind, tensors: Arrays, *, alpha: float | None) -> int:
     pairs = (("up", "down"), ("w1_a", "w1_b"), ("w2_a", "w2_b"), ("a1", "a2"), ("b1", "b2"))
     ranks = {
         rank
-        for left, right in pairs
-        if left in tensors
-        for rank in (tensors[left].shape[1], tensors[right].shape[0])
+        for first, second in pairs
+        if first in tensors
+        for rank in (tensors[first].shape[1], tensors[second].shape[0])
     }
     if not ranks:  # two whole LoKr factors: LyCORIS states the rank as alpha
         return max(1, round(alpha)) if alpha is not None and math.isfinite(alpha) else 1
@@ -277,11 +277,12 @@ def update_size(kind: Kind | None, shapes: Mapping[str, tuple[int, ...]]) -> tup
             # Both sides of a Kronecker product are the products of its factors' sides.
             out, fan_in = 1, 1
             for factor in ("w1", "w2"):
-                left = shapes.get(factor, shapes.get(f"{factor}_a", ()))
-                right = shapes.get(factor, shapes.get(f"{factor}_b", ()))
+                rows_of = shapes.get(factor, shapes.get(f"{factor}_a", ()))
+                columns_of = shapes.get(factor, shapes.get(f"{factor}_b", ()))
                 core = shapes.get("t2", ()) if f"{factor}_a" in shapes and factor == "w2" else ()
-                out *= left[1] if core else left[0]
-                fan_in *= (right[1] if core else math.prod(right[1:])) * math.prod(core[2:])
+                out *= rows_of[1] if core else rows_of[0]
+                columns = columns_of[1] if core else math.prod(columns_of[1:])
+                fan_in *= columns * math.prod(core[2:])
             return out, fan_in
         case "oft":
             return shapes["blocks"][-3] * shapes["blocks"][-1], 0
@@ -357,7 +358,11 @@ def take_rows(update: Update, begin: int, end: int) -> Update:
 
 
 def _without_zeros(update: Update) -> Update:
-    """Leave out what of a LoRA only other rows of a joined layer read (sd-scripts' split_qkv)."""
+    """Leave out the ranks of a LoRA that only other rows of a joined layer read.
+
+    sd-scripts' split_qkv trains q, k and v apart and writes them side by side with zeros between them, so a
+    part has a third of the joined rank.
+    """
     up, down = update.arrays["up"], update.arrays["down"]
     read = up.reshape(up.shape[0], up.shape[1], -1).any(axis=(0, 2))
     if read.all() or not read.any():
@@ -383,15 +388,16 @@ def _oft_rows(update: Update, begin: int, end: int) -> Update:
 
 
 def _lokr_rows(update: Update, begin: int, end: int) -> Update:
-    """Rows of w1 where the layers end between them, else the whole product, from which rows are taken."""
-    left = "w1" if "w1" in update.arrays else "w1_a"
-    right = update.arrays.get("w2", update.arrays.get("w2_a"))
-    assert right is not None
-    height = right.shape[0]
+    """Rows of w1 where the layers end between them, else the whole product, from which rows are taken.
+
+    Row i of w1 x w2 is made of row i // height of w1 and row i % height of w2, `height` the rows of w2.
+    """
+    first = "w1" if "w1" in update.arrays else "w1_a"
+    height = update.arrays["w2" if "w2" in update.arrays else "w2_a"].shape[0]
     if begin % height or end % height:
         return replace(update, rows=(begin, end))
-    rows = update.arrays[left][begin // height : end // height]
-    return replace(update, arrays={**update.arrays, left: rows})
+    rows = update.arrays[first][begin // height : end // height]
+    return replace(update, arrays={**update.arrays, first: rows})
 
 
 def swap_halves(update: Update) -> Update:

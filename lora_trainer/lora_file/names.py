@@ -1,8 +1,8 @@
-"""How adapter files spell things: the role of a tensor by the end of its key, a layer by the rest.
+"""The spellings of adapter files: the role of a tensor by the end of its key, a layer by the rest.
 
-Input is a key, or a family and its layers; output is plain names. Torch-free. What other trainers
-write is told by rules, so that inspecting, reading and converting agree on it: dots and underscores
-are one, known prefixes fall away, and a family has tables of its layers' other names.
+Input is a key, or a family and its layers; output is plain names. Torch-free. The same rules serve
+inspecting, reading and converting: dots and underscores count as one, known prefixes fall away, and a
+family has tables of its layers' other names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ENDINGS: Mapping[Kind, Mapping[Role, str]] = {
 """Ends of keys as kohya and LyCORIS write them, by kind and role; files with dotted names of
 ComfyUI's own use them too, but for the two factors of a LoRA."""
 BIAS = ".diff_b"
-"""What a bias changes by, beside any kind but a norm."""
+"""The change of a bias, beside any kind but a norm."""
 PEFT_ENDINGS: Mapping[Role, str] = {
     "down": ".lora_A.weight",
     "up": ".lora_B.weight",
@@ -138,7 +138,7 @@ def kind_of_others(keys: Iterable[str]) -> str:
 
 
 def parse_key(key: str) -> tuple[str, Kind | None, Role] | None:
-    """Return (module as spelt, kind, role) of a tensor, None for what is no part of an adapter.
+    """Return (module as spelt, kind, role) of a tensor, None for a tensor of no adapter.
 
     The kind of an alpha is that of the tensors beside it. A magnitude is said to be a LoRA's, whatever
     it stands beside. Factors in a list (`lora_down.0`) are of a part of the module: `module#0`.
@@ -215,12 +215,12 @@ class LayerNames:
         }
 
     def _add_denoiser(self, shapes: Mapping[str, Shape]) -> None:
-        own = {name: (LayerRows(key=f"{DENOISER}.{name}"),) for name in shapes}
-        for name, layer in own.items():
+        by_name = {name: (LayerRows(key=f"{DENOISER}.{name}"),) for name in shapes}
+        for name, layer in by_name.items():
             self._denoiser.setdefault(_flat(name), layer)
         for spelt, names in self.family.layer_names(shapes).items():
             self._denoiser.setdefault(_flat(spelt), self._joined(names, shapes))
-        for name, layer in own.items():
+        for name, layer in by_name.items():
             # Old files have the output of an attention without its place in a list of two.
             if name.endswith("to_out.0"):
                 self._denoiser.setdefault(_flat(name.removesuffix(".0")), layer)
@@ -229,22 +229,22 @@ class LayerNames:
         if len(names) == 1:
             swapped = self.family.swaps_halves(names[0], shapes[names[0]])
             return (LayerRows(key=f"{DENOISER}.{names[0]}", swapped=swapped),)
-        found, start = [], 0
+        layers, start = [], 0
         for name in names:
             end = start + (shapes[name][0] if shapes[name] else 0)
-            found.append(LayerRows(key=f"{DENOISER}.{name}", rows=(start, end)))
+            layers.append(LayerRows(key=f"{DENOISER}.{name}", rows=(start, end)))
             start = end
-        return tuple(found)
+        return tuple(layers)
 
     def __contains__(self, spelling: object) -> bool:
         return isinstance(spelling, str) and bool(self.find(spelling))
 
     def __getitem__(self, spelling: str) -> str:
         """Return "component.module" of a layer that is spelt alone; raises KeyError for any other."""
-        found = self.find(spelling)
-        if len(found) != 1:
+        layers = self.find(spelling)
+        if len(layers) != 1:
             raise KeyError(spelling)
-        return found[0].key
+        return layers[0].key
 
     def shape(self, key: str) -> Shape:
         """Return the shape of a layer's weight by "component.module", () where it is not known."""
@@ -259,19 +259,18 @@ class LayerNames:
         this base is smaller or larger than the releases.
         """
         spelling, _, part = spelling.partition(PART_MARK)
-        found = self._text_layer(spelling, size) or self._denoiser_layer(_flat(spelling))
+        layers = self._text_layer(spelling, size) or self._denoiser_layer(_flat(spelling))
         if part:
-            place = int(part)
-            return (LayerRows(key=found[place].key),) if place < len(found) else ()
-        return _spread(found, size) if size and len(found) > 1 else found
+            number = int(part)
+            return (LayerRows(key=layers[number].key),) if number < len(layers) else ()
+        return _spread(layers, size) if size and len(layers) > 1 else layers
 
-    def _denoiser_layer(self, name: str) -> tuple[LayerRows, ...]:
-        for candidate in _stripped(name, _PREFIX):
-            if found := self._denoiser.get(candidate):
-                return found
-            without = candidate.replace("_processor_", "_")
-            if found := self._denoiser.get(without):
-                return found
+    def _denoiser_layer(self, spelling: str) -> tuple[LayerRows, ...]:
+        for candidate in _stripped(spelling, _PREFIX):
+            # Old diffusers named the attention processor between the attention and its layer.
+            for name in (candidate, candidate.replace("_processor_", "_")):
+                if layers := self._denoiser.get(name):
+                    return layers
             if candidate.startswith("sformer_blocks_"):  # written by a replacement gone wrong
                 return self._denoiser.get(f"tran{candidate}", ())
         return ()
@@ -293,8 +292,8 @@ class LayerNames:
             return tuple(hits.values()) if len(hits) == 1 else ()
         if match is not None:
             role = match["role"] or match["bare"]
-            if role and (named := self._by_role(role, hits)):
-                return (named,)
+            if role and (layer_of_role := self._by_role(role, hits)):
+                return (layer_of_role,)
             number = int(match["flat"] or match["number"] or 1)
             for component, layer in hits.items():
                 if self._numbers[component] == number and not role:
@@ -316,10 +315,10 @@ class LayerNames:
 def file_names(
     family: Family, modules: Mapping[str, Mapping[str, Shape] | Sequence[str]]
 ) -> LayerNames:
-    """Return what finds layers in files of any trainer.
+    """Return the layers of a base, to be found by the spelling of any trainer.
 
     `modules` has the layers of each component ("denoiser", "text_encoder", ...), with the shapes of their
-    weights where they are known: joined layers are taken apart by them.
+    weights where they are known, by which joined layers are taken apart.
     """
     return LayerNames(
         family,
@@ -379,8 +378,8 @@ def _spread(layers: tuple[LayerRows, ...], size: tuple[int, int]) -> tuple[Layer
 def file_endings(format: FileFormat, kind: Kind, *, component: str) -> Mapping[Role, str]:
     """Return the ends of keys that a file of this format has for this kind.
 
-    transformers, which loads what is of a text encoder, wants magnitudes with `.weight`; diffusers,
-    which loads the rest, without.
+    transformers loads the text encoders' layers and wants magnitudes with `.weight`, diffusers loads the
+    others and wants them without.
     """
     if format == "kohya" or kind != "lora":
         return ENDINGS[kind]

@@ -1,7 +1,7 @@
-"""Frobenius norms of what an adapter adds to the weights, from its factors, without torch.
+"""Frobenius norms of updates from their factors, without torch.
 
 Input is an `Update`, output its norm; the [out, in] matrices are never formed but for LoHa, and there
-a slice at a time. Every command that says how large an update is asks here.
+a slice at a time.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def _norm(update: Update) -> float | None:
     return 0.0 if difference is None else float(np.linalg.norm(difference.astype(np.float64)))
 
 
-def product_norm(left: Matrix, right: Matrix) -> float:
+def product_norm(first: Matrix, second: Matrix) -> float:
     """|A B| from |A B|^2 = tr(B^T A^T A B) = sum of (A^T A) * (B B^T), elementwise; kernels may be unflattened.
 
     Only the small [r, r] matrices are formed. NaN where a number is none.
     """
-    tall = np.asarray(left.reshape(left.shape[0], -1), dtype=np.float64)
-    wide = np.asarray(right.reshape(right.shape[0], -1), dtype=np.float64)
+    tall = np.asarray(first.reshape(first.shape[0], -1), dtype=np.float64)
+    wide = np.asarray(second.reshape(second.shape[0], -1), dtype=np.float64)
     squared = float(((tall.T @ tall) * (wide @ wide.T)).sum())
     return math.sqrt(squared) if squared >= 0 else (0.0 if squared < 0 else math.nan)
 

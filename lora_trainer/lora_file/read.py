@@ -34,9 +34,9 @@ _NEEDED: Mapping[Kind, tuple[frozenset[Role], ...]] = {
         frozenset({"w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2"}),
     ),
     "lokr": tuple(
-        frozenset({*left, *right})
-        for left in (("w1",), ("w1_a", "w1_b"))
-        for right in (("w2",), ("w2_a", "w2_b"), ("w2_a", "w2_b", "t2"))
+        frozenset({*first, *second})
+        for first in (("w1",), ("w1_a", "w1_b"))
+        for second in (("w2",), ("w2_a", "w2_b"), ("w2_a", "w2_b", "t2"))
     ),
     "oft": (frozenset({"blocks"}),),
     "oft_in": (frozenset({"skew"}),),
@@ -70,7 +70,7 @@ class ModuleFactors:
     def ranks(self) -> frozenset[int]:
         """The ranks that factors state, one where they agree; of an OFT, the size of a block.
 
-        A LoKr of two whole factors has none, nor has what is no product.
+        A LoKr of two whole factors has none, nor has an update that is no product.
         """
         tucker = {"t1", "t2"} & self.entries.keys()
         pairs: list[tuple[Role, int]] = [
@@ -82,14 +82,14 @@ class ModuleFactors:
             ("w2_a", 0 if tucker else 1),
         ]
         return frozenset(
-            self.entries[role].shape[place]
-            for role, place in pairs
+            self.entries[role].shape[axis]
+            for role, axis in pairs
             if role in self.entries and len(self.entries[role].shape) > 1
         )
 
     @property
     def size(self) -> tuple[int, int]:
-        """(out, fan in) of the update, kernels counted, 0 for what the tensors do not tell."""
+        """(out, fan in) of the update, kernels counted, 0 for a side that the tensors do not tell."""
         shapes = {str(role): entry.shape for role, entry in self.entries.items()}
         try:
             return update_size(self.kind, shapes)
@@ -107,7 +107,7 @@ class ModuleFactors:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What the header says: metadata, the modules as spelt there, and the keys of no adapter.
+    """The contents of a header: metadata, the modules as spelt there, and the keys of no adapter.
 
     `strengths` are those that stand in the header, or in the settings beside the file.
     """
@@ -160,14 +160,14 @@ class SpeltAdapter:
 
 @contextmanager
 def open_spelt(source: Path | bytes) -> Iterator[SpeltAdapter]:
-    """Open and check a safetensors file; raises InputError saying what is wrong."""
+    """Open and check a safetensors file; raises InputError naming the fault."""
     name = source.name if isinstance(source, Path) else "the file in memory"
     with open_checked(source) as opened:
         yield SpeltAdapter(name=name, contents=_contents(opened), opened=opened)
 
 
 def read_contents(source: Path | bytes) -> Contents:
-    """Check a file's header and return what it lists, no tensor read; raises InputError."""
+    """Check a file's header and return its contents, no tensor read; raises InputError."""
     with open_checked(source) as opened:
         return _contents(opened)
 
@@ -192,7 +192,7 @@ def _contents(opened: Opened) -> Contents:
     strengths = read_strengths(opened.metadata, opened.path)
     if reason := strengths.unsupported:
         refuse(opened.path, reason, fix="merge it into its base where it was made")
-    left = [entry.key for entry in unknown if not _take_factor(entry, parts)]
+    unknown_keys = [entry.key for entry in unknown if not _take_factor(entry, parts)]
     _share_beside(parts)
     return Contents(
         metadata=opened.metadata,
@@ -200,7 +200,7 @@ def _contents(opened: Opened) -> Contents:
             module: ModuleFactors(kind=_kind(kinds.get(module, set()), roles), entries=roles)
             for module, roles in parts.items()
         },
-        unknown=tuple(left),
+        unknown=tuple(unknown_keys),
         strengths=strengths,
     )
 

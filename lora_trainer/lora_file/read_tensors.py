@@ -81,16 +81,16 @@ class OpenAdapter(Mapping[str, ModuleTensors]):
 
         They have the file's dtype, and float64 where they had to be computed.
         """
-        spelling, place = self._places[key]
+        spelling, layer = self._places[key]
         if (
             self._last is None or self._last[0] != spelling
         ):  # joined layers come one after the other
             self._last = (spelling, self._spelt.update(spelling))
         update = self._last[1]
         try:
-            if place.rows is not None:
-                update = take_rows(update, *place.rows)
-            if place.swapped:
+            if layer.rows is not None:
+                update = take_rows(update, *layer.rows)
+            if layer.swapped:
                 update = swap_halves(update)
         except NoRows as error:
             raise InputError(

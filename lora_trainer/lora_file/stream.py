@@ -1,6 +1,6 @@
 """Safetensors files written tensor by tensor: any size in the memory of one tensor, whole or absent.
 
-Input is what each tensor is called and how large it is, then their bytes in the same order; output a
+Input is the name and the size of each tensor, then their bytes in the same order; output a
 file that appears under its name when all of it is on the disk. Hashes of the tensor bytes have a fixed
 length, so the header keeps room for them and gets them last. Torch-free.
 """
@@ -185,7 +185,7 @@ def _write(
 
 
 def _require_body(file: BinaryIO, path: Path, *, start: int, sha256_hex: str) -> None:
-    """Read back what was written from `start` on; raises MachineError for other bytes."""
+    """Read back the bytes from `start` on; raises MachineError for others than were written."""
     file.flush()
     if _body_sha256(file, start=start) != sha256_hex:
         raise MachineError(

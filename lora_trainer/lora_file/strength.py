@@ -1,7 +1,7 @@
 """The strength of an adapter where tensors do not say it: peft's settings in the header or beside the file.
 
 Input is a file's metadata, output the factor on a module's update. Torch-free. Nothing here is
-believed to be well-formed: what cannot be read counts as not stated.
+believed to be well-formed: a setting that cannot be read counts as not stated.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.families.base import DENOISER
 from lora_trainer.lora_file.header import PEFT_FILE
 
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 """Header entry with peft's settings; diffusers refuses `.alpha` tensors beside it."""
 FOLDED = "lora_train.strength"
-"""Header entry of files whose strength is multiplied into the tensors: that they have no alpha is no slip."""
+"""Header entry of files whose strength is multiplied into the tensors: they lack an alpha on purpose."""
 PEFT_CONFIG = "adapter_config.json"
-DENOISER = "denoiser"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ class Strengths:
         settings = self.settings.get(component, self.settings.get("", {}))
         alpha = _number(_alpha(settings))
         for pattern, value in _patterns(settings).items():
-            if _names(pattern, module) and (found := _number(value)) is not None:
-                alpha = found
+            if _names(pattern, module) and (own_alpha := _number(value)) is not None:
+                alpha = own_alpha
         rank = rank or int(_number(settings.get("r")) or 0)
         if alpha is None or rank < 1:
             return 1.0
@@ -94,12 +94,12 @@ def read_strengths(metadata: Mapping[str, str], path: Path) -> Strengths:
 
 def _by_component(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Sort "unet.lora_alpha" and the like under this program's components."""
-    found: dict[str, dict[str, Any]] = {}
+    by_component: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
         part, _, setting = name.rpartition(".")
         component = part if part.startswith("text_encoder") else DENOISER
-        found.setdefault(component, {})[setting] = value
-    return found
+        by_component.setdefault(component, {})[setting] = value
+    return by_component
 
 
 def _alpha(settings: Mapping[str, Any]) -> Any:
@@ -108,8 +108,8 @@ def _alpha(settings: Mapping[str, Any]) -> Any:
 
 
 def _patterns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = settings.get("alpha_pattern")
-    return found if isinstance(found, dict) else {}
+    patterns = settings.get("alpha_pattern")
+    return patterns if isinstance(patterns, dict) else {}
 
 
 def _names(pattern: str, module: str) -> bool:

@@ -88,9 +88,9 @@ def _shapes(module: ModuleTensors) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _not_the_adapter(what: str) -> TrainingStopped:
+def _not_the_adapter(fault: str) -> TrainingStopped:
     return TrainingStopped(
-        f"the exported file does not hold the adapter: {what}", fix="report this as a bug"
+        f"the exported file does not hold the adapter: {fault}", fix="report this as a bug"
     )
 
 
@@ -145,9 +145,9 @@ def _low_rank_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, fl
     """
     up, up_read = (module.tensors["up"].flatten(1) * module.scale for module in (live, read))
     down, down_read = live.tensors["down"].flatten(1), read.tensors["down"].flatten(1)
-    left = torch.cat([up_read - up, up], dim=1)
-    right = torch.cat([down_read, down_read - down], dim=0)
-    return product_norm(left.numpy(), right.numpy()), product_norm(up.numpy(), down.numpy())
+    columns = torch.cat([up_read - up, up], dim=1)
+    rows = torch.cat([down_read, down_read - down], dim=0)
+    return product_norm(columns.numpy(), rows.numpy()), product_norm(up.numpy(), down.numpy())
 
 
 def _loha_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
@@ -172,15 +172,15 @@ def _rows(module: ModuleTensors, part: slice) -> ModuleTensors:
 
 def _lokr_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
     """read - live = dL x R' + L x dR, and norms and inner products of x are products of the factors'."""
-    left, right = _kron_factor(live, "w1") * live.scale, _kron_factor(live, "w2")
-    left_read, right_read = _kron_factor(read, "w1") * read.scale, _kron_factor(read, "w2")
-    moved_left, moved_right = left_read - left, right_read - right
+    first, second = _kron_factor(live, "w1") * live.scale, _kron_factor(live, "w2")
+    first_read, second_read = _kron_factor(read, "w1") * read.scale, _kron_factor(read, "w2")
+    moved_first, moved_second = first_read - first, second_read - second
     squared = (
-        _dot(moved_left, moved_left) * _dot(right_read, right_read)
-        + 2 * _dot(moved_left, left) * _dot(right_read, moved_right)
-        + _dot(left, left) * _dot(moved_right, moved_right)
+        _dot(moved_first, moved_first) * _dot(second_read, second_read)
+        + 2 * _dot(moved_first, first) * _dot(second_read, moved_second)
+        + _dot(first, first) * _dot(moved_second, moved_second)
     )
-    size = math.sqrt(_dot(left, left) * _dot(right, right))
+    size = math.sqrt(_dot(first, first) * _dot(second, second))
     return math.sqrt(max(0.0, squared)), size
 
 
@@ -190,8 +190,8 @@ def _kron_factor(module: ModuleTensors, name: str) -> Tensor:
     return module.tensors[f"{name}_a"] @ module.tensors[f"{name}_b"].flatten(1)
 
 
-def _dot(left: Tensor, right: Tensor) -> float:
-    return float((left * right).sum())
+def _dot(first: Tensor, second: Tensor) -> float:
+    return float((first * second).sum())
 
 
 def _oft_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:

@@ -40,7 +40,7 @@ _FLAT = frozenset({"w1_b", "w2_b"})
 
 
 def contents_of(tensors: AdapterTensors) -> AdapterContents:
-    """Return what an adapter holds as far as formats care."""
+    """Return the contents of an adapter that decide its format."""
     return AdapterContents(
         kinds=frozenset(module.kind for module in tensors.values()),
         dora=any(module.dora for module in tensors.values()),
@@ -61,8 +61,8 @@ def export_bytes(
     """Return the safetensors file of an adapter; `format` is one that `formats.resolve_format` allows.
 
     kohya files state the strength of LoRAs as `alpha`, one for all modules, as diffusers 0.42 gives
-    attention layers the most frequent one; what a module's own differs by is multiplied into `up`. In
-    the other formats all of it is, as their readers disagree about where it is written, and so is
+    attention layers the most frequent one; the rest of a module's strength is multiplied into `up`. In
+    the other formats all of the strength is, as their readers disagree about where it is written, and so is
     that of a LoHa and a LoKr, whose alpha in kohya files is their rank (docs/formats.md). The header gets
     `metadata` and hashes of the tensor bytes. Raises TrainingStopped when a value is not finite or
     does not fit `precision`.
@@ -135,7 +135,7 @@ def best_export_name(name: str) -> str:
 
 
 def prune_exports(folder: Path, *, name: str, keep_last: int) -> list[Path]:
-    """Remove a run's rolling exports but the `keep_last` newest by step, and what belongs to them.
+    """Remove a run's rolling exports but the `keep_last` newest by step, and their embeddings.
 
     Returns the removed exports. Call it after the newest is published. Nothing that is not named like
     a rolling export of `name` is touched. Raises MachineError when the disk refuses.

@@ -160,9 +160,9 @@ def _names_of(contents: Contents, fit: Fit) -> LayerNames:
 
 
 def _names_in(family: Family, architecture: Mapping[str, Any]) -> LayerNames:
-    # The sizes of the text encoders' layers are in the weights only.
-    layers = {DENOISER: denoiser_layers(family, architecture), **family.text.layers}
-    return file_names(family, layers)
+    # The sizes of this base's text encoders are in its weights only; those of the release may be others.
+    text = {component: list(modules) for component, modules in family.text.layers.items()}
+    return file_names(family, {DENOISER: denoiser_layers(family, architecture), **text})
 
 
 def _stated_architecture(metadata: Mapping[str, str], family: Family) -> Mapping[str, Any] | None:
