@@ -20,7 +20,7 @@ from lora_trainer.common.quiet import quiet_libraries
 from lora_trainer.config.config import Precision, Targets
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora_file.fitting_base import check_usable
-from lora_trainer.lora_file.formats import Asked
+from lora_trainer.lora_file.formats import FormatRequest
 
 if TYPE_CHECKING:
     from lora_trainer.tools.results import Result
@@ -38,7 +38,8 @@ OwnPrecision = Annotated[
 ]
 Entry = Annotated[str | None, Parameter(help="text of this entry, empty to remove it")]
 OwnFormat = Annotated[
-    Asked, Parameter(help="key names of the result [default: the input's, or one that fits]")
+    FormatRequest,
+    Parameter(help="key names of the result [default: the input's, or one that fits]"),
 ]
 
 
@@ -159,7 +160,7 @@ def extract(
     ] = None,
     targets: Annotated[Targets, Parameter(help="layers of the denoiser to include")] = "all",
     format: Annotated[
-        Asked, Parameter(help="key names of the result [default: the most widely read]")
+        FormatRequest, Parameter(help="key names of the result [default: the most widely read]")
     ] = "auto",
     precision: Annotated[Precision, Parameter(help="precision of the result")] = "fp16",
     force: Force = False,

@@ -14,7 +14,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import AdapterSettings
 from lora_trainer.families.base import Family, FileFormat
 
-Asked = Literal["auto"] | FileFormat
+FormatRequest = Literal["auto"] | FileFormat
 _NAMES = {
     "loha": "LoHa",
     "lokr": "LoKr",
@@ -65,7 +65,9 @@ class AdapterContents:
     input_dora: bool = False
 
 
-def resolve_format(family: Family, requested: Asked, *, adapter: AdapterSettings) -> FileFormat:
+def resolve_format(
+    family: Family, requested: FormatRequest, *, adapter: AdapterSettings
+) -> FileFormat:
     """Return the format of the adapter that these settings train; see `format_for`."""
     return format_for(family, requested, planned_contents(adapter))
 
@@ -77,7 +79,7 @@ def planned_contents(adapter: AdapterSettings) -> AdapterContents:
     )
 
 
-def format_for(family: Family, requested: Asked, contents: AdapterContents) -> FileFormat:
+def format_for(family: Family, requested: FormatRequest, contents: AdapterContents) -> FileFormat:
     """Return the format of a file; `auto` is the family's first format that can hold the adapter.
 
     Raises RequestError with the reason where the family or the kind does not allow the requested format.

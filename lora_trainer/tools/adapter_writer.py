@@ -20,7 +20,7 @@ from lora_trainer.common.errors import InputError, RequestError, TrainingStopped
 from lora_trainer.config.config import Precision
 from lora_trainer.families.base import Family, FileFormat
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors
-from lora_trainer.lora_file.formats import AdapterContents, Asked, format_for, format_notes
+from lora_trainer.lora_file.formats import AdapterContents, FormatRequest, format_for, format_notes
 from lora_trainer.lora_file.names import ALPHA
 from lora_trainer.lora_file.stream import ordered, refuse_existing, write_tensors
 from lora_trainer.lora_file.strength import FOLDED
@@ -91,36 +91,31 @@ class FileSpec:
         return True
 
 
-def without_rounding(
+def file_spec(
     modules: AdapterTensors,
+    contents: AdapterContents,
     *,
     family: Family,
-    format: FileFormat,
-    asked: Precision | None,
-    own: Precision,
+    format: FormatRequest,
+    precision: Precision | None,
+    default: Precision,
+    exact: bool = False,
 ) -> tuple[FileSpec, tuple[str, ...]]:
-    """Return the spec in the precision asked for, else in `own` if that holds every value, else fp32.
+    """Return the file to write, and notes on the losses that readers of its format will have.
 
-    The notes say why it is fp32.
+    Without `precision` it is `default`; with `exact` it is fp32 instead where `default` would round, and
+    a note says so. Raises RequestError with the reason where the format cannot hold the adapter.
     """
-    spec = FileSpec(family=family, format=format, precision=asked or own)
-    if asked is not None or own == "fp32" or spec.exact(modules):
-        return spec, ()
-    note = f"written in fp32, as {own} would round it; --precision {own} rounds"
-    return FileSpec(family=family, format=format, precision="fp32"), (note,)
-
-
-def asked_format(family: Family, asked: Asked, contents: AdapterContents) -> FileFormat:
-    """Return the format as `formats.format_for` does, with the tools' own option in its error."""
     try:
-        return format_for(family, asked, contents)
+        format = format_for(family, format, contents)
     except RequestError as error:
         raise RequestError(_as_option(error.found), fix=_as_option(error.fix)) from None
-
-
-def reader_notes(format: FileFormat, contents: AdapterContents) -> tuple[str, ...]:
-    """Return what readers of such a file will miss, as `formats.format_notes` does."""
-    return tuple(_as_option(note) for note in format_notes(format, contents))
+    notes = tuple(_as_option(note) for note in format_notes(format, contents))
+    spec = FileSpec(family=family, format=format, precision=precision or default)
+    if precision is not None or default == "fp32" or not exact or spec.exact(modules):
+        return spec, notes
+    note = f"written in fp32, as {default} would round it; --precision {default} rounds"
+    return FileSpec(family=family, format=format, precision="fp32"), (note, *notes)
 
 
 def _as_option(text: str) -> str:

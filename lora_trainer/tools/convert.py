@@ -15,10 +15,8 @@ from lora_trainer.lora_file.header import file_of
 from lora_trainer.tools.adapter_writer import (
     SUFFIX,
     WrittenAdapter,
-    asked_format,
-    reader_notes,
+    file_spec,
     refuse_output,
-    without_rounding,
     write_adapter,
 )
 from lora_trainer.tools.adapters import open_source
@@ -50,13 +48,14 @@ def convert(
     output = file.with_name(f"{file.stem}-{format}{SUFFIX}") if output is None else output
     refuse_output(output, force=force)
     with open_source(file, base=base) as source:
-        chosen = asked_format(source.family, format, source.contents)
-        spec, notes = without_rounding(
+        spec, notes = file_spec(
             source,
+            source.contents,
             family=source.family,
-            format=chosen,
-            asked=precision,
-            own=source.precision,
+            format=format,
+            precision=precision,
+            default=source.precision,
+            exact=True,
         )
         summary = write_adapter(
             output,
@@ -68,8 +67,8 @@ def convert(
     return Converted(
         file=output,
         family=source.family.name,
-        format=chosen,
+        format=spec.format,
         precision=spec.precision,
         modules=summary.modules,
-        notes=(*notes, *reader_notes(chosen, source.contents)),
+        notes=notes,
     )

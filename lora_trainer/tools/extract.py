@@ -22,13 +22,11 @@ from lora_trainer.costs.cost_table import adapter_shapes
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.low_rank import approximated
 from lora_trainer.lora.tensors import split_key
-from lora_trainer.lora_file.formats import Asked
+from lora_trainer.lora_file.formats import FormatRequest
 from lora_trainer.lora_file.write import contents_of
 from lora_trainer.tools.adapter_writer import (
-    FileSpec,
     WrittenAdapter,
-    asked_format,
-    reader_notes,
+    file_spec,
     refuse_output,
     write_adapter,
 )
@@ -58,7 +56,7 @@ def extract(
     rank: int | None = None,
     energy: float | None = None,
     targets: Targets = "all",
-    format: Asked = "auto",
+    format: FormatRequest = "auto",
     precision: Precision = "fp16",
     force: bool = False,
 ) -> Extracted:
@@ -89,11 +87,13 @@ def extract(
                 f"{tuned} and {base} are the same in every layer that a LoRA changes",
                 fix="give a model that was fine-tuned, and the one it started from",
             )
-        contents = contents_of(spool)
-        spec = FileSpec(
+        spec, notes = file_spec(
+            spool,
+            contents_of(spool),
             family=family,
-            format=asked_format(family, format, contents),
+            format=format,
             precision=precision,
+            default=precision,
         )
         write_adapter(
             output,
@@ -117,7 +117,7 @@ def extract(
         cuts=compared.cuts,
         energy=compared.kept / compared.reached if compared.reached > 0 else 1.0,
         unreached=compared.unreached / (compared.unreached + compared.reached),
-        notes=(*_not_compared(first, second), *reader_notes(spec.format, contents)),
+        notes=(*_not_compared(first, second), *notes),
     )
 
 

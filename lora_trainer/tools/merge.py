@@ -29,15 +29,12 @@ from lora_trainer.lora.low_rank import (
     singular,
 )
 from lora_trainer.lora.tensors import ModuleTensors, needs_weight, update
-from lora_trainer.lora_file.formats import Asked
+from lora_trainer.lora_file.formats import FormatRequest
 from lora_trainer.lora_file.write import contents_of
 from lora_trainer.tools.adapter_writer import (
-    FileSpec,
     WrittenAdapter,
-    asked_format,
-    reader_notes,
+    file_spec,
     refuse_output,
-    without_rounding,
     write_adapter,
 )
 from lora_trainer.tools.adapters import AdapterSource, WeightedSources, open_source
@@ -84,7 +81,7 @@ def merge(
     *,
     output: Path,
     rank: int | None = None,
-    format: Asked = "auto",
+    format: FormatRequest = "auto",
     precision: Precision | None = None,
     base: str | None = None,
     force: bool = False,
@@ -113,32 +110,32 @@ def merge(
             energy = _cut(total, spool, rank=rank)
             modules = spool
         contents = contents_of(modules)
-        family = sources[0].family
-        chosen, own = asked_format(family, format, contents), _widest(sources)
-        notes: tuple[str, ...] = ()
-        if rank is None:
-            spec, notes = without_rounding(
-                modules, family=family, format=chosen, asked=precision, own=own
-            )
-        else:
-            spec = FileSpec(family=family, format=chosen, precision=precision or own)
-        named = [(source.path.stem, source.metadata) for source in sources]
+        spec, notes = file_spec(
+            modules,
+            contents,
+            family=sources[0].family,
+            format=format,
+            precision=precision,
+            default=_widest(sources),
+            exact=rank is None,
+        )
+        files = [(source.path.stem, source.metadata) for source in sources]
         summary = write_adapter(
             output,
             modules,
             spec,
-            entries=lambda summary: merged(named, summary, title=output.stem),
+            entries=lambda summary: merged(files, summary, title=output.stem),
             force=force,
         )
     return Merged(
         file=output,
-        family=family.name,
+        family=spec.family.name,
         format=spec.format,
         precision=spec.precision,
         modules=summary.modules,
         rank=summary.rank,
         energy=energy,
-        notes=(*notes, *reader_notes(spec.format, contents)),
+        notes=notes,
     )
 
 

@@ -26,13 +26,11 @@ from lora_trainer.lora.low_rank import (
     singular,
 )
 from lora_trainer.lora.tensors import ModuleTensors, needs_weight, update
-from lora_trainer.lora_file.formats import Asked
+from lora_trainer.lora_file.formats import FormatRequest
 from lora_trainer.lora_file.write import contents_of
 from lora_trainer.tools.adapter_writer import (
-    FileSpec,
     WrittenAdapter,
-    asked_format,
-    reader_notes,
+    file_spec,
     refuse_output,
     write_adapter,
 )
@@ -103,7 +101,7 @@ def resize(
     limits: ResizeLimits,
     *,
     output: Path,
-    format: Asked = "auto",
+    format: FormatRequest = "auto",
     precision: Precision | None = None,
     base: str | None = None,
     force: bool = False,
@@ -120,10 +118,13 @@ def resize(
     with open_source(file, base=base) as source, module_spool(output.parent) as spool:
         cuts, energy = _cut(source, spool, limits, base=base)
         contents = contents_of(spool)
-        spec = FileSpec(
+        spec, notes = file_spec(
+            spool,
+            contents,
             family=source.family,
-            format=asked_format(source.family, _own_format(source, format), contents),
-            precision=precision or source.precision,
+            format=_format(source, format),
+            precision=precision,
+            default=source.precision,
         )
         write_adapter(
             output,
@@ -139,7 +140,7 @@ def resize(
         precision=spec.precision,
         cuts=cuts,
         energy=energy,
-        notes=reader_notes(spec.format, contents),
+        notes=notes,
     )
 
 
@@ -220,9 +221,8 @@ def singular_of(
     return approximated(change, enough=limits.rank_of, limit=limits.rank, seed=key)
 
 
-def _own_format(source: AdapterSource, asked: Asked) -> Asked:
-    """Return the file's own format where none is asked for and the family has it."""
-    if asked != "auto":
-        return asked
-    own: Asked | None = next((f for f in source.family.formats.written if f == source.format), None)
-    return own or asked
+def _format(source: AdapterSource, format: FormatRequest) -> FormatRequest:
+    """Return the file's own format where none is named and the family writes it."""
+    if format != "auto":
+        return format
+    return next((each for each in source.family.formats.written if each == source.format), format)
