@@ -39,17 +39,17 @@ class CacheIndex:
     """
 
     table: MemoTable
-    known: dict[int, None] = field(init=False)
+    written_stamps: dict[int, None] = field(init=False)
     used: dict[int, None] = field(default_factory=dict)
     """Those asked for in this run, which are forgotten last."""
     _saved: bool = True
 
     def __post_init__(self) -> None:
-        self.known = dict.fromkeys(_stamps(self.table.get(_STAMPS)))
+        self.written_stamps = dict.fromkeys(_stamps(self.table.get(_STAMPS)))
 
     def has(self, stamp: int) -> bool:
         """Say whether the file of this stamp was found whole."""
-        if stamp in self.known:
+        if stamp in self.written_stamps:
             self.used[stamp] = None
             return True
         return False

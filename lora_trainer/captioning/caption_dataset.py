@@ -22,7 +22,7 @@ from PIL import Image
 
 from lora_trainer.captioning.caption_files import Chosen, Target, choose, content_of
 from lora_trainer.captioning.caption_journal import CaptionJournal, opened
-from lora_trainer.captioning.catalogue import Wanted, Writes, find, located, what_it_writes
+from lora_trainer.captioning.catalogue import RequestedModel, Writes, find, located, what_it_writes
 from lora_trainer.captioning.tagger import Captioner, ModelCaption, OutOfRoom, no_room
 from lora_trainer.common.errors import InputError, RequestError, StoppedBySignal
 from lora_trainer.common.events import EventStream
@@ -114,17 +114,17 @@ def caption_dataset(request: CaptionRequest, *, events: EventStream, stop: StopF
     Raises RequestError for options that do not go together, InputError when no image could be
     captioned, MachineError without the model or memory, StoppedBySignal when asked to stop.
     """
-    wanted, chosen = look(request)
+    model, chosen = look(request)
     work = _Work(request=request, chosen=chosen, events=events)
     if not chosen.targets:
         return work.finished()
-    with opened(request.root, request.decisive(wanted.source)) as journal:
-        captioner = _load(request, wanted, events)
+    with opened(request.root, request.decisive(model.source)) as journal:
+        captioner = _load(request, model, events)
         events.emit(
             "captioning",
             pictures=len(chosen.targets),
             had_one=len(chosen.captioned),
-            model=wanted.source,
+            model=model.source,
             device=captioner.device,
         )
         with taking_signals(stop):
@@ -133,13 +133,13 @@ def caption_dataset(request: CaptionRequest, *, events: EventStream, stop: StopF
     return work.finished()
 
 
-def look(request: CaptionRequest) -> tuple[Wanted, Chosen]:
+def look(request: CaptionRequest) -> tuple[RequestedModel, Chosen]:
     """Return which model and which images are meant, without loading or writing anything."""
-    wanted = find(request.model)
-    if wanted.writes is not None:
-        request.refuse_unfit(wanted.writes)
+    model = find(request.model)
+    if model.writes is not None:
+        request.refuse_unfit(model.writes)
     only = request.images
-    return wanted, choose(
+    return model, choose(
         request.dataset, overwrite=request.overwrite, only=only, output=request.output
     )
 
@@ -149,12 +149,12 @@ def compose(text: str, *, prefix: str = "", suffix: str = "", trigger: str | Non
 
     The trigger is left out where the words hold it already, and stands where they say `[trigger]`.
     """
-    said = "".join(sign for sign in clean(text) if sign.isprintable()).strip(" ,;")
+    description = "".join(sign for sign in clean(text) if sign.isprintable()).strip(" ,;")
     before, after = clean(prefix), clean(suffix)
     if after.startswith(","):
-        said = said.rstrip(" .")
+        description = description.rstrip(" .")
     apart = "" if after.startswith(tuple(",.;:!?")) else " "
-    whole = f"{before} {said}{apart}{after}".strip()
+    whole = f"{before} {description}{apart}{after}".strip()
     return with_trigger(whole, trigger)[:MAX_CAPTION_CHARACTERS].rstrip()
 
 
@@ -186,26 +186,26 @@ class _Work:
         while waiting:
             if (number := stop()) is not None:
                 raise self._stopped(number)
-            taken = [waiting.popleft() for _ in range(min(batch, len(waiting)))]
+            batch_targets = [waiting.popleft() for _ in range(min(batch, len(waiting)))]
             pictures = [
                 (index, target, picture)
-                for index, target in taken
+                for index, target in batch_targets
                 if (picture := self._picture(target, journal)) is not None
             ]
             while pictures:
                 part = pictures[:batch]
-                said = _described(captioner, [picture for *_, picture in part])
-                if said is None:
+                descriptions = _described(captioner, [picture for *_, picture in part])
+                if descriptions is None:
                     batch = self._halved(len(part))
                     captioner.give_back()
                     continue
-                for (index, target, _), description in zip(part, said, strict=True):
+                for (index, target, _), description in zip(part, descriptions, strict=True):
                     self._write(index, target, description, journal)
                 pictures = pictures[batch:]
 
     def finished(self) -> Captioned:
         """Say how it went; raises InputError when there was something to do and nothing was done."""
-        done = Captioned(
+        captioned = Captioned(
             written=self.written, failed=self.failed, had_one=len(self.chosen.captioned)
         )
         if self.failed and not self.written:
@@ -214,9 +214,12 @@ class _Work:
                 fix="see the line of each image",
             )
         self.events.emit(
-            "captioned", written=done.written, failed=done.failed, had_one=done.had_one
+            "captioned",
+            written=captioned.written,
+            failed=captioned.failed,
+            had_one=captioned.had_one,
         )
-        return done
+        return captioned
 
     def _picture(self, target: Target, journal: CaptionJournal) -> Image.Image | None:
         if journal.has_written(target.file, target.before):
@@ -289,12 +292,12 @@ def _described(captioner: Captioner, pictures: Sequence[Image.Image]) -> list[Mo
         return None
 
 
-def _load(request: CaptionRequest, wanted: Wanted, events: EventStream) -> Captioner:
+def _load(request: CaptionRequest, model: RequestedModel, events: EventStream) -> Captioner:
     def downloading() -> None:
-        size = None if wanted.known is None else wanted.known.download_gb
-        events.emit("downloading", model=wanted.source, gigabytes=size)
+        size = None if model.catalogued is None else model.catalogued.download_gb
+        events.emit("downloading", model=model.source, gigabytes=size)
 
-    folder = located(wanted, on_download=downloading)
+    folder = located(model, on_download=downloading)
     writes = what_it_writes(folder)
     request.refuse_unfit(writes)  # of a Hub id nobody knew before
     if writes == "tags":

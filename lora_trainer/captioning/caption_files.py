@@ -58,7 +58,7 @@ def choose(
     Raises InputError when the folder has no images, RequestError for one in `only` it has not.
     """
     listing = list_dataset(dataset, settings=DataSettings())
-    chosen = Chosen(findings=sum(found.severity == "error" for found in listing.findings))
+    chosen = Chosen(findings=sum(finding.severity == "error" for finding in listing.findings))
     owners: dict[Path, str] = {}
     for picture in _selected(listing.pictures, only, dataset):
         file = _file_for(picture, dataset, output)
@@ -90,17 +90,17 @@ def _selected(
         return
     by_name = {picture.name: picture for picture in pictures}
     by_path = {os.path.realpath(picture.path): picture for picture in pictures}
-    wanted = set()
+    selected_names = set()
     for name in only:
-        found = by_name.get(name) or by_path.get(os.path.realpath(name))
-        if found is None:
+        match = by_name.get(name) or by_path.get(os.path.realpath(name))
+        if match is None:
             raise RequestError(
                 f"--images {shown(name)} is no image of {shown(str(dataset))}."
                 f"{did_you_mean(name, by_name)}",
                 fix="name it as it is named inside the folder",
             )
-        wanted.add(found.name)
-    yield from (picture for picture in by_name.values() if picture.name in wanted)
+        selected_names.add(match.name)
+    yield from (picture for picture in by_name.values() if picture.name in selected_names)
 
 
 def _file_for(picture: ImageFile, dataset: Path, output: Path | None) -> Path:
@@ -127,10 +127,10 @@ def content_of(file: Path) -> bytes | None:
 
 def _caption_source(picture: ImageFile, file: Path, before: bytes | None) -> str | None:
     """Return where an image's caption comes from, None where it has none; an empty file is none."""
-    own = {file: before or b""}
+    contents = {file: before or b""}
     if picture.sidecar is not None and picture.sidecar != file:  # with `output`
-        own[picture.sidecar] = content_of(picture.sidecar) or b""
-    for path, content in own.items():
+        contents[picture.sidecar] = content_of(picture.sidecar) or b""
+    for path, content in contents.items():
         if read_caption_file(path.name, content).text:
             return path.name
-    return next((given.source for given in picture.stand_ins if given.text), None)
+    return next((stand_in.source for stand_in in picture.stand_ins if stand_in.text), None)

@@ -44,8 +44,8 @@ class CaptionJournal:
 
     def has_written(self, file: Path, content: bytes | None) -> bool:
         """Say whether `content` is what this call, interrupted, wrote to `file` before."""
-        known = self.written.get(self._name(file))
-        return content is not None and known == sha256_bytes(content)
+        written_digest = self.written.get(self._name(file))
+        return content is not None and written_digest == sha256_bytes(content)
 
     def write(self, file: Path, text: bytes, *, before: bytes | None) -> None:
         """Write a caption file so that it can be taken back; raises MachineError."""
@@ -78,8 +78,8 @@ class CaptionJournal:
     def _keep(self, name: str, content: bytes) -> str:
         """Store what a file held under its own name, or that with a number; return which."""
         for number in range(1, 10_000):
-            kept = name if number == 1 else f"{name}.{number}"
-            path = self.folder / "old" / kept
+            copy_name = name if number == 1 else f"{name}.{number}"
+            path = self.folder / "old" / copy_name
             if not path.exists():
                 break
         try:
@@ -87,7 +87,7 @@ class CaptionJournal:
         except OSError as error:
             raise disk_error(path, error) from error
         write_atomic(path, content)
-        return kept
+        return copy_name
 
     def _append(self, row: Mapping[str, Any]) -> None:
         # Escaped to ASCII: a file name may hold bytes that are not UTF-8.
@@ -113,7 +113,7 @@ class UndoResult:
 
     removed: tuple[str, ...]
     restored: tuple[str, ...]
-    kept: tuple[str, ...]
+    edited: tuple[str, ...]
 
 
 @contextmanager
@@ -123,10 +123,10 @@ def opened(root: Path, request: Mapping[str, Any]) -> Iterator[CaptionJournal]:
     Raises MachineError when the folder cannot be written or another process captions it.
     """
     with _locked(root) as parent:
-        found = [folder for folder in _numbered(parent) if not folder.name.endswith("-undone")]
-        rows = read_jsonl(found[-1] / JOURNAL) if found else []
+        folders = [folder for folder in _numbered(parent) if not folder.name.endswith("-undone")]
+        rows = read_jsonl(folders[-1] / JOURNAL) if folders else []
         if rows and rows[0] == {"request": dict(request)} and {"finished": True} not in rows:
-            journal = CaptionJournal(root=root, folder=found[-1], written=_written(rows))
+            journal = CaptionJournal(root=root, folder=folders[-1], written=_written(rows))
             journal.end_line()
         else:
             journal = CaptionJournal(root=root, folder=_new_folder(parent))
@@ -145,16 +145,18 @@ def undo(root: Path) -> UndoResult:
     if not (root / FOLDER).is_dir():
         raise _nothing_to_undo(root)
     with _locked(root) as parent:
-        found = [folder for folder in _numbered(parent) if not folder.name.endswith("-undone")]
-        if not found:
+        folders = [folder for folder in _numbered(parent) if not folder.name.endswith("-undone")]
+        if not folders:
             raise _nothing_to_undo(root)
-        done: dict[str, list[str]] = {"removed": [], "restored": [], "kept": []}
-        for row in reversed(read_jsonl(found[-1] / JOURNAL)):
+        files_by_outcome: dict[str, list[str]] = {"removed": [], "restored": [], "edited": []}
+        for row in reversed(read_jsonl(folders[-1] / JOURNAL)):
             if "file" in row:
-                done[_take_back(root, found[-1], row)].append(str(row["file"]))
-        undone = found[-1].with_name(f"{found[-1].name}-undone")
-        retry_while_open(lambda: found[-1].rename(undone))
-    return UndoResult(**{name: tuple(sorted(set(files))) for name, files in done.items()})
+                files_by_outcome[_take_back(root, folders[-1], row)].append(str(row["file"]))
+        undone = folders[-1].with_name(f"{folders[-1].name}-undone")
+        retry_while_open(lambda: folders[-1].rename(undone))
+    return UndoResult(
+        **{name: tuple(sorted(set(files))) for name, files in files_by_outcome.items()}
+    )
 
 
 def _take_back(root: Path, folder: Path, row: Mapping[str, Any]) -> str:
@@ -164,7 +166,7 @@ def _take_back(root: Path, folder: Path, row: Mapping[str, Any]) -> str:
         old = None if row["old"] is None else _inside(folder / "old", row["old"]).read_bytes()
         now = file.read_bytes() if file.exists() else None
         if now != old and (now is None or sha256_bytes(now) != row["sha256"]):
-            return "kept"
+            return "edited"
         if old is None:
             file.unlink(missing_ok=True)
             return "removed"
@@ -206,14 +208,14 @@ def _locked(root: Path) -> Iterator[Path]:
 
 
 def _numbered(parent: Path) -> list[Path]:
-    named = {path: _NUMBERED.fullmatch(path.name) for path in parent.iterdir()}
-    numbers = {path: int(match[1]) for path, match in named.items() if match}
+    matches = {path: _NUMBERED.fullmatch(path.name) for path in parent.iterdir()}
+    numbers = {path: int(match[1]) for path, match in matches.items() if match}
     return sorted(numbers, key=lambda path: numbers[path])
 
 
 def _new_folder(parent: Path) -> Path:
-    found = _numbered(parent)
-    last = int(found[-1].name.partition("-")[0]) if found else 0
+    folders = _numbered(parent)
+    last = int(folders[-1].name.partition("-")[0]) if folders else 0
     folder = parent / f"{last + 1:04d}"
     try:
         folder.mkdir()

@@ -130,59 +130,60 @@ KNOWN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class RequestedModel:
     """A model that was asked for: where from, and where it is if it is on this machine."""
 
-    asked: str
     source: str
     folder: Path | None
-    known: KnownModel | None
+    catalogued: KnownModel | None
 
     @property
     def writes(self) -> Writes | None:
-        """What it writes; None where that shows only when it is here."""
+        """Tags or sentences; None where that shows only when it is here."""
         if self.folder is not None:
             return what_it_writes(self.folder)
-        return None if self.known is None else self.known.writes
+        return None if self.catalogued is None else self.catalogued.writes
 
 
-def find(asked: str) -> Wanted:
+def find(name_or_folder: str) -> RequestedModel:
     """Say what a short name, a folder or a Hub id means, without downloading.
 
     Raises RequestError for a name that means nothing, InputError for a folder without a model.
     """
-    known = next((model for model in KNOWN if asked in (model.name, model.source)), None)
-    source = asked if known is None else known.source
+    catalogued = next(
+        (model for model in KNOWN if name_or_folder in (model.name, model.source)), None
+    )
+    source = name_or_folder if catalogued is None else catalogued.source
     path = Path(source).expanduser()
-    if known is None and path.is_dir():
+    if catalogued is None and path.is_dir():
         _refuse_incomplete(path)
-        return Wanted(asked=asked, source=source, folder=path, known=None)
-    if known is None and not _is_hub_id(source):
+        return RequestedModel(source=source, folder=path, catalogued=None)
+    if catalogued is None and not _is_hub_id(source):
         names = [model.name for model in KNOWN]
         raise RequestError(
-            f"{asked!r} is no captioning model.{did_you_mean(asked, names)}",
+            f"{name_or_folder!r} is no captioning model.{did_you_mean(name_or_folder, names)}",
             fix=f"give {', '.join(names)}, a folder, or a Hub id (owner/name)",
         )
     cached = cached_snapshot(source, revision=None)
     whole = cached is not None and not missing_files(cached)
-    return Wanted(asked=asked, source=source, folder=cached if whole else None, known=known)
+    return RequestedModel(source=source, folder=cached if whole else None, catalogued=catalogued)
 
 
-def located(wanted: Wanted, *, on_download: Callable[[], None]) -> Path:
+def located(model: RequestedModel, *, on_download: Callable[[], None]) -> Path:
     """Return the model's folder, downloading what is not here; `on_download` is called before that.
 
     Raises MachineError when the Hub cannot be reached, naming the files that are needed.
     """
-    if wanted.folder is not None:
-        return wanted.folder
+    if model.folder is not None:
+        return model.folder
     on_download()
-    needed = _NEEDED[wanted.writes] if wanted.writes else " or ".join(reversed(_NEEDED.values()))
+    file_names = _NEEDED[model.writes] if model.writes else " or ".join(reversed(_NEEDED.values()))
     folder = fetch(
-        wanted.source,
+        model.source,
         revision=None,
         choose=wanted_files,
         what="captioning model",
-        instead=f"give --model a folder that holds {needed}",
+        instead=f"give --model a folder that holds {file_names}",
     )
     _refuse_incomplete(folder)
     return folder

@@ -133,12 +133,12 @@ def load_describer(
     Raises InputError for files that do not fit, RequestError for a `prompt` it has no use for, and
     MachineError for a device that is missing or too small.
     """
-    place, dtype = _device(device)
+    torch_device, dtype = _device(device)
     _refuse_foreign(folder, name)
     with _misfits_named(name):
         processor = _processor(folder)
         text, is_chat = _request(processor, name, prompt)
-    _refuse_too_large(folder, name, place, dtype)
+    _refuse_too_large(folder, name, torch_device, dtype)
     with _misfits_named(name):
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             folder,
@@ -149,7 +149,7 @@ def load_describer(
             output_loading_info=True,
         )
         model, loading = loaded
-        model = model.to(place).eval()
+        model = model.to(torch_device).eval()
     if absent := sorted(loading["missing_keys"]):  # they would be random numbers
         raise UnusableModel(
             name, f"lacks {len(absent)} weights of {type(model).__name__}, such as {absent[0]}"
@@ -160,7 +160,7 @@ def load_describer(
         text=text,
         is_chat=is_chat,
         max_tokens=max_tokens,
-        torch_device=place,
+        torch_device=torch_device,
         dtype=dtype,
     )
 
@@ -217,18 +217,22 @@ def _refuse_foreign(folder: Path, name: str) -> None:
         )
 
 
-def _refuse_too_large(folder: Path, name: str, place: torch.device, dtype: torch.dtype) -> None:
+def _refuse_too_large(
+    folder: Path, name: str, torch_device: torch.device, dtype: torch.dtype
+) -> None:
     """Raise MachineError before weights are loaded that will not fit."""
     try:
         parameters = count_parameters(weight_files(folder))
     except InputError as error:
         raise InputError(error.found, fix="download the captioning model again") from None
     needed_bytes = parameters * dtype.itemsize + WORKSPACE_BYTES
-    free_bytes = free_ram_bytes() if place.type == "cpu" else free_and_total_bytes(place)[0]
+    free_bytes = (
+        free_ram_bytes() if torch_device.type == "cpu" else free_and_total_bytes(torch_device)[0]
+    )
     if needed_bytes > free_bytes:
         raise no_room(
             name,
-            f"needs about {needed_bytes / GIB:.1f} GiB on {place}, {free_bytes / GIB:.1f} are free",
+            f"needs about {needed_bytes / GIB:.1f} GiB on {torch_device}, {free_bytes / GIB:.1f} are free",
         )
 
 
@@ -252,17 +256,17 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _device(asked: Device) -> tuple[torch.device, torch.dtype]:
+def _device(device: Device) -> tuple[torch.device, torch.dtype]:
     """Return where the model runs, and in which dtype; raises MachineError without the GPU asked for."""
-    place, has_bf16 = best_device() if asked != "cpu" else (CPU, False)
-    if place.type == "cpu":
-        if asked not in ("auto", "cpu"):
+    torch_device, has_bf16 = best_device() if device != "cpu" else (CPU, False)
+    if torch_device.type == "cpu":
+        if device not in ("auto", "cpu"):
             raise MachineError(
-                f"--device {asked}, but torch {torch.__version__} finds no GPU it can use",
+                f"--device {device}, but torch {torch.__version__} finds no GPU it can use",
                 fix="use --device cpu, or see what lora-train doctor says",
             )
-        return place, torch.float32
-    return place, torch.bfloat16 if has_bf16 else torch.float16
+        return torch_device, torch.float32
+    return torch_device, torch.bfloat16 if has_bf16 else torch.float16
 
 
 def _shrunk(picture: Image.Image) -> Image.Image:

@@ -116,10 +116,15 @@ class Tagger:
         squares = np.stack([_square(picture, self.side_px) for picture in pictures])
         filled = self.fixed_batch or len(squares)
         squares = np.concatenate([squares, squares[:1].repeat(filled - len(squares), axis=0)])
-        given = self._probabilities(squares)
-        if given.shape[0] != filled or any(tag.column >= given.shape[1] for tag in self.tags):
-            raise UnusableModel(self.name, f"answers {given.shape}, not what its tags need")
-        return [ModelCaption(text=", ".join(self._chosen(row))) for row in given[: len(pictures)]]
+        probabilities = self._probabilities(squares)
+        if probabilities.shape[0] != filled or any(
+            tag.column >= probabilities.shape[1] for tag in self.tags
+        ):
+            raise UnusableModel(self.name, f"answers {probabilities.shape}, not what its tags need")
+        return [
+            ModelCaption(text=", ".join(self._chosen(row)))
+            for row in probabilities[: len(pictures)]
+        ]
 
     def give_back(self) -> None:
         """Nothing is kept between images."""

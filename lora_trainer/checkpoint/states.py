@@ -206,7 +206,7 @@ def load_newest(folder: Path, *, events: EventStream | None) -> TrainingState | 
     try:
         if not folder.is_dir():
             return None
-        found = _first_valid(folder, reporter)
+        state = _first_valid(folder, reporter)
         leftovers = [path for path, match in _matching(folder, _LEFTOVER) if _is_ours(match)]
     except OSError as error:
         raise MachineError(
@@ -215,7 +215,7 @@ def load_newest(folder: Path, *, events: EventStream | None) -> TrainingState | 
     for path in leftovers:
         with reporter.tolerating(path, "cannot remove leftovers"):
             remove_tree(path)
-    return found
+    return state
 
 
 def _first_valid(folder: Path, reporter: _Reporter) -> TrainingState | None:

@@ -46,7 +46,7 @@ class HostCopies:
     """
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    wanted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    marked: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     device: torch.device | None = None
     copied: torch.Event | None = None
 
@@ -60,14 +60,14 @@ class HostCopies:
             self.buffers[name] = buffer
         if may_copy_ahead(tensor.device):
             self.device = tensor.device
-        self.wanted.append((buffer, tensor.detach()))
+        self.marked.append((buffer, tensor.detach()))
         return buffer
 
     def mark(self) -> None:
         """Make the copies of a save, or ask the device for them."""
-        wanted, self.wanted = self.wanted, []
-        if wanted:
-            buffers, tensors = map(list, zip(*wanted, strict=True))
+        copies, self.marked = self.marked, []
+        if copies:
+            buffers, tensors = map(list, zip(*copies, strict=True))
             # What cannot be waited for by an event is waited for here: MPS copies late all the same.
             torch._foreach_copy_(buffers, tensors, non_blocking=self.device is not None)
         if self.device is not None:
@@ -232,7 +232,7 @@ def _memory_for(what: str) -> Iterator[None]:
         ) from error
 
 
-def _do_next(given: SimpleQueue[Callable[[], None] | None]) -> None:
-    work = given.get()
+def _do_next(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    work = jobs.get()
     if work is not None:
         work()

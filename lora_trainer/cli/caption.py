@@ -19,7 +19,7 @@ from lora_trainer.captioning.caption_dataset import CaptionRequest, caption_data
 from lora_trainer.captioning.caption_files import Chosen
 from lora_trainer.captioning.caption_journal import UndoResult
 from lora_trainer.captioning.caption_journal import undo as take_back
-from lora_trainer.captioning.catalogue import DEFAULT, KNOWN, Wanted
+from lora_trainer.captioning.catalogue import DEFAULT, KNOWN, RequestedModel
 from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.findings import shown
@@ -153,11 +153,11 @@ class ProgressPrinter:
             case "captioned":
                 _line(sys.stdout, _summary(fields["written"], fields["failed"], fields["had_one"]))
 
-    def planned(self, captioner: Wanted, chosen: Chosen) -> None:
+    def planned(self, captioner: RequestedModel, chosen: Chosen) -> None:
         """Print the plan of a call: the model, and for each image whether it would get a caption."""
         names = [target.name for target in chosen.targets]
         if self._as_json:
-            catalogued = captioner.known
+            catalogued = captioner.catalogued
             self._row(
                 {
                     "event": "plan",
@@ -193,7 +193,7 @@ class ProgressPrinter:
             return
         counts = f"captions removed: {len(result.removed)}, put back: {len(result.restored)}"
         _line(sys.stdout, counts)
-        for name in result.kept:
+        for name in result.edited:
             _line(sys.stdout, f"not touched, because it was edited since: {shown(name)}")
 
     def _row(self, row: dict[str, Any]) -> None:
@@ -215,8 +215,8 @@ def _summary(written: int, failed: int, had_one: int) -> str:
     return "; ".join([*parts, "--undo removes the new captions"])
 
 
-def _described(captioner: Wanted) -> str:
-    catalogued, here = captioner.known, captioner.folder is not None
+def _described(captioner: RequestedModel) -> str:
+    catalogued, here = captioner.catalogued, captioner.folder is not None
     if catalogued is None:
         return f"{captioner.source}{'' if here else ', to be downloaded'}"
     size = "on this machine" if here else f"to be downloaded, about {catalogued.download_gb:g} GB"

@@ -67,7 +67,7 @@ def has_choice(text: str) -> bool:
         return False
     choices = 0
 
-    def choose(count: int, place: int) -> int:
+    def choose(count: int, position: int) -> int:
         nonlocal choices
         choices += 1
         return 0

@@ -352,9 +352,9 @@ def _tabled(release: Mapping[str, Any], workload: Workload, *, text_tokens: int)
 def traced(case: Case, workload: Workload) -> SampleCost:
     """Trace a base's network on the meta device, once on this machine; `conditioning_bytes` stays 0."""
     key = f"{case.key} {json.dumps(asdict(workload))}"
-    known = _memo().get(key)
-    if known is not None:
-        return SampleCost(**json.loads(known))
+    remembered = _memo().get(key)
+    if remembered is not None:
+        return SampleCost(**json.loads(remembered))
     # Cache key: only the fields that change the network; the others are sizes of its inputs.
     built = replace(workload, height_px=0, width_px=0, checkpointing="none", micro_batch=1)
     cost = _network(case, built).sample_cost(workload)
@@ -399,9 +399,9 @@ def _network(case: Case, workload: Workload) -> TracedNetwork:
 def built_shapes(case: Case, targets: Targets) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of each adapted layer of a network, as in the table; it is built on the meta device."""
     key = f"{case.key} {targets}"
-    known = _memo().get(key)
-    if known is not None:
-        return {name: tuple(shape) for name, shape in json.loads(known).items()}
+    remembered = _memo().get(key)
+    if remembered is not None:
+        return {name: tuple(shape) for name, shape in json.loads(remembered).items()}
     import torch
 
     with torch.device("meta"):

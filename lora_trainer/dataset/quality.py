@@ -132,15 +132,15 @@ def inspect_images(
     columns: dict[str, list[float]] = {name: [] for name in PICTURE_WEIGHTS}
     pictures = []
     for record in records:
-        own = _own_parts(record, placements, twins)
-        for name, value in own.items():
+        part_scores = _own_parts(record, placements, twins)
+        for name, value in part_scores.items():
             columns[name].append(value)
         pictures.append(
             PictureReport(
                 file=record.name,
                 width_px=record.width_px,
                 height_px=record.height_px,
-                score=_weighted(own),
+                score=_weighted(part_scores),
                 placement=placements[record.name],
             )
         )
@@ -222,7 +222,9 @@ def _lack(records: Sequence[ImageRecord], settings: DataSettings) -> float:
             record.caption_source == FOLDER_NAME or bool(record.settings(settings).trigger)
             for record in records
         ]
-        return _mean(LONE_STAND_IN_LACK if named else 1.0 for named in stands_in)
+        return _mean(
+            LONE_STAND_IN_LACK if has_own_caption else 1.0 for has_own_caption in stands_in
+        )
     return _mean(1 - _captioned(record) for record in records)
 
 

@@ -355,9 +355,9 @@ def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layo
         )
     text = encoder_files(settings, family, header, file, folder=folder)
     if fetch:
-        for needed in {*files.values(), *text.values()}:
-            if needed.suffix == gguf_file.SUFFIX:
-                gguf_file.require_gguf(needed)
+        for component_file in {*files.values(), *text.values()}:
+            if component_file.suffix == gguf_file.SUFFIX:
+                gguf_file.require_gguf(component_file)
     return Layout(folder=folder, files=files, text=text), family
 
 

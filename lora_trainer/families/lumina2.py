@@ -314,8 +314,8 @@ class _TextMask:
 
         batch, longest = mask.shape
         # A single text has no padding; costs are traced without padding.
-        known = batch == 1 or mask.is_meta
-        lengths = [longest] * batch if known else mask.sum(dim=1).tolist()
+        full_length = batch == 1 or mask.is_meta
+        lengths = [longest] * batch if full_length else mask.sum(dim=1).tolist()
         return cls(mask=mask, lengths=torch.tensor(lengths, device="cpu"))
 
     @property

@@ -137,7 +137,11 @@ class StableDiffusion2(UNetFamily):
         prediction = checkpoint_prediction(file)
         if prediction is None:
             return replace(facts, assumed=_assumed(file, facts.prediction))
-        release = next(name for name, stated in RELEASES.items() if stated == prediction)
+        release = next(
+            name
+            for name, release_prediction in RELEASES.items()
+            if release_prediction == prediction
+        )
         source = self.facts_from_hub_id(f"{OWNERS[0]}/{release}")
         assert source is not None
         return replace(source, parts=facts.parts, zero_terminal_snr=facts.zero_terminal_snr)

@@ -175,9 +175,9 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
         ]
     if fitting:
         return fitting[-1] if "text_projection.weight" in header else fitting[0]
-    held = signatures.lone_part(header) or _other_or_lora(header, family=family.name, file=file)
+    content = signatures.lone_part(header) or _other_or_lora(header, family=family.name, file=file)
     described = (
-        f"the text encoder {name} of width {width}" if encoder else held or "no text encoder"
+        f"the text encoder {name} of width {width}" if encoder else content or "no text encoder"
     )
     raise InputError(
         f"base.text_encoders: {file.name} is {described}; family {family.name} has "

@@ -149,9 +149,9 @@ def layer_of(networks: Mapping[str, nn.Module], key: str, module: ModuleTensors)
             f"the adapter changes the norm {key}; only linear layers and convolutions are measured",
             fix="merge it into its base, and draw samples with that",
         )
-    known = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
-    weight = frozen_weight(layer) if known else torch.empty(0, 0)
-    if not known or not fits(module, out=weight.shape[0], fan_in=weight[0].numel()):
+    supported = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
+    weight = frozen_weight(layer) if supported else torch.empty(0, 0)
+    if not supported or not fits(module, out=weight.shape[0], fan_in=weight[0].numel()):
         raise InputError(
             f"the adapter changes {key}, which this base does not have in that size",
             fix="name the base that the adapter was made for with --base",

@@ -133,9 +133,11 @@ def product(module: ModuleTensors, *, kernel: tuple[int, ...] = ()) -> LowRankUp
         up, down = _kronecker(tensors)
     if module.rows is not None:
         up = up[slice(*module.rows)]
-    own = tuple(down.shape[1:])
+    kernel_shape = tuple(down.shape[1:])
     down = down.flatten(1)
-    inputs = own if len(own) > 1 else (down.shape[1] // math.prod(kernel), *kernel)
+    inputs = (
+        kernel_shape if len(kernel_shape) > 1 else (down.shape[1] // math.prod(kernel), *kernel)
+    )
     return LowRankUpdate(up=up * module.scale, down=down, inputs=inputs)
 
 
@@ -243,9 +245,9 @@ def approximated(
     most = most if limit is None else min(limit, most)
     rank = most if limit is not None else min(_FIRST_RANK, most)
     while True:
-        found = truncated(change, rank=rank, generator=seeded(seed))
-        if rank >= most or enough(found) < len(found.values):
-            return found
+        decomposition = truncated(change, rank=rank, generator=seeded(seed))
+        if rank >= most or enough(decomposition) < len(decomposition.values):
+            return decomposition
         rank = min(2 * rank, most)
 
 

@@ -48,14 +48,14 @@ def tag(name: str, /, *children: str | None, **attributes: str | float | None) -
 
     A trailing underscore of an attribute is dropped (`class_`), the others become hyphens.
     """
-    given = "".join(
+    attributes_text = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
     if name in _VOID:
-        return Html(f"<{name}{given}>")
-    return Html(f"<{name}{given}>{join(children)}</{name}>")
+        return Html(f"<{name}{attributes_text}>")
+    return Html(f"<{name}{attributes_text}>{join(children)}</{name}>")
 
 
 def join(parts: Iterable[str | None]) -> Html:
@@ -256,24 +256,24 @@ def thinned(points: Sequence[Point], *, limit: int) -> Sequence[Point]:
     if len(points) <= limit:
         return points
     width = math.ceil(len(points) / (limit // 2))
-    kept: list[Point] = []
+    points_drawn: list[Point] = []
     for start in range(0, len(points), width):
         bucket = points[start : start + width]
         ends = {min(bucket, key=lambda point: point[1]), max(bucket, key=lambda point: point[1])}
-        kept.extend(sorted(ends))
-    return kept
+        points_drawn.extend(sorted(ends))
+    return points_drawn
 
 
 def thinned_line(points: Sequence[Point], *, limit: int) -> list[Point]:
     """Return about `limit` points of a line and its gaps, for one that is drawn more than once."""
     if len(points) <= limit:
         return list(points)
-    kept: list[Point] = []
+    points_drawn: list[Point] = []
     for run in finite_runs(points):
-        if kept:
-            kept.append((run[0][0], math.nan))
-        kept += thinned(run, limit=max(2, limit * len(run) // len(points)))
-    return kept
+        if points_drawn:
+            points_drawn.append((run[0][0], math.nan))
+        points_drawn += thinned(run, limit=max(2, limit * len(run) // len(points)))
+    return points_drawn
 
 
 def _grid(chart: Chart, axes: Axes) -> Html:

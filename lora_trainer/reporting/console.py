@@ -108,8 +108,8 @@ class ConsoleListener:
 
     def _say(self, line: str, *, style: str = "") -> None:
         encoding = self.console.encoding
-        shown = one_line(line).encode(encoding, errors="replace").decode(encoding)
-        self.console.print(Text(shown, style=style), soft_wrap=True)
+        printable = one_line(line).encode(encoding, errors="replace").decode(encoding)
+        self.console.print(Text(printable, style=style), soft_wrap=True)
 
     def _show_phase(self, fields: Mapping[str, Any]) -> None:
         if self._ended:
@@ -172,8 +172,8 @@ class ConsoleListener:
             self._base_loss = loss
             images = f"{fields['images']} held-out images"
             return self._say(f"validation of the base: loss {loss_text(loss)}, {images}")
-        known = math.isfinite(self._base_loss)
-        comparison = f", {against_base(loss, self._base_loss)}" if known else ""
+        comparable = math.isfinite(self._base_loss)
+        comparison = f", {against_base(loss, self._base_loss)}" if comparable else ""
         return self._say(f"validation at step {fields['step']}: loss {loss_text(loss)}{comparison}")
 
     def _summarize(self, event: Event) -> None:

@@ -219,10 +219,10 @@ class JsonlFollower:
         row = _row(last) if last.strip() else None
         if row is not None:
             rows.append(row)
-        taken = data if row is not None else data[: len(data) - len(last)]
-        self._offset += len(taken)
-        self._before = (self._before + taken)[-_COMPARED_BYTES:]
-        self._open_line = row is not None or (self._open_line and not taken)
+        lines = data if row is not None else data[: len(data) - len(last)]
+        self._offset += len(lines)
+        self._before = (self._before + lines)[-_COMPARED_BYTES:]
+        self._open_line = row is not None or (self._open_line and not lines)
         return News(anew=anew, rows=rows, torn=row is None and bool(last.strip()))
 
     def _forget(self) -> None:
@@ -376,8 +376,10 @@ class _Told(_Listed):
         self.sessions += 1
         resumed_from = row.get("resumed_from")
         last = resumed_from if isinstance(resumed_from, int) else -1
-        self.steps = {step: kept for step, kept in self.steps.items() if step <= last}
-        self.validations = {step: kept for step, kept in self.validations.items() if step <= last}
+        self.steps = {step: record for step, record in self.steps.items() if step <= last}
+        self.validations = {
+            step: record for step, record in self.validations.items() if step <= last
+        }
         self.samples = _until(self.samples, last)
         self.marks = _until(self.marks, last)
         self._step = max(0, last)

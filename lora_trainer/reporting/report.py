@@ -142,8 +142,8 @@ def verdict(history: RunHistory) -> tuple[str, str]:
 
 def _reason(end: Row) -> tuple[str, str]:
     """Return what a stopped run said of itself, and what to do about it."""
-    found, _, fix = str(end.get("reason") or "no reason was recorded").partition(" Fix: ")
-    return found.rstrip("."), fix
+    sentence, _, fix = str(end.get("reason") or "no reason was recorded").partition(" Fix: ")
+    return sentence.rstrip("."), fix
 
 
 def _progress(history: RunHistory) -> str:

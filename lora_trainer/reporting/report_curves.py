@@ -79,10 +79,10 @@ def smoothed_losses(steps: Sequence[StepRow]) -> tuple[list[float], int]:
 def axis_top(losses: Sequence[float], *, must_show: Sequence[float]) -> float | None:
     """Return where the loss axis may end: everything that must show, and 98 % of the raw losses."""
     finite = sorted(loss for loss in losses if math.isfinite(loss))
-    shown = [value for value in must_show if math.isfinite(value)]
+    values_shown = [value for value in must_show if math.isfinite(value)]
     if not finite:
         return None
-    return max([finite[math.ceil(0.98 * len(finite)) - 1], *shown])
+    return max([finite[math.ceil(0.98 * len(finite)) - 1], *values_shown])
 
 
 def _loss_chart(history: RunHistory, *, smoothed: Sequence[float], span_steps: int) -> Chart:
@@ -213,10 +213,14 @@ def _marks_legend(marks: Sequence[MarkRow]) -> Html | None:
         "change": "dotted rules: changed settings",
         "resumed": "green rules: resumes",
     }
-    said = "; ".join(word for kind, word in words.items() if kind in kinds)
+    legend = "; ".join(word for kind, word in words.items() if kind in kinds)
     return (
-        tag("p", f"{said[:1].upper()}{said[1:]}. Point at anything for its figures.", class_="note")
-        if said
+        tag(
+            "p",
+            f"{legend[:1].upper()}{legend[1:]}. Point at anything for its figures.",
+            class_="note",
+        )
+        if legend
         else None
     )
 

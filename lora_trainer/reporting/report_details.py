@@ -93,8 +93,8 @@ def _scores(data: Row) -> Iterator[tuple[Html, str, Html]]:
     parts = mapping(data, "parts")
     scores = {name.replace("_", " "): number(parts, name) for name in parts}
     for name, score in {"overall": number(data, "score"), **scores}.items():
-        shown = f"{score:.2f}" if math.isfinite(score) else "not measured"
-        yield tag("b" if name == "overall" else "span", name), shown, _meter(score)
+        score_text = f"{score:.2f}" if math.isfinite(score) else "not measured"
+        yield tag("b" if name == "overall" else "span", name), score_text, _meter(score)
 
 
 def _shares(buckets: Row) -> Iterator[tuple[str, str, Html]]:
@@ -110,10 +110,10 @@ def _meter(fraction: float) -> Html:
 
 
 def _findings(data: Row) -> Html:
-    found = [finding for finding in sequence(data, "findings") if isinstance(finding, dict)]
-    if not found:
+    findings = [finding for finding in sequence(data, "findings") if isinstance(finding, dict)]
+    if not findings:
         return tag("p", "None.", class_="quiet")
-    found.sort(
+    findings.sort(
         key=lambda finding: (_rank(str(finding.get("severity"))), str(finding.get("file") or ""))
     )
     rows = [
@@ -123,7 +123,7 @@ def _findings(data: Row) -> Html:
             str(finding.get("what", "")),
             str(finding.get("advice", "")),
         )
-        for finding in found
+        for finding in findings
     ]
     return table(("severity", "file", "what", "advice"), rows, class_="records")
 
@@ -133,9 +133,9 @@ def settings(history: RunHistory) -> Html:
     values, origins = mapping(history.run, "settings"), mapping(history.run, "origins")
     if not values:
         return tag("p", "No settings were recorded.", class_="quiet")
-    known = {info.key: info for info in all_settings()}
-    defaults = {key: json.loads(json.dumps(info.default)) for key, info in known.items()}
-    units = {key: info.unit for key, info in known.items()}
+    infos = {info.key: info for info in all_settings()}
+    defaults = {key: json.loads(json.dumps(info.default)) for key, info in infos.items()}
+    units = {key: info.unit for key, info in infos.items()}
     head = ("setting", "value", "origin", "reason")
     differing = [key for key in values if key not in defaults or values[key] != defaults[key]]
     rest = [key for key in values if key not in differing]
@@ -159,11 +159,11 @@ def settings(history: RunHistory) -> Html:
 
 
 def _setting(key: str, value: Any, *, unit: str, origin: Row) -> tuple[Html, str, str, str]:
-    shown = value_text(value)
+    text = value_text(value)
     with_unit = (
-        f"{shown} {unit}"
+        f"{text} {unit}"
         if unit and isinstance(value, int | float) and not isinstance(value, bool)
-        else shown
+        else text
     )
     return (
         tag("code", key),

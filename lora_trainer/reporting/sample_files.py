@@ -26,8 +26,8 @@ def last_samples(samples: Path) -> list[Path]:
         if (match := _STEP.fullmatch(folder.name))
     }
     for step in sorted(steps, reverse=True):
-        if found := sorted(steps[step].glob("*.png")):
-            return found
+        if files := sorted(steps[step].glob("*.png")):
+            return files
     return []
 
 

@@ -241,10 +241,10 @@ def after(status: Status, event: Event) -> Status:
             exit_code=0,
         )
     if event.kind == "stopped":
-        asked = fields["exit_code"] in INTERRUPTED_EXIT_CODES
+        interrupted = fields["exit_code"] in INTERRUPTED_EXIT_CODES
         return replace(
             status,
-            state="stopped" if asked else "failed",
+            state="stopped" if interrupted else "failed",
             step=fields["step"],
             message=one_line(fields["reason"]),
             exit_code=fields["exit_code"],

@@ -113,8 +113,8 @@ class TrackerListener:
         self.attempt(lambda: self.tracker.log(values, step=step))
 
     def _log_images(self, fields: Mapping[str, Any], log_image: LogImage) -> None:
-        for index, made in enumerate(fields["images"]):
-            with Image.open(self.folder / made["file"]) as image:
+        for index, image_row in enumerate(fields["images"]):
+            with Image.open(self.folder / image_row["file"]) as image:
                 log_image(f"samples/{index:02d}", image.convert("RGB"), fields["step"])
 
     def _step_scalars(self, fields: Mapping[str, Any]) -> dict[str, float]:

@@ -230,7 +230,7 @@ def build_dataloader(job: TrainingJob, cache_needs: Needs, cache: Cache) -> Trai
         seed=config.train.seed,
         regularisation=regularisation,
         regularisation_per_epoch=prepared.regularisation_per_epoch,
-        place=job.ranks.dist_env,
+        dist_env=job.ranks.dist_env,
     )
 
 

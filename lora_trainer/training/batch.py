@@ -74,9 +74,11 @@ def split(
         key = (sample.shape, group_key(sample.conditioning))
         by_shape.setdefault(key, []).append(sample)
     micro_batches: list[tuple[Sample, ...]] = []
-    for (shape, _), alike in by_shape.items():
+    for (shape, _), samples_of_shape in by_shape.items():
         size = min(cap, images_at_once.get((shape[-2], shape[-1]), cap))
-        micro_batches += [tuple(alike[at : at + size]) for at in range(0, len(alike), size)]
+        micro_batches += [
+            tuple(samples_of_shape[at : at + size]) for at in range(0, len(samples_of_shape), size)
+        ]
     return micro_batches
 
 

@@ -34,7 +34,7 @@ class TrainingDataLoader:
     """Prepares steps. `sources` maps sample ids to cache entries; `shared_conditioning` is conditioning
     all samples share.
 
-    Of several processes each prepares its share of a step, `place` says which. `regularisation` are the
+    Of several processes each prepares its share of a step, `dist_env` says which. `regularisation` are the
     samples of which an epoch takes only so many.
     """
 
@@ -50,7 +50,7 @@ class TrainingDataLoader:
     seed: int
     regularisation: Sequence[str] = ()
     regularisation_per_epoch: int = 0
-    place: DistEnv = field(default_factory=DistEnv)
+    dist_env: DistEnv = field(default_factory=DistEnv)
     _orders: dict[int, list[str]] = field(default_factory=dict)
     _places: dict[int, dict[str, int]] = field(default_factory=dict)
 
@@ -79,8 +79,8 @@ class TrainingDataLoader:
         """
         samples: list[Sample] = []
         for epoch, sample in self.share(step):
-            made = self.prepare_sample(epoch, sample)
-            samples += [made, *self._preserved(made, epoch, sample)]
+            prepared = self.prepare_sample(epoch, sample)
+            samples += [prepared, *self._preserved(prepared, epoch, sample)]
         return tuple(samples)
 
     def share(self, step: int) -> list[tuple[int, str]]:
@@ -88,13 +88,16 @@ class TrainingDataLoader:
 
         Samples of one shape stay together, so that they can be done at once.
         """
-        first, place = step * self.batch_size, self.place
-        found = [self.sample_at(first + k) for k in range(self.batch_size)]
-        if place.count == 1:
-            return found
+        first, process = step * self.batch_size, self.dist_env
+        positions = [self.sample_at(first + k) for k in range(self.batch_size)]
+        if process.count == 1:
+            return positions
         # Stable sort: every process finds the same order, so the shares neither overlap nor miss a sample.
-        found.sort(key=lambda at: self.drawn(*at).size_px)
-        return [found[index] for index in share(len(found), rank=place.rank, count=place.count)]
+        positions.sort(key=lambda at: self.drawn(*at).size_px)
+        return [
+            positions[index]
+            for index in share(len(positions), rank=process.rank, count=process.count)
+        ]
 
     def drawn(self, epoch: int, sample: str) -> SampleSource:
         """Return the sample at the resolution it is trained at in an epoch."""
@@ -126,13 +129,13 @@ class TrainingDataLoader:
         delta = loss_delta(
             self.objective, time=level.timestep / TIMESTEPS, alpha=level.alpha, sigma=level.sigma
         )
-        told = {**self._text(source, *here), **geometry}
-        made = self._assemble(sample, latents, noise, level, told)
-        weight = made.weight * self.data.weight_of(source.folder)
+        conditioning = {**self._text(source, *here), **geometry}
+        prepared = self._assemble(sample, latents, noise, level, conditioning)
+        weight = prepared.weight * self.data.weight_of(source.folder)
         if source.regularisation:
             weight *= self.objective.prior_weight
         return replace(
-            made,
+            prepared,
             weight=weight,
             loss=self.objective.loss,
             delta=delta,
@@ -142,14 +145,14 @@ class TrainingDataLoader:
             as_base=self._stays_base(source),
         )
 
-    def _preserved(self, made: Sample, epoch: int, sample: str) -> Iterator[Sample]:
+    def _preserved(self, drawn: Sample, epoch: int, sample: str) -> Iterator[Sample]:
         """Yield the sample again as its class, with the same draws; none where the trigger is not said."""
         text = self._class_text(epoch, sample)
         if text is not None:
             yield replace(
-                made,
-                weight=made.weight * self.objective.preservation_weight,
-                conditioning={**made.conditioning, **self.entries.read(text)},
+                drawn,
+                weight=drawn.weight * self.objective.preservation_weight,
+                conditioning={**drawn.conditioning, **self.entries.read(text)},
                 mask_weights=None,
                 as_base=True,
             )
@@ -184,9 +187,9 @@ class TrainingDataLoader:
                 noise = torch.randn(
                     mean.shape, generator=self._generator(Stream.VALIDATION_NOISE, *name)
                 )
-                told = {**self.entries.read(source.texts[0]), **source.geometry}
-                made = self._assemble(sample, mean, noise, level, told)
-                samples.append(replace(made, mask_weights=self._mask_weights(source.mask)))
+                conditioning = {**self.entries.read(source.texts[0]), **source.geometry}
+                prepared = self._assemble(sample, mean, noise, level, conditioning)
+                samples.append(replace(prepared, mask_weights=self._mask_weights(source.mask)))
             batches.append(tuple(samples))
         return batches
 
@@ -203,7 +206,7 @@ class TrainingDataLoader:
         latents: Tensor,
         noise: Tensor,
         level: Level,
-        told: Conditioning,
+        conditioning: Conditioning,
     ) -> Sample:
         return Sample(
             sample=sample,
@@ -216,7 +219,7 @@ class TrainingDataLoader:
                 sigma=level.sigma,
                 prediction=self.prediction,
             ),
-            conditioning={**told, **self.shared_conditioning},
+            conditioning={**conditioning, **self.shared_conditioning},
         )
 
     def _uniform(self, epoch: int, sample: str) -> float:
@@ -231,9 +234,9 @@ class TrainingDataLoader:
         if strata == 1:
             return uniform
         position = epoch * self.epoch_length + self._place_in(epoch)[sample]
-        window, place = divmod(position, strata)
+        window, stratum = divmod(position, strata)
         order = shuffled(map(str, range(strata)), self.seed, Stream.TIMESTEP_STRATUM, window)
-        return (int(order[place]) + uniform) / strata
+        return (int(order[stratum]) + uniform) / strata
 
     def _perturbed(self, noise: Tensor, epoch: int, sample: str) -> Tensor | None:
         """Return the noise of the input, with more of it than is to be predicted; None: the same."""
@@ -286,7 +289,7 @@ class TrainingDataLoader:
         """Return where in an epoch each sample comes: found once, not searched for by every sample."""
         places = self._places.get(epoch)
         if places is None:
-            places = {sample: place for place, sample in enumerate(self._order(epoch))}
+            places = {sample: position for position, sample in enumerate(self._order(epoch))}
             if len(self._places) > 2:
                 self._places.clear()
             self._places[epoch] = places

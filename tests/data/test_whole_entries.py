@@ -185,7 +185,7 @@ def test_what_two_runs_find_is_kept_of_both(tmp_path: Path) -> None:
     second.add(2)
     first.save()
     second.save()
-    assert set(index_in(tmp_path).known) == {1, 2}
+    assert set(index_in(tmp_path).written_stamps) == {1, 2}
 
 
 def test_what_was_not_used_is_forgotten_first(
@@ -201,7 +201,7 @@ def test_what_was_not_used_is_forgotten_first(
     assert later.has(1)
     later.add(4)
     later.save()
-    assert set(index_in(tmp_path).known) == {3, 1, 4}
+    assert set(index_in(tmp_path).written_stamps) == {3, 1, 4}
 
 
 def test_a_memo_that_cannot_be_written_is_said_and_stops_nothing(

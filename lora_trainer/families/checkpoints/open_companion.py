@@ -134,11 +134,11 @@ def open_companion(facts: BaseFacts, present: Iterable[str]) -> OpenCompanion | 
     `present` are the parts, and the components of the text encoders, that the user's files hold.
     """
     parts: Mapping[str, str] | None = _table()["families"].get(facts.family)
-    held = set(present)
-    if parts is None or "vae" not in held:
+    parts_present = set(present)
+    if parts is None or "vae" not in parts_present:
         return None
     companion = OpenCompanion(facts=facts, parts=parts)
-    return companion if held >= companion._encoders().keys() else None
+    return companion if parts_present >= companion._encoders().keys() else None
 
 
 def is_makeable(family: str) -> bool:

@@ -182,12 +182,12 @@ _WIDTHS: Mapping[str, tuple[str, ...]] = {
 def other_model(header: Header, *, family: str, file_name: str) -> str | None:
     """Return which model without a text-to-image family of ours a file is; `family` is the one it resembles."""
     tensors = _unprefixed(header)
-    named = (
+    model_names = (
         model
         for model, base, pattern in NAMED_MODELS
         if base == family and re.search(pattern, file_name.lower())
     )
-    return _first(tensors, OTHER_MODELS) or next(named, None)
+    return _first(tensors, OTHER_MODELS) or next(model_names, None)
 
 
 def lone_part(header: Header) -> str | None:
