@@ -74,7 +74,7 @@ def view(work: Workplace, followed: Followed) -> Html:
     return tag(
         "div",
         top,
-        _section("", (_now(work, named[name], seen) for name, seen in trains.items())),
+        _section("Training now", (_now(work, named[name], seen) for name, seen in trains.items())),
         _section("Needs your attention", (_card(work, run) for run in attention[:MAX_CARDS])),
         _section(
             "Trained" if trains or attention else "",
@@ -165,7 +165,7 @@ def _now(work: Workplace, run: RunEntry, seen: LiveTraining) -> Html:
             "a",
             *(tag("span", shot, class_="shot") for shot in shots or [_blank(run.name)]),
             href=link,
-            class_="shots",
+            class_="shots" if shots else "shots none",
             aria_label=f"Open {run.name}",
         ),
         tag(

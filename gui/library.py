@@ -79,7 +79,7 @@ def _card(entry: Entry) -> Html:
     return tag(
         "article",
         tag("a", _picture(file, header), href=url, tabindex="-1"),
-        tag("h3", tag("a", file.path.stem, href=url)),
+        tag("h2", tag("a", file.path.stem, href=url)),
         tag("p", header.title, class_="quiet") if _says_more(header, file) else None,
         tag("p", header.problem, class_="error") if header.problem else None,
         tag("p", "Marked as the best of its run.") if file.best else None,
@@ -160,7 +160,7 @@ def head(file: LoraFile, header: Header) -> Html:
             _picture(file, header),
             tag(
                 "div",
-                tag("h2", file.path.stem),
+                tag("h1", file.path.stem),
                 tag("p", header.title) if _says_more(header, file) else None,
                 tag("p", header.problem, class_="error") if header.problem else None,
                 tag("dl", *_facts(entry)),

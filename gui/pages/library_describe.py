@@ -34,7 +34,7 @@ def build(work: Workplace, ref: Any, head: Any) -> LibraryTab:
         )
     save = gr.Button("Save into the file", variant="primary", min_width=160, scale=0)
     said = html(elem_classes="line")
-    gr.Markdown("### Preview\nThe picture that other programs show beside the file.")
+    gr.Markdown("## Preview\nThe picture that other programs show beside the file.")
     choices = html(js_on_load=asset("choose.js"))
     upload = gr.UploadButton("Use another picture\u2026", file_types=["image"], scale=0)
     chosen = html(elem_classes="line")

@@ -108,7 +108,7 @@ def document(history: RunHistory) -> Html:
     return join(
         (
             Html("<!doctype html>\n"),
-            tag("html", tag("head", *head), tag("body", *body), lang="en"),
+            tag("html", tag("head", *head), tag("body", tag("main", *body)), lang="en"),
             "\n",
         )
     )

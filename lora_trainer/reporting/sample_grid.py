@@ -63,7 +63,14 @@ def sample_grid(history: RunHistory) -> Html:
     )
     style = f"--steps:{len(steps)};--cell:{max(cell.width_px for cell in cells.values())}px"
     grid = tag(
-        "div", head, *body, role="table", class_="samples", style=style, aria_label="samples"
+        "div",
+        head,
+        *body,
+        role="table",
+        class_="samples",
+        style=style,
+        aria_label="samples",
+        tabindex=0,  # it scrolls sideways, by the arrow keys too
     )
     left_out = len(all_steps) - len(steps)
     note = (

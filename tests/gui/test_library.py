@@ -29,7 +29,7 @@ HOSTILE = [
     "<img src='x' onerror='alert(1)'", "<<script>alert(1)//<</script>",
 ]  # fmt: skip
 TAGS = {
-    "a", "article", "b", "button", "code", "dd", "details", "div", "dl", "dt", "h2", "h3", "img", "li",
+    "a", "article", "b", "button", "code", "dd", "details", "div", "dl", "dt", "h1", "h2", "img", "li",
     "p", "small", "span", "summary", "table", "tbody", "td", "th", "thead", "tr", "ul",
 }  # fmt: skip
 ATTRIBUTES = {

@@ -1,0 +1,142 @@
+"""axe-core finds nothing critical, serious or moderate on any page, light and dark, laptop and phone.
+
+One server and one browser: each page is opened once, then its width and its scheme are changed. The runs
+are fakes, so nothing is trained; only the plan of the example is a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.reporting.report import write_report
+from tests.fakes.live_runs import until, write_status
+from tests.fakes.lora_library import finished_run
+from tests.fakes.queues import Place
+from tests.fakes.queues import until as eventually
+from tests.fakes.run_folder import fake_run
+from tests.fakes.runs import ROOT
+from tests.gui.conftest import LAPTOP, StartGui
+
+axe_core = pytest.importorskip("axe_playwright_python.base", reason="axe-core is not installed")
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+PHONE = {"width": 390, "height": 844}
+Look = tuple[dict[str, int], str]
+LOOKS: list[Look] = [(size, scheme) for size in (LAPTOP, PHONE) for scheme in ("light", "dark")]
+COLOUR_RULES = ["color-contrast", "link-in-text-block"]
+"""The rules whose answer the scheme changes; the others run in the light one only."""
+SCAN = """async ([source, rules]) => {
+  if (!window.axe) new Function(source)();
+  const only = rules ? {runOnly: {type: "rule", values: rules}} : {};
+  const answer = await axe.run(document, {...only, resultTypes: ["violations"]});
+  return answer.violations.flatMap((rule) => rule.nodes.map((node) =>
+    `${rule.impact}: ${rule.id}: ${node.target.join(" ")}: ${node.html.slice(0, 160)}: ${node.failureSummary}`));
+}"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A page of the interface and what stands on it once it is complete."""
+
+    name: str
+    path: str
+    ready: str
+
+
+EMPTY = (
+    Shown(name="home, empty", path="/", ready=".drop"),
+    Shown(name="train, empty", path="/train?draft=new", ready=".base-card, .drop"),
+    Shown(name="queue, empty", path="/queue", ready="#queue .empty"),
+    Shown(name="datasets, empty", path="/datasets", ready="h1"),
+    Shown(name="library, empty", path="/library", ready="h1"),
+    Shown(name="doctor", path="/doctor", ready="h2:has-text('Versions')"),
+    Shown(name="kit", path="/_kit", ready="text=Gradio, primary"),
+)
+FILLED = (
+    Shown(name="home", path="/", ready=".home img"),
+    Shown(name="train, images", path="/train?draft=new&folder={dataset}", ready="text=Looks good"),
+    Shown(name="train, plan", path="/train?draft=new&example=1", ready="text=Fits:"),
+    Shown(name="settings", path="/settings", ready="[id='set-adapter.rank']"),
+    Shown(name="a running run", path="/run?run=live", ready="table.sheet img"),
+    Shown(name="a finished run", path="/run?run=done", ready="table.sheet img"),
+    Shown(name="a failed run", path="/run?run=failed", ready=".run-head .failed"),
+    Shown(name="queue", path="/queue", ready="#queue ol"),
+    Shown(name="datasets", path="/datasets?folder={dataset}", ready="img[src*='/media/thumb']"),
+    Shown(name="library", path="/library", ready=".lora"),
+    Shown(name="a LoRA", path="/library?file=done/zorble.safetensors", ready=".lora-head"),
+)
+
+
+def test_axe_finds_nothing_on_any_page(
+    page: Any, gui_server: StartGui, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the fake trainer
+    place = Place(folder=tmp_path)
+    server = gui_server(place.runs, env={"LORA_TRAIN_GUI_KIT": "1"})
+    page.goto(server.link)
+    found: list[str] = []
+    for shown in EMPTY:
+        found += scanned(page, server.url(shown.path), shown)
+    with filled(place):
+        for shown in FILLED:
+            path = shown.path.format(dataset=ROOT / "datasets" / "example")
+            found += scanned(page, server.url(path), shown)
+        page.goto("about:blank")  # as it is served it may run no script, not even axe
+        page.set_content((place.runs / "done" / "report.html").read_text(encoding="utf-8"))
+        found += scan(page, "report")
+    assert not found, "\n".join(found)
+
+
+@contextmanager
+def filled(place: Place) -> Iterator[None]:
+    """Fill the runs folder: a run that trains, one that finished, one that failed; a queue of each."""
+    done = finished_run(place.runs / "done")
+    write_status(done, state="finished", step=30, steps=30, exit_code=0)
+    write_report(done)
+    failed = until(fake_run(place.runs / "failed", steps=30), 12)
+    write_status(failed, state="failed", exit_code=3, message="out of memory. Fix: a smaller batch")
+    bad = place.add("bad", exit=3, say="error: no images. Fix: add some.")
+    first = place.add("first", until=str(place.let("first")))
+    place.add("second")
+    place.add("third")
+    with place.worker_process() as worker:
+        eventually(lambda: place.item(bad.id).has_ended and place.item(first.id).run)
+        live = until(fake_run(place.runs / "live", steps=30), 12)
+        write_status(live)  # not before: the queue waits for what was started outside of it
+        yield
+        write_status(live, state="stopped", exit_code=0)
+        place.let("first").touch()
+        worker.wait()
+
+
+def scanned(page: Any, address: str, shown: Shown) -> list[str]:
+    """Open a page and return what axe says of it."""
+    page.set_viewport_size(LAPTOP)
+    page.emulate_media(color_scheme="light", reduced_motion="reduce")
+    page.goto(address)
+    page.locator(shown.ready).first.wait_for()
+    page.wait_for_function("!document.querySelector('p.loading')")  # Gradio's, while it draws
+    found = scan(page, shown.name)
+    page.set_viewport_size(LAPTOP)  # a phone has some of the tabs in a menu
+    for tab in page.locator("[role=tab]:enabled").all()[1:]:
+        tab.click()
+        found += scan(page, f"{shown.name}, {tab.inner_text()}", looks=LOOKS[:1])
+    return found
+
+
+def scan(page: Any, name: str, *, looks: Sequence[Look] = LOOKS) -> list[str]:
+    """Return what axe says of the page that is open, one line for each element."""
+    found: list[str] = []
+    for size, scheme in looks:
+        page.set_viewport_size(size)
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        rules = COLOUR_RULES if scheme == "dark" else None
+        violations = page.evaluate(SCAN, [axe_core.AXE_SCRIPT, rules])
+        found += [f"{name}, {size['width']} px, {scheme}: {row}" for row in violations]
+    return found
