@@ -160,9 +160,7 @@ def _epoch(prepared: Any, wanted: Any, cache: Any) -> int:
         sources={sample: wanted.sources[sample] for sample in samples},
         empty_text=texts_as(prepared).key(""),
         entries=Entries(cache=cache),
-        levels=table_levels(
-            prepared.family.alphas_cumprod(prepared.facts).tolist(), config.objective
-        ),
+        levels=table_levels(prepared.facts.alphas_cumprod().tolist(), config.objective),
         prediction=prepared.facts.prediction,
         shared_conditioning={},
         data=config.data,

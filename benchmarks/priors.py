@@ -91,7 +91,7 @@ class Judge:
             self.facts, dtype=torch.float32, device=torch.device("cpu")
         )
         told = encoder.encode_prompts([text])
-        signal = self.family.alphas_cumprod(self.facts).float()
+        signal = self.facts.alphas_cumprod().float()
         for level in range(LEVELS):
             timestep = torch.tensor([(2 * level + 1) * len(signal) // (2 * LEVELS)])
             alpha, sigma = signal[timestep].sqrt(), (1 - signal[timestep]).sqrt()

@@ -175,7 +175,7 @@ def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
         entries=Entries(cache=cache),
         levels=_levels(case),
         prediction=facts.prediction,
-        shared_conditioning=case.family.guidance_conditioning(facts, guidance_scale=1.0),
+        shared_conditioning=facts.guidance.conditioning(1.0),
         data=config.data,
         objective=config.objective,
         batch_size=case.batch,
@@ -244,11 +244,11 @@ def _prompt(case: Case) -> Mapping[str, tuple[int, ...]]:
 
 
 def _levels(case: Case) -> Levels:
-    facts, family, settings = case.facts, case.family, case.config.objective
+    facts, settings = case.facts, case.config.objective
     if facts.prediction == "flow":
         return flow_levels(
             settings,
-            base_shift=lambda size: family.flow_shift(facts, width_px=size[0], height_px=size[1]),
+            base_shift=lambda size: facts.flow_shift(width_px=size[0], height_px=size[1]),
         )
     schedule = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     return table_levels(schedule.alphas_cumprod.double().tolist(), settings)

@@ -156,17 +156,15 @@ def share(facts: BaseFacts, settings: ObjectiveSettings, *, sigma: float, side_p
 def _shift(facts: BaseFacts, settings: ObjectiveSettings, side_px: int) -> float:
     if settings.flow_shift != "resolution":
         return settings.flow_shift
-    family = families.family(facts.family)
-    return family.flow_shift(facts, width_px=side_px, height_px=side_px)
+    return facts.flow_shift(width_px=side_px, height_px=side_px)
 
 
 def _levels(facts: BaseFacts, settings: ObjectiveSettings) -> Levels:
-    family = families.family(facts.family)
     if facts.prediction != "flow":
-        return table_levels(family.alphas_cumprod(facts).tolist(), settings)
+        return table_levels(facts.alphas_cumprod().tolist(), settings)
     return flow_levels(
         settings,
-        base_shift=lambda size: family.flow_shift(facts, width_px=size[0], height_px=size[1]),
+        base_shift=lambda size: facts.flow_shift(width_px=size[0], height_px=size[1]),
     )
 
 

@@ -235,7 +235,7 @@ def empty_conditioning(
     whole = Geometry(original_px=(64, 64), corner_px=(0, 0), target_px=(64, 64))
     extra_tensors = {
         **family.geometry_conditioning(facts, whole),
-        **family.guidance_conditioning(facts, guidance_scale=1.0),
+        **facts.guidance.conditioning(1.0),
     }
     shapes = {name: (shape, name.endswith("mask")) for name, shape in prompt.items()} | {
         name: (tuple(tensor.shape), not tensor.is_floating_point())

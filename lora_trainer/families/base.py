@@ -7,9 +7,10 @@ the registry and its presets.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,9 +20,11 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import Targets
 from lora_trainer.families.text.chunks import AROUND
 from lora_trainer.families.traits import AUTOENCODER_KL as AUTOENCODER_KL
+from lora_trainer.families.traits import BY_TWO_PASSES as BY_TWO_PASSES
 from lora_trainer.families.traits import AdapterFormats as AdapterFormats
 from lora_trainer.families.traits import AdapterNames as AdapterNames
 from lora_trainer.families.traits import FileFormat as FileFormat
+from lora_trainer.families.traits import Guidance as Guidance
 from lora_trainer.families.traits import NetworkTraits as NetworkTraits
 from lora_trainer.families.traits import TextInputs as TextInputs
 from lora_trainer.families.traits import VaePeak as VaePeak
@@ -106,7 +109,9 @@ class BaseFacts:
     diffusers writes it, `scheduler` the scheduler's. `variant` names the release where a family has
     several ("medium", "schnell"); `distilled` bases lose their few-step ability in training.
     `zero_terminal_snr`: the last training timestep is pure noise. Text encoders read a prompt in `chunks`
-    of `max_tokens` tokens and return the hidden states of layer `clip_skip`, counted from the last (1).
+    of `max_tokens` tokens and return the hidden states of layer `clip_skip`, counted from the last (1);
+    `clip_skips` has by `base.clip_skip` the layers that they can return.
+    `patch` is the side of the square of latents that becomes one token (a U-Net's: 1).
     `assumed`: a fact that no file contains, None where all are read. A file whose companion is not on
     this machine has no `layout`; `missing` then names the parts to download and their source.
     """
@@ -120,6 +125,8 @@ class BaseFacts:
     vae_factor: int
     max_tokens: int
     prediction: Prediction
+    guidance: Guidance
+    patch: int
     parts: Mapping[str, PartFacts]
     architecture: Mapping[str, Any]
     scheduler: Mapping[str, Any] = field(default_factory=dict)
@@ -131,6 +138,7 @@ class BaseFacts:
     assumed: Assumption | None = None
     chunks: int = 1
     clip_skip: int = 1
+    clip_skips: Mapping[int, int] = field(default_factory=lambda: {1: 1})
 
     @property
     def chunk_room(self) -> int:
@@ -148,6 +156,63 @@ class BaseFacts:
         if self.layout is None:
             raise AssertionError(f"{self.source} is known by name only; locate it before loading")
         return self.layout
+
+    def with_clip_skip(self, clip_skip: int) -> BaseFacts:
+        """Return the facts with text of the layer that `base.clip_skip` means; raises RequestError for none."""
+        if clip_skip in self.clip_skips:
+            return replace(self, clip_skip=self.clip_skips[clip_skip])
+        layers = max(self.clip_skips.values())
+        if layers == 1:
+            raise RequestError(
+                f"base.clip_skip={clip_skip}, but {self.source} reads text from one layer only",
+                fix="leave base.clip_skip out",
+            )
+        raise RequestError(
+            f"base.clip_skip={clip_skip}, but the text encoder of {self.source} has {layers} layers",
+            fix=f"use at most {layers}; 2 is usual for Stable Diffusion 1 trained on tags",
+        )
+
+    def scheduler_config(self) -> dict[str, Any]:
+        """Return the scheduler's configuration with these facts' prediction and terminal noise.
+
+        Rescaled levels end in pure noise, and sampling must then start there: Lin et al. 2023
+        (arXiv 2305.08891), sections 3.1 and 3.3.
+        """
+        config = {
+            **self.scheduler,
+            "prediction_type": self.prediction,
+            "rescale_betas_zero_snr": self.zero_terminal_snr,
+        }
+        return {**config, "timestep_spacing": "trailing"} if self.zero_terminal_snr else config
+
+    def alphas_cumprod(self) -> Tensor:
+        """Return the cumulative signal level of every training timestep, float64 [timesteps]; not for flow."""
+        assert self.prediction != "flow", f"{self.family} is trained by flow matching"
+        from diffusers import DDPMScheduler
+
+        levels: Tensor = DDPMScheduler.from_config(self.scheduler_config()).alphas_cumprod.double()
+        return levels
+
+    def flow_shift(self, *, width_px: int, height_px: int) -> float:
+        """Return s of sigma' = s sigma / (1 + (s - 1) sigma) that the base's own sampler uses at an image size.
+
+        With dynamic shifting it is exp(mu), mu linear in the number of image tokens (Esser et al. 2024,
+        arXiv 2403.03206, section 5.3.2; FLUX.1's sampler), or mu itself for `time_shift_type` "linear";
+        else the scheduler's fixed shift.
+        """
+        assert self.prediction == "flow", f"{self.family} is not trained by flow matching"
+        scheduler = self.scheduler
+        if not scheduler.get("use_dynamic_shifting", False):  # absent in the oldest configurations
+            return float(scheduler.get("shift", 1.0))  # diffusers' own default
+        token_px = self.vae_factor * self.patch
+        tokens = (width_px // token_px) * (height_px // token_px)
+        first, last = (
+            scheduler.get("base_image_seq_len", 256),
+            scheduler.get("max_image_seq_len", 4096),
+        )
+        low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
+        mu = low + (high - low) * (tokens - first) / (last - first)
+        return mu if scheduler.get("time_shift_type", "exponential") == "linear" else math.exp(mu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,19 +361,6 @@ class Family(ABC):
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
         """Return the files of each of `PARTS`; their hash is the part's identity."""
 
-    def with_clip_skip(self, facts: BaseFacts, clip_skip: int) -> BaseFacts:
-        """Return facts with text taken from layer `clip_skip`, counted from the last (1); raises RequestError."""
-        if clip_skip != 1:
-            raise RequestError(
-                f"base.clip_skip={clip_skip}, but {facts.source} reads text from one layer only",
-                fix="leave base.clip_skip out",
-            )
-        return facts
-
-    def guides_by_two_passes(self, facts: BaseFacts) -> bool:
-        """Return whether a guidance scale above 1 needs two predictions a step, one per prompt and negative."""
-        return True
-
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
         """Return where a single-file checkpoint keeps each "component.module"; empty where that is unknown."""
         return {}
@@ -361,20 +413,8 @@ class Family(ABC):
 
     # ---- training
 
-    def alphas_cumprod(self, facts: BaseFacts) -> Tensor:
-        """Return the cumulative signal level of every training timestep, float64 [timesteps]."""
-        raise AssertionError(f"{self.name} is trained by flow matching: it has no alphas_cumprod")
-
-    def flow_shift(self, facts: BaseFacts, *, width_px: int, height_px: int) -> float:
-        """Return s of sigma' = s sigma / (1 + (s - 1) sigma) that the base's own sampler uses at this size."""
-        raise AssertionError(f"{self.name} is no flow-matching family")
-
     def geometry_conditioning(self, facts: BaseFacts, geometry: Geometry) -> Conditioning:
         """Return the conditioning made from the image's sizes and crop, batch 1; empty for most families."""
-        return {}
-
-    def guidance_conditioning(self, facts: BaseFacts, *, guidance_scale: float) -> Conditioning:
-        """Return the guidance embedding's input, float32 [1]; empty for a base without that embedding."""
         return {}
 
     @abstractmethod

@@ -7,7 +7,6 @@ replaceable by a file (`Layout`).
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from lora_trainer.families.base import (
     Conditioning,
     Family,
     FileFormat,
+    Guidance,
     Header,
     ImageEncoder,
     Layout,
@@ -68,7 +68,7 @@ WITHOUT_FP16: tuple[Precision, ...] = ("bf16", "fp32")
 class BaseRelease:
     """A public release that can be planned without a download: Hub ids, configurations, sizes.
 
-    `vae` has the keys that `latent_shape` reads, `scheduler` the keys that `flow_shift` reads.
+    `vae` has the keys that `latent_shape` reads, `scheduler` the keys that `BaseFacts.flow_shift` reads.
     """
 
     ids: tuple[str, ...]
@@ -110,6 +110,10 @@ class FlowFamily(Family):
     @abstractmethod
     def targets(self, targets: Targets) -> tuple[str, ...]:
         """Return the endings of the names of the block modules that get an adapter."""
+
+    @abstractmethod
+    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
+        """Return how a base follows a guidance scale."""
 
     def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
         """Return (channels, pixels per latent) of `predict`'s latents, from the VAE's configuration."""
@@ -154,6 +158,8 @@ class FlowFamily(Family):
             vae_factor=factor,
             max_tokens=release.max_tokens,
             prediction="flow",
+            guidance=self.guidance(release.architecture, distilled=release.distilled),
+            patch=self.patch,
             parts={part: PartFacts(parameters=count) for part, count in release.parameters.items()},
             architecture=release.architecture,
             scheduler=release.scheduler,
@@ -201,6 +207,8 @@ class FlowFamily(Family):
             vae_factor=factor,
             max_tokens=self.max_tokens(layout),
             prediction="flow",
+            guidance=self.guidance(architecture, distilled=distilled),
+            patch=self.patch,
             parts={
                 part: PartFacts(parameters=count, identity=identities.get(part, ""))
                 for part, count in counted.items()
@@ -317,28 +325,6 @@ class FlowFamily(Family):
             # `to_out` and `net` are also names of ModuleLists and activations, which have no weight.
             if name.endswith(endings) and hasattr(module, "weight")
         ]
-
-    # ---- the base's own timestep shift
-
-    def flow_shift(self, facts: BaseFacts, *, width_px: int, height_px: int) -> float:
-        """Return the base's timestep shift at an image size.
-
-        With dynamic shifting it is exp(mu), mu linear in the number of image tokens (Esser et al. 2024,
-        arXiv 2403.03206, section 5.3.2; FLUX.1's sampler), or mu itself for `time_shift_type` "linear";
-        else the scheduler's fixed shift.
-        """
-        scheduler = facts.scheduler
-        if not scheduler.get("use_dynamic_shifting", False):  # absent in the oldest configurations
-            return float(scheduler.get("shift", 1.0))  # diffusers' own default
-        token_px = facts.vae_factor * self.patch
-        tokens = (width_px // token_px) * (height_px // token_px)
-        first, last = (
-            scheduler.get("base_image_seq_len", 256),
-            scheduler.get("max_image_seq_len", 4096),
-        )
-        low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
-        mu = low + (high - low) * (tokens - first) / (last - first)
-        return mu if scheduler.get("time_shift_type", "exponential") == "linear" else math.exp(mu)
 
     # ---- images
 

@@ -23,6 +23,7 @@ from lora_trainer.families.base import (
     BaseFacts,
     Conditioning,
     FileFormat,
+    Guidance,
     Header,
     Layout,
     NetworkTraits,
@@ -238,6 +239,10 @@ class Flux(FlowFamily):
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         return AdapterNames(kohya="flux1", modelspec=f"flux-1-{facts.variant}/lora")
 
+    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
+        """Return the embedded scale of dev; schnell has no guidance."""
+        return Guidance(two_passes=False, embedded=bool(architecture.get("guidance_embeds", False)))
+
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
     ) -> Mapping[str, tuple[int, ...]]:
@@ -269,16 +274,6 @@ class Flux(FlowFamily):
         )
 
     # ---- training
-
-    def guides_by_two_passes(self, facts: BaseFacts) -> bool:
-        """Return False: dev embeds its guidance scale, schnell has no guidance."""
-        return False
-
-    def guidance_conditioning(self, facts: BaseFacts, *, guidance_scale: float) -> Conditioning:
-        import torch
-
-        reads_guidance = bool(facts.architecture.get("guidance_embeds", False))
-        return {"guidance": torch.tensor([guidance_scale])} if reads_guidance else {}
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning

@@ -22,6 +22,7 @@ from lora_trainer.families.base import (
     BaseFacts,
     Conditioning,
     FileFormat,
+    Guidance,
     Header,
     Layout,
     NetworkTraits,
@@ -195,6 +196,11 @@ class Flux2(FlowFamily):
         """Return the endings; "all" equals "transformer" because the modulation lies outside the blocks."""
         return ATTENTION if targets == "attention" else TRANSFORMER
 
+    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
+        """Return two passes for the undistilled: distilled releases ignore the guidance scale."""
+        embedded = bool(architecture.get("guidance_embeds", True))  # diffusers' own default
+        return Guidance(two_passes=not distilled, embedded=embedded)
+
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
     ) -> Mapping[str, tuple[int, ...]]:
@@ -281,16 +287,6 @@ class Flux2(FlowFamily):
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> TextEncoder:
         return load_qwen3(self, facts.located, format=PROMPT, dtype=dtype, device=device)
-
-    def guides_by_two_passes(self, facts: BaseFacts) -> bool:
-        """Return whether the base is undistilled: distilled releases ignore the guidance scale."""
-        return not facts.distilled
-
-    def guidance_conditioning(self, facts: BaseFacts, *, guidance_scale: float) -> Conditioning:
-        import torch
-
-        reads_guidance = facts.architecture.get("guidance_embeds", True)  # diffusers' own default
-        return {"guidance": torch.tensor([guidance_scale])} if reads_guidance else {}
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning

@@ -268,7 +268,7 @@ def with_choices(
             "zero terminal SNR with epsilon prediction: pure noise says nothing about the image",
             fix="use --set base.prediction=v_prediction, or --set objective.zero_terminal_snr=false",
         )
-    facts = families.family(facts.family).with_clip_skip(facts, settings.clip_skip)
+    facts = facts.with_clip_skip(settings.clip_skip)
     is_chosen = settings.prediction != "auto" and prediction != "flow"
     assumed = None if is_chosen else facts.assumed  # flow families assume other facts than this one
     return replace(facts, prediction=prediction, zero_terminal_snr=zero, assumed=assumed)

@@ -16,12 +16,14 @@ from lora_trainer.config.config import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
     AUTOENCODER_KL,
+    BY_TWO_PASSES,
     DENOISER,
     AdapterFormats,
     AdapterNames,
     BaseFacts,
     Conditioning,
     FileFormat,
+    Guidance,
     Header,
     Layout,
     NetworkTraits,
@@ -146,6 +148,9 @@ class Lumina2(FlowFamily):
 
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]
+
+    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
+        return BY_TWO_PASSES
 
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int

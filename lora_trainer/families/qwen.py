@@ -16,12 +16,14 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.config.config import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
+    BY_TWO_PASSES,
     DENOISER,
     AdapterFormats,
     AdapterNames,
     BaseFacts,
     Conditioning,
     FileFormat,
+    Guidance,
     Header,
     ImageEncoder,
     Latents,
@@ -210,6 +212,9 @@ class QwenImage(FlowFamily):
 
     def max_tokens(self, layout: Layout) -> int:
         return MAX_TOKENS
+
+    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
+        return BY_TWO_PASSES
 
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int

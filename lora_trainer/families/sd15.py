@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lora_trainer.families.base import AdapterNames, BaseFacts, PartFacts
+from lora_trainer.families.base import (
+    BY_TWO_PASSES,
+    AdapterNames,
+    BaseFacts,
+    PartFacts,
+)
 from lora_trainer.families.checkpoints.unet_file import UNetTraits
 from lora_trainer.families.text.clip import ClipPart, ClipSize
 from lora_trainer.families.unet import UNetFamily
@@ -88,6 +93,9 @@ class StableDiffusion1(UNetFamily):
             vae_factor=8,
             max_tokens=77,
             prediction="epsilon",
+            guidance=BY_TWO_PASSES,
+            patch=1,
+            clip_skips=self.clip_skips(None),
             parts={
                 "denoiser": PartFacts(parameters=859_520_964),
                 "vae": PartFacts(parameters=83_653_863),

@@ -13,6 +13,7 @@ from statistics import pstdev
 from typing import Any
 
 from lora_trainer.families.base import (
+    BY_TWO_PASSES,
     AdapterNames,
     Assumption,
     BaseFacts,
@@ -110,6 +111,9 @@ class StableDiffusion2(UNetFamily):
             vae_factor=8,
             max_tokens=77,
             prediction=prediction,
+            guidance=BY_TWO_PASSES,
+            patch=1,
+            clip_skips=self.clip_skips(None),
             parts={
                 "denoiser": PartFacts(parameters=865_910_724),
                 "vae": PartFacts(parameters=83_653_863),

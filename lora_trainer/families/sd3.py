@@ -17,12 +17,14 @@ from lora_trainer.config.config import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
     AUTOENCODER_KL,
+    BY_TWO_PASSES,
     DENOISER,
     AdapterFormats,
     AdapterNames,
     BaseFacts,
     Conditioning,
     FileFormat,
+    Guidance,
     Header,
     Layout,
     NetworkTraits,
@@ -208,6 +210,9 @@ class StableDiffusion3(FlowFamily):
 
     def max_tokens(self, layout: Layout) -> int:
         return encoders_of(layout)[-1].tokens
+
+    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
+        return BY_TWO_PASSES
 
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int

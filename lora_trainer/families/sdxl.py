@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import (
+    BY_TWO_PASSES,
     DENOISER,
     AdapterNames,
     BaseFacts,
     Conditioning,
-    Family,
     FileFormat,
     Geometry,
     Layout,
@@ -125,6 +125,9 @@ class StableDiffusionXL(UNetFamily):
             vae_factor=8,
             max_tokens=77,
             prediction=prediction,
+            guidance=BY_TWO_PASSES,
+            patch=1,
+            clip_skips=self.clip_skips(None),
             parts={
                 "denoiser": PartFacts(parameters=2_567_463_684),
                 "vae": PartFacts(parameters=83_653_863),
@@ -157,9 +160,9 @@ class StableDiffusionXL(UNetFamily):
             zero_terminal_snr=release.zero_terminal_snr,
         )
 
-    def with_clip_skip(self, facts: BaseFacts, clip_skip: int) -> BaseFacts:
-        """Accept 1 (the default) and 2: SDXL always reads the layer before the last, which 2 means."""
-        return facts if clip_skip == 2 else Family.with_clip_skip(self, facts, clip_skip)
+    def clip_skips(self, layout: Layout | None) -> Mapping[int, int]:
+        """Return one layer: SDXL always reads the layer before the last, which 2 means in other programs."""
+        return {1: 1, 2: 1}
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         # A1111 recognises SDXL LoRAs by the start "sdxl_".

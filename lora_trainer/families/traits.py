@@ -57,6 +57,27 @@ class TextInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Guidance:
+    """How a base follows a guidance scale above 1.
+
+    `two_passes`: a step predicts twice, for the prompt and for the negative prompt; `embedded`: the network
+    reads the scale.
+    """
+
+    two_passes: bool
+    embedded: bool
+
+    def conditioning(self, scale: float) -> Mapping[str, Tensor]:
+        """Return the network's input `guidance`, float32 [1]; empty for a network that does not read it."""
+        import torch
+
+        return {"guidance": torch.tensor([scale])} if self.embedded else {}
+
+
+BY_TWO_PASSES = Guidance(two_passes=True, embedded=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NetworkTraits:
     """Facts of a family's networks that planning and quantization read.
 

@@ -19,10 +19,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import Targets
 from lora_trainer.families.base import (
     AUTOENCODER_KL,
+    BY_TWO_PASSES,
     DENOISER,
     AdapterFormats,
     BaseFacts,
@@ -69,7 +69,6 @@ from lora_trainer.families.images.unet_images import (
     in_float32,
     load_vae,
     sampling_scheduler,
-    scheduler_config,
     stated_prediction,
 )
 from lora_trainer.families.text import clip
@@ -213,6 +212,9 @@ class UNetFamily(Family):
             prediction="v_prediction"
             if V_PREDICTION in marks
             else stated_prediction(scheduler, layout.folder),
+            guidance=BY_TWO_PASSES,
+            patch=1,
+            clip_skips=self.clip_skips(layout),
             parts={
                 part: PartFacts(parameters=count, identity=identities.get(part, ""))
                 for part, count in counted.items()
@@ -222,6 +224,10 @@ class UNetFamily(Family):
             zero_terminal_snr=ZERO_TERMINAL_SNR in marks
             or bool(scheduler.get("rescale_betas_zero_snr", False)),
         )
+
+    def clip_skips(self, layout: Layout | None) -> Mapping[int, int]:
+        """Return by `base.clip_skip` the layer of the text encoder that it means, counted from the last (1)."""
+        return {skip: skip for skip in range(1, clip_size(layout, self.texts[0]).layers + 1)}
 
     def _parameters_of(self, architecture: Mapping[str, Any]) -> int:
         """Return the number of parameters of a U-Net; all but the releases' are built, without weights."""
@@ -244,16 +250,6 @@ class UNetFamily(Family):
             prediction="v_prediction" if V_PREDICTION in marks else facts.prediction,
             zero_terminal_snr=facts.zero_terminal_snr or ZERO_TERMINAL_SNR in marks,
         )
-
-    def with_clip_skip(self, facts: BaseFacts, clip_skip: int) -> BaseFacts:
-        """Return facts with `clip_skip`; raises RequestError above the encoder's number of layers."""
-        layers = clip_size(facts.layout, self.texts[0]).layers
-        if clip_skip > layers:
-            raise RequestError(
-                f"base.clip_skip={clip_skip}, but the text encoder of {facts.source} has {layers} layers",
-                fix=f"use at most {layers}; 2 is usual for Stable Diffusion 1 trained on tags",
-            )
-        return replace(facts, clip_skip=clip_skip)
 
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
         single = part_file(layout, "text_encoder")
@@ -338,12 +334,6 @@ class UNetFamily(Family):
         return network.eval().requires_grad_(False).to(device)
 
     # ---- training
-
-    def alphas_cumprod(self, facts: BaseFacts) -> Tensor:
-        from diffusers import DDPMScheduler
-
-        levels: Tensor = DDPMScheduler.from_config(scheduler_config(facts)).alphas_cumprod.double()
-        return levels
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning

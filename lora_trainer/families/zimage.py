@@ -16,6 +16,7 @@ from lora_trainer.config.config import Targets
 from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
     AUTOENCODER_KL,
+    BY_TWO_PASSES,
     DENOISER,
     AdapterFormats,
     AdapterNames,
@@ -23,6 +24,7 @@ from lora_trainer.families.base import (
     BaseFacts,
     Conditioning,
     FileFormat,
+    Guidance,
     Header,
     Layout,
     NetworkTraits,
@@ -170,6 +172,9 @@ class ZImage(FlowFamily):
 
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]
+
+    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
+        return BY_TWO_PASSES
 
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int

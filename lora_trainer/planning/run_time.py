@@ -285,7 +285,7 @@ class RunTimeInputs:
         )
         images = (1 + math.ceil(self.config.train.steps / every_steps)) * prompts
         is_guided = sampling.guidance_scale > 1
-        passes = 1 + (is_guided and self.costs.family.guides_by_two_passes(self.facts))
+        passes = 1 + (is_guided and self.facts.guidance.two_passes)
         drawing = _times(sampling.steps * passes, self._forward(side_px))
         return _times(images, _sum(drawing, self._vae(DECODE_FLOPS_PER_PX * side_px * side_px)))
 

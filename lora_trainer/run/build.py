@@ -221,9 +221,7 @@ def build_dataloader(job: TrainingJob, cache_needs: Needs, cache: Cache) -> Trai
         entries=Entries(cache=cache),
         levels=_levels(prepared),
         prediction=prepared.facts.prediction,
-        shared_conditioning=prepared.family.guidance_conditioning(
-            prepared.facts, guidance_scale=config.objective.guidance_scale
-        ),
+        shared_conditioning=prepared.facts.guidance.conditioning(config.objective.guidance_scale),
         data=config.data,
         objective=config.objective,
         batch_size=config.train.batch_size,
@@ -235,12 +233,12 @@ def build_dataloader(job: TrainingJob, cache_needs: Needs, cache: Cache) -> Trai
 
 
 def _levels(prepared: Prepared) -> Levels:
-    family, facts, settings = prepared.family, prepared.facts, prepared.config.objective
+    facts, settings = prepared.facts, prepared.config.objective
     if facts.prediction != "flow":
-        return table_levels(family.alphas_cumprod(facts).tolist(), settings)
+        return table_levels(facts.alphas_cumprod().tolist(), settings)
     return flow_levels(
         settings,
-        base_shift=lambda size: family.flow_shift(facts, width_px=size[0], height_px=size[1]),
+        base_shift=lambda size: facts.flow_shift(width_px=size[0], height_px=size[1]),
     )
 
 

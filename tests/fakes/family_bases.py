@@ -64,7 +64,7 @@ def conditioning_of(family: Family, facts: BaseFacts, prompts: Sequence[str]) ->
         **family.geometry_conditioning(
             facts, Geometry(original_px=(side, side), corner_px=(0, 0), target_px=(side, side))
         ),
-        **family.guidance_conditioning(facts, guidance_scale=1.0),
+        **facts.guidance.conditioning(1.0),
     }
     singles = [{**encoder.encode_prompts([prompt]), **told} for prompt in prompts]
     return {key: torch.cat(padded_alike([single[key] for single in singles])) for key in singles[0]}

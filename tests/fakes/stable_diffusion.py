@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families import family
-from lora_trainer.families.base import BaseFacts, PartFacts
+from lora_trainer.families.base import BY_TWO_PASSES, BaseFacts, PartFacts
 from lora_trainer.planning.loads import RememberedCosts
 
 SD15_UNET: Mapping[str, Any] = {
@@ -56,6 +56,8 @@ def sd15_facts() -> BaseFacts:
         vae_factor=8,
         max_tokens=77,
         prediction="epsilon",
+        guidance=BY_TWO_PASSES,
+        patch=1,
         parts={
             "denoiser": PartFacts(parameters=859_520_964),
             "vae": PartFacts(parameters=83_653_863),
@@ -77,6 +79,8 @@ def mini_facts() -> BaseFacts:
         vae_factor=4,
         max_tokens=77,
         prediction="epsilon",
+        guidance=BY_TWO_PASSES,
+        patch=1,
         parts={
             "denoiser": PartFacts(parameters=4_283_012),
             "vae": PartFacts(parameters=770_000),

@@ -66,7 +66,7 @@ def tiny_facts() -> BaseFacts:
 @cache
 def tiny_signal() -> Tensor:
     """Return alpha-bar of the tiny base's timesteps."""
-    return families.detect(tiny_base()).alphas_cumprod(tiny_facts())
+    return tiny_facts().alphas_cumprod()
 
 
 def build_feeder(

@@ -64,7 +64,7 @@ def test_facts_are_those_of_the_pipeline(facts: BaseFacts) -> None:
     assert (facts.prediction, facts.distilled, facts.max_tokens) == ("flow", False, 512)
     assert FAMILY.adapter_names(facts).kohya == "chroma"
     assert FAMILY.adapter_names(facts).modelspec == "chroma/lora"
-    assert FAMILY.guidance_conditioning(facts, guidance_scale=3.5) == {}
+    assert facts.guidance.conditioning(3.5) == {}
 
 
 @pytest.mark.parametrize("source", ["lodestones/Chroma1-HD", "lodestones/Chroma1-Base"])

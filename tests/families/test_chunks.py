@@ -129,7 +129,7 @@ def test_only_clip_alone_is_read_in_chunks() -> None:
 @pytest.mark.parametrize("name", SKIPPING)
 def test_clip_skip_counts_from_the_last_layer(name: str, clip_skip: int, chunks: int) -> None:
     """As sd-scripts and A1111: 1 is the last layer; diffusers' `clip_skip` is one less."""
-    facts = family_of(name).with_clip_skip(facts_of(name), clip_skip)
+    facts = facts_of(name).with_clip_skip(clip_skip)
     encoder = encoder_of(name, chunks=chunks, clip_skip=facts.clip_skip)
     for text in TEXTS:
         found = encoder.encode_prompts([text])["text"]
@@ -147,7 +147,7 @@ def test_clip_skip_counts_from_the_last_layer(name: str, clip_skip: int, chunks:
 
 @pytest.mark.parametrize("name", SKIPPING)
 def test_what_is_skipped_is_not_trained(name: str) -> None:
-    family, facts = family_of(name), family_of(name).with_clip_skip(facts_of(name), 2)
+    family, facts = family_of(name), facts_of(name).with_clip_skip(2)
     ((component, network),) = encoder_of(name, clip_skip=2).networks.items()
     targets = family.text_targets(network)
     assert set(family.text_adapter_shapes(facts)[component]) == set(targets)
@@ -158,14 +158,13 @@ def test_what_is_skipped_is_not_trained(name: str) -> None:
 def test_other_layers_are_refused_where_there_are_none() -> None:
     for name in SKIPPING:
         with pytest.raises(RequestError, match="has 2 layers"):
-            family_of(name).with_clip_skip(facts_of(name), 3)
+            facts_of(name).with_clip_skip(3)
     for clip_skip in (1, 2):
-        assert family_of("sdxl").with_clip_skip(facts_of("sdxl"), clip_skip).clip_skip == 1
+        assert facts_of("sdxl").with_clip_skip(clip_skip).clip_skip == 1
     with pytest.raises(RequestError, match=r"base\.clip_skip=3"):
-        family_of("sdxl").with_clip_skip(facts_of("sdxl"), 3)
-    flow = families.family("flux")
+        facts_of("sdxl").with_clip_skip(3)
     with pytest.raises(RequestError, match=r"leave base\.clip_skip out|base\.clip_skip=2"):
-        flow.with_clip_skip(facts_of("flux"), 2)
+        facts_of("flux").with_clip_skip(2)
 
 
 @pytest.mark.parametrize("name", CHUNKED)

@@ -105,7 +105,7 @@ class Bench:
         if facts.prediction == "flow":
             alpha, timestep = 1 - sigma, torch.full((count,), 1000 * sigma)
         else:
-            signal = float(self.family.alphas_cumprod(facts)[500])
+            signal = float(facts.alphas_cumprod()[500])
             alpha, sigma = signal**0.5, (1 - signal) ** 0.5
             timestep = torch.full((count,), 500)
         level = torch.full((count,), alpha), torch.full((count,), sigma)

@@ -64,7 +64,7 @@ def test_the_shift_is_that_of_the_pipelines_scheduler(name: str, size_px: tuple[
     assert known is not None
     facts = replace(known, scheduler=SHIFTS[name])
     width, height = size_px
-    shift = FAMILY.flow_shift(facts, width_px=width, height_px=height)
+    shift = facts.flow_shift(width_px=width, height_px=height)
 
     scheduler = FlowMatchEulerDiscreteScheduler(**SHIFTS[name])
     mu = calculate_shift(
@@ -84,8 +84,8 @@ def test_flux_at_1024_px_is_shifted_by_what_is_published() -> None:
     dev, schnell = (FAMILY.facts_from_hub_id(release.ids[0]) for release in RELEASES)
     assert dev is not None
     assert schnell is not None
-    assert FAMILY.flow_shift(dev, width_px=1024, height_px=1024) == pytest.approx(math.exp(1.15))
-    assert FAMILY.flow_shift(schnell, width_px=1024, height_px=1024) == 1.0
+    assert dev.flow_shift(width_px=1024, height_px=1024) == pytest.approx(math.exp(1.15))
+    assert schnell.flow_shift(width_px=1024, height_px=1024) == 1.0
 
 
 # ---- packing

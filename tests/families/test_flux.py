@@ -84,8 +84,8 @@ def test_schnell_is_told_from_dev_by_its_guidance(facts: BaseFacts, schnell: Pat
     assert FAMILY.adapter_names(fast).modelspec == "flux-1-schnell/lora"
     assert FAMILY.adapter_names(facts).modelspec == "flux-1-dev/lora"
     assert FAMILY.adapter_names(fast).kohya == "flux1"
-    assert FAMILY.guidance_conditioning(fast, guidance_scale=3.5) == {}
-    told = FAMILY.guidance_conditioning(facts, guidance_scale=3.5)["guidance"]
+    assert fast.guidance.conditioning(3.5) == {}
+    told = facts.guidance.conditioning(3.5)["guidance"]
     assert told.dtype == torch.float32
     assert told.tolist() == [3.5]
 
@@ -171,7 +171,7 @@ def test_the_loss_is_that_of_diffusers_training_script(
 ) -> None:
     latents, noise = draw(2, 16, 6, 10), draw(2, 16, 6, 10, seed=1)
     sigma = torch.tensor([0.2, 0.85])
-    told = FAMILY.guidance_conditioning(facts, guidance_scale=guidance_scale)["guidance"]
+    told = facts.guidance.conditioning(guidance_scale)["guidance"]
 
     noisy = add_noise(latents, noise, 1 - sigma, sigma)
     predicted = FAMILY.predict(

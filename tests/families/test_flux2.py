@@ -127,7 +127,7 @@ def test_the_timestep_shift_is_the_samplers_for_many_steps(size_px: tuple[int, i
     assert facts is not None
     width, height = size_px
     mu = compute_empirical_mu(width // 16 * (height // 16), 200)
-    shift = FAMILY.flow_shift(facts, width_px=width, height_px=height)
+    shift = facts.flow_shift(width_px=width, height_px=height)
     assert shift == pytest.approx(math.exp(mu), rel=1e-3)
 
 
@@ -179,7 +179,7 @@ def test_loss_is_that_of_the_training_script(tmp_path: Path, guidance: bool) -> 
     """The formula: packed tokens, ids (0, row, column, 0) and (0, 0, 0, place), t / 1000, noise - x."""
     facts = facts_of(write_base(tmp_path, guidance=guidance))
     denoiser = FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)
-    told = FAMILY.guidance_conditioning(facts, guidance_scale=3.5)
+    told = facts.guidance.conditioning(3.5)
     assert bool(told) is guidance
     x, noise, text = draw(2, 8, 4, 6), draw(2, 8, 4, 6, seed=1), draw(2, 20, 48, seed=2)
     sigma = torch.tensor([0.31, 0.87])

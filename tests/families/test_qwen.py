@@ -143,7 +143,7 @@ def test_flow_shift_is_the_schedulers(base: Base, size_px: tuple[int, int]) -> N
     mu = config.base_shift + slope * (tokens - 256)
     sigma = torch.tensor([0.2, 0.7], dtype=torch.float64)
     wanted = base.pipeline.scheduler.time_shift(mu, 1.0, sigma)
-    shift = FAMILY.flow_shift(base.facts, width_px=width, height_px=height)
+    shift = base.facts.flow_shift(width_px=width, height_px=height)
     torch.testing.assert_close(shift * sigma / (1 + (shift - 1) * sigma), wanted)
 
 

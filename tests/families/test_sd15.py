@@ -36,7 +36,7 @@ def test_the_release_is_known_by_name(source: str) -> None:
         network = FAMILY.empty_denoiser(facts.architecture)
     assert sum(p.numel() for p in network.parameters()) == facts.parts["denoiser"].parameters
     assert clip_parameters(FAMILY.texts[0], CLIP_L) == facts.parts["text_encoder"].parameters
-    levels = FAMILY.alphas_cumprod(facts)
+    levels = facts.alphas_cumprod()
     assert float(levels[0]) == pytest.approx(0.99915) and float(levels[-1]) == pytest.approx(
         0.00466, abs=1e-5
     )

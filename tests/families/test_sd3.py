@@ -89,7 +89,7 @@ def test_facts_are_those_of_the_pipeline(base: Base) -> None:
     assert facts.parts["text_encoder"].parameters == sum(
         weight.numel() for network in texts for weight in network.parameters()
     )
-    assert FAMILY.flow_shift(facts, width_px=256, height_px=64) == pipeline.scheduler.shift == 3.0
+    assert facts.flow_shift(width_px=256, height_px=64) == pipeline.scheduler.shift == 3.0
 
 
 @pytest.mark.parametrize("release", FAMILY.releases, ids=lambda release: release.variant)

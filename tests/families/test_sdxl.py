@@ -188,7 +188,7 @@ def test_losses_are_those_of_diffusers_training_script(
     timesteps = torch.tensor([17, 801])
     unet = unet_of(facts)
 
-    levels = FAMILY.alphas_cumprod(facts)[timesteps].float()
+    levels = facts.alphas_cumprod()[timesteps].float()
     alpha, sigma = levels.sqrt(), (1 - levels).sqrt()
     with torch.no_grad():
         noisy = add_noise(latents, noise, alpha, sigma)
@@ -470,7 +470,7 @@ def test_marker_tensors_say_what_a_checkpoint_predicts(
     save_file({**tensors, **{mark: torch.zeros(0) for mark in marks}}, tmp_path / "v.safetensors")
     facts = facts_of(base, denoiser=tmp_path / "v.safetensors")
     assert (facts.prediction, facts.zero_terminal_snr) == expected
-    last = float(FAMILY.alphas_cumprod(facts)[-1])
+    last = float(facts.alphas_cumprod()[-1])
     assert (last < 1e-7) == expected[1]
 
 

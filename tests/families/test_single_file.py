@@ -234,7 +234,7 @@ def test_markers_say_how_a_checkpoint_was_trained(
     plain = facts_of(name).prediction
     assert facts.prediction == ("v_prediction" if velocity else plain)
     assert facts.zero_terminal_snr == terminal
-    assert (float(of(name).alphas_cumprod(facts)[-1]) == 0) == terminal
+    assert (float(facts.alphas_cumprod()[-1]) == 0) == terminal
 
 
 @NAMES

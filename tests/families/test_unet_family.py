@@ -94,7 +94,7 @@ def test_facts_are_what_the_pipeline_says(name: str) -> None:
     assert facts.latent_channels == pipeline.unet.config.in_channels
     assert facts.max_tokens == pipeline.tokenizer.model_max_length
     assert facts.prediction == pipeline.scheduler.config.prediction_type
-    levels = family.alphas_cumprod(facts)
+    levels = facts.alphas_cumprod()
     assert levels.dtype == torch.float64
     torch.testing.assert_close(levels, pipeline.scheduler.alphas_cumprod.double())
 
@@ -120,7 +120,7 @@ def test_terminal_noise_is_that_of_the_scheduler(name: str, tmp_path: Path) -> N
     edit_json(base / "scheduler/scheduler_config.json", rescale_betas_zero_snr=True)
     facts = facts_at(name, base)
     assert facts.zero_terminal_snr
-    levels = families.family(name).alphas_cumprod(facts)
+    levels = facts.alphas_cumprod()
     assert float(levels[-1]) == 0 < float(levels[-2])
 
 
@@ -284,7 +284,7 @@ def test_the_loss_is_that_of_diffusers_training_script(
         ["a", "b", "c", "d"]
     )
     denoiser = family.load_denoiser(facts, dtype=torch.float32, device=CPU)
-    signal = family.alphas_cumprod(facts)[timesteps]
+    signal = facts.alphas_cumprod()[timesteps]
     alpha, sigma = signal.sqrt().float(), (1 - signal).sqrt().float()
 
     scheduler = DDPMScheduler(

@@ -62,7 +62,7 @@ def test_facts_are_what_the_pipeline_says(base: Path, pipeline: Any) -> None:
     }
     assert facts.latent_channels == pipeline.transformer.config.in_channels
     assert facts.vae_factor == pipeline.vae_scale_factor
-    assert FAMILY.flow_shift(facts, width_px=32, height_px=32) == pipeline.scheduler.config.shift
+    assert facts.flow_shift(width_px=32, height_px=32) == pipeline.scheduler.config.shift
     assert FAMILY.adapter_names(facts).kohya == "zimage"
     assert FAMILY.adapter_names(facts).modelspec == "Z-Image/lora"
 
@@ -76,7 +76,7 @@ def test_public_releases_have_the_sizes_of_their_configurations(
     facts = FAMILY.facts_from_hub_id(f"Tongyi-MAI/{source}")
     assert facts is not None and (facts.variant, facts.distilled) == (variant, variant == "turbo")
     assert (facts.resolution_px, facts.bucket_step_px, facts.vae_factor) == (1024, 64, 8)
-    assert FAMILY.flow_shift(facts, width_px=1024, height_px=1024) == shift
+    assert facts.flow_shift(width_px=1024, height_px=1024) == shift
     text = Qwen3Config(
         vocab_size=151_936,
         hidden_size=2560,
@@ -330,7 +330,7 @@ def test_a_single_file_has_the_scheduler_of_its_release(
     save_file(as_comfyui(denoiser_state(base)), file)
     facts = facts_of(base, source=str(file), denoiser=file)
     assert (facts.variant, facts.distilled) == (variant, variant == "turbo")
-    assert FAMILY.flow_shift(facts, width_px=64, height_px=64) == shift
+    assert facts.flow_shift(width_px=64, height_px=64) == shift
     sampler = FAMILY.build_sampler(
         facts,
         denoiser=FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU),

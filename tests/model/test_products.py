@@ -353,7 +353,7 @@ def embedded_gradients(kind: Quantization | None, matmul: BaseMatmul) -> list[Te
     generator, timesteps = torch.Generator().manual_seed(5), torch.tensor([20, 300, 600, 980])
     latents = F.interpolate(torch.randn((4, 4, 4, 4), generator=generator), 32, mode="bicubic")
     noise = torch.randn(latents.shape, generator=generator)
-    signal = torch.as_tensor(family.alphas_cumprod(facts))[timesteps].float()
+    signal = torch.as_tensor(facts.alphas_cumprod())[timesteps].float()
     noisy = add_noise(latents, noise, signal.sqrt(), (1 - signal).sqrt())
     texts = conditioning_of(family, facts, ("a teal creature", "waving", "smiling", ""))
     family.predict(denoiser, noisy, timesteps, texts).sub(noise).square().mean().backward()

@@ -348,7 +348,7 @@ class Bench:
         if facts.prediction == "flow":
             alpha, sigma, timesteps = 0.5, 0.5, torch.full((count,), 500.0)
         else:
-            signal = float(self.family.alphas_cumprod(facts)[500])
+            signal = float(facts.alphas_cumprod()[500])
             alpha, sigma, timesteps = signal**0.5, (1 - signal) ** 0.5, torch.full((count,), 500)
         level = torch.full((count,), alpha), torch.full((count,), sigma)
         noisy = add_noise(self.latents, self.noise, *level)

@@ -119,7 +119,7 @@ class Real:
         told = {
             **text_of(name),
             **family.geometry_conditioning(facts, whole),
-            **family.guidance_conditioning(facts, guidance_scale=1.0),
+            **facts.guidance.conditioning(1.0),
         }
         self.conditioning: Conditioning = {
             key: (tensor.to(dtype) if tensor.is_floating_point() else tensor).repeat_interleave(

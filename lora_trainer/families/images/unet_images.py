@@ -39,22 +39,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def scheduler_config(facts: BaseFacts) -> dict[str, Any]:
-    """Return the base's scheduler configuration with the facts' prediction and terminal noise.
-
-    Rescaled levels end in pure noise, and sampling must then start there: Lin et al. 2023
-    (arXiv 2305.08891), sections 3.1 and 3.3.
-    """
-    config = {
-        **facts.scheduler,
-        "prediction_type": facts.prediction,
-        "rescale_betas_zero_snr": facts.zero_terminal_snr,
-    }
-    if facts.zero_terminal_snr:
-        config["timestep_spacing"] = "trailing"
-    return config
-
-
 def sampling_scheduler(facts: BaseFacts) -> Any:
     """Return the base's own sampler, or DDIM where the base's sampler cannot start from pure noise."""
     import diffusers
@@ -62,7 +46,7 @@ def sampling_scheduler(facts: BaseFacts) -> Any:
     kind: Any = getattr(
         diffusers, str(facts.scheduler.get("_class_name", "")), diffusers.DDIMScheduler
     )
-    config = scheduler_config(facts)
+    config = facts.scheduler_config()
     if "rescale_betas_zero_snr" not in kind._get_init_keys(kind):
         if facts.zero_terminal_snr:
             kind = diffusers.DDIMScheduler
