@@ -120,7 +120,7 @@ def architectures(family: Family) -> Iterator[BaseFacts]:
         bases.append(embedded)
     for facts in bases:
         assert facts is not None
-        key = [configuration(family, facts), facts.max_tokens]
+        key = [configuration(facts), facts.max_tokens]
         if key not in seen:
             seen.append(key)
             yield facts
@@ -130,7 +130,7 @@ def row_of(
     rows: Sequence[dict[str, Any]], family: Family, facts: BaseFacts
 ) -> dict[str, Any] | None:
     """Return what the table has of a release's architecture."""
-    wanted = (configuration(family, facts), facts.max_tokens)
+    wanted = (configuration(facts), facts.max_tokens)
     return next((row for row in rows if (row["config"], row["max_tokens"]) == wanted), None)
 
 
@@ -169,7 +169,7 @@ def release_table(family: Family, facts: BaseFacts, *, known: Mapping[str, Any])
     print(f"{facts.source}: {time.monotonic() - started:.0f} s", flush=True)
     return {
         "name": facts.source,
-        "config": configuration(family, facts),
+        "config": configuration(facts),
         "max_tokens": facts.max_tokens,
         "sides_px": list(grid.sides_px),
         "text_tokens": list(grid.text_tokens),

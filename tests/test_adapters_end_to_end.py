@@ -145,7 +145,7 @@ def drawn(case: str, run: Path) -> np.ndarray[Any, np.dtype[np.int16]]:
     pipeline.set_progress_bar_config(disable=True)
     side = max(2 * facts.bucket_step_px, 16)
     image = pipeline(
-        **family.prompt_arguments("a toy", "", guidance_scale=3.0),
+        **family.pipeline_arguments(pipeline, facts, "a toy", "", guidance_scale=3.0),
         generator=torch.Generator().manual_seed(1234),
         num_inference_steps=2,
         width=side,

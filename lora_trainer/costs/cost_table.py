@@ -157,7 +157,7 @@ def _parabola(values: Sequence[float], areas: Sequence[int], area: float) -> flo
 
 def sample_cost(family: Family, facts: BaseFacts, workload: Workload) -> SampleCost:
     """Return the cost from the table; an unknown architecture is traced, once per workload."""
-    release = _release(family, facts)
+    release = _release(facts)
     if release is None or not _covers(release, workload):
         return traced_cost(family, facts, workload)
     tokens = _text_tokens(family, facts, workload)
@@ -182,7 +182,7 @@ def known_checkpointing(
     wide_adapter: bool,
 ) -> tuple[Checkpointing, ...]:
     """Return the levels in the table; all levels for an architecture that is traced anyway."""
-    release = _release(family, facts)
+    release = _release(facts)
     if release is None:
         return CHECKPOINTING
     traces = release["costs"].get(entry(element_bytes, wide=wide_adapter), {}).get(targets, {})
@@ -218,7 +218,7 @@ def _layer_shapes(
     family: Family, facts: BaseFacts, targets: Targets
 ) -> Mapping[str, tuple[int, ...]]:
     """Return the shape of each adapted layer; a convolution's has the elements of its kernel last."""
-    release = _release(family, facts)
+    release = _release(facts)
     if release is None:
         return built_shapes(case_of(family, facts), targets)
     included = TARGETS[: TARGETS.index(targets) + 1]
@@ -289,12 +289,12 @@ def _table() -> Mapping[str, Any]:
     return table
 
 
-def _release(family: Family, facts: BaseFacts) -> Mapping[str, Any] | None:
+def _release(facts: BaseFacts) -> Mapping[str, Any] | None:
     """Return the traces of a base's architecture, None where the table has none."""
     rows = _table().get(facts.family)
     if rows is None:
         return None
-    config = {**rows["defaults"], **configuration(family, facts)}
+    config = {**rows["defaults"], **configuration(facts)}
     for release in rows["releases"]:
         release_traces: Mapping[str, Any] = release
         if config == {**rows["defaults"], **release_traces["config"]} and (
@@ -304,9 +304,9 @@ def _release(family: Family, facts: BaseFacts) -> Mapping[str, Any] | None:
     return None
 
 
-def configuration(family: Family, facts: BaseFacts) -> dict[str, Any]:
+def configuration(facts: BaseFacts) -> dict[str, Any]:
     """Return a base's `network_numbers` with sequences as JSON lists, for comparison."""
-    plain: dict[str, Any] = json.loads(json.dumps(family.network_numbers(facts.architecture)))
+    plain: dict[str, Any] = json.loads(json.dumps(facts.network_numbers()))
     return plain
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,7 @@ from lora_trainer.common.caption_markup import NewWord as NewWord
 from lora_trainer.common.caption_markup import Weighted
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import Targets
+from lora_trainer.families.checkpoints.unet_config import UNET_CLASS, read_unet
 from lora_trainer.families.text.chunks import AROUND
 from lora_trainer.families.traits import AUTOENCODER_KL as AUTOENCODER_KL
 from lora_trainer.families.traits import BY_TWO_PASSES as BY_TWO_PASSES
@@ -39,6 +40,7 @@ Prediction = Literal["epsilon", "v_prediction", "flow"]
 Part = Literal["denoiser", "vae", "text_encoder"]
 PARTS: tuple[Part, ...] = ("denoiser", "vae", "text_encoder")
 """`text_encoder` stands for all text encoders and tokenizers of a base together."""
+AdapterTargets = Targets | Literal["text_encoder"]
 WEIGHTS = ".weights"
 """Suffix of the key of an encoder's prompt weights; the key of its tokens has no suffix."""
 DENOISER = "denoiser"
@@ -171,6 +173,15 @@ class BaseFacts:
             f"base.clip_skip={clip_skip}, but the text encoder of {self.source} has {layers} layers",
             fix=f"use at most {layers}; 2 is usual for Stable Diffusion 1 trained on tags",
         )
+
+    def network_numbers(self) -> Mapping[str, Any]:
+        """Return the values of `architecture` that fix the network: bases of equal values cost the same.
+
+        Configurations of equal U-Nets differ in many other keys. A key that is left out has diffusers' default.
+        """
+        if self.architecture.get("_class_name") == UNET_CLASS:
+            return asdict(read_unet(self.architecture))
+        return {key: value for key, value in self.architecture.items() if not key.startswith("_")}
 
     def scheduler_config(self) -> dict[str, Any]:
         """Return the scheduler's configuration with these facts' prediction and terminal noise.
@@ -365,13 +376,6 @@ class Family(ABC):
         """Return where a single-file checkpoint keeps each "component.module"; empty where that is unknown."""
         return {}
 
-    def network_numbers(self, architecture: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the values of a configuration that fix the network: bases of equal values cost the same.
-
-        A key that is left out has diffusers' default.
-        """
-        return {key: value for key, value in architecture.items() if not key.startswith("_")}
-
     @abstractmethod
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
@@ -382,7 +386,7 @@ class Family(ABC):
         """
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        """Return (fan_in, out) of each module in the text encoders' `text_targets`, by component."""
+        """Return (fan_in, out) of each module in the text encoders' `lora_targets`, by component."""
         return {}
 
     @abstractmethod
@@ -427,12 +431,11 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
-        """Return the full module names that get an adapter, in module order."""
+    def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
+        """Return the full module names that get an adapter, in module order.
 
-    def text_targets(self, network: nn.Module) -> list[str]:
-        """Return the module names of a text network that get an adapter, in module order."""
-        raise AssertionError(f"{self.name} does not train its text encoders")
+        `network` is the denoiser, or with `targets` "text_encoder" a text network of a family that trains them.
+        """
 
     # ---- files
 
@@ -471,12 +474,7 @@ class Family(ABC):
         The VAE moves to `decode_on` (None: `device`) only while it decodes an image.
         """
 
-    def prompt_arguments(
-        self, prompt: str, negative: str, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        """Return the plain pipeline's arguments that reproduce the sampler's images."""
-        return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": guidance_scale}
-
+    @abstractmethod
     def pipeline_arguments(
         self,
         pipeline: DiffusionPipeline,
@@ -486,8 +484,10 @@ class Family(ABC):
         *,
         guidance_scale: float,
     ) -> Mapping[str, Any]:
-        """Return `prompt_arguments`, with prompts encoded here where `facts` reads them in chunks."""
-        return self.prompt_arguments(prompt, negative, guidance_scale=guidance_scale)
+        """Return the plain pipeline's arguments that reproduce the sampler's images.
+
+        Prompts are encoded here where `facts` reads them in chunks.
+        """
 
     @abstractmethod
     def plain_pipeline(

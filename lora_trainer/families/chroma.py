@@ -20,6 +20,7 @@ from lora_trainer.families.base import (
     DENOISER,
     AdapterFormats,
     AdapterNames,
+    AdapterTargets,
     BaseFacts,
     Conditioning,
     FileFormat,
@@ -235,8 +236,8 @@ class Chroma(FlowFamily):
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]
 
-    def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
-        names = super().lora_targets(denoiser, targets)
+    def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
+        names = super().lora_targets(network, targets)
         return [name for name in names if name.startswith(BLOCKS)]
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
@@ -248,6 +249,11 @@ class Chroma(FlowFamily):
         return other_names(transformer_names.CHROMA, layers)
 
     # ---- images
+
+    def prompt_arguments(
+        self, prompt: str, negative: str, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": guidance_scale}
 
     def sampler_arguments(
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.config import Precision, Targets
 from lora_trainer.families.base import (
+    AdapterTargets,
     BaseFacts,
     Conditioning,
     Family,
@@ -317,11 +318,12 @@ class FlowFamily(Family):
         frozen: nn.Module = vae.requires_grad_(False).eval()
         return frozen
 
-    def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
+    def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
+        assert targets != "text_encoder", f"{self.name} does not train its text encoders"
         endings = tuple(f".{ending}" for ending in self.targets(targets))
         return [
             name
-            for name, module in denoiser.named_modules()
+            for name, module in network.named_modules()
             # `to_out` and `net` are also names of ModuleLists and activations, which have no weight.
             if name.endswith(endings) and hasattr(module, "weight")
         ]
@@ -344,6 +346,23 @@ class FlowFamily(Family):
         config: Any = vae.config
         decoded: Tensor = latents.float() / config.scaling_factor + (config.shift_factor or 0.0)
         return decoded
+
+    @abstractmethod
+    def prompt_arguments(
+        self, prompt: str, negative: str, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        """Return the plain pipeline's arguments that mean the same as `sampler_arguments`."""
+
+    def pipeline_arguments(
+        self,
+        pipeline: DiffusionPipeline,
+        facts: BaseFacts,
+        prompt: str,
+        negative: str,
+        *,
+        guidance_scale: float,
+    ) -> Mapping[str, Any]:
+        return self.prompt_arguments(prompt, negative, guidance_scale=guidance_scale)
 
     def build_sampler(
         self,

@@ -20,6 +20,7 @@ from lora_trainer.families.base import (
     DENOISER,
     AdapterFormats,
     AdapterNames,
+    AdapterTargets,
     BaseFacts,
     Conditioning,
     FileFormat,
@@ -294,8 +295,8 @@ class Flux(FlowFamily):
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]
 
-    def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
-        names = super().lora_targets(denoiser, targets)
+    def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
+        names = super().lora_targets(network, targets)
         return [name for name in names if name.startswith(BLOCKS)]
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:

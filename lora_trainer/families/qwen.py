@@ -20,6 +20,7 @@ from lora_trainer.families.base import (
     DENOISER,
     AdapterFormats,
     AdapterNames,
+    AdapterTargets,
     BaseFacts,
     Conditioning,
     FileFormat,
@@ -275,11 +276,11 @@ class QwenImage(FlowFamily):
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]
 
-    def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
-        config: Any = denoiser.config
+    def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
+        config: Any = network.config
         last = f"transformer_blocks.{config.num_layers - 1}."
         unused = {last + ending for ending in UNUSED_IN_LAST_BLOCK}
-        return [name for name in super().lora_targets(denoiser, targets) if name not in unused]
+        return [name for name in super().lora_targets(network, targets) if name not in unused]
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:

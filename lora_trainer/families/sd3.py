@@ -21,6 +21,7 @@ from lora_trainer.families.base import (
     DENOISER,
     AdapterFormats,
     AdapterNames,
+    AdapterTargets,
     BaseFacts,
     Conditioning,
     FileFormat,
@@ -320,11 +321,11 @@ class StableDiffusion3(FlowFamily):
     def targets(self, targets: Targets) -> tuple[str, ...]:
         return ENDINGS[targets]
 
-    def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
-        config: Any = denoiser.config
+    def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
+        config: Any = network.config
         last = f"transformer_blocks.{config.num_layers - 1}."
         unused = {last + ending for ending in UNUSED_IN_LAST_BLOCK}
-        return [name for name in super().lora_targets(denoiser, targets) if name not in unused]
+        return [name for name in super().lora_targets(network, targets) if name not in unused]
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
@@ -344,6 +345,11 @@ class StableDiffusion3(FlowFamily):
         )
 
     # ---- images
+
+    def prompt_arguments(
+        self, prompt: str, negative: str, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": guidance_scale}
 
     def sampler_arguments(
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float

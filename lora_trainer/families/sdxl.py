@@ -16,6 +16,7 @@ from lora_trainer.families.base import (
     BY_TWO_PASSES,
     DENOISER,
     AdapterNames,
+    AdapterTargets,
     BaseFacts,
     Conditioning,
     FileFormat,
@@ -169,7 +170,7 @@ class StableDiffusionXL(UNetFamily):
         return AdapterNames(kohya="sdxl_base_v1-0", modelspec="stable-diffusion-xl-v1-base/lora")
 
     def trained_size(self, part: clip.ClipPart, facts: BaseFacts) -> clip.ClipSize:
-        """Return the size without the last layer that `text_targets` leaves out."""
+        """Return the size without the last layer that `lora_targets` leaves out."""
         size = super().trained_size(part, facts)
         whole = part is self.texts[-1]
         return size if whole else replace(size, layers=size.layers - 1)
@@ -189,14 +190,14 @@ class StableDiffusionXL(UNetFamily):
     def added_conditioning(self, conditioning: Conditioning) -> Mapping[str, Tensor]:
         return {"text_embeds": conditioning["pooled"], "time_ids": conditioning["time_ids"]}
 
-    def text_targets(self, network: nn.Module) -> list[str]:
-        """Return the linear layers that get a gradient.
+    def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
+        """Return the layers that get an adapter, in text encoders those that get a gradient.
 
         The U-Net reads both encoders one layer before the last, so the first encoder's last layer gets no
         gradient; the second encoder's last layer gets one through `pooled`.
         """
-        names = super().text_targets(network)
-        if hasattr(network, "text_projection"):
+        names = super().lora_targets(network, targets)
+        if targets != "text_encoder" or hasattr(network, "text_projection"):
             return names
         layers: Any = network.config
         unread = f"layers.{layers.num_hidden_layers - 1}."

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,6 +25,7 @@ from lora_trainer.families.base import (
     BY_TWO_PASSES,
     DENOISER,
     AdapterFormats,
+    AdapterTargets,
     BaseFacts,
     Conditioning,
     Family,
@@ -49,7 +50,7 @@ from lora_trainer.families.checkpoints.base_folder import (
     tokenizer_files,
     weights,
 )
-from lora_trainer.families.checkpoints.unet_config import read_unet
+from lora_trainer.families.checkpoints.unet_config import UNET_CLASS, read_unet
 from lora_trainer.families.checkpoints.unet_file import UNetTraits, config_traits, header_traits
 from lora_trainer.families.checkpoints.unet_layers import checkpoint_names, weight_places
 from lora_trainer.families.checkpoints.unet_parts import (
@@ -186,7 +187,7 @@ class UNetFamily(Family):
         return frozenset(parts)
 
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
-        unet = read_json(part_folder(layout, "denoiser", "unet") / "config.json")
+        unet = _unet_config(layout)
         vae = read_json(part_folder(layout, "vae", "vae") / "config.json")
         scheduler = read_json(layout.folder / "scheduler" / "scheduler_config.json")
         text = read_json(layout.folder / self.texts[0].component / "config.json")
@@ -270,10 +271,6 @@ class UNetFamily(Family):
 
     # ---- costs
 
-    def network_numbers(self, architecture: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the numbers of `UNet`: configurations of equal networks differ in many other keys."""
-        return asdict(read_unet(architecture))
-
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
     ) -> Mapping[str, tuple[int, ...]]:
@@ -347,12 +344,11 @@ class UNetFamily(Family):
         )[0]
         return prediction
 
-    def lora_targets(self, denoiser: nn.Module, targets: Targets) -> list[str]:
+    def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
+        if targets == "text_encoder":
+            return clip.text_targets(network)
         endings = tuple(f".{ending}" for ending in ENDINGS[targets])
-        return [name for name, _ in denoiser.named_modules() if name.endswith(endings)]
-
-    def text_targets(self, network: nn.Module) -> list[str]:
-        return clip.text_targets(network)
+        return [name for name, _ in network.named_modules() if name.endswith(endings)]
 
     # ---- files
 
@@ -419,7 +415,7 @@ class UNetFamily(Family):
     ) -> Mapping[str, Any]:
         """Return the pipeline's arguments; chunked prompts are encoded with the pipeline's own encoders."""
         if facts.chunks == 1:
-            return self.prompt_arguments(prompt, negative, guidance_scale=guidance_scale)
+            return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": guidance_scale}
         encoder = self.text_encoder_class(
             networks={part.component: getattr(pipeline, part.component) for part in self.texts},
             tokenizers={part.component: getattr(pipeline, part.tokenizer) for part in self.texts},
@@ -452,6 +448,12 @@ class UNetFamily(Family):
     def pipeline_extras(self) -> Mapping[str, Any]:
         """Return arguments that switch off the pipeline's optional components."""
         return {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+
+
+def _unet_config(layout: Layout) -> Mapping[str, Any]:
+    """Return the U-Net's configuration; files of other programs may leave the class out."""
+    config = read_json(part_folder(layout, "denoiser", "unet") / "config.json")
+    return {"_class_name": UNET_CLASS, **config}
 
 
 def _files(layout: Layout, part: Part, subfolder: str) -> tuple[Path, ...]:

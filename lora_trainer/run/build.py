@@ -122,7 +122,8 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
     if networks.text is not None and config.adapter.text_encoder:
         inside |= networks.text.networks
         modules |= {
-            name: family.text_targets(network) for name, network in networks.text.networks.items()
+            name: family.lora_targets(network, "text_encoder")
+            for name, network in networks.text.networks.items()
         }
     starts = config.train.init_from if state is None else None
     text = {} if networks.text is None else networks.text.networks

@@ -84,7 +84,7 @@ def adapter(base: Base, kind: str) -> AdapterTensors | None:
         return None
     for component, network in base.texts.items():
         tensors |= adapter_for(
-            component, network, base.family.text_targets(network), rank=2, scale=0.6
+            component, network, base.family.lora_targets(network, "text_encoder"), rank=2, scale=0.6
         )
     return tensors
 

@@ -48,7 +48,9 @@ def adapter_of(name: str, *, text: bool = False, **options: Any) -> dict[str, Mo
     if text:
         for component, network in networks.items():
             if component != "denoiser":
-                found |= adapter_for(component, network, family.text_targets(network), **options)
+                found |= adapter_for(
+                    component, network, family.lora_targets(network, "text_encoder"), **options
+                )
     return found
 
 

@@ -149,7 +149,7 @@ def test_clip_skip_counts_from_the_last_layer(name: str, clip_skip: int, chunks:
 def test_what_is_skipped_is_not_trained(name: str) -> None:
     family, facts = family_of(name), facts_of(name).with_clip_skip(2)
     ((component, network),) = encoder_of(name, clip_skip=2).networks.items()
-    targets = family.text_targets(network)
+    targets = family.lora_targets(network, "text_encoder")
     assert set(family.text_adapter_shapes(facts)[component]) == set(targets)
     whole = family.text_adapter_shapes(facts_of(name))[component]
     assert set(whole) - set(targets) == {key for key in whole if "layers.1." in key} != set()
@@ -201,14 +201,14 @@ def test_gradients_reach_the_encoders_from_every_chunk(name: str) -> None:
     family, encoder = family_of(name), encoder_of(name, chunks=3)
     tokens = encoder.tokenize(["one two " * 60])
     for network in encoder.networks.values():
-        for module in family.text_targets(network):
+        for module in family.lora_targets(network, "text_encoder"):
             network.get_submodule(module).weight.requires_grad_(True)
     text = encoder.embed(tokens)["text"]
     direction = torch.linspace(0, 1, text.shape[-1]).square()  # a norm fixes sums and lengths
     for place in (1, 1 + ROOM, 1 + 2 * ROOM):
         (text[:, place] * direction).sum().backward(retain_graph=True)
         for component, network in encoder.networks.items():
-            for module in family.text_targets(network)[:4]:
+            for module in family.lora_targets(network, "text_encoder")[:4]:
                 gradient = network.get_submodule(module).weight.grad
                 assert gradient is not None and gradient.abs().max() > 0, (component, module, place)
                 network.get_submodule(module).weight.grad = None

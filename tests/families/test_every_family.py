@@ -300,7 +300,7 @@ def test_a_fresh_pipeline_draws_the_last_sample(name: str, places: Mapping[str, 
     (image,) = row["images"]
     side = side_of(facts)
     drawn = pipeline(
-        **family.prompt_arguments(image["prompt"], "", guidance_scale=3.0),
+        **family.pipeline_arguments(pipeline, facts, image["prompt"], "", guidance_scale=3.0),
         generator=torch.Generator().manual_seed(image["seed"]),
         num_inference_steps=2,
         width=side,

@@ -242,7 +242,7 @@ def test_a_guidance_scale_means_the_same_to_sampler_and_pipeline(name: str) -> N
             prompt, negative, seed=3, size_px=(side, side), steps=3, guidance_scale=scale
         )
         plain: Any = pipeline(
-            **family.prompt_arguments("a toy", "", guidance_scale=scale),
+            **family.pipeline_arguments(pipeline, facts, "a toy", "", guidance_scale=scale),
             generator=torch.Generator().manual_seed(3),
             num_inference_steps=3,
             width=side,
@@ -285,7 +285,7 @@ def test_trained_text_encoders_and_their_shapes_are_those_of_the_plan(name: str)
     encoder = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
     assert found.keys() == encoder.networks.keys()
     for component, network in encoder.networks.items():
-        modules = family.text_targets(network)
+        modules = family.lora_targets(network, "text_encoder")
         real = {module: network.get_submodule(module).weight.shape for module in modules}
         named = {module.removeprefix("text_model."): shape for module, shape in real.items()}
         assert found[component] == {module: (shape[1], shape[0]) for module, shape in named.items()}

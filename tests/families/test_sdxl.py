@@ -331,7 +331,9 @@ def test_trained_text_encoders_give_the_live_output_in_diffusers(
     encoder = FAMILY.load_text_encoder(facts, dtype=torch.float32, device=CPU)
     tensors: dict[str, Tensor] = {}
     for seed, (component, network) in enumerate(encoder.networks.items()):
-        tensors |= kohya_tensors(component, adapted(network, FAMILY.text_targets(network), seed))
+        tensors |= kohya_tensors(
+            component, adapted(network, FAMILY.lora_targets(network, "text_encoder"), seed)
+        )
     live = encoder.encode_prompts(PROMPTS)
     save_file(tensors, tmp_path / "a.safetensors")
     pipeline = pipeline_of(facts)
@@ -348,7 +350,7 @@ def test_every_trained_text_layer_gets_a_gradient(facts: BaseFacts) -> None:
     """The U-Net reads the layer before the last; only the second encoder's last one makes `pooled`."""
     encoder = FAMILY.load_text_encoder(facts, dtype=torch.float32, device=CPU)
     for component, network in encoder.networks.items():
-        modules = FAMILY.text_targets(network)
+        modules = FAMILY.lora_targets(network, "text_encoder")
         last = [name for name in modules if "layers.1." in name]
         assert len(last) == (0 if component == "text_encoder" else 6)
         adapted(network, modules, 0)

@@ -256,7 +256,7 @@ def test_gradients_reach_the_text_encoder(name: str) -> None:
     ((component, network),) = encoder.networks.items()
     assert component == "text_encoder"
     assert not any(p.requires_grad for p in network.parameters()) and not network.training
-    targets = family.text_targets(network)
+    targets = family.lora_targets(network, "text_encoder")
     assert len(targets) == 6 * network.config.num_hidden_layers
     for module in targets:
         network.get_submodule(module).weight.requires_grad_(True)
@@ -387,7 +387,11 @@ def test_files_are_read_by_the_pipeline(name: str, format: FileFormat, tmp_path:
     generator = torch.Generator().manual_seed(1)
     for component, network, modules in (
         (DENOISER, changed.unet, family.lora_targets(changed.unet, "all")),
-        ("text_encoder", changed.text_encoder, family.text_targets(changed.text_encoder)),
+        (
+            "text_encoder",
+            changed.text_encoder,
+            family.lora_targets(changed.text_encoder, "text_encoder"),
+        ),
     ):
         for module in modules:
             down, up = factors(network.get_submodule(module), generator)

@@ -165,7 +165,9 @@ def test_ranks_and_strengths_by_module(
 def test_trained_text_encoder(
     format: FileFormat, unet: UNet2DConditionModel, clip: CLIPTextModel, tmp_path: Path
 ) -> None:
-    text = adapter_for("text_encoder", clip, FAMILY.text_targets(clip), scale=0.7, rank=3)
+    text = adapter_for(
+        "text_encoder", clip, FAMILY.lora_targets(clip, "text_encoder"), scale=0.7, rank=3
+    )
     tensors = {**everywhere(unet), **text}
     pipeline = loaded(unet, clip, exported(tmp_path / "a.safetensors", tensors, format))
     assert_same(embedded(pipeline.text_encoder), embedded(adapted(clip, text)), embedded(clip))
@@ -189,7 +191,7 @@ def test_dora_in_the_diffusers_format(
 def test_dora_of_a_text_encoder(
     unet: UNet2DConditionModel, clip: CLIPTextModel, tmp_path: Path
 ) -> None:
-    text = adapter_for("text_encoder", clip, FAMILY.text_targets(clip), dora=True)
+    text = adapter_for("text_encoder", clip, FAMILY.lora_targets(clip, "text_encoder"), dora=True)
     tensors = {**everywhere(unet, dora=True), **text}
     pipeline = loaded(unet, clip, exported(tmp_path / "a.safetensors", tensors, "diffusers"))
     assert_same(embedded(pipeline.text_encoder), embedded(adapted(clip, text)), embedded(clip))

@@ -120,7 +120,7 @@ def drawn(pipeline: Any, family: families.Family, name: str) -> Tensor:
     side = max(2 * facts_of(name).bucket_step_px, 16)
     return torch.as_tensor(
         pipeline(
-            **family.prompt_arguments("a toy", "", guidance_scale=3.0),
+            **family.pipeline_arguments(pipeline, facts_of(name), "a toy", "", guidance_scale=3.0),
             generator=torch.Generator().manual_seed(1),
             num_inference_steps=2,
             width=side,

@@ -8,6 +8,7 @@ from typing import Any
 
 from lora_trainer.common.errors import InputError
 
+UNET_CLASS = "UNet2DConditionModel"
 # diffusers leaves keys out of old configurations; these are its own defaults.
 DEFAULTS: Mapping[str, Any] = {
     "in_channels": 4,
