@@ -266,10 +266,7 @@ def test_defaults_may_be_left_out_or_written() -> None:
     left_out = {key: value for key, value in written.items() if defaults.get(key, ...) != value}
     assert len(left_out) < len(facts.architecture) < len(written)
     for architecture in (written, left_out):
-        assert (
-            cost_table._release(RELEASES[SMALLEST], replace(facts, architecture=architecture))
-            is not None
-        )
+        assert cost_table._release(replace(facts, architecture=architecture)) is not None
 
 
 @pytest.mark.parametrize(
@@ -277,13 +274,10 @@ def test_defaults_may_be_left_out_or_written() -> None:
 )
 def test_another_network_is_not_taken_for_a_known_one(changes: Mapping[str, Any]) -> None:
     facts = facts_by_name(SMALLEST)
-    assert cost_table._release(RELEASES[SMALLEST], facts) is not None
+    assert cost_table._release(facts) is not None
     changed = replace(facts, architecture={**facts.architecture, **changes})
-    assert cost_table._release(RELEASES[SMALLEST], changed) is None
-    assert (
-        cost_table._release(RELEASES[SMALLEST], replace(facts, max_tokens=facts.max_tokens - 1))
-        is None
-    )
+    assert cost_table._release(changed) is None
+    assert cost_table._release(replace(facts, max_tokens=facts.max_tokens - 1)) is None
 
 
 # ---- unknown architectures
