@@ -148,7 +148,7 @@ def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
     for index in range(IMAGES):
         width_px, height_px = size_px = sizes_px[index % len(sizes_px)]
         whole = Geometry(original_px=size_px, corner_px=(0, 0), target_px=size_px)
-        told = case.family.geometry_conditioning(facts, whole)
+        told = facts.geometry_conditioning(whole)
         plain = latent_key(
             content_hash=str(index),
             encoder_identity="none",

@@ -234,7 +234,7 @@ def empty_conditioning(
     """Return a network's conditioning, batch 1 on `meta`, from the shapes of an encoded prompt."""
     whole = Geometry(original_px=(64, 64), corner_px=(0, 0), target_px=(64, 64))
     extra_tensors = {
-        **family.geometry_conditioning(facts, whole),
+        **facts.geometry_conditioning(whole),
         **facts.guidance.conditioning(1.0),
     }
     shapes = {name: (shape, name.endswith("mask")) for name, shape in prompt.items()} | {

@@ -101,7 +101,7 @@ class Evaluation:
         ]
         whole = Geometry(original_px=(side, side), corner_px=(0, 0), target_px=(side, side))
         shared = {
-            **self.plan.family.geometry_conditioning(self.plan.facts, whole),
+            **self.plan.facts.geometry_conditioning(whole),
             **self.feeder.shared_conditioning,
         }
         batches = []

@@ -7,7 +7,7 @@ was trained with all further padding masked out, so no further padding is passed
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from lora_trainer.families.base import (
     Header,
     Layout,
     NetworkTraits,
+    OtherNames,
     Part,
     TextEncoder,
     TextInputs,
@@ -245,8 +246,8 @@ class Chroma(FlowFamily):
             return text_name(format, component, module, roles=self.text.roles)
         return transformer_name(module)
 
-    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-        return other_names(transformer_names.CHROMA, layers)
+    def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
+        return other_names(transformer_names.CHROMA, shapes)
 
     # ---- images
 

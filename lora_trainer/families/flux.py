@@ -7,7 +7,7 @@ Conditioning: `text` [B, 512 or 256, 4096] with padding unmasked as in the base'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from lora_trainer.families.base import (
     Header,
     Layout,
     NetworkTraits,
+    OtherNames,
     Part,
     TextEncoder,
     TextInputs,
@@ -304,12 +305,9 @@ class Flux(FlowFamily):
             return text_name(format, component, module, roles=self.text.roles)
         return transformer_name(module)
 
-    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-        return other_names(transformer_names.FLUX, layers)
-
-    def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
-        """Return True for the last norm: diffusers has scale before shift, the original code the reverse."""
-        return layer == "norm_out.linear"
+    def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
+        # The last norm: diffusers has scale before shift, the original code the reverse.
+        return other_names(transformer_names.FLUX, shapes, swapped={"norm_out.linear"})
 
     # ---- images
 

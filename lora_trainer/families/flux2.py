@@ -6,7 +6,7 @@ FLUX.2-dev has the same architecture and names but another text encoder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from lora_trainer.families.base import (
     Header,
     Layout,
     NetworkTraits,
+    OtherNames,
     Part,
     Sampler,
     TextEncoder,
@@ -311,12 +312,9 @@ class Flux2(FlowFamily):
             return text_name(format, component, module, roles=self.text.roles)
         return transformer_name(module)
 
-    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-        return other_names(transformer_names.FLUX2, layers)
-
-    def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
-        """Return True for the last norm: diffusers has scale before shift, the original code the reverse."""
-        return layer == "norm_out.linear"
+    def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
+        # The last norm: diffusers has scale before shift, the original code the reverse.
+        return other_names(transformer_names.FLUX2, shapes, swapped={"norm_out.linear"})
 
     # ---- images
 

@@ -7,7 +7,7 @@ velocity towards the image; `predict` converts both to timestep = 1000 sigma, ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from lora_trainer.families.base import (
     Header,
     Layout,
     NetworkTraits,
+    OtherNames,
     Part,
     TextEncoder,
     TextInputs,
@@ -225,8 +226,8 @@ class Lumina2(FlowFamily):
             return text_name(format, component, module, roles=self.text.roles)
         return transformer_name(module)
 
-    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-        return other_names(transformer_names.LUMINA2, layers)
+    def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
+        return other_names(transformer_names.LUMINA2, shapes)
 
     # ---- images
 

@@ -7,7 +7,7 @@ pipelines and refused. Single files have diffusers' names, with or without Comfy
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from lora_trainer.families.base import (
     Latents,
     Layout,
     NetworkTraits,
+    OtherNames,
     Part,
     TextEncoder,
     TextInputs,
@@ -289,8 +290,8 @@ class QwenImage(FlowFamily):
             return "lora_unet_" + module.replace(".", "_")
         return FILE_NAMES[format] + module
 
-    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-        return other_names(transformer_names.QWEN, layers)
+    def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
+        return other_names(transformer_names.QWEN, shapes)
 
     # ---- images
 

@@ -7,7 +7,7 @@ denoiser's sizes, so one companion serves all releases.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from lora_trainer.families.base import (
     Header,
     Layout,
     NetworkTraits,
+    OtherNames,
     Part,
     TextEncoder,
     TextInputs,
@@ -332,17 +333,19 @@ class StableDiffusion3(FlowFamily):
             return text_name(format, component, module, roles=self.text.roles)
         return transformer_name(module)
 
-    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-        return other_names(transformer_names.SD3, layers)
-
-    def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
-        """Return True for the last norms: diffusers has scale before shift, the original code the reverse.
+    def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
+        """Return names; of the last norms diffusers has scale before shift, the original code the reverse.
 
         The last block's text norm is one of them: it has two parts, the other blocks' text norms have six.
         """
-        return layer == "norm_out.linear" or (
-            layer.endswith("norm1_context.linear") and len(shape) == 2 and shape[0] == 2 * shape[1]
-        )
+        text_norm = {
+            layer
+            for layer, shape in shapes.items()
+            if layer.endswith("norm1_context.linear")
+            and len(shape) == 2
+            and shape[0] == 2 * shape[1]
+        }
+        return other_names(transformer_names.SD3, shapes, swapped={"norm_out.linear", *text_norm})
 
     # ---- images
 

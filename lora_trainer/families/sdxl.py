@@ -20,7 +20,6 @@ from lora_trainer.families.base import (
     BaseFacts,
     Conditioning,
     FileFormat,
-    Geometry,
     Layout,
     PartFacts,
     Prediction,
@@ -176,16 +175,6 @@ class StableDiffusionXL(UNetFamily):
         return size if whole else replace(size, layers=size.layers - 1)
 
     # ---- training
-
-    def geometry_conditioning(self, facts: BaseFacts, geometry: Geometry) -> Conditioning:
-        """Return `time_ids` int64 [1, 6]: original height, width, crop top, left, target height, width.
-
-        They stay integers because bf16 has no numbers between 1024 and 1032.
-        """
-        import torch
-
-        pairs = (geometry.original_px, geometry.corner_px, geometry.target_px)
-        return {"time_ids": torch.tensor([[value for x, y in pairs for value in (y, x)]])}
 
     def added_conditioning(self, conditioning: Conditioning) -> Mapping[str, Tensor]:
         return {"text_embeds": conditioning["pooled"], "time_ids": conditioning["time_ids"]}

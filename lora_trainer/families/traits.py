@@ -105,6 +105,19 @@ class AdapterFormats:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OtherNames:
+    """Names that adapter files and checkpoints have for layers of the denoiser beside diffusers' names.
+
+    `layers`: such a name -> the diffusers layers it stands for, in the order of their rows, because the
+    releases' own code fuses several into one weight. `swapped`: layers the halves of whose rows stand there
+    in the other order.
+    """
+
+    layers: Mapping[str, tuple[str, ...]]
+    swapped: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdapterNames:
     """What an adapter's metadata calls its base.
 

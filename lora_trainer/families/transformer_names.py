@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from lora_trainer.families.traits import OtherNames
+
 Names = Mapping[str, tuple[str, ...]]
 _NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?![A-Za-z\d])")
 
@@ -202,7 +204,7 @@ QWEN: Names = {
 }
 
 
-def other_names(tables: Names, layers: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def other_names(tables: Names, layers: Iterable[str], *, swapped: Iterable[str] = ()) -> OtherNames:
     """Return the entries of `tables` for existing `layers`, with numbers in place of `#`."""
     by_template: dict[str, list[tuple[str, ...]]] = {}
     present = set(layers)
@@ -215,7 +217,7 @@ def other_names(tables: Names, layers: Iterable[str]) -> dict[str, tuple[str, ..
             joined = tuple(_filled(part, numbers) for part in parts)
             if present.issuperset(joined):
                 filled[_filled(name, numbers)] = joined
-    return filled
+    return OtherNames(layers=filled, swapped=frozenset(swapped))
 
 
 def _filled(template: str, numbers: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from lora_trainer.families.base import (
     ImageEncoder,
     Layout,
     NetworkTraits,
+    OtherNames,
     Part,
     PartFacts,
     Sampler,
@@ -361,8 +362,8 @@ class UNetFamily(Family):
             module = clip.stable_name(module)
         return prefix + (module.replace(".", "_") if format == "kohya" else module)
 
-    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-        return checkpoint_names(layers, architecture=self.released_unet)
+    def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
+        return OtherNames(layers=checkpoint_names(shapes, architecture=self.released_unet))
 
     # ---- images
 

@@ -7,7 +7,7 @@ diffusers' network counts time from noise (0) to image (1) and predicts the velo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from lora_trainer.families.base import (
     Header,
     Layout,
     NetworkTraits,
+    OtherNames,
     Part,
     TextEncoder,
     TextInputs,
@@ -263,8 +264,8 @@ class ZImage(FlowFamily):
             return text_name(format, component, module, roles=self.text.roles)
         return f"diffusion_model.{module}" if format == "comfyui" else transformer_name(module)
 
-    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-        return other_names(transformer_names.ZIMAGE, layers)
+    def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
+        return other_names(transformer_names.ZIMAGE, shapes)
 
     # ---- images
 

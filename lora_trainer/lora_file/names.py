@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -218,23 +218,13 @@ class LayerNames:
         by_name = {name: (LayerRows(key=f"{DENOISER}.{name}"),) for name in shapes}
         for name, layer in by_name.items():
             self._denoiser.setdefault(_flat(name), layer)
-        for spelt, names in self.family.layer_names(shapes).items():
-            self._denoiser.setdefault(_flat(spelt), self._joined(names, shapes))
+        other = self.family.layer_names(shapes)
+        for spelt, names in other.layers.items():
+            self._denoiser.setdefault(_flat(spelt), _joined(names, shapes, swapped=other.swapped))
         for name, layer in by_name.items():
             # Old files have the output of an attention without its place in a list of two.
             if name.endswith("to_out.0"):
                 self._denoiser.setdefault(_flat(name.removesuffix(".0")), layer)
-
-    def _joined(self, names: Sequence[str], shapes: Mapping[str, Shape]) -> tuple[LayerRows, ...]:
-        if len(names) == 1:
-            swapped = self.family.swaps_halves(names[0], shapes[names[0]])
-            return (LayerRows(key=f"{DENOISER}.{names[0]}", swapped=swapped),)
-        layers, start = [], 0
-        for name in names:
-            end = start + (shapes[name][0] if shapes[name] else 0)
-            layers.append(LayerRows(key=f"{DENOISER}.{name}", rows=(start, end)))
-            start = end
-        return tuple(layers)
 
     def __contains__(self, spelling: object) -> bool:
         return isinstance(spelling, str) and bool(self.find(spelling))
@@ -389,3 +379,17 @@ def file_endings(format: FileFormat, kind: Kind, *, component: str) -> Mapping[R
     if component == DENOISER:
         return PEFT_ENDINGS
     return {**PEFT_ENDINGS, "magnitude": f"{PEFT_ENDINGS['magnitude']}.weight"}
+
+
+def _joined(
+    names: Sequence[str], shapes: Mapping[str, Shape], *, swapped: Set[str]
+) -> tuple[LayerRows, ...]:
+    """Return the rows of each layer of `names` in the weight that joins them; one layer has the whole weight."""
+    if len(names) == 1:
+        return (LayerRows(key=f"{DENOISER}.{names[0]}", swapped=names[0] in swapped),)
+    joined, start = [], 0
+    for name in names:
+        end = start + (shapes[name][0] if shapes[name] else 0)
+        joined.append(LayerRows(key=f"{DENOISER}.{name}", rows=(start, end)))
+        start = end
+    return tuple(joined)

@@ -101,7 +101,7 @@ def plan_cache(prepared: Prepared, prompts: Sequence[str]) -> Needs:
         prompts=(*prompts, config.sampling.negative_prompt),
         facts=prepared.facts,
         texts_as=texts_as(prepared),
-        geometry=partial(prepared.family.geometry_conditioning, prepared.facts),
+        geometry=prepared.facts.geometry_conditioning,
         settings=data,
         seed=config.train.seed,
         more=prepared.more_placements,

@@ -61,8 +61,8 @@ def conditioning_of(family: Family, facts: BaseFacts, prompts: Sequence[str]) ->
     encoder = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
     side = side_of(facts)
     told = {
-        **family.geometry_conditioning(
-            facts, Geometry(original_px=(side, side), corner_px=(0, 0), target_px=(side, side))
+        **facts.geometry_conditioning(
+            Geometry(original_px=(side, side), corner_px=(0, 0), target_px=(side, side))
         ),
         **facts.guidance.conditioning(1.0),
     }

@@ -51,7 +51,7 @@ def numbered(family: str) -> dict[str, Tensor]:
     seam, names = families.family(family), released_names(family, 0)
     shapes = names.layers[DENOISER]
     found, start = dict[str, Tensor](), 0
-    own = {name: (name,) for name in shapes} | dict(seam.layer_names(shapes))
+    own = {name: (name,) for name in shapes} | dict(seam.layer_names(shapes).layers)
     for name, layers in own.items():
         if ORIGINAL.match(name) and len(shapes[layers[0]]) > 1:
             out = sum(shapes[layer][0] for layer in layers)

@@ -75,7 +75,7 @@ def pipeline_of(facts: BaseFacts) -> Any:
 
 
 def conditioning(texts: Conditioning, facts: BaseFacts) -> dict[str, Tensor]:
-    told = FAMILY.geometry_conditioning(facts, GEOMETRY)["time_ids"]
+    told = facts.geometry_conditioning(GEOMETRY)["time_ids"]
     return {**texts, "time_ids": told.expand(len(PROMPTS), -1)}
 
 
@@ -162,7 +162,7 @@ def test_texts_are_those_of_the_pipeline(facts: BaseFacts, texts: Conditioning) 
 
 
 def test_the_network_is_told_height_before_width(facts: BaseFacts) -> None:
-    told = FAMILY.geometry_conditioning(facts, GEOMETRY)["time_ids"]
+    told = facts.geometry_conditioning(GEOMETRY)["time_ids"]
     assert told.tolist() == [[700, 900, 5, 3, 24, 16]]
     wanted = pipeline_of(facts)._get_add_time_ids(
         (700, 900), (5, 3), (24, 16), torch.float32, text_encoder_projection_dim=16
@@ -173,7 +173,7 @@ def test_the_network_is_told_height_before_width(facts: BaseFacts) -> None:
 def test_sizes_stay_exact_in_half_precision(facts: BaseFacts, texts: Conditioning) -> None:
     """bf16 would make 1027 of 1024: integers are not cast."""
     told = replace(GEOMETRY, original_px=(1027, 1027))
-    assert not FAMILY.geometry_conditioning(facts, told)["time_ids"].is_floating_point()
+    assert not facts.geometry_conditioning(told)["time_ids"].is_floating_point()
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])

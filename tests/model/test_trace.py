@@ -118,7 +118,7 @@ class Real:
         whole = Geometry(original_px=(64, 64), corner_px=(0, 0), target_px=(64, 64))
         told = {
             **text_of(name),
-            **family.geometry_conditioning(facts, whole),
+            **facts.geometry_conditioning(whole),
             **facts.guidance.conditioning(1.0),
         }
         self.conditioning: Conditioning = {

@@ -142,7 +142,7 @@ def test_modules_that_no_release_has_keep_their_own_names() -> None:
     module = "down_blocks.7.resnets.0.conv1"
     assert f"unet.{module}" not in file_names(family("sdxl"), {"denoiser": []})
     assert f"unet.{module}" in file_names(family("sdxl"), {"denoiser": [module]})
-    assert family("sdxl").layer_names([module]) == {}
+    assert family("sdxl").layer_names({module: ()}).layers == {}
 
 
 def test_diffusers_understands_the_attention_names() -> None:

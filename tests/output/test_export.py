@@ -6,7 +6,7 @@ import json
 import os
 import random
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from lora_trainer.common.errors import MachineError, TrainingStopped
 from lora_trainer.config.config import Precision
 from lora_trainer.families import family
-from lora_trainer.families.base import AdapterFormats, FileFormat
+from lora_trainer.families.base import AdapterFormats, FileFormat, OtherNames
 from lora_trainer.lora.tensors import AdapterKind, AdapterTensors, ModuleTensors, update
 from lora_trainer.lora_file import write
 from lora_trainer.lora_file.embedding import embedding_path
@@ -64,11 +64,8 @@ class ComfyUINames:
             return f"diffusion_model.{module}"
         return FAMILY.lora_key_name(format, component, module)
 
-    def layer_names(self, layers: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-        return FAMILY.layer_names(layers)
-
-    def swaps_halves(self, layer: str, shape: tuple[int, ...]) -> bool:
-        return FAMILY.swaps_halves(layer, shape)
+    def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
+        return FAMILY.layer_names(shapes)
 
 
 ANY: Any = ComfyUINames()
