@@ -126,17 +126,17 @@ def _config(imported: Imported, family: str) -> Config:
 
 
 def _noise_and_errors(config: Config, facts: BaseFacts) -> Numbers:
-    family, objective = families.family(facts.family), config.objective
+    objective = config.objective
     side_px = config.data.resolution
     size_px = (side_px, side_px) if isinstance(side_px, int) else (facts.resolution_px,) * 2
     levels: Levels
     if facts.prediction == "flow":
         levels = flow_levels(
             objective,
-            base_shift=lambda size: family.flow_shift(facts, width_px=size[0], height_px=size[1]),
+            base_shift=lambda size: facts.flow_shift(width_px=size[0], height_px=size[1]),
         )
     else:
-        levels = table_levels(family.alphas_cumprod(facts).tolist(), objective)
+        levels = table_levels(facts.alphas_cumprod().tolist(), objective)
     drawn = sorted(levels.draw((k + 0.5) / 4000, size_px=size_px).timestep for k in range(4000))
     prediction = facts.prediction
     if config.base.prediction == "v_prediction":
