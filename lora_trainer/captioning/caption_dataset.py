@@ -34,7 +34,7 @@ from lora_trainer.run.stop import StopFlag, taking_signals
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionRequest:
-    """What `lora-train caption` was asked for; None where the kind of model decides."""
+    """The arguments of `lora-train caption`; None where the kind of model decides."""
 
     dataset: Path
     model: str
@@ -83,7 +83,7 @@ class CaptionRequest:
             )
 
     def decisive(self, source: str) -> dict[str, object]:
-        """Return what decides the text of captions: a call that differs in it is another one."""
+        """Return the values that decide the text of captions: a call with others is another call."""
         return {
             "model": source,
             "overwrite": self.overwrite,
@@ -145,7 +145,7 @@ def look(request: CaptionRequest) -> tuple[RequestedModel, Chosen]:
 
 
 def compose(text: str, *, prefix: str = "", suffix: str = "", trigger: str | None = None) -> str:
-    """Return a caption of one line: prefix, what the model says and suffix, as typed, the trigger first.
+    """Return a caption of one line: prefix, the model's words and suffix, as typed, the trigger first.
 
     The trigger is left out where the words hold it already, and stands where they say `[trigger]`.
     """
@@ -285,7 +285,7 @@ class _Work:
 
 
 def _described(captioner: Captioner, pictures: Sequence[Image.Image]) -> list[ModelCaption] | None:
-    """Return what the model says, None when memory ran out."""
+    """Return the model's captions, None when memory ran out."""
     try:
         return captioner.describe(pictures)
     except OutOfRoom:

@@ -22,7 +22,7 @@ EXTENSION = ".txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """An image to be captioned, the file for its caption, and what that holds now (None: no file)."""
+    """An image to be captioned, the file for its caption, and that file's bytes now (None: no file)."""
 
     picture: Path
     name: str
@@ -41,7 +41,7 @@ class Refusal:
 
 @dataclass(kw_only=True)
 class Chosen:
-    """Images to caption by name, names of those that have one by its source, and what cannot be."""
+    """Images to caption by name, names of those that have one by its source, and images that cannot be captioned."""
 
     targets: list[Target] = field(default_factory=list)
     captioned: dict[str, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ def _file_for(picture: ImageFile, dataset: Path, output: Path | None) -> Path:
 
 
 def content_of(file: Path) -> bytes | None:
-    """Return a file's bytes, None where there is no file; raises InputError for what cannot be read."""
+    """Return a file's bytes, None where there is no file; raises InputError for a file that cannot be read."""
     try:
         return file.read_bytes()
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The way back from captions that were written: what was there before, kept until it is wanted.
+"""The way back from captions that were written: the files as they were before.
 
 Beside the captions lies a hidden folder `.captions-before` with a numbered folder for each call:
-`journal.jsonl` names every file with the SHA-256 of what was written, `old/` holds what was replaced.
+`journal.jsonl` names every file with the SHA-256 of its new text, `old/` holds the replaced files.
 It is hidden, so that training does not take it for a part of the dataset, and it lies in the dataset,
 so that it is found where the captions are missed. Files edited since are left alone.
 """
@@ -36,14 +36,14 @@ _NUMBERED = re.compile(r"(\d{4,})(-undone)?")
 
 @dataclass(kw_only=True)
 class CaptionJournal:
-    """The record of one call. `written`: SHA-256 by file of what it wrote, for going on with it."""
+    """The record of one call. `written`: SHA-256 by file of the captions it wrote, for going on with it."""
 
     root: Path
     folder: Path
     written: dict[str, str] = field(default_factory=dict)
 
     def has_written(self, file: Path, content: bytes | None) -> bool:
-        """Say whether `content` is what this call, interrupted, wrote to `file` before."""
+        """Say whether this call, interrupted, wrote `content` to `file` before."""
         written_digest = self.written.get(self._name(file))
         return content is not None and written_digest == sha256_bytes(content)
 
@@ -64,7 +64,7 @@ class CaptionJournal:
         self._append({"finished": True})
 
     def end_line(self) -> None:
-        """Keep what a kill left of a last line apart from the next one."""
+        """End a last line that a kill cut, so that the next one is apart from it."""
         self._append_text("\n")
 
     def discard_if_unused(self) -> None:
@@ -76,7 +76,7 @@ class CaptionJournal:
                 self.folder.rmdir()
 
     def _keep(self, name: str, content: bytes) -> str:
-        """Store what a file held under its own name, or that with a number; return which."""
+        """Store a file's old bytes under its own name, or that with a number; return the name."""
         for number in range(1, 10_000):
             copy_name = name if number == 1 else f"{name}.{number}"
             path = self.folder / "old" / copy_name
@@ -109,7 +109,7 @@ class CaptionJournal:
 
 @dataclass(frozen=True, kw_only=True)
 class UndoResult:
-    """What taking back a call did: files removed or restored, and left alone as they were edited."""
+    """The files that undoing a call removed, restored, or left alone because they were edited."""
 
     removed: tuple[str, ...]
     restored: tuple[str, ...]

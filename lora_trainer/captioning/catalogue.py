@@ -146,7 +146,7 @@ class RequestedModel:
 
 
 def find(name_or_folder: str) -> RequestedModel:
-    """Say what a short name, a folder or a Hub id means, without downloading.
+    """Return the model that a short name, a folder or a Hub id means, without downloading.
 
     Raises RequestError for a name that means nothing, InputError for a folder without a model.
     """
@@ -170,7 +170,7 @@ def find(name_or_folder: str) -> RequestedModel:
 
 
 def located(model: RequestedModel, *, on_download: Callable[[], None]) -> Path:
-    """Return the model's folder, downloading what is not here; `on_download` is called before that.
+    """Return the model's folder, downloading the files that are not here; `on_download` is called before that.
 
     Raises MachineError when the Hub cannot be reached, naming the files that are needed.
     """
@@ -202,12 +202,12 @@ def wanted_files(names: Iterable[str]) -> list[str]:
 
 
 def what_it_writes(folder: Path) -> Writes:
-    """Return what the model in a folder writes."""
+    """Return whether the model in a folder writes tags or sentences."""
     return "tags" if any((folder / name).is_file() for name in TAGGER_FILES) else "sentences"
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return what a folder lacks to be a captioning model, empty for a whole one."""
+    """Return the files that a folder lacks to be a captioning model, empty for a whole one."""
     if what_it_writes(folder) == "tags":
         return [name for name in TAGGER_FILES if not (folder / name).is_file()]
     lacking = [] if (folder / "config.json").is_file() else ["config.json"]

@@ -63,7 +63,7 @@ _MISFITS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Describer:
-    """A loaded model, how its images are prepared, and what it is asked (None: nothing)."""
+    """A loaded model, how its images are prepared, and its prompt (None: it takes none)."""
 
     model: Any
     processor: Any
@@ -92,7 +92,7 @@ class Describer:
             raise OutOfRoom from None
 
     def give_back(self) -> None:
-        """Free what was kept for the next images; call it outside the `except` block."""
+        """Free the memory kept for the next images; call it outside the `except` block."""
         free_memory()
 
     @torch.inference_mode()
@@ -238,7 +238,7 @@ def _refuse_too_large(
 
 @contextmanager
 def _misfits_named(name: str) -> Iterator[None]:
-    """Turn what transformers raises while it loads a model into one line."""
+    """Turn an error of transformers while it loads a model into one line."""
     try:
         yield
     except ImportError as error:
@@ -279,7 +279,7 @@ def _shrunk(picture: Image.Image) -> Image.Image:
 
 
 def _description(text: str, *, cut: bool) -> ModelCaption:
-    """Return what was said; of what was cut, the whole sentences where there are any."""
+    """Return the caption; of one that was cut, the whole sentences where there are any."""
     if cut and (whole := re.match(r".*[.!?](?=\s)", text, re.DOTALL)):
         text = whole[0]
     return ModelCaption(text=text, cut=cut)

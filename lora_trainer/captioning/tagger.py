@@ -1,6 +1,6 @@
-"""What every captioner does, and tags by the WD taggers.
+"""The interface of captioning models, and tags by the WD taggers.
 
-What every captioner does: texts for upright RGB images, the same for the same image.
+A captioning model: texts for upright RGB images, the same for the same image.
 
 Tags by the WD taggers: an ONNX file that gives every tag of `selected_tags.csv` a probability.
 
@@ -28,7 +28,7 @@ from lora_trainer.common.errors import BROKEN_PACKAGE, InputError, MachineError,
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCaption:
-    """What a model says of one image; `cut`: it had more to say than it was allowed."""
+    """A model's caption of one image; `cut`: it ended at the limit of tokens."""
 
     text: str
     cut: bool = False
@@ -48,7 +48,7 @@ class Captioner(Protocol):
         ...
 
     def give_back(self) -> None:
-        """Free what was kept for the next images; call it outside the `except` block."""
+        """Free the memory kept for the next images; call it outside the `except` block."""
         ...
 
 
@@ -57,7 +57,7 @@ class OutOfRoom(Exception):
 
 
 class UnusableModel(InputError):
-    """A captioning model whose files do not fit what runs them."""
+    """A captioning model whose files do not fit the program that runs them."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(
@@ -84,7 +84,7 @@ _CUDA = "CUDAExecutionProvider"
 
 @dataclass(frozen=True, kw_only=True)
 class Tag:
-    """A tag as it is written, where its probability stands, and what it needs."""
+    """A tag as it is written, where its probability stands, and the probability it needs."""
 
     text: str
     column: int
@@ -193,7 +193,7 @@ def read_tags(
 def spelled(tag: str) -> str:
     """Return a tag with spaces for underscores, but for the faces drawn with signs, such as `^_^`.
 
-    A face is what has no two letters or digits side by side.
+    A face has no two letters or digits side by side.
     """
     return tag.replace("_", " ") if re.search(r"[^\W_]{2}", tag) else tag
 
@@ -242,7 +242,7 @@ def _misfits_named(name: str) -> Iterator[None]:
 
 
 def _faults() -> tuple[type[Exception], ...]:
-    """Return what onnxruntime raises; its exceptions have no base class of their own."""
+    """Return onnxruntime's exceptions, which have no base class of their own."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     return (

@@ -7,9 +7,9 @@ can stop or fail it at each one. All raise OSError.
 
 Nested Python values with tensors as JSON plus named tensors, and back, bit for bit; no pickle.
 
-Input is what optimizers and loops call a state dict, output what JSON and safetensors can hold.
+Input is a state dict of an optimizer or a loop, output are values that JSON and safetensors can hold.
 Floats are written in hex (NaN and -0.0 survive), integers as text (JSON readers round large ones),
-and every object in the JSON has exactly one key that says what it stands for.
+and every object in the JSON has exactly one key, which names the type it stands for.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def append_durably(file: Path, line: bytes) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and what is in it, or a file; nothing happens when there is none."""
+    """Remove a folder with its files, or a file; nothing happens when there is none."""
     if path.is_dir() and not path.is_symlink():
         for entry in sorted(path.iterdir()):
             remove_tree(entry)

@@ -75,7 +75,7 @@ class TrainingState:
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """A state as it was at one moment, on the host; what training does next cannot change it."""
+    """A state as it was at one moment, on the host; later steps cannot change it."""
 
     step: int
     images_seen: int
@@ -313,7 +313,7 @@ class _InvalidStateError(Exception):
 
 
 def _read(folder: Path, *, step: int) -> TrainingState:
-    """Read and verify a state; raises _InvalidStateError saying what is wrong with it."""
+    """Read and verify a state; raises _InvalidStateError with the reason that it is not valid."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         contents = {name: (folder / name).read_bytes() for name in FILES}
@@ -336,7 +336,7 @@ def _read(folder: Path, *, step: int) -> TrainingState:
 
 @dataclass(frozen=True, kw_only=True)
 class _Reporter:
-    """Turns what is wrong with stored states into problems of the run, never into an exception."""
+    """Reports invalid states as problems of the run, never as an exception."""
 
     events: EventStream | None
 

@@ -1,6 +1,6 @@
 """Saves that training does not wait for: copied to the host between two steps, written by a thread.
 
-Inputs are a TrainingState and what else belongs to the save (the rolling export); output are a state
+Inputs are a TrainingState and the rest of the save (the rolling export); output are a state
 on the disk and then, not before, the `saved` event: that event is the acknowledgement. At most one
 save is under way, the next one waits for it, so that `save_every_steps` stays the most a kill can
 lose. A disk that refuses is a problem twice and the end of the run the third time; the last save of a
@@ -38,9 +38,9 @@ Exporter = Callable[[Copy], Export]
 
 @dataclass(kw_only=True)
 class HostCopies:
-    """Host memory that every save uses again: mapping new pages would double what a copy costs.
+    """Host memory that every save uses again: mapping new pages would double the time of a copy.
 
-    What is taken is copied by `mark`, all at once: one copy after another would wake and lose the
+    The tensors taken are copied by `mark`, all at once: one copy after another would wake and lose the
     threads each time. Copies from a CUDA device go to pinned memory, where there is any, and may still be
     under way then; `arrived` waits.
     """
@@ -83,7 +83,7 @@ class HostCopies:
 class StateWriter:
     """Writes the states of one run into `folder`, `keep` of them, and remembers the newest copy.
 
-    As a context manager it waits at the end for what is under way, unless somebody wants to quit at
+    As a context manager it waits at the end for the save under way, unless somebody wants to quit at
     once.
     """
 
@@ -115,7 +115,7 @@ class StateWriter:
     def save(self, state: TrainingState, *, export: Exporter | None, last: bool = False) -> None:
         """Copy `state` and have it written, then exported; returns after the copy.
 
-        Raises what the third failure in a row was, unless it is the `last` save of the run, and
+        Raises the third failure in a row, unless it is the `last` save of the run, and
         NonFiniteAdapter; in both cases nothing is copied.
         """
         began = self.clock()
@@ -142,7 +142,7 @@ class StateWriter:
             copied.put(work)
 
     def wait(self) -> None:
-        """Return when no save is under way; raises what was no fault of the disk or the adapter."""
+        """Return when no save is under way; raises errors other than those of the disk or the adapter."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -78,7 +78,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _told(error: CycloptsError | LoraTrainError) -> int:
-    """Print an error as one line, without what it may quote of a token; return its exit code."""
+    """Print an error as one line, any token in it hidden; return its exit code."""
     line = f"error: {without_secrets(str(error))}"
     err.print(line, style="bold red", markup=False, highlight=False)
     return exit_code(error) if isinstance(error, LoraTrainError) else RequestError.exit_code

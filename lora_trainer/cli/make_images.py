@@ -1,4 +1,4 @@
-"""`lora-train sample` and `validate`: images from a finished LoRA, and what it is worth.
+"""`lora-train sample` and `validate`: images from a finished LoRA, and its score.
 
 Output of `validate` for people: the score, its parts and notes.
 

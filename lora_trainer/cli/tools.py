@@ -224,7 +224,7 @@ def describe(
 
 
 def _check_first(file: Path, *, base: str | None) -> None:
-    """Refuse what its header shows to be unusable before torch is imported, which takes seconds."""
+    """Refuse a file whose header shows that it cannot be used before torch is imported, which takes seconds."""
     if base is None:
         check_usable(file, names=None)
 

@@ -1,1 +1,1 @@
-"""What every room uses: errors, events, files, randomness, words; nothing of training."""
+"""Errors, events, files, randomness and words, for every room; nothing of training."""

@@ -1,4 +1,4 @@
-"""What a user should know about a dataset: rows for console, report and `check --json`."""
+"""Findings about a dataset: rows for console, report and `check --json`."""
 
 from __future__ import annotations
 

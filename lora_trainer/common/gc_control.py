@@ -1,6 +1,6 @@
-"""What Python and the C library do with memory that nobody needs any more, where their own ways cost too much.
+"""Freed memory: when Python searches for garbage and when the C library gives pages back.
 
-Python's search for garbage is kept away from what is none: modules, a loaded model, a hundred thousand records.
+Python's search for garbage is kept away from lasting objects: modules, a loaded model, a hundred thousand records.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def gc_disabled() -> Iterator[None]:
 
 @contextmanager
 def made_to_stay() -> Iterator[None]:
-    """Search for no garbage while the block runs, and never again in what is alive at its end.
+    """Search for no garbage while the block runs, and never again among the objects alive at its end.
 
     Importing torch, diffusers and peft makes a million objects: a sixth of the time of the imports.
     """
@@ -52,10 +52,10 @@ _malloc_trim = _trim_of_glibc()
 
 
 def give_back_heap() -> None:
-    """Return to the system what the C library keeps of freed memory; takes milliseconds.
+    """Return to the system the freed memory that the C library keeps; takes milliseconds.
 
     glibc keeps pieces below 32 MiB for the next request (mallopt(3), M_MMAP_THRESHOLD): on a processor that
-    is most of what a step has made, and the larger tensors of what comes next would lie beside it. Other
+    is most of what a step has made, and the larger tensors of the next phase would lie beside it. Other
     C libraries have no such call, and nothing happens.
     """
     if _malloc_trim is not None:

@@ -84,7 +84,7 @@ class MemoTable:
         self.entries[key] = self.changes[key] = value
 
     def save(self) -> None:
-        """Write what has changed; raises MachineError on a disk error.
+        """Write the changed rows; raises MachineError on a disk error.
 
         Neither a damaged file nor one that cannot be locked is an error: the first is made anew, with the
         second the values are computed once more at the next start.

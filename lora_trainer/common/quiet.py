@@ -10,7 +10,7 @@ import os
 
 
 def quiet_libraries() -> None:
-    """Silence what is meant for users of the libraries; errors still come through."""
+    """Silence messages meant for users of the libraries; errors still come through."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

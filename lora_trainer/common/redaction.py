@@ -5,7 +5,7 @@ Removes tokens and passwords from text before it is printed, logged or shared.
 Removed are tokens of well-known forms, passwords in addresses, and the values of environment variables with
 names such as TOKEN or SECRET.
 
-What may leave this machine: texts without folders, tokens and passwords.
+Texts that may leave this machine: without folders, tokens and passwords.
 
 Input is any text a person or a program wrote, output the same made fit for a file that is shared.
 """
@@ -85,7 +85,7 @@ def public_text(value: str) -> str:
 
 
 def public_source(value: str) -> str:
-    """Reduce what a setting names a model by: a Hub id stays, of a file or folder the name is left.
+    """Reduce a setting that names a model: a Hub id stays, of a file or folder the name is left.
 
     "owner/name" could be a folder too; it is taken for a Hub id.
     """

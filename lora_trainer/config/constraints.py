@@ -30,7 +30,7 @@ class Rule:
     fix: str
 
     def sentence(self, config: Config) -> str:
-        """Return what is wrong and what to do, in one line."""
+        """Return the refusal and its remedy, in one line."""
         return f"{self.found}: {self.fix}.".format_map(dict(config))
 
 

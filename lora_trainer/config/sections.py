@@ -43,4 +43,4 @@ class Config(Section, Generic[A_co]):
 
 
 class RunConfig(Config[Decided]):
-    """All settings of a planned run: no field is `auto`, except names, folders and what has no meaning for the base."""
+    """All settings of a planned run: `auto` are names, folders and settings without a meaning for the base alone."""

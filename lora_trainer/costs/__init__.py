@@ -1,1 +1,1 @@
-"""What one sample costs: bytes and FLOPs by formula, without torch."""
+"""The cost of one sample: bytes and FLOPs by formula, without torch."""

@@ -1,4 +1,4 @@
-"""What training on one sample costs, for any base: from a shipped table of traces, else traced when asked.
+"""The cost of training on one sample, for any base: from a shipped table of traces, else traced when asked.
 
 Inputs are a family, the facts of a base and a workload; outputs the planner's `SampleCost` and the sizes
 of adapters. The public releases are in the table and need no torch (`scripts/write_cost_tables.py` writes
@@ -364,7 +364,7 @@ def traced(case: Case, workload: Workload) -> SampleCost:
 
 @lru_cache(maxsize=1)
 def _memo() -> MemoTable:
-    """Return what earlier processes traced: a trace takes a second, and importing torch three more.
+    """Return the traces of earlier processes: a trace takes a second, and importing torch three more.
 
     It is in the folder of the user, as the sizes of a network do not depend on a run's settings.
     """

@@ -43,7 +43,7 @@ class DecodeMemo:
 
     @classmethod
     def load(cls, folder: Path) -> DecodeMemo:
-        """Read what is known in a cache folder; never raises."""
+        """Read the memo of a cache folder; never raises."""
         return cls(
             images=_table("images", folder),
             captions=_table("caption files", folder),
@@ -99,7 +99,7 @@ class DecodeMemo:
         self.masks.put(content_hash + _OF_ALPHA * of_alpha, json.dumps(size))
 
     def save(self) -> None:
-        """Write what is new; raises MachineError."""
+        """Write the new rows; raises MachineError."""
         for table in (self.images, self.captions, self.masks):
             table.save()
 

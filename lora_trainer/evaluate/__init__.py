@@ -1,1 +1,1 @@
-"""What a finished LoRA is worth: measured parts and a score (docs/scores.md)."""
+"""The score of a finished LoRA and its measured parts (docs/scores.md)."""

@@ -1,1 +1,1 @@
-"""What this machine has, found without importing torch; the calls of torch that differ by device."""
+"""The hardware of this machine, found without importing torch; the calls of torch that differ by device."""

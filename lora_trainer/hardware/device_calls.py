@@ -123,7 +123,7 @@ def name_of(device: torch.device) -> str:
 
 
 def gpu_identity(device: torch.device) -> str:
-    """Return what tells a GPU of NVIDIA or AMD from all others, on this machine and elsewhere."""
+    """Return the identity of a GPU of NVIDIA or AMD, which no other has on any machine."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

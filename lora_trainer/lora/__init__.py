@@ -1,1 +1,1 @@
-"""What is trained: adapter layers, how they are put into networks, their dropout, norms and new tokens."""
+"""The trained parts: adapter layers, how they are put into networks, their dropout, norms and new tokens."""

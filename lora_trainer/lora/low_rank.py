@@ -109,7 +109,7 @@ def lora(*, up: Tensor, down: Tensor, inputs: tuple[int, ...], scale: float = 1.
 
 
 def kind_name(module: ModuleTensors) -> str:
-    """Return what people call a module's kind."""
+    """Return the common name of a module's kind."""
     return "DoRA" if module.dora else KIND_NAMES[module.kind]
 
 

@@ -1,7 +1,7 @@
-"""An adapter as plain tensors, whatever its kind: what training hands to exports and tools read from files.
+"""An adapter as plain tensors, whatever its kind: training hands them to exports, tools read them from files.
 
 Names are those of LyCORIS (Yeh et al. 2023, arXiv 2309.14859), which ComfyUI and Forge read, without
-their prefixes. All maths of what an adapter does to a weight is `update`.
+their prefixes. All mathematics of an adapter's change to a weight is `update`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ModuleTensors:
     glora: `a1` [in, r], `a2` [r, in], `b1` [out, r], `b2` [r, in, ...]: the weight times A, plus B.
     ia3: `by_output` [out] or `by_input` [in], that much of the weight is added.
     full: `difference` [out, in, ...]; norm: `difference` [width].
-    Any may have `bias` [out], what the bias changes by; DoRA has `magnitude` [out(, 1, ...)], or
+    Any may have `bias` [out], added to the layer's bias; DoRA has `magnitude` [out(, 1, ...)], or
     in files of others `input_magnitude` [1, in(, 1, 1)].
     `rows` are those of the product that the layer has, None: all of them.
     `scale` multiplies the update: alpha / rank, or alpha / sqrt(rank) for rsLoRA; oft ignores it, and
@@ -74,7 +74,7 @@ def needs_weight(module: ModuleTensors) -> bool:
 
 
 def update(module: ModuleTensors, weight: Tensor | None = None) -> Tensor:
-    """Return what the module adds to a weight, [out, in, ...], float32 or float64 if a tensor is.
+    """Return the update that the module adds to a weight, [out, in, ...], float32 or float64 if a tensor is.
 
     Without `weight` the kernel of a convolution may come out flattened ([out, in x kernel]). Raises
     ValueError when the update needs the weight and none is given.

@@ -1,1 +1,1 @@
-"""What is done to the frozen base: quantising, checkpointing, block swap, compiling, CUDA graphs."""
+"""The frozen base: quantising, checkpointing, block swap, compiling, CUDA graphs."""

@@ -1,1 +1,1 @@
-"""What a run says of itself: status, console, trackers, history, report."""
+"""A run's status, console, trackers, history and report."""

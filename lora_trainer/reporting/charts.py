@@ -5,7 +5,7 @@ HTML and SVG in which text cannot become markup: every plain string is escaped w
 Inputs: tag names of this package, texts and attribute values from anywhere. Output: `Html`, the
 only kind of string that is inserted as it stands. Control characters and lone surrogates, which
 no document may hold, become the replacement character, and so do the signs that turn the direction
-of what follows them: a caption must not rearrange the sentence it stands in.
+of the words after them: a caption must not rearrange the sentence it stands in.
 
 Line charts as inline SVG: axes with round ticks, marks, tooltips; no library, no script.
 
@@ -107,7 +107,7 @@ class Strip:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """What is drawn; `top` bounds the y axis: what lies above is drawn at the edge."""
+    """The curves of a chart; `top` bounds the y axis: points above it are drawn at the edge."""
 
     title: str
     x_label: str

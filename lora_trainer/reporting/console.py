@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: one live line on a terminal, sparse plain lines elsewhere.
+"""A run on the console: one live line on a terminal, sparse plain lines elsewhere.
 
 Inputs: the run's events, a rich Console, a clock. Outputs: text only. Problems, saves, samples and
 validations are one line each, in the order they happen; the last lines sum the run up. Text from

@@ -1,6 +1,6 @@
 """A run folder read as a history, at once or as it grows.
 
-What a run folder tells about its run: typed rows of run.json, events.jsonl and problems.jsonl.
+The history of a run: typed rows of run.json, events.jsonl and problems.jsonl.
 
 Input: rows as they were written. Output: the parts of a `RunHistory`; history.py reads the files
 and puts them together. A figure that is missing or of another type is NaN, never an error.
@@ -15,7 +15,7 @@ Reads a run folder, at once or as it grows: the rows of its files put together a
 
 Input: a run folder, also one of a killed or resumed run. A step that was trained again after a
 resume counts once, as it went last; lines that are torn or lack their step are counted in
-`unreadable_lines`, never raised. A reader that is kept parses only what is new.
+`unreadable_lines`, never raised. A reader that is kept parses only new lines.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ _COMPARED_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class News:
-    """What a file held beyond what was known: `anew` if all of it has to be forgotten first.
+    """A file's new lines: `anew` if all earlier ones have to be forgotten first.
 
     `rows` are the objects, a None stands for a line that is no object. `torn` says whether a last
     line follows that is not one yet.
@@ -185,7 +185,7 @@ class JsonlFollower:
     _open_line: bool = field(default=False, init=False)
 
     def read(self) -> News:
-        """Return what is new; raises OSError for a file that is there and cannot be read."""
+        """Return the new lines; raises OSError for a file that is there and cannot be read."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -204,7 +204,7 @@ class JsonlFollower:
         return self._taken(data, anew=anew)
 
     def _continued(self, file: BinaryIO) -> bytes | None:
-        """Return the bytes after the place reached; None if what was before it has changed."""
+        """Return the bytes after the place reached; None if the bytes before it have changed."""
         file.seek(self._offset - len(self._before))
         data = file.read()
         if not data.startswith(self._before):
@@ -258,7 +258,7 @@ def read_history(folder: Path) -> RunHistory:
 
 @dataclass
 class HistoryReader:
-    """What is known of a run folder; a `read` costs what is new and one pass over the steps."""
+    """A run folder as last read; a `read` costs the new lines and one pass over the steps."""
 
     folder: Path
     _events: JsonlFollower = field(init=False)
@@ -331,7 +331,7 @@ def _is_usable(row: Row) -> bool:
 
 @dataclass
 class _Told(_Listed):
-    """What the events so far come to; `rows` are the problems among them.
+    """The sum of the events so far; `rows` are the problems among them.
 
     Rows without a step of their own get that of the step before them.
     """

@@ -1,11 +1,11 @@
-"""report.html: what a run did and what its LoRA is worth, on one page that needs nothing else.
+"""report.html: a run and the score of its LoRA, on one page that needs nothing else.
 
-The report's section on what the adapter is worth, from RUN/validation.json.
+The report's section on the score, from RUN/validation.json.
 
 Input: a run folder; output: a table of parts, or None where nothing was measured or the file cannot be
 read. docs/scores.md has the formulas.
 
-report.html: what a run did, on one page that needs nothing else.
+report.html: a run on one page that needs nothing else.
 
 Input: a run folder, nothing but it. Output: `report.html` in that folder: images inside, no script,
 no request (a content security policy tells the browser), the same bytes for the same folder. Texts
@@ -141,7 +141,7 @@ def verdict(history: RunHistory) -> tuple[str, str]:
 
 
 def _reason(end: Row) -> tuple[str, str]:
-    """Return what a stopped run said of itself, and what to do about it."""
+    """Return the reason of a stopped run, and its remedy."""
     sentence, _, fix = str(end.get("reason") or "no reason was recorded").partition(" Fix: ")
     return sentence.rstrip("."), fix
 

@@ -1,7 +1,7 @@
 """The report's curves: loss, learning rate, validation loss by timestep.
 
-Input: a RunHistory. Output: `Html`. The charts themselves are drawn by charts.py; here is decided what
-they show, how the loss is smoothed, and what is said about values that do not fit the axis.
+Input: a RunHistory. Output: `Html`. The charts themselves are drawn by charts.py; here is decided which values
+they show, how the loss is smoothed, and the note on values that do not fit the axis.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _loss_chart(history: RunHistory, *, smoothed: Sequence[float], span_steps: i
 
 
 def _seen(points: Sequence[Point]) -> list[Point]:
-    """Return what can be told apart at the largest size; it is drawn at two, each with its axes."""
+    """Return the points that can be told apart at the largest size; they are drawn at two, each with its axes."""
     return thinned_line(points, limit=LARGE[0].width_px)
 
 

@@ -1,4 +1,4 @@
-"""Sample images as files: the newest ones of a run, what they were made from, a thumbnail.
+"""Sample images as files: the newest ones of a run, their prompts and seeds, a thumbnail.
 
 Input is a run's samples folder, output paths, prompts and JPEG bytes. Torch-free.
 """

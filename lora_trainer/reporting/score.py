@@ -1,4 +1,4 @@
-"""The score of a LoRA: its parts as formulas, and the result that names what is missing.
+"""The score of a LoRA: its parts as formulas, and the result that names the missing parts.
 
 The formulas of a LoRA's score: each part is a pure function of measured numbers, in [0, 1].
 

@@ -62,7 +62,7 @@ class Smoothed:
 
 @dataclass(kw_only=True)
 class TimeLeft:
-    """Time left: the median of recent steps, plus what saves, samples and validations have cost.
+    """Time left: the median of recent steps, plus the time of saves, samples and validations.
 
     Losses reach the host late and in bunches, so those side costs come from totals only.
     """
@@ -126,7 +126,7 @@ _PHASE_STATES: dict[str, State] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What status.json holds; times are Unix times, `exit_code` is None while the run goes on.
+    """The content of status.json; times are Unix times, `exit_code` is None while the run goes on.
 
     `done` of `total` parts of `phase` are behind it, 0 of 0 where that cannot be said.
     """
@@ -289,7 +289,7 @@ def _after_step(status: Status, event: Event) -> Status:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """A run as others see it: `stage` is what the run wrote last, `state` what is true now.
+    """A run as others see it: `stage` is the last one that the run wrote, `state` the one that is true now.
 
     `pid` and `pid_started_s` name the process that trains, both None when there is none.
     """
@@ -382,7 +382,7 @@ def _unreadable(run_folder: Path, message: str) -> RunStatus:
 def is_alive(*, pid: int, started_s: float) -> bool:
     """Return whether the process of that number and start runs; another of its number does not count.
 
-    Raises ValueError, TypeError or OverflowError for what is no number of a process.
+    Raises ValueError, TypeError or OverflowError for a value that is no number of a process.
     """
     return _living(pid=pid, started_s=started_s) is not None
 

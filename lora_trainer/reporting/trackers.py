@@ -40,7 +40,7 @@ LogImage = Callable[[str, Image.Image, int], Any]
 
 
 class Loggable(Protocol):
-    """What is asked of a tracker; `accelerate.Accelerator` and each of its trackers have it."""
+    """The interface of a tracker; `accelerate.Accelerator` and each of its trackers have it."""
 
     def log(self, values: dict[str, float], step: int | None) -> Any: ...
 
@@ -132,7 +132,7 @@ class TrackerListener:
         return {name: value for name, value in values.items() if value is not None}
 
     def attempt(self, action: Callable[[], Any]) -> bool:
-        """Do `action` and return True, or report what it raised, fall silent and return False."""
+        """Do `action` and return True, or report its error, fall silent and return False."""
         try:
             action()
         except Exception as error:  # noqa: BLE001 - nine services share no base error

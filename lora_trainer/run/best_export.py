@@ -36,7 +36,7 @@ class BestExport:
         return self.job.folder.path / best_export_name(self.job.folder.name)
 
     def prepared(self, progress: Progress, copy: Copy) -> Callable[[], None]:
-        """Copy the best weights and return what writes them, in any thread; nothing to do: nothing."""
+        """Copy the best weights; return the function that writes them, in any thread, or one that does nothing."""
         best = progress.guard.best
         if not self.adapter.best or best.step in (0, self.written_step):
             return lambda: None

@@ -1,4 +1,4 @@
-"""What a training consists of: networks with their adapter, the dataloader, the optimizer.
+"""The components of a training: networks with their adapter, the dataloader, the optimizer.
 
 Loads the networks of a training, quantises and streams them and adds the adapter, as the plan says.
 

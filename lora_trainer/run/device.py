@@ -1,4 +1,4 @@
-"""The device of a training: which one, how much of its memory, and what bit-exactness depends on.
+"""The device of a training: which one, how much of its memory, and the facts that bit-exactness depends on.
 
 An upper bound on the GPU memory of PyTorch's allocator, so that the GPU can be shared.
 

@@ -43,10 +43,10 @@ class HubApi(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class HubUpload:
-    """What is uploaded where. `base` is the Hub id of the base, None where it is a local file.
+    """The files of an upload and its repository. `base` is the Hub id of the base, None where it is a local file.
 
     `samples` are images in the order of their prompts. `in_diffusers` says whether
-    `load_lora_weights` gives what was trained, `in_programs` whether ComfyUI and its like do.
+    `load_lora_weights` gives the trained adapter, `in_programs` whether ComfyUI and its like do.
     `embedding` holds the new tokens it was trained with.
     """
 
@@ -77,7 +77,7 @@ def release_of(
     format: FileFormat,
     contents: AdapterContents,
 ) -> HubUpload:
-    """Gather what a run has to upload, the images of its last step among it."""
+    """Gather the files of a run to upload, the images of its last step among them."""
     assert settings.hub_repo is not None
     return HubUpload(
         repository=settings.hub_repo,
@@ -97,13 +97,13 @@ def release_of(
 
 
 def hub_id(facts: BaseFacts) -> str | None:
-    """Return the base's Hub id, None for what lies on this machine only."""
+    """Return the base's Hub id, None for a base that lies on this machine only."""
     local = Path(facts.source).exists() or (facts.layout is not None and facts.layout.files)
     return facts.source if not local and _REPOSITORY.fullmatch(facts.source) else None
 
 
 def check_upload(repository: str) -> None:
-    """Say before training what would stop the upload after it.
+    """Refuse before training an upload that could not be done after it.
 
     Raises RequestError for a name that no repository can have, MachineError where nobody is logged in.
     """
@@ -155,7 +155,7 @@ def push(release: HubUpload, *, api: HubApi | None = None) -> str:
 
 
 def push_finished(release: HubUpload, events: EventStream, *, api: HubApi | None = None) -> None:
-    """Upload the result of a finished run; what fails is a problem that says how to try again."""
+    """Upload the result of a finished run; a failure is a problem that says how to try again."""
     try:
         address = push(release, api=api)
     except (MachineError, RequestError) as error:

@@ -1,6 +1,6 @@
-"""What `doctor --fix` mends: locks, unfinished files and damaged cache files that killed trainings left.
+"""The repairs of `doctor --fix`: locks, unfinished files and damaged cache files that killed trainings left.
 
-Inputs are the cache folder and the folder of runs; outputs are sentences on what was removed. Everything
+Inputs are the cache folder and the folder of runs; outputs are sentences on the removed files. Everything
 removed is made again by the next training. Datasets, resume states, exported files and records of runs are
 never touched. torch is not imported, because a broken torch is a reason to call the doctor.
 """

@@ -1,4 +1,4 @@
-"""What `plan` prints: tables for people, plain values for scripts.
+"""The output of `plan`: tables for people, plain values for scripts.
 
 Tables for people; cells are printed unchanged, without rich's markup and emoji codes.
 

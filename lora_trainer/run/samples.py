@@ -32,7 +32,7 @@ class SampleAction:
     """Writes samples/step-XXXXXXXX/NN.png every `every_steps`, at step 0, at the end, and when `asked()`.
 
     `sampler` is asked when images are made, and gives the same one each time. `chosen()` puts the
-    weights to be shown in force, `without()` takes away what only training needs; `embed` is the
+    weights to be shown in force, `without()` takes away the memory that only training needs; `embed` is the
     model's: text encoders that are trained along run on the prompts' tokens with the adapter of the
     moment.
     """

@@ -97,14 +97,14 @@ class Batch:
     precision: torch.dtype
 
     def on(self, device: torch.device) -> Batch:
-        """Copy to a device; the host does not wait for what is pinned."""
+        """Copy to a device; the host does not wait for pinned tensors."""
         ahead = may_copy_ahead(device)
         moved = {name: t.to(device, non_blocking=ahead) for name, t in self.tensors.items()}
         return replace(self, tensors=moved)
 
     @property
     def signature(self) -> Signature:
-        """What two batches share that the same kernels compute."""
+        """The shape of a batch: two batches with the same one are computed by the same kernels."""
         return tuple((name, value.shape, value.dtype) for name, value in self.tensors.items())
 
     @property

@@ -1,4 +1,4 @@
-"""What each optimizer step sees: a pure function of its number, prepared ahead by one thread.
+"""The samples of each optimizer step: a pure function of its number, prepared ahead by one thread.
 
 Step k takes samples [kB, (k+1)B) of the endless concatenation of shuffled epochs, whatever their
 bucket. Order, flip, caption, dropout, latent draw, timestep and noise of a sample come from (seed,
@@ -84,7 +84,7 @@ class TrainingDataLoader:
         return tuple(samples)
 
     def share(self, step: int) -> list[tuple[int, str]]:
-        """Return (epoch, sample id) of what this process does of a step.
+        """Return (epoch, sample id) of each sample of a step that this process computes.
 
         Samples of one shape stay together, so that they can be done at once.
         """
@@ -247,7 +247,7 @@ class TrainingDataLoader:
         return noise + strength * torch.randn(noise.shape, generator=generator)
 
     def _mask_weights(self, mask: CacheKey | None) -> Tensor | None:
-        """Return how much each latent's error counts, by the mask and what it leaves the rest."""
+        """Return how much each latent's error counts, by the mask and the weight of the unmasked rest."""
         if mask is None:
             return None
         rest = self.data.mask_background

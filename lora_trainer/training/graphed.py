@@ -158,7 +158,7 @@ class Speedups:
         return self.graphs is not None and self.graphs.holding
 
     def recorded(self, run: Pass) -> Pass:
-        """Return `run`, or what replays its recordings; both take batches on the host."""
+        """Return `run`, or the function that replays its recordings; both take batches on the host."""
         return run if self.graphs is None else partial(self.graphs.run, run=run)
 
     def is_compiled(self, batch: Batch) -> bool:

@@ -1,4 +1,4 @@
-"""Guards of a training: what they see in the losses, and what is done when it goes wrong.
+"""Guards of a training: losses that are not finite, that rise or that stay, and the answer to each.
 
 Detects from the losses alone that the training loss jumps or that the validation loss stops falling.
 

@@ -98,7 +98,7 @@ class ProcessGroup:
         self.monitor.started()
 
     def _backend(self, device: torch.device) -> str:
-        """Return what sums on these devices: gloo where the usual is missing (on Windows, say) or refuses.
+        """Return the backend for sums on these devices: gloo where the usual one is missing (Windows, say) or refuses.
 
         NCCL refuses processes that share a GPU ("Duplicate GPU detected"). Whether any do only all of them
         know: a scheduler may show each a GPU of its own under the same number.
