@@ -49,6 +49,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     accelerate recognises the messages of the allocators; CUDA, cuBLAS and cuDNN have others.
     """
     text = str(error)
+    # Kernels' libraries answer a full GPU with errors of their own, which mean another fault on one that is not full.
     return (
         isinstance(error, torch.OutOfMemoryError)
         or bool(should_reduce_batch_size(error))

@@ -70,6 +70,7 @@ class RestoredProduct:
 def _matmul(a: Tensor, b: Tensor, plus: Tensor | None) -> Tensor:
     if plus is None:
         return a @ b
+    # In place where the addend has the shape of the product: it is a temporary, and another of [rows, out] is saved.
     return plus.addmm_(a, b) if plus.dim() == 2 else torch.addmm(plus, a, b)
 
 
@@ -190,6 +191,7 @@ def _against(rows: Tensor, codes: Tensor) -> str:
         sums = torch._int_mm(rows, codes)
         checked = torch.cat([sums[:_CHECKED_ROWS], sums[-_CHECKED_ROWS:]])
         ends = torch.cat([rows[:_CHECKED_ROWS], rows[-_CHECKED_ROWS:]])
+        # Exact in double: sums of products of 8-bit numbers stay far below 2^53.
         is_right = torch.equal(checked.double(), ends.double() @ codes.double())
     except RuntimeError as error:
         if is_out_of_memory(error):
@@ -213,5 +215,6 @@ def quantized_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filled_up(rows: Tensor) -> Tensor:
+    # cuBLAS takes int8 rows in such steps only; the filled rows are cut off the sums.
     missing = -len(rows) % _ROWS_STEP
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows

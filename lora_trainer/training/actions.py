@@ -52,6 +52,7 @@ class FixedLosses:
 
     def _loss_sum(self, samples: Sequence[Sample], *, cap: int) -> float:
         dist_env = self.ranks.dist_env
+        # By turns, so that shares differ by one image at most whatever the number of processes.
         share = samples[dist_env.rank :: dist_env.count]
         sums = [self.model.losses(micro_batch).sum() for micro_batch in split(share, cap=cap)]
         # One reading for all of them: each would make the host wait for the device.
@@ -189,6 +190,7 @@ class SaveAction:
         try:
             self.writer.save(self.state(progress), export=export, last=progress.ending)
         except NonFiniteAdapter as error:
+            # The weights are the fault and not the disk: going back to the last good state mends them.
             raise Unstable(error.found, progress.guard) from None
         if finished:
             self.writer.wait()  # reports a failed write; the final export is still to be made

@@ -69,6 +69,8 @@ def split(
     `images_at_once` are lower caps by (height, width) of the latents: those of large buckets. Samples whose
     conditioning has different `group_key`s are split too.
     """
+    # A dict keeps its order: micro-batches, and with them the order in which gradients are summed, are those of the
+    # samples.
     by_shape: dict[tuple[tuple[int, ...], int], list[Sample]] = {}
     for sample in samples:
         key = (sample.shape, group_key(sample.conditioning))
@@ -214,6 +216,7 @@ def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch
         "numbers": listed(numbers, torch.float32),
         "dropout_seeds": listed([halves(s.dropout_seed) for s in samples], torch.int64),
     }
+    # Noise is perturbed by a setting of the run: in all of its samples or in none.
     perturbed = [sample.input_noise for sample in samples if sample.input_noise is not None]
     if perturbed:
         tensors["input_noise"] = stacked(perturbed)

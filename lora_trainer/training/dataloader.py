@@ -111,6 +111,7 @@ class TrainingDataLoader:
         """Draw all of one sample's randomness for one epoch."""
         source, here = self.drawn(epoch, sample), (epoch, sample)
         flipped = source.mirrored is not None and draw_uniform(self.seed, Stream.FLIP, *here) < 0.5
+        # Mirrored images are encoded by themselves: the latents of a mirror are not the mirrored latents.
         entry = self.entries.read(source.mirrored if flipped and source.mirrored else source.plain)
         geometry = source.mirrored_geometry if flipped else source.geometry
         mean, std = entry["mean"], entry["std"]
@@ -153,6 +154,7 @@ class TrainingDataLoader:
                 drawn,
                 weight=drawn.weight * self.objective.preservation_weight,
                 conditioning={**drawn.conditioning, **self.entries.read(text)},
+                # The class is kept on the whole image, also where the subject's mask leaves it out.
                 mask_weights=None,
                 as_base=True,
             )
@@ -178,9 +180,11 @@ class TrainingDataLoader:
         """
         batches = []
         for quantile in range(quantiles):
+            # The middle of each slice: at the ends, no noise and nothing but noise, no adapter makes a difference.
             fraction = (quantile + 0.5) / quantiles
             samples = []
             for sample, source in keys:
+                # The mean and not a draw, which would add its own noise to the comparison of two steps.
                 mean = self.entries.read(source.plain)["mean"]
                 level = self.levels.at(fraction, size_px=source.size_px)
                 name = (sample, int(level.timestep))
@@ -267,6 +271,7 @@ class TrainingDataLoader:
         settings = self.data.of_folder(source.folder)
         if is_dropped(sample, settings=settings, seed=self.seed, epoch=epoch):
             return None
+        # The first text is the plain caption of validation; training draws among the variants after it.
         drawn = range(len(source.texts))[1:] or range(1)
         return drawn[variant_of(sample, count=len(drawn), seed=self.seed, epoch=epoch)]
 

@@ -87,6 +87,7 @@ class StepGraphs:
         if self.is_left_out(batch):
             return run(batch)
         warm = self._warm.get(shape, 0)
+        # Libraries choose kernels and allocate workspaces in their first calls, which a recording must not hold.
         if warm < WARM_UPS:
             self._warm[shape] = warm + 1
             loss = self.capture.warm_up(lambda: run(batch))
@@ -99,6 +100,7 @@ class StepGraphs:
         """Drop all recordings and free their memory; shapes are recorded again when they come next."""
         self._graphs.clear()
         self._warm.clear()
+        # After the graphs: their memory belongs to the pool that is given back here.
         self.capture.release()
 
     def _recorded(self, batch: Batch, run: Pass) -> _Graph:
@@ -178,6 +180,7 @@ class Speedups:
             COMPILE: self.compiled is not None and not self.is_compiled(batch),
             GRAPHS: self.graphs is not None and self.graphs.is_left_out(batch),
         }
+        # Told once a setting: shapes change with every step, the reason does not.
         new_keys = [key for key, out in without.items() if out and key not in self._told]
         self._told.update(new_keys)
         return new_keys

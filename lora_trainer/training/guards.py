@@ -106,6 +106,7 @@ def after_loss(trend: LossTrend, loss: float) -> tuple[LossTrend, bool]:
     limit = max(math.log(SPIKE_FACTOR), SPIKE_DEVIATIONS * deviation)
     if trend.recent - trend.mean <= limit:
         return trend, False
+    # The fast mean starts anew: else the losses of this jump would be the next one.
     return replace(trend, recent=trend.mean, quiet=QUIET_STEPS), True
 
 
@@ -114,6 +115,7 @@ def after_validation_loss(plateau: Plateau, loss: float) -> tuple[Plateau, bool]
 
     It has after PATIENCE validations without an improvement of MIN_IMPROVEMENT; then counting restarts.
     """
+    # A validation that is not finite is no plateau; the guard of the gradients answers to it.
     if not math.isfinite(loss):
         return plateau, False
     if plateau.best is None or loss < plateau.best * (1 - MIN_IMPROVEMENT):
@@ -209,6 +211,7 @@ def after_training_loss(state: GuardState, loss: float) -> GuardState:
     """Return the state after the finite loss of a step; clip more tightly when the losses have jumped."""
     trend, jumped = after_loss(state.trend, loss)
     state = replace(state, trend=trend)
+    # A run that jumps after three halvings has another fault, which ever smaller updates would only hide.
     if not jumped or state.clip_scale <= MIN_SCALE:
         return state
     return replace(state, clip_scale=state.clip_scale * TIGHTER_CLIPPING)

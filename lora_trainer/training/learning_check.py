@@ -51,11 +51,13 @@ class LearningContext:
 def look_step(*, steps: int, batch_size: int) -> int | None:
     """Return the step at which losses are compared with those before step 1; None in a short run."""
     step = max(LOOK_STEPS, -(-LOOK_IMAGES // batch_size), round(LOOK_SHARE * steps))
+    # Later than half-way there is little left to save by stopping.
     return step if 2 * step <= steps else None
 
 
 def after_gradient(learning: Learning, *, norm: float) -> Learning:
     """Return the state after the finite gradient norm of a step, before clipping."""
+    # Exactly 0: however small, the gradient of a layer that takes part is a number other than 0.
     if norm != 0.0:
         return replace(learning, zero_gradients=0) if learning.zero_gradients else learning
     return replace(learning, zero_gradients=learning.zero_gradients + 1)
@@ -67,6 +69,7 @@ def least_change(base: Sequence[float], now: Sequence[float], *, so_far: float) 
     `base` and `now` are losses by noise level. `so_far` is the sum of the learning rates until now as a
     share of the run's: while an adapter is small, its effect grows in proportion to that sum.
     """
+    # By level and relative: losses of little noise are many times those of much, and would hide them in a sum.
     changes = [abs(new - old) / old for old, new in zip(base, now, strict=True) if old > 0]
     return max(changes, default=0.0) / max(so_far, 1e-9)
 

@@ -111,6 +111,7 @@ class StepPace:
         key = round(math.log(max(step.latents, 1)) / _SAME_SIZE)
         size = self._sizes.setdefault(key, _Size())
         size.count += 1
+        # First steps of a size choose kernels and grow the allocator's pools: they are no measure of the others.
         if self._skip or size.count <= WARM_UP_STEPS:
             self._skip = 0
             return None
@@ -126,6 +127,7 @@ class StepPace:
             return None
         factor = statistics.median(step.seconds / usual.seconds for step, usual in self._window)
         if self._slow or factor < SLOW or sum(step.seconds for step, _ in self._window) < WINDOW_S:
+            # Between USUAL and SLOW a finding goes on: steps around the limit are reported once, not every few steps.
             self._slow = self._slow and factor >= USUAL
             return None
         self._slow = True
@@ -169,6 +171,7 @@ class Creep:
         blocks = self._least[WARM_UP_BLOCKS:][-MOST_BLOCKS:]
         if self._found or len(blocks) < LEAST_BLOCKS:
             return None
+        # A cache that fills grows fast, then slowly: the late slopes must still be near the whole one's.
         grown, late = blocks[-1] - blocks[0], blocks[len(blocks) // 2 :]
         slope = _slope(blocks)
         if grown < LEAST_GROWTH_BYTES or _trend(blocks) < TREND_DEVIATIONS:

@@ -100,6 +100,7 @@ def card_state(gpu: Gpu, nvml: Nvml | None = None) -> CardState | None:
     """Return the driver's state of a GPU, None where the driver cannot be asked."""
     try:
         driver: Any = nvml or importlib.import_module("pynvml")
+        # Started and ended for each look: between looks the training holds nothing of the driver's.
         driver.nvmlInit()
     except Exception:  # noqa: BLE001 - no driver, no GPU, no package: nothing is known
         return None
@@ -147,6 +148,7 @@ def causes(
     slow: Slow, before: MachineState, now: MachineState, *, spills: bool, config: RunConfig
 ) -> Iterator[Cause]:
     """Yield the causes that explain slower steps, the likeliest first."""
+    # The data are the cause only of the time beyond the usual, at least half of which must be waiting.
     waits_s, longer_s = slow.wait_s - slow.usual_wait_s, slow.seconds - slow.usual_s
     if waits_s > longer_s / 2:
         share = 100 * slow.wait_s / slow.seconds
@@ -175,6 +177,7 @@ def causes(
 
 def _compete(now: MachineState, config: RunConfig) -> bool:
     """Whether other programs use processors the training needs: all its threads', or one beside a GPU."""
+    # Beside a GPU one thread launches kernels; the others only prepare batches, which is measured as waiting.
     threads = 1 if now.beside_card else config.hardware.threads
     return now.processors - now.cores_taken < threads
 

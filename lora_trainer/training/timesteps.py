@@ -94,6 +94,7 @@ class FlowLevels:
         return self._level(fraction)
 
     def _shifted(self, time: float, size_px: Size) -> float:
+        # One shift per size and not per batch: a sample's level must not depend on the images beside it.
         factor = self.shift(size_px)
         return factor * time / (1.0 + (factor - 1.0) * time)
 
