@@ -237,6 +237,14 @@ def _optimizer(foreign: Foreign) -> None:
         ("text_encoder_lr" if foreign.on("text_encoder_lr") else rate_source,
          foreign.number("text_encoder_lr", rate) or 0.0)] if trained else ())  # fmt: skip
     foreign.stay("text encoders are not trained", "text_encoder_lr")
+    _norm_and_average(foreign)
+    if foreign.number("seed"):
+        carry(findings, "train.seed", "seed", foreign.values["seed"])
+    foreign.stay("is not given", "seed")
+
+
+def _norm_and_average(foreign: Foreign) -> None:
+    findings = foreign.findings
     norm = foreign.number("max_grad_norm", 2.0)
     if foreign.get("grad_clip_method", "value") == "norm":
         findings.set("train.max_grad_norm", norm, *foreign.there("max_grad_norm"))
@@ -253,9 +261,6 @@ def _optimizer(foreign: Foreign) -> None:
         names = [name for name in ("use_ema", "ema_decay") if name in foreign.values]
         findings.set("train.ema_decay", decay, *names)
     foreign.stay("is off there", "use_ema", "ema_decay")
-    if foreign.number("seed"):
-        carry(findings, "train.seed", "seed", foreign.values["seed"])
-    foreign.stay("is not given", "seed")
 
 
 def _objective(foreign: Foreign) -> None:

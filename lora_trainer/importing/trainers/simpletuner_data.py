@@ -16,6 +16,7 @@ from lora_trainer.importing.folders import (
     set_length,
     set_resolutions,
 )
+from lora_trainer.importing.foreign_settings import Findings
 from lora_trainer.importing.rules import THERE, Foreign, carry, flattened
 
 LIST = "[]"
@@ -92,28 +93,7 @@ def read_tables(foreign: Foreign, tables: list[Mapping[str, Any]]) -> None:
                 repeats + 1,
                 f"{where}repeats" if "repeats" in table else THERE,
             )
-        strategy = str(table.get("caption_strategy", "filename"))
-        if strategy in ("instanceprompt", "instance_prompt") or table.get("only_instance_prompt"):
-            why = "one text for all images: name the folder N_WORDS, or give data.trigger"
-            findings.lacks(f"{where}instance_prompt", table.get("instance_prompt"), why)
-        elif table.get("prepend_instance_prompt") and table.get("instance_prompt"):
-            folder.settings["caption_prefix"] = (
-                table["instance_prompt"],
-                f"{where}instance_prompt",
-            )
-        if strategy == "filename":
-            findings.set(
-                "data.caption_fallback",
-                "file_name",
-                *([f"{where}caption_strategy"] if "caption_strategy" in table else []),
-                note="an image with a caption file keeps that",
-            )
-        elif strategy in ("parquet", "csv"):
-            findings.lacks(
-                f"{where}caption_strategy",
-                strategy,
-                f"name the table metadata.{strategy} and put it beside the images",
-            )
+        _captions(table, folder, findings, where=where)
         size = table.get("resolution")
         if (
             isinstance(size, int | float)
@@ -149,6 +129,34 @@ def read_tables(foreign: Foreign, tables: list[Mapping[str, Any]]) -> None:
             fix="give a data backend of images",
         )
     set_folders(foreign, folders)
+
+
+def _captions(
+    table: Mapping[str, Any], folder: ImageFolder, findings: Findings, *, where: str
+) -> None:
+    """Set where the captions of one backend come from."""
+    strategy = str(table.get("caption_strategy", "filename"))
+    if strategy in ("instanceprompt", "instance_prompt") or table.get("only_instance_prompt"):
+        why = "one text for all images: name the folder N_WORDS, or give data.trigger"
+        findings.lacks(f"{where}instance_prompt", table.get("instance_prompt"), why)
+    elif table.get("prepend_instance_prompt") and table.get("instance_prompt"):
+        folder.settings["caption_prefix"] = (
+            table["instance_prompt"],
+            f"{where}instance_prompt",
+        )
+    if strategy == "filename":
+        findings.set(
+            "data.caption_fallback",
+            "file_name",
+            *([f"{where}caption_strategy"] if "caption_strategy" in table else []),
+            note="an image with a caption file keeps that",
+        )
+    elif strategy in ("parquet", "csv"):
+        findings.lacks(
+            f"{where}caption_strategy",
+            strategy,
+            f"name the table metadata.{strategy} and put it beside the images",
+        )
 
 
 def read_file(foreign: Foreign, option: str) -> Any:
