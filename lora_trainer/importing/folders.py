@@ -50,15 +50,15 @@ def set_folders(foreign: Foreign, folders: Sequence[ImageFolder]) -> None:
     findings = foreign.findings
     different: dict[PurePath, ImageFolder] = {}
     for folder in folders:
-        known = different.setdefault(folder.path, folder)
-        if known is not folder:
+        earlier = different.setdefault(folder.path, folder)
+        if earlier is not folder:
             findings.stays(folder.key, "is named before; its settings there count")
-    own = list(different.values())
-    trained = [folder for folder in own if not folder.regularisation]
-    others = [folder for folder in own if folder.regularisation]
+    distinct_folders = list(different.values())
+    trained = [folder for folder in distinct_folders if not folder.regularisation]
+    others = [folder for folder in distinct_folders if folder.regularisation]
     if not trained:
         return
-    root = _common_root([folder.path for folder in own])
+    root = _common_root([folder.path for folder in distinct_folders])
     if (
         root is None
         and len(others) == 1
@@ -66,13 +66,13 @@ def set_folders(foreign: Foreign, folders: Sequence[ImageFolder]) -> None:
     ):
         (other,) = others
         findings.set("data.regularisation_dir", str(other.path), other.key)
-        own, root = trained, _common_root([folder.path for folder in trained])
+        distinct_folders, root = trained, _common_root([folder.path for folder in trained])
     if root is None:
-        _lie_apart(findings, own)
+        _lie_apart(findings, distinct_folders)
     else:
         findings.dataset = str(root)
-    for folder in own:
-        alone = len(own) == 1
+    for folder in distinct_folders:
+        alone = len(distinct_folders) == 1
         name = OWN_FOLDER if folder.path == root else folder.path.name
         _set_own(foreign, folder, "data" if alone else f"data.folders.{name}")
         why = "is the DATASET of the command" if alone else f"lies in the DATASET as {name}"
@@ -149,10 +149,12 @@ def samples_per_epoch(foreign: Foreign) -> int | None:
     findings = foreign.findings
     if findings.dataset is None:
         return None
-    own = {key: value for key, value in findings.values.items() if key.startswith("data.")}
+    data_settings = {
+        key: value for key, value in findings.values.items() if key.startswith("data.")
+    }
     try:
         root = foreign.beside / Path(findings.dataset)
-        listing = list_dataset(root, settings=build_config(own).data)
+        listing = list_dataset(root, settings=build_config(data_settings).data)
     except (InputError, RequestError, OSError, ValueError):
         return None
     return sum(image.repeats for image in listing.pictures)

@@ -100,9 +100,9 @@ def recognised(data: Mapping[str, Any], file: Path) -> tuple[Trainer, dict[str, 
         values = trainer.flat(data)
         if values is not None:
             return trainer, values
-    known = set(setting_keys())
-    own = known & {*data, *flattened(data)}
-    if own or ("settings" in data and isinstance(data["settings"], Mapping)):
+    our_keys = set(setting_keys())
+    keys_of_ours = our_keys & {*data, *flattened(data)}
+    if keys_of_ours or ("settings" in data and isinstance(data["settings"], Mapping)):
         raise InputError(
             f"{file} is a settings file of this program already", fix=f"use it with --config {file}"
         )

@@ -91,14 +91,14 @@ def under(prefix: str, table: Mapping[str, Rule]) -> dict[str, Rule]:
     return {f"{prefix}{name}": rule for name, rule in table.items()}
 
 
-def words(known: Mapping[str, Any]) -> Reader:
+def words(meanings: Mapping[str, Any]) -> Reader:
     """Return a reader of one of some words, letter case aside."""
-    ours = {name.lower(): value for name, value in known.items()}
+    ours = {name.lower(): value for name, value in meanings.items()}
 
     def read(value: Any) -> Any:
         word = str(value).lower()
         if word not in ours:
-            raise ValueError(f"none of {', '.join(known)} is meant")
+            raise ValueError(f"none of {', '.join(meanings)} is meant")
         return ours[word]
 
     return read

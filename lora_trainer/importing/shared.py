@@ -269,14 +269,14 @@ def _words(text: str) -> list[str]:
         return text.split()
 
 
-def refused_model(named: str, source: str) -> str:
+def refused_model(model_name: str, source: str) -> str:
     """Return why a file is refused that trains a model of another kind."""
-    return f"{source}={shown(named)} is a model that is not trained here; docs/models.md lists those that are"
+    return f"{source}={shown(model_name)} is a model that is not trained here; docs/models.md lists those that are"
 
 
 def _set(foreign: Foreign, key: str, value: Any, source: str) -> None:
-    named = source in foreign.values
-    foreign.findings.set(key, value, *((source,) if named else ()), note="" if named else THERE)
+    in_file = source in foreign.values
+    foreign.findings.set(key, value, *((source,) if in_file else ()), note="" if in_file else THERE)
 
 
 def _carry(foreign: Foreign, key: str, source: str, value: float) -> None:

@@ -85,13 +85,13 @@ def _model(foreign: Foreign) -> None:
         findings.set("base.prediction", "v_prediction", "model.is_v_pred")
     bits = str(foreign.get("model.qtype", "qfloat8")).partition("|")[0]
     if foreign.on("model.quantize"):
-        kept = BITS.get(bits, "int8")
-        findings.set("memory.base_precision", kept, "model.quantize")
+        precision = BITS.get(bits, "int8")
+        findings.set("memory.base_precision", precision, "model.quantize")
         if (
             bits not in ("qfloat8", "float8", "int8", "qint8", "nf4")
             and "model.qtype" in foreign.values
         ):
-            findings.is_nearest("model.qtype", f"{bits}: memory.base_precision={kept}")
+            findings.is_nearest("model.qtype", f"{bits}: memory.base_precision={precision}")
     foreign.stay("is off there, or how the base is quantized", "model.quantize", "model.qtype")
     shared.set_precision(foreign, "train.dtype", missing="fp32")
 
@@ -303,16 +303,16 @@ def _datasets(foreign: Foreign) -> None:
     folders, sizes = [], []
     for number, table in enumerate(tables):
         where = f"datasets[{number}]."
-        place = next((n for n in ("folder_path", "dataset_path") if table.get(n)), None)
+        folder_key = next((n for n in ("folder_path", "dataset_path") if table.get(n)), None)
         for size in _sizes(table):
             try:
                 sizes.append((read_size(size), f"{where}resolution"))
             except ValueError as error:
                 findings.lacks(f"{where}resolution", size, str(error))
         findings.named.add(f"{where}resolution")
-        if place is None:
+        if folder_key is None:
             continue
-        folder = ImageFolder(path=path_of(table[place]), key=f"{where}{place}")
+        folder = ImageFolder(path=path_of(table[folder_key]), key=f"{where}{folder_key}")
         folder.regularisation = table.get("is_reg") is True
         _dataset_fields(foreign, folder, table, where)
         folders.append(folder)
@@ -345,14 +345,14 @@ def _tables(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _sizes(table: Mapping[str, Any]) -> list[Any]:
     """Return the sizes a folder is trained at: a side, or several; [512, 768] are two of them."""
-    given = table.get("resolution", 512)
-    return given if isinstance(given, list) else [given]
+    sizes = table.get("resolution", 512)
+    return sizes if isinstance(sizes, list) else [sizes]
 
 
 def _dataset_fields(
     foreign: Foreign, folder: ImageFolder, table: Mapping[str, Any], where: str
 ) -> None:
-    findings, own = foreign.findings, folder.settings
+    findings, folder_settings = foreign.findings, folder.settings
     same = {"num_repeats": "repeats", "flip_x": "flip", "caption_dropout_rate": "caption_dropout",
             "shuffle_tokens": "shuffle_tags", "token_dropout_rate": "tag_dropout",
             "trigger_word": "trigger", "loss_multiplier": "weight"}  # fmt: skip
@@ -360,19 +360,21 @@ def _dataset_fields(
         if table.get(name) not in (None, "", False) and not (
             name == "loss_multiplier" and table[name] == 1
         ):
-            own[field] = (table[name], f"{where}{name}")
-    own.setdefault("repeats", (1, THERE))
-    if own.keys() & {"shuffle_tags", "tag_dropout"}:
-        own["keep_tokens"] = (
+            folder_settings[field] = (table[name], f"{where}{name}")
+    folder_settings.setdefault("repeats", (1, THERE))
+    if folder_settings.keys() & {"shuffle_tags", "tag_dropout"}:
+        folder_settings["keep_tokens"] = (
             table.get("keep_tokens", 0),
             f"{where}keep_tokens" if "keep_tokens" in table else THERE,
         )
     extension = str(table.get("caption_ext", "txt"))
     if "caption_ext" in table:
         dotted = extension if extension.startswith(".") else f".{extension}"
-        known = findings.values.get("data.caption_extensions", [])
+        extensions = findings.values.get("data.caption_extensions", [])
         findings.set(
-            "data.caption_extensions", list(dict.fromkeys([*known, dotted])), f"{where}caption_ext"
+            "data.caption_extensions",
+            list(dict.fromkeys([*extensions, dotted])),
+            f"{where}caption_ext",
         )
     if folder.regularisation:
         findings.stays(f"{where}is_reg", "its images keep the class as it is")
@@ -393,7 +395,7 @@ def _dataset_fields(
     for name in _FIELDS:  # fmt: skip
         key = f"{where}{name}"
         if name in table and key not in findings.named and name not in {
-            part.rpartition(".")[2] for _, part in own.values()
+            part.rpartition(".")[2] for _, part in folder_settings.values()
         }:  # fmt: skip
             findings.stays(key, "is off there, or as it is here")
 

@@ -172,11 +172,11 @@ def read(foreign: Foreign) -> None:
     foreign.is_flow, foreign.trains_text = MODELS[model], not MODELS[model]
     foreign.stay("the base's files say what it is", "model.type")
     paths = ("checkpoint_path", "transformer_path", "diffusion_model", "diffusers_path")
-    own = [f"model.{name}" for name in paths if foreign.on(f"model.{name}") is not None]
-    if own:
-        carry(findings, "base.model", own[0], foreign.values[own[0]])
-    if len(own) > 1 and own[-1].endswith("diffusers_path"):
-        carry(findings, "base.companion", own[-1], foreign.values[own[-1]])
+    model_keys = [f"model.{name}" for name in paths if foreign.on(f"model.{name}") is not None]
+    if model_keys:
+        carry(findings, "base.model", model_keys[0], foreign.values[model_keys[0]])
+    if len(model_keys) > 1 and model_keys[-1].endswith("diffusers_path"):
+        carry(findings, "base.companion", model_keys[-1], foreign.values[model_keys[-1]])
     foreign.stay("is not given", *(f"model.{name}" for name in paths))
     for name in ("transformer_dtype", "diffusion_model_dtype"):
         if "float8" in str(foreign.values.get(f"model.{name}")):
@@ -283,18 +283,18 @@ def _objective(foreign: Foreign) -> None:
     )
     fixed = foreign.on("model.shift")
     by_size = foreign.flag("model.flux_shift") and not fixed
-    own: float | Literal["resolution"] = "resolution"
+    resolution_shift: float | Literal["resolution"] = "resolution"
     if by_size and foreign.is_flow and foreign.values["model.type"] != "flux":
-        own = shared.shift_by_tokens(
+        resolution_shift = shared.shift_by_tokens(
             foreign, token_px=32 if foreign.values["model.type"] == "flux2" else 16
         )
-        findings.is_nearest("model.flux_shift", f"{own:g}, that of this resolution")
+        findings.is_nearest("model.flux_shift", f"{resolution_shift:g}, that of this resolution")
     drawn: shared.Distribution = (
         "logit_normal" if method == "logit_normal" and foreign.is_flow else "uniform"
     )
     shared.set_timesteps(
         foreign, drawn, "model.timestep_sample_method", std=scale if drawn == "logit_normal" else 1.0,
-        std_source="model.sigmoid_scale", shift=own if by_size else shift,
+        std_source="model.sigmoid_scale", shift=resolution_shift if by_size else shift,
         shift_source="model.flux_shift" if by_size else "model.shift",
     )  # fmt: skip
     foreign.stay("is read for Wan alone, there too", "model.min_t", "model.max_t")
@@ -306,11 +306,11 @@ def _objective(foreign: Foreign) -> None:
 
 
 def _dataset(foreign: Foreign) -> None:
-    named = foreign.on("dataset")
-    if named is None:
+    file_name = foreign.on("dataset")
+    if file_name is None:
         foreign.stay("is not given", "dataset")
         return
-    path = path_of(named)
+    path = path_of(file_name)
     for file in (foreign.beside / path, foreign.beside / path.name):
         try:
             data = tomllib.loads(file.read_text(encoding="utf-8-sig"))
@@ -321,7 +321,9 @@ def _dataset(foreign: Foreign) -> None:
             _read_tables(foreign, data)
             foreign.findings.stays("dataset", f"{file.name} is read too")
             return
-    foreign.findings.lacks("dataset", str(named), "no such dataset file here: import it by itself")
+    foreign.findings.lacks(
+        "dataset", str(file_name), "no such dataset file here: import it by itself"
+    )
 
 
 def read_dataset(foreign: Foreign) -> None:
@@ -357,16 +359,20 @@ def _read_tables(foreign: Foreign, data: Mapping[str, Any]) -> None:
             findings.is_nearest(
                 names["mask_path"], "masks are looked for in a folder masks/ beside the images"
             )
-        given = values.get("resolutions", [])
-        sizes += [(size, names["resolutions"]) for size in given] if isinstance(given, list) else []
+        table_sizes = values.get("resolutions", [])
+        sizes += (
+            [(size, names["resolutions"]) for size in table_sizes]
+            if isinstance(table_sizes, list)
+            else []
+        )
         folders.append(folder)
     set_folders(foreign, folders)
     _set_sizes(foreign, sizes)
     first = {**shared_values, **(data["directory"][0] if data["directory"] else {})}
     keys = ("dataset.directory[0].enable_ar_bucket", "dataset.enable_ar_bucket")
-    told = [key for key in keys if key in {**foreign.values, **foreign.extra}][:1]
+    sources = [key for key in keys if key in {**foreign.values, **foreign.extra}][:1]
     on = bool(first.get("enable_ar_bucket"))
-    findings.set("data.buckets", on, *told, note="" if told else THERE)
+    findings.set("data.buckets", on, *sources, note="" if sources else THERE)
     limits = [
         key
         for key in ("min_ar", "max_ar")
@@ -374,11 +380,11 @@ def _read_tables(foreign: Foreign, data: Mapping[str, Any]) -> None:
     ]
     if limits and first.get("enable_ar_bucket"):
         aspect = max(max(float(first[key]), 1 / float(first[key])) for key in limits)
-        told = [
+        sources = [
             f"dataset.{key}" if key in shared_values else f"dataset.directory[0].{key}"
             for key in limits
         ]
-        findings.set("data.max_aspect", float(f"{min(8.0, aspect):.4g}"), *told)
+        findings.set("data.max_aspect", float(f"{min(8.0, aspect):.4g}"), *sources)
         name = "dataset.num_ar_buckets" if "num_ar_buckets" in shared_values else (
             "dataset.directory[0].num_ar_buckets")  # fmt: skip
         if "num_ar_buckets" in first:

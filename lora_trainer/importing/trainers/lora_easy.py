@@ -41,8 +41,8 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     values: dict[str, Any] = {}
     for page in pages:
-        own = page.get("args")
-        values |= own if isinstance(own, Mapping) else {}
+        page_values = page.get("args")
+        values |= page_values if isinstance(page_values, Mapping) else {}
     mode = data.get("train_mode")
     if isinstance(mode, Mapping):
         mode = mode.get("train_mode")
@@ -78,8 +78,10 @@ def _dataset(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the pages' dataset options and the subsets as sd-scripts' dataset file has them."""
     options: dict[str, Any] = {}
     for name, page in data.items():
-        own = page.get("dataset") if name.endswith("_args") and isinstance(page, Mapping) else None
-        options |= own if isinstance(own, Mapping) else {}
+        page_options = (
+            page.get("dataset") if name.endswith("_args") and isinstance(page, Mapping) else None
+        )
+        options |= page_options if isinstance(page_options, Mapping) else {}
     subsets = data.get("subsets")
     tables = (
         [dict(one) for one in subsets if isinstance(one, Mapping)]

@@ -204,20 +204,20 @@ def _timesteps(foreign: Foreign) -> None:
 
 
 def _dataset(foreign: Foreign) -> None:
-    named = foreign.on("dataset_config")
-    if named is None:
+    file_name = foreign.on("dataset_config")
+    if file_name is None:
         foreign.stay("is not given", "dataset_config")
         return
-    file = foreign.beside / path_of(named)
+    file = foreign.beside / path_of(file_name)
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         foreign.findings.lacks(
-            "dataset_config", str(named), "no such TOML file here: import it by itself"
+            "dataset_config", str(file_name), "no such TOML file here: import it by itself"
         )
         return
     if flat_dataset(data) is None:
-        foreign.findings.lacks("dataset_config", str(named), f"is no dataset file of {NAME}")
+        foreign.findings.lacks("dataset_config", str(file_name), f"is no dataset file of {NAME}")
         return
     foreign.extra |= flattened(data)
     _read_tables(foreign, data)
@@ -244,33 +244,33 @@ def _read_tables(foreign: Foreign, data: Mapping[str, Any]) -> None:
         names = {key: f"general.{key}" for key in general} | {
             key: f"{where}.{key}" for key in dataset
         }
-        place = next(
+        folder_key = next(
             (key for key in ("image_directory", "image_jsonl_file") if values.get(key)), None
         )
-        if place is None:
+        if folder_key is None:
             continue
-        path = path_of(values[place])
+        path = path_of(values[folder_key])
         folder = ImageFolder(
-            path=path if place == "image_directory" else path.parent, key=names[place]
+            path=path if folder_key == "image_directory" else path.parent, key=names[folder_key]
         )
-        if place == "image_jsonl_file":
+        if folder_key == "image_jsonl_file":
             why = "captions in metadata.jsonl of the images' folder are read"
-            findings.is_nearest(names[place], f"{path.name}: {why}")
+            findings.is_nearest(names[folder_key], f"{path.name}: {why}")
         repeats = (
             (values["num_repeats"], names["num_repeats"]) if "num_repeats" in values else (1, THERE)
         )
         folder.settings["repeats"] = repeats
         folders.append(folder)
-        for key, found in (
+        for key, sizes_with_keys in (
             ("resolution", sizes),
             ("batch_size", batches),
             ("enable_bucket", buckets),
         ):
             if key in values:
-                found.append((values[key], names[key]))
+                sizes_with_keys.append((values[key], names[key]))
         if values.get("caption_extension"):
-            known = findings.values.get("data.caption_extensions", [])
-            unique = list(dict.fromkeys([*known, str(values["caption_extension"])]))
+            extensions = findings.values.get("data.caption_extensions", [])
+            unique = list(dict.fromkeys([*extensions, str(values["caption_extension"])]))
             findings.set("data.caption_extensions", unique, names["caption_extension"])
     set_folders(foreign, folders)
     _set_sizes(foreign, sizes)

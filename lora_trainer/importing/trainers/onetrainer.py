@@ -104,12 +104,12 @@ def _precision(foreign: Foreign) -> None:
         key = f"{name}.weight_dtype"
         value = foreign.values.get(key)
         try:
-            kept = WEIGHTS(value)
+            base_precision = WEIGHTS(value)
         except ValueError:
             continue
-        findings.set("memory.base_precision", kept, key)
+        findings.set("memory.base_precision", base_precision, key)
         if not str(value).endswith(("_8", "_4")):
-            findings.is_nearest(key, f"{value}: memory.base_precision={kept}")
+            findings.is_nearest(key, f"{value}: memory.base_precision={base_precision}")
         break
     for name in PARTS:
         foreign.stay("is how a frozen part is kept: the plan chooses", f"{name}.weight_dtype")
@@ -164,15 +164,15 @@ def _targets(foreign: Foreign) -> None:
         (n for n in ("layer_filter_preset", "lora_layer_preset") if n in foreign.values), ""
     )
     preset = str(foreign.get(source, "full")) if source else "full"
-    own = next((n for n in ("layer_filter", "lora_layers") if foreign.on(n)), None)
+    filter_key = next((n for n in ("layer_filter", "lora_layers") if foreign.on(n)), None)
     targets = {"attn-only": "attention", "full": "transformer" if foreign.is_flow else "all"}
     chosen = targets.get(preset, "transformer")
     findings.set(
         "adapter.targets", chosen, *((source,) if source else ()), note="" if source else THERE
     )
-    if preset not in ("full", "attn-only", "attn-mlp", "blocks") and own:
+    if preset not in ("full", "attn-only", "attn-mlp", "blocks") and filter_key:
         why = f"adapter.targets={chosen}; choose attention, transformer or all"
-        findings.is_nearest(own, f"{foreign.values[own]}: {why}")
+        findings.is_nearest(filter_key, f"{foreign.values[filter_key]}: {why}")
     names = ("layer_filter", "lora_layers", "layer_filter_regex", "lora_layers_regex")
     foreign.stay("layer_filter_preset says which layers there are", *names)
 
@@ -180,8 +180,13 @@ def _targets(foreign: Foreign) -> None:
 def _optimizer(foreign: Foreign) -> None:
     findings = foreign.findings
     part = "transformer" if foreign.is_flow else "unet"
-    own = [f"{part}.learning_rate", "prior.learning_rate", "unet_learning_rate", "learning_rate"]
-    rate_source = next((key for key in own if foreign.on(key)), THERE)
+    rate_keys = [
+        f"{part}.learning_rate",
+        "prior.learning_rate",
+        "unet_learning_rate",
+        "learning_rate",
+    ]
+    rate_source = next((key for key in rate_keys if foreign.on(key)), THERE)
     rate = foreign.number(rate_source, 3e-6)
     scaler = str(foreign.get("learning_rate_scaler", "NONE"))
     factor = _rate_factor(foreign, scaler)
@@ -196,12 +201,17 @@ def _optimizer(foreign: Foreign) -> None:
     relative = foreign.flag("optimizer.relative_step")
     set_optimizer(foreign, name, source, rate=rate, rate_source=rate_source, relative_step=relative)
     options = {n: foreign.values.get(f"optimizer.{n}") for n in OPTIMIZER_OPTIONS}
-    given = {n: value for n, value in options.items() if f"optimizer.{n}" in foreign.values}
-    set_arguments(foreign, "optimizer.", {n: v for n, v in given.items() if n in CARRIED_OPTIONS})
-    foreign.stay(
-        "says how an optimizer computes, or is of another", *(f"optimizer.{n}" for n in given)
+    stated_options = {
+        n: value for n, value in options.items() if f"optimizer.{n}" in foreign.values
+    }
+    set_arguments(
+        foreign, "optimizer.", {n: v for n, v in stated_options.items() if n in CARRIED_OPTIONS}
     )
-    foreign.stay("the part's own rate says more", "learning_rate", *own)
+    foreign.stay(
+        "says how an optimizer computes, or is of another",
+        *(f"optimizer.{n}" for n in stated_options),
+    )
+    foreign.stay("the part's own rate says more", "learning_rate", *rate_keys)
     steps = None
     set_schedule(
         foreign,
@@ -242,10 +252,10 @@ def _text_encoders(foreign: Foreign, rate: float | None) -> None:
     trained = [n for n in names if foreign.flag(flags[n], default=True)]
     rates = []
     for n in trained:
-        own = foreign.number(f"{n}.learning_rate") or foreign.number(f"{n}_learning_rate")
+        encoder_rate = foreign.number(f"{n}.learning_rate") or foreign.number(f"{n}_learning_rate")
         key = f"{n}.learning_rate" if f"{n}.learning_rate" in foreign.values else "learning_rate"
-        if own or rate:
-            rates.append((key, own or rate or 0.0))
+        if encoder_rate or rate:
+            rates.append((key, encoder_rate or rate or 0.0))
     source = flags[(trained or names)[0]]
     shared.set_text_encoder(foreign, trained=bool(trained), source=source, rates=rates)
     if trained and len(trained) < len(names) and foreign.findings.values["adapter.text_encoder"]:

@@ -13,27 +13,27 @@ from lora_trainer.importing.folders import ImageFolder, path_of, set_folders
 from lora_trainer.importing.rules import THERE, Foreign, carry, flattened
 
 
-def _named_list(foreign: Foreign, own: str, file_key: str) -> list[Mapping[str, Any]]:
+def _named_list(foreign: Foreign, list_key: str, file_key: str) -> list[Mapping[str, Any]]:
     """Return the tables that stand in the file, or in the file that it names."""
-    inside = foreign.data.get(own)
+    inside = foreign.data.get(list_key)
     if isinstance(inside, list):
         foreign.stay("its contents stand in the file", file_key)
         return [table for table in inside if isinstance(table, Mapping)]
-    named = foreign.on(file_key)
-    if named is None:
+    file_name = foreign.on(file_key)
+    if file_name is None:
         return []
-    path = path_of(named)
+    path = path_of(file_name)
     for file in (foreign.beside / path, foreign.beside / path.name, foreign.beside.parent / path):
         try:
             tables = json.loads(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError):
             continue
         if isinstance(tables, list) and all(isinstance(table, Mapping) for table in tables):
-            foreign.extra |= flattened({own: tables})
+            foreign.extra |= flattened({list_key: tables})
             foreign.findings.stays(file_key, f"{file.name} is read too")
             return list(tables)
     foreign.findings.lacks(
-        file_key, named, "no such JSON file here: put it beside the settings file"
+        file_key, file_name, "no such JSON file here: put it beside the settings file"
     )
     return []
 
@@ -77,7 +77,7 @@ def set_concepts(foreign: Foreign) -> None:
 def _concept_fields(
     foreign: Foreign, folder: ImageFolder, values: Mapping[str, Any], where: str
 ) -> None:
-    findings, own = foreign.findings, folder.settings
+    findings, folder_settings = foreign.findings, folder.settings
 
     def stay(why: str, *names: str) -> None:
         for name in names:
@@ -87,18 +87,21 @@ def _concept_fields(
     strategy = str(values.get("balancing_strategy", "REPEATS")).upper()
     times = values.get("balancing", 1.0)
     if strategy == "REPEATS" and isinstance(times, int | float) and times >= 1:
-        own["repeats"] = (round(times), f"{where}balancing" if "balancing" in values else THERE)
+        folder_settings["repeats"] = (
+            round(times),
+            f"{where}balancing" if "balancing" in values else THERE,
+        )
         if times != round(times):
             findings.is_nearest(f"{where}balancing", f"{times:g}: {round(times)} repeats")
     elif times not in (1, 1.0):
         why = "give repeats: a share of an epoch or a number of samples has no equivalent"
         findings.lacks(f"{where}balancing", times, why)
-    if "repeats" not in own:
-        own["repeats"] = (1, THERE)
+    if "repeats" not in folder_settings:
+        folder_settings["repeats"] = (1, THERE)
     if values.get("loss_weight", 1.0) not in (1, 1.0):
-        own["weight"] = (values["loss_weight"], f"{where}loss_weight")
+        folder_settings["weight"] = (values["loss_weight"], f"{where}loss_weight")
     if values.get("image.enable_random_flip"):
-        own["flip"] = (True, f"{where}image.enable_random_flip")
+        folder_settings["flip"] = (True, f"{where}image.enable_random_flip")
     if values.get("include_subdirectories"):
         findings.stays(f"{where}include_subdirectories", "subfolders are read, two levels deep")
     if values.get("image.enable_resolution_override"):
@@ -107,9 +110,9 @@ def _concept_fields(
             f"{where}image.resolution_override", values.get("image.resolution_override"), why
         )
     if values.get("text.enable_tag_shuffling"):
-        own["shuffle_tags"] = (True, f"{where}text.enable_tag_shuffling")
+        folder_settings["shuffle_tags"] = (True, f"{where}text.enable_tag_shuffling")
         keep = values.get("text.keep_tags_count", 1)
-        own["keep_tokens"] = (
+        folder_settings["keep_tokens"] = (
             keep,
             f"{where}text.keep_tags_count" if "text.keep_tags_count" in values else THERE,
         )
@@ -125,7 +128,7 @@ def _concept_fields(
             f"{where}text.tag_dropout_probability",
         )
         field = "caption_dropout" if mode == "FULL" else "tag_dropout"
-        own[field] = (values.get("text.tag_dropout_probability", 0.0), name)
+        folder_settings[field] = (values.get("text.tag_dropout_probability", 0.0), name)
     source = str(values.get("text.prompt_source", "sample"))
     if source == "filename":
         note = "an image with a caption file keeps that"

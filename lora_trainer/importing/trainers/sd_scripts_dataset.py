@@ -107,18 +107,18 @@ def _is_general(data: Mapping[str, Any]) -> bool:
 def read_training_options(foreign: Foreign) -> None:
     """Read a training file's options about the dataset, and the dataset file that it names."""
     findings, values = foreign.findings, foreign.values
-    named = foreign.on("dataset_config")
-    if named is not None:
-        _read_named(foreign, str(named))
+    file_name = foreign.on("dataset_config")
+    if file_name is not None:
+        _read_named(foreign, str(file_name))
     foreign.stay("is not given", "dataset_config")
     names = {name: name for name in values}
     if foreign.on("train_data_dir") and findings.dataset is None:
         findings.dataset = str(path_of(values["train_data_dir"]))
         findings.stays("train_data_dir", "is the DATASET of the command")
     foreign.stay("is not given, or the dataset file says more", "train_data_dir")
-    if named is None and "data.buckets" not in findings.values:
-        own = {name: values[name] for name in SUBSET_FIELDS if name in values}
-        for field, (value, key) in caption_fields(foreign, own, names).items():
+    if file_name is None and "data.buckets" not in findings.values:
+        subset_values = {name: values[name] for name in SUBSET_FIELDS if name in values}
+        for field, (value, key) in caption_fields(foreign, subset_values, names).items():
             if key == THERE:
                 findings.set(f"data.{field}", value, note=THERE)
             elif field == "caption_lines":
@@ -137,7 +137,7 @@ def read_training_options(foreign: Foreign) -> None:
             findings.set("data.caption_extensions", [str(values[extension])], extension)
         _set_held_out(foreign, values, names)
     _set_masks(foreign)
-    why = "the dataset file says more" if named is not None else "is not given"
+    why = "the dataset file says more" if file_name is not None else "is not given"
     foreign.stay(why, *SUBSET_FIELDS, "enable_bucket", "caption_extension", "caption_extention",
                  "min_bucket_reso", "max_bucket_reso", "validation_split", "token_warmup_min")  # fmt: skip
     _set_regularisation(foreign)
@@ -165,11 +165,14 @@ def read_dataset(foreign: Foreign, data: Mapping[str, Any] | None = None) -> Non
             _read_shared(foreign, values, names)
         else:
             _read_further(foreign, dataset, where, datasets[0])
-        for place, own in enumerate(_tables(dataset, "subsets")):
-            inner = f"{where}.subsets[{place}]"
+        for index, subset in enumerate(_tables(dataset, "subsets")):
+            inner = f"{where}.subsets[{index}]"
             inherited = {key: value for key, value in values.items() if key in _SUBSET}
             folder = _subset(
-                foreign, {**inherited, **own}, {**names, **{k: f"{inner}.{k}" for k in own}}, inner
+                foreign,
+                {**inherited, **subset},
+                {**names, **{k: f"{inner}.{k}" for k in subset}},
+                inner,
             )
             if folder is not None:
                 folders.append(folder)
@@ -204,16 +207,16 @@ def caption_fields(
         text = values.get(key)
         if not isinstance(text, str) or not text:
             continue
-        field, told = SUBSET_FIELDS[key], names[key]
+        field, source = SUBSET_FIELDS[key], names[key]
         if mark and str(mark) in text:
             # There the mark in it says that it is not shuffled; here it never is, and the mark would stay.
-            fields[field] = (" ".join(text.replace(str(mark), " ").split()), told)
+            fields[field] = (" ".join(text.replace(str(mark), " ").split()), source)
             findings.is_nearest(
-                told, f"{text}: without the mark {mark}, as it is never shuffled here"
+                source, f"{text}: without the mark {mark}, as it is never shuffled here"
             )
         elif touched:
             findings.is_nearest(
-                told, "stays where it is; there its tags are shuffled with the others"
+                source, "stays where it is; there its tags are shuffled with the others"
             )
     if (
         fields.get("keep_tokens", (1, ""))[0]
@@ -235,18 +238,18 @@ def set_size(foreign: Foreign, name: str, value: Any) -> bool:
     return True
 
 
-def _read_named(foreign: Foreign, named: str) -> None:
+def _read_named(foreign: Foreign, file_name: str) -> None:
     """Add the dataset file that a training file names, if it is there."""
-    file = foreign.beside / path_of(named)
+    file = foreign.beside / path_of(file_name)
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         foreign.findings.lacks(
-            "dataset_config", named, "no such TOML file here: import it by itself"
+            "dataset_config", file_name, "no such TOML file here: import it by itself"
         )
         return
     if not is_dataset(data):
-        foreign.findings.lacks("dataset_config", named, "is no dataset file of sd-scripts")
+        foreign.findings.lacks("dataset_config", file_name, "is no dataset file of sd-scripts")
         return
     before = foreign.data
     foreign.data = data
@@ -300,13 +303,13 @@ def _read_further(
     foreign: Foreign, dataset: Mapping[str, Any], where: str, first: Mapping[str, Any]
 ) -> None:
     """Read what is of a further dataset; the same images at another resolution are trained at both."""
-    findings, done = foreign.findings, {"subsets"}
+    findings, handled = foreign.findings, {"subsets"}
     same = {str(s.get("image_dir")) for s in _tables(dataset, "subsets")} == {
         str(s.get("image_dir")) for s in _tables(first, "subsets")
     }
     if "resolution" in dataset and same:
-        done.add("resolution")
-        known = findings.values.get("data.more_resolutions", [])
+        handled.add("resolution")
+        resolutions = findings.values.get("data.more_resolutions", [])
         side, before = (
             findings.values.get("data.resolution"),
             findings.sources.get("data.resolution", ""),
@@ -314,9 +317,9 @@ def _read_further(
         if set_size(foreign, f"{where}.resolution", dataset["resolution"]) and side is not None:
             other = findings.values["data.resolution"]
             findings.set("data.resolution", side, before)
-            if other != side and other not in known:
-                findings.set("data.more_resolutions", [*known, other], f"{where}.resolution")
-    for key in dataset.keys() - done:
+            if other != side and other not in resolutions:
+                findings.set("data.more_resolutions", [*resolutions, other], f"{where}.resolution")
+    for key in dataset.keys() - handled:
         if key in _DATASET and key not in _SUBSET:
             why = "all images are trained as the first of the datasets says"
             if dataset[key] == first.get(key):
@@ -330,11 +333,13 @@ def _subset(
 ) -> ImageFolder | None:
     """Return a subset as a folder, None for one that is not trained on."""
     findings = foreign.findings
-    place = next((key for key in ("image_dir", "metadata_file") if values.get(key)), None)
-    if place is None or not isinstance(values[place], str):
+    folder_key = next((key for key in ("image_dir", "metadata_file") if values.get(key)), None)
+    if folder_key is None or not isinstance(values[folder_key], str):
         raise RequestError(f"{where} names no folder of images", fix="give it an image_dir")
-    path = path_of(values[place])
-    folder = ImageFolder(path=path if place == "image_dir" else path.parent, key=names[place])
+    path = path_of(values[folder_key])
+    folder = ImageFolder(
+        path=path if folder_key == "image_dir" else path.parent, key=names[folder_key]
+    )
     if values.get("conditioning_data_dir"):
         why = "control images are not trained; masks belong in a folder masks/ beside the images"
         findings.lacks(names["conditioning_data_dir"], values["conditioning_data_dir"], why)

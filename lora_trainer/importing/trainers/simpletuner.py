@@ -95,13 +95,15 @@ def _model(foreign: Foreign) -> None:
     if assistant is not None:
         carry(findings, "base.assistant", "assistant_lora_path", assistant)
     foreign.stay("is not given", "assistant_lora_path")
-    kept = str(foreign.get("base_model_precision", "no_change"))
-    if kept in QUANTIZED:
-        findings.set("memory.base_precision", QUANTIZED[kept], "base_model_precision")
-        if kept.startswith(("int4", "int2", "uint4")):
-            findings.is_nearest("base_model_precision", f"{kept}: memory.base_precision=nf4")
-    elif kept not in ("no_change", "bf16", "fp16", "fp32"):
-        findings.lacks("base_model_precision", kept, "a base is kept whole, or in int8, fp8 or nf4")
+    kept_as = str(foreign.get("base_model_precision", "no_change"))
+    if kept_as in QUANTIZED:
+        findings.set("memory.base_precision", QUANTIZED[kept_as], "base_model_precision")
+        if kept_as.startswith(("int4", "int2", "uint4")):
+            findings.is_nearest("base_model_precision", f"{kept_as}: memory.base_precision=nf4")
+    elif kept_as not in ("no_change", "bf16", "fp16", "fp32"):
+        findings.lacks(
+            "base_model_precision", kept_as, "a base is kept whole, or in int8, fp8 or nf4"
+        )
     foreign.stay("the base is kept as it is computed", "base_model_precision")
     precision = str(foreign.get("mixed_precision", "bf16"))
     if precision in ("no", "fp16", "bf16"):
@@ -249,10 +251,10 @@ def _norm_and_average(foreign: Foreign) -> None:
     if foreign.get("grad_clip_method", "value") == "norm":
         findings.set("train.max_grad_norm", norm, *foreign.there("max_grad_norm"))
     else:
-        told = "grad_clip_method" if "grad_clip_method" in foreign.values else "max_grad_norm"
-        findings.set("train.max_grad_norm", 0.0, *foreign.there(told))
+        source = "grad_clip_method" if "grad_clip_method" in foreign.values else "max_grad_norm"
+        findings.set("train.max_grad_norm", 0.0, *foreign.there(source))
         findings.is_nearest(
-            told, f"single numbers are cut off at {norm:g} there, which is rare: nothing is"
+            source, f"single numbers are cut off at {norm:g} there, which is rare: nothing is"
         )
     foreign.stay("is of a cut off norm", "max_grad_norm")
     foreign.stay("the norm of all is cut off", "grad_clip_method")
@@ -286,8 +288,8 @@ def _objective(foreign: Foreign) -> None:
         names = [n for n in ("offset_noise", "noise_offset") if n in foreign.values]
         findings.set("objective.noise_offset", strength, *names)
         if share != 1:
-            told = "noise_offset_probability"
-            findings.is_nearest(told, f"{share:g}: all samples have the offset here")
+            source = "noise_offset_probability"
+            findings.is_nearest(source, f"{share:g}: all samples have the offset here")
     foreign.stay("is off there", "offset_noise", "noise_offset", "noise_offset_probability")
     if foreign.number("input_perturbation"):
         carry(

@@ -72,20 +72,20 @@ def read_tables(foreign: Foreign, tables: list[Mapping[str, Any]]) -> None:
     moving = ""
     for number, table in enumerate(tables):
         where = f"data_backends[{number}]."
-        place = table.get("instance_data_dir")
+        image_folder = table.get("instance_data_dir")
         kind = str(table.get("dataset_type", "image"))
         if (
             kind not in ("image",)
             or table.get("disabled")
-            or not isinstance(place, str)
-            or not place
+            or not isinstance(image_folder, str)
+            or not image_folder
         ):
             moving = kind if kind in ("video", "audio") and not table.get("disabled") else moving
             why = "is no folder of images that is trained"
             for key in table:
                 findings.stays(f"{where}{key}", why)
             continue
-        folder = ImageFolder(path=path_of(place), key=f"{where}instance_data_dir")
+        folder = ImageFolder(path=path_of(image_folder), key=f"{where}instance_data_dir")
         folder.regularisation = bool(table.get("is_regularisation_data"))
         repeats = table.get("repeats", 0)
         if isinstance(repeats, int) and not isinstance(repeats, bool) and repeats >= 0:
@@ -161,10 +161,10 @@ def _captions(
 
 def read_file(foreign: Foreign, option: str) -> Any:
     """Return what a JSON file holds that an option names, None where it is not there."""
-    named = foreign.on(option)
-    if named is None:
+    file_name = foreign.on(option)
+    if file_name is None:
         return None
-    path = path_of(named)
+    path = path_of(file_name)
     for file in (foreign.beside / path, foreign.beside / path.name):
         try:
             content = json.loads(file.read_text(encoding="utf-8-sig"))
@@ -173,6 +173,6 @@ def read_file(foreign: Foreign, option: str) -> Any:
         foreign.findings.stays(option, f"{file.name} is read too")
         return content
     foreign.findings.lacks(
-        option, str(named), "no such JSON file here: put it beside the settings file"
+        option, str(file_name), "no such JSON file here: put it beside the settings file"
     )
     return None
