@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from scripts.trainers.measured import (
     walked,
 )
 
+PIPELINES = ("library.lpw_stable_diffusion", "library.sdxl_lpw_stable_diffusion")
+"""Import names for sample images that transformers 5 no longer has."""
+
 
 def resolve(file: Path) -> Numbers:
     """Return the numbers of a training file."""
     import toml
-    from library import train_util
 
     named = toml.load(file)
     flat = {
@@ -49,15 +52,17 @@ def resolve(file: Path) -> Numbers:
         if flat & {"ae", "t5xxl", "guidance_scale"}
         else "sdxl"
     )
-    scripts = {
-        "flux": "flux_train_network",
-        "sd3": "sd3_train_network",
-        "sdxl": "sdxl_train_network",
-    }
-    module = importlib.import_module(scripts[kind])
-    parser, sys.argv = module.setup_parser(), ["train", "--config_file", str(file)]
-    args = train_util.read_config_from_file(parser.parse_args(), parser)
-    return numbers_of(args, kind)
+    return numbers_of(arguments_of(file, kind), kind)
+
+
+def arguments_of(file: Path, kind: str, more: Sequence[str] = ()) -> Namespace:
+    """Return the arguments of a file, and more of its command, for a base of flux, sd3 or sdxl."""
+    from library import train_util
+
+    parser = importlib.import_module(f"{kind}_train_network").setup_parser()
+    sys.argv = ["train", "--config_file", str(file), *more]
+    args: Namespace = train_util.read_config_from_file(parser.parse_args(), parser)
+    return args
 
 
 def numbers_of(args: Namespace, kind: str) -> Numbers:
@@ -84,7 +89,7 @@ class Transformer2DModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.proj = nn.Linear(8, 8)
+        self.proj = nn.Linear(640, 640)
 
 
 class ResnetBlock2D(nn.Module):
@@ -92,7 +97,7 @@ class ResnetBlock2D(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(8, 8, 3)
+        self.conv = nn.Conv2d(640, 640, 3)
 
 
 class CLIPAttention(nn.Module):
@@ -100,7 +105,7 @@ class CLIPAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q_proj = nn.Linear(8, 8)
+        self.q_proj = nn.Linear(640, 640)
 
 
 def _network(args: Namespace, kind: str) -> Numbers:
@@ -155,8 +160,9 @@ def _network(args: Namespace, kind: str) -> Numbers:
     def alpha(layer: Any) -> Any:
         return None if layer is None else float(layer.scale) * layer.lora_dim
 
-    dims = {"rank": rank(linear), "alpha": alpha(linear)}
-    if kind == "sdxl":
+    has_rank = hasattr(linear, "lora_dim")  # a rotation has blocks, IA3 has factors
+    dims = {"rank": rank(linear), "alpha": alpha(linear)} if has_rank else {}
+    if kind == "sdxl" and has_rank:
         dims |= {"conv_rank": rank(convolution), "conv_alpha": alpha(convolution)}
     text_trained = kind == "sdxl" and trains_text and bool(found.get("text"))
     return {
@@ -287,9 +293,7 @@ def _buckets(args: Namespace, width: int, height: int) -> list[list[int]]:
 
 if __name__ == "__main__":
     given = arguments(__doc__ or "")
-    # Its pipelines for sample images import names that transformers 5 no longer has.
-    pipelines = ("library.lpw_stable_diffusion", "library.sdxl_lpw_stable_diffusion")
-    mocked("torchvision", "pytorch_lightning", *pipelines)
+    mocked("torchvision", "pytorch_lightning", *PIPELINES)
     sys.path.insert(0, str(given.checkout))
     sys.argv = sys.argv[:1]
     run(resolve, name="sd-scripts", commit=given.commit, files=given.files, write=given.write)

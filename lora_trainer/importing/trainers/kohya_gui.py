@@ -202,7 +202,8 @@ def _network(
         if key == "train_on_input" and algorithm != "ia3":
             value = False
         used = has_conv if key.startswith("conv_") else algorithm or key not in _LYCORIS
-        if not used or value in ("", 0, False, None, "all"):
+        is_off = value in ("", 0, False, None, "all") and not (key == "conv_dim" and algorithm)
+        if not used or is_off:
             foreign.findings.stays(key, "is off there, or of another kind of LoRA")
         else:
             options[key] = value

@@ -200,7 +200,9 @@ def _targets(foreign: Foreign, arguments: Mapping[str, Any], *, is_lycoris: bool
     name = "network_args.conv_dim"
     if is_lycoris and preset.startswith("attn-only"):
         findings.set("adapter.targets", "attention", "network_args.preset")
-    elif has_conv or (is_lycoris and preset in ("full", "unet-only", "unet-convblock-only")):
+    elif has_conv or (
+        is_lycoris and conv is None and preset in ("full", "unet-only", "unet-convblock-only")
+    ):
         everything = "transformer" if foreign.is_flow else "all"
         source = name if has_conv else "network_args.preset" if "preset" in arguments else ""
         findings.set("adapter.targets", everything, *((source,) if source else ()),

@@ -20,6 +20,9 @@ def read_objective(foreign: Foreign) -> None:
     shared.set_snr_weights(foreign, foreign.number("min_snr_gamma"), "min_snr_gamma")
     if foreign.on("debiased_estimation_loss") and not foreign.is_flow:
         findings.set("objective.weighting", "debiased", "debiased_estimation_loss")
+        if foreign.on("min_snr_gamma"):
+            how = "these weights alone, there times those of min_snr_gamma"
+            findings.is_nearest("debiased_estimation_loss", how)
     foreign.stay("is off there, or flow matching has no such weights", "debiased_estimation_loss")
     _loss(foreign)
     if foreign.is_flow and not _is_sd3(foreign):
