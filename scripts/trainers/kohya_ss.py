@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
+from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,5 +104,6 @@ if __name__ == "__main__":
     given = arguments(__doc__ or "")
     mocked("torchvision", "pytorch_lightning", "gradio", "easygui", *sd_scripts.PIPELINES)
     sys.path[:0] = [str(given.checkout), str(given.checkout.parent / "sd-scripts")]
+    os.chdir(mkdtemp())  # it writes a log and prompts into the folder it is started from
     sys.argv = sys.argv[:1]
     run(resolve, name="kohya_ss", commit=given.commit, files=given.files, write=given.write)
