@@ -178,6 +178,22 @@ def set_resolutions(foreign: Foreign, sizes: Sequence[tuple[float, float]], sour
         findings.set("data.more_resolutions", sides[1:], source)
 
 
+def set_sizes(foreign: Foreign, sizes: Sequence[tuple[Any, str]]) -> bool:
+    """Set the resolutions of all folders from (size, key) of each; return whether there is one."""
+    exact: list[tuple[tuple[float, float], str]] = []
+    for size, name in sizes:
+        try:
+            exact.append((read_size(size), name))
+        except ValueError as error:
+            foreign.findings.lacks(name, size, str(error))
+    if exact:
+        set_resolutions(foreign, [size for size, _ in exact], exact[0][1])
+        for _, name in exact:
+            if name not in foreign.findings.named:
+                foreign.findings.stays(name, "all folders are trained at all of the resolutions")
+    return bool(exact)
+
+
 def read_size(value: Any) -> tuple[float, float]:
     """Return width and height of 512, "512", "512,768", "512x768" or [512, 768]; raises ValueError."""
     parts = re.split(r"[,x]", value) if isinstance(value, str) else value

@@ -363,11 +363,17 @@ def mocked(*names: str) -> None:
     sys.meta_path.insert(0, _Mocks(names))
 
 
+def _absolute(path: str) -> Path:
+    return Path(path).resolve()
+
+
 def arguments(description: str) -> argparse.Namespace:
     """Return the checkout of the trainer, its commit, further files, and whether its numbers are written."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--checkout", type=Path, required=True, help="folder with its source")
+    parser.add_argument("--checkout", type=_absolute, required=True, help="folder with its source")
     parser.add_argument("--commit", required=True, help="what it was taken at, for the record")
     parser.add_argument("--write", action="store_true", help="write its numbers for the tests")
-    parser.add_argument("files", nargs="*", type=Path, help="further settings files to compare")
+    parser.add_argument(
+        "files", nargs="*", type=_absolute, help="further settings files to compare"
+    )
     return parser.parse_args()

@@ -14,10 +14,9 @@ from lora_trainer.importing import shared
 from lora_trainer.importing.folders import (
     ImageFolder,
     path_of,
-    read_size,
     set_folders,
     set_length,
-    set_resolutions,
+    set_sizes,
 )
 from lora_trainer.importing.foreign_optimizers import set_arguments, set_optimizer, set_schedule
 from lora_trainer.importing.rules import (
@@ -367,7 +366,7 @@ def _read_tables(foreign: Foreign, data: Mapping[str, Any]) -> None:
         )
         folders.append(folder)
     set_folders(foreign, folders)
-    _set_sizes(foreign, sizes)
+    set_sizes(foreign, sizes)
     first = {**shared_values, **(data["directory"][0] if data["directory"] else {})}
     keys = ("dataset.directory[0].enable_ar_bucket", "dataset.enable_ar_bucket")
     sources = [key for key in keys if key in {**foreign.values, **foreign.extra}][:1]
@@ -403,20 +402,6 @@ def _read_tables(foreign: Foreign, data: Mapping[str, Any]) -> None:
 def _bare(key: str) -> str:
     head, bracket, rest = key.partition("[")
     return head if not bracket else f"{head}[]{rest.partition(']')[2]}"
-
-
-def _set_sizes(foreign: Foreign, sizes: list[tuple[Any, str]]) -> None:
-    exact = []
-    for size, name in sizes:
-        try:
-            exact.append(read_size(size))
-        except ValueError as error:
-            foreign.findings.lacks(name, size, str(error))
-    if exact:
-        set_resolutions(foreign, exact, sizes[0][1])
-        for _, name in sizes:
-            if name not in foreign.findings.named:
-                foreign.findings.stays(name, "all folders are trained at all of the resolutions")
 
 
 def _length(foreign: Foreign) -> None:

@@ -15,9 +15,9 @@ from lora_trainer.importing import shared
 from lora_trainer.importing.folders import (
     ImageFolder,
     path_of,
-    read_size,
     set_folders,
     set_resolutions,
+    set_sizes,
 )
 from lora_trainer.importing.rules import (
     THERE,
@@ -273,7 +273,8 @@ def _read_tables(foreign: Foreign, data: Mapping[str, Any]) -> None:
             unique = list(dict.fromkeys([*extensions, str(values["caption_extension"])]))
             findings.set("data.caption_extensions", unique, names["caption_extension"])
     set_folders(foreign, folders)
-    _set_sizes(foreign, sizes)
+    if not set_sizes(foreign, sizes):
+        set_resolutions(foreign, [(960, 544)], "resolution, by default there")
     on = bool(buckets and buckets[0][0])
     findings.set(
         "data.buckets", on, *(name for _, name in buckets[:1]), note="" if buckets else THERE
@@ -290,28 +291,6 @@ def _read_tables(foreign: Foreign, data: Mapping[str, Any]) -> None:
     foreign.stay(
         "its datasets say it", *(key for key in foreign.values if key.startswith("general."))
     )
-
-
-def _set_sizes(foreign: Foreign, sizes: Sequence[tuple[Any, str]]) -> None:
-    exact = []
-    for size, name in sizes:
-        try:
-            exact.append((read_size(size), name))
-        except ValueError as error:
-            foreign.findings.lacks(name, size, str(error))
-    if exact:
-        set_resolutions(foreign, [size for size, _ in exact], exact[0][1])
-        for size, name in exact[1:]:
-            same = size == exact[0][0]
-            why = (
-                "is the resolution of all"
-                if same
-                else "all folders are trained at all of these resolutions"
-            )
-            if name not in foreign.findings.named:
-                foreign.findings.stays(name, why)
-    else:
-        set_resolutions(foreign, [(960, 544)], "resolution, by default there")
 
 
 MUSUBI = Trainer(name=NAME, flat=flat, keys=KEYS, read=read)
