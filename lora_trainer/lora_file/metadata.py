@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,6 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.common.redaction import public_source, public_text
 from lora_trainer.config.config import CHUNK_TOKENS, Auto
 from lora_trainer.families.base import Prediction
-
-__all__ = [
-    "ExportInfo",
-    "FileHashes",
-    "SubsetSummary",
-    "file_hashes",
-    "metadata",
-    "usage_hint",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +101,8 @@ class ExportInfo:
         return sum(len(subset.captions) * subset.repeats for subset in self.subsets)
 
 
+_dumps = partial(json.dumps, ensure_ascii=False)
+_dumps_sorted = partial(_dumps, sort_keys=True)
 _SHORT_HASH_OFFSET, _SHORT_HASH_BYTES = 0x100000, 0x10000
 MAX_TAGS = 1000
 """Tags listed per file, the most frequent first; ComfyUI ignores headers above 8 MiB."""
@@ -138,14 +132,11 @@ _NONE_IN_KOHYA = (
 """Options of kohya's trainers that this program does not have, as they are there when unused."""
 
 
-def training_metadata(info: ExportInfo) -> dict[str, Any]:
-    """Return all `ss_` entries; values are not yet text."""
-    return {**_network(info), **_schedule(info), **_options(info), **_dataset(info)}
-
-
 def _network(info: ExportInfo) -> dict[str, Any]:
     arguments = _network_arguments(info)
     vae = info.settings["base.vae"]
+    hashes = {"sd_model": info.base_hashes, "vae": info.vae_hashes}
+    stated_hashes = {name: each for name, each in hashes.items() if each is not None}
     return {
         "ss_base_model_version": info.base_model_version,
         "ss_v2": info.base_model_version.startswith("sd_v2"),
@@ -154,12 +145,12 @@ def _network(info: ExportInfo) -> dict[str, Any]:
         "ss_network_module": "lycoris.kohya" if "algo" in arguments else "networks.lora",
         "ss_network_dim": info.rank,
         "ss_network_alpha": float(info.alpha),
-        "ss_network_args": _kohya_json(arguments),
+        "ss_network_args": _dumps(arguments),
         "ss_network_dropout": info.settings["adapter.dropout"] or None,
         "ss_session_id": _session_id(info),
         **({"ss_vae_name": vae} if vae else {}),
-        **_hashes("sd_model", info.base_hashes),
-        **_hashes("vae", info.vae_hashes),
+        **{f"ss_{name}_hash": each.short for name, each in stated_hashes.items()},
+        **{f"ss_new_{name}_hash": each.sha256 for name, each in stated_hashes.items()},
     }
 
 
@@ -168,14 +159,10 @@ def _session_id(info: ExportInfo) -> int:
 
     Computed and not drawn, so that the same training gives the same bytes and a resume the same number.
     """
-    names = _json([info.title, info.started_at_s, info.base_identity, info.settings["train.seed"]])
+    names = _dumps_sorted(
+        [info.title, info.started_at_s, info.base_identity, info.settings["train.seed"]]
+    )
     return int(sha256_bytes(names.encode("utf-8", "backslashreplace"))[:8], 16)
-
-
-def _hashes(name: str, hashes: FileHashes | None) -> dict[str, str]:
-    if hashes is None:
-        return {}
-    return {f"ss_{name}_hash": hashes.short, f"ss_new_{name}_hash": hashes.sha256}
 
 
 def _network_arguments(info: ExportInfo) -> dict[str, str]:
@@ -251,7 +238,6 @@ def _options(info: ExportInfo) -> dict[str, Any]:
         "ss_gradient_checkpointing": settings["memory.gradient_checkpointing"] != "none",
         "ss_max_grad_norm": settings["train.max_grad_norm"],
         "ss_scale_weight_norms": settings["optimizer.max_weight_norm"],
-        **_loss(info),
         "ss_noise_offset": settings["objective.noise_offset"],
         "ss_multires_noise_iterations": settings["objective.multires_noise_iterations"],
         "ss_multires_noise_discount": settings["objective.multires_noise_discount"],
@@ -270,7 +256,6 @@ def _options(info: ExportInfo) -> dict[str, Any]:
         "ss_training_comment": info.description or None,
         **{f"ss_{name}": False for name in _FALSE_IN_KOHYA},
         **{f"ss_{name}": None for name in _NONE_IN_KOHYA},
-        **(_flow(settings) if info.prediction == "flow" else _noise(info)),
     }
 
 
@@ -297,20 +282,18 @@ def _loss(info: ExportInfo) -> dict[str, Any]:
     }
 
 
-def _noise(info: ExportInfo) -> dict[str, Any]:
-    return {"ss_zero_terminal_snr": info.zero_terminal_snr}
-
-
-def _flow(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how timesteps were drawn; kohya counts some densities among the weightings."""
-    sampling, weighting = (
-        settings[f"objective.{name}"] for name in ("timestep_sampling", "weighting")
-    )
-    schemes = [weighting] if weighting != "none" else []
-    schemes += [sampling] if sampling in ("logit_normal", "mode") else []
+def _timesteps(info: ExportInfo) -> dict[str, Any]:
+    """Return the noise schedule, or the density of timesteps of flow matching."""
+    if info.prediction != "flow":
+        return {"ss_zero_terminal_snr": info.zero_terminal_snr}
+    settings = info.settings
+    sampling, scheme = settings["objective.timestep_sampling"], settings["objective.weighting"]
+    # kohya counts some densities among the weightings.
+    if scheme == "none" and sampling in ("logit_normal", "mode"):
+        scheme = sampling
     return {
         "ss_timestep_sampling": sampling,
-        "ss_weighting_scheme": schemes[0] if schemes else "none",
+        "ss_weighting_scheme": scheme,
         "ss_mode_scale": settings["objective.mode_scale"],
         "ss_logit_mean": settings["objective.logit_mean"],
         "ss_logit_std": settings["objective.logit_std"],
@@ -362,11 +345,11 @@ def _dataset(info: ExportInfo) -> dict[str, Any]:
         "ss_num_reg_images": info.regularisation_per_epoch,
         "ss_min_bucket_reso": shortest_px,
         "ss_max_bucket_reso": longest_px,
-        "ss_dataset_dirs": _kohya_json(folders),
-        "ss_reg_dataset_dirs": _kohya_json({}),
-        "ss_tag_frequency": _kohya_json(tags),
-        "ss_bucket_info": _kohya_json(buckets),
-        "ss_datasets": _kohya_json([dataset]),
+        "ss_dataset_dirs": _dumps(folders),
+        "ss_reg_dataset_dirs": _dumps({}),
+        "ss_tag_frequency": _dumps(tags),
+        "ss_bucket_info": _dumps(buckets),
+        "ss_datasets": _dumps([dataset]),
     }
 
 
@@ -402,10 +385,6 @@ def _ceil_divide(total: int, part: int) -> int:
     return -(-total // part)
 
 
-def _kohya_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 MACHINE_SETTINGS = ("output.folder", "data.cache_dir")
 """Settings that say where things lie on this machine and nothing about the result."""
 
@@ -421,15 +400,9 @@ _SOURCES = ("base.model", "base.vae", "base.companion", "base.assistant", "train
 def metadata(info: ExportInfo) -> dict[str, str]:
     """Return all header entries but the hashes, which need the tensors; every value is text."""
     public: ExportInfo = _public(replace(info, settings=_without_folders(info.settings)))
-    values = {
-        **training_metadata(public),
-        **_modelspec(public),
-        **_own(public),
-    }
-    return {
-        key: value if isinstance(value, str) else str(value)
-        for key, value in sorted(values.items())
-    }
+    sections = (_network, _schedule, _options, _loss, _timesteps, _dataset, _modelspec, _lora_train)
+    values = {key: value for section in sections for key, value in section(public).items()}
+    return {key: str(value) for key, value in sorted(values.items())}
 
 
 def _modelspec(info: ExportInfo) -> dict[str, Any]:
@@ -467,11 +440,11 @@ def usage_hint(trigger: str) -> str:
     return f"Put '{trigger}' into the prompt." if trigger else ""
 
 
-def _own(info: ExportInfo) -> dict[str, Any]:
+def _lora_train(info: ExportInfo) -> dict[str, Any]:
     settings = {key: value for key, value in info.settings.items() if key not in MACHINE_SETTINGS}
     return {
         "lora_train.version": __version__,
-        "lora_train.settings": _json(settings),
+        "lora_train.settings": _dumps_sorted(settings),
         "lora_train.base_identity": info.base_identity,
     }
 
@@ -494,7 +467,3 @@ def _public(value: Any) -> Any:
             value, **{field.name: _public(getattr(value, field.name)) for field in fields(value)}
         )
     return value
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, sort_keys=True)

@@ -52,31 +52,29 @@ def update_norm(update: Update) -> float | None:
 
 def _norm(update: Update) -> float | None:
     arrays = update.arrays
-    if (
-        max((array.shape[0] for name, array in arrays.items() if name in _INNER), default=0)
-        > MAX_RANK
-    ):
+    if any(array.shape[0] > MAX_RANK for name, array in arrays.items() if name in _INNER):
         return None
     match update.kind:
         case "lora":
             return product_norm(arrays["up"], arrays["down"])
         case "loha":
             return _loha_norm(arrays)
-        case "lokr":  # |A x B| = |A| |B|
+        case "lokr":
+            # Each number of A x B is one of A times one of B, so the squares of the norms multiply.
             return _factor_norm(arrays, "w1") * _factor_norm(arrays, "w2")
     difference = arrays.get("difference")
     return 0.0 if difference is None else float(np.linalg.norm(difference.astype(np.float64)))
 
 
 def product_norm(first: Matrix, second: Matrix) -> float:
-    """|A B| from |A B|^2 = tr(B^T A^T A B) = sum of (A^T A) * (B B^T), elementwise; kernels may be unflattened.
-
-    Only the small [r, r] matrices are formed. NaN where a number is none.
-    """
+    """Return the norm of A B, from `first` [out, r, ...] and `second` [r, in, ...]; NaN where a number is NaN."""
+    # |A B|^2 = tr(B^T A^T A B) = sum of (A^T A) * (B B^T), elementwise: only [r, r] matrices are formed, and
+    # float64 keeps 8 digits after the root.
     tall = np.asarray(first.reshape(first.shape[0], -1), dtype=np.float64)
     wide = np.asarray(second.reshape(second.shape[0], -1), dtype=np.float64)
     squared = float(((tall.T @ tall) * (wide @ wide.T)).sum())
-    return math.sqrt(squared) if squared >= 0 else (0.0 if squared < 0 else math.nan)
+    # Rounding can put the sum for a product of zero a little below zero.
+    return math.nan if math.isnan(squared) else math.sqrt(max(0.0, squared))
 
 
 def _factor_norm(arrays: Mapping[str, Matrix], name: str) -> float:
@@ -86,7 +84,7 @@ def _factor_norm(arrays: Mapping[str, Matrix], name: str) -> float:
 
 
 def _loha_norm(arrays: Mapping[str, Matrix]) -> float | None:
-    """|(A B) * (C D)|; the elementwise product has no shorter form, so it is made some rows at a time."""
+    # (A B) * (C D) as one product of factors has the rank r^2, so the matrix is made some rows at a time.
     outputs, inputs = arrays["w1_a"].shape[0], arrays["w1_b"].shape[1]
     if outputs * inputs > MAX_LOHA_ELEMENTS or not inputs:
         return None

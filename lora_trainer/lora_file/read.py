@@ -72,6 +72,7 @@ class ModuleFactors:
 
         A LoKr of two whole factors has none, nor has an update that is no product.
         """
+        # In LyCORIS's Tucker forms w_a is [r, out], in the plain ones [out, r].
         tucker = {"t1", "t2"} & self.entries.keys()
         pairs: list[tuple[Role, int]] = [
             ("up", 1), ("w1_b", 0), ("w2_b", 0), ("blocks", -1), ("a2", 0), ("b2", 0),
@@ -251,7 +252,9 @@ def numbers(data: bytearray, entry: HeaderEntry) -> Array:
 
 
 def _f8_table(exponent_bits: int, mantissa_bits: int) -> Array:
-    """Return the value of each of the 256 bytes; E4M3 has no infinity (OCP 8-bit floating point 1.0)."""
+    """Return the value of each of the 256 bytes of an fp8 format."""
+    # OCP 8-bit floating point 1.0: below the smallest exponent the leading 1 is missing (subnormal numbers),
+    # E4M3 has no infinity and one NaN, E5M2 has both as IEEE 754 has them.
     codes = np.arange(128)
     exponent, mantissa = codes >> mantissa_bits, codes & (2**mantissa_bits - 1)
     bias = 2 ** (exponent_bits - 1) - 1

@@ -41,6 +41,8 @@ class Strengths:
             kind = settings.get("peft_type", "LORA")
             if kind not in ("LORA", "LOHA", "LOKR", "OFT"):
                 return f"is an adapter of peft's kind {kind}; LORA, LOHA, LOKR and OFT are read"
+            # A rotation is the Cayley transform (I + Q)(I - Q)^-1 or, in peft, five terms of its series
+            # (Neumann); other numbers of terms and coft's limit give other rotations.
             terms = settings.get("use_cayley_neumann", True) and settings.get(
                 "num_cayley_neumann_terms", 5
             )
@@ -64,11 +66,13 @@ class Strengths:
         settings = self.settings.get(component, self.settings.get("", {}))
         alpha = _number(_alpha(settings))
         for pattern, value in _patterns(settings).items():
+            # As in peft, the last pattern that matches wins.
             if _names(pattern, module) and (own_alpha := _number(value)) is not None:
                 alpha = own_alpha
         rank = rank or int(_number(settings.get("r")) or 0)
         if alpha is None or rank < 1:
             return 1.0
+        # rsLoRA (Kalajdzievski 2023, arXiv 2312.03732): updates of every rank get the same size.
         return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
     def scale_of(self, spelling: str, *, rank: int) -> float:

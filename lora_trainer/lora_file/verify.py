@@ -125,11 +125,9 @@ def _float64(module: ModuleTensors) -> ModuleTensors:
 
 
 def _is_rounding(read: Tensor, live: Tensor, precision: Precision, *, slack: float) -> bool:
-    """Say whether rounding to `precision` explains every number read.
-
-    A number moves by at most eps / 2 of itself, or half a subnormal spacing near zero. A fixed
-    percentage would refuse the tiny values of a first step and pass a wrong alpha in bf16.
-    """
+    """Say whether rounding to `precision` explains every number read."""
+    # A number moves by at most eps / 2 of itself, or half a subnormal spacing near zero. A fixed percentage
+    # would refuse the tiny values of a first step and pass a wrong alpha in bf16.
     limits = torch.finfo(DTYPES[precision])
     spacing = live.abs() * (limits.eps / 2 + slack) + limits.tiny * limits.eps / 2
     return bool(((read - live).abs() <= spacing).all())
@@ -139,10 +137,8 @@ def _is_rounding(read: Tensor, live: Tensor, precision: Precision, *, slack: flo
 
 
 def _low_rank_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
-    """read - live = (U' - U) D' + U (D' - D) is one product of thin factors.
-
-    Differences are taken before products, so equal files give exactly zero.
-    """
+    # read - live = U' D' - U D = (U' - U) D' + U (D' - D), which is one product of factors side by side.
+    # Differences are taken before products, so that equal files give exactly zero.
     up, up_read = (module.tensors["up"].flatten(1) * module.scale for module in (live, read))
     down, down_read = live.tensors["down"].flatten(1), read.tensors["down"].flatten(1)
     columns = torch.cat([up_read - up, up], dim=1)
@@ -151,6 +147,7 @@ def _low_rank_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, fl
 
 
 def _loha_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
+    # Factors multiplied element by element have no norm in closed form, so rows of both updates are formed.
     rows = max(1, _CHUNK_ELEMENTS // live.tensors["w1_b"].shape[1])
     error = size = 0.0
     for start in range(0, live.tensors["w1_a"].shape[0], rows):
@@ -171,7 +168,8 @@ def _rows(module: ModuleTensors, part: slice) -> ModuleTensors:
 
 
 def _lokr_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
-    """read - live = dL x R' + L x dR, and norms and inner products of x are products of the factors'."""
+    # read - live = A' x B' - A x B = dA x B' + A x dB, and <A x B, C x D> = <A, C> <B, D>, so the norm of
+    # the sum follows from inner products of the small factors.
     first, second = _kron_factor(live, "w1") * live.scale, _kron_factor(live, "w2")
     first_read, second_read = _kron_factor(read, "w1") * read.scale, _kron_factor(read, "w2")
     moved_first, moved_second = first_read - first, second_read - second
@@ -195,6 +193,7 @@ def _dot(first: Tensor, second: Tensor) -> float:
 
 
 def _oft_norms(live: ModuleTensors, read: ModuleTensors) -> tuple[float, float]:
+    # The update is (R - I) W. Without W the rotations are compared, and R - I has the size of the update.
     rotations, rotations_read = rotation(live.tensors["blocks"]), rotation(read.tensors["blocks"])
     identity = torch.eye(rotations.shape[-1], dtype=torch.float64)
     return float((rotations_read - rotations).norm()), float((rotations - identity).norm())

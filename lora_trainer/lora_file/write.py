@@ -227,6 +227,7 @@ def _alpha(module: ModuleTensors, format: FileFormat, *, lora_alpha: float) -> f
 
 def _folded(module: ModuleTensors, alpha: float | None) -> float:
     """Return the part of the strength that is multiplied into one of the factors."""
+    # Readers compute alpha / rank; the rest of scale = alpha / rank x factor is in the tensors.
     if module.kind not in SCALED or module.scale * module.rank == alpha:
         return 1.0
     return module.scale if alpha is None else module.scale * module.rank / alpha

@@ -180,13 +180,15 @@ def _add(
     spool: TensorSpool, key: str, module: ModuleTensors, spec: FileSpec, *, lora_alpha: float
 ) -> float | None:
     """Spool one module once it reads back right; return the alpha it states, None: multiplied in."""
-    named = spec.tensors(key, module, lora_alpha=lora_alpha)
+    tensors = spec.tensors(key, module, lora_alpha=lora_alpha)
     try:
-        (match,) = matches(save(named), {key: module}, family=spec.family, precision=spec.precision)
+        (match,) = matches(
+            save(tensors), {key: module}, family=spec.family, precision=spec.precision
+        )
     except TrainingStopped as error:
         raise InputError(error.found, fix=_BUG) from None
     if not match.explained:
         raise InputError(f"{key} would change by {match.relative_error:.1e} when written", fix=_BUG)
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         spool.add(name, tensor)
-    return next((float(tensor) for name, tensor in named.items() if name.endswith(ALPHA)), None)
+    return next((float(tensor) for name, tensor in tensors.items() if name.endswith(ALPHA)), None)

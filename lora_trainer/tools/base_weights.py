@@ -1,6 +1,6 @@
 """The weights of a base model, tensor by tensor: a diffusers folder or a single-file checkpoint.
 
-Input is what `--base` says, output where the weight of every layer lies, read when asked for. No
+Input is the value of `--base`, output the location of every layer's weight, read when looked up. No
 network is built.
 """
 
@@ -84,19 +84,19 @@ class WeightLocation:
         return rows_at(self.at, self.file.tensor(self.at.tensor))
 
 
-def rows_at(place: WeightPlace, whole: Tensor) -> Tensor:
+def rows_at(at: WeightPlace, whole: Tensor) -> Tensor:
     """Return the rows of a tensor that are a layer's, in the order of diffusers' layer."""
-    return in_place_order(place, whole if place.rows is None else whole[slice(*place.rows)])
+    return in_place_order(at, whole if at.rows is None else whole[slice(*at.rows)])
 
 
-def in_place_order(place: WeightPlace, rows: Tensor) -> Tensor:
+def in_place_order(at: WeightPlace, rows: Tensor) -> Tensor:
     """Return rows in the order of the other layout: with the halves exchanged, where it has them so."""
-    return rows.roll(len(rows) // 2, 0) if place.swapped else rows
+    return rows.roll(len(rows) // 2, 0) if at.swapped else rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseWeights:
-    """A base model that is open: by "component.module" the place of each weight, matrix or kernel.
+    """A base model that is open: by "component.module" the location of each weight, matrix or kernel.
 
     `rest` has the other tensors (norms, biases, vectors) by "component.tensor"; `single` is a checkpoint
     in one file.
@@ -110,20 +110,20 @@ class BaseWeights:
     single: bool
 
     def facts(self) -> BaseFacts:
-        """Return what is known about the base; of a checkpoint whose companion is not here, by its family."""
+        """Return the facts about the base; of a checkpoint whose companion is not here, by its family."""
         return describe(BaseSettings(model=self.source))
 
     def names(self) -> LayerNames:
         """Return the layers of this base by the names that files of any trainer have for them."""
         layers: dict[str, dict[str, tuple[int, ...]]] = {}
-        for key, place in self.places.items():
+        for key, location in self.places.items():
             component, module = split_key(key)
-            layers.setdefault(component, {})[module] = place.shape
-        for key, place in self.rest.items():
+            layers.setdefault(component, {})[module] = location.shape
+        for key, location in self.rest.items():
             component, tensor = split_key(key)
             module, _, name = tensor.rpartition(".")
-            if name == "weight" and len(place.shape) == 1:
-                layers.setdefault(component, {})[module] = place.shape
+            if name == "weight" and len(location.shape) == 1:
+                layers.setdefault(component, {})[module] = location.shape
         return file_names(self.family, layers)
 
 
@@ -131,7 +131,7 @@ class BaseWeights:
 def open_base(source: str) -> Iterator[BaseWeights]:
     """Open a diffusers folder, a Hub id (downloaded if need be) or a checkpoint in one file.
 
-    Raises InputError for what is no base model and for a quantised one.
+    Raises InputError for a file or folder that is no base model and for a quantised one.
     """
     path = Path(source).expanduser()
     with ExitStack() as stack:
@@ -149,7 +149,7 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
     }
     recognised = families.detect_file(header)
     if recognised is None:
-        describe(BaseSettings(model=source))  # raises saying what it is instead
+        describe(BaseSettings(model=source))  # raises InputError naming its kind
         raise InputError(f"{path.name} is no base model", fix="give a checkpoint or a folder")
     family, _ = recognised
     places = family.checkpoint_weights(header) or _joined_places(header, family)

@@ -25,7 +25,7 @@ from lora_trainer.tools.header_entries import carried
 
 @dataclass(frozen=True, kw_only=True)
 class Converted(WrittenAdapter):
-    """What was written; `notes` say what readers of the format will miss, and why fp32 if not asked for."""
+    """The file that was written, with the number of its modules."""
 
     modules: int
 

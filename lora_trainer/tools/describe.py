@@ -1,4 +1,4 @@
-"""What people are told about an adapter: its header's title, author, trigger and so on, written anew.
+"""The texts for people in an adapter's header, such as title, author and trigger, written anew.
 
 Input is a file and the new texts, output the same tensors, bit for bit, behind another header. Only
 ModelSpec's entries for people change: the `ss_` ones are the record of the training, and readers hash
@@ -54,14 +54,14 @@ class Described:
 
 
 def description_of(metadata: Mapping[str, str]) -> Description:
-    """Return what a header says, empty texts where it says nothing."""
+    """Return the texts of a header, empty ones where it has none."""
     return Description(**{name: metadata.get(key, "") for name, key in _KEYS.items()})
 
 
 def describe(file: Path, texts: Description, *, output: Path, force: bool = False) -> Described:
     """Write `output` as `file` with these texts; the two may be the same file, with `force`.
 
-    Raises InputError for what is no whole safetensors file, RequestError for a text that is too long
+    Raises InputError for a file that is no whole safetensors file, RequestError for a text that is too long
     or an output that exists, MachineError when the disk refuses or gives other tensors back.
     """
     with open_checked(file) as opened:
@@ -77,23 +77,23 @@ def describe(file: Path, texts: Description, *, output: Path, force: bool = Fals
 
 
 def _with(metadata: Mapping[str, str], texts: Description) -> dict[str, str]:
-    found = dict(metadata)
+    changed_metadata = dict(metadata)
     for field in fields(texts):
         value = getattr(texts, field.name)
         if value is not None:
-            _put(found, _KEYS[field.name], _checked(field.name, value))
+            _put(changed_metadata, _KEYS[field.name], _checked(field.name, value))
     # Our exports repeat the trigger there; a hint in somebody else's own words stays.
     ours = usage_hint(metadata.get(_TRIGGER, ""))
     if texts.trigger is not None and metadata.get(_HINT, "") == ours:
-        _put(found, _HINT, usage_hint(found.get(_TRIGGER, "")))
-    return found
+        _put(changed_metadata, _HINT, usage_hint(changed_metadata.get(_TRIGGER, "")))
+    return changed_metadata
 
 
-def _put(found: dict[str, str], key: str, value: str) -> None:
+def _put(metadata: dict[str, str], key: str, value: str) -> None:
     if value:
-        found[key] = value
+        metadata[key] = value
     else:
-        found.pop(key, None)
+        metadata.pop(key, None)
 
 
 def _checked(name: str, value: str) -> str:

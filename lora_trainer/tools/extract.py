@@ -1,8 +1,8 @@
 """`extract`: the difference of two base models of one family as a LoRA.
 
 Input are two diffusers folders or checkpoints, output the best LoRA of a rank, or of the rank that an
-energy needs, of every layer that differs. Two weights are in memory at a time. What a LoRA does not
-reach (norms, biases, embeddings) is measured and said.
+energy needs, of every layer that differs. Two weights are in memory at a time. The part that a
+LoRA does not reach (norms, biases, embeddings) is measured and said.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lora_trainer.tools.spool import ModuleSpool, module_spool
 
 @dataclass(frozen=True, kw_only=True)
 class Extracted(WrittenAdapter):
-    """What was written; `cuts` has each layer that differs, `energy` the share of all their energy kept.
+    """The file that was written; `cuts` has each layer that differs, `energy` the share of their energy kept.
 
     `unreached` is the share of the whole difference that lies in tensors this LoRA cannot change.
     """
@@ -60,7 +60,7 @@ def extract(
     precision: Precision = "fp16",
     force: bool = False,
 ) -> Extracted:
-    """Write `tuned` minus `base` as a LoRA: of `rank`, or of what `energy` needs, at most `rank` if both.
+    """Write `tuned` minus `base` as a LoRA: of `rank`, or of the rank that `energy` needs, at most `rank` if both.
 
     Raises RequestError for limits that are none, InputError for models that are equal, quantised, of
     different families or sizes, and MachineError when the disk refuses; nothing is written then.
@@ -115,7 +115,7 @@ def extract(
         format=spec.format,
         precision=precision,
         cuts=compared.cuts,
-        energy=compared.kept / compared.reached if compared.reached > 0 else 1.0,
+        energy=compared.kept_energy / compared.reached if compared.reached > 0 else 1.0,
         unreached=compared.unreached / (compared.unreached + compared.reached),
         notes=(*_not_compared(first, second), *notes),
     )
@@ -125,7 +125,7 @@ def extract(
 class _Comparison:
     """Two bases compared layer by layer; energies are squared Frobenius norms of differences.
 
-    `reached` is the energy in the layers, `kept` the part of it in their cut updates, `unreached` the
+    `reached` is the energy in the layers, `kept_energy` the part of it in their cut updates, `unreached` the
     energy in all other tensors that both bases have.
     """
 
@@ -133,7 +133,7 @@ class _Comparison:
     base: BaseWeights
     limits: ResizeLimits
     cuts: dict[str, Cut] = field(default_factory=dict)
-    kept: float = 0.0
+    kept_energy: float = 0.0
     reached: float = 0.0
     unreached: float = 0.0
 
@@ -152,13 +152,15 @@ class _Comparison:
 
     def _cut(self, key: str, difference: Tensor, spool: ModuleSpool) -> None:
         limits = self.limits
+        # The best update of a rank is the first singular values (Eckart and Young 1936); of large layers they
+        # are computed by subspace iteration, as many as the limits need.
         decomposed = approximated(difference, enough=limits.rank_of, limit=limits.rank, seed=key)
         rank = limits.rank_of(decomposed)
         share = decomposed.kept(rank)
         old_rank = min(difference.flatten(1).shape)
         self.cuts[key] = Cut(old_rank=old_rank, new_rank=rank, energy=share)
         self.reached += decomposed.energy
-        self.kept += share * decomposed.energy
+        self.kept_energy += share * decomposed.energy
         spool.add(key, decomposed.lora(rank))
 
 
@@ -221,8 +223,8 @@ def _not_compared(tuned: BaseWeights, base: BaseWeights) -> tuple[str, ...]:
 def _difference(key: str, tuned: WeightLocation, base: WeightLocation) -> Tensor:
     """Return tuned minus base, float32 in the shape of `base`.
 
-    Where their dtypes differ, the finer one is rounded to the coarser first: what was never trained
-    is then equal, and no noise of rounding is taken for a change. Raises InputError for other sizes.
+    Where their dtypes differ, the finer one is rounded to the coarser first, so that layers which were
+    never trained are equal and no noise of rounding is taken for a change. Raises InputError for other sizes.
     """
     shape, tuned_shape = base.shape, tuned.shape
     if (tuned_shape[:1], math.prod(tuned_shape)) != (shape[:1], math.prod(shape)):

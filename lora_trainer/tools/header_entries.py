@@ -1,7 +1,6 @@
-"""Header entries of adapters made from others: what was known is carried over, what changed is stated anew.
+"""Header entries of adapters made from others: those that still hold are carried over, the rest stated anew.
 
-Input is the metadata of the files something was made from, output entries without hashes, which the
-writer adds.
+Input is the metadata of the input files, output entries without hashes, which the writer adds.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ _MODULE, _ARGUMENTS = "ss_network_module", "ss_network_args"
 
 def carried(metadata: Mapping[str, str], summary: Summary, *, resized: bool) -> dict[str, str]:
     """Return the entries of an adapter made from one other, of another rank if `resized`."""
-    found = {key: value for key, value in metadata.items() if key not in NOT_CARRIED}
+    kept_entries = {key: value for key, value in metadata.items() if key not in NOT_CARRIED}
     if resized:
         for key in (_MODULE, _ARGUMENTS):
-            found.pop(key, None)
-    return {**_network(summary), **found, **_strength(summary)}
+            kept_entries.pop(key, None)
+    return {**_network(summary), **kept_entries, **_strength(summary)}
 
 
 def merged(
     files: Sequence[tuple[str, Mapping[str, str]]], summary: Summary, *, title: str
 ) -> dict[str, str]:
-    """Return the entries of a sum of adapters, (name, metadata): what all of them say, and their names."""
+    """Return the entries of a sum of adapters, (name, metadata): those that all share, and their names."""
     first, *others = [metadata for _, metadata in files]
     common = {
         key: value

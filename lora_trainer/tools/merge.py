@@ -55,7 +55,7 @@ class Weighted:
 
 @dataclass(frozen=True, kw_only=True)
 class Merged(WrittenAdapter):
-    """What was written; `energy` is the share of the sum's squared norm that a lower rank kept, 1: all."""
+    """The file that was written; `energy` is the share of the sum's squared norm that a lower rank kept."""
 
     modules: int
     rank: int
@@ -157,6 +157,7 @@ class _Sum(Mapping[str, ModuleTensors]):
             return _scaled(key, *parts[0])
         if all(module.kind in ("full", "norm") for module, _ in parts):
             return _differences(key, parts)
+        # U1 D1 + U2 D2 = [U1 U2] [D1; D2], so ranks add up.
         if all(module.kind == "lora" and not module.dora for module, _ in parts):
             scales = {module.scale * weight for module, weight in parts}
             if len(scales) == 1:  # nothing needs to be multiplied in, and rounded
@@ -168,17 +169,17 @@ class _Sum(Mapping[str, ModuleTensors]):
         """Return the sum as thin factors; raises RequestError where a part is none, or sizes differ."""
         kernel = self.adapters.sources[0].kernel(key)
         try:
-            found = [(product(module, kernel=kernel), weight) for module, weight in parts]
+            updates = [(product(module, kernel=kernel), weight) for module, weight in parts]
         except NotLowRank as error:
             raise RequestError(f"{key} cannot be added up: {error}", fix=_BAKE) from None
-        sizes = {(part.up.shape[0], part.down.shape[1]) for part, _ in found}
+        sizes = {(part.up.shape[0], part.down.shape[1]) for part, _ in updates}
         if len(sizes) > 1:
             raise InputError(
                 f"the adapters were made for different base models: {key} is "
                 + " and ".join(f"{out}x{fan_in}" for out, fan_in in sorted(sizes)),
                 fix="merge adapters of the same base model",
             )
-        return added(found)
+        return added(updates)
 
 
 def _scaled(key: str, module: ModuleTensors, weight: float) -> ModuleTensors:
@@ -229,17 +230,17 @@ def _as_lora(total: LowRankUpdate, scale: float = 1.0) -> ModuleTensors:
 
 def _cut(total: _Sum, spool: ModuleSpool, *, rank: int) -> float:
     """Put the best LoRA of a rank of every module into `spool`; return the share of energy kept."""
-    kept = whole = 0.0
+    kept_energy = whole = 0.0
     for key in total:
         parts = total.adapters.modules(key)
         if all(module.kind == "norm" for module, _ in parts):  # a vector has no rank
             spool.add(key, total[key])
             continue
-        found = _singular(total, key, parts, rank=rank)
-        whole += found.energy
-        kept += found.kept(rank) * found.energy
-        spool.add(key, with_bias(found.lora(min(rank, len(found.values))), parts))
-    return kept / whole if whole > 0 else 1.0
+        decomposed = _singular(total, key, parts, rank=rank)
+        whole += decomposed.energy
+        kept_energy += decomposed.kept(rank) * decomposed.energy
+        spool.add(key, with_bias(decomposed.lora(min(rank, len(decomposed.values))), parts))
+    return kept_energy / whole if whole > 0 else 1.0
 
 
 def _singular(

@@ -1,7 +1,7 @@
 """`merge --into`: adapters baked into a base model, shard by shard, tensor by tensor.
 
 Input are adapter files with weights and a diffusers folder or a checkpoint in one file, output a base
-model of the same layout. Weights keep their dtype; what no adapter changes is copied byte for byte.
+model of the same layout. Weights keep their dtype; tensors that no adapter changes are copied byte for byte.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Changes = Mapping[tuple[Path, str], Sequence[Changed]]
 
 @dataclass(frozen=True, kw_only=True)
 class MergedBase:
-    """What was written: a folder or a file, how many layers changed, and what was left out."""
+    """The folder or file that was written, how many layers changed; `notes` name the files left out."""
 
     file: Path
     family: str
@@ -74,6 +74,7 @@ def _merged(
         rows = slice(None) if at.rows is None else slice(*at.rows)
         layer, _, bias = key.partition(BIAS)
         for module, strength in adapters.modules(layer):
+            # The update of DoRA, OFT, GLoRA or IA3 is computed from the base's weight in diffusers' order.
             if bias and "bias" in module.tensors:
                 change = module.tensors["bias"].to(wide)
             elif not bias and (module.kind != "full" or "difference" in module.tensors):
@@ -134,12 +135,12 @@ def _refuse_output(base: BaseWeights, output: Path, *, force: bool) -> None:
         raise RequestError(f"{output} lies in the base model", fix="give another --output")
     replaceable = force and (output / INDEX).is_file()
     if output.exists() and not replaceable:
-        what = "is no diffusers folder, --force will not replace it" if force else "exists already"
-        raise RequestError(f"{output} {what}", fix="give another --output")
+        fault = "is no diffusers folder, --force will not replace it" if force else "exists already"
+        raise RequestError(f"{output} {fault}", fix="give another --output")
 
 
 def _refuse_replacing(inputs: Sequence[Weighted], base: BaseWeights, output: Path) -> None:
-    """Raise RequestError where the result would take the place of what it is made from."""
+    """Raise RequestError where the result would take the place of one of its inputs."""
     target = output.resolve()
     for path in (base.path, *(each.file for each in inputs)):
         if path.resolve().is_relative_to(target):
@@ -226,7 +227,7 @@ def _fill(
     components' folders. All shards and variants (such as fp16) of a component are changed.
     """
     left_out = []
-    changed = any(folder == place for place, _ in changes)
+    changed = any(folder == changed_folder for changed_folder, _ in changes)
     for entry in sorted(folder.iterdir()):
         new = target / entry.name
         if entry.name.startswith("."):
@@ -273,7 +274,7 @@ def _rewrite(
 
 
 def _copy(file: Path, new: Path) -> None:
-    """Copy what a file holds, links followed, onto the disk."""
+    """Copy the contents of a file, links followed, onto the disk."""
     shutil.copyfile(file, new)
     with new.open("rb+") as copied:
         os.fsync(copied.fileno())

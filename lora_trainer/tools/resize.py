@@ -1,7 +1,7 @@
 """`resize`: an adapter cut to a lower rank, each module to its largest singular values.
 
-Input is a file and how much to keep: a rank for all modules, or by module what a share of the energy or
-a ratio to the largest value needs. Output is a LoRA file and how much of the update was kept.
+Input is a file and how much to keep: a rank for all modules, or by module the rank that a share of the energy
+or a ratio to the largest value needs. Output is a LoRA file and how much of the update was kept.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lora_trainer.tools.spool import ModuleSpool, module_spool
 
 @dataclass(frozen=True, kw_only=True)
 class ResizeLimits:
-    """How much of each module to keep: at most `rank`, and of that what `ratio` or `energy` needs.
+    """How much of each module to keep: at most `rank`, and of these the ranks that `ratio` or `energy` needs.
 
     `ratio` keeps singular values of at least the largest divided by it (kohya's sv_ratio), `energy`
     the fewest whose squares add up to that share (kohya's sv_fro counts its root).
@@ -69,13 +69,15 @@ class ResizeLimits:
                 f"--energy {self.energy:g} is no share", fix="give a number up to 1, such as 0.95"
             )
 
-    def rank_of(self, found: Singular) -> int:
+    def rank_of(self, decomposed: Singular) -> int:
         """Return the rank that a module gets."""
-        limit = len(found.values) if self.rank is None else min(self.rank, len(found.values))
+        limit = (
+            len(decomposed.values) if self.rank is None else min(self.rank, len(decomposed.values))
+        )
         if self.ratio is not None:
-            limit = min(limit, found.rank_for_ratio(self.ratio))
+            limit = min(limit, decomposed.rank_for_ratio(self.ratio))
         if self.energy is not None:
-            limit = min(limit, found.rank_for_energy(self.energy) or limit)
+            limit = min(limit, decomposed.rank_for_energy(self.energy) or limit)
         return limit
 
 
@@ -90,7 +92,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Resized(WrittenAdapter):
-    """What was written; `energy` is the kept share of the squared norm of all updates together."""
+    """The file that was written; `energy` is the kept share of the squared norm of all updates together."""
 
     cuts: Mapping[str, Cut]
     energy: float
@@ -147,26 +149,28 @@ def resize(
 def _cut(
     source: AdapterSource, spool: ModuleSpool, limits: ResizeLimits, *, base: str | None
 ) -> tuple[dict[str, Cut], float]:
-    """Put every module, cut, into `spool`; return what became of each, and the energy kept of all."""
+    """Put every module, cut, into `spool`; return the cut of each, and the share of all energy kept."""
     cuts: dict[str, Cut] = {}
-    kept = whole = 0.0
+    kept_energy = whole = 0.0
     with ExitStack() as stack:
         weights = _Weights(base=base, stack=stack)
         for key, module in source.items():
             if module.kind == "norm":  # a vector has no rank
                 spool.add(key, module)
                 continue
-            found = singular_of(source, key, module, limits=limits, weights=weights)
-            rank = limits.rank_of(found)
+            decomposed = singular_of(source, key, module, limits=limits, weights=weights)
+            rank = limits.rank_of(decomposed)
             unchanged = module.kind == "lora" and not module.dora
-            unchanged = unchanged and rank >= min(module.rank, len(found.values))
-            spool.add(key, module if unchanged else with_bias(found.lora(rank), [(module, 1.0)]))
+            unchanged = unchanged and rank >= min(module.rank, len(decomposed.values))
+            spool.add(
+                key, module if unchanged else with_bias(decomposed.lora(rank), [(module, 1.0)])
+            )
             new_rank = module.rank if unchanged else rank
-            share = 1.0 if unchanged else found.kept(rank)
+            share = 1.0 if unchanged else decomposed.kept(rank)
             cuts[key] = Cut(old_rank=module.rank, new_rank=new_rank, energy=share)
-            whole += found.energy
-            kept += share * found.energy
-    return cuts, kept / whole if whole > 0 else 1.0
+            whole += decomposed.energy
+            kept_energy += share * decomposed.energy
+    return cuts, kept_energy / whole if whole > 0 else 1.0
 
 
 def with_bias(cut: ModuleTensors, parts: Sequence[tuple[ModuleTensors, float]]) -> ModuleTensors:

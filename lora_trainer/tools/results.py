@@ -1,4 +1,4 @@
-"""What the tools say about what they wrote: lines for people, plain values for scripts.
+"""The results of the tools as lines for people and as plain values for scripts.
 
 Input are the results of `convert`, `merge`, `merge --into`, `resize` and `extract`. Nothing is computed
 here but medians and percentages.
@@ -26,7 +26,7 @@ def result_json(result: Result) -> dict[str, Any]:
 
 
 def result_text(result: Result) -> str:
-    """Return what was written and what it cost, a line each, notes last."""
+    """Return the file that was written, its size and its losses, a line each, notes last."""
     lines = [f"wrote {result.file}", *_facts(result)]
     return "\n".join([*lines, *(f"note: {note}" for note in result.notes)])
 
@@ -38,12 +38,12 @@ def _facts(result: Result) -> Iterable[str]:
     modules = result.modules if isinstance(result, Converted | Merged) else len(result.cuts)
     yield f"{result.family}, {result.format} format, {result.precision}, {modules} modules"
     if isinstance(result, Merged):
-        kept = (
+        share = (
             "the whole sum"
             if result.energy == 1
             else f"{_share(result.energy)} of the sum's energy"
         )
-        yield f"rank {result.rank} holds {kept}"
+        yield f"rank {result.rank} holds {share}"
     elif isinstance(result, Resized):
         yield f"rank {_ranks(cut.old_rank for cut in result.cuts.values())} -> {_cuts(result.cuts)}"
         yield f"kept {_share(result.energy)} of the energy{_least(result.cuts)}"
@@ -60,18 +60,18 @@ def _cuts(cuts: Mapping[str, Cut]) -> str:
     return _ranks(cut.new_rank for cut in cuts.values())
 
 
-def _ranks(found: Iterable[int]) -> str:
-    ranks = sorted(found)
-    if ranks[0] == ranks[-1]:
-        return str(ranks[0])
-    return f"{ranks[0]} to {ranks[-1]} (median {median(ranks):g})"
+def _ranks(ranks: Iterable[int]) -> str:
+    ordered = sorted(ranks)
+    if ordered[0] == ordered[-1]:
+        return str(ordered[0])
+    return f"{ordered[0]} to {ordered[-1]} (median {median(ordered):g})"
 
 
 def _least(cuts: Mapping[str, Cut]) -> str:
     """Name the layer that lost most."""
     key, cut = min(cuts.items(), key=lambda item: item[1].energy)
-    shown = _share(cut.energy)
-    return "" if shown == _share(1.0) else f", least {shown} in {key}"
+    share = _share(cut.energy)
+    return "" if share == _share(1.0) else f", least {share} in {key}"
 
 
 def _share(value: float) -> str:
