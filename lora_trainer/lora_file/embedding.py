@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from lora_trainer.common.errors import InputError, MachineError, TrainingStopped
-from lora_trainer.common.files import disk_error, write_atomic
+from lora_trainer.common.errors import InputError, TrainingStopped
+from lora_trainer.common.files import disk_error
 from lora_trainer.families.base import NewWord
-from lora_trainer.lora_file.stream import Slot, ordered, sealed
+from lora_trainer.lora_file.stream import Slot, ordered, write_tensors
 
 FOLDER = "embeddings"
 KEYS = ("emb_params", "clip_l", "clip_g")
@@ -57,20 +57,12 @@ def write_embedding(path: Path, vectors: Vectors, *, metadata: Mapping[str, str]
     slots = ordered(
         Slot(name=key, dtype="F32", shape=values.shape) for key, values in vectors.items()
     )
-    body = b"".join(vectors[slot.name].astype("<f4").tobytes() for slot in slots)
     try:
         path.parent.mkdir(exist_ok=True)
     except OSError as error:
         raise disk_error(path.parent, error) from error
-    write_atomic(path, sealed(slots, body, metadata))
-    written = read_embedding(path).vectors
-    if written.keys() != vectors.keys() or any(
-        not np.array_equal(written[key], vectors[key]) for key in vectors
-    ):
-        raise MachineError(
-            f"{path} reads back with other numbers than were written",
-            fix="check the disk or choose another folder with --output",
-        )
+    bodies = (vectors[slot.name].astype("<f4").tobytes() for slot in slots)
+    write_tensors(path, slots, bodies, metadata=metadata, force=True)
 
 
 def read_embedding(path: Path) -> Embedding:

@@ -209,13 +209,11 @@ def _checked_entry(key: str, value: Any, path: Path) -> HeaderEntry:
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         numbers = (*shape, begin, end)
-        wrong = not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
-        if (
-            wrong
-            or len(shape) > MAX_DIMENSIONS
-            or end - begin != math.prod(shape) * ELEMENT_BYTES[dtype]
-        ):
-            refuse(path, f"describes tensor {key!r} wrongly")
+        right = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+        right = right and len(shape) <= MAX_DIMENSIONS
+        right = right and end - begin == math.prod(shape) * ELEMENT_BYTES[dtype]
     except (KeyError, TypeError, ValueError):
+        right = False
+    if not right:
         refuse(path, f"describes tensor {key!r} wrongly")
     return HeaderEntry(key=key, dtype=dtype, shape=shape, begin=begin, end=end)

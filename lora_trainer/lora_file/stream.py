@@ -131,8 +131,24 @@ def write_tensors(
     RequestError for a file that exists, unless `force`, and MachineError when the disk refuses or
     gives other bytes back.
     """
+    body_hashes = BodyHashes()
+    stale = () if hashes is None else HASHES
+    others = {key: value for key, value in metadata.items() if key not in stale}
     with whole_or_absent(path, force=force) as file:
-        _write(file, path, slots, bodies, metadata=metadata, hashes=hashes)
+        room = header_bytes(slots, others | _chosen(body_hashes.entries((), {}), hashes))
+        file.write(room)
+        for slot, body in zip(slots, bodies, strict=True):
+            view = memoryview(body).cast("B")
+            if len(view) != slot.bytes:
+                raise ValueError(f"{slot.name} has {len(view)} bytes, planned were {slot.bytes}")
+            body_hashes.update(view)
+            file.write(view)
+        file.seek(0)
+        entries = body_hashes.entries(slots, others)
+        header = header_bytes(slots, others | _chosen(entries, hashes))
+        assert len(header) == len(room)
+        file.write(header)
+        _require_body(file, path, start=len(room), sha256_hex=entries[MODEL_HASH])
 
 
 @contextmanager
@@ -154,34 +170,6 @@ def whole_or_absent(path: Path, *, force: bool) -> Iterator[BinaryIO]:
         raise disk_error(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _write(
-    file: BinaryIO,
-    path: Path,
-    slots: Sequence[Slot],
-    bodies: Iterable[Body],
-    *,
-    metadata: Mapping[str, str],
-    hashes: Collection[str] | None,
-) -> None:
-    body_hashes = BodyHashes()
-    stale = () if hashes is None else HASHES
-    others = {key: value for key, value in metadata.items() if key not in stale}
-    room = header_bytes(slots, others | _chosen(body_hashes.entries((), {}), hashes))
-    file.write(room)
-    for slot, body in zip(slots, bodies, strict=True):
-        view = memoryview(body).cast("B")
-        if len(view) != slot.bytes:
-            raise ValueError(f"{slot.name} has {len(view)} bytes, planned were {slot.bytes}")
-        body_hashes.update(view)
-        file.write(view)
-    file.seek(0)
-    entries = body_hashes.entries(slots, others)
-    header = header_bytes(slots, others | _chosen(entries, hashes))
-    assert len(header) == len(room)
-    file.write(header)
-    _require_body(file, path, start=len(room), sha256_hex=entries[MODEL_HASH])
 
 
 def _require_body(file: BinaryIO, path: Path, *, start: int, sha256_hex: str) -> None:

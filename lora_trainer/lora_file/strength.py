@@ -58,11 +58,14 @@ class Strengths:
             values = (_alpha(settings), *_patterns(settings).values())
             yield from (value for value in map(_number, values) if value is not None)
 
-    def scale(self, component: str, module: str, *, rank: int) -> float:
+    def scale_of(self, spelling: str, *, rank: int) -> float:
         """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; 1 where no alpha is stated.
 
-        `rank` 0: the tensors do not tell it, as of a LoKr of whole factors.
+        `spelling` is the module's name in the file ("unet.down_blocks..."); `rank` 0: the tensors do not
+        tell it, as of a LoKr of whole factors.
         """
+        prefix, _, module = spelling.partition(".")
+        component = prefix if prefix.startswith("text_encoder") else DENOISER
         settings = self.settings.get(component, self.settings.get("", {}))
         alpha = _number(_alpha(settings))
         for pattern, value in _patterns(settings).items():
@@ -75,25 +78,16 @@ class Strengths:
         # rsLoRA (Kalajdzievski 2023, arXiv 2312.03732): updates of every rank get the same size.
         return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
-    def scale_of(self, spelling: str, *, rank: int) -> float:
-        """Return the same for a module as it is spelt in the file ("unet.down_blocks...")."""
-        prefix, _, module = spelling.partition(".")
-        return self.scale(
-            prefix if prefix.startswith("text_encoder") else DENOISER, module, rank=rank
-        )
-
 
 def read_strengths(metadata: Mapping[str, str], path: Path) -> Strengths:
     """Take the settings from the header, else from the file that peft writes beside its own."""
     if text := metadata.get(DIFFUSERS_METADATA):
         return Strengths(settings=_by_component(_json_object(text)))
-    if path.name == PEFT_FILE:
-        try:
-            text = path.with_name(PEFT_CONFIG).read_text(encoding="utf-8")
-        except (OSError, UnicodeError):
-            return Strengths(settings={})
-        return Strengths(settings={"": _json_object(text)})
-    return Strengths(settings={})
+    try:
+        text = path.with_name(PEFT_CONFIG).read_text("utf-8") if path.name == PEFT_FILE else ""
+    except (OSError, UnicodeError):
+        text = ""
+    return Strengths(settings={"": _json_object(text)} if text else {})
 
 
 def _by_component(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -40,13 +40,18 @@ _FLAT = frozenset({"w1_b", "w2_b"})
 
 
 def contents_of(tensors: AdapterTensors) -> AdapterContents:
-    """Return the contents of an adapter that decide its format."""
+    """Return the contents of an adapter that decide its format; every module is looked up once."""
+    kinds, names, has_bias = set[str](), set[str](), False
+    for module in tensors.values():
+        kinds.add(module.kind)
+        names |= module.tensors.keys()
+        has_bias |= "bias" in module.tensors and module.kind != "norm"
     return AdapterContents(
-        kinds=frozenset(module.kind for module in tensors.values()),
-        dora=any(module.dora for module in tensors.values()),
+        kinds=frozenset(kinds),
+        dora=bool(names & {"magnitude", "input_magnitude"}),
         text=any(split_key(key)[0].startswith("text_encoder") for key in tensors),
-        bias=any("bias" in module.tensors and module.kind != "norm" for module in tensors.values()),
-        input_dora=any("input_magnitude" in module.tensors for module in tensors.values()),
+        bias=has_bias,
+        input_dora="input_magnitude" in names,
     )
 
 

@@ -7,9 +7,10 @@ or a ratio to the largest value needs. Output is a LoRA file and how much of the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ from lora_trainer.tools.adapter_writer import (
     write_adapter,
 )
 from lora_trainer.tools.adapters import AdapterSource, open_source
-from lora_trainer.tools.base_weights import BaseWeights, open_base
+from lora_trainer.tools.base_weights import open_base
 from lora_trainer.tools.header_entries import carried
 from lora_trainer.tools.spool import ModuleSpool, module_spool
 
@@ -153,12 +154,26 @@ def _cut(
     cuts: dict[str, Cut] = {}
     kept_energy = whole = 0.0
     with ExitStack() as stack:
-        weights = _Weights(base=base, stack=stack)
+        open_weights = cache(lambda: stack.enter_context(open_base(str(base))))
+
+        def base_weight(key: str, module: ModuleTensors) -> Tensor:
+            if base is None:
+                raise RequestError(
+                    f"{key} cannot be resized: what {kind_name(module)} changes depends on the base's weights",
+                    fix="name the base model it was made for with --base, a folder or a checkpoint",
+                )
+            places = open_weights().places
+            if key not in places:
+                raise RequestError(f"{base} has no weight of {key}", fix="name its own base")
+            return places[key].weight()
+
         for key, module in source.items():
             if module.kind == "norm":  # a vector has no rank
                 spool.add(key, module)
                 continue
-            decomposed = singular_of(source, key, module, limits=limits, weights=weights)
+            decomposed = _singular(
+                key, module, kernel=source.kernel(key), limits=limits, base_weight=base_weight
+            )
             rank = limits.rank_of(decomposed)
             unchanged = module.kind == "lora" and not module.dora
             unchanged = unchanged and rank >= min(module.rank, len(decomposed.values))
@@ -181,47 +196,24 @@ def with_bias(cut: ModuleTensors, parts: Sequence[tuple[ModuleTensors, float]]) 
     return replace(cut, tensors={**cut.tensors, "bias": torch.stack(biases).sum(0)})
 
 
-@dataclass(kw_only=True)
-class _Weights:
-    """The weights of the base that was named, opened when the first of them is needed."""
-
-    base: str | None
-    stack: ExitStack
-    _opened: BaseWeights | None = None
-
-    def of(self, key: str, module: ModuleTensors) -> Tensor:
-        """Return the weight that a module changes; raises RequestError where no base was named."""
-        if self.base is None:
-            raise RequestError(
-                f"{key} cannot be resized: what {kind_name(module)} changes depends on the base's weights",
-                fix="name the base model it was made for with --base, a folder or a checkpoint",
-            )
-        if self._opened is None:
-            self._opened = self.stack.enter_context(open_base(self.base))
-        if key not in self._opened.places:
-            raise RequestError(f"{self.base} has no weight of {key}", fix="name its own base")
-        return self._opened.places[key].weight()
-
-
-def singular_of(
-    source: AdapterSource,
+def _singular(
     key: str,
     module: ModuleTensors,
     *,
+    kernel: tuple[int, ...],
     limits: ResizeLimits,
-    weights: _Weights,
+    base_weight: Callable[[str, ModuleTensors], Tensor],
 ) -> Singular:
     """Return the singular values of a module's update, those of a LoRA exactly, else the largest."""
-    if not needs_weight(module):
+    if needs_weight(module):
+        change = update(module, base_weight(key, module))
+    else:
         try:
-            return singular(product(module, kernel=source.kernel(key)))
+            return singular(product(module, kernel=kernel))
         except NotLowRank:
             change = update(module)
-            kernel = source.kernel(key)
             if change.dim() == 2 and kernel:
                 change = change.reshape(change.shape[0], -1, *kernel)
-    else:
-        change = update(module, weights.of(key, module))
     return approximated(change, enough=limits.rank_of, limit=limits.rank, seed=key)
 
 
