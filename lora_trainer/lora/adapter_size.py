@@ -11,9 +11,24 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from lora_trainer.config.config import AdapterSettings
 
+AdapterKind = Literal["lora", "loha", "lokr", "oft", "oft_in", "glora", "ia3", "full", "norm"]
+KIND_NAMES: Mapping[AdapterKind, str] = {
+    "lora": "LoRA",
+    "loha": "LoHa",
+    "lokr": "LoKr",
+    "oft": "OFT",
+    "oft_in": "OFT of inputs",
+    "glora": "GLoRA",
+    "ia3": "IA3",
+    "full": "a whole difference",
+    "norm": "a change of norms",
+}
+BASED: frozenset[AdapterKind] = frozenset({"oft", "oft_in", "glora", "ia3"})
+"""Kinds whose update is made of the weight it changes."""
 Shape = tuple[int, ...]
 """Shape of a trained tensor; a 1x1 convolution counts as the matrix it is, as plans cannot tell them apart."""
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.config import AdapterSettings
-from lora_trainer.lora.tensors import AdapterKind
+from lora_trainer.lora.adapter_size import AdapterKind
 
 _BITS = 32
 _LOW = 2**_BITS - 1

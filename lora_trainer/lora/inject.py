@@ -23,10 +23,10 @@ from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.config import AdapterSettings
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter_kinds import RotatedLayer, principal_factors, start_at
-from lora_trainer.lora.adapter_size import Width, block_size, layer_width
+from lora_trainer.lora.adapter_size import AdapterKind, Width, block_size, layer_width
 from lora_trainer.lora.dropout import SampleMasks, drop_in_lora, drop_in_lycoris, gates_of_lora
 from lora_trainer.lora.fused import CUSTOM, FusedLinear, LeanConv2d
-from lora_trainer.lora.tensors import AdapterKind, ModuleTensors, split_key
+from lora_trainer.lora.tensors import ModuleTensors, split_key
 from lora_trainer.network.quantize import frozen_weight
 
 _NAME = "default"

@@ -15,23 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lora_trainer.lora.tensors import AdapterKind, ModuleTensors, needs_weight
+from lora_trainer.lora.adapter_size import KIND_NAMES
+from lora_trainer.lora.tensors import ModuleTensors, needs_weight
 
 EXACT_SIDE = 512
 """Matrices with a side up to this are decomposed in full: it takes less than a second."""
 _FACTORS = ("w1", "w2")
 _FIRST_RANK = 16
-KIND_NAMES: Mapping[AdapterKind, str] = {
-    "lora": "LoRA",
-    "loha": "LoHa",
-    "lokr": "LoKr",
-    "oft": "OFT",
-    "oft_in": "OFT",
-    "glora": "GLoRA",
-    "ia3": "IA3",
-    "full": "a whole difference",
-    "norm": "a change of a norm",
-}
 OVERSAMPLING, ITERATIONS = 16, 8
 
 

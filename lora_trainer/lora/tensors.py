@@ -9,21 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lora_trainer.config.config import Precision
+from lora_trainer.lora.adapter_size import BASED, AdapterKind
 
 DTYPES: Mapping[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-AdapterKind = Literal["lora", "loha", "lokr", "oft", "oft_in", "glora", "ia3", "full", "norm"]
-BASED: frozenset[AdapterKind] = frozenset({"oft", "oft_in", "glora", "ia3"})
-"""Kinds whose update is made of the weight it changes."""
 
 
 @dataclass(frozen=True, kw_only=True)

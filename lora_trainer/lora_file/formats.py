@@ -13,21 +13,9 @@ from typing import Literal
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import AdapterSettings
 from lora_trainer.families.base import Family, FileFormat
+from lora_trainer.lora.adapter_size import KIND_NAMES, AdapterKind
 
 FormatRequest = Literal["auto"] | FileFormat
-_NAMES = {
-    "loha": "LoHa",
-    "lokr": "LoKr",
-    "oft": "OFT",
-    "oft_in": "OFT of inputs",
-    "glora": "GLoRA",
-    "ia3": "IA3",
-    "full": "a whole difference",
-    "norm": "a change of norms",
-}
-_KINDS_REFUSED: Mapping[FileFormat, str] = {
-    "diffusers": "diffusers cannot load it again under its own names",
-}
 # Measured by scripts/readers, see docs/formats.md.
 _DORA = (
     "diffusers drops the magnitudes of DoRA from files in this format, ComfyUI and Forge divide by the "
@@ -39,7 +27,7 @@ _DORA_IN_DIFFUSERS = (
     "the file"
 )
 _TEXT_IN_COMFYUI = "only ComfyUI finds the text encoders' layers under these names"
-_MISSED: Mapping[str, str] = {
+_MISSED: Mapping[AdapterKind, str] = {
     "loha": "diffusers cannot load a LoHa, InvokeAI only those of U-Nets; ComfyUI can",
     "lokr": "diffusers and InvokeAI load the LoKr of some families only; ComfyUI can",
     "oft": "diffusers, Forge and InvokeAI cannot load an OFT; ComfyUI and A1111 can",
@@ -58,7 +46,7 @@ class AdapterContents:
     `input_dora`: DoRA magnitudes of some layers are per input, as in OneTrainer's files.
     """
 
-    kinds: frozenset[str]
+    kinds: frozenset[AdapterKind]
     dora: bool
     text: bool
     bias: bool = False
@@ -112,8 +100,9 @@ def format_notes(format: FileFormat, contents: AdapterContents) -> tuple[str, ..
 
 def _refusal(format: FileFormat, contents: AdapterContents) -> str | None:
     others = sorted(contents.kinds - {"lora"})
-    if others and format in _KINDS_REFUSED:
-        return f"{_NAMES[others[0]]} is not written in it, because {_KINDS_REFUSED[format]}"
+    if format == "diffusers" and others:
+        name = KIND_NAMES[others[0]]
+        return f"{name} is not written in it, because diffusers cannot load it again under its own names"
     if format == "diffusers" and contents.bias:
         return "changes of biases are not written in it, because diffusers has no names for them"
     if format == "diffusers" and contents.input_dora:

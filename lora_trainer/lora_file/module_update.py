@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from lora_trainer.lora_file.names import Kind, Role
+from lora_trainer.lora.adapter_size import AdapterKind
+from lora_trainer.lora_file.names import Role
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -41,7 +42,7 @@ class Update:
     `input_magnitude` [1, in(, 1, 1)]. `dtypes` are those of the file; computed arrays are float64.
     """
 
-    kind: Kind
+    kind: AdapterKind
     arrays: Mapping[str, Array]
     rank: int
     scale: float
@@ -50,7 +51,7 @@ class Update:
 
 
 def normal_form(
-    kind: Kind,
+    kind: AdapterKind,
     arrays: Mapping[Role, Array],
     *,
     dtypes: Mapping[Role, str],
@@ -196,7 +197,7 @@ def _glora(tensors: Arrays) -> Arrays:
     return {**tensors, "a1": _matrix(tensors["a1"]), "a2": _matrix(tensors["a2"])}
 
 
-def _rank(kind: Kind, tensors: Arrays, *, alpha: float | None) -> int:
+def _rank(kind: AdapterKind, tensors: Arrays, *, alpha: float | None) -> int:
     if kind == "oft":
         return int(tensors["blocks"].shape[-1])
     if kind == "oft_in":
@@ -216,7 +217,7 @@ def _rank(kind: Kind, tensors: Arrays, *, alpha: float | None) -> int:
 
 
 def _scale(
-    kind: Kind,
+    kind: AdapterKind,
     tensors: Arrays,
     *,
     alpha: float | None,
@@ -234,7 +235,9 @@ def _scale(
     return scale
 
 
-def _magnitude(values: Array, tensors: Arrays, kind: Kind, *, outputs: bool) -> tuple[str, Array]:
+def _magnitude(
+    values: Array, tensors: Arrays, kind: AdapterKind, *, outputs: bool
+) -> tuple[str, Array]:
     """Return the name and numbers of DoRA's magnitudes: of each output, or of each input.
 
     LyCORIS and OneTrainer write both: [out, 1, ...] and [1, in, ...]; peft only the former.
@@ -259,7 +262,7 @@ def shapes_of(arrays: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in arrays.items()}
 
 
-def update_size(kind: Kind | None, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+def update_size(kind: AdapterKind | None, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     """Return (out, fan in) of an update, kernels counted, 0 for a side that the tensors do not tell.
 
     `shapes` are those of a file's tensors by role or of the arrays of an `Update`. Raises KeyError,
@@ -323,7 +326,7 @@ def _check_sizes(update: Update) -> None:
 # ---- rows of joined layers
 
 
-_OUTPUTS: Mapping[Kind, Set[str]] = {
+_OUTPUTS: Mapping[AdapterKind, Set[str]] = {
     "lora": {"up"},
     "loha": {"w1_a", "w2_a"},
     "glora": {"b1"},

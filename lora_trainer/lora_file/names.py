@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lora_trainer.families.base import DENOISER, Family, FileFormat
+from lora_trainer.lora.adapter_size import AdapterKind
 
 Role = Literal[
     "alpha", "down", "up", "mid", "magnitude",
@@ -22,10 +23,9 @@ Role = Literal[
     "a1", "a2", "b1", "b2", "bm",
     "factor", "on_input", "difference", "bias", "up_bias",
 ]  # fmt: skip
-Kind = Literal["lora", "loha", "lokr", "oft", "oft_in", "glora", "ia3", "full", "norm"]
 Shape = tuple[int, ...]
 
-ENDINGS: Mapping[Kind, Mapping[Role, str]] = {
+ENDINGS: Mapping[AdapterKind, Mapping[Role, str]] = {
     "lora": {
         "down": ".lora_down.weight",
         "up": ".lora_up.weight",
@@ -56,7 +56,7 @@ PEFT_ENDINGS: Mapping[Role, str] = {
     "magnitude": ".lora_magnitude_vector",
 }
 ALPHA = ".alpha"
-SCALED: frozenset[Kind] = frozenset({"lora", "loha", "lokr", "glora"})
+SCALED: frozenset[AdapterKind] = frozenset({"lora", "loha", "lokr", "glora"})
 """Kinds whose alpha is a strength."""
 STRONG = frozenset({"up", "w1", "w1_a", "a1", "b1"})
 """The factors that take the strength that a file does not state: each product has one of these."""
@@ -76,7 +76,7 @@ def _factor(side: str, letter: str, role: Role) -> str:
     )
 
 
-_ENDS: tuple[tuple[Kind | None, Role, str], ...] = (
+_ENDS: tuple[tuple[AdapterKind | None, Role, str], ...] = (
     (None, "alpha", r"\.(?:lora_)?alpha"),
     ("lora", "down", _factor("down", "A", "down") + r"\.weight"),
     ("lora", "up", _factor("up", "B", "up") + r"\.weight"),
@@ -137,7 +137,7 @@ def kind_of_others(keys: Iterable[str]) -> str:
     return ""
 
 
-def parse_key(key: str) -> tuple[str, Kind | None, Role] | None:
+def parse_key(key: str) -> tuple[str, AdapterKind | None, Role] | None:
     """Return (module as spelt, kind, role) of a tensor, None for a tensor of no adapter.
 
     The kind of an alpha is that of the tensors beside it. A magnitude is said to be a LoRA's, whatever
@@ -365,7 +365,7 @@ def _spread(layers: tuple[LayerRows, ...], size: tuple[int, int]) -> tuple[Layer
 # ---- writing
 
 
-def file_endings(format: FileFormat, kind: Kind, *, component: str) -> Mapping[Role, str]:
+def file_endings(format: FileFormat, kind: AdapterKind, *, component: str) -> Mapping[Role, str]:
     """Return the ends of keys that a file of this format has for this kind.
 
     transformers loads the text encoders' layers and wants magnitudes with `.weight`, diffusers loads the

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lora_trainer.lora.adapter_size import BASED
 from lora_trainer.lora_file.module_update import Update
 
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
@@ -22,8 +23,6 @@ MAX_LOHA_ELEMENTS = 2**28
 _SLICE_ELEMENTS = 2**21
 _INNER = frozenset({"down", "w1_b", "w2_b"})
 """Factors whose first dimension is the rank."""
-_BASED = frozenset({"oft", "oft_in", "glora", "ia3"})
-"""Kinds whose update is made of the weight it changes."""
 _PREFIXES = re.compile(
     r"^(?:lora_unet_|lora_transformer_|lycoris_|unet\.|transformer\.|diffusion_model\.|base_model\.model\.)+"
 )
@@ -40,7 +39,7 @@ def update_norm(update: Update) -> float | None:
 
     The magnitudes of DoRA and changes of biases are left out.
     """
-    if update.kind in _BASED or update.rows is not None:
+    if update.kind in BASED or update.rows is not None:
         return None
     with np.errstate(all="ignore"):
         norm = _norm(update)

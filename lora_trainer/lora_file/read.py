@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from lora_trainer.common.errors import InputError
+from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora_file.header import HeaderEntry, Opened, open_checked, refuse
 from lora_trainer.lora_file.module_update import Update, normal_form, update_size
-from lora_trainer.lora_file.names import PART_MARK, Kind, Role, parse_key
+from lora_trainer.lora_file.names import PART_MARK, Role, parse_key
 from lora_trainer.lora_file.strength import Strengths, read_strengths
 
 Array = np.ndarray[Any, Any]
@@ -27,7 +28,7 @@ _NUMPY = {
 }  # fmt: skip
 _F8_BITS = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2)}
 _BESIDE: frozenset[Role] = frozenset({"alpha", "magnitude", "bias", "up_bias", "rescale", "scaled"})
-_NEEDED: Mapping[Kind, tuple[frozenset[Role], ...]] = {
+_NEEDED: Mapping[AdapterKind, tuple[frozenset[Role], ...]] = {
     "lora": (frozenset({"down", "up"}), frozenset({"down", "up", "mid"})),
     "loha": (
         frozenset({"w1_a", "w1_b", "w2_a", "w2_b"}),
@@ -45,7 +46,9 @@ _NEEDED: Mapping[Kind, tuple[frozenset[Role], ...]] = {
     "full": (frozenset({"difference"}), frozenset()),
     "norm": (frozenset({"difference"}),),
 }
-_ORDER: tuple[Kind, ...] = ("loha", "lokr", "oft", "oft_in", "glora", "ia3", "norm", "full", "lora")
+_ORDER: tuple[AdapterKind, ...] = (
+    "loha", "lokr", "oft", "oft_in", "glora", "ia3", "norm", "full", "lora",
+)  # fmt: skip
 """Of two kinds in one module the one that is not the mere companion of the other (a magnitude, a bias)."""
 
 
@@ -53,7 +56,7 @@ _ORDER: tuple[Kind, ...] = ("loha", "lokr", "oft", "oft_in", "glora", "ia3", "no
 class ModuleFactors:
     """All tensors of one module by role; `kind` is None where there are no factors at all."""
 
-    kind: Kind | None
+    kind: AdapterKind | None
     entries: Mapping[Role, HeaderEntry]
 
     @property
@@ -175,7 +178,7 @@ def read_contents(source: Path | bytes) -> Contents:
 
 def _contents(opened: Opened) -> Contents:
     parts: dict[str, dict[Role, HeaderEntry]] = {}
-    kinds: dict[str, set[Kind]] = {}
+    kinds: dict[str, set[AdapterKind]] = {}
     unknown: list[HeaderEntry] = []
     for entry in opened.entries:
         parsed = parse_key(entry.key)
@@ -229,7 +232,7 @@ def _share_beside(parts: dict[str, dict[Role, HeaderEntry]]) -> None:
             del parts[whole_name]
 
 
-def _kind(kinds: set[Kind], roles: Mapping[Role, HeaderEntry]) -> Kind | None:
+def _kind(kinds: set[AdapterKind], roles: Mapping[Role, HeaderEntry]) -> AdapterKind | None:
     if kinds >= {"lora"} and {"down", "up", "mid"} & roles.keys():
         return "lora"
     if not kinds and "bias" in roles:

@@ -25,6 +25,7 @@ from lora_trainer.common.files import (
 )
 from lora_trainer.config.config import Precision
 from lora_trainer.families.base import Family, FileFormat
+from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import DTYPES, AdapterTensors, ModuleTensors, split_key
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.formats import AdapterContents
@@ -41,7 +42,7 @@ _FLAT = frozenset({"w1_b", "w2_b"})
 
 def contents_of(tensors: AdapterTensors) -> AdapterContents:
     """Return the contents of an adapter that decide its format; every module is looked up once."""
-    kinds, names, has_bias = set[str](), set[str](), False
+    kinds, names, has_bias = set[AdapterKind](), set[str](), False
     for module in tensors.values():
         kinds.add(module.kind)
         names |= module.tensors.keys()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lora_trainer import families
-from lora_trainer.common.errors import InputError, LoraTrainError
+from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.config.config import BaseSettings, Precision
 from lora_trainer.families.base import DENOISER, Family
 from lora_trainer.families.locate import EMBEDDED, describe
@@ -79,6 +79,14 @@ class AdapterSource(Mapping[str, ModuleTensors]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Weighted:
+    """An adapter file and the weight on its update."""
+
+    file: Path
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightedSources:
     """Adapters of one base and the weight on the update of each."""
 
@@ -121,6 +129,21 @@ def open_source(
             words=bundled(contents.unknown),
             adapter=adapter,
         )
+
+
+def open_weighted(
+    inputs: Sequence[Weighted],
+    stack: ExitStack,
+    *,
+    base: str | None = None,
+    names: LayerNames | None = None,
+) -> WeightedSources:
+    """Open adapter files until `stack` closes; raises RequestError for none, and as `open_source`."""
+    if not inputs:
+        raise RequestError("there is nothing to merge", fix="give at least one adapter file")
+    opened = (open_source(each.file, base=base, names=names) for each in inputs)
+    sources = [stack.enter_context(each) for each in opened]
+    return WeightedSources(sources=sources, weights=[each.weight for each in inputs])
 
 
 def _names_of(contents: Contents, fit: Fit) -> LayerNames:

@@ -37,20 +37,12 @@ from lora_trainer.tools.adapter_writer import (
     refuse_output,
     write_adapter,
 )
-from lora_trainer.tools.adapters import AdapterSource, WeightedSources, open_source
+from lora_trainer.tools.adapters import AdapterSource, Weighted, WeightedSources, open_weighted
 from lora_trainer.tools.header_entries import merged
 from lora_trainer.tools.resize import with_bias
 from lora_trainer.tools.spool import ModuleSpool, module_spool
 
 _BAKE = "merge it into its base model with --into"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weighted:
-    """An adapter file and how strongly it counts."""
-
-    file: Path
-    weight: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +85,14 @@ def merge(
     Raises RequestError where no exact sum exists or the format cannot hold it, InputError for files
     that cannot be used or belong to different families; nothing is written then.
     """
-    if not inputs:
-        raise RequestError("there is nothing to merge", fix="give at least one adapter file")
     if rank is not None and rank < 1:
         raise RequestError(f"--rank {rank} is no rank", fix="give a whole number above 0")
     refuse_output(output, force=force)
     with ExitStack() as stack:
-        sources = [stack.enter_context(open_source(each.file, base=base)) for each in inputs]
+        adapters = open_weighted(inputs, stack, base=base)
+        sources = adapters.sources
         _refuse_other_families(sources)
-        weights = [each.weight for each in inputs]
-        total = _Sum(adapters=WeightedSources(sources=sources, weights=weights))
+        total = _Sum(adapters=adapters)
         energy = 1.0
         modules: Mapping[str, ModuleTensors] = total
         if rank is not None:

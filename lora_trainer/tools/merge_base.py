@@ -26,7 +26,7 @@ from lora_trainer.lora.low_rank import fits
 from lora_trainer.lora.tensors import update
 from lora_trainer.lora_file.read_tensors import tensor_bytes
 from lora_trainer.lora_file.stream import HASHES, Body, Slot, refuse_existing, write_tensors
-from lora_trainer.tools.adapters import WeightedSources, open_source
+from lora_trainer.tools.adapters import Weighted, WeightedSources, open_weighted
 from lora_trainer.tools.base_weights import (
     SUFFIX,
     TEXT_MODEL,
@@ -38,7 +38,6 @@ from lora_trainer.tools.base_weights import (
     open_file,
     rows_at,
 )
-from lora_trainer.tools.merge import Weighted
 
 INDEX = "model_index.json"
 BIAS = ":bias"
@@ -98,15 +97,11 @@ def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = F
     dtype, InputError for files that cannot be used or do not fit the base, and MachineError when the
     disk refuses; nothing is left behind then.
     """
-    if not inputs:
-        raise RequestError("there is nothing to merge", fix="give at least one adapter file")
     with ExitStack() as stack:
         opened = stack.enter_context(open_base(base))
         _refuse_output(opened, output, force=force)
         _refuse_replacing(inputs, opened, output)
-        names = opened.names()
-        sources = [stack.enter_context(open_source(each.file, names=names)) for each in inputs]
-        adapters = WeightedSources(sources=sources, weights=[each.weight for each in inputs])
+        adapters = open_weighted(inputs, stack, names=opened.names())
         _check_fit(adapters, opened)
         write = _write_single if opened.single else _write_folder
         notes = write(opened, adapters, output, force=force)

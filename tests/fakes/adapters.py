@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lora_trainer.config.config import Config, flatten
 from lora_trainer.families.base import Family
-from lora_trainer.lora.adapter_size import factorise
-from lora_trainer.lora.tensors import AdapterKind, ModuleTensors, update
+from lora_trainer.lora.adapter_size import AdapterKind, factorise
+from lora_trainer.lora.tensors import ModuleTensors, update
 from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary
 from lora_trainer.lora_file.verify import matches
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.common.errors import InputError
+from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.lora_hooks import attach_lora
-from lora_trainer.lora.tensors import AdapterKind, ModuleTensors, update
+from lora_trainer.lora.tensors import ModuleTensors, update
 from tests.fakes.adapters import Draws, draw_module, with_magnitude
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import (
-    AdapterKind,
     ModuleTensors,
     kronecker,
     needs_weight,

@@ -22,7 +22,8 @@ from lora_trainer.common.errors import MachineError, TrainingStopped
 from lora_trainer.config.config import Precision
 from lora_trainer.families import family
 from lora_trainer.families.base import AdapterFormats, FileFormat, OtherNames
-from lora_trainer.lora.tensors import AdapterKind, AdapterTensors, ModuleTensors, update
+from lora_trainer.lora.adapter_size import AdapterKind
+from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, update
 from lora_trainer.lora_file import write
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.inspect import inspect_file

@@ -22,7 +22,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from lora_trainer.common.errors import RequestError
 from lora_trainer.families import MODULES, family
 from lora_trainer.families.base import FileFormat
-from lora_trainer.lora.tensors import AdapterKind, AdapterTensors, ModuleTensors, update
+from lora_trainer.lora.adapter_size import AdapterKind
+from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, update
 from lora_trainer.lora_file.formats import format_for
 from lora_trainer.lora_file.write import contents_of, export_bytes, write_export
 from tests.fakes.adapters import (

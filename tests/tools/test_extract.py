@@ -15,9 +15,9 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.lora import low_rank
 from lora_trainer.lora_file.inspect import inspect_file
+from lora_trainer.tools.adapters import Weighted
 from lora_trainer.tools.base_weights import open_base
 from lora_trainer.tools.extract import extract
-from lora_trainer.tools.merge import Weighted
 from lora_trainer.tools.merge_base import bake
 from tests.fakes.family_bases import base_of, copy_of
 from tests.fakes.ldm_file import write_checkpoint

@@ -17,9 +17,10 @@ from lora_trainer.families.flow import public_architectures
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file import stream
 from lora_trainer.tools import adapters
+from lora_trainer.tools.adapters import Weighted
 from lora_trainer.tools.convert import convert
 from lora_trainer.tools.extract import extract
-from lora_trainer.tools.merge import Weighted, merge
+from lora_trainer.tools.merge import merge
 from lora_trainer.tools.merge_base import bake
 from lora_trainer.tools.resize import ResizeLimits, resize
 from tests.fakes.adapters import draw_module

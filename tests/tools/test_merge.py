@@ -14,7 +14,8 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.inspect import inspect_file
-from lora_trainer.tools.merge import Weighted, merge, parse_weighted
+from lora_trainer.tools.adapters import Weighted
+from lora_trainer.tools.merge import merge, parse_weighted
 from tests.fakes.family_bases import base_of
 from tests.fakes.tool_files import adapter_of, deltas, distance, energy, saved
 

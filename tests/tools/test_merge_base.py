@@ -17,8 +17,8 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.lora.low_rank import lora
+from lora_trainer.tools.adapters import Weighted
 from lora_trainer.tools.base_weights import open_base
-from lora_trainer.tools.merge import Weighted
 from lora_trainer.tools.merge_base import bake
 from scripts.readers.networks import with_places
 from tests.fakes.family_bases import CPU, base_of, copy_of, denoiser_of, facts_at, facts_of

@@ -14,9 +14,10 @@ from safetensors import safe_open
 from lora_trainer import families
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.lora_file.write import final_export_name
+from lora_trainer.tools.adapters import Weighted
 from lora_trainer.tools.convert import convert
 from lora_trainer.tools.extract import extract
-from lora_trainer.tools.merge import Weighted, merge
+from lora_trainer.tools.merge import merge
 from lora_trainer.tools.merge_base import bake
 from lora_trainer.tools.resize import ResizeLimits, resize
 from tests.fakes.family_bases import CPU, base_of, facts_at, facts_of

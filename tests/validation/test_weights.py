@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.lora.tensors import AdapterKind, update
+from lora_trainer.lora.adapter_size import AdapterKind
+from lora_trainer.lora.tensors import update
 from lora_trainer.run.final_scores import rank_used, weight_figures
 from tests.fakes.adapters import draw_module, with_magnitude
 
