@@ -71,6 +71,7 @@ def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -
             )
             if names is not None:
                 fitting[family] = names
+    # Metadata may be wrong, so it decides only between families that all have the file's layers.
     if fitting:
         chosen = stated_name if stated_name in fitting else _preferred(parts, fitting)
         others = () if chosen == stated_name else tuple(name for name in fitting if name != chosen)

@@ -63,6 +63,7 @@ class ModuleFactors:
     def complete(self) -> bool:
         """Whether the factors of its kind are all there, and no others."""
         have = self.entries.keys() - _BESIDE
+        # LyCORIS trains the bias of a layer alone too, where its weight stays.
         if self.kind == "full" and not have:
             return "bias" in self.entries
         if self.kind == "norm":
@@ -144,6 +145,7 @@ class SpeltAdapter:
         part = self.contents.parts[spelling]
         arrays = {role: self.array(entry) for role, entry in part.entries.items()}
         dtypes = {role: entry.dtype for role, entry in part.entries.items()}
+        # A column [1, n] is a magnitude of inputs in LyCORIS's files and of a convolution's outputs in peft's.
         peft = any("lora_magnitude_vector" in entry.key for entry in part.entries.values())
         try:
             assert part.kind is not None
@@ -233,6 +235,7 @@ def _share_beside(parts: dict[str, dict[Role, HeaderEntry]]) -> None:
 
 
 def _kind(kinds: set[AdapterKind], roles: Mapping[Role, HeaderEntry]) -> AdapterKind | None:
+    # A DoRA magnitude has one name beside every kind, and a bias none of its own.
     if kinds >= {"lora"} and {"down", "up", "mid"} & roles.keys():
         return "lora"
     if not kinds and "bias" in roles:

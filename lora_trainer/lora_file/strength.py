@@ -66,6 +66,7 @@ class Strengths:
         """
         prefix, _, module = spelling.partition(".")
         component = prefix if prefix.startswith("text_encoder") else DENOISER
+        # The settings beside a file of peft are of no component, those in a header of diffusers are of each.
         settings = self.settings.get(component, self.settings.get("", {}))
         alpha = _number(_alpha(settings))
         for pattern, value in _patterns(settings).items():

@@ -85,6 +85,7 @@ def export_bytes(
     by_name = {name: tensor for each in files for name, tensor in each.items()}
     if len(by_name) < sum(map(len, files)):
         raise ValueError("two modules share one name in the file")
+    # The entry keeps `inspect` from taking the missing alpha for a lost one.
     if any(_alpha(module, format, lora_alpha=alpha) is None for module in tensors.values()):
         metadata = {**metadata, FOLDED: "multiplied in"}
     slots = ordered(slot(name, tensor) for name, tensor in by_name.items())
@@ -200,6 +201,7 @@ def file_tensors(
         # A DoRA magnitude scales the base's weight and not the update, so it is rounded to as many
         # digits as its readers allow.
         digits: Precision = precision
+        # Each product takes the strength once, as s (A B) * (C D) = (s A B) * (C D) in a LoHa.
         if role in STRONG:
             wide = wide * _folded(module, alpha)
         if role in _FLAT:

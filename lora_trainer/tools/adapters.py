@@ -20,9 +20,10 @@ from lora_trainer.config.config import BaseSettings, Precision
 from lora_trainer.families.base import DENOISER, Family
 from lora_trainer.families.locate import EMBEDDED, describe
 from lora_trainer.lora.adapter import denoiser_layers
-from lora_trainer.lora.tensors import ModuleTensors
+from lora_trainer.lora.tensors import ModuleTensors, split_key
 from lora_trainer.lora_file.embedding import bundled
 from lora_trainer.lora_file.fitting_base import Fit, check_usable, released_names
+from lora_trainer.lora_file.formats import AdapterContents
 from lora_trainer.lora_file.names import LayerNames, Role, file_names
 from lora_trainer.lora_file.problems import KeyFormat, key_format
 from lora_trainer.lora_file.read import Contents, ModuleFactors
@@ -43,6 +44,7 @@ class AdapterSource(Mapping[str, ModuleTensors]):
 
     path: Path
     family: Family
+    contents: AdapterContents
     format: KeyFormat
     precision: Precision
     names: LayerNames
@@ -123,6 +125,9 @@ def open_source(
         yield AdapterSource(
             path=path,
             family=names.family,
+            contents=_stated_contents(
+                parts, text=any(split_key(key)[0] != DENOISER for key in adapter)
+            ),
             format=key_format(parts),
             precision=_precision(parts.values()),
             names=names,
@@ -144,6 +149,26 @@ def open_weighted(
     opened = (open_source(each.file, base=base, names=names) for each in inputs)
     sources = [stack.enter_context(each) for each in opened]
     return WeightedSources(sources=sources, weights=[each.weight for each in inputs])
+
+
+def _stated_contents(parts: Mapping[str, ModuleFactors], *, text: bool) -> AdapterContents:
+    """Return the contents of an adapter by its header alone; see `write.contents_of`."""
+    magnitudes = [
+        part.entries["magnitude"] for part in parts.values() if "magnitude" in part.entries
+    ]
+    return AdapterContents(
+        kinds=frozenset(part.kind for part in parts.values() if part.kind is not None),
+        dora=bool(magnitudes),
+        text=text,
+        bias=any(
+            {"bias", "up_bias"} & part.entries.keys() and part.kind != "norm"
+            for part in parts.values()
+        ),
+        input_dora=any(
+            entry.key.endswith("dora_scale") and entry.shape[:1] == (1,) != entry.shape[1:2]
+            for entry in magnitudes
+        ),
+    )
 
 
 def _names_of(contents: Contents, fit: Fit) -> LayerNames:

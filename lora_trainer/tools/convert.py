@@ -12,7 +12,6 @@ from pathlib import Path
 from lora_trainer.config.config import Precision
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora_file.header import file_of
-from lora_trainer.lora_file.write import contents_of
 from lora_trainer.tools.adapter_writer import (
     SUFFIX,
     WrittenAdapter,
@@ -51,7 +50,7 @@ def convert(
     with open_source(file, base=base) as source:
         spec, notes = file_spec(
             source,
-            contents_of(source),
+            source.contents,
             family=source.family,
             format=format,
             precision=precision,
