@@ -60,9 +60,9 @@ def releases() -> list[Card]:
     seen: list[Any] = []
     for name in MODULES:
         named = family(name)
-        known: Any = getattr(named, "releases", ())  # families of diffusion transformers have them
+        known: Any = getattr(named, "published", ())  # families of diffusion transformers have them
         ids = [source for release in known for source in release.ids]
-        for source in dict.fromkeys((named.default_source, *ids)):
+        for source in dict.fromkeys((next(iter(named.releases)), *ids)):
             facts = known_base(source)
             if facts is None or facts.architecture in seen:
                 continue

@@ -78,11 +78,10 @@ def main() -> None:
 def releases(family: Family) -> Iterator[BaseFacts]:
     """Yield one release of each architecture."""
     seen = []
-    ids = [family.default_source]
+    ids = [next(iter(family.releases))]
     if isinstance(family, FlowFamily):
-        ids += [name for release in family.releases for name in release.ids]
-    for facts in map(family.facts_from_hub_id, ids):
-        assert facts is not None
+        ids += [name for release in family.published for name in release.ids]
+    for facts in map(family.releases.__getitem__, ids):
         if facts.architecture not in seen:
             seen.append(facts.architecture)
             yield facts

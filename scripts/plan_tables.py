@@ -85,7 +85,10 @@ def releases() -> Iterator[str]:
     """Yield a name of each public release that is computed otherwise than the others, family by family."""
     for name in MODULES:
         named = family(name)
-        sources = [named.default_source, *(found for each in _known(named) for found in each.ids)]
+        sources = [
+            next(iter(named.releases)),
+            *(found for each in _known(named) for found in each.ids),
+        ]
         different = {}
         for source in sources:
             facts = known_base(source)
@@ -95,7 +98,7 @@ def releases() -> Iterator[str]:
 
 
 def _known(named: Family) -> Sequence[Any]:
-    return getattr(named, "releases", ())
+    return getattr(named, "published", ())
 
 
 @cache

@@ -125,11 +125,9 @@ def releases() -> Iterator[BaseFacts]:
     """Yield what is known of each public release of each family, the default one first."""
     for name in families.MODULES:
         family = families.family(name)
-        ids = [release.ids[0] for release in getattr(family, "releases", ())]
-        for source in dict.fromkeys([family.default_source, *ids]):
-            facts = family.facts_from_hub_id(source)
-            assert facts is not None, source
-            yield facts
+        ids = [release.ids[0] for release in getattr(family, "published", ())]
+        for source in dict.fromkeys([next(iter(family.releases)), *ids]):
+            yield family.releases[source]
 
 
 def objective(

@@ -111,10 +111,10 @@ def defaults(family: Family) -> dict[str, Any]:
 def architectures(family: Family) -> Iterator[BaseFacts]:
     """Yield the first release of each architecture of a family, and the embedded base."""
     seen: list[Any] = []
-    sources = [family.default_source]
+    sources = [next(iter(family.releases))]
     if isinstance(family, FlowFamily):
-        sources = [name for release in family.releases for name in release.ids]
-    bases = [family.facts_from_hub_id(source) for source in sources]
+        sources = [name for release in family.published for name in release.ids]
+    bases = [family.releases[source] for source in sources]
     if family.detect(EMBEDDED):
         embedded = family.facts(Layout(folder=EMBEDDED), source="embedded", identities={})
         bases.append(embedded)

@@ -77,7 +77,7 @@ def test_without_a_card_the_embedded_base_is_trained_by_its_recipe(request_of: R
 
 def test_with_a_card_the_family_s_default_base_is_trained(request_of: Request) -> None:
     prepared = prepare(request_of, hardware=CARD)
-    default = families.family(families.DEFAULT_FAMILY).default_source
+    default = next(iter(families.family(families.DEFAULT_FAMILY).releases))
     assert (prepared.config.base.model, prepared.resolved.tier) == (default, "10-12")
     assert prepared.config.hardware.device == "cuda"
 
@@ -98,7 +98,7 @@ def test_the_embedded_base_has_its_recipe_on_a_card_too(place: Toy) -> None:
 
 
 def test_a_real_base_on_a_processor_takes_the_smallest_card_s_recipe(place: Toy) -> None:
-    default = families.family(families.DEFAULT_FAMILY).default_source
+    default = next(iter(families.family(families.DEFAULT_FAMILY).releases))
     prepared = prepare(asked(place, base__model=default), hardware=PROCESSOR)
     assert (prepared.facts.source, prepared.resolved.tier) == (default, "6-8")
 
@@ -131,7 +131,7 @@ def test_the_base_s_own_settings_come_from_every_layer(place: Toy, tmp_path: Pat
 
 
 def test_the_base_comes_from_the_highest_layer_that_names_one(place: Toy, tmp_path: Path) -> None:
-    default = families.family(families.DEFAULT_FAMILY).default_source
+    default = next(iter(families.family(families.DEFAULT_FAMILY).releases))
     config = tmp_path / "mine.toml"
     config.write_text('[base]\nmodel = "embedded"\n')
     with_file = replace(asked(place), settings_file=read_settings_file(config))

@@ -64,7 +64,7 @@ def smallest_card(tier: str) -> Hardware:
 def releases(family: str) -> list[BaseFacts]:
     """Return the facts of the public releases of a family, one for each architecture."""
     named = load_family(family)
-    sources = [named.default_source]
+    sources = [next(iter(named.releases))]
     for release in getattr(named, "releases", ()):
         sources += release.ids
     found = {}

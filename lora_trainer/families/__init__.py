@@ -32,9 +32,7 @@ def family(name: str) -> Family:
 
 def known_base(source: str) -> BaseFacts | None:
     """Return facts of a well-known Hub id by name alone, else None."""
-    return next(
-        (facts for name in MODULES if (facts := family(name).facts_from_hub_id(source))), None
-    )
+    return next((facts for name in MODULES if (facts := family(name).releases.get(source))), None)
 
 
 def detect(folder: Path) -> Family:

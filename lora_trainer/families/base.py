@@ -160,17 +160,19 @@ class Family(ABC):
     """One model family; instances hold no state."""
 
     name: str
-    default_source: str
-    """Hub id offered on a GPU when no base is named, and the companion of single-file checkpoints."""
     text: TextInputs
     traits: NetworkTraits
     formats: AdapterFormats
 
     # ---- facts, without torch
 
+    @property
     @abstractmethod
-    def facts_from_hub_id(self, source: str) -> BaseFacts | None:
-        """Return facts of a public release from its Hub id alone, None for any other id."""
+    def releases(self) -> Mapping[str, BaseFacts]:
+        """Facts of the public releases by Hub id, known without their files.
+
+        The first is offered on a GPU when no base is named, and is the companion of single-file checkpoints.
+        """
 
     @abstractmethod
     def detect(self, folder: Path) -> bool:
@@ -189,9 +191,7 @@ class Family(ABC):
 
         Variant, prediction type and denoiser size are the file's own; InputError when no release fits.
         """
-        facts = self.facts_from_hub_id(self.default_source)
-        assert facts is not None
-        return facts
+        return next(iter(self.releases.values()))
 
     @abstractmethod
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:

@@ -120,7 +120,6 @@ class Chroma(FlowFamily):
     """The family of Chroma1-HD, Chroma1-Base and everything fine-tuned from them."""
 
     name = "chroma"
-    default_source = RELEASE.ids[0]
     formats = AdapterFormats(
         written=("diffusers", "comfyui"),
         refused={
@@ -148,7 +147,7 @@ class Chroma(FlowFamily):
         vae_peak=AUTOENCODER_KL,
     )
     tokenizer_folders = ("tokenizer",)
-    releases = (RELEASE,)
+    published = (RELEASE,)
 
     # ---- facts
 

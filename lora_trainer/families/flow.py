@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +96,8 @@ class FlowFamily(Family):
     tokenizer_folders: tuple[str, ...]
     unread_text: tuple[str, ...] = ()
     """Prefixes of tensors in the text encoders' files that are never loaded and so cost no memory."""
-    releases: tuple[BaseRelease, ...] = ()
-    """Public releases whose Hub ids are recognised without their files."""
+    published: tuple[BaseRelease, ...]
+    """The public releases, the default one first."""
     native_latents: int
     """Side of an image of the native resolution, in latents: 128 for 1024 px at 8 px per latent."""
     patch: int
@@ -144,10 +145,15 @@ class FlowFamily(Family):
 
     # ---- facts
 
-    def facts_from_hub_id(self, source: str) -> BaseFacts | None:
-        release = next((candidate for candidate in self.releases if source in candidate.ids), None)
-        if release is None:
-            return None
+    @cached_property
+    def releases(self) -> Mapping[str, BaseFacts]:
+        return {
+            source: self._release_facts(source, release)
+            for release in self.published
+            for source in release.ids
+        }
+
+    def _release_facts(self, source: str, release: BaseRelease) -> BaseFacts:
         channels, factor = self.latent_shape(release.vae)
         return BaseFacts(
             family=self.name,
@@ -171,11 +177,10 @@ class FlowFamily(Family):
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
         """Return the release a single file has the sizes of; raises InputError when none has them."""
-        return self.releases[0]
+        return self.published[0]
 
     def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
-        facts = self.facts_from_hub_id(self.file_release(file, header).ids[0])
-        assert facts is not None
+        facts = self.releases[self.file_release(file, header).ids[0]]
         denoiser = PartFacts(parameters=parameters_in(file, "denoiser"))
         return replace(facts, parts={**facts.parts, "denoiser": denoiser})
 
@@ -471,6 +476,5 @@ def _diffusers(name: str) -> Any:
 def public_architectures(family: Family) -> tuple[Mapping[str, Any], ...]:
     """Return the denoiser's configuration of each public release of any family, the default one first."""
     if isinstance(family, FlowFamily):
-        return tuple(release.architecture for release in family.releases)
-    facts = family.facts_from_hub_id(family.default_source)
-    return (facts.architecture,) if facts is not None else ()
+        return tuple(release.architecture for release in family.published)
+    return (next(iter(family.releases.values())).architecture,)

@@ -173,7 +173,6 @@ class Flux(FlowFamily):
     """The family of FLUX.1 dev, schnell, and everything fine-tuned from them."""
 
     name = "flux"
-    default_source = RELEASES[0].ids[0]
     formats = AdapterFormats(written=("diffusers", "comfyui"), refused=REFUSED)
     pipeline_class = "FluxPipeline"
     denoiser_class = "FluxTransformer2DModel"
@@ -194,7 +193,7 @@ class Flux(FlowFamily):
         vae_peak=AUTOENCODER_KL,
     )
     tokenizer_folders = ("tokenizer", "tokenizer_2")
-    releases = RELEASES
+    published = RELEASES
 
     # ---- facts
 

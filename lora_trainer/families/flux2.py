@@ -154,7 +154,6 @@ class Flux2(FlowFamily):
     """The family of FLUX.2 klein (Black Forest Labs 2026) and its fine-tunes."""
 
     name = "flux2"
-    default_source = "black-forest-labs/FLUX.2-klein-base-4B"
     formats = AdapterFormats(
         written=("diffusers", "comfyui"),
         refused={
@@ -184,7 +183,7 @@ class Flux2(FlowFamily):
     patch = (
         1  # `normalised` folds the squares into channels, so the denoiser has one token per latent
     )
-    releases = tuple(
+    published = tuple(
         _release(size, distilled=distilled) for size in ("4B", "9B") for distilled in (False, True)
     )
 
@@ -220,7 +219,7 @@ class Flux2(FlowFamily):
         tensors = part_tensors(header, "denoiser")
         texts = (tensors.get(name) for name in ("txt_in.weight", "context_embedder.weight"))
         shape = next((text.shape for text in texts if text is not None), ())
-        for release in self.releases:
+        for release in self.published:
             sizes = release.architecture
             heads, distilled = sizes["num_attention_heads"], _is_distilled(file.name)
             expected = (heads * sizes["attention_head_dim"], sizes["joint_attention_dim"])

@@ -101,7 +101,6 @@ class Lumina2(FlowFamily):
     """The family of Lumina-Image 2.0 and its fine-tunes."""
 
     name = "lumina2"
-    default_source = "Alpha-VLLM/Lumina-Image-2.0"
     formats = AdapterFormats(
         written=("diffusers",),
         refused=dict.fromkeys(
@@ -130,9 +129,9 @@ class Lumina2(FlowFamily):
     )
     unread_text = ("spiece_model",)  # ComfyUI's files bring the tokenizer as a tensor of bytes
     tokenizer_folders = ("tokenizer",)
-    releases = (
+    published = (
         BaseRelease(
-            ids=(default_source,),
+            ids=("Alpha-VLLM/Lumina-Image-2.0",),
             architecture=ARCHITECTURE,
             vae={"latent_channels": LATENT_CHANNELS, "block_out_channels": [128, 256, 512, 512]},
             scheduler={"use_dynamic_shifting": False, "shift": 6.0},

@@ -133,7 +133,6 @@ class QwenImage(FlowFamily):
     """The family of Qwen-Image's text-to-image releases."""
 
     name = "qwen"
-    default_source = "Qwen/Qwen-Image"
     pipeline_class = "QwenImagePipeline"
     denoiser_class = "QwenImageTransformer2DModel"
     text_folders = ("text_encoder",)
@@ -157,7 +156,7 @@ class QwenImage(FlowFamily):
     unread_text = UNREAD
     # InvokeAI reads LoKr in kohya's names and nothing in ComfyUI's.
     formats = AdapterFormats(written=("diffusers", "kohya", "comfyui"), refused={})
-    releases = (
+    published = (
         BaseRelease(
             ids=("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"),
             architecture=ARCHITECTURE,

@@ -7,6 +7,7 @@ therefore read from the base's own configs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from lora_trainer.families.base import (
@@ -65,7 +66,6 @@ class StableDiffusion1(UNetFamily):
     """The family of Stable Diffusion 1.1 to 1.5 and everything fine-tuned from them."""
 
     name = "sd15"
-    default_source = IDS[0]
     pipeline_class = "StableDiffusionPipeline"
     released_unet = ARCHITECTURE
     texts = (
@@ -80,9 +80,11 @@ class StableDiffusion1(UNetFamily):
         """Return whether projections around attention are convolutions; miniature bases have any text width."""
         return traits.in_channels == 4 and not traits.linear_projection and not traits.added_width
 
-    def facts_from_hub_id(self, source: str) -> BaseFacts | None:
-        if source not in IDS:
-            return None
+    @cached_property
+    def releases(self) -> Mapping[str, BaseFacts]:
+        return {source: self._release_facts(source) for source in IDS}
+
+    def _release_facts(self, source: str) -> BaseFacts:
         return BaseFacts(
             family=self.name,
             source=source,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from statistics import pstdev
 from typing import Any
@@ -81,7 +82,6 @@ class StableDiffusion2(UNetFamily):
     """The family of Stable Diffusion 2.0 and 2.1 and everything fine-tuned from them."""
 
     name = "sd2"
-    default_source = f"{OWNERS[0]}/stable-diffusion-2-1"
     pipeline_class = "StableDiffusionPipeline"
     released_unet = ARCHITECTURE
     texts = (
@@ -96,11 +96,16 @@ class StableDiffusion2(UNetFamily):
         """Return whether projections around attention are linear and no vector stands beside the timestep."""
         return traits.in_channels == 4 and traits.linear_projection and not traits.added_width
 
-    def facts_from_hub_id(self, source: str) -> BaseFacts | None:
-        owner, _, release = source.partition("/")
-        if owner not in OWNERS or release not in RELEASES:
-            return None
-        prediction = RELEASES[release]
+    @cached_property
+    def releases(self) -> Mapping[str, BaseFacts]:
+        return {
+            source: self._release_facts(source, prediction)
+            for owner in OWNERS
+            for release, prediction in RELEASES.items()
+            for source in [f"{owner}/{release}"]
+        }
+
+    def _release_facts(self, source: str, prediction: Prediction) -> BaseFacts:
         return BaseFacts(
             family=self.name,
             source=source,
@@ -146,8 +151,7 @@ class StableDiffusion2(UNetFamily):
             for name, release_prediction in RELEASES.items()
             if release_prediction == prediction
         )
-        source = self.facts_from_hub_id(f"{OWNERS[0]}/{release}")
-        assert source is not None
+        source = self.releases[f"{OWNERS[0]}/{release}"]
         return replace(source, parts=facts.parts, zero_terminal_snr=facts.zero_terminal_snr)
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:

@@ -151,7 +151,6 @@ class StableDiffusion3(FlowFamily):
     """The family of Stable Diffusion 3 and 3.5."""
 
     name = "sd3"
-    default_source = "stabilityai/stable-diffusion-3.5-medium"
     pipeline_class = "StableDiffusion3Pipeline"
     denoiser_class = "SD3Transformer2DModel"
     text_folders = tuple(encoder.component for encoder in ENCODERS)
@@ -183,7 +182,7 @@ class StableDiffusion3(FlowFamily):
             "ComfyUI reads the diffusers format too",
         },
     )
-    releases = (
+    published = (
         _release("stable-diffusion-3.5-medium", MEDIUM, 2_469_663_936, variant="medium"),
         _release("stable-diffusion-3.5-large", LARGE, 8_146_280_768, variant="large"),
         _release("stable-diffusion-3.5-large-turbo", LARGE, 8_146_280_768, variant="large-turbo"),
@@ -264,7 +263,7 @@ class StableDiffusion3(FlowFamily):
         sizes = file_architecture(file, head_channels=64)
         variant, _ = self.release(sizes, Layout(folder=file.parent))
         turbo = "-turbo" if variant == "large" and "turbo" in file.name.lower() else ""
-        return next(each for each in self.releases if each.variant == variant + turbo)
+        return next(each for each in self.published if each.variant == variant + turbo)
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         """Return `3-medium`, `3-5-medium` or `3-5-large` as kohya's name, as sd-scripts writes it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,6 @@ class StableDiffusionXL(UNetFamily):
     """The family of SDXL 1.0 and everything fine-tuned from it, without the refiner."""
 
     name = "sdxl"
-    default_source = BASE
     pipeline_class = "StableDiffusionXLPipeline"
     released_unet = ARCHITECTURE
     texts = (
@@ -111,10 +111,11 @@ class StableDiffusionXL(UNetFamily):
 
     # ---- facts
 
-    def facts_from_hub_id(self, source: str) -> BaseFacts | None:
-        if source not in IDS:
-            return None
-        prediction, download_bytes = IDS[source]
+    @cached_property
+    def releases(self) -> Mapping[str, BaseFacts]:
+        return {source: self._release_facts(source, *release) for source, release in IDS.items()}
+
+    def _release_facts(self, source: str, prediction: Prediction, download_bytes: int) -> BaseFacts:
         return BaseFacts(
             family=self.name,
             source=source,
@@ -151,7 +152,7 @@ class StableDiffusionXL(UNetFamily):
         facts = super().facts(layout, source=source, identities=identities)
         _check(facts, layout)
         # Some velocity fine-tunes were published with the scheduler of SDXL base, which states epsilon.
-        release = self.facts_from_hub_id(source)
+        release = self.releases.get(source)
         if release is None or release.prediction == "epsilon":
             return facts
         return replace(

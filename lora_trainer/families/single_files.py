@@ -113,8 +113,7 @@ def companion_of(settings: BaseSettings, family: Family, facts: BaseFacts) -> st
     """Return the source of a checkpoint's missing parts; auto: the default release where its encoders fit."""
     if settings.companion != "auto":
         return settings.companion
-    default = families.known_base(family.default_source)
-    assert default is not None
+    default = next(iter(family.releases.values()))
     if default.parts["text_encoder"] == facts.parts["text_encoder"]:
         return default.source
     return facts.source

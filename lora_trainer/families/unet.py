@@ -233,8 +233,8 @@ class UNetFamily(Family):
 
     def _parameters_of(self, architecture: Mapping[str, Any]) -> int:
         """Return the number of parameters of a U-Net; all but the releases' are built, without weights."""
-        release = self.facts_from_hub_id(self.default_source)
-        if release is not None and read_unet(architecture) == read_unet(release.architecture):
+        release = next(iter(self.releases.values()))
+        if read_unet(architecture) == read_unet(release.architecture):
             return release.parts["denoiser"].parameters
         import torch
 

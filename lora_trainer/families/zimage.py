@@ -132,7 +132,6 @@ class ZImage(FlowFamily):
     """The family of Z-Image (Z-Image team 2025, arXiv 2511.22699) and its fine-tunes."""
 
     name = "zimage"
-    default_source = "Tongyi-MAI/Z-Image"
     formats = AdapterFormats(
         written=("diffusers", "comfyui"),
         refused={
@@ -160,7 +159,7 @@ class ZImage(FlowFamily):
     )
     unread_text = UNREAD
     tokenizer_folders = ("tokenizer",)
-    releases = (
+    published = (
         _release("Z-Image", "base", download_bytes=20_540_000_000),
         # Its denoiser is published in fp32.
         _release("Z-Image-Turbo", "turbo", download_bytes=32_850_000_000),
@@ -192,7 +191,7 @@ class ZImage(FlowFamily):
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
         named_release = _release_in_name(file.name)
-        return self.releases[named_release == "turbo"]
+        return self.published[named_release == "turbo"]
 
     def architecture(self, layout: Layout) -> Mapping[str, Any]:
         config, text = super().architecture(layout), text_config(layout.folder)
@@ -224,7 +223,7 @@ class ZImage(FlowFamily):
             return facts
         if named_release is not None:
             return replace(facts, scheduler={**facts.scheduler, "shift": SHIFTS[named_release]})
-        other = self.releases[companion_release == "base"]
+        other = self.published[companion_release == "base"]
         return replace(
             facts,
             assumed=Assumption(

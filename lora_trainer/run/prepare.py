@@ -342,7 +342,7 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
     )
     source = asked_for(request, "base.model")
     if source in (None, "auto"):
-        source = families.family(families.DEFAULT_FAMILY).default_source if card else EMBEDDED
+        source = next(iter(families.family(families.DEFAULT_FAMILY).releases)) if card else EMBEDDED
     settings = {
         f"base.{name}": asked_for(request, f"base.{name}") for name in BaseSettings.model_fields
     }

@@ -80,7 +80,7 @@ EXPLAINING: Mapping[str, tuple[str, ...]] = {
 
 def facts_of(family: str) -> BaseFacts:
     """Return what is known of a family's default base without its files."""
-    facts = families.family(family).facts_from_hub_id(families.family(family).default_source)
+    facts = next(iter(families.family(family).releases.values()))
     assert facts is not None, family
     return facts
 

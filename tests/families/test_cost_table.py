@@ -50,19 +50,19 @@ RELEASES: Mapping[str, FlowFamily] = {
     source: family
     for family in map(families.family, families.MODULES)
     if isinstance(family, FlowFamily)
-    for release in family.releases
+    for release in family.published
     for source in release.ids
 }
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
 U_NETS: Mapping[str, Family] = {
-    family.default_source: family for family in map(families.family, ("sd15", "sd2", "sdxl"))
+    next(iter(family.releases)): family for family in map(families.family, ("sd15", "sd2", "sdxl"))
 }
 SD15 = next(iter(U_NETS))
 BASES: Mapping[str, Family] = {**U_NETS, **RELEASES}
 
 
 def facts_by_name(source: str) -> BaseFacts:
-    facts = BASES[source].facts_from_hub_id(source)
+    facts = BASES[source].releases.get(source)
     assert facts is not None
     return facts
 

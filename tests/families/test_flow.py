@@ -60,7 +60,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> BaseFacts:
 @pytest.mark.parametrize("size_px", [(512, 512), (1024, 1024), (1344, 768), (256, 2048)])
 @pytest.mark.parametrize("name", SHIFTS)
 def test_the_shift_is_that_of_the_pipelines_scheduler(name: str, size_px: tuple[int, int]) -> None:
-    known = FAMILY.facts_from_hub_id(RELEASES[0].ids[0])
+    known = FAMILY.releases.get(RELEASES[0].ids[0])
     assert known is not None
     facts = replace(known, scheduler=SHIFTS[name])
     width, height = size_px
@@ -81,7 +81,7 @@ def test_the_shift_is_that_of_the_pipelines_scheduler(name: str, size_px: tuple[
 
 
 def test_flux_at_1024_px_is_shifted_by_what_is_published() -> None:
-    dev, schnell = (FAMILY.facts_from_hub_id(release.ids[0]) for release in RELEASES)
+    dev, schnell = (FAMILY.releases.get(release.ids[0]) for release in RELEASES)
     assert dev is not None
     assert schnell is not None
     assert dev.flow_shift(width_px=1024, height_px=1024) == pytest.approx(math.exp(1.15))

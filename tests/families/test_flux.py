@@ -101,7 +101,7 @@ def test_the_public_releases_have_the_sizes_of_their_networks(source: str, param
     from diffusers import AutoencoderKL
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-    found = FAMILY.facts_from_hub_id(source)
+    found = FAMILY.releases.get(source)
     assert found is not None
     with torch.device("meta"):
         networks = {
@@ -139,7 +139,7 @@ def test_the_public_releases_have_the_sizes_of_their_networks(source: str, param
     assert sizes["denoiser"] == parameters
     assert sizes["vae"] == 83_819_683
     assert (found.resolution_px, found.bucket_step_px, found.vae_factor) == (1024, 64, 8)
-    assert FAMILY.facts_from_hub_id("somebody/else") is None
+    assert FAMILY.releases.get("somebody/else") is None
 
 
 # ---- what diffusers computes

@@ -86,7 +86,7 @@ def test_the_index_says_what_is_distilled(tmp_path: Path) -> None:
 def test_public_releases_have_the_sizes_of_their_configurations(
     source: str, variant: str, distilled: bool, version: str, architecture: str
 ) -> None:
-    facts = FAMILY.facts_from_hub_id(f"black-forest-labs/{source}")
+    facts = FAMILY.releases.get(f"black-forest-labs/{source}")
     assert facts is not None and (facts.variant, facts.distilled) == (variant, distilled)
     assert (facts.resolution_px, facts.bucket_step_px, facts.vae_factor) == (1024, 64, 16)
     assert FAMILY.adapter_names(facts).kohya == version
@@ -123,7 +123,7 @@ def _qwen3(width: int) -> Qwen3Config:
 
 @pytest.mark.parametrize("size_px", [(1024, 1024), (768, 1344), (512, 512)])
 def test_the_timestep_shift_is_the_samplers_for_many_steps(size_px: tuple[int, int]) -> None:
-    facts = FAMILY.facts_from_hub_id(FAMILY.default_source)
+    facts = FAMILY.releases.get(next(iter(FAMILY.releases)))
     assert facts is not None
     width, height = size_px
     mu = compute_empirical_mu(width // 16 * (height // 16), 200)

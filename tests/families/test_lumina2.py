@@ -42,7 +42,7 @@ def facts_of(folder: Path, **files: Path) -> BaseFacts:
 
 
 def test_the_release_has_the_sizes_of_its_configuration() -> None:
-    facts = FAMILY.facts_from_hub_id("Alpha-VLLM/Lumina-Image-2.0")
+    facts = FAMILY.releases.get("Alpha-VLLM/Lumina-Image-2.0")
     assert facts is not None
     assert (facts.resolution_px, facts.bucket_step_px, facts.vae_factor) == (1024, 64, 8)
     assert facts.flow_shift(width_px=1024, height_px=1024) == 6.0

@@ -93,8 +93,8 @@ def test_facts_are_those_of_the_pipeline(base: Base) -> None:
 
 @pytest.mark.parametrize("source", ["Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"])
 def test_known_releases_have_the_parameters_of_their_architecture(source: str) -> None:
-    facts = FAMILY.facts_from_hub_id(source)
-    assert facts is not None and FAMILY.facts_from_hub_id("Qwen/Qwen-Image-Edit") is None
+    facts = FAMILY.releases.get(source)
+    assert facts is not None and FAMILY.releases.get("Qwen/Qwen-Image-Edit") is None
     assert (facts.resolution_px, facts.bucket_step_px, facts.vae_factor) == (1024, 64, 8)
     with torch.device("meta"):
         networks = {

@@ -30,7 +30,7 @@ def test_the_embedded_base_is_of_this_family() -> None:
 
 @pytest.mark.parametrize("source", IDS)
 def test_the_release_is_known_by_name(source: str) -> None:
-    facts = FAMILY.facts_from_hub_id(source)
+    facts = FAMILY.releases.get(source)
     assert facts is not None and (facts.source, facts.resolution_px) == (source, 512)
     with torch.device("meta"):
         network = FAMILY.empty_denoiser(facts.architecture)

@@ -28,16 +28,16 @@ OPEN_CLIP_H = {
 @pytest.mark.parametrize("owner", ["stabilityai", "sd2-community"])
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_releases_are_known_by_name(owner: str, release: str) -> None:
-    facts = FAMILY.facts_from_hub_id(f"{owner}/{release}")
+    facts = FAMILY.releases.get(f"{owner}/{release}")
     assert facts is not None
     base = release.endswith("base")
     assert facts.prediction == ("epsilon" if base else "v_prediction")
     assert facts.resolution_px == 8 * facts.architecture["sample_size"] == (512 if base else 768)
-    assert FAMILY.facts_from_hub_id(f"somebody/{release}") is None
+    assert FAMILY.releases.get(f"somebody/{release}") is None
 
 
 def test_the_sizes_of_the_release_are_exact() -> None:
-    facts = FAMILY.facts_from_hub_id(FAMILY.default_source)
+    facts = FAMILY.releases.get(next(iter(FAMILY.releases)))
     assert facts is not None
     with torch.device("meta"):
         network = FAMILY.empty_denoiser(facts.architecture)

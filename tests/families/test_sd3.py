@@ -92,11 +92,11 @@ def test_facts_are_those_of_the_pipeline(base: Base) -> None:
     assert facts.flow_shift(width_px=256, height_px=64) == pipeline.scheduler.shift == 3.0
 
 
-@pytest.mark.parametrize("release", FAMILY.releases, ids=lambda release: release.variant)
+@pytest.mark.parametrize("release", FAMILY.published, ids=lambda release: release.variant)
 def test_known_releases_have_the_parameters_of_their_architecture(release: Any) -> None:
     with torch.device("meta"):
         network = SD3Transformer2DModel.from_config(dict(release.architecture))
-    facts = FAMILY.facts_from_hub_id(release.ids[0])
+    facts = FAMILY.releases.get(release.ids[0])
     assert facts is not None and facts.resolution_px == 1024 and facts.bucket_step_px == 64
     tensors = network.state_dict().values()
     assert facts.parts["denoiser"].parameters == sum(tensor.numel() for tensor in tensors)
@@ -111,8 +111,8 @@ def test_known_releases_have_the_parameters_of_their_architecture(release: Any) 
 def test_versions_are_those_that_sd_scripts_writes(base: Base, tmp_path: Path) -> None:
     assert FAMILY.adapter_names(base.facts).kohya == "3-5-medium"
     assert FAMILY.adapter_names(base.facts).modelspec == "stable-diffusion-3-5-medium/lora"
-    turbo = FAMILY.facts_from_hub_id("stabilityai/stable-diffusion-3.5-large-turbo")
-    first = FAMILY.facts_from_hub_id("stabilityai/stable-diffusion-3-medium-diffusers")
+    turbo = FAMILY.releases.get("stabilityai/stable-diffusion-3.5-large-turbo")
+    first = FAMILY.releases.get("stabilityai/stable-diffusion-3-medium-diffusers")
     assert turbo is not None and first is not None
     assert FAMILY.adapter_names(turbo).kohya == "3-5-large"
     assert FAMILY.adapter_names(first).kohya == "3-medium"

@@ -116,7 +116,7 @@ def test_identity_covers_both_encoders_and_both_tokenizers(base: Path) -> None:
 
 
 def test_the_release_is_known_without_a_download() -> None:
-    known = FAMILY.facts_from_hub_id(BASE)
+    known = FAMILY.releases.get(BASE)
     assert known is not None
     with torch.device("meta"):
         encoders = (
@@ -141,7 +141,7 @@ def test_a_fine_tune_known_to_predict_velocity_does(base: Path) -> None:
     """Whatever the scheduler beside it says."""
     source = "Laxhar/noobai-XL-Vpred-1.0"
     known, found = (
-        FAMILY.facts_from_hub_id(source),
+        FAMILY.releases.get(source),
         FAMILY.facts(Layout(folder=base), source=source, identities={}),
     )
     assert known is not None and known.prediction == found.prediction == "v_prediction"

@@ -73,7 +73,7 @@ def test_facts_are_what_the_pipeline_says(base: Path, pipeline: Any) -> None:
 def test_public_releases_have_the_sizes_of_their_configurations(
     source: str, variant: str, shift: float
 ) -> None:
-    facts = FAMILY.facts_from_hub_id(f"Tongyi-MAI/{source}")
+    facts = FAMILY.releases.get(f"Tongyi-MAI/{source}")
     assert facts is not None and (facts.variant, facts.distilled) == (variant, variant == "turbo")
     assert (facts.resolution_px, facts.bucket_step_px, facts.vae_factor) == (1024, 64, 8)
     assert facts.flow_shift(width_px=1024, height_px=1024) == shift

@@ -218,7 +218,7 @@ def test_without_its_companion_a_single_file_is_described_by_its_family(
     monkeypatch.setattr(families_locate, "download", download)
     with pytest.raises(MachineError):
         locate(base(single))
-    default = families.family("sd15").default_source
+    default = next(iter(families.family("sd15").releases))
     assert asked == [(default, frozenset({"denoiser", "vae"}))], "only what the file lacks"
 
 

@@ -29,7 +29,7 @@ Card = tuple[str, int, tuple[int, int]]
 def planned(family: str, card: Card, *, memory_gib: int = 56, **overrides: Any) -> Plan:
     name, card_gib, capability = card
     named = families.family(family)
-    facts = named.facts_from_hub_id(named.default_source)
+    facts = named.releases.get(next(iter(named.releases)))
     assert facts is not None
     gpu = Gpu(
         index=0,
