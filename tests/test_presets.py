@@ -65,7 +65,7 @@ def releases(family: str) -> list[BaseFacts]:
     """Return the facts of the public releases of a family, one for each architecture."""
     named = load_family(family)
     sources = [next(iter(named.releases))]
-    for release in getattr(named, "releases", ()):
+    for release in getattr(named, "published", ()):
         sources += release.ids
     found = {}
     for source in sources:

@@ -182,7 +182,8 @@ def test_a_training_is_that_with_the_folder(
     )
     releases = (tiny,)
     monkeypatch.setattr(flux, "RELEASES", releases)
-    monkeypatch.setattr(flux.Flux, "releases", releases)
+    monkeypatch.setattr(flux.Flux, "published", releases)
+    monkeypatch.setattr(flux, "FAMILY", flux.Flux())  # whose releases are not cached yet
     place = toy(tmp_path / "place")
 
     def losses(name: str, model: Path, **settings: Any) -> list[float]:
