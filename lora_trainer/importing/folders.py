@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -43,6 +43,28 @@ def path_of(text: Any) -> PurePath:
 def stem_of(text: Any) -> str:
     """Return a file's name without folders and extension."""
     return path_of(text).stem
+
+
+def named_file(
+    foreign: Foreign, option: str, parse: Callable[[str], Any], fits: Callable[[Any], bool]
+) -> Any:
+    """Return the contents of a further file that an option names, None where no fitting one is there."""
+    file_name = foreign.on(option)
+    if file_name is None:
+        foreign.stay("is not given", option)
+        return None
+    path = path_of(file_name)
+    for file in (foreign.beside / path, foreign.beside / path.name):
+        try:
+            content = parse(file.read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if fits(content):
+            foreign.findings.stays(option, f"{file.name} is read too")
+            return content
+    why = "no such file here that fits: put it beside this one, or import it by itself"
+    foreign.findings.lacks(option, str(file_name), why)
+    return None
 
 
 def set_folders(foreign: Foreign, folders: Sequence[ImageFolder]) -> None:

@@ -13,6 +13,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
 from lora_trainer.importing.folders import (
     ImageFolder,
+    named_file,
     path_of,
     set_folders,
     set_length,
@@ -305,24 +306,12 @@ def _objective(foreign: Foreign) -> None:
 
 
 def _dataset(foreign: Foreign) -> None:
-    file_name = foreign.on("dataset")
-    if file_name is None:
-        foreign.stay("is not given", "dataset")
-        return
-    path = path_of(file_name)
-    for file in (foreign.beside / path, foreign.beside / path.name):
-        try:
-            data = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        if flat_dataset(data) is not None:
-            foreign.extra |= flattened(data, "dataset.")
-            _read_tables(foreign, data)
-            foreign.findings.stays("dataset", f"{file.name} is read too")
-            return
-    foreign.findings.lacks(
-        "dataset", str(file_name), "no such dataset file here: import it by itself"
+    data = named_file(
+        foreign, "dataset", tomllib.loads, lambda data: flat_dataset(data) is not None
     )
+    if data is not None:
+        foreign.extra |= flattened(data, "dataset.")
+        _read_tables(foreign, data)
 
 
 def read_dataset(foreign: Foreign) -> None:

@@ -14,6 +14,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
 from lora_trainer.importing.folders import (
     ImageFolder,
+    named_file,
     path_of,
     set_folders,
     set_resolutions,
@@ -204,24 +205,12 @@ def _timesteps(foreign: Foreign) -> None:
 
 
 def _dataset(foreign: Foreign) -> None:
-    file_name = foreign.on("dataset_config")
-    if file_name is None:
-        foreign.stay("is not given", "dataset_config")
-        return
-    file = foreign.beside / path_of(file_name)
-    try:
-        data = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError):
-        foreign.findings.lacks(
-            "dataset_config", str(file_name), "no such TOML file here: import it by itself"
-        )
-        return
-    if flat_dataset(data) is None:
-        foreign.findings.lacks("dataset_config", str(file_name), f"is no dataset file of {NAME}")
-        return
-    foreign.extra |= flattened(data)
-    _read_tables(foreign, data)
-    foreign.findings.stays("dataset_config", f"{file.name} is read too")
+    data = named_file(
+        foreign, "dataset_config", tomllib.loads, lambda data: flat_dataset(data) is not None
+    )
+    if data is not None:
+        foreign.extra |= flattened(data)
+        _read_tables(foreign, data)
 
 
 def read_dataset(foreign: Foreign) -> None:

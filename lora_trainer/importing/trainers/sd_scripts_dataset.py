@@ -13,6 +13,7 @@ from typing import Any
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing.folders import (
     ImageFolder,
+    named_file,
     path_of,
     read_size,
     set_folders,
@@ -109,7 +110,7 @@ def read_training_options(foreign: Foreign) -> None:
     findings, values = foreign.findings, foreign.values
     file_name = foreign.on("dataset_config")
     if file_name is not None:
-        _read_named(foreign, str(file_name))
+        _read_named(foreign)
     foreign.stay("is not given", "dataset_config")
     names = {name: name for name in values}
     if foreign.on("train_data_dir") and findings.dataset is None:
@@ -238,25 +239,14 @@ def set_size(foreign: Foreign, name: str, value: Any) -> bool:
     return True
 
 
-def _read_named(foreign: Foreign, file_name: str) -> None:
+def _read_named(foreign: Foreign) -> None:
     """Add the dataset file that a training file names, if it is there."""
-    file = foreign.beside / path_of(file_name)
-    try:
-        data = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError):
-        foreign.findings.lacks(
-            "dataset_config", file_name, "no such TOML file here: import it by itself"
-        )
-        return
-    if not is_dataset(data):
-        foreign.findings.lacks("dataset_config", file_name, "is no dataset file of sd-scripts")
-        return
-    before = foreign.data
-    foreign.data = data
-    foreign.extra |= flattened(data)
-    read_dataset(foreign, data)
-    foreign.data = before
-    foreign.findings.stays("dataset_config", f"{file.name} is read too")
+    data = named_file(foreign, "dataset_config", tomllib.loads, is_dataset)
+    if data is not None:
+        before, foreign.data = foreign.data, data
+        foreign.extra |= flattened(data)
+        read_dataset(foreign, data)
+        foreign.data = before
 
 
 def _read_shared(foreign: Foreign, values: Mapping[str, Any], names: Mapping[str, str]) -> None:

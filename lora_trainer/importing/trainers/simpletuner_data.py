@@ -11,6 +11,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
 from lora_trainer.importing.folders import (
     ImageFolder,
+    named_file,
     path_of,
     set_folders,
     set_length,
@@ -160,19 +161,5 @@ def _captions(
 
 
 def read_file(foreign: Foreign, option: str) -> Any:
-    """Return what a JSON file holds that an option names, None where it is not there."""
-    file_name = foreign.on(option)
-    if file_name is None:
-        return None
-    path = path_of(file_name)
-    for file in (foreign.beside / path, foreign.beside / path.name):
-        try:
-            content = json.loads(file.read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        foreign.findings.stays(option, f"{file.name} is read too")
-        return content
-    foreign.findings.lacks(
-        option, str(file_name), "no such JSON file here: put it beside the settings file"
-    )
-    return None
+    """Return the contents of a JSON file that an option names, None where it is not there."""
+    return named_file(foreign, option, json.loads, lambda _: True)
