@@ -16,13 +16,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lora_trainer import families
 from lora_trainer.common.errors import RequestError
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.tensors import AdapterTensors, update
 from lora_trainer.lora_file.formats import format_for
 from lora_trainer.lora_file.write import contents_of, export_bytes
-from scripts.readers.networks import Base, base_of
+from scripts.readers.networks import DENOISERS, Base, base_of
 from tests.fakes.adapters import adapter_for, draw_lokr
 
 FORMATS: tuple[FileFormat, ...] = ("kohya", "diffusers", "comfyui")
@@ -56,7 +55,7 @@ def run(
     `prepare` may change a base to what the reader can hold.
     """
     print(f"{name} at {commit}")
-    for family in only or families.MODULES:
+    for family in only or DENOISERS:
         base = prepare(base_of(family))
         for format in FORMATS:
             words = [f"{kind}: {_outcome(reader, base, format, kind)}" for kind in KINDS]

@@ -58,7 +58,7 @@ class Base:
 def base_of(name: str, *, seed: int = 0) -> Base:
     """Return the networks of a family."""
     torch.manual_seed(seed)
-    denoiser = _DENOISERS[name]().requires_grad_(False)
+    denoiser = DENOISERS[name]().requires_grad_(False)
     texts = {
         component: _clip(width=width, projected=projected).requires_grad_(False)
         for component, width, projected in _TEXTS.get(name, ())
@@ -329,7 +329,7 @@ def _clip(*, width: int, projected: bool) -> nn.Module:
     return CLIPTextModelWithProjection(config) if projected else CLIPTextModel(config)
 
 
-_DENOISERS: Mapping[str, Callable[[], nn.Module]] = {
+DENOISERS: Mapping[str, Callable[[], nn.Module]] = {
     "sd15": _sd15,
     "sd2": _sd2,
     "sdxl": _sdxl,
