@@ -54,17 +54,13 @@ def releases() -> list[Card]:
 
     Importing the families takes a second.
     """
-    from lora_trainer.families import MODULES, family, known_base
+    from lora_trainer.families import MODULES, family
 
     rows: list[Card] = []
     seen: list[Any] = []
     for name in MODULES:
-        named = family(name)
-        known: Any = getattr(named, "published", ())  # families of diffusion transformers have them
-        ids = [source for release in known for source in release.ids]
-        for source in dict.fromkeys((next(iter(named.releases)), *ids)):
-            facts = known_base(source)
-            if facts is None or facts.architecture in seen:
+        for source, facts in family(name).releases.items():
+            if facts.architecture in seen:
                 continue
             seen.append(facts.architecture)
             rows.append(

@@ -105,14 +105,18 @@ def filled(place: Place) -> Iterator[None]:
     first = place.add("first", until=str(place.let("first")))
     place.add("second")
     place.add("third")
+    live = place.runs / "live"
     with place.worker_process() as worker:
-        eventually(lambda: place.item(bad.id).has_ended and place.item(first.id).run)
-        live = until(fake_run(place.runs / "live", steps=30), 12)
-        write_status(live)  # not before: the queue waits for what was started outside of it
-        yield
-        write_status(live, state="stopped", exit_code=0)
-        place.let("first").touch()
-        worker.wait()
+        try:
+            eventually(lambda: place.item(bad.id).has_ended and place.item(first.id).run)
+            until(fake_run(live, steps=30), 12)
+            write_status(live)  # not before: the queue waits for what was started outside of it
+            yield
+        finally:  # else the worker waits for ever, and the session for it
+            if live.exists():
+                write_status(live, state="stopped", exit_code=0)
+            place.let("first").touch()
+            worker.wait()
 
 
 def scanned(page: Any, address: str, shown: Shown) -> list[str]:
