@@ -319,6 +319,8 @@ def _check_sizes(update: Update) -> None:
     for name in ("bias", "rescale"):
         if name in arrays and out and arrays[name].size != out:
             raise ValueError(f"has {arrays[name].size} numbers of {name} for {out} outputs")
+    if not all(array.size for array in arrays.values()):
+        raise ValueError("has tensors without numbers")
     if any(array.dtype.kind not in "fiub" for array in arrays.values()):
         raise ValueError("has tensors that are no numbers")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from lora_trainer import families
@@ -74,6 +75,22 @@ def test_what_cannot_be_read_layer_by_layer_is_refused_with_the_reason(
     build(case, file)
     with pytest.raises(InputError, match=case.refused) as raised:
         convert(file, format="comfyui", output=tmp_path / "b.safetensors")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+@pytest.mark.parametrize("case", [case for case in READ if case.family == "sd15"], ids=ids)
+def test_a_tensor_without_numbers_is_an_error(case: Case, tmp_path: Path) -> None:
+    """A write that was cut may leave one; it fits no layer of any kind."""
+    file = tmp_path / "a.safetensors"
+    build(case, file, most=1)
+    with safe_open(file, "pt") as opened:
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - no dict
+        metadata = opened.metadata()
+    largest = max(tensors, key=lambda key: tensors[key].numel())
+    save_file({**tensors, largest: torch.empty(0)}, file, metadata=metadata)
+    with pytest.raises(InputError) as raised:
+        convert(file, format="kohya", output=tmp_path / "b.safetensors")
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "b.safetensors").exists()
 
