@@ -156,7 +156,7 @@ def build_training(task: Task, ranks: TimedRanks, pipe: Connection) -> Training:
         steps=task.steps,
         events=events,
         actions=[Turns(pipe=pipe, block=task.block, steps=task.steps, ranks=ranks)],
-        feeder=replace(feeder(case, task.folder, events), place=task.place),
+        feeder=replace(feeder(case, task.folder, events), dist_env=task.place),
         micro_batch=task.batch,
         prefetch_steps=1,  # or a process would prepare steps in the others' turns
         ranks=ranks,

@@ -32,7 +32,7 @@ class ModuleTensors:
     lokr: `w1` or `w1_a` and `w1_b`, `w2` [b, d, ...] or `w2_a` and `w2_b` [r, d x kernel].
     oft: `blocks` [count, size, size], the rotation of groups of output channels; BOFT in files of others:
     [rounds, count, size, size].
-    oft may have `rescale` [out]; oft_in: `skew` [count, size (size - 1) / 2], turning groups of inputs.
+    oft may have `rescale` [out, 1, ...]; oft_in: `skew` [count, size (size - 1) / 2], turning groups of inputs.
     glora: `a1` [in, r], `a2` [r, in], `b1` [out, r], `b2` [r, in, ...]: the weight times A, plus B.
     ia3: `by_output` [out] or `by_input` [in], that much of the weight is added.
     full: `difference` [out, in, ...]; norm: `difference` [width].

@@ -33,10 +33,11 @@ class Update:
     loha: `w1_a` [out, r], `w1_b` [r, in x kernel], `w2_a`, `w2_b`.
     lokr: `w1` or `w1_a` and `w1_b`, `w2` [b, d, ...] or `w2_a` and `w2_b` [r, d x kernel].
     oft: `blocks` [count, size, size], or [rounds, count, size, size] of a BOFT, which turn groups of outputs;
-    `rescale` [out] after that.
+    `rescale` [out, 1, ...] after that, with the dimensions of the weight, as readers multiply it as it is.
     oft_in: `skew` [count, size (size - 1) / 2], upper triangles of the rotations of groups of inputs.
     glora: `a1` [in, r], `a2` [r, in], `b1` [out, r], `b2` [r, in x kernel]; the update is W A + B.
-    ia3: `by_output` [out] or `by_input` [in], the share of the weight that is added.
+    ia3: `by_output` [out, 1, ...] or `by_input` [in, 1, ...], the share of the weight that is added; a one
+    for each dimension of the kernel.
     full: `difference` [out, in, ...]; norm: `difference` [width].
     Any may have `bias` [out]; lora, loha, lokr may have DoRA's `magnitude` [out(, 1, ...)] or
     `input_magnitude` [1, in(, 1, 1)]. `dtypes` are those of the file; computed arrays are float64.
@@ -85,7 +86,9 @@ def normal_form(
             tensors = _glora(tensors)
         case "ia3":
             side = "by_input" if np.any(arrays["on_input"]) else "by_output"
-            tensors[side] = tensors.pop("factor").reshape(-1)
+            factor = tensors.pop("factor")
+            # LyCORIS's is [n] of a linear layer, [1, n, 1, ...] of a convolution, and broadcast as it is.
+            tensors[side] = factor.reshape(-1, *factor.shape[2:])
         case "full" | "norm" if not tensors:
             raise ValueError("has no numbers")
     rank = _rank(kind, tensors, alpha=alpha)
@@ -162,8 +165,6 @@ def _oft(tensors: Arrays, *, constraint: float | None) -> Arrays:
         norm = float(np.linalg.norm(wide - wide.swapaxes(-1, -2)))
         if norm > limit:
             tensors["blocks"] = wide * (limit / norm)
-    if "rescale" in tensors:
-        tensors["rescale"] = tensors["rescale"].reshape(-1)
     return tensors
 
 

@@ -206,6 +206,8 @@ def file_tensors(
             wide = wide * _folded(module, alpha)
         if role in _FLAT:
             wide = wide.flatten(1)
+        if role in ("by_output", "by_input") and wide.dim() > 1:
+            wide = wide[None]  # as LyCORIS broadcasts it over the weight of a convolution
         if role in ("magnitude", "input_magnitude"):
             wide = _magnitude(wide, module, role, format)
             # diffusers tells a file's format by its first tensor, and files begin with the widest

@@ -39,8 +39,9 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "zimage": {"n_layers": 30, "n_refiner_layers": 2, "dim": 3840},
 }
 """What ComfyUI's tables of names go by, as in the releases."""
-LARGE = {"sd3": {"depth": 38}}
-"""What is other in a second release, SD 3.5 Large."""
+LARGE = {"sd3": {"depth": 38}, "flux2": {"hidden_size": 4096}}
+"""What is other in a second release, SD 3.5 Large and klein 9B, by whose widths its files are known."""
+LARGE_WIDTHS = {"sd3": 2432, "flux2": 4096}
 LAYERS = 32
 """Of the largest CLIP."""
 
@@ -148,8 +149,11 @@ def outcome(case: Case, names: Names, folder: Path) -> str:
         if key.startswith("denoiser.") or case.family in TEXTS
     }
     expected = some(written, most=3)
+    if not expected and written:  # large layers only: the smallest of them
+        key = min(written, key=lambda name: written[name].numbers)
+        expected = {key: written[key]}
     if not expected:
-        return "text encoders and large layers only"
+        return "text encoders only"
     formula = {key: each.delta for key, each in expected.items()}
     original = changes(file, names, expected)
     words = [f"original {_compared(original, formula)}"]
@@ -194,7 +198,9 @@ def main() -> None:
             if case.family == family and not case.refused:
                 with TemporaryDirectory() as folder:
                     is_large = any(
-                        2432 in each.inputs for part in case.parts for each in part.layers
+                        LARGE_WIDTHS.get(family) in each.inputs
+                        for part in case.parts
+                        for each in part.layers
                     )
                     words = outcome(case, large if is_large else names, Path(folder))
                     print(f"{case.name}: {words}", flush=True)

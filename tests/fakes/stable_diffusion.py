@@ -12,6 +12,7 @@ from lora_trainer.families.base import BY_TWO_PASSES, BaseFacts, PartFacts
 from lora_trainer.planning.loads import RememberedCosts
 
 SD15_UNET: Mapping[str, Any] = {
+    "_class_name": "UNet2DConditionModel",
     "sample_size": 64,
     "in_channels": 4,
     "out_channels": 4,
@@ -23,6 +24,7 @@ SD15_UNET: Mapping[str, Any] = {
     "attention_head_dim": 8,
 }
 MINI_UNET: Mapping[str, Any] = {
+    "_class_name": "UNet2DConditionModel",
     "sample_size": 16,
     "down_block_types": ["CrossAttnDownBlock2D"] * 2,
     "up_block_types": ["CrossAttnUpBlock2D"] * 2,

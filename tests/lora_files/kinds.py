@@ -169,15 +169,20 @@ def lokr(
     return write
 
 
-def diag_oft(*, blocks: int = 16, constraint: float = 0.0, rescaled: bool = False) -> Kind:
+def diag_oft(
+    *, blocks: int = 16, size: int = 0, constraint: float = 0.0, rescaled: bool = False
+) -> Kind:
+    """Blocks by number, as sd-scripts cuts them, or by `size`, as LyCORIS does."""
+
     def write(layer: Layer, generator: torch.Generator) -> Written:
-        size = layer.out // blocks
-        values = draw(generator, blocks, size, size, size=0.01)
+        count = layer.out // size if size else blocks
+        side = layer.out // count
+        values = draw(generator, count, side, side, size=0.01)
         tensors = {"oft_blocks": values, "alpha": torch.tensor(constraint)}
         skew = values.double() - values.double().mT
         if constraint:
             skew = skew * min(1.0, constraint * layer.out / float(skew.norm()))
-        identity = torch.eye(size, dtype=torch.float64)
+        identity = torch.eye(side, dtype=torch.float64)
         turn = (identity + skew) @ torch.linalg.inv(identity - skew)
         rescale = torch.ones(layer.out, dtype=torch.float64)
         if rescaled:
@@ -185,7 +190,7 @@ def diag_oft(*, blocks: int = 16, constraint: float = 0.0, rescaled: bool = Fals
             rescale = tensors["rescale"].double().flatten()
 
         def delta(weight: Tensor, rows: slice) -> Tensor:
-            grouped = weight.double().reshape(blocks, size, -1)
+            grouped = weight.double().reshape(count, side, -1)
             turned = torch.einsum("knm,kni->kmi", turn, grouped).reshape(weight.shape)
             column = rescale.reshape(-1, *(1 for _ in layer.inputs))
             return (column * turned - weight.double())[rows]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
@@ -122,6 +122,21 @@ def test_a_file_converts_without_a_change(case: Case, tmp_path: Path) -> None:
             for key, each in some(expected, most=1).items():
                 assert relative_error(source[key], each) < TOLERANCE, (format, key)
     assert done
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+def test_scales_of_outputs_keep_the_dimensions_of_the_weight(family: str, tmp_path: Path) -> None:
+    """ComfyUI multiplies the weight by them as they are; LyCORIS copies them into its own."""
+    case = next(case for case in CASES if case.name == f"LyCORIS 3.2 diag-OFT rescaled {family}")
+    file, output = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    build(case, file, most=2)
+    convert(file, format="kohya", output=output, precision="fp32")
+    before, after = (
+        sorted(tensor.shape for key, tensor in load_file(path).items() if key.endswith("rescale"))
+        for path in (file, output)
+    )
+    assert before == after
+    assert after and {len(shape) for shape in after} <= {2, 4}
 
 
 def test_rows_of_a_kronecker_product_become_a_lora_when_asked(tmp_path: Path) -> None:

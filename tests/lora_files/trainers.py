@@ -148,7 +148,7 @@ def sd_scripts() -> Iterable[Case]:
     yield Case(
         "sd-scripts sd3 branch networks.oft_flux",
         "flux",
-        (Part(turned, flat("oft_unet_"), k.diag_oft(blocks=96)),),
+        (Part(turned, flat("oft_unet_"), k.diag_oft(blocks=96, constraint=1e-4)),),
     )
     yield Case(
         "sd-scripts 0.10 networks.lora_flux chroma", "chroma", (Part(a.CHROMA, UNET, KOHYA),)
@@ -618,9 +618,9 @@ def lycoris() -> Iterable[Case]:
         "LoKr decompose_both": k.lokr(both=True),
         "LoKr tucker": k.lokr(tucker=True),
         "LoKr DoRA": k.lokr(dora="out"),
-        "diag-OFT": k.diag_oft(),
-        "diag-OFT constraint": k.diag_oft(constraint=1e-4),
-        "diag-OFT rescaled": k.diag_oft(rescaled=True),
+        "diag-OFT": k.diag_oft(size=16),
+        "diag-OFT constraint": k.diag_oft(size=16, constraint=1e-4),
+        "diag-OFT rescaled": k.diag_oft(size=16, rescaled=True),
         "BOFT": k.boft(),
         "GLoRA": k.glora(),
         "IA3 of outputs": k.ia3(on_input=False),
