@@ -1,10 +1,11 @@
 """Whether the programs that write a kind make the same of its files and of what `convert` writes for them.
 
 `python -m scripts.readers.own_code --checkout DIR --commit SHA [--family NAME]` compares, for each file of
-tests/lora_files with rotations or IA3, and peft's with DoRA, the update of two layers by the original tensors, by
-the converted ones and by the kind's formula. Rotations of inputs are computed by the checkout, of OneTrainer; those of outputs by
-sd-scripts, beside it as `sd-scripts`, or lycoris-lora from the package index, which computes IA3 too; DoRA by
-peft. In float64: their casts to float32 are switched off, as 1e-5 of an update is 1e-9 of a weight.
+tests/lora_files with rotations or IA3, and peft's with DoRA, the update of two layers by the original tensors,
+by the converted ones and by the kind's formula. Rotations of inputs are computed by the checkout, of OneTrainer;
+those of outputs by sd-scripts, beside it as `sd-scripts`, or lycoris-lora from the package index, which computes
+IA3 too; DoRA by peft. In float64: their casts to float32 are switched off, as 1e-5 of an update is 1e-9 of a
+weight.
 """
 
 from __future__ import annotations
