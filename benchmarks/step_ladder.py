@@ -40,9 +40,9 @@ from trainee import DTYPES, Case, Size, batches, frozen_network, sharing  # noqa
 from benchmarks.gpu_day.cases import LADDER  # noqa: E402 - after sys.path
 from lora_trainer.common.errors import first_line  # noqa: E402 - after sys.path
 from lora_trainer.lora.adapter import Adapter  # noqa: E402 - after sys.path
-from lora_trainer.network.checkpointing import apply_checkpointing  # noqa: E402 - after sys.path
 from lora_trainer.network.compiling import CompiledBlocks  # noqa: E402 - after sys.path
 from lora_trainer.network.cuda_graph import CudaCapture  # noqa: E402 - after sys.path
+from lora_trainer.network.gradient_checkpointing import apply_checkpointing  # noqa: E402 - after sys.path
 from lora_trainer.network.out_of_memory import free_memory, is_lost  # noqa: E402 - after sys.path
 from lora_trainer.training.graphed import WARM_UPS, Speedups, StepGraphs  # noqa: E402 - after sys.path
 

@@ -1,20 +1,28 @@
 """The base models that a page offers: the built-in one, those of the Hub's cache, all public releases.
 
 Input: the Hub's cache folder; the releases that the families know, which a warm process tells. Output:
-choices and cards as plain values; any other Hub id or path can be typed beside them.
+choices and cards as plain values; any other Hub id or path can be typed beside them. A token of the Hub is
+handed to the Hub's own library, which keeps it.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from huggingface_hub import scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
+from huggingface_hub import get_token, login, scan_cache_dir, whoami
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is re-exported
+    CacheNotFound,
+    HfHubHTTPError,
+    HTTPError,
+)
 
+from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.wording import bytes_text
 
 Choice = tuple[str, str]
 Card = dict[str, Any]
+_TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")
 _PIPELINE_FILE = "model_index.json"
 
 
@@ -42,7 +50,10 @@ def cards(released: list[Card]) -> list[Card]:
             if row["source"] in here
             else f"{bytes_text(row['download_bytes'])} to download",
             "here": row["source"] in here,
-            "resolution_px": row["resolution_px"],
+            "family": row["family"],
+            "size": f"{row['parameters'] / 1e9:.1f} billion parameters, {row['resolution_px']}\u00a0px",
+            "licence": f"{row['licence']}: {row['allows']}" if row["licence"] else "",
+            "gated": row["gated"] and row["source"] not in here,
         }
         for row in released
     ]
@@ -59,18 +70,60 @@ def releases() -> list[Card]:
     rows: list[Card] = []
     seen: list[Any] = []
     for name in MODULES:
+        licences = family(name).licences
         for source, facts in family(name).releases.items():
             if facts.architecture in seen:
                 continue
             seen.append(facts.architecture)
+            licence = licences.get(source)
             rows.append(
                 {
                     "source": source,
+                    "family": name,
+                    "parameters": facts.parts["denoiser"].parameters,
+                    "licence": licence.name if licence else "",
+                    "allows": licence.allows if licence else "",
+                    "gated": licence.is_gated if licence else False,
                     "download_bytes": facts.download_bytes,
                     "resolution_px": facts.resolution_px,
                 }
             )
     return rows
+
+
+def signed_in() -> bool:
+    """Return whether the Hub's own files or environment on this machine have a token."""
+    return get_token() is not None
+
+
+def sign_in(token: str) -> str:
+    """Give a token to the Hub's own files and return whose it is; raises RequestError or MachineError.
+
+    Neither a message nor a file of this program has the token.
+    """
+    word = token.strip()
+    if not _TOKEN.fullmatch(word):
+        raise RequestError(
+            "this is no token of the Hub", fix="copy the whole token, which begins with hf_"
+        )
+    try:
+        login(token=word, add_to_git_credential=False)
+        return str(whoami(word)["name"])
+    except HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            raise RequestError(
+                "the Hub does not know this token", fix="make a new one on its page of tokens"
+            ) from None
+        raise _unreached(error) from None
+    except (HTTPError, OSError, ValueError, LookupError) as error:
+        raise _unreached(error) from None
+
+
+def _unreached(error: Exception) -> MachineError:
+    return MachineError(
+        f"the Hub could not be asked ({type(error).__name__})",
+        fix="check the connection, then try again",
+    )
 
 
 def _downloaded() -> dict[str, int]:

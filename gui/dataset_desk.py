@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.dataset.listing import ImageFile
+from lora_trainer.dataset.listing import ImageFile, list_dataset
 
 from . import (
     bulk,
@@ -21,6 +21,8 @@ from . import (
     dataset_notes,
     exclusion,
     jobs,
+    mask_edit,
+    trash,
 )
 from .bulk import BulkEdit
 from .caption_edit import Edit
@@ -143,6 +145,32 @@ class DatasetDesk:
         """Move excluded pictures back; {folder, files}."""
         return self._moved(posted, back=True)
 
+    def closer(self, posted: Posted) -> Json:
+        """Return the mask of an image and what training sees of it; {folder, file}."""
+        opened = self._open(posted)
+        picture = opened.picture(posted.text("file"))
+        bucket = str(opened.reader.card(picture).get("bucket", ""))
+        return {
+            **_mask_edit(opened, picture.name).shown(bucket=bucket),
+            "used": opened.settings.masks,
+        }
+
+    def mask(self, posted: Posted) -> Json:
+        """Write the mask of an image, painted as a PNG; {folder, file, mask}, an empty one removes it.
+
+        The newest draft of the folder trains with masks from then on.
+        """
+        root, journal = self._place(posted)
+        with journal.locked():
+            opened = self._opened(root)
+            picture = opened.picture(posted.text("file"))
+            painted = posted.text("mask", at_most=mask_edit.MAX_PNG_BYTES * 2)
+            changes = _mask_edit(opened, picture.name).changes(painted)
+            outcome = journal.perform(f"the mask of {picture.name}", changes) if changes else None
+        if painted:
+            dataset_notes.use_masks(self.work, root)
+        return self._told(root, outcome)
+
     def _moved(self, posted: Posted, *, back: bool) -> Json:
         root, journal = self._place(posted)
         with journal.locked():
@@ -212,6 +240,7 @@ class DatasetDesk:
         ]
         return {
             "folder": str(root),
+            "uploaded": trash.uploaded(self.work, root),
             "pictures": [reader.card(picture) for picture in opened.pictures],
             "excluded": [opened.away.card(picture) for picture in opened.excluded],
             "problem": opened.problem,
@@ -239,6 +268,15 @@ class DatasetDesk:
 
     def _opened(self, root: Path) -> OpenDataset:
         return open_dataset(self.work, root, counters=self._counters)
+
+
+def _mask_edit(opened: OpenDataset, name: str) -> mask_edit.MaskEdit:
+    """Find an image with its mask, also where the settings do not ask for masks yet."""
+    opened.picture(name)  # raises RequestError for any other name
+    settings = opened.settings.model_copy(update={"masks": "files"})
+    pictures = list_dataset(opened.root, settings=settings).pictures
+    picture = next(each for each in pictures if each.name == name)
+    return mask_edit.MaskEdit(root=opened.root, picture=picture, settings=settings)
 
 
 def _bulk_edit(posted: Posted) -> BulkEdit:

@@ -22,6 +22,7 @@ from .uploads import FOLDER as UPLOADS
 from .workplace import Workplace
 
 MAX_RECENT = 12
+_NO_DRAFT = "0" * 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,17 @@ def draft_for(work: Workplace, root: Path) -> Draft:
     for draft in _drafts(work):
         if not draft.started_as and _same_folder(draft.dataset, root):
             return draft
-    return Draft(id="0" * 12, dataset=str(root))
+    return Draft(id=_NO_DRAFT, dataset=str(root))
+
+
+def use_masks(work: Workplace, root: Path) -> None:
+    """Have the newest draft about a folder train with its masks, a new one where there is none."""
+    with drafts.changing(work):
+        draft = draft_for(work, root)
+        if draft.settings.get("data.masks", "none") == "none":
+            if draft.id == _NO_DRAFT:
+                draft = replace(draft, id=drafts.new_id())
+            drafts.save(work, draft.with_setting("data.masks", "files"))
 
 
 def recent(work: Workplace) -> list[str]:

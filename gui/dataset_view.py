@@ -107,6 +107,9 @@ class Reader:
         caption = self.caption(picture)
         found = self.checked.findings.get(picture.name, ())
         badges = [*self._caption_badges(caption), *map(_badge, found)]
+        if picture.mask is not None:
+            title = f"{picture.mask_name} says what of it counts"
+            badges.append(Badge(kind="mask", text="has a mask", title=title, severity="note"))
         return {
             "file": picture.name,
             "repeats": picture.repeats,

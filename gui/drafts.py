@@ -56,9 +56,14 @@ class Draft:
 
 def new(work: Workplace, *, dataset: str = "") -> Draft:
     """Return an empty draft with an id of its own, saved."""
-    draft = Draft(id=f"{time.time_ns():x}", dataset=dataset)
+    draft = Draft(id=new_id(), dataset=dataset)
     save(work, draft)
     return draft
+
+
+def new_id() -> str:
+    """Return an id of which nothing else is; later ones sort behind earlier ones."""
+    return f"{time.time_ns():x}"
 
 
 def save(work: Workplace, draft: Draft) -> None:

@@ -18,7 +18,7 @@ from lora_trainer.reporting.charts import Html, tag
 from . import state
 from .asset_files import EXAMPLE_IMAGES, example_url
 from .live import LiveTraining, running
-from .markup import button, drop_zone, icon, link_button, progress, state_line
+from .markup import button, delete_button, drop_zone, icon, link_button, progress, state_line
 from .media import run_url
 from .run_follow import Followed
 from .state import RunEntry, page_url
@@ -28,9 +28,9 @@ MAX_CARDS = 60
 _NOW_SHOTS = 3
 _ATTENTION = frozenset({"failed", "interrupted"})
 _WORDS = {
-    "interrupted": "It ended without a word; it can go on.",
+    "interrupted": "It ended without a word; it can be resumed.",
     "finished": "finished",
-    "stopped": "stopped; it can go on",
+    "stopped": "stopped; it can be resumed",
     "failed": "failed",
 }
 
@@ -198,6 +198,7 @@ def _card(work: Workplace, run: RunEntry) -> Html:
     done = f"{status.step:,} of {status.steps:,} steps" if status.steps else ""
     why = status.message if status.state == "failed" else ""
     resume = None if status.state == "finished" else _action("resume", "Resume", run, "rotate-ccw")
+    delete = delete_button("run", run.name, name=run.name, then="/")
     return tag(
         "li",
         tag("a", shot, href=page_url(run.name), class_="shot", aria_label=f"Open {run.name}"),
@@ -207,7 +208,7 @@ def _card(work: Workplace, run: RunEntry) -> Html:
             state_line(status.state, _WORDS[status.state]),
             tag("p", why, class_="why") if why else None,
             tag("p", done, class_="quiet") if done else None,
-            tag("p", resume, class_="actions") if resume else None,
+            tag("p", resume, delete, class_="actions"),
             class_="text",
         ),
         class_="run-card panel",

@@ -17,11 +17,11 @@ from lora_trainer.reporting.charts import Html, join, table, tag
 from lora_trainer.reporting.sample_files import last_samples
 
 from . import lora_files, state
-from .lora_files import Entry, Header, LoraFile
+from .lora_files import PREVIEW_SUFFIX, Entry, Header, LoraFile
+from .markup import delete_button, share_buttons
 from .media import REPORT, run_url, thumb_url
 
 PAGE = "/library"
-PREVIEW_SUFFIX = ".preview.png"
 _MAX_SHOWN = 400
 _MAX_VALUE_CHARACTERS = 2_000
 _THUMB_PX = 384
@@ -58,7 +58,7 @@ def grid(found: tuple[Entry, ...], *, of: int) -> Html:
             "There is no finished LoRA yet. ",
             tag("a", "Train one", href="/train"),
             " and it appears here with its first save.",
-            class_="quiet",
+            class_="empty quiet",
         )
     if not found:
         return tag("p", f"None of the {of} LoRAs fits the search.", class_="quiet")
@@ -81,6 +81,7 @@ def _card(entry: Entry) -> Html:
         tag("a", _picture(file, header), href=url, tabindex="-1"),
         tag("h2", tag("a", file.path.stem, href=url)),
         tag("p", header.title, class_="quiet") if _says_more(header, file) else None,
+        tag("p", file.note, class_="note") if file.note else None,
         tag("p", header.problem, class_="error") if header.problem else None,
         tag("p", "Marked as the best of its run.") if file.best else None,
         tag("p", "Its run still trains.") if entry.training else None,
@@ -162,9 +163,16 @@ def head(file: LoraFile, header: Header) -> Html:
                 "div",
                 tag("h1", file.path.stem),
                 tag("p", header.title) if _says_more(header, file) else None,
+                tag("p", file.note, class_="note") if file.note else None,
                 tag("p", header.problem, class_="error") if header.problem else None,
                 tag("dl", *_facts(entry)),
                 tag("p", *_run_links(file), class_="links"),
+                tag(
+                    "p",
+                    *(share_buttons(file.ref) if not header.problem else ()),
+                    delete_button("lora", file.ref, name=file.path.stem, then=PAGE),
+                    class_="actions",
+                ),
             ),
             class_="lora-head",
         ),
@@ -176,6 +184,7 @@ def missing(said: str) -> Html:
     return join(
         [
             tag("p", tag("a", "\u2190 All LoRAs", href=PAGE)),
+            tag("h1", "No such LoRA"),
             tag("p", said, class_="error notice"),
         ]
     )

@@ -16,7 +16,7 @@ from lora_trainer.queue import commands
 
 from . import state
 from .run_follow import Followed
-from .run_state import left_text, look, remaining_s, sentence
+from .run_state import left_text, look, sentence
 from .workplace import Workplace
 
 _ENDED_WITHIN_S = 3600.0
@@ -59,7 +59,7 @@ def _training(work: Workplace, run: state.RunEntry, followed: Followed) -> LiveT
         history = followed.read(folder).history
     except (LoraTrainError, OSError):  # its page says so
         return LiveTraining(fraction=fraction, left="", said="training")
-    left = left_text(remaining_s(status, history))
+    left = left_text(status.left_s)
     return LiveTraining(fraction=fraction, left=left, said=sentence(seen, history))
 
 

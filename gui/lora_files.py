@@ -18,19 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.files import read_json_object
+from lora_trainer.common.files import disk_error, read_json_object
 from lora_trainer.common.redaction import public_source
 from lora_trainer.common.wording import against_base, one_line
+from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.fitting_base import recognise
 from lora_trainer.lora_file.problems import key_format
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.reporting.history import mapping, number
+from lora_trainer.reporting.status import read_status
 
 from . import state
+from .lora_names import read_names, write_names
 from .run_best import read_best
 from .workplace import Workplace
 
 SUFFIX = ".safetensors"
+PREVIEW_SUFFIX = ".preview.png"
+_NAME_MAX_LENGTH = 100
 _ROLLING = re.compile(r"(?P<name>.+)-step(?P<step>\d{8})\.safetensors")
 _THUMBNAIL = re.compile(r"data:image/(?:jpeg|png|webp);base64,[A-Za-z0-9+/]+={0,2}")
 _MAX_HEADERS = 512
@@ -43,7 +48,7 @@ class LoraFile:
     """An adapter file of a run folder.
 
     `trained` says that the run's training wrote it, not a tool; `step` is that of a save during it.
-    `best` is the one that somebody marked as such.
+    `best` is the one that somebody marked as such, `earlier` are the names it had, `note` what was noted.
     """
 
     run: str
@@ -53,11 +58,17 @@ class LoraFile:
     step: int | None
     size_bytes: int
     changed_ns: int
+    earlier: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def ref(self) -> str:
         """The name under which pages and jobs know it."""
         return f"{self.run}/{self.path.name}"
+
+    def was(self, ref: object) -> bool:
+        """Return whether a job began with this file, under whatever name it had then."""
+        return ref in (self.ref, *(f"{self.run}/{name}" for name in self.earlier))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +168,61 @@ def matching(found: tuple[Entry, ...], text: str, base: str) -> tuple[Entry, ...
     )
 
 
+def rename(work: Workplace, ref: str, name: str) -> LoraFile:
+    """Give a LoRA and what lies beside it another name; return it as it is then.
+
+    Raises RequestError for a name that is taken or impossible, or while its run trains, MachineError.
+    """
+    file = find(work, ref)
+    folder = file.path.parent
+    if read_status(folder).state == "running":
+        raise RequestError(f"{file.run} is being trained", fix="wait for it, or stop it")
+    target = folder / f"{file_stem(name)}{SUFFIX}"
+    if target == file.path:
+        return file
+    if target.exists():
+        raise RequestError(f"there is a file {target.name} already", fix="type another name")
+    names = read_names(folder).renamed(file.path.name, target.name)
+    try:
+        for before, after in zip(beside(file.path), beside(target), strict=True):
+            if before.is_file() and not after.exists():
+                before.rename(after)
+        file.path.rename(target)
+    except OSError as error:
+        raise disk_error(target, error) from error
+    write_names(folder, names)
+    return find(work, f"{file.run}/{target.name}")
+
+
+def take_note(work: Workplace, ref: str, text: str) -> LoraFile:
+    """Keep a note on a LoRA, an empty text for none; raises RequestError, MachineError."""
+    file = find(work, ref)
+    if text.strip() != file.note:
+        folder = file.path.parent
+        write_names(folder, read_names(folder).noted(file.path.name, text.strip()))
+    return find(work, ref)
+
+
+def beside(path: Path) -> tuple[Path, ...]:
+    """Return where what belongs to a LoRA file lies, whether it is there or not: preview, new tokens."""
+    return path.with_name(f"{path.stem}{PREVIEW_SUFFIX}"), embedding_path(path)
+
+
+def file_stem(text: str) -> str:
+    """Return the name of a file that somebody typed, without its ending; raises RequestError."""
+    stem = text.strip().removesuffix(SUFFIX)
+    if not stem or not stem.isprintable() or stem[0] in ".-" or set(stem) & set('/\\:*?"<>|'):
+        raise RequestError(
+            f"{stem[:100]!r} cannot be the name of a file",
+            fix="use letters, digits, spaces, ._-, no . or - in front",
+        )
+    if len(stem) > _NAME_MAX_LENGTH:
+        raise RequestError(
+            f"the name has {len(stem)} letters", fix=f"use at most {_NAME_MAX_LENGTH}"
+        )
+    return stem
+
+
 def unused(path: Path) -> Path:
     """Return `path`, or the first of NAME-002, NAME-003, ... that is not there."""
     number = 1
@@ -170,8 +236,8 @@ def unused(path: Path) -> Path:
 def _searched(entry: Entry) -> str:
     header = entry.header
     told = [header.metadata.get(f"modelspec.{key}", "") for key in ("tags", "description")]
-    parts = (entry.file.ref, header.title, header.trigger, header.base, header.family, *told)
-    return " ".join(parts).casefold()
+    told += [header.title, header.trigger, header.base, header.family]
+    return " ".join((entry.file.ref, entry.file.note, *told)).casefold()
 
 
 def _entries_of(folder: Path, run: state.RunEntry) -> Iterator[Entry]:
@@ -204,7 +270,7 @@ def _files(folder: Path) -> Iterator[LoraFile]:
     except OSError:  # it was removed meanwhile
         return
     name = str(_record(folder).get("name") or folder.name)
-    best = read_best(folder)
+    best, names = read_best(folder), read_names(folder)
     for path in paths:
         if path.suffix != SUFFIX or path.name.startswith(".") or path.is_symlink():
             continue
@@ -213,9 +279,11 @@ def _files(folder: Path) -> Iterator[LoraFile]:
         except OSError:  # pruned meanwhile
             continue
         if path.is_file():
-            rolling = _ROLLING.fullmatch(path.name)
+            earlier = names.earlier(path.name)
             is_best = best is not None and path.name == best.file
-            own = is_best or (rolling["name"] if rolling else path.stem) == name
+            rolling = next(filter(None, map(_ROLLING.fullmatch, (path.name, *earlier))), None)
+            is_result = f"{name}{SUFFIX}" in (path.name, *earlier)
+            own = is_best or is_result or (rolling is not None and rolling["name"] == name)
             step = int(rolling["step"]) if rolling and own else None
             yield LoraFile(
                 run=folder.name,
@@ -225,6 +293,8 @@ def _files(folder: Path) -> Iterator[LoraFile]:
                 step=best.step if best is not None and is_best else step,
                 size_bytes=stat.st_size,
                 changed_ns=stat.st_mtime_ns,
+                earlier=earlier,
+                note=names.notes.get(path.name, ""),
             )
 
 

@@ -78,7 +78,7 @@ def merge(
 
 def of_file(work: Workplace, file: LoraFile) -> list[jobs.Job]:
     """Return the newest jobs that began with a file."""
-    found = [job for job in jobs.find(work, kind=KIND) if job.about.get("file") == file.ref]
+    found = [job for job in jobs.find(work, kind=KIND) if file.was(job.about.get("file"))]
     return found[:SHOWN]
 
 

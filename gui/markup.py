@@ -74,6 +74,38 @@ def link_button(label: str, href: str, *, icon_name: str = "", kind: str = "") -
     return tag("a", mark, label, href=href, class_=f"ui-button {kind}".strip())
 
 
+def share_buttons(ref: str) -> tuple[Html, Html]:
+    """Return the buttons that open the dialogs of assets/share.js for a LoRA, RUN/FILE."""
+    return (
+        button(
+            "Copy to ComfyUI or Forge",
+            icon_name="folder-open",
+            kind="big",
+            attributes={"data-share": "copy", "data-ref": ref},
+        ),
+        button(
+            "Publish",
+            icon_name="upload",
+            kind="big",
+            attributes={"data-share": "publish", "data-ref": ref},
+        ),
+    )
+
+
+def delete_button(kind: str, ref: str, *, name: str, then: str) -> Html:
+    """Return the button that moves something into the trash (assets/trash.js) and leads to `then`."""
+    return button(
+        "Delete",
+        icon_name="trash-2",
+        attributes={
+            "data-trash": kind,
+            "data-ref": ref,
+            "data-next": then,
+            "aria-label": f"Delete {name}",
+        },
+    )
+
+
 def progress(fraction: float, *, label: str, state: str = "running") -> Html:
     """Return a bar that is filled by `fraction` of 1."""
     share = min(1.0, max(0.0, fraction))

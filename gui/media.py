@@ -12,6 +12,7 @@ browser that has it, or 404 with the reason.
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from .thumbs import SIZES_PX, Thumbnails
 from .workplace import Workplace
 
 _THREADS = 4  # a picture of the allowed size takes some hundred MB while it is read
+_SEPARATORS = frozenset("\\:") if os.name == "nt" else frozenset()
+"""What leads elsewhere in a name on Windows; on other systems names of images may have both."""
 _NOT_SERVED = frozenset({"states", "control"})
 _SHOWN_IMAGES = {
     ".png": "image/png",
@@ -192,7 +195,7 @@ def _inside(folder: Path, file: str) -> Path:
     """Return the file that a relative name without tricks leads to; raises RequestError."""
     parts = file.split("/")
     plain = all(
-        part and not part.startswith(".") and part.isprintable() and not set(part) & set("\\:")
+        part and not part.startswith(".") and part.isprintable() and not set(part) & _SEPARATORS
         for part in parts
     )
     if not plain:

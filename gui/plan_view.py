@@ -16,6 +16,9 @@ from lora_trainer.common.wording import bytes_text
 from lora_trainer.reporting.charts import Html, join, table, tag
 from lora_trainer.reporting.history import mapping, number, sequence
 
+from .drafts import Draft
+from .expert_edit import setting
+from .expert_text import text_of
 from .markup import icon
 
 Values = Mapping[str, Any]
@@ -27,6 +30,10 @@ _PARTS = (
     ("margin", "room for others and holes", ("desktop", "allocator slack")),
 )
 EMBEDDED = "embedded"
+SLOW_S = 24 * 3600.0
+"""A training that takes longer is called slow."""
+COURSE = {"steps": "train.steps", "prompts": "sampling.prompts"}
+"""The settings that the page Train fills in from the plan, by the names of assets/course.js."""
 _REST = ("work", "working memory")
 _PHASES = {
     "images": "preparing images",
@@ -60,6 +67,25 @@ def plan(values: Values) -> Html:
         details(values),
     )
     return tag("div", line(values), demo(values), remarks(values), folded, class_="plan")
+
+
+def course(values: Values, draft: Draft, taken: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a plan fills in for assets/course.js: length, samples, which of them are the draft's own.
+
+    `taken` are the typed texts that the draft has by now.
+    """
+    time = mapping(values, "time")
+    steps = number(time, "steps")
+    prompts = sequence(mapping(values, "sampling"), "prompts")
+    return {
+        "steps": int(steps),
+        "epochs_per_step": number(time, "epochs") / steps,
+        "images": int(number(time, "images")),
+        "held_out": int(number(time, "held_out")),
+        "prompts": text_of(setting(COURSE["prompts"]), prompts),
+        "taken": dict(taken),
+        "own": [name for name, key in COURSE.items() if key in draft.settings],
+    }
 
 
 def line(values: Values) -> Html:
@@ -117,15 +143,34 @@ def duration(values: Values) -> Html:
     pair = [value for value in sequence(time, "run_s") if isinstance(value, int | float)]
     if len(pair) != 2:
         return tag("b", str(time.get("note", "")))
-    low, high = map(_coarse, pair)
     parts = ", ".join(mapping(time, "parts_s"))
     steps = time.get("steps")
     return tag(
         "span",
-        tag("b", f"About {low} to {high}" if low != high else f"About {low}"),
+        tag("b", f"About {_span(*pair)}"),
         f", {steps:,} steps" if isinstance(steps, int) else None,
         title=f"{time.get('note', '')}; counted are {parts}" if parts else None,
     )
+
+
+def pace(values: Values) -> tuple[str, str]:
+    """Return whether a plan is good, slow or bad for this machine, and that in a few words."""
+    if mapping(values, "memory").get("fits") is False:
+        return "bad", "Does not fit this machine"
+    pair = [
+        value
+        for value in sequence(mapping(values, "time"), "run_s")
+        if isinstance(value, int | float)
+    ]
+    if len(pair) != 2:
+        return "good", "Fits this machine"
+    said = f"about {_span(*pair)}"
+    return ("slow", f"Fits, but slow: {said}") if pair[0] > SLOW_S else ("good", f"Fits: {said}")
+
+
+def _span(low_s: float, high_s: float) -> str:
+    low, high = _coarse(low_s), _coarse(high_s)
+    return f"{low} to {high}" if low != high else low
 
 
 def _coarse(seconds: float) -> str:
@@ -134,7 +179,7 @@ def _coarse(seconds: float) -> str:
         return f"{max(10, 10 * round(seconds / 10))} s"
     if seconds < 5400:
         return f"{round(seconds / 60)} min"
-    return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 3600:.1f} h" if seconds < 2 * SLOW_S else f"{seconds / SLOW_S:.0f} days"
 
 
 def memory_bar(values: Values) -> Html:

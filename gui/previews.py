@@ -15,8 +15,8 @@ from lora_trainer.reporting.charts import Html, tag
 from lora_trainer.reporting.sample_files import last_samples
 
 from . import tries
-from .library import PREVIEW_SUFFIX, small_url
-from .lora_files import LoraFile
+from .library import small_url
+from .lora_files import PREVIEW_SUFFIX, LoraFile
 from .sharing import png_bytes
 from .workplace import Workplace
 

@@ -173,16 +173,16 @@ def _waiting(waiting: Sequence[Item]) -> Iterable[Html]:
 
 
 def _ended(work: Workplace, item: Item) -> Html:
-    goes_on = item.run is not None and item.state != "finished" and _run(work, item).is_dir()
-    label = "Go on" if goes_on else "Train again" if item.state == "finished" else "Start again"
+    resumes = commands.resumes(work.runs, item)
+    label = "Resume" if resumes else "Train again"
     length_s = (item.ended_s or 0.0) - (item.started_s or item.ended_s or 0.0)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(item.ended_s or 0.0))
     took = f", {duration_text(length_s)} after its start" if length_s > 0 else ""
-    more = ", can go on" if goes_on else ""
+    more = ", can be resumed" if resumes else ""
     return _row(
         item,
         tag("p", f"{item.state} {when}{took}{more}", class_=f"state {item.state}"),
-        _reason(work, item, goes_on=goes_on),
+        _reason(work, item, resumes=resumes),
         buttons=(
             _button("again", label, item.id, of=_name(item)) if item.argv else None,
             _button("remove", "Remove", item.id, of=_name(item)),
@@ -190,7 +190,7 @@ def _ended(work: Workplace, item: Item) -> Html:
     )
 
 
-def _reason(work: Workplace, item: Item, *, goes_on: bool) -> Html | None:
+def _reason(work: Workplace, item: Item, *, resumes: bool) -> Html | None:
     """Return why an item did not finish: what was found, what to do, and the end of its log."""
     if item.state not in ("failed", "interrupted") or not item.error:
         return None
@@ -198,8 +198,8 @@ def _reason(work: Workplace, item: Item, *, goes_on: bool) -> Html | None:
     if item.exit_code == _FAULT_EXIT_CODE:
         found = f"A fault of lora-train or of a library it uses: {found}"
         fix = "Read the last lines of its log, below, and report them."
-    if item.state == "interrupted" and goes_on:
-        fix = "Go on continues from the last saved state."
+    if item.state == "interrupted" and resumes:
+        fix = "Resume goes on from the last saved state."
     lines = _log_end(commands.log_file(work.runs, item.id)) if item.state == "failed" else []
     log = tag("pre", "\n".join(lines))
     return tag(

@@ -1,4 +1,4 @@
-"""What the buttons of a run do: put a request into its control folder, end it, go on with it.
+"""What the buttons of a run do: put a request into its control folder, end it, go on with it, train again.
 
 Inputs: the workplace and a name that a browser sent. Nothing is asked of the process itself but, as
 the last resort, that it ends: that one number with that time of start, no other.
@@ -7,17 +7,27 @@ the last resort, that it ends: that one number with that time of start, no other
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
-from lora_trainer.common.errors import RequestError
-from lora_trainer.common.files import disk_error
+from lora_trainer.common.errors import LoraTrainError, RequestError
+from lora_trainer.common.files import disk_error, read_json_object
+from lora_trainer.config.choices import PRIORITIES
+from lora_trainer.config.config import build_config
+from lora_trainer.config.layers import COMMAND_LINE, RESUMED
 from lora_trainer.queue import commands
-from lora_trainer.reporting.history import read_history
+from lora_trainer.reporting.history import mapping, read_history
 from lora_trainer.reporting.status import Control, Request, end_process, read_status
 
-from . import launch, state
+from . import drafts, launch, state
 from .run_best import Best, mark_best
+from .run_settings import preset_values
 from .run_state import END_AFTER_S, look
 from .workplace import Workplace
+
+_NOT_SETTINGS = ("base.model", "output.folder", "output.name")
+"""What a draft has fields of its own for, or a new run must not share."""
+_OF_THE_MACHINE = ("hardware.", "memory.")
 
 
 def ask(work: Workplace, run: str, request: Request) -> None:
@@ -54,6 +64,51 @@ def resume(work: Workplace, run: str, *, dataset: str = "") -> None:
     words = launch.resume_words(folder, dataset=dataset, work=work)
     commands.add(work.runs, words, label=folder.name)
     commands.ensure_worker(work.runs)
+
+
+def clone(work: Workplace, run: str) -> drafts.Draft:
+    """Return a new draft with the dataset, base and settings of a run, saved.
+
+    The settings are those that somebody chose; what the planner decided it decides anew. Raises
+    RequestError for no run or one without records, MachineError.
+    """
+    folder = state.run_folder(work.runs, run)
+    record = read_json_object(folder / "run.json")
+    plan = mapping(record, "plan")
+    dataset = launch.recorded_dataset(folder)
+    source = mapping(record, "base").get("source")
+    priority = str(plan.get("priority"))
+    draft = drafts.Draft(
+        id=drafts.new_id(),
+        dataset=str(dataset) if dataset is not None else "",
+        base=source if isinstance(source, str) else "",
+        priority=priority if priority in PRIORITIES else "balanced",
+        settings=_chosen_settings(record),
+        step=2 if dataset is not None else 1,
+    )
+    drafts.save(work, draft)
+    return draft
+
+
+def _chosen_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that somebody chose for a run.
+
+    A resumed run no longer says who chose what: there all that differ from the preset count, but those
+    that belong to the machine.
+    """
+    origins, preset = mapping(record, "origins"), preset_values(mapping(record, "plan"))
+    chosen: dict[str, Any] = {}
+    for key, value in mapping(record, "settings").items():
+        layer = str(mapping(origins, key).get("layer", ""))
+        kept = layer == RESUMED and value != preset.get(key) and not key.startswith(_OF_THE_MACHINE)
+        if key in _NOT_SETTINGS or not (kept or layer.startswith((COMMAND_LINE, "config "))):
+            continue
+        try:
+            build_config({**chosen, key: value})
+        except LoraTrainError:  # of another version
+            continue
+        chosen[key] = value
+    return chosen
 
 
 def use_as_best(work: Workplace, run: str, step: object) -> Best:

@@ -27,6 +27,8 @@ from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.reporting.history import RunHistory
 from lora_trainer.run.run_folder import BEST_RECORD
 
+from .lora_names import name_now, read_names
+
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
@@ -49,11 +51,13 @@ def exports(folder: Path, history: RunHistory) -> Mapping[int, str]:
     end = history.end
     if end is not None and end.get("event") == "finished" and isinstance(end.get("step"), int):
         named.append((end["step"], end.get("export")))
-    return {
-        step: name
+    names = read_names(folder)
+    now = [
+        (step, name_now(folder, names, name))
         for step, name in named
-        if isinstance(name, str) and _is_export(folder, name) and name != best_name(folder)
-    }
+        if isinstance(name, str) and name != best_name(folder) and "\0" not in name
+    ]
+    return {step: name for step, name in now if _is_export(folder, name)}
 
 
 def _is_export(folder: Path, name: str) -> bool:
@@ -64,13 +68,14 @@ def _is_export(folder: Path, name: str) -> bool:
 
 def read_best(folder: Path) -> Best | None:
     """Return which step was found best; None if none was, or its file is gone."""
-    if not (folder / BEST_RECORD).is_file() or not (folder / best_name(folder)).is_file():
+    file = name_now(folder, read_names(folder), best_name(folder))
+    if not (folder / BEST_RECORD).is_file() or not _is_export(folder, file):
         return None
     try:
         step = read_json_object(folder / BEST_RECORD).get("step")
     except RequestError:
         return None
-    return Best(step=step, file=best_name(folder)) if isinstance(step, int) else None
+    return Best(step=step, file=file) if isinstance(step, int) else None
 
 
 def mark_best(folder: Path, history: RunHistory, step: int) -> Best:

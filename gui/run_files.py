@@ -12,6 +12,7 @@ from pathlib import Path
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.reporting.charts import Html, join, table, tag
 
+from .markup import delete_button
 from .media import REPORT, run_url
 from .run_best import Best
 
@@ -26,7 +27,9 @@ def files_html(folder: Path, *, exported: Mapping[int, str], best: Best | None) 
         if rows
         else tag("p", "No LoRA file yet: the first save writes one.", class_="quiet")
     )
-    return join((listed, _report(folder), tag("p", "Folder: ", tag("code", str(folder.resolve())))))
+    delete = delete_button("run", folder.name, name=folder.name, then="/")
+    where = tag("p", "Folder: ", tag("code", str(folder.resolve())))
+    return join((listed, _report(folder), where, tag("p", delete)))
 
 
 def _row(

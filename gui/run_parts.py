@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lora_trainer.common.errors import RequestError
+from lora_trainer.hardware.card_state import card_states
 from lora_trainer.reporting.charts import Html, tag
 from lora_trainer.reporting.history import RunHistory
-from lora_trainer.reporting.report_curves import loss_curve
+from lora_trainer.reporting.report_curves import SMOOTHING, LossView, loss_curve
 from lora_trainer.run.run_folder import BEST_RECORD
 
 from . import launch, state
@@ -24,7 +26,7 @@ from .run_log import log
 from .run_samples import sample_sheet
 from .run_settings import settings_html
 from .run_state import Look, possible
-from .run_view import head
+from .run_view import head, machine_now
 
 _REDRAWS = 200
 """How often a chart is drawn anew while its length doubles at most."""
@@ -44,8 +46,14 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
     exported, best = exports(folder, history), read_best(folder)
     files = (dict(exported), best, (folder / REPORT).is_file())
     shown = head(seen, history)
+
+    def with_machine() -> Html:
+        # The driver is asked when the head is drawn, not to find out whether it has changed.
+        going = seen.status.state == "running"
+        return head(seen, history, machine_now(seen.status, card_states())) if going else shown
+
     return {
-        "head": Part(key=shown, draw=lambda: shown),
+        "head": Part(key=shown, draw=with_machine),
         "buttons": Part(key=possible(seen), draw=lambda: possible(seen)),
         "where": _where(seen),
         "chart": Part(key=_chart_key(history), draw=lambda: _chart(history)),
@@ -62,12 +70,14 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
 def damaged_parts(seen: Look, reason: str) -> Mapping[str, Part]:
     """Return the parts for a folder whose records cannot be read: why, and the buttons."""
     told = tag("p", reason, class_="notice error")
-    empty = {name: Part(key="", draw=lambda: Html("")) for name in ("chart", "settings", "files")}
+    empty = {name: Part(key="", draw=lambda: Html("")) for name in ("settings", "files")}
+    blank = {"drawn": "", "steps": 0}
     return {
         "head": Part(key=told, draw=lambda: told),
         "buttons": Part(key=possible(seen), draw=lambda: possible(seen)),
         "where": _where(seen),
         "samples": Part(key="", draw=lambda: None),
+        "chart": Part(key="", draw=lambda: blank),
         "log": Part(key=told, draw=lambda: told),
         **empty,
     }
@@ -90,10 +100,27 @@ def _where(seen: Look) -> Part:
     return Part(key=unknown, draw=lambda: unknown)
 
 
-def _chart(history: RunHistory) -> Html:
+def _chart(history: RunHistory) -> dict[str, Any]:
+    """Return the chart as it is at first, and whether there is one to look at more closely."""
     if not history.steps:
-        return tag("p", "The curve of the loss begins with the first step.", class_="quiet")
-    return loss_curve(history)
+        said = tag("p", "The curve of the loss begins with the first step.", class_="quiet")
+        return {"drawn": said, "steps": 0}
+    return {"drawn": loss_curve(history), "steps": history.steps[-1].step}
+
+
+def chart_view(asked: Mapping[str, Any]) -> LossView:
+    """Return how a page asks to see the chart; raises RequestError for an answer it does not offer."""
+    smoothing: Any = asked.get("smoothing")
+    first, last = asked.get("first"), asked.get("last")
+    if smoothing not in SMOOTHING or not isinstance(first, int) or not isinstance(last, int):
+        raise RequestError("this view of the chart is not one of the page", fix="reload the page")
+    return LossView(
+        smoothing=smoothing,
+        log=asked.get("log") is True,
+        outliers=asked.get("outliers") is True,
+        first=first,
+        last=last,
+    )
 
 
 def _chart_key(history: RunHistory) -> object:

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.wording import against_base, duration_text, loss_text
@@ -37,6 +38,12 @@ _DOING = {
     "export": "Writing the LoRA file",
     "report": "Writing the report",
 }
+_STARTING = (
+    (frozenset({"", "scan", "plan"}), "Check your images"),
+    (frozenset({"cache"}), "Prepare the images and captions"),
+    (frozenset({"load"}), "Load the base model"),
+    (frozenset({"train", "sample"}), "Train the first step"),
+)
 _PHASES_OF_STAGES = {"caching": "cache", "training": "train"}
 _COUNTED = frozenset({"cache", "sample", "scan"})
 
@@ -154,7 +161,7 @@ def sentence(seen: Look, history: RunHistory) -> str:
         return _running(seen)
     if seen.goes_on_soon and seen.queued is not None:
         waits = seen.queued.state == "waiting"
-        return f"{'Waits in the queue to go on' if waits else 'Going on'} from {where}."
+        return f"{'Waits in the queue to be resumed' if waits else 'Resuming'} from {where}."
     if status.state == "finished":
         return f"Finished after {status.step:,} steps{_result(history)}."
     if status.state == "stopped":
@@ -162,6 +169,34 @@ def sentence(seen: Look, history: RunHistory) -> str:
     if status.state == "failed":
         return f"Failed at {where}."
     return f"Interrupted at {where}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage on the way to the first step; `done` of `total` parts of the one that goes on, else 0 of 0."""
+
+    name: str
+    state: Literal["done", "now", "later"]
+    done: int = 0
+    total: int = 0
+
+
+def starting(seen: Look) -> tuple[Stage, ...]:
+    """Return the stages up to the first step of a run that has not done it since it started or resumed."""
+    status = seen.status
+    phase = status.phase or _PHASES_OF_STAGES.get(status.stage, "")
+    # The trainer knows the time left from the first step on.
+    if status.state != "running" or seen.stopping or math.isfinite(status.left_s):
+        return ()
+    now = next((at for at, (phases, _) in enumerate(_STARTING) if phase in phases), None)
+    if now is None:
+        return ()
+    parts = (status.done, status.total) if phase in _COUNTED else (0, 0)
+    return (
+        *(Stage(name=name, state="done") for _, name in _STARTING[:now]),
+        Stage(name=_STARTING[now][1], state="now", done=parts[0], total=parts[1]),
+        *(Stage(name=name, state="later") for _, name in _STARTING[now + 1 :]),
+    )
 
 
 def remarks(seen: Look, history: RunHistory) -> list[str]:
@@ -217,15 +252,6 @@ def saved_step(history: RunHistory) -> int | None:
     return steps[-1] if steps else None
 
 
-def remaining_s(status: RunStatus, history: RunHistory) -> float:
-    """Return the seconds left by the last steps and what came between steps; NaN before any."""
-    spent_s = math.fsum(row.seconds for row in history.steps if math.isfinite(row.seconds))
-    if not history.steps or not spent_s:
-        return math.nan
-    beside_s = max(0.0, history.phase_seconds.get("train", 0.0) - spent_s) / len(history.steps)
-    return (status.steps - status.step) * (step_s(history) + beside_s)
-
-
 def step_s(history: RunHistory) -> float:
     """Return the median seconds of the last steps; NaN before the first."""
     recent = [row.seconds for row in history.steps[-_PACE_STEPS:] if math.isfinite(row.seconds)]
@@ -261,9 +287,10 @@ def _running(seen: Look) -> str:
     phase = status.phase or _PHASES_OF_STAGES.get(status.stage, "")
     doing = _DOING.get(phase, status.message)
     if phase == "cache":
-        doing = "Caching captions" if status.message == "captions" else "Caching latents"
+        kind = "captions" if status.message == "captions" else "images"
+        doing = f"Preparing the {kind}{':' if status.total else ''}"
     counted = phase in _COUNTED and status.total
-    return f"{doing} {status.done:,}/{status.total:,}." if counted else f"{doing}."
+    return f"{doing} {status.done:,} of {status.total:,}." if counted else f"{doing}."
 
 
 def _goes_on_from(history: RunHistory) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlencode
+
+import psutil
 
 from lora_trainer.common.wording import (
     against_base,
@@ -19,13 +21,15 @@ from lora_trainer.common.wording import (
     loss_text,
     step_seconds_text,
 )
+from lora_trainer.hardware.card_state import CardState
 from lora_trainer.reporting.charts import Html, join, tag
 from lora_trainer.reporting.history import RunHistory, mapping, number, sequence
+from lora_trainer.reporting.status import RunStatus
 
-from .markup import link_button, progress
+from .markup import icon, link_button, progress, share_buttons
 from .media import run_url
 from .run_best import exports, read_best
-from .run_state import Look, explained, left_text, remaining_s, remarks, sentence, step_s
+from .run_state import Look, Stage, explained, left_text, remarks, sentence, starting, step_s
 
 _LOSS_STEPS = 20
 _MARGIN = 1.08
@@ -34,21 +38,68 @@ _MARGIN = 1.08
 Figure = tuple[str, str, str]
 
 
-def head(seen: Look, history: RunHistory) -> Html:
-    """Return the sentence, the progress bar, why it ended, the figures and the remarks."""
+def head(seen: Look, history: RunHistory, machine: str = "") -> Html:
+    """Return the sentence, the progress bar, why it ended, the figures and the remarks.
+
+    `machine` says what the machine does while the run goes.
+    """
     status = seen.status
     fraction = min(1.0, max(0.0, status.step / status.steps)) if status.steps else 0.0
+    stages = starting(seen)
     bar = progress(fraction, label="progress of the training", state=status.state)
     return tag(
         "div",
         tag("p", sentence(seen, history), class_=f"said {status.state}", role="status"),
-        bar,
+        stages_html(stages) if stages else bar,
         next_steps(seen, history),
         error_box(seen, history),
         *(tag("p", line, class_="notice") for line in remarks(seen, history)),
         tag("dl", *(_figure(*figure) for figure in figures(seen, history)), class_="figures"),
         _memory_bar(history),
+        tag("p", machine, class_="quiet machine") if machine else None,
         class_="head",
+    )
+
+
+def machine_now(status: RunStatus, cards: Sequence[CardState]) -> str:
+    """Return load, temperature and power of the GPUs that a run trains on, and the memory in use of the machine.
+
+    A driver that does not tell who uses a GPU, as in a container, leaves all of them.
+    """
+    used = [card for card in cards if status.pid in card.users]
+    lines = [_card_now(card) for card in used or cards]
+    memory_now = psutil.virtual_memory()
+    used_bytes = memory_now.total - memory_now.available
+    host = f"{bytes_text(used_bytes)} of {bytes_text(memory_now.total)} of RAM in use"
+    return ". ".join([*filter(None, lines), host]) + "."
+
+
+def _card_now(card: CardState) -> str:
+    told = [
+        None if card.load_percent is None else f"GPU {card.load_percent} % busy",
+        None if card.celsius is None else f"{card.celsius} \u00b0C",
+        None if card.watts is None else f"{card.watts:.0f} W",
+    ]
+    return ", ".join(filter(None, told))
+
+
+def stages_html(stages: Iterable[Stage]) -> Html:
+    """Return the stages up to the first step as a list: ticks, and a bar for the one that goes on."""
+    return tag("ol", *(_stage(stage) for stage in stages), class_="stages")
+
+
+def _stage(stage: Stage) -> Html:
+    said = {"done": "done", "now": "goes on", "later": "comes later"}[stage.state]
+    sign = icon("check") if stage.state == "done" else None
+    counted = stage.total > 0
+    return tag(
+        "li",
+        tag("span", sign, class_="sign", role="img", aria_label=said),
+        tag("span", stage.name),
+        tag("small", f"{stage.done:,} of {stage.total:,}") if counted else None,
+        progress(min(1.0, stage.done / stage.total), label=stage.name) if counted else None,
+        class_=stage.state,
+        aria_current="step" if stage.state == "now" else None,
     )
 
 
@@ -59,23 +110,31 @@ def next_steps(seen: Look, history: RunHistory) -> Html | None:
     exported, best = exports(seen.folder, history), read_best(seen.folder)
     if best is None and not exported:
         return None
+    run = seen.folder.name
     name = best.file if best is not None else exported[max(exported)]
-    page = "/library?" + urlencode({"file": f"{seen.folder.name}/{name}"})
+    ref = f"{run}/{name}"
+    page = "/library?" + urlencode({"file": ref})
     return tag(
         "div",
         tag(
             "p",
             link_button(
                 "Download the LoRA",
-                run_url(seen.folder.name, name),
+                run_url(run, name),
                 icon_name="download",
                 kind="big primary",
             ),
             link_button("Try it", page, icon_name="sparkles", kind="big"),
-            link_button("Export it", page, icon_name="upload", kind="big"),
+            *share_buttons(ref),
+            link_button(
+                "Train again with changes",
+                "/train?" + urlencode({"again": run}),
+                icon_name="rotate-ccw",
+                kind="big",
+            ),
             class_="actions",
         ),
-        tag("p", _best_step(history), class_="quiet"),
+        tag("p", _best_step(history)),
         class_="next",
     )
 
@@ -118,7 +177,7 @@ def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
     if status.steps:
         yield "Steps", f"{status.step:,} of {status.steps:,}", f"{_percent(seen)} %"
     if status.state == "running" and not seen.stopping:
-        left = left_text(remaining_s(status, history))
+        left = left_text(status.left_s)
         if left:
             yield "Time left", left, ""
     elif history.phase_seconds:

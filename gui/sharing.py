@@ -1,7 +1,8 @@
-"""A LoRA made ready for other programs: the file, a preview and the card that A1111 reads.
+"""A LoRA made ready for others: file, preview and A1111's card in a folder, or a repository of the Hub.
 
 Inputs: a file of the library and what its user says about it. Outputs: what others will miss in it,
-and NAME.safetensors, NAME.preview.png, NAME.json in a folder, never in place of something else.
+NAME.safetensors, NAME.preview.png, NAME.json in a folder, never in place of something else, and the job
+that publishes. The folder of another program's LoRAs is chosen once and remembered.
 """
 
 from __future__ import annotations
@@ -18,18 +19,25 @@ from PIL import Image
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import Severity
-from lora_trainer.common.files import disk_error, json_bytes, write_atomic
+from lora_trainer.common.files import disk_error, json_bytes, read_json_object, write_atomic
 from lora_trainer.common.redaction import public_text
 from lora_trainer.families.recognise import a1111_version
-from lora_trainer.lora_file.inspect import Inspection
+from lora_trainer.lora_file.inspect import Inspection, inspect_file
 from lora_trainer.lora_file.stream import whole_or_absent
 from lora_trainer.reporting.charts import Html, tag
 
-from .library import PREVIEW_SUFFIX
-from .lora_files import SUFFIX, LoraFile
+from . import jobs, launch
+from .library import preview_of
+from .lora_files import PREVIEW_SUFFIX, SUFFIX, LoraFile
 from .media import EXPORTS, run_url
+from .workplace import Workplace
 
 MAX_PREVIEW_PX = 1536
+PUBLISH = "publish"
+# Where ComfyUI, Forge and A1111 look for LoRAs, below their own folder.
+_BELOW = ("models/loras", "models/Lora", "ComfyUI/models/loras", "webui/models/Lora")
+_LORA_FOLDERS = frozenset({"lora", "loras"})
+_REMEMBERED = "program.json"
 _MAX_PIXELS = 64_000_000
 
 
@@ -149,6 +157,73 @@ def export(file: LoraFile, folder: Path, *, preview: Path | None, card: dict[str
         if not path.exists():
             write_atomic(path, data)
     return Exported(files=files, was_there=was_there)
+
+
+def export_checked(
+    file: LoraFile, folder: Path, *, weight: float = 1.0, notes: str = ""
+) -> tuple[Exported, tuple[Remark, ...]]:
+    """Export a file with its preview and card; return what was written, and what others will miss.
+
+    Raises InputError for a file with errors, as nobody could use what is written, and as `export`.
+    """
+    inspection, preview = inspect_file(file.path), preview_of(file)
+    found = remarks(inspection, preview=preview)
+    if found and found[0].severity == "error":
+        raise InputError(f"{file.path.name}: {found[0].what}", fix=found[0].advice)
+    made_card = card(inspection, weight=weight, notes=notes)
+    return export(file, folder, preview=preview, card=made_card), found
+
+
+def program_folder(work: Workplace, text: str) -> Path:
+    """Return the folder of LoRAs of another program that was typed, or of which the program was.
+
+    Raises InputError for a folder that is not one, so that nothing is strewn over a disk.
+    """
+    folder = work.path(text, what="your program's folder of LoRAs")
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder}", fix="type the path of an existing one")
+    below = next((folder / part for part in _BELOW if (folder / part).is_dir()), None)
+    if below is not None:
+        return below
+    if folder.name.casefold() in _LORA_FOLDERS or any(folder.glob(f"*{SUFFIX}")):
+        return folder
+    raise InputError(
+        f"{folder} is no folder of LoRAs: it has another name and holds no {SUFFIX} file",
+        fix="type ComfyUI's models/loras, Forge's models/Lora, or the program's own folder",
+    )
+
+
+def remembered_folder(work: Workplace) -> str:
+    """Return the folder that was copied to last, an empty text before the first time."""
+    try:
+        return str(read_json_object(work.own / _REMEMBERED).get("folder", ""))
+    except RequestError:  # none yet, or damaged
+        return ""
+
+
+def copy_to_program(work: Workplace, file: LoraFile, typed: str) -> Exported:
+    """Export a file into the folder of another program, and remember it; raises as `export_checked`."""
+    folder = program_folder(work, typed)
+    done, _ = export_checked(file, folder)
+    work.own.mkdir(parents=True, exist_ok=True)
+    write_atomic(work.own / _REMEMBERED, json_bytes({"folder": str(folder)}))
+    return done
+
+
+def publish(work: Workplace, file: LoraFile, *, repository: str, private: bool) -> jobs.Job:
+    """Start `lora-train publish` for a file; raises RequestError while it runs already."""
+    if not repository.strip():
+        raise RequestError("no name is typed", fix="type a name for the page on the Hub")
+    if any(job.state == "running" for job in published(work, file)):
+        raise RequestError("this file is being published already", fix="wait for it")
+    argv = [*launch.TRAINER, "publish", str(file.path), f"--repository={repository.strip()}"]
+    argv += [] if private else ["--public"]
+    return jobs.start(work, kind=PUBLISH, argv=argv, about={"file": file.ref})
+
+
+def published(work: Workplace, file: LoraFile) -> list[jobs.Job]:
+    """Return the jobs that published a file, the newest first."""
+    return [job for job in jobs.find(work, kind=PUBLISH) if file.was(job.about.get("file"))]
 
 
 def _free_stem(folder: Path, source: Path, small: dict[str, bytes]) -> str:

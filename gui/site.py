@@ -15,7 +15,19 @@ import gradio as gr
 from gradio.components import Navbar
 
 from .markup import PRODUCT, bar
-from .pages import datasets, doctor_page, expert, home, kit, library_page, queue, run, train_page
+from .pages import (
+    compare_page,
+    datasets,
+    doctor_page,
+    expert,
+    home,
+    kit,
+    library_page,
+    queue,
+    run,
+    train_page,
+    trash_page,
+)
 from .pages.gradio_events import module
 from .workplace import Workplace
 
@@ -38,6 +50,8 @@ PAGES = (
     Page(name="Datasets", path="datasets", build=datasets.build),
     Page(name="Queue", path="queue", build=queue.build),
     Page(name="LoRAs", path="library", build=library_page.build),
+    Page(name="Compare", path="compare", build=compare_page.build),
+    Page(name="Trash", path="trash", build=trash_page.build),
     Page(name="Settings", path="settings", build=expert.build),
     Page(name="Doctor", path="doctor", build=doctor_page.build),
 )

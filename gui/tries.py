@@ -127,7 +127,7 @@ def example_prompt(file: LoraFile, header: Header) -> str:
 
 def of_file(work: Workplace, file: LoraFile) -> list[jobs.Job]:
     """Return the newest tries of a file."""
-    found = [job for job in jobs.find(work, kind=KIND) if job.about.get("file") == file.ref]
+    found = [job for job in jobs.find(work, kind=KIND) if file.was(job.about.get("file"))]
     return found[:SHOWN]
 
 

@@ -33,6 +33,7 @@ COMMANDS = {
     "plan",
     "presets",
     "profile",
+    "publish",
     "queue",
     "sample",
     "validate",
@@ -73,6 +74,7 @@ FLAGS = {
         *("--energy", "--force", "--format", "--json", "--output", "--precision", "--rank"),
         "--targets",
     },
+    "publish": {"--repository", "--public", "--json"},
     "describe": {
         *("--author", "--description", "--force", "--json", "--license", "--output", "--tags"),
         *("--title", "--trigger"),
@@ -223,7 +225,7 @@ def test_plan_json_has_the_keys_scripts_rely_on(
     place: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = answer(capsys, "plan", place.dataset, "--json", "--set", "adapter.rank=4")
-    designed = {"family", "tier", "priority", "settings", "memory", "time", "disk"}
+    designed = {"family", "tier", "priority", "settings", "memory", "time", "disk", "sampling"}
     assert plan.keys() == designed | {"base", "preset", "processes", "remarks"}
     memory = {"items", "peak_bytes", "limit_bytes", "fits"}
     beside = {"phase", "phases", "by_phase", "images_at_once", "host"}

@@ -28,7 +28,7 @@ from lora_trainer.training.optimizers import make_optimizer
 from tests.fakes.nvml import GIB, FakeCard, FakeNvml
 from tests.fakes.runs import ROOT
 from tests.fakes.torch_builds import FakeGpu, fake_torch
-from tests.planning.test_allocation import machine, planned
+from tests.planning.test_memory_choice import machine, planned
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
 FLUX = "black-forest-labs/FLUX.1-dev"

@@ -41,7 +41,7 @@ OWN = {"lora_trainer", "gui", "presets"}
 SHIPPED_DATA = (
     "lora_trainer/embedded/**/*",
     "lora_trainer/costs/*.json",
-    "lora_trainer/families/checkpoints/*.json",
+    "lora_trainer/families/base_files/*.json",
     "presets/**/*.json",
     "datasets/example/*",
     "gui/assets/**/*",

@@ -14,7 +14,7 @@ from lora_trainer.hardware import machine
 from lora_trainer.network import pinned_memory
 from lora_trainer.planning import host_memory as pinned_plan
 from lora_trainer.planning import plan
-from lora_trainer.planning.allocation import Allocator
+from lora_trainer.planning.memory_choice import MemoryChooser
 from tests.fakes.family_bases import base_of, facts_at, side_of
 from tests.fakes.pinning import pinning_driver
 from tests.fakes.runs import Toy, events, problems, toy, trajectory
@@ -31,7 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 @pytest.fixture(autouse=True)
 def streams_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Allocator, "_streamable", property(lambda self: self._blocks))
+    monkeypatch.setattr(MemoryChooser, "_streamable", property(lambda self: self._blocks))
     monkeypatch.setattr(plan, "unmet_needs", lambda config, **machine: ())
 
 

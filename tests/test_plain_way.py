@@ -22,9 +22,9 @@ from lora_trainer.config.config import KEEP_ATTENTION
 from lora_trainer.network import quantized_matmul
 from lora_trainer.network.async_copies import CopyStream
 from lora_trainer.network.block_swap import Streamed
-from lora_trainer.network.checkpointing import BlockRunner
+from lora_trainer.network.gradient_checkpointing import BlockRunner
 from lora_trainer.planning import plan
-from lora_trainer.planning.allocation import Allocator
+from lora_trainer.planning.memory_choice import MemoryChooser
 from lora_trainer.training import loop, step
 from tests.fakes.family_bases import base_of, facts_at, side_of
 from tests.fakes.runs import Toy, events, last_state, problems, toy, trajectory
@@ -47,7 +47,7 @@ def _streams_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stream_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Allocator, "_streamable", property(lambda self: self._blocks))
+    monkeypatch.setattr(MemoryChooser, "_streamable", property(lambda self: self._blocks))
     monkeypatch.setattr(plan, "unmet_needs", lambda config, **machine: ())
 
 

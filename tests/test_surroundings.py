@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from lora_trainer.config.config import Config, build_config
+from lora_trainer.hardware.card_state import CardState, card_state, card_states
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.training.pace import Slow
 from lora_trainer.training.slow_causes import (
-    CardState,
     Cause,
     MachineState,
-    card_state,
     causes,
     look,
 )
@@ -141,7 +140,9 @@ def test_the_driver_is_asked_about_this_card() -> None:
         total_bytes=12 * GIB,
         used_bytes=GIB,
         clock_mhz=1500,
+        load_percent=0,
         celsius=66,
+        watts=15.0,
         held_back=0x4,
         users=frozenset({US, OTHER}),
         busy_percent={US: 90},
@@ -154,6 +155,8 @@ def test_the_driver_is_asked_about_this_card() -> None:
     [
         "nvmlDeviceGetClockInfo",
         "nvmlDeviceGetTemperature",
+        "nvmlDeviceGetUtilizationRates",
+        "nvmlDeviceGetPowerUsage",
         "nvmlDeviceGetCurrentClocksThrottleReasons",
         "nvmlDeviceGetComputeRunningProcesses",
         "nvmlDeviceGetGraphicsRunningProcesses",
@@ -177,6 +180,7 @@ def test_what_a_driver_does_not_tell_is_left_out(call: str) -> None:
 )
 def test_a_driver_that_says_nothing_is_no_error(nvml: FakeNvml) -> None:
     assert card_state(GPU, nvml) is None
+    assert card_states(nvml) == ()
 
 
 def test_a_look_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

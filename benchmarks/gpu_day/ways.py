@@ -26,9 +26,9 @@ from lora_trainer.common.errors import first_line
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.hardware.device_calls import synchronize
 from lora_trainer.network.block_swap import repeated_blocks, stream_blocks
-from lora_trainer.network.checkpointing import apply_checkpointing
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.cuda_graph import Capture, CudaCapture
+from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.out_of_memory import free_memory
 from lora_trainer.network.quantize import quantize
 from lora_trainer.training.graphed import Speedups, StepGraphs

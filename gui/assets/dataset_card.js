@@ -48,9 +48,10 @@ class Card {
       : button("Exclude", () => this.desk.exclude([name]), {
         "aria-label": `Exclude ${name}`, title: "Moves it into the folder _excluded; nothing is deleted",
       });
+    const closer = this.excluded ? null : button("Mask", () => this.closer(), { "aria-label": `Mask and crop of ${name}` });
     this.node = make("li", { class: "ds-card" }, this.box,
       make("div", { class: "ds-name", title: name, dir: "auto" }, name),
-      this.size, this.badges, this.area, make("div", { class: "ds-foot" }, this.state, act));
+      this.size, this.badges, this.area, make("div", { class: "ds-foot" }, this.state, closer, act));
   }
 
   get dirty() { return !this.excluded && this.area.value !== this.seen; }
@@ -80,6 +81,20 @@ class Card {
     const [wide, high] = [width_px / long, height_px / long];
     place(this.frame, (1 - wide) / 2, (1 - high) / 2, wide, high);
     place(this.kept, kept[0], kept[1], kept[2] - kept[0], kept[3] - kept[1]);
+  }
+
+  /** Open the painting of its mask, and what training sees of it. */
+  async closer() {
+    const file = this.picture.file;
+    const { paint } = await import("/ui/mask.js");
+    const answer = await this.desk.ask("dataset_closer", { file });
+    if (answer.error) { this.say(answer.error, "error"); return; }
+    const src = "/media/thumb?" + new URLSearchParams({ folder: this.desk.folder, file, size: 768 });
+    paint(file, src, answer, async (mask) => {
+      const done = await this.desk.ask("dataset_mask", { file, mask });
+      if (!done.error) this.desk.changed(done, done.step);
+      return done;
+    });
   }
 
   /** Save what is typed; one save at a time, and once more if more was typed meanwhile. */

@@ -14,20 +14,12 @@ class Opener {
     this.said = make("p", { class: "ds-quiet", role: "status" });
     this.recent = make("div", { class: "ds-recent" });
     this.train = make("a", { class: "ds-train", hidden: true }, "Train on these images");
-    const files = this.picker("Upload images or a zip", { multiple: true });
-    const folder = this.picker("Upload a folder", { multiple: true, webkitdirectory: true });
+    this.remove = button("Delete", () => {}, { hidden: true });
     this.node = make("div", { class: "ds-open" }, make("form", {
       class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.submit(); },
     }, this.path.node, this.list, make("button", { type: "submit", class: "primary" }, "Open"),
-    files, folder, this.train), this.error, this.said, this.recent);
-  }
-
-  picker(text, attributes) {
-    const input = make("input", {
-      type: "file", class: "unseen", tabindex: "-1", "aria-hidden": "true", ...attributes,
-      onchange: () => { this.send([...input.files]); input.value = ""; },
-    });
-    return make("span", {}, input, button(text, () => input.click()));
+    this.train, this.remove), this.error, this.said, this.recent, make("p", { class: "empty quiet" },
+      "Here you write captions, find blurred and doubled images and see how each is cropped."));
   }
 
   async start(folder) {
@@ -40,36 +32,36 @@ class Opener {
     if (folder) this.desk.open(folder);
   }
 
+  /** Open the folder that dropped or chosen files were put into. */
+  async received(answer) {
+    await this.desk.open(answer.received);
+    this.said.textContent = answer.said;
+  }
+
   submit() { this.refuse(""); this.desk.open(this.path.input.value); }
 
-  opened(folder) {
+  /** Say that a folder is being opened, which takes a while on a slow disk; return what ends that. */
+  waiting() {
+    const before = this.said.textContent;
+    this.said.textContent = before || "Opening the folder \u2026";
+    return () => { this.said.textContent = before; };
+  }
+
+  opened({ folder, uploaded }) {
     this.path.input.value = folder;
+    const name = folder.split(/[\\/]/).at(-1);
+    for (const [key, value] of Object.entries({ trash: "dataset", ref: folder, next: "/datasets" })) this.remove.dataset[key] = value;
+    this.remove.setAttribute("aria-label", `Delete ${name}`);
+    this.remove.hidden = !uploaded; // a folder of the user's own is not ours to delete
     this.train.href = `/train?${new URLSearchParams({ folder })}`;
     this.train.hidden = false;
-    this.recent.hidden = true;
+    document.querySelector(".drop").hidden = this.recent.hidden = this.node.lastChild.hidden = true;
     this.refuse("");
   }
 
   refuse(text) {
     this.error.textContent = text;
     this.error.hidden = !text;
-  }
-
-  /** Send the files, have them put into a folder of their own, and open it. */
-  async send(files) {
-    if (!files.length) return;
-    this.refuse("");
-    try {
-      const { send } = await import("/ui/drop.js");
-      const answer = await send(files, (count) => {
-        this.said.textContent = `${count} of ${counted(files.length, "file")} are here`;
-      });
-      this.said.textContent = answer.said;
-      await this.desk.open(answer.received);
-    } catch (problem) {
-      this.said.textContent = "";
-      this.refuse(problem.message);
-    }
   }
 }
 

@@ -1,8 +1,45 @@
 // The page Datasets: opens a folder, draws its cards, filters and sorts them, and asks the server for
 // every change. The server's rows are the truth; this only shows them.
 
-const CHUNK = 60;
+const CHUNK = 60; // whole rows of one to six cards
+const NEAR_PX = 800;
 const mount = element.querySelector(".mount");
+
+/** CHUNK of the cards: there while they are on the screen or near it, else as much empty space. */
+class Part {
+  constructor(desk, near) {
+    this.desk = desk;
+    this.rows = [];
+    this.near = near;
+    this.node = make("ul", { class: "ds-cards", onfocusout: () => setTimeout(() => this.draw()) });
+  }
+
+  use(rows, from) {
+    this.rows = rows;
+    this.node.setAttribute("aria-label", `Images ${from + 1} to ${from + rows.length}`);
+    this.draw();
+  }
+
+  come(near) {
+    this.near = near;
+    this.draw();
+  }
+
+  draw() {
+    const shown = this.near || this.node.contains(document.activeElement);
+    const nodes = shown ? this.rows.map((row) => this.desk.card(row).node) : [];
+    const same = nodes.length === this.node.children.length
+      && nodes.every((node, index) => node === this.node.children[index]);
+    if (!shown && !same) {
+      this.desk.partPx = this.node.offsetHeight;
+      this.rows.forEach((row) => this.desk.forget(row));
+    }
+    const share = same ? this.rows.length / CHUNK : 1;
+    if (shown) this.node.style.height = "";
+    else if (!same || !this.node.style.height) this.node.style.height = `${share * this.desk.partPx}px`;
+    if (!same) this.node.replaceChildren(...nodes); // moving a node would take the focus from it
+  }
+}
 
 class Desk {
   constructor() {
@@ -14,19 +51,22 @@ class Desk {
     this.tags = new Set();
     this.away = false;
     this.wish = new URL(location.href).searchParams.get("kind");  // what to filter by once it is known
-    this.limit = CHUNK;
+    this.parts = [];
+    this.partPx = 80 * CHUNK; // of a part that was not drawn yet
     this.live = make("div", { class: "unseen", role: "status", "aria-live": "polite" });
     this.opener = new Opener(this);
     this.tools = new Tools(this);
     this.bulk = new BulkBar(this);
     this.captioner = new Captioner(this);
-    this.list = make("ul", { class: "ds-cards" });
-    this.more = button("Show more", () => this.grow(), { class: "ds-more" });
-    this.page = make("div", { hidden: true }, this.tools.node, this.tools.bulkPlace, this.list, this.more);
+    this.list = make("div");
+    this.page = make("div", { hidden: true }, this.tools.node, this.tools.bulkPlace, this.list);
     this.tools.bulkPlace.append(this.bulk.node, this.captioner.node);
     mount.replaceChildren(this.live, this.opener.node, this.page);
-    new IntersectionObserver((seen) => { if (seen.some((one) => one.isIntersecting)) this.grow(); },
-      { rootMargin: "600px" }).observe(this.more);
+    this.watcher = new IntersectionObserver((seen) => {
+      for (const { target, isIntersecting } of seen) {
+        this.parts.find((part) => part.node === target)?.come(isIntersecting);
+      }
+    }, { rootMargin: `${NEAR_PX}px` });
   }
 
   /** Ask the server; a failure of any kind comes back as {error}. */
@@ -50,7 +90,9 @@ class Desk {
       this.opener.refuse(`The caption of ${unsaved.picture.file} is not saved yet: see its card.`);
       return;
     }
+    const done = this.opener.waiting();
     const answer = await this.ask("dataset_look", { folder });
+    done();
     if (answer.error) { this.opener.refuse(answer.error); return; }
     const address = new URL(location.href);
     address.searchParams.set("folder", answer.folder);
@@ -61,7 +103,7 @@ class Desk {
     this.kinds.clear();
     this.tags.clear();
     this.away = false;
-    this.opener.opened(answer.folder);
+    this.opener.opened(answer);
     this.captioner.look();
     this.changed(answer, `${counted(answer.pictures.length, "image")} in ${answer.folder}`);
   }
@@ -113,7 +155,7 @@ class Desk {
   saved(answer, said) {
     for (const row of answer.cards) {
       const index = this.data.pictures.findIndex((picture) => picture.file === row.file);
-      if (index >= 0) this.data.pictures[index] = row;
+      if (index >= 0) Object.assign(this.data.pictures[index], row); // the parts have it too
       this.cards.get(`in ${row.file}`)?.show(row);
     }
     Object.assign(this.data, { undo: answer.undo, redo: answer.redo });
@@ -139,30 +181,38 @@ class Desk {
 
   draw() {
     const rows = this.shown();
-    const nodes = rows.slice(0, this.limit).map((row) => this.card(row).node);
-    const same = nodes.length === this.list.children.length
-      && nodes.every((node, index) => node === this.list.children[index]);
-    if (!same) this.list.replaceChildren(...nodes);  // moving a node would take the focus from it
-    this.more.hidden = rows.length <= this.limit;
+    const count = Math.ceil(rows.length / CHUNK);
+    for (const part of this.parts.splice(count)) {
+      this.watcher.unobserve(part.node);
+      part.node.remove();
+    }
+    while (this.parts.length < count) {
+      const part = new Part(this, !this.parts.length);
+      this.parts.push(part);
+      this.list.append(part.node);
+      this.watcher.observe(part.node);
+    }
+    this.parts.forEach((part, index) => part.use(rows.slice(index * CHUNK, (index + 1) * CHUNK), index * CHUNK));
     this.tools.count(rows.length, this.rows().length);
     this.aim(rows);
   }
 
-  grow() {
-    if (this.more.hidden || !this.data) return;
-    this.limit += CHUNK;
-    this.draw();
-  }
-
   refilter() {
     this.bulk.close();
-    this.limit = CHUNK;
     this.draw();
     this.tools.showFilters();
   }
 
+  keyOf(row) { return `${this.away ? "out" : "in"} ${row.file}`; }
+
+  /** Let go of a card that is out of sight, unless it holds something that is not saved. */
+  forget(row) {
+    const card = this.cards.get(this.keyOf(row));
+    if (card && !card.dirty && !card.saving && !card.conflict) this.cards.delete(this.keyOf(row));
+  }
+
   card(row) {
-    const key = `${this.away ? "out" : "in"} ${row.file}`;
+    const key = this.keyOf(row);
     if (!this.cards.has(key)) this.cards.set(key, new Card(this, row, this.away));
     const card = this.cards.get(key);
     card.check.checked = this.chosen.has(row.file);
@@ -229,4 +279,6 @@ document.addEventListener("visibilitychange", here(() => {
 window.addEventListener("beforeunload", here((event) => {
   if ([...desk.cards.values()].some((card) => card.dirty)) event.preventDefault();
 }));
+import("/ui/drop.js").then(({ dropZone }) =>
+  dropZone(document.querySelector(".drop"), (answer) => desk.opener.received(answer)));
 desk.opener.start(new URL(location.href).searchParams.get("folder"));

@@ -4,11 +4,34 @@
 const AT_ONCE = 4;
 const TRIES = 3;
 
+// A page that lost its server asks for `app_id` every two seconds and reloads itself once that is answered.
+// An upload goes on by itself, and would be lost: until it has ended no answer comes.
+let uploads = () => false;
+const plainFetch = window.fetch;
+window.fetch = async (address, options) => {
+  if (uploads() && new URL(address.url ?? address, location.href).pathname.endsWith("/app_id")) {
+    throw new TypeError("images are being sent: ask again");
+  }
+  return plainFetch(address, options);
+};
+
+/** Open the page Train with the folder that was received, in the draft of this page if it has one. */
+export function trainOn(answer) {
+  const asked = new URLSearchParams({ folder: answer.received });
+  const draft = new URL(location.href).searchParams.get("draft");
+  if (draft) asked.set("draft", draft);
+  sessionStorage.setItem("uploaded", answer.said);
+  location.assign(`/train?${asked}`);
+}
+
 /** Make `zone` take files; `done` gets {received, said} when they lie in a folder of their own. */
 export function dropZone(zone, done) {
   const said = zone.querySelector(".said");
   const bar = zone.querySelector("progress");
   let busy = false;
+  uploads = () => busy;
+  said.textContent = sessionStorage.getItem("uploaded") ?? "";
+  sessionStorage.removeItem("uploaded");
 
   const take = async (files) => {
     if (busy || !files.length) return;

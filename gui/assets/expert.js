@@ -169,21 +169,33 @@ async function open() {
   if (location.hash) document.getElementById(decodeURIComponent(location.hash.slice(1)))?.scrollIntoView();
 }
 
-async function tick() {
-  if (!root.isConnected) return;
-  if (!document.hidden && shown.stamp) {
-    const wasAway = !away.hidden;
-    const found = await ask("look", { stamp: shown.stamp });
-    if (found && found.error && !found.away) put(note, found.error);
-    accept(found);
-    if (wasAway && away.hidden) {
-      for (const field of fields.values()) if (field.dirty) field.commit();
-      if (!plan) replan();
-    }
-  }
-  setTimeout(tick, TICK_MS);
+let looking = 0;
+
+function lookLater() {
+  clearTimeout(looking);
+  looking = setTimeout(look, TICK_MS);
 }
 
+/** See whether the draft was changed elsewhere: asked when a tab says so, and when somebody comes back. */
+async function look() {
+  clearTimeout(looking);
+  if (!root.isConnected || document.hidden) return;
+  if (!shown.stamp) return open(); // the server was away when the page came
+  const found = await ask("look", { stamp: shown.stamp });
+  if (found?.away) return;
+  if (found?.error) put(note, found.error);
+  accept(found);
+  if (wasLost) {
+    wasLost = false;
+    for (const field of fields.values()) if (field.dirty) field.commit();
+    if (json.dirty) json.commit();
+    replan();
+  }
+}
+
+document.addEventListener("visibilitychange", look);
+window.addEventListener("focus", look);
+tabs.onmessage = ({ data }) => { if (data === shown.id) look(); };
 document.addEventListener("keydown", (event) => {
   if (!root.isConnected || event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.target.closest("input:not([type=checkbox]), textarea, select, [contenteditable]")) return;
@@ -194,4 +206,4 @@ document.addEventListener("keydown", (event) => {
 
 layOut();
 filter();
-open().then(tick);
+open();

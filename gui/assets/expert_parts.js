@@ -8,6 +8,7 @@
 
 const TYPING_MS = 400;
 const TICK_MS = 1000;
+const WRITES = new Set(["change", "reset", "replace", "load", "keep"]);
 const AWAY = "The interface does not answer. What you type stays here and is saved when it is back.";
 
 const root = element.querySelector(".expert");
@@ -15,6 +16,8 @@ const fields = new Map(); // "section.name" -> Field
 const sections = [];
 let shown = { id: new URL(location.href).searchParams.get("draft") || "", stamp: "", given: {} };
 let plan = null;
+/** The other tabs of this browser: told of each change, so that none has to ask whether there is one. */
+const tabs = new BroadcastChannel("lora-train.draft");
 
 /** Make an element; children are texts and elements. */
 function make(name, attributes = {}, ...children) {
@@ -36,12 +39,23 @@ function put(target, text) {
 // ---- asking the server: one request after another, so that changes arrive in order
 
 let line = Promise.resolve();
+let wasLost = false; // an answer did not come, and what it was about is not asked again yet
 
 function ask(name, more = {}) {
   const answer = line.then(() => server[name]({ draft: shown.id, ...more }));
   line = answer.catch(() => null);
-  return answer.then(
-    (found) => (put(away, ""), found),
-    () => (put(away, AWAY), { away: true, error: AWAY }),
-  );
+  return answer.then((found) => {
+    if (found === undefined) return lost(); // gradio's word for a connection that fails; "no news" is null
+    put(away, "");
+    if (WRITES.has(name) && !found.error) tabs.postMessage(shown.id);
+    return found;
+  }, lost);
+}
+
+/** Say that the server is away, and ask again until it is back. */
+function lost() {
+  wasLost = true;
+  put(away, AWAY);
+  lookLater();
+  return { away: true, error: AWAY };
 }

@@ -32,12 +32,13 @@ async function replan() {
     try {
       // Not in line with the changes: it takes a second, and they do not wait for it.
       const found = await server.plan({ draft: shown.id });
+      if (found === undefined) throw new Error(AWAY);
       put(planError, found.error || "");
       if (!found.fields) continue;
       plan = found;
       drawPlan();
     } catch {
-      put(away, AWAY);
+      lost();
     }
   } while (again);
   planning = false;

@@ -1,5 +1,5 @@
 // Home: the cards follow the event "live"; one listener serves the buttons of all cards.
-import { dropZone } from "/ui/drop.js";
+import { dropZone, trainOn } from "/ui/drop.js";
 import { followHome, look } from "/ui/live.js";
 
 export function mount(element, act) {
@@ -20,6 +20,5 @@ export function mount(element, act) {
     setTimeout(() => { button.disabled = false; look(); }, 1500);
     act({ action: button.dataset.action, run: button.dataset.run });
   });
-  const train = (answer) => location.assign(`/train?${new URLSearchParams({ folder: answer.received })}`);
-  dropZone(element.querySelector(".drop"), train);
+  dropZone(element.querySelector(".drop"), trainOn);
 }

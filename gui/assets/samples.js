@@ -30,6 +30,58 @@ function sharpen(event) {
   event.target.classList.toggle("pixels", event.target.naturalWidth <= 128);
 }
 
+// ---- the newest, large, each beside an earlier one
+
+const SHOWN = 6; // prompts; the table has all
+const largePictures = new Map(); // as `pictures`: an element stands in one place only
+let besideBase = false;
+
+function drawNewest(empty) {
+  const focused = newest.contains(document.activeElement) && document.activeElement.dataset.at;
+  const pairs = empty ? [] : sheet.prompts.slice(0, SHOWN).map((_, prompt) => pair(prompt)).filter(Boolean);
+  const choice = pairs.some((one) => one.choice) ? [beside("the step before", false), beside("the base model", true)] : [];
+  if (choice.length) choice.unshift(make("span", { class: "quiet" }, "The newest beside"));
+  newest.hidden = pairs.length === 0;
+  newest.replaceChildren(
+    make("div", { class: "actions", role: "group", "aria-label": "the newest images beside" }, ...choice),
+    make("div", { class: "grid" }, ...pairs.map((one) => one.figure)),
+  );
+  if (focused) newest.querySelector(`[data-at="${focused}"]`)?.focus();
+}
+
+/** Return the figure of a prompt: its newest image and, left of it, an earlier one; null without any. */
+function pair(prompt) {
+  const steps = sheet.steps.map((_, step) => step).filter((step) => address({ prompt, step }) !== null);
+  if (steps.length === 0) return null;
+  const now = steps.at(-1);
+  const before = besideBase ? steps[0] : steps.at(-2);
+  const cells = [before, now].filter((step, place) => place || (step !== undefined && step !== now));
+  const figure = make(
+    "figure",
+    {},
+    ...cells.map((step) => largeCell({ prompt, step }, step === now)),
+    make("figcaption", { dir: "auto" }, sheet.prompts[prompt].text || "(empty prompt)"),
+  );
+  return { figure, choice: steps.length > 2 && sheet.steps[steps[0]].step === 0 };
+}
+
+function largeCell(at, isNow) {
+  const source = address(at);
+  if (!largePictures.has(source)) largePictures.set(source, make("img", { src: source, onload: sharpen }));
+  const image = largePictures.get(source);
+  image.alt = `${isNow ? "Newest" : "Before"}, ${sheet.prompts[at.prompt].text}`;
+  const more = { class: isNow ? "cell now" : "cell", "data-at": `${isNow}-${at.prompt}` };
+  return make("button", { type: "button", onclick: () => openZoom(at), ...more }, image, make("span", {}, sheet.steps[at.step].name));
+}
+
+function beside(label, base) {
+  const choose = () => {
+    besideBase = base;
+    drawNewest(false);
+  };
+  return button(label, choose, { "aria-pressed": String(besideBase === base), "data-at": `beside-${base}` });
+}
+
 // ---- the table
 
 const said = make("p", { role: "status", class: "line" });
@@ -41,11 +93,13 @@ const help = make(
     "or earlier step, Escape to close. The star keeps the LoRA of a step as the best one.",
 );
 const compareButton = button("Compare two pictures", () => openCompare());
-mount.append(table, help, make("p", {}, compareButton), said);
+const newest = make("div", { class: "newest" });
+mount.append(newest, table, help, make("p", {}, compareButton), said);
 
 function draw() {
   sheet = props.value;
   const empty = !sheet || sheet.prompts.length === 0;
+  drawNewest(empty);
   help.hidden = compareButton.hidden = empty;
   if (empty) {
     table.replaceChildren(make("p", { class: "quiet" }, "No sample images yet."));

@@ -112,7 +112,7 @@ class ExpertDesk:
         draft = self._draft(asked)
         if not draft.dataset.strip():
             said = "Choose the folder of your images on the page Train: the plan needs it."
-            return expert_view.planned(draft, launch.Answer(values=None, error=said))
+            return {**expert_view.planned(draft, launch.Answer(values=None)), "said": [said]}
         try:
             answer = self.plans.of(draft)
         except (RequestError, InputError) as error:

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import gradio as gr
+
+from lora_trainer.common.errors import LoraTrainError
+
+from ..posted import Posted
 
 PRIVATE: Mapping[str, Any] = {"api_visibility": "private"}
 QUIET: Mapping[str, Any] = {**PRIVATE, "show_progress": "hidden", "concurrency_limit": None}
 """For handlers that answer at once: no spinner, and none waits for another one."""
 html = partial(gr.HTML, apply_default_css=False)
 """Markup of our own, which assets/site.css styles alone."""
+GO = 'watch("value", () => { if (props.value.to) location.assign(props.value.to); });'
+"""The script of an element whose value {"to": ADDRESS} leads to another page."""
+TICK_S = 1.0
+"""How often a page asks while what it shows may change; with nothing under way its timer stands still."""
+_LOOKED_AT = """
+const back = () => { if (element.isConnected && !document.hidden) trigger("click"); };
+document.addEventListener("visibilitychange", back);
+window.addEventListener("focus", back);
+"""
+
+
+def looked_at() -> Any:
+    """Return an element whose click comes when somebody comes back to the page."""
+    return html(js_on_load=_LOOKED_AT)
 
 
 def module(name: str, body: str) -> str:
@@ -23,3 +41,18 @@ def module(name: str, body: str) -> str:
     return (
         f'import("/ui/{name}").then((module) => {{ {body} }}, (problem) => console.warn(problem));'
     )
+
+
+def answering(
+    act: Callable[[Posted], dict[str, Any]], name: str = ""
+) -> Callable[[Any], dict[str, Any]]:
+    """Return a function for a script: it takes one object, and a refusal is an answer too."""
+
+    def answer(values: Any) -> dict[str, Any]:
+        try:
+            return act(Posted.of(values))
+        except LoraTrainError as error:
+            return {"error": str(error)}
+
+    answer.__name__ = name or act.__name__
+    return answer

@@ -15,6 +15,7 @@ from .. import home_view, run_actions
 from ..markup import error_html
 from ..run_follow import Followed
 from ..workplace import Workplace
+from . import trash_page
 from .gradio_events import PRIVATE, html, module
 
 _MOUNT = module("home.js", 'module.mount(element, (asked) => trigger("click", asked));')
@@ -28,6 +29,7 @@ def build(work: Workplace) -> None:
         elem_id="runs",
     )
     said = html(elem_classes="line")
+    trash_page.attach(work)
 
     def act(event: gr.EventData) -> str:
         return asked(work, action=str(event.action), run=str(event.run))

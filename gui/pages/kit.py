@@ -13,17 +13,26 @@ from lora_trainer.reporting.charts import Html, table, tag
 from ..markup import (
     STATE_ICONS,
     button,
+    delete_button,
     drop_zone,
     error_html,
     icon,
     link_button,
     note_html,
     progress,
+    share_buttons,
     state_line,
 )
+from ..run_state import Stage
+from ..run_view import stages_html
 from ..workplace import Workplace
 from .gradio_events import html
 
+_STAGES = (
+    Stage(name="A stage that is done", state="done"),
+    Stage(name="One that goes on", state="now", done=14, total=23),
+    Stage(name="One that comes later", state="later"),
+)
 _KINDS = ("", "primary", "danger", "bare")
 
 
@@ -62,9 +71,11 @@ def components() -> Html:
         tag("p", "What matters less.", class_="quiet"),
         tag("h2", "Buttons"),
         *(_buttons(size) for size in ("", "big")),
+        tag("p", *share_buttons(""), delete_button("", "", name="it", then=""), class_="actions"),
         tag("h2", "States"),
         *(state_line(state, state) for state in STATE_ICONS),
         *(tag("p", progress(0.45, label=state, state=state)) for state in STATE_ICONS),
+        stages_html(_STAGES),
         note_html("A remark."),
         tag("p", "A warning.", class_="notice warning"),
         error_html("A refusal says what was found and what to do."),

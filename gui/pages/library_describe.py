@@ -12,15 +12,22 @@ from lora_trainer.tools.describe import Description, describe, description_of
 
 from .. import library, previews
 from ..asset_files import asset
-from ..lora_files import Header, LoraFile, find, read_header
+from ..lora_files import Header, LoraFile, find, read_header, take_note
+from ..lora_files import rename as rename_lora
 from ..markup import error_html, note_html
 from ..workplace import Workplace
-from .gradio_events import QUIET, html
+from .gradio_events import GO, QUIET, html
 from .library_parts import LibraryTab
 
 
 def build(work: Workplace, ref: Any, head: Any) -> LibraryTab:
     """Lay the tab out; `head` shows what is saved here."""
+    with gr.Row(elem_classes="lora-named"):
+        file_name = gr.Textbox(label="Name of the file", max_lines=1, scale=3, min_width=200)
+        rename = gr.Button("Rename", min_width=120, scale=0)
+    note = gr.Textbox(label="Notes", info="for you only, kept on this machine", lines=2)
+    named = html(elem_classes="line")
+    go = html(value={"to": ""}, html_template="<span></span>", js_on_load=GO)
     title = gr.Textbox(label="Title")
     trigger = gr.Textbox(
         label="Trigger words", info="what a prompt must contain for the LoRA to show"
@@ -74,9 +81,26 @@ def build(work: Workplace, ref: Any, head: Any) -> LibraryTab:
     choices.click(picked, ref, outputs, **QUIET)
     upload.upload(lambda name, file: take(name, Path(file)), [ref, upload], outputs, **QUIET)
 
+    def renamed(name: str, typed: str) -> list[Any]:
+        try:
+            file = rename_lora(work, name, typed)
+        except LoraTrainError as error:
+            return [error_html(str(error)), gr.skip()]
+        return ["", {"to": library.page_url(file)}]
+
+    def noted(name: str, text: str) -> list[Any]:
+        try:
+            file = take_note(work, name, text)
+        except LoraTrainError as error:
+            return [error_html(str(error)), gr.skip()]
+        return [note_html("Noted."), library.head(file, read_header(file))]
+
+    gr.on([rename.click, file_name.submit], renamed, [ref, file_name], [named, go], **QUIET)
+    note.blur(noted, [ref, note], [named, head], **QUIET)
+
     def opened(file: LoraFile, header: Header) -> list[Any]:
         told = description_of(header.metadata)
         texts = [told.title, told.description, told.author, told.license, told.trigger, told.tags]
-        return [*texts, previews.choices_html(work, file)]
+        return [*texts, previews.choices_html(work, file), file.path.stem, file.note]
 
-    return LibraryTab(outputs=[*fields, choices], opened=opened)
+    return LibraryTab(outputs=[*fields, choices, file_name, note], opened=opened)

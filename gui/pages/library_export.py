@@ -6,7 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer.common.errors import InputError, LoraTrainError
+from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.lora_file.inspect import inspect_file
 
 from .. import library, sharing
@@ -66,14 +66,8 @@ def build(work: Workplace, ref: Any) -> LibraryTab:
 
 
 def _export(work: Workplace, file: LoraFile, *, weight: float, notes: str, folder: str) -> str:
-    """Raises InputError for a file with errors: nobody could use what is written."""
-    inspection, preview = inspect_file(file.path), library.preview_of(file)
-    found = sharing.remarks(inspection, preview=preview)
-    if found and found[0].severity == "error":
-        raise InputError(f"{file.path.name}: {found[0].what}", fix=found[0].advice)
     target = file.path.parent / EXPORTS
     if folder.strip():
         target = work.path(folder, what="a folder for the files")
-    card = sharing.card(inspection, weight=weight, notes=notes)
-    done = sharing.export(file, target, preview=preview, card=card)
+    done, found = sharing.export_checked(file, target, weight=weight, notes=notes)
     return sharing.exported_html(file, done) + sharing.remarks_html(found)

@@ -12,8 +12,9 @@ import gradio as gr
 from lora_trainer.common.errors import LoraTrainError
 
 from .. import library, lora_files
+from ..markup import error_html
 from ..workplace import Workplace
-from . import library_describe, library_export, library_tools, library_try
+from . import library_describe, library_export, library_tools, library_try, share, trash_page
 from .gradio_events import QUIET, html
 from .library_parts import LibraryTab
 
@@ -38,6 +39,8 @@ def build(work: Workplace) -> None:
                 export = library_export.build(work, ref)
             with gr.Tab("Inside") as inside_tab:
                 inside = html(elem_classes="run")
+    share.build(work)
+    trash_page.attach(work)
     parts: tuple[LibraryTab, ...] = (try_it, describe, tools, export)
     outputs = [shelf, detail, ref, head, tabs, base, grid]
     outputs += [widget for part in parts for widget in part.outputs]
@@ -72,7 +75,10 @@ def _shelf(work: Workplace) -> tuple[Any, Any, Any]:
     html("<h1>LoRAs</h1>")
     with gr.Row():
         search = gr.Textbox(
-            label="Search", placeholder="a name, a trigger word, a tag", scale=3, min_width=200
+            label="Search",
+            placeholder="a name, a trigger word, a base, a note",
+            scale=3,
+            min_width=200,
         )
         base = gr.Dropdown(
             label="Base model", choices=[("all bases", ALL_BASES)], value=ALL_BASES, min_width=160
@@ -96,4 +102,4 @@ def _inside(work: Workplace, ref: str) -> str:
     try:
         return library.inside(inspect_file(lora_files.find(work, ref).path))
     except LoraTrainError as error:
-        return library.missing(str(error))
+        return error_html(str(error))

@@ -27,7 +27,7 @@ def build(work: Workplace, ref: Any) -> LibraryTab:
     shown = html()
     seen = gr.State()
     timer = gr.Timer(1, active=False)
-    outputs = [said, shown, seen]
+    outputs = [said, shown, seen, timer]
     with gr.Accordion("Convert: other key names, the same LoRA"):
         format_ = gr.Radio(
             label="For whom",
@@ -103,12 +103,12 @@ def build(work: Workplace, ref: Any) -> LibraryTab:
     cut.click(resized, [ref, rank, energy, cut_name], outputs, **QUIET)
     inputs = [ref, weight, merged_rank, merged_name, *others]
     merge.click(merged, inputs, outputs, **QUIET)
-    timer.tick(lambda name, last: view(work, name, last), [ref, seen], [shown, seen], **QUIET)
+    timer.tick(lambda name, last: view(work, name, last), [ref, seen], outputs[1:], **QUIET)
 
     def opened(file: LoraFile, header: Header) -> list[Any]:
         names = _others(work, file, header)
         lists = [gr.Dropdown(choices=names, value="") for _ in range(_OTHERS)]
-        return [*lists, *view(work, file.ref, None), gr.Timer(active=True)]
+        return [*lists, *view(work, file.ref, None)]
 
     return LibraryTab(outputs=[*others[::2], shown, seen, timer], opened=opened)
 
@@ -121,10 +121,13 @@ def _others(work: Workplace, file: LoraFile, header: Header) -> list[tuple[str, 
 
 
 def view(work: Workplace, name: str, seen: Any) -> list[Any]:
-    """Return list and stamp, or nothing new where nothing has changed."""
+    """Return list, stamp and whether to go on asking; nothing new where nothing has changed."""
     try:
         found = lora_tools.of_file(work, find(work, name))
     except LoraTrainError:  # removed while its page is open; the next reload says so
-        return [gr.skip(), gr.skip()]
+        return [gr.skip()] * 3
     now = repr(lora_tools.stamp(found))
-    return [gr.skip(), gr.skip()] if now == seen else [lora_tools.shown(work, found), now]
+    if now == seen:
+        return [gr.skip()] * 3
+    works = any(job.state == "running" for job in found)
+    return [lora_tools.shown(work, found), now, gr.Timer(active=works)]

@@ -62,7 +62,7 @@ def build(work: Workplace, ref: Any) -> LibraryTab:
             return error_html(str(error))
         return ""
 
-    outputs = [shown, seen, stop]
+    outputs = [shown, seen, stop, timer]
     draw.click(started, [ref, prompts, strengths, seed, base], [said, *outputs], **QUIET)
     stop.click(stopped, ref, said, **QUIET)
     timer.tick(lambda name, last: view(work, name, last), [ref, seen], outputs, **QUIET)
@@ -70,19 +70,19 @@ def build(work: Workplace, ref: Any) -> LibraryTab:
     def opened(file: LoraFile, header: Header) -> list[Any]:
         first = tries.example_prompt(file, header)
         warned = note_html(tries.warning(work))
-        return [first, warned, *view(work, file.ref, None), gr.Timer(active=True)]
+        return [first, warned, *view(work, file.ref, None)]
 
-    return LibraryTab(outputs=[prompts, said, *outputs, timer], opened=opened)
+    return LibraryTab(outputs=[prompts, said, *outputs], opened=opened)
 
 
 def view(work: Workplace, name: str, seen: Any) -> list[Any]:
-    """Return grid, stamp and the stop button, or nothing new where nothing has changed."""
+    """Return grid, stamp, the stop button and whether to go on asking; nothing new where nothing changed."""
     try:
         found = tries.of_file(work, find(work, name))
     except LoraTrainError:  # removed while its page is open; the next reload says so
-        return [gr.skip(), gr.skip(), gr.skip()]
+        return [gr.skip()] * 4
     now = repr(tries.stamp(work, found))
     if now == seen:
-        return [gr.skip(), gr.skip(), gr.skip()]
+        return [gr.skip()] * 4
     draws = any(job.state == "running" for job in found)
-    return [tries.shown(work, found), now, gr.Button(visible=draws)]
+    return [tries.shown(work, found), now, gr.Button(visible=draws), gr.Timer(active=draws)]

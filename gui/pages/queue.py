@@ -18,19 +18,19 @@ from ..asset_files import asset
 from ..markup import error_html
 from ..state import Stamp
 from ..workplace import Workplace
-from .gradio_events import PRIVATE, QUIET, html
-
-TICK_S = 1.0
+from .gradio_events import PRIVATE, QUIET, TICK_S, html, looked_at
 
 
 def build(work: Workplace) -> None:
-    """Lay the page out."""
+    """Lay the page out. It asks once a second while something trains or waits, else when looked at."""
     page: Any = gr.context.Context.root_block
     html("<h1>Queue</h1>")
     said = html(elem_classes="line")
     queue = html(js_on_load=asset("queue.js"), elem_id="queue")
     gr.Button("Train a LoRA", variant="primary", link="/train", scale=0, min_width=240)
-    seen = gr.State(())
+    back = looked_at()
+    seen, timer = gr.State(()), gr.Timer(TICK_S)
+    outputs = [queue, seen, timer]
 
     def tick(stamp: Stamp) -> Any:
         return shown(work, stamp)
@@ -39,23 +39,28 @@ def build(work: Workplace) -> None:
         answer = queue_view.asked(work, action=str(event.action), id=str(event.id))
         return [answer, *shown(work, ())]
 
-    page.load(tick, seen, [queue, seen], **PRIVATE)
     queue.click(
         act,
         None,
-        [said, queue, seen],
+        [said, *outputs],
         show_progress="hidden",
         trigger_mode="multiple",  # else a second key press is lost while the first is under way
         **PRIVATE,
     )
-    gr.Timer(TICK_S).tick(tick, seen, [queue, seen], **QUIET)
+    gr.on([page.load, timer.tick, back.click], tick, seen, outputs, **QUIET)
 
 
 def shown(work: Workplace, stamp: Stamp) -> Any:
-    """Return the queue and its stamp where it has changed; a queue nobody works through gets a worker."""
+    """Return the queue, its stamp and whether to go on asking, where it has changed.
+
+    A queue nobody works through gets a worker.
+    """
     try:
         commands.ensure_worker(work.runs)
         now = queue_view.stamp(work)
-        return gr.skip() if now == stamp else [queue_view.view(work), now]
+        if now == stamp:
+            return gr.skip()
+        goes = any(not item.has_ended for item in commands.items(work.runs))
+        return [queue_view.view(work), now, gr.Timer(active=goes)]
     except MachineError as error:
-        return [error_html(str(error)), ("error",)]
+        return [error_html(str(error)), ("error",), gr.Timer(active=True)]

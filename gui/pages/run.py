@@ -10,28 +10,25 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlencode
 
 import gradio as gr
 
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.report_curves import loss_curve
 from lora_trainer.reporting.status import read_status
 
 from .. import run_actions, state
 from ..asset_files import asset
 from ..markup import error_html, note_html
 from ..run_follow import Followed
-from ..run_parts import Part, damaged_parts, parts, stamp
+from ..run_parts import Part, chart_view, damaged_parts, parts, stamp
 from ..run_state import look
 from ..workplace import Workplace
-from .gradio_events import PRIVATE, QUIET, html
+from . import share, trash_page
+from .gradio_events import PRIVATE, QUIET, TICK_S, html, looked_at, module
 
-TICK_S = 1.0
-_LOOKED_AT = """
-const back = () => { if (element.isConnected && !document.hidden) trigger("click"); };
-document.addEventListener("visibilitychange", back);
-window.addEventListener("focus", back);
-"""
 _BUTTONS = {
     "sample": "Sample now",
     "save": "Save now",
@@ -40,6 +37,11 @@ _BUTTONS = {
     "end": "End the process",
     "resume": "Resume",
 }
+_CHART = module(
+    "chart.js",
+    'module.mount(element.querySelector(".chart-mount"), {'
+    ' get: () => props.value, server, onchange: (draw) => watch("value", draw) });',
+)
 _STRONG: dict[str, Any] = {"stop": "stop", "force": "stop", "end": "stop", "resume": "primary"}
 
 
@@ -58,8 +60,10 @@ def build(work: Workplace) -> None:
     sent = gr.State(Sent())
     title = html(elem_classes="run-title")
     with gr.Column(elem_classes="run-page", visible=False) as body:
-        widgets, said = _widgets(work)
-    back = html(js_on_load=_LOOKED_AT)
+        widgets, said = _widgets(work, followed)
+    share.build(work)
+    trash_page.attach(work)
+    back = looked_at()
     timer = gr.Timer(TICK_S)
     outputs = [title, body, *widgets.values(), sent, timer]
 
@@ -88,7 +92,7 @@ def build(work: Workplace) -> None:
         pressed.then(tick, sent, outputs, **QUIET)
 
 
-def _widgets(work: Workplace) -> tuple[dict[str, Any], Any]:
+def _widgets(work: Workplace, followed: Followed) -> tuple[dict[str, Any], Any]:
     """Make the widgets of a run in the order of the page; return those that are updated."""
     widgets: dict[str, Any] = {"head": html(elem_classes="run-head")}
     with gr.Row(elem_classes="run-buttons"):
@@ -108,7 +112,6 @@ def _widgets(work: Workplace) -> tuple[dict[str, Any], Any]:
         max_lines=1,
     )
     said = html(elem_classes="line")
-    widgets["chart"] = html(elem_classes="run-chart")
     html("<h2>Samples</h2>")
     widgets["samples"] = html(
         None,
@@ -116,6 +119,13 @@ def _widgets(work: Workplace) -> tuple[dict[str, Any], Any]:
         js_on_load=asset("samples.js"),
         server_functions=[_use_best(work)],
         elem_classes="run-samples",
+    )
+    widgets["chart"] = html(
+        {"drawn": "", "steps": 0},
+        html_template='<div class="chart-mount"></div>',
+        js_on_load=_CHART,
+        server_functions=[_draw_chart(work, followed)],
+        elem_classes="run-chart",
     )
     with gr.Tabs():
         with gr.Tab("Log"):
@@ -162,6 +172,19 @@ def _told(deed: Callable[[str, str], None]) -> Callable[..., Html]:
     return act
 
 
+def _draw_chart(work: Workplace, followed: Followed) -> Callable[[Any], dict[str, str]]:
+    def draw_chart(asked: Any) -> dict[str, str]:
+        values = asked if isinstance(asked, dict) else {}
+        try:
+            view = chart_view(values)
+            folder = state.run_folder(work.runs, str(values.get("run")))
+            return {"drawn": loss_curve(followed.read(folder).history, view)}
+        except (LoraTrainError, OSError) as error:
+            return {"drawn": error_html(str(error))}
+
+    return draw_chart
+
+
 def _use_best(work: Workplace) -> Callable[[Any], dict[str, Any]]:
     def use_best(asked: Any) -> dict[str, Any]:
         values = asked if isinstance(asked, dict) else {}
@@ -198,8 +221,21 @@ def _nothing(name: str, before: Sent, *, count: int) -> Any:
     said = f"There is no run {name!r}." if name else "The address names no run."
     line = tag("p", said, " ", tag("a", "See all runs", href="/"), ".", class_="notice")
     hidden = gr.Column(visible=False)
-    return [line, hidden, *[gr.skip()] * count, Sent(stamp=now), gr.Timer(active=False)]
+    return [
+        tag("div", tag("h1", "No such run"), line),
+        hidden,
+        *[gr.skip()] * count,
+        Sent(stamp=now),
+        gr.Timer(active=False),
+    ]
 
 
 def _title(name: str) -> Html:
-    return tag("div", tag("a", "All runs", href="/"), tag("h1", name), class_="run-name")
+    compared = "/compare?" + urlencode({"a": name})
+    return tag(
+        "div",
+        tag("a", "All runs", href="/"),
+        tag("a", "Compare with another run", href=compared),
+        tag("h1", name),
+        class_="run-name",
+    )

@@ -18,18 +18,24 @@ from lora_trainer.config.choices import CONCEPT
 from lora_trainer.config.config import build_config
 from lora_trainer.dataset.listing import list_dataset
 from lora_trainer.queue import commands
+from lora_trainer.reporting.charts import join
 from lora_trainer.reporting.history import mapping
 
-from .. import bases, drafts, launch, plan_view, state, uploads
+from .. import bases, drafts, expert_edit, launch, plan_view, run_actions, state, uploads
 from ..dataset_summary import summary
 from ..drafts import Draft
-from ..markup import error_html, note_html
+from ..markup import button, error_html, note_html
 from ..plans import Plans
 from ..posted import Posted
 from ..warm import BASES
 from ..workplace import Workplace
+from .gradio_events import answering
+from .share import hub_sign_in
 
 IMAGES, CHECK, STARTED = 1, 2, 3
+_COURSE_CHARACTERS = 20_000
+_AS_IT_WAS = [gr.skip()] * 4
+"""For the plan, what it fills in, the button Train, and why that cannot be pressed."""
 
 
 def opening(work: Workplace) -> Callable[[gr.Request], list[Any]]:
@@ -56,16 +62,19 @@ def opening(work: Workplace) -> Callable[[gr.Request], list[Any]]:
             said,
             gr.Button(link=f"/settings?draft={draft.id}"),
             _waiting(work, draft),
+            gr.Timer(active=bool(draft.started_as)),
         ]
 
     return load
 
 
 def _wanted(work: Workplace, asked: Mapping[str, str]) -> Draft:
-    """Return the draft that an address asks for; a folder never takes the place of another one."""
+    """Return the draft that an address asks for; without its id a folder takes no other one's place."""
     named = asked.get("draft", "")
     if named and named != "new":
-        return drafts.read(work, named)
+        return _with_folder(work, named, asked.get("folder", ""))
+    if asked.get("again"):
+        return run_actions.clone(work, asked["again"])
     # The example is known to be good: its images need no look before the plan.
     folder, step = (
         (str(uploads.example(work)), CHECK)
@@ -81,19 +90,32 @@ def _wanted(work: Workplace, asked: Mapping[str, str]) -> Draft:
     return newest
 
 
+def _with_folder(work: Workplace, draft_id: str, folder: str) -> Draft:
+    """Return a draft, with a folder whose images were just sent in place of the one it had."""
+    with drafts.changing(work):
+        draft = drafts.read(work, draft_id)
+        if not folder or draft.dataset == folder:
+            return draft
+        if draft.started_as:
+            return drafts.new(work, dataset=folder)
+        draft = replace(draft, dataset=folder, step=IMAGES)
+        drafts.save(work, draft)
+        return draft
+
+
 def recalling(work: Workplace) -> Callable[[str], list[Any]]:
-    """Return the handler that shows again what was seen of a draft: the report, the plan."""
+    """Return the handler that shows again what was seen of a draft: the report, the plan and what it fills in."""
 
     def recall(draft_id: str) -> list[Any]:
         try:
             draft = drafts.read(work, draft_id)
         except LoraTrainError as error:
-            return [error_html(str(error)), gr.skip(), gr.skip()]
+            return [error_html(str(error)), gr.skip(), *_AS_IT_WAS]
         if not draft.dataset or draft.started_as:
-            return [gr.skip(), gr.skip(), gr.skip()]
+            return [gr.skip(), gr.skip(), *_AS_IT_WAS]
         report, usable = _report(work, draft)
-        plan = _plan(work, draft) if draft.step == CHECK else gr.skip()
-        return [report, gr.Button(visible=usable), plan]
+        planned = _plan(work, draft, {}) if draft.step == CHECK else _AS_IT_WAS
+        return [report, gr.Button(visible=usable), *planned]
 
     return recall
 
@@ -101,7 +123,7 @@ def recalling(work: Workplace) -> Callable[[str], list[Any]]:
 def keeping(work: Workplace) -> Callable[..., str]:
     """Return the handler that writes the fields into the draft."""
 
-    def keep(*fields: str | None) -> str:
+    def keep(*fields: Any) -> str:
         try:
             _kept(work, fields)
         except LoraTrainError as error:
@@ -114,7 +136,7 @@ def keeping(work: Workplace) -> Callable[..., str]:
 def looking(work: Workplace) -> Callable[..., list[Any]]:
     """Return the handler that reports on the folder of images."""
 
-    def look(*fields: str | None) -> list[Any]:
+    def look(*fields: Any) -> list[Any]:
         try:
             draft = _kept(work, fields)
             report, usable = _report(work, draft)
@@ -125,27 +147,15 @@ def looking(work: Workplace) -> Callable[..., list[Any]]:
     return look
 
 
-def receiving(work: Workplace) -> Callable[..., list[Any]]:
-    """Return the handler that looks at a folder which the browser has just sent."""
-
-    def receive(event: gr.EventData, *fields: str | None) -> list[Any]:
-        draft_id, _, *rest = fields
-        said = note_html(str(event.said))
-        shown = looking(work)(draft_id, str(event.received), *rest)
-        return [str(event.received), shown[0] or said, *shown[1:]]
-
-    return receive
-
-
 def planning(work: Workplace) -> Callable[..., list[Any]]:
     """Return the handler that goes to the plan and shows it."""
 
-    def plan(*fields: str | None) -> list[Any]:
+    def plan(*fields: Any) -> list[Any]:
         try:
             draft = _kept(work, fields, step=CHECK)
         except LoraTrainError as error:
-            return [gr.skip(), error_html(str(error)), gr.skip()]
-        return [gr.Walkthrough(selected=CHECK), "", _plan(work, draft)]
+            return [gr.skip(), error_html(str(error)), *_AS_IT_WAS]
+        return [gr.Walkthrough(selected=CHECK), "", *_plan(work, draft, fields[-1])]
 
     return plan
 
@@ -153,18 +163,18 @@ def planning(work: Workplace) -> Callable[..., list[Any]]:
 def replanning(work: Workplace) -> Callable[..., list[Any]]:
     """Return the handler that shows the plan anew; where the page stands by then, it stays."""
 
-    def replan(*fields: str | None) -> list[Any]:
+    def replan(*fields: Any) -> list[Any]:
         try:
             draft = _kept(work, fields)
         except LoraTrainError as error:
-            return [error_html(str(error)), gr.skip()]
-        return ["", _plan(work, draft)]
+            return [error_html(str(error)), *_AS_IT_WAS]
+        return ["", *_plan(work, draft, fields[-1])]
 
     return replan
 
 
 def base_cards(work: Workplace, plans: Plans) -> list[Callable[[Any], dict[str, Any]]]:
-    """Return what the cards of the base models ask: which there are, and whether one fits."""
+    """Return what the cards of the base models ask: which there are, whether one fits, a sign-in to the Hub."""
 
     def bases_list(asked: Any) -> dict[str, Any]:
         try:
@@ -174,7 +184,11 @@ def base_cards(work: Workplace, plans: Plans) -> list[Callable[[Any], dict[str, 
             return {"error": str(error)}
         if answer.values is None:
             return {"error": answer.error}
-        return {"cards": bases.cards(answer.values["releases"]), "chosen": draft.base or "auto"}
+        return {
+            "cards": bases.cards(answer.values["releases"]),
+            "chosen": draft.base or "auto",
+            "signed_in": bases.signed_in(),
+        }
 
     def base_fits(asked: Any) -> dict[str, Any]:
         try:
@@ -182,21 +196,21 @@ def base_cards(work: Workplace, plans: Plans) -> list[Callable[[Any], dict[str, 
             draft = drafts.read(work, posted.text("draft"))
             answer = plans.of(replace(draft, base=posted.text("source", at_most=300)))
         except (LoraTrainError, OSError) as error:
-            return {"fits": None, "said": str(error)}
+            return {"fits": "", "said": "Not known", "why": str(error)}
         if answer.values is None:
-            return {"fits": False, "said": answer.error.partition(" Fix: ")[0]}
-        return {
-            "fits": mapping(answer.values, "memory").get("fits") is not False,
-            "said": plan_view.fit_sentence(mapping(answer.values, "memory")),
-        }
+            why = answer.error.partition(" Fix: ")[0]
+            return {"fits": "bad", "said": "Does not fit this machine", "why": why}
+        fits, said = plan_view.pace(answer.values)
+        why = plan_view.fit_sentence(mapping(answer.values, "memory"))
+        return {"fits": fits, "said": said, "why": why}
 
-    return [bases_list, base_fits]
+    return [bases_list, base_fits, answering(hub_sign_in)]
 
 
 def choosing(work: Workplace) -> Callable[..., list[Any]]:
     """Return the handler of a card: its base is chosen, and planned with."""
 
-    def choose(event: gr.EventData, *fields: str | None) -> list[Any]:
+    def choose(event: gr.EventData, *fields: Any) -> list[Any]:
         draft_id, dataset, _, *rest = fields
         source = str(event.source)
         return [source, *replanning(work)(draft_id, dataset, source, *rest)]
@@ -221,7 +235,7 @@ def stepping(work: Workplace, step: int) -> Callable[[str], Any]:
 def starting(work: Workplace) -> Callable[..., list[Any]]:
     """Return the handler that puts the training into the queue."""
 
-    def start(*fields: str | None) -> list[Any]:
+    def start(*fields: Any) -> list[Any]:
         try:
             draft = _kept(work, fields)
             with drafts.changing(work):
@@ -234,8 +248,8 @@ def starting(work: Workplace) -> Callable[..., list[Any]]:
                     drafts.save(work, draft)
             commands.ensure_worker(work.runs)
         except LoraTrainError as error:
-            return [gr.skip(), error_html(str(error)), gr.skip()]
-        return [gr.Walkthrough(selected=STARTED), "", _waiting(work, draft)]
+            return [gr.skip(), error_html(str(error)), gr.skip(), gr.skip()]
+        return [gr.Walkthrough(selected=STARTED), "", _waiting(work, draft), gr.Timer(active=True)]
 
     return start
 
@@ -246,27 +260,30 @@ def following(work: Workplace) -> Callable[[str], Any]:
     def follow(draft_id: str) -> Any:
         try:
             draft = drafts.read(work, draft_id)
-            if not draft.started_as:
-                return gr.skip()
+            if not draft.started_as:  # another tab has followed it
+                return [gr.skip(), gr.skip(), gr.skip(), gr.Timer(active=False), gr.skip()]
             item = _item(work, draft)
             if item is not None and item.run:
-                return [gr.skip(), "", gr.skip(), {"to": state.page_url(item.run)}]
+                to = {"to": state.page_url(item.run)}
+                return [gr.skip(), "", gr.skip(), gr.Timer(active=False), to]
             if item is not None and not item.has_ended:
-                return [gr.skip(), gr.skip(), _waiting(work, draft), gr.skip()]
+                return [gr.skip(), gr.skip(), _waiting(work, draft), gr.skip(), gr.skip()]
             with drafts.changing(work):
                 drafts.save(work, replace(draft, started_as="", step=CHECK))
         except LoraTrainError:  # said where something is pressed
             return gr.skip()
         reason = "it was taken off the queue" if item is None else item.error
         said = error_html(reason or "the training ended before it began")
-        return [gr.Walkthrough(selected=CHECK), said, note_html("Not started."), gr.skip()]
+        waiting, still = note_html("Not started."), gr.Timer(active=False)
+        return [gr.Walkthrough(selected=CHECK), said, waiting, still, gr.skip()]
 
     return follow
 
 
-def _kept(work: Workplace, fields: tuple[str | None, ...], *, step: int | None = None) -> Draft:
+def _kept(work: Workplace, fields: tuple[Any, ...], *, step: int | None = None) -> Draft:
     """Return the draft with the values of the page, saved; raises LoraTrainError."""
-    draft_id, dataset, base, priority, name, trigger, concept = (field or "" for field in fields)
+    *texts, course = fields
+    draft_id, dataset, base, priority, name, trigger, concept = (text or "" for text in texts)
     with drafts.changing(work):
         draft = drafts.read(work, draft_id)
         if draft.started_as:
@@ -280,8 +297,23 @@ def _kept(work: Workplace, fields: tuple[str | None, ...], *, step: int | None =
         draft = draft.without_setting(CONCEPT)
         if concept not in ("", "any"):
             draft = draft.with_setting(CONCEPT, concept)
+        draft = _with_course(draft, course)
         drafts.save(work, draft)
         return draft
+
+
+def _with_course(draft: Draft, course: object) -> Draft:
+    """Return the draft with what was typed into assets/course.js; raises RequestError."""
+    posted = Posted.of(course or {})
+    if not posted.values.get("changed"):  # what the plan filled in is no choice of anybody
+        return draft
+    for name, text in posted.pairs("changed", at_most=_COURSE_CHARACTERS).items():
+        key = plan_view.COURSE.get(name, "")  # a name of nobody's is refused as any unknown setting
+        if not text.strip():
+            draft = expert_edit.without(draft, key=key)
+            continue
+        draft = expert_edit.changed(draft, key=key, text=text)
+    return draft
 
 
 def _report(work: Workplace, draft: Draft) -> tuple[str, bool]:
@@ -298,14 +330,33 @@ def _report(work: Workplace, draft: Draft) -> tuple[str, bool]:
     return summary(folder, answer.values, names), True
 
 
-def _plan(work: Workplace, draft: Draft) -> str:
+def _plan(work: Workplace, draft: Draft, course: Any) -> list[Any]:
+    """Return the plan, what it fills in, the button Train, and why that cannot be pressed.
+
+    `course` was kept in the draft before.
+    """
     try:
         answer = launch.ask(launch.plan_words(draft, work))
     except LoraTrainError as error:
-        return error_html(str(error))
+        return _no_plan(draft, str(error))
     if answer.values is None:
-        return error_html(answer.error)
-    return plan_view.plan(answer.values)
+        return _no_plan(draft, answer.error.removeprefix("error: "))
+    return [
+        plan_view.plan(answer.values),
+        plan_view.course(answer.values, draft, course.get("changed", {})),
+        gr.Button(interactive=True),
+        "",
+    ]
+
+
+def _no_plan(draft: Draft, line: str) -> list[Any]:
+    """Return as `_plan` why there is no plan; a base of somebody's own choice can be left by a button."""
+    plan = error_html(line)
+    if draft.base not in ("", "auto"):
+        attributes: dict[str, str | float | None] = {"data-base": "auto"}
+        plan = join([plan, button("Choose a base for this machine", attributes=attributes)])
+    why = note_html(f"Train waits for a plan that works: {line.partition(' Fix: ')[0]}")
+    return [plan, gr.skip(), gr.Button(interactive=False), why]
 
 
 def _item(work: Workplace, draft: Draft) -> commands.Item | None:

@@ -16,7 +16,7 @@ from lora_trainer.config.choices import PRIORITIES
 from ..markup import drop_zone, note_html
 from ..plans import Plans
 from ..workplace import Workplace
-from .gradio_events import PRIVATE, QUIET, html, module
+from .gradio_events import GO, PRIVATE, QUIET, TICK_S, html, module
 from .train_handlers import (
     CHECK,
     IMAGES,
@@ -29,27 +29,31 @@ from .train_handlers import (
     opening,
     planning,
     recalling,
-    receiving,
     replanning,
     starting,
     stepping,
 )
 
-TICK_S = 1.0
-_GO = 'watch("value", () => { if (props.value.to) location.assign(props.value.to); });'
 _DROP = module(
     "drop.js",
-    'module.dropZone(element.querySelector(".drop"), (answer) => trigger("click", answer));',
+    'module.dropZone(element.querySelector(".drop"), module.trainOn);',
 )
 _BASES = module(
     "bases.js",
     'module.mount(element.querySelector(".bases"), server, (asked) => trigger("click", asked));',
 )
+_COURSE = module(
+    "course.js",
+    'module.mount(element.querySelector(".course"), {'
+    " get: () => props.value, set: (value) => { props.value = value; },"
+    ' asked: () => trigger("click"), onchange: (draw) => watch("value", draw) });',
+)
 _REMEMBER = """(id) => {
   const url = new URL(location.href);
   if (id && url.searchParams.get("draft") !== id) {
     url.searchParams.set("draft", id);
-    url.searchParams.delete("folder"); // it is in the draft, and may be changed there
+    // They are in the draft, and may be changed there.
+    for (const name of ["folder", "again"]) url.searchParams.delete(name);
     history.replaceState(null, "", url);
   }
 }"""
@@ -68,7 +72,7 @@ _ABOUT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Widgets:
-    """The widgets of the page; `fields` are those that a draft keeps, after its id."""
+    """The widgets of the page; `fields` are those that a draft keeps, after its id, `course` the last."""
 
     draft: Any
     dataset: Any
@@ -77,6 +81,9 @@ class Widgets:
     name: Any
     trigger: Any
     concept: Any
+    course: Any
+    train: Any
+    why_not: Any
     walk: Any
     said: Any
     report: Any
@@ -85,11 +92,12 @@ class Widgets:
     settings_link: Any
     waiting: Any
     go: Any
+    timer: Any
 
     @property
     def fields(self) -> list[Any]:
         typed = [self.dataset, self.base, self.priority, self.name, self.trigger, self.concept]
-        return [self.draft, *typed]
+        return [self.draft, *typed, self.course]
 
 
 def build(work: Workplace) -> None:
@@ -97,17 +105,28 @@ def build(work: Workplace) -> None:
     html("<h1>Train a LoRA</h1>")
     with gr.Walkthrough(selected=IMAGES) as walk:
         with gr.Step("Images", id=IMAGES):
-            dataset, look, upload, report, good = _images_step()
+            dataset, look, report, good = _images_step()
         with gr.Step("Check", id=CHECK):
-            (concept, base, priority, name, trigger, plan, settings_link, back, train, cards) = (
-                _check_step(work)
-            )
+            (
+                concept,
+                base,
+                priority,
+                name,
+                trigger,
+                course,
+                plan,
+                settings_link,
+                back,
+                train,
+                why_not,
+                cards,
+            ) = _check_step(work)
         with gr.Step("Train", id=STARTED):
             waiting = html(note_html("Nothing is started yet."))
             gr.Button("Train another one", link="/train?draft=new")
     said = html(elem_classes="line")
     draft = gr.Textbox(visible="hidden", label="draft")
-    go = html(value={"to": ""}, html_template="<span></span>", js_on_load=_GO)
+    go = html(value={"to": ""}, html_template="<span></span>", js_on_load=GO)
     widgets = Widgets(
         draft=draft,
         dataset=dataset,
@@ -116,6 +135,9 @@ def build(work: Workplace) -> None:
         name=name,
         trigger=trigger,
         concept=concept,
+        course=course,
+        train=train,
+        why_not=why_not,
         walk=walk,
         said=said,
         report=report,
@@ -124,12 +146,13 @@ def build(work: Workplace) -> None:
         settings_link=settings_link,
         waiting=waiting,
         go=go,
+        timer=gr.Timer(TICK_S, active=False),  # goes while a training of this draft is to begin
     )
-    _connect(work, widgets, look=look, upload=upload, back=back, train=train, cards=cards)
+    _connect(work, widgets, look=look, back=back, cards=cards)
 
 
 def _images_step() -> tuple[Any, ...]:
-    upload = html(drop_zone(), js_on_load=_DROP)
+    html(drop_zone(), js_on_load=_DROP)
     with gr.Row(elem_classes="or-typed"):
         dataset = gr.Textbox(
             label="Folder with your images",
@@ -142,7 +165,7 @@ def _images_step() -> tuple[Any, ...]:
         look = gr.Button("Look at the images", variant="primary", scale=1, min_width=200)
     report = html()
     good = gr.Button("Looks good", variant="primary", visible=False)
-    return dataset, look, upload, report, good
+    return dataset, look, report, good
 
 
 def _check_step(work: Workplace) -> tuple[Any, ...]:
@@ -150,6 +173,7 @@ def _check_step(work: Workplace) -> tuple[Any, ...]:
         label="What do your images show?",
         choices=[(about, word) for word, about in _KINDS.items()],
         value="any",
+        elem_classes="kinds",
     )
     priority = gr.Radio(
         label="What matters most?",
@@ -177,55 +201,75 @@ def _check_step(work: Workplace) -> tuple[Any, ...]:
             max_lines=1,
         )
         name = gr.Textbox(label="Name (optional)", info="Of the run and its file.", max_lines=1)
+    course = html(value={}, html_template='<div class="course" hidden></div>', js_on_load=_COURSE)
     with gr.Row(elem_classes="go-on"):
+        why_not = html(elem_classes="why-not")
         back = gr.Button("Back", min_width=120)
         settings_link = gr.Button("Show all settings", link="/settings", min_width=160)
         train = gr.Button("Train", variant="primary", min_width=160)
-    return concept, base, priority, name, trigger, plan, settings_link, back, train, cards
+    return (
+        concept,
+        base,
+        priority,
+        name,
+        trigger,
+        course,
+        plan,
+        settings_link,
+        back,
+        train,
+        why_not,
+        cards,
+    )
 
 
-def _connect(
-    work: Workplace, widgets: Widgets, *, look: Any, upload: Any, back: Any, train: Any, cards: Any
-) -> None:
+def _connect(work: Workplace, widgets: Widgets, *, look: Any, back: Any, cards: Any) -> None:
+    planned = [widgets.plan, widgets.course, widgets.train, widgets.why_not]
     page: Any = gr.context.Context.root_block
     shown = [
-        *widgets.fields,
+        *widgets.fields[:-1],
         widgets.walk,
         widgets.said,
         widgets.settings_link,
         widgets.waiting,
+        widgets.timer,
     ]
     opened = page.load(opening(work), None, shown, show_progress="hidden", **PRIVATE)
     opened.then(None, widgets.draft, None, js=_REMEMBER)
-    opened.then(
-        recalling(work), widgets.draft, [widgets.report, widgets.good, widgets.plan], **PRIVATE
-    )
+    opened.then(recalling(work), widgets.draft, [widgets.report, widgets.good, *planned], **PRIVATE)
     looked = [widgets.said, widgets.report, widgets.good]
     for event in (look.click, widgets.dataset.submit):
         event(looking(work), widgets.fields, looked, **PRIVATE)
-    upload.click(receiving(work), widgets.fields, [widgets.dataset, *looked], **PRIVATE)
-    planned = [widgets.walk, widgets.said, widgets.plan]
-    widgets.good.click(planning(work), widgets.fields, planned, **PRIVATE)
+    widgets.good.click(
+        planning(work), widgets.fields, [widgets.walk, widgets.said, *planned], **PRIVATE
+    )
     gr.on(
-        [widgets.concept.input, widgets.priority.input, widgets.base.input, widgets.trigger.blur],
+        [
+            widgets.concept.input,
+            widgets.priority.input,
+            widgets.base.input,
+            widgets.trigger.blur,
+            widgets.course.click,
+        ],
         replanning(work),
         widgets.fields,
-        [widgets.said, widgets.plan],
+        [widgets.said, *planned],
         trigger_mode="always_last",  # else a choice made while a plan is computed counts for nothing
         **PRIVATE,
     )
-    cards.click(
-        choosing(work), widgets.fields, [widgets.base, widgets.said, widgets.plan], **PRIVATE
-    )
+    cards.click(choosing(work), widgets.fields, [widgets.base, widgets.said, *planned], **PRIVATE)
     widgets.name.blur(keeping(work), widgets.fields, widgets.said, **PRIVATE)
     widgets.dataset.blur(keeping(work), widgets.fields, widgets.said, **PRIVATE)
     back.click(stepping(work, IMAGES), widgets.draft, [widgets.walk, widgets.said], **PRIVATE)
-    train.click(
-        starting(work), widgets.fields, [widgets.walk, widgets.said, widgets.waiting], **PRIVATE
+    widgets.train.click(
+        starting(work),
+        widgets.fields,
+        [widgets.walk, widgets.said, widgets.waiting, widgets.timer],
+        **PRIVATE,
     )
-    gr.Timer(TICK_S).tick(
+    widgets.timer.tick(
         following(work),
         widgets.draft,
-        [widgets.walk, widgets.said, widgets.waiting, widgets.go],
+        [widgets.walk, widgets.said, widgets.waiting, widgets.timer, widgets.go],
         **QUIET,
     )

@@ -182,7 +182,7 @@ def located(model: RequestedModel, *, on_download: Callable[[], None]) -> Path:
         model.source,
         revision=None,
         choose=wanted_files,
-        what="captioning model",
+        model_kind="captioning model",
         instead=f"give --model a folder that holds {file_names}",
     )
     _refuse_incomplete(folder)

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ from lora_trainer.common.files import (
 FORMAT_VERSION = 1
 MANIFEST, LOG = "MANIFEST.json", "log.jsonl"
 ADAPTER, STATE = "adapter.safetensors", "state.json"
+LOOP = "extras"
+"""The key of the loop's own values in state.json."""
 OPTIMIZER_TENSORS, OPTIMIZER = "optim.safetensors", "optim.json"
 FILES = (ADAPTER, OPTIMIZER_TENSORS, OPTIMIZER, STATE)
 MIN_KEPT = 2
@@ -59,18 +61,53 @@ _LEFTOVER = re.compile(r"\.(tmp|del)-step-(\d{8,})\.(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoopValues:
+    """What the loop itself must know after a kill; a new key of the state is a new field here.
+
+    Give a new field a default: what an older state without it stands for. Values are None, bool, int,
+    float, str, lists and dicts of them. `guard` are the fields of training/guards.py:GuardState, which
+    gets new ones there; the loss scale and the steps since it last changed are None without fp16.
+    """
+
+    guard: Mapping[str, Any]
+    loss_scale: float | None = None
+    loss_scale_growth: int | None = None
+
+    @classmethod
+    def of(cls, guard: Mapping[str, Any], scaler: torch.amp.GradScaler) -> LoopValues:
+        """Return the values to save."""
+        if not scaler.is_enabled():
+            return cls(guard=guard)
+        growth = int(scaler.state_dict()["_growth_tracker"])
+        return cls(guard=guard, loss_scale=float(scaler.get_scale()), loss_scale_growth=growth)
+
+    def restore_loss_scale(self, scaler: torch.amp.GradScaler) -> None:
+        """Put the loss scale back, which does nothing without fp16."""
+        if scaler.is_enabled():
+            scaler.load_state_dict(
+                scaler.state_dict()
+                | {"scale": self.loss_scale, "_growth_tracker": self.loss_scale_growth}
+            )
+            # After a step that failed between `unscale_` and `step`, the scaler would refuse to unscale
+            # again. torch resets this record in `update` only, which would also change the scale.
+            scaler._per_optimizer_states.clear()
+
+
+LOOP_FIELDS = frozenset(field.name for field in fields(LoopValues))
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingState:
     """All that the next step depends on and that cannot be computed from the settings.
 
-    `adapter` holds the fp32 masters by name, `optimizer` a `state_dict()`, `extras` the loop's own
-    values (None, bool, int, float, str, lists and dicts of them). Loaded tensors are on the CPU.
+    `adapter` holds the fp32 masters by name, `optimizer` a `state_dict()`. Loaded tensors are on the CPU.
     """
 
     step: int
     images_seen: int
     adapter: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
-    extras: Mapping[str, Any]
+    loop: LoopValues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +118,7 @@ class Frozen:
     images_seen: int
     adapter: Mapping[str, Tensor]
     optimizer: Packed
-    extras: Packed
+    loop: Packed
 
 
 def freeze(state: TrainingState, *, copy: Copy | None = None) -> Frozen:
@@ -91,11 +128,9 @@ def freeze(state: TrainingState, *, copy: Copy | None = None) -> Frozen:
     """
     take = copy or (lambda _, tensor: snapshot(tensor))
     _refuse_spoilt(state)
-    extras = pack({"extras": dict(state.extras)})
-    if extras.tensors:
-        raise TypeError(
-            f"extras hold a tensor at {min(extras.tensors)}; only plain values are saved"
-        )
+    loop = pack({LOOP: vars(state.loop)})
+    if loop.tensors:
+        raise TypeError(f"there is a tensor at {min(loop.tensors)}; only plain values are saved")
     return Frozen(
         step=state.step,
         images_seen=state.images_seen,
@@ -103,7 +138,7 @@ def freeze(state: TrainingState, *, copy: Copy | None = None) -> Frozen:
         optimizer=pack(
             state.optimizer, copy=lambda name, tensor: take(f"optimizer.{name}", tensor)
         ),
-        extras=extras,
+        loop=loop,
     )
 
 
@@ -115,7 +150,7 @@ def thaw(frozen: Frozen) -> TrainingState:
         images_seen=frozen.images_seen,
         adapter={name: tensor.clone() for name, tensor in frozen.adapter.items()},
         optimizer=unpack(Packed(tree=frozen.optimizer.tree, tensors=tensors)),
-        extras=unpack(frozen.extras)["extras"],
+        loop=LoopValues(**unpack(frozen.loop)[LOOP]),
     )
 
 
@@ -265,28 +300,29 @@ def _discard(path: Path) -> None:
 
 
 def _encode(state: Frozen) -> dict[str, Data]:
-    loop = pack(
+    plain = pack(
         {"step": state.step, "images_seen": state.images_seen, "adapter": list(state.adapter)}
     ).tree
-    loop["dict"] += state.extras.tree["dict"]
+    plain["dict"] += state.loop.tree["dict"]
     return {
         ADAPTER: file_parts(state.adapter),
         OPTIMIZER_TENSORS: file_parts(state.optimizer.tensors),
         OPTIMIZER: json_bytes(state.optimizer.tree),
-        STATE: json_bytes(loop),
+        STATE: json_bytes(plain),
     }
 
 
 def _decode(contents: Mapping[str, bytes]) -> TrainingState:
-    loop = unpack(Packed(tree=json.loads(contents[STATE]), tensors={}))
+    plain = unpack(Packed(tree=json.loads(contents[STATE]), tensors={}))
     tensors = load(contents[ADAPTER])
     optimizer_tensors = load(contents[OPTIMIZER_TENSORS])
     return TrainingState(
-        step=loop["step"],
-        images_seen=loop["images_seen"],
-        adapter={name: tensors[name] for name in loop["adapter"]},
+        step=plain["step"],
+        images_seen=plain["images_seen"],
+        adapter={name: tensors[name] for name in plain["adapter"]},
         optimizer=unpack(Packed(tree=json.loads(contents[OPTIMIZER]), tensors=optimizer_tensors)),
-        extras=loop["extras"],
+        # Older states have keys that nothing reads any more.
+        loop=LoopValues(**{key: value for key, value in plain[LOOP].items() if key in LOOP_FIELDS}),
     )
 
 

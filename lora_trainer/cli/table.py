@@ -64,6 +64,11 @@ COMMANDS: Mapping[str, Command] = {
         "describe",
         "Write title, author, tags and other texts into an adapter's header; an empty text removes one.",
     ),
+    "publish": _of(
+        "tools",
+        "publish",
+        "Upload a LoRA to the Hugging Face Hub, with its last samples and a model card; private by default.",
+    ),
     "caption": _of(
         "caption",
         "caption",

@@ -1,4 +1,4 @@
-"""The commands on finished files: convert, merge, resize, extract, describe.
+"""The commands on finished files: convert, merge, resize, extract, describe, publish.
 
 Nothing here computes, and torch is imported only when a command runs. A command that ends in an error or is
 interrupted leaves no file behind.
@@ -221,6 +221,27 @@ def describe(
             return Reply(value={"file": str(result.file), "changed": result.changed}, as_json=True)
         changed = ", ".join(result.changed) or "nothing"
         return Reply(value=f"wrote {result.file}\nchanged: {changed}", as_json=False)
+
+
+def publish(
+    file: Path,
+    /,
+    *,
+    repository: Annotated[
+        str, Parameter(help="its name on the Hub: owner/name, or a name of your own account")
+    ],
+    public: Annotated[
+        bool, Parameter(negative="", help="let everybody see it [default: only you]")
+    ] = False,
+    json: Json = False,
+) -> Reply:
+    """Upload a LoRA to the Hugging Face Hub, with its last samples and a model card; private by default."""
+    from lora_trainer.tools.publish import publish
+
+    address = publish(file, repository=repository, private=not public)
+    if json:
+        return Reply(value={"address": address, "private": not public}, as_json=True)
+    return Reply(value=f"published at {address}", as_json=False)
 
 
 def _check_first(file: Path, *, base: str | None) -> None:

@@ -37,6 +37,28 @@ SETTINGS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "data.caption_dropout": (0.1, "a style should appear with any words"),
     },
 }
+PROMPTS: Mapping[str, tuple[str, ...]] = {
+    "any": ("{}", "{}, outdoors in sunlight", "{}, close-up", "{}, at night"),
+    "person": (
+        "{}, portrait, looking at the camera",
+        "{}, standing in a city street, full body",
+        "{}, sitting at a table, side view",
+        "{}, smiling, in a garden",
+    ),
+    "object": (
+        "{}, on a plain white background",
+        "{}, on a wooden table",
+        "{}, outdoors in sunlight",
+        "{}, close-up from the side",
+    ),
+    "style": (
+        "{}, portrait of a woman",
+        "{}, a city street at night",
+        "{}, mountains behind a lake",
+        "{}, a cat on a chair",
+    ),
+}
+"""Sample prompts for images without captions; `{}` stands for the trigger or the class word."""
 VIEWS: Mapping[str, float] = {"style": 0.5}
 """Factor on `train.views`: a style is common to many images, and repeating an image too often teaches the
 image itself."""

@@ -1,8 +1,9 @@
 """The list of all settings with their documentation, and conversion between typed values and a Config.
 
-Each setting is declared once, in `settings/`. The command line (`--set section.key=value`), config files,
-presets, the JSON Schema, the GUI form, the docs table, run.json and the metadata of exported files derive
-from these declarations through this module. An unknown key is an error that names the nearest setting.
+Each setting is declared once, in a module of this folder (learning.py, running.py, ...). The command line
+(`--set section.key=value`), config files, presets, the JSON Schema, the GUI form, the docs table, run.json
+and the metadata of exported files derive from these declarations through this module. An unknown key is an
+error that names the nearest setting.
 """
 
 from __future__ import annotations

@@ -9,13 +9,16 @@ computed before training, so all rules work with cached outputs of the text enco
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from lora_trainer.common.caption_markup import has_choice, split_at_commas, with_choices_made
 from lora_trainer.common.randomness import Stream, draw_choice, draw_uniform, shuffled
-from lora_trainer.config.config import DataSettings
+from lora_trainer.common.redaction import without_secrets
+from lora_trainer.config.choices import PROMPTS
+from lora_trainer.config.config import DataSettings, SamplingSettings
 from lora_trainer.dataset.captions import TRIGGER_PLACEHOLDER, clean, has_trigger, with_trigger
 
 
@@ -25,6 +28,24 @@ def plain_text(written: Sequence[str], *, settings: DataSettings) -> str:
     The first caption, first alternatives, all tags in the order they are written in.
     """
     return _text(written[0], settings, None)
+
+
+def sample_prompts(
+    captions: Iterable[str], *, data: DataSettings, sampling: SamplingSettings[Any], concept: str
+) -> tuple[str, ...]:
+    """Return the prompts of the sample images: the setting, else `captions`, first ones first.
+
+    Where no image says more than the trigger, prompts for the `concept` are made with it, or with the class
+    word. At least one prompt is returned, the empty one if nothing is known.
+    """
+    if sampling.prompts:
+        return sampling.prompts
+    subject = (data.trigger or data.class_word or "").strip()
+    # Prompts appear in reports and image files, so secrets are removed; training uses captions unchanged.
+    texts = tuple(dict.fromkeys(without_secrets(caption) for caption in captions if caption))
+    if subject and set(texts) <= {without_secrets(subject)}:
+        texts = tuple(without_secrets(prompt.format(subject)) for prompt in PROMPTS[concept])
+    return texts[: sampling.prompts_from_captions] or ("",)
 
 
 def variants(written: Sequence[str], *, settings: DataSettings, seed: int) -> tuple[str, ...]:

@@ -1,8 +1,11 @@
 """The interface of a model family: facts, loading, encoding, prediction, names.
 
 No module outside this folder names a family. Importing a family does not import torch: facts are plain
-data, and its methods import the heavy libraries. A new family is one module with a `FAMILY`, one line in
-the registry and its presets.
+data, and its methods import the heavy libraries.
+
+A new family is a module NAME.py with a `FAMILY`, of a subclass of `FlowFamily` (flow.py) or `UNetFamily`
+(unet.py) rather than of `Family`; its line in `MODULES` (__init__.py), how its files are told apart
+(recognise.py), and presets/NAME.json. Scripts write its rows in layer_tables.json and costs/cost_tables.json.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+# `X as X` is a re-export to mypy: families import the whole interface from this module.
 from lora_trainer.common.caption_markup import NewWord as NewWord
 from lora_trainer.common.caption_markup import Weighted
 from lora_trainer.config.config import Targets
@@ -31,6 +35,7 @@ from lora_trainer.families.traits import AdapterFormats as AdapterFormats
 from lora_trainer.families.traits import AdapterNames as AdapterNames
 from lora_trainer.families.traits import FileFormat as FileFormat
 from lora_trainer.families.traits import Guidance as Guidance
+from lora_trainer.families.traits import Licence as Licence
 from lora_trainer.families.traits import NetworkTraits as NetworkTraits
 from lora_trainer.families.traits import OtherNames as OtherNames
 from lora_trainer.families.traits import TextInputs as TextInputs
@@ -163,6 +168,8 @@ class Family(ABC):
     text: TextInputs
     traits: NetworkTraits
     formats: AdapterFormats
+    licences: Mapping[str, Licence]
+    """By Hub id of a public release; one that is not named here has a licence of its owner's own."""
 
     # ---- facts, without torch
 
@@ -216,7 +223,7 @@ class Family(ABC):
 
     @abstractmethod
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
-        """Return what an adapter's metadata calls this base."""
+        """Return the names of this base in an adapter's metadata."""
 
     # ---- networks
 

@@ -33,7 +33,7 @@ from lora_trainer.families.base import (
     TextEncoder,
     TextInputs,
 )
-from lora_trainer.families.checkpoints.transformer_file import (
+from lora_trainer.families.base_files.transformer_file import (
     holds_vae,
     part_tensors,
 )
@@ -62,7 +62,7 @@ from lora_trainer.families.text.t5 import (
     room,
 )
 from lora_trainer.families.text.text_layers import T5_XXL
-from lora_trainer.families.traits import INDEXED_BLOCK
+from lora_trainer.families.traits import APACHE, INDEXED_BLOCK
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ class Chroma(FlowFamily):
         layers={"text_encoder": T5_XXL},
         roles={"text_encoder": "t5xxl"},
         multiple=1,
+        # `predict` runs one pass per text length, so samples are batched by it.
         one_length=True,
         encoder_files=True,
     )
@@ -148,6 +149,7 @@ class Chroma(FlowFamily):
     )
     tokenizer_folders = ("tokenizer",)
     published = (RELEASE,)
+    licences = dict.fromkeys(RELEASE.ids, APACHE)
 
     # ---- facts
 
@@ -260,6 +262,7 @@ class Chroma(FlowFamily):
     ) -> Mapping[str, Any]:
         return {
             "prompt_embeds": conditioning["text"],
+            # Floats would be added to the scores instead of masking (see `plain_pipeline`).
             "prompt_attention_mask": conditioning["text_mask"].bool(),
             "negative_prompt_embeds": negative["text"],
             "negative_prompt_attention_mask": negative["text_mask"].bool(),
@@ -312,6 +315,8 @@ class ChromaTextEncoder(TextEncoder):
         states = hidden_states(self.networks["text_encoder"], tokens["ids"], mask=tokens["mask"])
         mask = tokens["mask"].to(states.device)
         positions = torch.arange(mask.shape[1], device=mask.device)
+        # `<=` and not `<`: the first token of padding stays visible, as in the base's training
+        # (ChromaPipeline._get_t5_prompt_embeds in diffusers).
         visible = positions <= mask.sum(dim=1, keepdim=True)
         return {"text": states * visible[..., None], "text_mask": visible.long()}
 

@@ -1,4 +1,4 @@
-"""What is known of a base without loading a weight: where its parts lie, sizes, schedule, guidance. Torch-free.
+"""Facts of a base that need no weight loaded: places of its parts, sizes, schedule, guidance. Torch-free.
 
 The methods of `BaseFacts` that return tensors import torch and diffusers when they are called.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.families.checkpoints.unet_config import UNET_CLASS, read_unet
+from lora_trainer.families.base_files.unet_config import UNET_CLASS, read_unet
 from lora_trainer.families.text.chunks import AROUND
 from lora_trainer.families.traits import Guidance
 
@@ -190,6 +190,8 @@ class BaseFacts:
         assert self.prediction != "flow", f"{self.family} is trained by flow matching"
         from diffusers import DDPMScheduler
 
+        # DDPM's class whatever the base samples with: it can rescale to zero terminal SNR, PNDM's
+        # cannot, and both compute the same levels from one configuration.
         levels: Tensor = DDPMScheduler.from_config(self.scheduler_config()).alphas_cumprod.double()
         return levels
 

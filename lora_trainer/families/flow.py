@@ -30,7 +30,7 @@ from lora_trainer.families.base import (
     PartFacts,
     Sampler,
 )
-from lora_trainer.families.checkpoints.base_folder import (
+from lora_trainer.families.base_files.base_folder import (
     AGAIN,
     components,
     count_parameters,
@@ -42,7 +42,7 @@ from lora_trainer.families.checkpoints.base_folder import (
     variant,
     weights,
 )
-from lora_trainer.families.checkpoints.transformer_file import (
+from lora_trainer.families.base_files.transformer_file import (
     PARTS_IN_FILES,
     encoder_parameters,
     load_encoder_file,
@@ -51,7 +51,7 @@ from lora_trainer.families.checkpoints.transformer_file import (
     parameters_in,
     whole,
 )
-from lora_trainer.families.checkpoints.unet_file import load_vae as load_vae_file
+from lora_trainer.families.base_files.unet_file import load_vae as load_vae_file
 from lora_trainer.families.images.flow_images import FlowImageEncoder, FlowSampler
 from lora_trainer.families.text.t5 import has_spiece_only, load_tokenizer
 
@@ -125,6 +125,7 @@ class FlowFamily(Family):
         """Return mean and deviation of a posterior [B, C, H, W] scaled for the denoiser: (x - shift) scale."""
         config: Any = vae.config
         shift, scale = config.shift_factor or 0.0, config.scaling_factor
+        # An offset moves the mean of a distribution and not its deviation.
         return (mean - shift) * scale, std * scale
 
     def encoders(self, layout: Layout) -> tuple[str, ...]:
@@ -186,6 +187,7 @@ class FlowFamily(Family):
 
     def detect(self, folder: Path) -> bool:
         classes = components(folder)
+        # A folder saved from another pipeline of the same network (image to image) is as good a base.
         return classes.get("") == self.pipeline_class or (
             classes.get("transformer") == self.denoiser_class
         )
@@ -196,6 +198,7 @@ class FlowFamily(Family):
             read_json(part_folder(layout, "vae", "vae") / "config.json")
         )
         files = self.parts(layout)
+        # Counting opens weights only: a missing configuration would else be noticed when networks are loaded.
         for file in (file for part_files in files.values() for file in part_files):
             if not file.is_file():
                 raise InputError(f"base model file {file} is missing", fix=AGAIN)
@@ -228,6 +231,8 @@ class FlowFamily(Family):
     def bucket_step_px(self, vae_factor: int) -> int:
         """Return the step of bucket sides: a sixteenth of the native size, in whole tokens."""
         token_px = vae_factor * self.patch
+        # 64 px at a native size of 1024 px, which is sd-scripts' default `bucket_reso_steps`. A finer step
+        # gives more buckets, and with them more images that find no others of their shape for a batch.
         return max(token_px, self.native_latents * vae_factor // 16 // token_px * token_px)
 
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
@@ -246,6 +251,7 @@ class FlowFamily(Family):
         }
 
     def _count(self, layout: Layout, part: str, files: tuple[Path, ...]) -> int:
+        # Equal to `part in PARTS_IN_FILES`, but mypy learns the literal type from it.
         file_part = next((candidate for candidate in PARTS_IN_FILES if candidate == part), None)
         if file_part is not None and (single := part_file(layout, file_part)) is not None:
             return parameters_in(single, file_part)
@@ -308,6 +314,7 @@ class FlowFamily(Family):
         from accelerate import init_empty_weights
 
         folder, single = part_folder(layout, "vae", "vae"), part_file(layout, "vae")
+        # The class is the folder's, not the family's: `base.vae` may name another VAE with the same latents.
         kind = _diffusers(str(read_json(folder / "config.json")["_class_name"]))
         if single is not None:
             with init_empty_weights():
@@ -378,6 +385,8 @@ class FlowFamily(Family):
         decode_on: torch.device | None = None,
     ) -> Sampler:
         kind, folder = _diffusers(self.pipeline_class), facts.located.folder
+        # None keeps from_pretrained from loading the text encoders (9.5 GB for
+        # T5-XXL): the sampler gets encoded prompts.
         encoders = dict.fromkeys((*self.text_folders, *self.tokenizer_folders))
         # Without a VAE the pipeline runs on the denoiser's device; the VAE moves there only to decode.
         pipeline = kind.from_pretrained(
@@ -404,6 +413,7 @@ class FlowFamily(Family):
         pipeline = _diffusers(self.pipeline_class).from_pretrained(
             layout.folder,
             **self._spiece_tokenizers(layout),
+            # from_pretrained looks for weights in the folder only, and a made companion's folder has none.
             **self._text_in_files(facts, dtype=dtype),
             transformer=self.load_denoiser(facts, dtype=dtype, device=torch.device("cpu")),
             vae=self.load_vae(layout, dtype=dtype),  # these pipelines pass latents to it uncast
@@ -429,6 +439,8 @@ class FlowFamily(Family):
         in_files = [name for name in self.encoders(layout) if text_file(layout, name)]
         if not in_files:
             return {}
+        # This loads the folder's encoders too and drops them. Only a plain pipeline of a base with
+        # some encoders in files pays for it, and such a base is rare.
         encoder = self.load_text_encoder(facts, dtype=dtype, device=torch.device("cpu"))
         return {name: encoder.networks[name] for name in in_files}
 
@@ -453,11 +465,14 @@ _TEXT_MODELS = {"clip": "text_model.", "qwen": "model.", "gemma": "model."}
 def text_name(format: FileFormat, component: str, module: str, *, roles: Mapping[str, str]) -> str:
     """Return the key of a text encoder's layer: ComfyUI names the encoder, other formats its folder."""
     role = roles[component]
+    # "qwen25_7b" -> "qwen", "clip_l" -> "clip"; "t5xxl" is in no table, as T5's layers have no prefix.
     start = _TEXT_MODELS.get(role.partition("_")[0].rstrip("0123456789"), "")
+    # Every name starts with an empty text, hence the blank, with which no name starts.
     whole = module if module.startswith((start or " ", "text_projection")) else start + module
     if format == "comfyui":
         return f"text_encoders.{role}.transformer.{whole}"
     if format == "kohya":
+        # kohya counts the encoders from 1: `text_encoder` is te1, `text_encoder_2` is te2.
         number = component.rpartition("_")[2]
         return f"lora_te{number if number.isdigit() else 1}_{whole}".replace(".", "_")
     return f"{component}.{whole}"

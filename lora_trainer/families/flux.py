@@ -33,8 +33,8 @@ from lora_trainer.families.base import (
     TextEncoder,
     TextInputs,
 )
-from lora_trainer.families.checkpoints.base_folder import part_file, read_header
-from lora_trainer.families.checkpoints.transformer_file import (
+from lora_trainer.families.base_files.base_folder import part_file, read_header
+from lora_trainer.families.base_files.transformer_file import (
     holds_vae,
     part_tensors,
 )
@@ -51,7 +51,7 @@ from lora_trainer.families.text.t5 import (
     load_tokenizer,
 )
 from lora_trainer.families.text.text_layers import CLIP_L, T5_XXL
-from lora_trainer.families.traits import INDEXED_BLOCK
+from lora_trainer.families.traits import APACHE, FLUX_DEV, INDEXED_BLOCK
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -194,6 +194,10 @@ class Flux(FlowFamily):
     )
     tokenizer_folders = ("tokenizer", "tokenizer_2")
     published = RELEASES
+    licences = {
+        **dict.fromkeys(DEV_RELEASE.ids, FLUX_DEV),
+        **dict.fromkeys(SCHNELL_RELEASE.ids, replace(APACHE, is_gated=True)),
+    }
 
     # ---- facts
 
@@ -205,6 +209,7 @@ class Flux(FlowFamily):
         return frozenset(parts)
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
+        # Dev and schnell differ in no name and no shape but the embedder of the guidance scale.
         return RELEASES[0 if _reads_guidance(file) else 1]
 
     def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
@@ -222,6 +227,8 @@ class Flux(FlowFamily):
 
     def scheduler(self, layout: Layout) -> Mapping[str, Any]:
         config, single = super().scheduler(layout), part_file(layout, "denoiser")
+        # A companion of the other release brings its shift along: dev's grows
+        # with the image, schnell's is 1, none at all.
         if single is None or _reads_guidance(single) == super().architecture(layout).get(
             "guidance_embeds", False
         ):
@@ -282,10 +289,13 @@ class Flux(FlowFamily):
         text = conditioning["text"]
         velocity: Tensor = denoiser(
             hidden_states=pack(noisy),
+            # The network multiplies by 1000 again, and the guidance scale likewise.
             timestep=timesteps / 1000,
             guidance=conditioning.get("guidance"),
             pooled_projections=conditioning["pooled"],
             encoder_hidden_states=text,
+            # All text tokens stand at position 0, as in
+            # FluxPipeline.encode_prompt: T5's states carry their order.
             txt_ids=text.new_zeros(text.shape[1], 3),
             img_ids=position_ids(noisy),
             return_dict=False,
@@ -335,6 +345,7 @@ def decodable_tokens(vae: nn.Module, latents: Tensor, size_px: tuple[int, int]) 
     """Return the VAE's input, float32 [B, C, H, W], from packed latents [B, tokens, 4 C]."""
     config: Any = vae.config
     factor = 2 ** (len(config.block_out_channels) - 1)
+    # Sizes in pixels are (width, height), tensors [..., height, width].
     width, height = (side // factor for side in size_px)
     unpacked = unpack(latents.float(), height=height, width=width)
     decoded: Tensor = unpacked / config.scaling_factor + config.shift_factor
@@ -349,6 +360,8 @@ def _reads_guidance(file: Path) -> bool:
 
 
 def _require_text_to_image(in_channels: int, *, source: str) -> None:
+    # Fill has 384 channels: 64 of noise, 64 of the masked image, 256 of the mask at full resolution (8 x 8
+    # x 4). Control releases have 128, noise and the control image.
     if in_channels != 4 * LATENT_CHANNELS:
         raise InputError(
             f"{source} takes {in_channels} channels: a fill or control release; "

@@ -32,8 +32,8 @@ from lora_trainer.families.base import (
     TextEncoder,
     TextInputs,
 )
-from lora_trainer.families.checkpoints.base_folder import part_file, read_json
-from lora_trainer.families.checkpoints.transformer_file import check_companion, part_tensors
+from lora_trainer.families.base_files.base_folder import part_file, read_json
+from lora_trainer.families.base_files.transformer_file import check_companion, part_tensors
 from lora_trainer.families.flow import (
     WITHOUT_FP16,
     BaseRelease,
@@ -50,7 +50,7 @@ from lora_trainer.families.text.qwen3 import (
     text_config,
 )
 from lora_trainer.families.text.text_layers import QWEN3_4B
-from lora_trainer.families.traits import INDEXED_BLOCK
+from lora_trainer.families.traits import APACHE, FLUX_DEV, INDEXED_BLOCK
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -90,16 +90,19 @@ VAE_PARAMETERS = 84_046_115
 ARCHITECTURE: Mapping[str, Any] = {
     "_class_name": "Flux2Transformer2DModel",
     "patch_size": 1,
+    # 32 channels of the VAE times the four latents of a square.
     "in_channels": 128,
     "out_channels": None,
     "attention_head_dim": 128,
     "timestep_guidance_channels": 256,
     "mlp_ratio": 3.0,
+    # Image, row, column and index in the text (`_positions`) share the 128 channels of a head.
     "axes_dims_rope": [32, 32, 32, 32],
     "rope_theta": 2000,
     "eps": 1e-6,
     "guidance_embeds": False,
 }
+# joint_attention_dim is three layers of the text encoder: 2560 each of Qwen3-4B, 4096 of Qwen3-8B.
 SIZES: Mapping[str, Mapping[str, int]] = {
     "4B": {
         "num_layers": 5,
@@ -186,6 +189,11 @@ class Flux2(FlowFamily):
     published = tuple(
         _release(size, distilled=distilled) for size in ("4B", "9B") for distilled in (False, True)
     )
+    licences = {
+        source: APACHE if source.endswith("4B") else FLUX_DEV
+        for release in published
+        for source in release.ids
+    }
 
     # ---- facts
 
@@ -280,6 +288,8 @@ class Flux2(FlowFamily):
 
     def normalised(self, vae: nn.Module, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
         """Fold squares of latents into channels, then scale by (x - mean) / deviation of the VAE's batch norm."""
+        # The VAE's batch norm is never run: it holds the latents' mean and variance, and the pipeline
+        # applies them by hand as here (Flux2KleinPipeline.__call__, before it decodes).
         shift, scale = _statistics(vae)
         return (_squares(mean) - shift) / scale, _squares(std) / scale
 
@@ -295,6 +305,7 @@ class Flux2(FlowFamily):
         velocity = denoiser(
             hidden_states=noisy.flatten(2).transpose(1, 2),
             encoder_hidden_states=text,
+            # The network multiplies by 1000 again.
             timestep=timesteps / 1000,
             guidance=conditioning.get("guidance"),
             img_ids=_positions(noisy, rows=noisy.shape[2], columns=noisy.shape[3]),
@@ -364,6 +375,8 @@ def _squares(latents: Tensor) -> Tensor:
     """Fold [B, C, H, W] to [B, 4 C, H/2, W/2]; channels vary slowest, then row and column in the square."""
     from torch.nn.functional import pixel_unshuffle
 
+    # The order of channels is that of the pipeline's `_patchify_latents`; another one would
+    # train, too, and give an adapter of no use elsewhere.
     return pixel_unshuffle(latents, 2)
 
 

@@ -18,6 +18,7 @@ FILE = Path(__file__).with_name("layer_tables.json")
 Shapes = Mapping[str, tuple[int, ...]]
 """Layer name -> shape of its weight: [out, in, ...], or [width] of a norm."""
 Row = tuple[str, list[int], list[str]]
+# `blocks.1.` and `linear_1` get `#`; the digit of `w1` belongs to its letter and stays.
 _NUMBER = re.compile(r"(?<![A-Za-z])\d+(?=\.|$)")
 
 
@@ -54,6 +55,7 @@ def packed(layers: Shapes) -> list[Row]:
 
 def _ranges(numbers: list[tuple[int, ...]]) -> Iterator[str]:
     first = last = numbers[0]
+    # None ends the last range.
     for numbers_next in (*numbers[1:], None):
         if numbers_next and numbers_next[:-1] == last[:-1] and numbers_next[-1] == last[-1] + 1:
             last = numbers_next

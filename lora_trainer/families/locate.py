@@ -1,15 +1,9 @@
-"""Where a base model is: this machine, the Hub and its cache; and the facts of the base that was found.
+"""Find a base model on this machine, in the Hub's cache or on the Hub, and read its facts.
 
-Models from the Hugging Face Hub: finds them in the local cache and downloads them.
-
-Torch-free. Only the files of a base model that a training reads are downloaded: safetensors in one
-precision, configs and tokenizers; never pickles, other frameworks' weights or safety checkers.
-
-Finds a base model on this machine or downloads it, and reads its facts from configs and headers.
-
-A source is `embedded`, a diffusers folder, a `.safetensors` checkpoint or a Hub id. Torch-free: everything
-follows from configs and safetensors headers. `describe` uses no network; `locate` may download. An
-unusable source raises here, before anything is cached.
+A source is `embedded`, a diffusers folder, a single-file checkpoint or a Hub id. `describe` uses no network;
+`locate` may download: safetensors in one precision, configs and tokenizers, never pickles, other frameworks'
+weights or safety checkers. An unusable source raises here, before anything is cached. Torch-free: everything
+follows from configs and headers.
 """
 
 from __future__ import annotations
@@ -26,9 +20,9 @@ from lora_trainer.common.errors import InputError, MachineError, RequestError, f
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import CHUNK_TOKENS, Auto, BaseSettings
 from lora_trainer.families.base import BaseFacts, Family, Layout, Part
-from lora_trainer.families.checkpoints import gguf_file
-from lora_trainer.families.checkpoints.base_folder import AGAIN, SUFFIXES, read_header
-from lora_trainer.families.checkpoints.open_companion import (
+from lora_trainer.families.base_files import gguf_file
+from lora_trainer.families.base_files.base_folder import AGAIN, SUFFIXES, read_header
+from lora_trainer.families.base_files.open_companion import (
     OpenCompanion,
     is_makeable,
     open_companion,
@@ -51,6 +45,7 @@ _PART_FOLDERS: dict[str, re.Pattern[str]] = {
 }
 """Whole parts -> their folders; the first of several text encoders has the name of the part."""
 _TEXT_FOLDERS = re.compile(r"scheduler|tokenizer(_\d)?")
+# Marks of second copies of the same weights, as in `diffusion_pytorch_model.fp16.safetensors`.
 _VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
 
 
@@ -58,8 +53,10 @@ def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
     """Return the folder of a repository in the Hub's local cache, None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
+    # A repository of a VAE alone has no model_index.json.
     for name in ("model_index.json", "config.json"):
         cached_path = try_to_load_from_cache(source, name, revision=revision)
+        # None: never asked for. The Hub's library also returns an object for files known to be absent there.
         if isinstance(cached_path, str):
             return Path(cached_path).parent
     return None
@@ -74,7 +71,7 @@ def download(source: str, *, revision: str | None, without: frozenset[str]) -> P
         source,
         revision=revision,
         choose=partial(wanted, without=without),
-        what="base model",
+        model_kind="base model",
         instead="give a local diffusers folder, or --base embedded",
     )
 
@@ -84,13 +81,13 @@ def fetch(
     *,
     revision: str | None,
     choose: Callable[[Iterable[str]], list[str]],
-    what: str,
+    model_kind: str,
     instead: str,
 ) -> Path:
     """Return the local folder of a repository with the files that `choose` selects from its list.
 
     Raises MachineError when the Hub cannot be reached or requires a licence to be accepted, and InputError
-    for a repository that does not exist. In messages `what` names the kind of model ("base model") and
+    for a repository that does not exist. In messages `model_kind` names the model ("base model") and
     `instead` an alternative to the download.
     """
     from huggingface_hub import HfApi, snapshot_download
@@ -103,17 +100,19 @@ def fetch(
     )
 
     try:
+        # Patterns alone cannot say "fp16 only where there is nothing else", so the list is read first.
         listed = HfApi().model_info(source, revision=revision).siblings or []
         files = choose(entry.rfilename for entry in listed)
         return Path(snapshot_download(source, revision=revision, allow_patterns=files))
+    # A subclass of RepositoryNotFoundError, so it has to come first.
     except GatedRepoError:
         raise MachineError(
-            f"{what} {source} is gated",
+            f"{model_kind} {source} is gated",
             fix=f"accept its licence at huggingface.co/{source} and run `hf auth login`",
         ) from None
     except RevisionNotFoundError:
         raise InputError(
-            f"{what} {source} has no revision {revision!r}", fix="check base.revision"
+            f"{model_kind} {source} has no revision {revision!r}", fix="check base.revision"
         ) from None
     except RepositoryNotFoundError:
         raise InputError(
@@ -125,16 +124,16 @@ def fetch(
             isinstance(error, OSError) and error.filename is not None
         ):  # the disk refused, not the network
             raise MachineError(
-                f"{what} {source} cannot be stored: {error.filename}: {error.strerror}",
+                f"{model_kind} {source} cannot be stored: {error.filename}: {error.strerror}",
                 fix="free some space, or let HF_HOME name a folder that can be written",
             ) from None
         raise MachineError(
-            f"{what} {source} could not be downloaded ({_reason(error)})",
+            f"{model_kind} {source} could not be downloaded ({_reason(error)})",
             fix=f"connect once, or {instead}",
         ) from None
     except (LookupError, TypeError, ValueError) as error:  # a login page, a proxy's own answer
         raise MachineError(
-            f"{what} {source} could not be downloaded: the server that answers is not the Hub "
+            f"{model_kind} {source} could not be downloaded: the server that answers is not the Hub "
             f"({type(error).__name__}: {first_line(error)[:200]})",
             fix="check the connection and HF_ENDPOINT, or give a local folder",
         ) from None
@@ -163,6 +162,7 @@ def wanted(names: Iterable[str], *, without: frozenset[str]) -> list[str]:
             inside = [path for path in weights if path.parent == folder]
             plain = [path for path in inside if not _VARIANT.search(path.name)]
             chosen += plain or [path for path in inside if ".fp16." in path.name]
+            # diffusers finds shards through this index; `_VARIANT` has kept it out of the texts above.
             if not plain:
                 chosen += [
                     path for path in readable if path.parent == folder and _is_index_of_fp16(path)
@@ -239,10 +239,11 @@ def _facts(layout: Layout, family: Family | None, *, source: str) -> BaseFacts:
     try:
         family = family or families.detect(layout.folder)
         return family.facts(layout, source=source, identities={})
+    # A config.json may hold any JSON, and computing with its values can fail in any of these ways.
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        what = f"{type(error).__name__}: {first_line(error)[:200]}"
+        detail = f"{type(error).__name__}: {first_line(error)[:200]}"
         raise InputError(
-            f"a config.json of base model {source} lacks a value or has a wrong one ({what})",
+            f"a config.json of base model {source} lacks a value or has a wrong one ({detail})",
             fix=AGAIN,
         ) from error
 
@@ -263,6 +264,7 @@ def with_choices(
             f"objective.zero_terminal_snr does not apply to {facts.source}: flow matching starts at pure noise",
             fix="leave it at auto",
         )
+    # Lin et al. 2023 (arXiv 2305.08891), section 3.2: at zero SNR the input is the noise that epsilon predicts.
     if zero and prediction == "epsilon":
         raise RequestError(
             "zero terminal SNR with epsilon prediction: pure noise says nothing about the image",
@@ -295,6 +297,7 @@ def base_files(facts: BaseFacts) -> Mapping[str, tuple[Path, ...]]:
 
 
 def _identity(files: tuple[Path, ...], memo: HashMemo) -> str:
+    # The folder is left out of the hash: the same base in another place keeps its cache.
     joined = "\n".join(f"{path.name} {memo.sha256(path)}" for path in files)
     return hashlib.sha256(joined.encode()).hexdigest()
 
@@ -328,6 +331,8 @@ def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layo
     companion = companion_of(settings, family, release) if release else settings.companion
     # The companion's folder may bring other widths, so the encoders are matched again once it is known.
     text = encoder_files(settings, family, header, file, folder=None)
+    # `-` binds before `|`. Text encoders are left out of the download one by one, by component, because a
+    # base's own file often has some of them only (CLIP without T5).
     without = frozenset[str](files) - {"text_encoder"} | text.keys()
     if "text_encoder" in files:
         without |= {ALL_ENCODERS, *family.text.roles}
@@ -348,6 +353,7 @@ def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layo
     if folder is None:
         return None, family
     companion_family = families.detect(folder)
+    # Families are single instances of their modules.
     if companion_family is not family:
         raise InputError(
             f"base.companion {companion} is of family {companion_family.name}, {file.name} is {family.name}",
@@ -356,6 +362,8 @@ def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layo
     text = encoder_files(settings, family, header, file, folder=folder)
     if fetch:
         for component_file in {*files.values(), *text.values()}:
+            # A plan reads GGUF headers without the package gguf; a training
+            # fails here, before anything is cached.
             if component_file.suffix == gguf_file.SUFFIX:
                 gguf_file.require_gguf(component_file)
     return Layout(folder=folder, files=files, text=text), family
@@ -383,7 +391,7 @@ def _fetch_tokenizers(source: str, folders: tuple[str, ...]) -> Path:
         source,
         revision=None,
         choose=choose,
-        what="tokenizer",
+        model_kind="tokenizer",
         instead="name a diffusers folder of this base with --set base.companion=FOLDER",
     )
 
@@ -439,6 +447,7 @@ def _folder(
 
 def _is_path(source: str) -> bool:
     path = Path(source).expanduser()
+    # A Hub id is owner/name, with exactly one slash.
     return path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1
 
 

@@ -32,8 +32,8 @@ from lora_trainer.families.base import (
     TextEncoder,
     TextInputs,
 )
-from lora_trainer.families.checkpoints.base_folder import part_file
-from lora_trainer.families.checkpoints.transformer_file import (
+from lora_trainer.families.base_files.base_folder import part_file
+from lora_trainer.families.base_files.transformer_file import (
     check_companion,
     holds_vae,
     part_tensors,
@@ -47,7 +47,7 @@ from lora_trainer.families.flow import (
 )
 from lora_trainer.families.text.t5 import count_tokens, load_tokenizer, room
 from lora_trainer.families.text.text_layers import GEMMA2_2B
-from lora_trainer.families.traits import INDEXED_BLOCK
+from lora_trainer.families.traits import APACHE, INDEXED_BLOCK
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ SYSTEM_PROMPT = (
     "You are an assistant designed to generate superior images with the superior degree of image-text "
     "alignment based on textual prompts or user prompts. <Prompt Start> "
 )
-"""What diffusers' pipeline puts before a prompt; the base was trained with it."""
+"""diffusers' pipeline puts it before a prompt; the base was trained with it."""
 ATTENTION = tuple(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 TRANSFORMER = (*ATTENTION, *(f"feed_forward.linear_{number}" for number in (1, 2, 3)))
 ENDINGS: Mapping[Targets, tuple[str, ...]] = {
@@ -80,6 +80,7 @@ ARCHITECTURE: Mapping[str, Any] = {
     "hidden_size": 2304,
     "num_layers": 26,
     "num_refiner_layers": 2,
+    # Grouped queries: 24 heads of 96 channels read 8 of keys and values, 2304 + 768 + 768 rows when joined.
     "num_attention_heads": 24,
     "num_kv_heads": 8,
     "multiple_of": 256,
@@ -140,6 +141,7 @@ class Lumina2(FlowFamily):
             download_bytes=2 * sum(PARAMETERS.values()),  # in bf16
         ),
     )
+    licences = {source: APACHE for release in published for source in release.ids}
 
     # ---- facts
 
@@ -271,6 +273,7 @@ class Gemma2TextEncoder(TextEncoder):
         """Return `ids` and `mask` [B, tokens] of the longest prompt's length, padded at the end."""
         tokens = self.tokenizer(
             [_with_system_prompt(prompt) for prompt in prompts],
+            # The pipeline pads to 256. The network cuts each text at its own length, so the result is the same.
             padding="longest",
             padding_side="right",  # the tokenizer's own is left; the pipeline sets right
             max_length=MAX_TOKENS,
@@ -339,6 +342,8 @@ def _recomputing_refiners(network: Any) -> nn.Module:
     from torch import is_grad_enabled
     from torch.nn import ModuleList
 
+    # Without it swapped weights were overwritten before the backward pass of the refiners,
+    # and torch refused ("modified by an inplace operation").
     class Refiner(ModuleList):
         gradient_checkpointing = False  # diffusers sets it where it is, with the function to use
         _gradient_checkpointing_func: Any

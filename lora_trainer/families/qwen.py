@@ -36,7 +36,7 @@ from lora_trainer.families.base import (
     TextInputs,
     VaePeak,
 )
-from lora_trainer.families.checkpoints.base_folder import (
+from lora_trainer.families.base_files.base_folder import (
     SUFFIXES,
     components,
     count_parameters,
@@ -44,7 +44,7 @@ from lora_trainer.families.checkpoints.base_folder import (
     read_header,
     read_json,
 )
-from lora_trainer.families.checkpoints.qwen_files import (
+from lora_trainer.families.base_files.qwen_files import (
     LATENT_CHANNELS,
     count_blocks,
     is_text_to_image,
@@ -55,7 +55,7 @@ from lora_trainer.families.flow import WITHOUT_FP16, BaseRelease, FlowFamily, te
 from lora_trainer.families.images.flow_images import FlowImageEncoder, pack, unpack
 from lora_trainer.families.text.qwen2_vl import MAX_TOKENS, UNREAD, check_text_encoder, load_qwen_vl
 from lora_trainer.families.text.text_layers import QWEN25_VL_7B
-from lora_trainer.families.traits import INDEXED_BLOCK
+from lora_trainer.families.traits import APACHE, INDEXED_BLOCK
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ SCHEDULER: Mapping[str, Any] = {
     "max_image_seq_len": 8192,
     "max_shift": 0.9,
     "shift": 1.0,
+    # Only the sampler stretches its schedule to end at 0.02; `flow_shift` takes no notice of it.
     "shift_terminal": 0.02,
     "time_shift_type": "exponential",
     "use_dynamic_shifting": True,
@@ -167,6 +168,7 @@ class QwenImage(FlowFamily):
             download_bytes=2 * (sum(PARAMETERS.values()) + UNREAD_PARAMETERS),
         ),
     )
+    licences = {source: APACHE for release in published for source in release.ids}
 
     # ---- facts
 
@@ -224,9 +226,13 @@ class QwenImage(FlowFamily):
         return {"text": (1, text_tokens, width), "text_mask": (1, text_tokens)}
 
     def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
+        # diffusers spells the key so. It has an entry for each halving of the image's
+        # sides, True where the number of frames is halved too.
         return int(vae["z_dim"]), 2 ** len(vae["temperal_downsample"])
 
     def _count(self, layout: Layout, part: str, files: tuple[Path, ...]) -> int:
+        # The base class counts a VAE by names of AutoencoderKL. A file in Wan's names (`conv1`,
+        # `conv2`) would be counted in part, so all its tensors are.
         if part == "text_encoder":
             return super()._count(layout, part, files)
         return count_parameters(file for file in files if file.suffix in SUFFIXES)
@@ -268,6 +274,7 @@ class QwenImage(FlowFamily):
             encoder_hidden_states=conditioning["text"],
             # A single text has no padding, and without a mask attention can use its fastest kernel.
             encoder_hidden_states_mask=conditioning["text_mask"] if batch > 1 else None,
+            # (frames, rows, columns) in tokens; editing models list their input images behind the first entry.
             img_shapes=[[(1, height // 2, width // 2)]] * batch,
             return_dict=False,
         )[0]
@@ -302,6 +309,7 @@ class QwenImage(FlowFamily):
             "prompt_embeds_mask": conditioning["text_mask"],
             "true_cfg_scale": guidance_scale,
         }
+        # The pipeline warns of a negative prompt that a scale up to 1 leaves unused.
         if guidance_scale <= 1:
             return prompt
         return {
@@ -321,6 +329,7 @@ class QwenImage(FlowFamily):
         self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
     ) -> Tensor:
         width, height = (side // pipeline.vae_scale_factor for side in size_px)
+        # [B, C, 1 frame, H, W], as the VAE decodes videos.
         frame = unpack(latents.float(), height=height, width=width).unsqueeze(2)
         shift, scale = _statistics(vae, like=frame)
         return frame * scale + shift

@@ -16,8 +16,9 @@ from lora_trainer.families.base import (
     BaseFacts,
     PartFacts,
 )
-from lora_trainer.families.checkpoints.unet_file import UNetTraits
+from lora_trainer.families.base_files.unet_file import UNetTraits
 from lora_trainer.families.text.clip import ClipPart, ClipSize
+from lora_trainer.families.traits import OPENRAIL
 from lora_trainer.families.unet import UNetFamily
 
 # The public v1.5 release: its configuration and sizes, so that a plan needs no download.
@@ -41,6 +42,7 @@ ARCHITECTURE: Mapping[str, Any] = {
     "block_out_channels": [320, 640, 1280, 1280],
     "layers_per_block": 2,
     "cross_attention_dim": 768,
+    # The number of heads in spite of the name (diffusers issue 2011).
     "attention_head_dim": 8,
     "norm_num_groups": 32,
 }
@@ -68,6 +70,7 @@ class StableDiffusion1(UNetFamily):
     name = "sd15"
     pipeline_class = "StableDiffusionPipeline"
     released_unet = ARCHITECTURE
+    licences = dict.fromkeys(IDS, OPENRAIL)
     texts = (
         ClipPart(
             role="clip_l",

@@ -23,10 +23,11 @@ from lora_trainer.families.base import (
     PartFacts,
     Prediction,
 )
-from lora_trainer.families.checkpoints import gguf_file
-from lora_trainer.families.checkpoints.base_folder import part_file
-from lora_trainer.families.checkpoints.unet_file import UNET, UNetTraits, read_numbers
+from lora_trainer.families.base_files import gguf_file
+from lora_trainer.families.base_files.base_folder import part_file
+from lora_trainer.families.base_files.unet_file import UNET, UNetTraits, read_numbers
 from lora_trainer.families.text.clip import ClipPart, ClipSize
+from lora_trainer.families.traits import OPENRAIL
 from lora_trainer.families.unet import UNetFamily
 
 # The public releases: configuration and sizes, so that a plan needs no download.
@@ -84,6 +85,7 @@ class StableDiffusion2(UNetFamily):
     name = "sd2"
     pipeline_class = "StableDiffusionPipeline"
     released_unet = ARCHITECTURE
+    licences = {f"{owner}/{release}": OPENRAIL for owner in OWNERS for release in RELEASES}
     texts = (
         ClipPart(
             role="clip_h",
@@ -139,6 +141,7 @@ class StableDiffusion2(UNetFamily):
             return replace(facts, assumed=_assumed(single, facts.prediction))
         if prediction == facts.prediction:
             return facts
+        # The companion is of the other kind, so its native size does not apply either.
         return replace(facts, prediction=prediction, resolution_px=NATIVE_PX[prediction])
 
     def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
@@ -171,6 +174,7 @@ def _assumed(file: Path, prediction: Prediction) -> Assumption:
 
 def checkpoint_prediction(file: Path) -> Prediction | None:
     """Return a checkpoint's prediction type from the deviation of one weight, None without that weight."""
+    # Its tensors are read by the package gguf, which facts have to do without.
     if file.suffix == gguf_file.SUFFIX:
         return None
     values = next(
@@ -183,6 +187,7 @@ def checkpoint_prediction(file: Path) -> Prediction | None:
     )
     if not values:
         return None
+    # The population's deviation, as ComfyUI's torch.std(..., unbiased=False) in SD20.model_type.
     return "v_prediction" if pstdev(values) > TELLING_DEVIATION else "epsilon"
 
 

@@ -34,9 +34,9 @@ from lora_trainer.families.base import (
     TextEncoder,
     TextInputs,
 )
-from lora_trainer.families.checkpoints.base_folder import part_file
-from lora_trainer.families.checkpoints.sd3_file import file_architecture
-from lora_trainer.families.checkpoints.transformer_file import (
+from lora_trainer.families.base_files.base_folder import part_file
+from lora_trainer.families.base_files.sd3_file import file_architecture
+from lora_trainer.families.base_files.transformer_file import (
     holds_vae,
     part_tensors,
 )
@@ -54,7 +54,7 @@ from lora_trainer.families.text.clip_and_t5 import (
     load_encoder,
 )
 from lora_trainer.families.text.text_layers import CLIP_G, CLIP_L, T5_XXL
-from lora_trainer.families.traits import INDEXED_BLOCK
+from lora_trainer.families.traits import INDEXED_BLOCK, STABILITY
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ MEDIUM: Mapping[str, Any] = {
     "caption_projection_dim": 1536,
     "pooled_projection_dim": 2048,
     "out_channels": LATENT_CHANNELS,
+    # Side in tokens of the table of positions, of which an image takes the middle
+    # (PatchEmbed.cropped_pos_embed in diffusers); larger images raise.
     "pos_embed_max_size": 384,
     "dual_attention_layers": list(range(13)),
     "qk_norm": "rms_norm",
@@ -190,6 +192,7 @@ class StableDiffusion3(FlowFamily):
             "stable-diffusion-3-medium-diffusers", FIRST_MEDIUM, 2_084_951_104, variant="3-medium"
         ),
     )
+    licences = {source: STABILITY for release in published for source in release.ids}
 
     # ---- facts
 
@@ -210,6 +213,7 @@ class StableDiffusion3(FlowFamily):
         )
 
     def max_tokens(self, layout: Layout) -> int:
+        # The longest limit counts: each CLIP truncates the same prompt at its own 77 tokens.
         return encoders_of(layout)[-1].tokens
 
     def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
@@ -245,6 +249,7 @@ class StableDiffusion3(FlowFamily):
             ("pos_embed.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"),
         ):
             patches = tensors.get(first)
+            # [width, latent channels, 2, 2]. A slice does not raise for a damaged tensor of fewer dimensions.
             if block in tensors and patches and patches.shape[1:2] == (LATENT_CHANNELS,):
                 parts.add("denoiser")
         # Other families' VAEs have the same shape: accept one beside an SD 3 denoiser or alone in its file.
@@ -260,6 +265,7 @@ class StableDiffusion3(FlowFamily):
         return tuple(encoder.component for encoder in encoders_of(layout))
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
+        # A header shows only heads x channels; the heads of all releases have 64 channels.
         sizes = file_architecture(file, head_channels=64)
         variant, _ = self.release(sizes, Layout(folder=file.parent))
         turbo = "-turbo" if variant == "large" and "turbo" in file.name.lower() else ""
@@ -311,6 +317,8 @@ class StableDiffusion3(FlowFamily):
     ) -> Tensor:
         prediction: Tensor = denoiser(
             hidden_states=noisy,
+            # This class reads 1000 sigma as it is; those of FLUX.1, FLUX.2
+            # and Chroma multiply by 1000 themselves.
             timestep=timesteps,
             encoder_hidden_states=conditioning["text"],
             pooled_projections=conditioning["pooled"],

@@ -25,11 +25,12 @@ from lora_trainer.families.base import (
     PartFacts,
     Prediction,
 )
-from lora_trainer.families.checkpoints.base_folder import components
-from lora_trainer.families.checkpoints.unet_config import read_unet
-from lora_trainer.families.checkpoints.unet_file import UNetTraits
-from lora_trainer.families.checkpoints.unet_layers import ldm_module
+from lora_trainer.families.base_files.base_folder import components
+from lora_trainer.families.base_files.unet_config import read_unet
+from lora_trainer.families.base_files.unet_file import UNetTraits
+from lora_trainer.families.base_files.unet_layers import ldm_module
 from lora_trainer.families.text import clip
+from lora_trainer.families.traits import OPENRAIL
 from lora_trainer.families.unet import UNetFamily
 
 if TYPE_CHECKING:
@@ -47,11 +48,13 @@ ARCHITECTURE: Mapping[str, Any] = {
     "layers_per_block": 2,
     "transformer_layers_per_block": [1, 2, 10],
     "cross_attention_dim": 2048,
+    # Numbers of heads in spite of the name (diffusers issue 2011); each head has 64 channels.
     "attention_head_dim": [5, 10, 20],
     "norm_num_groups": 32,
     "use_linear_projection": True,
     "addition_embed_type": "text_time",
     "addition_time_embed_dim": 256,
+    # 1280 of pooled text, and 256 for each of the six `time_ids`.
     "projection_class_embeddings_input_dim": 2816,
 }
 SCHEDULER: Mapping[str, Any] = {
@@ -84,6 +87,7 @@ class StableDiffusionXL(UNetFamily):
     name = "sdxl"
     pipeline_class = "StableDiffusionXLPipeline"
     released_unet = ARCHITECTURE
+    licences = {BASE: OPENRAIL}
     texts = (
         clip.ClipPart(
             role="clip_l",
@@ -121,6 +125,7 @@ class StableDiffusionXL(UNetFamily):
             source=source,
             layout=None,
             resolution_px=1024,
+            # 8 pixels a latent, halved twice more in the U-Net (SD 1 and 2: three times, hence 64).
             bucket_step_px=32,
             latent_channels=4,
             vae_factor=8,

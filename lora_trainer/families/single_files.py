@@ -1,4 +1,4 @@
-"""Single files of a base: what a checkpoint is, which text encoders its companions are, what is missing.
+"""Single files of a base: kind and parts of a checkpoint, files of its text encoders, parts that are missing.
 
 Files are recognised by their tensors, whatever their names. Torch-free: everything follows from headers.
 """
@@ -12,16 +12,17 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError
 from lora_trainer.config.config import BaseSettings
 from lora_trainer.families.base import BaseFacts, Family, Header, Part
-from lora_trainer.families.checkpoints import signatures
-from lora_trainer.families.checkpoints.base_folder import (
+from lora_trainer.families.base_files import signatures
+from lora_trainer.families.base_files.base_folder import (
     SUFFIXES,
     read_header,
     read_json,
     refuse_quantised,
 )
-from lora_trainer.families.checkpoints.open_companion import DOWNLOAD_BYTES, open_companion
-from lora_trainer.families.checkpoints.transformer_file import ENCODER_PREFIX
+from lora_trainer.families.base_files.open_companion import DOWNLOAD_BYTES, open_companion
+from lora_trainer.families.base_files.transformer_file import ENCODER_PREFIX
 
+# Parts of the names that trainers give to adapters' tensors; the last ones are GLoRA's and IA3's.
 _ADAPTER_MARKS = (
     *("lora_down", "lora_up", "lora_A.", "lora_B.", "lora.down.", "lora.up.", "hada_w1", "lokr_w1"),
     *(
@@ -61,7 +62,7 @@ ENCODER_PARAMETERS = {
 def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFacts:
     """Return facts of a checkpoint whose companion is not on this machine, from its header.
 
-    Sizes are counted in the files that are there; what is missing has the sizes of the release that the
+    Sizes are counted in the files that are there; missing parts have the sizes of the release that the
     checkpoint is made like, in the precision in which the companion is published.
     """
     header = read_header(file)
@@ -95,6 +96,7 @@ def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFac
             missing=f"tokenizers of {' and '.join(makeable.sources)}",
         )
     sizes = {part: each.parameters for part, each in companion.parts.items()}
+    # The precision in which the companion is published: 2 bytes for bf16, 4 for float32.
     bytes_each = round(companion.download_bytes / sum(sizes.values()))
     present_count = sum(size for part, size in sizes.items() if part not in absent)
     if "text_encoder" in absent:
@@ -114,6 +116,7 @@ def companion_of(settings: BaseSettings, family: Family, facts: BaseFacts) -> st
     if settings.companion != "auto":
         return settings.companion
     default = next(iter(family.releases.values()))
+    # Equal encoders need one companion for all releases: it is downloaded once.
     if default.parts["text_encoder"] == facts.parts["text_encoder"]:
         return default.source
     return facts.source
@@ -163,6 +166,7 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     refuse_quantised(file, header)
     encoder = signatures.text_encoder(header)
     roles = {component: role.partition("_")[0] for component, role in family.text.roles.items()}
+    # CLIP-L and bigG are both "clip" here; their widths tell them apart below.
     kinds = {component: ENCODER_KINDS.get(role, role) for component, role in roles.items()}
     name, kind, width = encoder or ("", "", 0)
     fitting = [component for component in kinds if kinds[component] == kind]
@@ -173,6 +177,7 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
             if _encoder_width(family.text.roles[component], component, folder) == width
         ]
     if fitting:
+        # Miniature bases have CLIPs of equal width. Then the projection decides, which files of CLIP-L lack.
         return fitting[-1] if "text_projection.weight" in header else fitting[0]
     content = signatures.lone_part(header) or _other_or_lora(header, family=family.name, file=file)
     described = (
@@ -189,13 +194,14 @@ def _encoder_width(role: str, component: str, folder: Path | None) -> int:
     if folder is None:
         return ENCODER_WIDTHS[role]
     config = read_json(folder / component / "config.json")
+    # Qwen2.5-VL nests its language model's numbers; d_model is T5's word for the width.
     inner = config.get("text_config", config)
     width = inner.get("hidden_size", inner.get("d_model"))
     return width if isinstance(width, int) else 0
 
 
 def recognised(file: Path) -> tuple[Family, frozenset[Part]]:
-    """Return family and parts of a checkpoint file; raises InputError that says what the file is."""
+    """Return family and parts of a checkpoint file; raises InputError that names the kind of any other file."""
     if not file.is_file():
         raise InputError(
             f"base model {file} does not exist",
@@ -210,6 +216,7 @@ def recognised(file: Path) -> tuple[Family, frozenset[Part]]:
     allowed = f"allowed are text-to-image checkpoints of {', '.join(families.MODULES)}"
     family_and_parts = families.detect_file(header)
     family_name = family_and_parts[0].name if family_and_parts else ""
+    # Before the check for quantisation: a quantised LoRA or ControlNet is better called by its name.
     if other := _other_or_lora(header, family=family_name, file=file):
         if other == LORA:
             raise InputError(

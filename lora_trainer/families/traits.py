@@ -1,4 +1,4 @@
-"""What a family says of itself in plain values: its texts, its network, its adapter files."""
+"""Plain values that a family states: about its texts, its network, its adapter files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,33 @@ INDEXED_BLOCK = r"\w+\.\d+(?=\.)"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Licence:
+    """The licence of a public release: its name, what it allows in a few words, whether it is gated.
+
+    `is_gated`: the Hub gives the files only to who is signed in and has accepted the terms on the release's page.
+    """
+
+    name: str
+    allows: str
+    is_gated: bool = False
+
+
+# As the releases' pages on the Hub name them, 2026.
+APACHE = Licence(name="Apache 2.0", allows="free for every use")
+OPENRAIL = Licence(
+    name="Open RAIL-M", allows="free, also for work you sell; harmful uses are ruled out"
+)
+STABILITY = Licence(
+    name="Stability AI Community",
+    allows="free below a revenue of 1 million dollars a year",
+    is_gated=True,
+)
+FLUX_DEV = Licence(
+    name="FLUX Non-Commercial", allows="the model is for non-commercial use", is_gated=True
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class VaePeak:
     """Peak of a VAE's live tensors in elements per pixel of one image, as `LiveStorages` counts them."""
 
@@ -30,15 +57,15 @@ AUTOENCODER_KL = VaePeak(encoding=640, decoding=768, blocked=(640, 960))  # 5 an
 
 @dataclass(frozen=True, kw_only=True)
 class TextInputs:
-    """A family's text encoders: their layers, what files call them, and how they read prompts.
+    """A family's text encoders: their layers, their names in files, and how they read prompts.
 
     `layers`: by component the weights' shapes [out, in] of each layer in the public releases, which adapter
     files of any trainer may contain. `roles`: component -> ComfyUI's name of the encoder ("clip_l", "t5xxl").
     `multiple`: the network pads texts to a multiple of this many tokens. `one_length`: the texts of one
     forward pass must have one length. `encoder_files`: single encoders can be read from files of their own
-    (`Layout.text`). What is False or empty below is refused: `trainable` encoders, prompt weights as in
-    `(word:1.2)`, prompts above the limit read in `chunks`, and new words (`new_token_keys`: component ->
-    key of its vectors in embedding files).
+    (`Layout.text`). A setting that needs a field which is False or empty is refused: `trainable` encoders,
+    prompt weights as in `(word:1.2)`, prompts above the limit read in `chunks`, and new words
+    (`new_token_keys`: component -> key of its vectors in embedding files).
     """
 
     layers: Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -81,7 +108,7 @@ BY_TWO_PASSES = Guidance(two_passes=True, embedded=False)
 class NetworkTraits:
     """Facts of a family's networks that planning and quantization read.
 
-    `precisions`: those its denoiser can be trained in, the best first; in any other its activations overflow.
+    `precisions`: dtypes in which its denoiser can be trained, the best first; its activations overflow in others.
     `block_pattern` matches the name of the repeated block at the start of a layer's name;
     `quantization_skip`: parts of names of layers inside blocks that a quantised base keeps in full precision.
     """
@@ -119,7 +146,7 @@ class OtherNames:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterNames:
-    """What an adapter's metadata calls its base.
+    """Names of the base in an adapter's metadata.
 
     `kohya` is `ss_base_model_version`, which A1111, Forge and model managers read; `modelspec` is
     `modelspec.architecture` (ModelSpec 1.0.1).

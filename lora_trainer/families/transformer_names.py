@@ -25,6 +25,7 @@ _IMAGE_QKV = _layers(_JOINT, "attn.to_q", "attn.to_k", "attn.to_v")
 _TEXT_QKV = _layers(_JOINT, "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
 _SECOND_QKV = _layers(_JOINT, "attn2.to_q", "attn2.to_k", "attn2.to_v")
 _SINGLE_QKV = _layers(_SINGLE, "attn.to_q", "attn.to_k", "attn.to_v")
+# The rows of FLUX.1's linear1: query, key, value, then the input of the MLP.
 _SINGLE_IN = (*_SINGLE_QKV, f"{_SINGLE}.proj_mlp")
 
 _EMBEDDERS: Names = {"img_in": ("x_embedder",), "txt_in": ("context_embedder",)}
@@ -147,6 +148,7 @@ FLUX2: Names = {
     "double_blocks.#.img_mlp.2": (f"{_JOINT}.ff.linear_out",),
     "double_blocks.#.txt_mlp.0": (f"{_JOINT}.ff_context.linear_in",),
     "double_blocks.#.txt_mlp.2": (f"{_JOINT}.ff_context.linear_out",),
+    # diffusers leaves FLUX.2's matrix of q, k, v and the MLP whole, unlike FLUX.1's.
     "single_blocks.#.linear1": (f"{_SINGLE}.attn.to_qkv_mlp_proj",),
     "single_blocks.#.linear2": (f"{_SINGLE}.attn.to_out",),
     **_FUSED,
@@ -174,6 +176,7 @@ SD3: Names = {
     **_DIFFSYNTH_JOINT,
 }
 ZIMAGE: Names = {
+    # diffusers keeps embedders by size of patch: 2 latents a side, 1 frame.
     "x_embedder": ("all_x_embedder.2-1",),
     "final_layer.linear": ("all_final_layer.2-1.linear",),
     "final_layer.adaLN_modulation.1": ("all_final_layer.2-1.adaLN_modulation.1",),
@@ -213,8 +216,11 @@ def other_names(tables: Names, layers: Iterable[str], *, swapped: Iterable[str] 
         by_template.setdefault(_NUMBER.sub("#", layer), []).append(numbers)
     filled: dict[str, tuple[str, ...]] = {}
     for name, parts in tables.items():
+        # The 1 of `linear_1` counts as a number too, so `linear_2` comes to the same template and
+        # fills the same entry a second time, which changes nothing.
         for numbers in by_template.get(_NUMBER.sub("#", parts[0]), ()):
             joined = tuple(_filled(part, numbers) for part in parts)
+            # A fused name whose layers are not all there would stand for other rows.
             if present.issuperset(joined):
                 filled[_filled(name, numbers)] = joined
     return OtherNames(layers=filled, swapped=frozenset(swapped))

@@ -42,8 +42,8 @@ from lora_trainer.families.base import (
     TextInputs,
     WeightPlace,
 )
-from lora_trainer.families.checkpoints import unet_file
-from lora_trainer.families.checkpoints.base_folder import (
+from lora_trainer.families.base_files import unet_file
+from lora_trainer.families.base_files.base_folder import (
     components,
     part_file,
     part_folder,
@@ -51,10 +51,10 @@ from lora_trainer.families.checkpoints.base_folder import (
     tokenizer_files,
     weights,
 )
-from lora_trainer.families.checkpoints.unet_config import UNET_CLASS, read_unet
-from lora_trainer.families.checkpoints.unet_file import UNetTraits, config_traits, header_traits
-from lora_trainer.families.checkpoints.unet_layers import checkpoint_names, weight_places
-from lora_trainer.families.checkpoints.unet_parts import (
+from lora_trainer.families.base_files.unet_config import UNET_CLASS, read_unet
+from lora_trainer.families.base_files.unet_file import UNetTraits, config_traits, header_traits
+from lora_trainer.families.base_files.unet_layers import checkpoint_names, weight_places
+from lora_trainer.families.base_files.unet_parts import (
     V_PREDICTION,
     ZERO_TERMINAL_SNR,
     clip_size,
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+# proj_in and proj_out are 1x1 convolutions in SD 1 and linear in SD 2 and SDXL (`use_linear_projection`).
 TRANSFORMER = (*ATTENTION, "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
 CONVOLUTION = (
     *TRANSFORMER,
@@ -176,6 +177,8 @@ class UNetFamily(Family):
     def detect_file(self, header: Header) -> frozenset[Part]:
         traits, vae = header_traits(header), unet_file.vae_shape(header)
         if traits is None:
+            # The VAEs of SD 1, SD 2 and SDXL have equal tensors; they differ in the scale, which no file
+            # states. A VAE alone in its file therefore belongs to each of these families.
             alone = vae is not None and vae[0] == 4 and unet_file.only_vae(header)
             return frozenset({"vae"} if alone else ())
         if not self.owns(traits):
@@ -183,6 +186,7 @@ class UNetFamily(Family):
         parts: set[Part] = {"denoiser"}
         if vae is not None and vae[0] == 4:
             parts.add("vae")
+        # With one of SDXL's two encoders missing, both come from the companion: the part is all or nothing.
         if all(_starts(header, part.checkpoint) for part in self.texts):
             parts.add("text_encoder")
         return frozenset(parts)
@@ -205,6 +209,7 @@ class UNetFamily(Family):
             family=self.name,
             source=source,
             layout=layout,
+            # sample_size is the side of the latents: 64 in SD 1, 96 in SD 2.1, 128 in SDXL.
             resolution_px=number(unet, "sample_size") * vae_factor,
             # Each level but the last halves the latents, and the way up must meet the same sizes again.
             bucket_step_px=vae_factor * 2 ** (len(levels(unet)) - 1),
@@ -234,6 +239,8 @@ class UNetFamily(Family):
     def _parameters_of(self, architecture: Mapping[str, Any]) -> int:
         """Return the number of parameters of a U-Net; all but the releases' are built, without weights."""
         release = next(iter(self.releases.values()))
+        # Compare the numbers that fix the network: configurations of equal networks differ in many other
+        # keys. An equal one needs neither torch nor a network on `meta`, which a plan otherwise waits for.
         if read_unet(architecture) == read_unet(release.architecture):
             return release.parts["denoiser"].parameters
         import torch
@@ -375,9 +382,11 @@ class UNetFamily(Family):
         device: torch.device,
         decode_on: torch.device | None = None,
     ) -> Sampler:
+        # None keeps from_pretrained from loading the text encoders: the sampler gets encoded prompts.
         absent = {name: None for part in self.texts for name in (part.component, part.tokenizer)}
         # Without a VAE the pipeline runs on the denoiser's device; the VAE moves there only to decode.
         pipeline = self._pipeline(facts, unet=denoiser, vae=None, **absent)
+        # A pipeline without a VAE assumes 8 pixels a latent; the embedded miniature base has its own number.
         pipeline.vae_scale_factor = facts.vae_factor
         pipeline.set_progress_bar_config(disable=True)
         vae = load_vae(facts.located)

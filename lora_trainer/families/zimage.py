@@ -33,8 +33,8 @@ from lora_trainer.families.base import (
     TextEncoder,
     TextInputs,
 )
-from lora_trainer.families.checkpoints.base_folder import part_file
-from lora_trainer.families.checkpoints.transformer_file import (
+from lora_trainer.families.base_files.base_folder import part_file
+from lora_trainer.families.base_files.transformer_file import (
     check_companion,
     holds_vae,
     part_tensors,
@@ -55,7 +55,7 @@ from lora_trainer.families.text.qwen3 import (
     unpadded,
 )
 from lora_trainer.families.text.text_layers import QWEN3_4B
-from lora_trainer.families.traits import INDEXED_BLOCK
+from lora_trainer.families.traits import APACHE, INDEXED_BLOCK
 from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def _release(name: str, release: str, *, download_bytes: int) -> BaseRelease:
 
 def _release_in_name(name: str) -> str | None:
     """Return the release that a folder's or file's name contains, None where it contains none."""
+    # Publishers write de-turbo, De_Turbo and DeTurbo.
     letters = re.sub(r"[^a-z]", "", name.lower())
     if "turbo" in letters:
         return "de-turbo" if "deturbo" in letters else "turbo"
@@ -164,6 +165,7 @@ class ZImage(FlowFamily):
         # Its denoiser is published in fp32.
         _release("Z-Image-Turbo", "turbo", download_bytes=32_850_000_000),
     )
+    licences = {source: APACHE for release in published for source in release.ids}
 
     # ---- facts
 
@@ -191,6 +193,7 @@ class ZImage(FlowFamily):
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
         named_release = _release_in_name(file.name)
+        # False is 0, the base; True is 1, the Turbo.
         return self.published[named_release == "turbo"]
 
     def architecture(self, layout: Layout) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.checkpoints.base_folder import (
+from lora_trainer.families.base_files.base_folder import (
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
     MAX_KEY_LENGTH,

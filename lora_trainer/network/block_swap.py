@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lora_trainer.common.errors import RequestError
 from lora_trainer.hardware.device_calls import synchronize
 from lora_trainer.network.async_copies import CopyStream, Done
-from lora_trainer.network.checkpointing import is_checkpointed
+from lora_trainer.network.gradient_checkpointing import is_checkpointed
 from lora_trainer.network.pinned_memory import pinned, whole_pages
 from lora_trainer.network.swapped_blocks import BUFFERS, streamed_indices
 

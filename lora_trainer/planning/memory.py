@@ -15,7 +15,7 @@ from typing import Literal
 from lora_trainer.config.base_precision import INT8_TEMPORARY_BYTES
 from lora_trainer.config.config import SCHEDULE_FREE, Checkpointing
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.checkpoints.base_folder import READ_BYTES
+from lora_trainer.families.base_files.base_folder import READ_BYTES
 from lora_trainer.hardware.devices import KINDS
 from lora_trainer.lora.adapter_size import rebuilt_elements
 from lora_trainer.planning.loads import DeviceSurroundings, Load, RememberedCosts, runs_wide

@@ -32,10 +32,10 @@ from lora_trainer.costs.sample_cost import SampleCost
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.hardware.machine import Gpu, Hardware
 from lora_trainer.lora.adapter_size import total_elements
-from lora_trainer.planning.allocation import Allocation, Allocator, Decision
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import Prediction
+from lora_trainer.planning.memory_choice import Decision, MemoryChoice, MemoryChooser
 from lora_trainer.planning.oom_history import OomRecord
 from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwise
 from lora_trainer.planning.precisions import best_precision, capability
@@ -83,6 +83,8 @@ class PlanInput:
     regularisation_per_epoch: int = 0
     held_out: int = 0
     """Images held out for validation."""
+    prompts: int | None = None
+    """Prompts of the sample images; None: as many as the settings ask for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +128,8 @@ def plan(inputs: PlanInput) -> Plan:
     planner.decide_possible()
     planner.decide_optimizer()
     planner.decide_length()
-    allocation = planner.decide_speedups(planner.decide_memory())
-    return planner.finish(allocation, planner.decide_samples(allocation))
+    memory_choice = planner.decide_speedups(planner.decide_memory())
+    return planner.finish(memory_choice, planner.decide_samples(memory_choice))
 
 
 @dataclass(kw_only=True)
@@ -355,9 +357,9 @@ class _Planner:
         tenth = max(1, steps // VALIDATIONS_PER_RUN)
         self.decide_auto("train.validate_every_steps", tenth, f"a tenth of {steps} steps")
 
-    def decide_memory(self) -> Allocation:
+    def decide_memory(self) -> MemoryChoice:
         """Choose base precision, checkpointing, streaming and micro-batch so that the run fits."""
-        allocation = Allocator(
+        memory_choice = MemoryChooser(
             config=self.config,
             adapter=self.inputs.resolved.config.adapter,
             facts=self.inputs.facts,
@@ -371,18 +373,18 @@ class _Planner:
             buckets=self.inputs.buckets,
             priority=self.inputs.resolved.priority,
             regularisation=self.inputs.regularisation_per_epoch / self._epoch,
-        ).allocate()
-        for choice in allocation.decisions:
+        ).choose()
+        for choice in memory_choice.decisions:
             self.decide(choice.key, choice.value, choice.reason, peak_bytes=choice.bytes)
-        return allocation
+        return memory_choice
 
-    def decide_speedups(self, allocation: Allocation) -> Allocation:
+    def decide_speedups(self, memory_choice: MemoryChoice) -> MemoryChoice:
         """Decide compiling and CUDA graphs; recorded graphs keep memory, which the prediction then counts."""
         inputs = self.inputs
         # After memory: a graph's cost depends on the micro-batches, and its memory comes on top of all else.
         run_facts = circumstances(
             self.config,
-            allocation=allocation,
+            memory_choice=memory_choice,
             facts=inputs.facts,
             costs=self.costs,
             hardware=inputs.hardware,
@@ -398,15 +400,15 @@ class _Planner:
             if value_of(self.config, key) != value:
                 self.decide(key, value, reason)
         # The load stays as it was found: a recording that does not fit is left out, it never shrinks a batch.
-        return replace(allocation, memory=run_facts.recorded) if graphed.use else allocation
+        return replace(memory_choice, memory=run_facts.recorded) if graphed.use else memory_choice
 
-    def decide_samples(self, allocation: Allocation) -> RunTimeInputs:
+    def decide_samples(self, memory_choice: MemoryChoice) -> RunTimeInputs:
         """Draw sample images less often than the run saves, if they would take much of its time."""
         inputs, key = self.inputs, "sampling.every_steps"
         images = max(inputs.images, len(inputs.buckets))
         pace = RunTimeInputs(
             config=build_run_config(flatten(self.config)),
-            load=allocation.load,
+            load=memory_choice.load,
             facts=inputs.facts,
             costs=self.costs,
             gpu=self.gpu,
@@ -416,6 +418,9 @@ class _Planner:
             latents=images if inputs.latents is None else inputs.latents,
             # One more than the captions: the empty text, for caption dropout and guidance.
             texts=1 + (images if inputs.texts is None else inputs.texts),
+            prompts=inputs.prompts
+            or len(self.config.sampling.prompts)
+            or self.config.sampling.prompts_from_captions,
         )
         every_steps = pace.config.sampling.every_steps
         if inputs.resolved.config.sampling.every_steps == "auto" and every_steps:
@@ -426,9 +431,9 @@ class _Planner:
                 return replace(pace, config=with_value(pace.config, key, interval))
         return pace
 
-    def finish(self, allocation: Allocation, pace: RunTimeInputs) -> Plan:
+    def finish(self, memory_choice: MemoryChoice, pace: RunTimeInputs) -> Plan:
         inputs, config, step = self.inputs, pace.config, pace.step()
-        cost = self.costs.sample_cost(inputs.facts, allocation.load.workload())
+        cost = self.costs.sample_cost(inputs.facts, memory_choice.load.workload())
         steps = config.train.steps
         planner_origins = {
             choice.key: Origin(layer=PLANNER, reason=choice.reason) for choice in self.decisions
@@ -436,16 +441,16 @@ class _Planner:
         return Plan(
             config=config,
             origins={**inputs.resolved.origins, **planner_origins},
-            load=allocation.load,
-            memory=allocation.memory,
-            host=allocation.host,
-            images_at_once=allocation.images_at_once,
+            load=memory_choice.load,
+            memory=memory_choice.memory,
+            host=memory_choice.host,
+            images_at_once=memory_choice.images_at_once,
             steps=steps,
             epochs=steps * config.train.batch_size / self._epoch,
             seconds_per_step=(step.low_s, step.high_s),
             run_time=pace.run_time(),
             time_note=step.note,
-            disk_bytes=self._disk(config, allocation.load, cost),
+            disk_bytes=self._disk(config, memory_choice.load, cost),
             decisions=tuple(self.decisions),
         )
 

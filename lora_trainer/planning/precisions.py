@@ -1,10 +1,12 @@
-"""Chooses the precision to compute in, those to keep the frozen base in, and how a quantised base is multiplied.
+"""The rules for precisions: to compute in, to keep the frozen base in, and how a quantised base is multiplied.
 
-Input is a family's allowed precisions, the GPU, the settings and, for products, the load that fits and its
-judge; output a precision, a key to compare base precisions by the priority's price of fewer bits, or a
-choice with its reason. int8 products round inputs and gradients to 8 bits too, so they are chosen only where
-a step is predicted to be clearly faster, and never by priority quality. They never cause a base to be
-quantised. No torch.
+Input is a family's allowed precisions, the GPU, the settings and loads with their predicted seconds; output
+a precision, or a choice with its reason. For the frozen base, `base_precisions` lists the candidates, `price`
+weighs fewer bits against the seconds of a step, search.py takes the load that fits at the lowest price, and
+`why_base_precision` says why it won.
+
+int8 products round inputs and gradients to 8 bits too, so they are chosen only where a step is predicted to
+be clearly faster, and never by priority quality. They never cause a base to be quantised. No torch.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from lora_trainer.planning.search import PRODUCTS_PAY_FROM, Evaluator
 
 AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
 """Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more."""
-# A lower precision is chosen only if a step at higher precision takes this many times as long. Priority
-# quality has no row: it keeps the most precise that fits, however slow. The values rise with fewer bits,
-# so a choice of fewer bits never comes with longer steps.
+# The seconds of a step are multiplied by this before they are compared: balanced takes nf4 only where an
+# unquantised base takes 1.5 times as long, and int8 1.5 / 1.2 times. Priority quality has no row: it keeps the
+# most precise that fits, however slow. The values rise with fewer bits, so a choice of fewer bits never comes
+# with longer steps.
 FEWER_BITS: Mapping[str, Mapping[BasePrecision, float]] = {
     "speed": {"int8": 1.1, "fp8": 1.1, "nf4": 1.2},
     "balanced": {"int8": 1.2, "fp8": 1.25, "nf4": 1.5},
@@ -99,11 +102,34 @@ def price(priority: str, precision: BasePrecision, seconds: float) -> tuple[floa
     return (RANK.get(precision, 0), seconds)
 
 
-def preference(priority: str) -> str:
-    """Say in words how a priority chooses between base precisions."""
+def why_base_precision(
+    load: Load,
+    seconds: Mapping[BasePrecision, float],
+    tried: Sequence[BasePrecision],
+    *,
+    config: Config,
+    priority: str,
+    step_s: float,
+) -> str:
+    """Return why a load's base precision won, empty if the user chose it.
+
+    `seconds` are those of a step by precision, of those that fit; `step_s` are those of `load`.
+    """
+    if config.memory.base_matmul == "int8":
+        return "memory.base_matmul=int8 needs an int8 base"
+    others = [
+        f"{precision} {seconds[precision]:.3g} s"
+        if precision in seconds
+        else f"{precision} does not fit"
+        for precision in tried
+        if precision != load.base_precision
+    ]
+    if not others:
+        return "same as train.precision" if load.base_precision == load.precision else ""
+    rule = "quality: the most precise that fits"
     if priority in FEWER_BITS:
-        return f"{priority}: fewer bits only where clearly faster"
-    return "quality: the most precise that fits"
+        rule = f"{priority}: fewer bits only where clearly faster"
+    return f"about {step_s:.3g} s a step; {', '.join(others)}; {rule}"
 
 
 @dataclass(frozen=True, kw_only=True)

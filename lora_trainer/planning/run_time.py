@@ -160,8 +160,8 @@ class RunTime:
 class RunTimeInputs:
     """Predicts the time of a run from settings without `auto`, the load that fits, and counts of the data.
 
-    `held_out` counts images, `latents` and `texts` the cache entries to encode; `pinnable_bytes` is the host
-    memory each process may pin (None: no limit).
+    `held_out` counts images, `latents` and `texts` the cache entries to encode, `prompts` the sample
+    images of one step; `pinnable_bytes` is the host memory each process may pin (None: no limit).
     """
 
     config: RunConfig
@@ -174,6 +174,7 @@ class RunTimeInputs:
     held_out: int
     latents: int
     texts: int
+    prompts: int
 
     def step(self) -> StepTime:
         """Return the time of a step: the mean over the run's resolutions."""
@@ -279,11 +280,7 @@ class RunTimeInputs:
         if not every_steps:
             return (0.0, 0.0)
         sampling, side_px = self.config.sampling, self.config.data.resolution
-        prompts = len(sampling.prompts) or min(
-            sampling.prompts_from_captions,
-            max(1, self.texts - 1),  # the empty caption is encoded too, and is no prompt
-        )
-        images = (1 + math.ceil(self.config.train.steps / every_steps)) * prompts
+        images = (1 + math.ceil(self.config.train.steps / every_steps)) * self.prompts
         is_guided = sampling.guidance_scale > 1
         passes = 1 + (is_guided and self.facts.guidance.two_passes)
         drawing = _times(sampling.steps * passes, self._forward(side_px))

@@ -15,9 +15,9 @@ from lora_trainer.config.config import KEEP_ATTENTION, Config, settled
 from lora_trainer.costs.cost_table import texts_vary
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu, Hardware
-from lora_trainer.planning.allocation import Allocation
 from lora_trainer.planning.loads import RememberedCosts
 from lora_trainer.planning.memory import ACTIVATIONS, SLACK, MemoryItem, Prediction
+from lora_trainer.planning.memory_choice import MemoryChoice
 from lora_trainer.planning.search import gib
 from lora_trainer.planning.step_time import (
     ARITHMETIC,
@@ -83,7 +83,7 @@ class RunFacts:
 def run_facts(
     config: Config,
     *,
-    allocation: Allocation,
+    memory_choice: MemoryChoice,
     facts: BaseFacts,
     costs: RememberedCosts,
     hardware: Hardware,
@@ -92,7 +92,7 @@ def run_facts(
     processes: int,
 ) -> RunFacts:
     """Return the facts about a run whose memory is decided."""
-    load, linear = allocation.load, costs.linear_shapes(facts)
+    load, linear = memory_choice.load, costs.linear_shapes(facts)
     share = math.ceil(config.train.batch_size / processes)  # the slowest process sets the pace
     work = step_work(
         load,
@@ -107,7 +107,7 @@ def run_facts(
         bounds = gpu_bounds(work, rates, precision=load.precision)
     shapes = len(
         pass_shapes(
-            allocation.images_at_once,
+            memory_choice.images_at_once,
             batch_size=config.train.batch_size,
             processes=processes,
         )
@@ -120,14 +120,14 @@ def run_facts(
         one_text_length=not texts_vary(costs.family, facts),
         has_triton=hardware.packages.get("triton") is not None,
         steps=settled(config.train.steps),
-        time=allocation.time,
+        time=memory_choice.time,
         launch_s=_middle(bounds.get(LAUNCHES, (0.0, 0.0))),
         work_s=_middle(bounds.get(ARITHMETIC, (0.0, 0.0))),
         kernels=work.kernels,
         kinds=_count_kinds(linear, {costs.block_of(name) for name in linear} - {""}),
         shapes=shapes,
         recorded=with_recordings(
-            allocation.memory,
+            memory_choice.memory,
             shapes=shapes,
             beside_bytes=load.micro_batch * forward_bytes,
         ),

@@ -25,6 +25,7 @@ from lora_trainer.queue.process import work as work
 from lora_trainer.queue.process import worker_fault as worker_fault
 from lora_trainer.queue.process import worker_pid as worker_pid
 from lora_trainer.queue.worker import outside as outside
+from lora_trainer.reporting.status import read_status
 
 _LABEL_MAX_LENGTH = 200
 
@@ -84,7 +85,7 @@ def again(runs: Path, id: str) -> Item:
         item = Item(
             id=item.id,
             order=_last_place(present),
-            argv=_going_on(runs, item),
+            argv=_resuming(runs, item),
             folder=item.folder,
             label=item.label,
             added_s=item.added_s,
@@ -143,13 +144,18 @@ def _chosen(present: Sequence[Item], id: str) -> Item:
     )
 
 
-def _going_on(runs: Path, item: Item) -> tuple[str, ...]:
+def resumes(runs: Path, item: Item) -> bool:
+    """Return whether `again` goes on with the run of an ended item; it may have finished since."""
+    if item.state == "finished" or item.run is None or not (runs / item.run).is_dir():
+        return False
+    return read_status(runs / item.run).state not in ("running", "finished")
+
+
+def _resuming(runs: Path, item: Item) -> tuple[str, ...]:
     """Return the command that resumes an item's run if it ended early, else the item's own command."""
-    resumes = any(word.startswith("--resume") for word in item.argv)
-    if item.state == "finished" or item.run is None or resumes:
+    if any(word.startswith("--resume") for word in item.argv) or not resumes(runs, item):
         return item.argv
-    run = (runs / item.run).absolute()
-    return ("--resume-from", str(run), *item.argv) if run.is_dir() else item.argv
+    return ("--resume-from", str((runs / str(item.run)).absolute()), *item.argv)
 
 
 def _refuse_unspeakable(word: str) -> None:

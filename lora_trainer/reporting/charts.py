@@ -20,7 +20,7 @@ import html
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _FORBIDDEN = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff\u202a-\u202e\u2066-\u2069]"
@@ -107,7 +107,10 @@ class Strip:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """The curves of a chart; `top` bounds the y axis: points above it are drawn at the edge."""
+    """The curves of a chart; `top` bounds the y axis: points above it are drawn at the edge.
+
+    With `log` the y axis is logarithmic: values that are not positive break a line.
+    """
 
     title: str
     x_label: str
@@ -118,6 +121,7 @@ class Chart:
     strips: Sequence[Strip] = ()
     top: float | None = None
     from_zero: bool = True
+    log: bool = False
     x_format: Format = "{:,.0f}".format
     y_format: Format | None = None
 
@@ -144,6 +148,7 @@ class Axes:
     y_ticks: tuple[float, ...]
     x_range: Point
     y_range: Point
+    log: bool = False
 
     def x(self, value: float) -> float:
         inner = self.size.width_px - self.size.left_px - self.size.right_px
@@ -151,7 +156,10 @@ class Axes:
 
     def y(self, value: float) -> float:
         inner = self.size.height_px - self.size.top_px - self.size.bottom_px
-        return self.size.height_px - self.size.bottom_px - inner * _fraction(value, self.y_range)
+        bounds = self.y_range
+        if self.log:
+            value, bounds = math.log10(value), (math.log10(bounds[0]), math.log10(bounds[1]))
+        return self.size.height_px - self.size.bottom_px - inner * _fraction(value, bounds)
 
 
 def _fraction(value: float, bounds: Point) -> float:
@@ -160,6 +168,8 @@ def _fraction(value: float, bounds: Point) -> float:
 
 def draw(chart: Chart, *, sizes: Sequence[Size]) -> Html:
     """Return a figure with legend and one SVG per size, or a sentence when nothing can be drawn."""
+    if chart.log:
+        chart = replace(chart, lines=[_positive(line) for line in chart.lines])
     if not any(True for line in chart.lines for run in finite_runs(line.points)):
         return tag("p", f"{chart.title}: nothing was recorded.", class_="quiet")
     legend = (
@@ -169,6 +179,10 @@ def draw(chart: Chart, *, sizes: Sequence[Size]) -> Html:
     )
     caption = tag("figcaption", tag("b", chart.title), tag("span", *legend, class_="legend"))
     return tag("figure", caption, *(_svg(chart, size=size) for size in sizes), class_="chart")
+
+
+def _positive(line: ChartLine) -> ChartLine:
+    return replace(line, points=[(x, y if y > 0 else math.nan) for x, y in line.points])
 
 
 def _svg(chart: Chart, *, size: Size) -> Html:
@@ -184,6 +198,9 @@ def _svg(chart: Chart, *, size: Size) -> Html:
         viewBox=f"0 0 {size.width_px} {size.height_px}",
         class_=size.css,
         role="img",
+        # For a script that lets a stretch be chosen: where the x axis begins and ends, in pixels and in its unit.
+        data_x_px=f"{size.left_px} {size.width_px - size.right_px}",
+        data_x_range="{:.10g} {:.10g}".format(*axes.x_range),
     )
 
 
@@ -199,17 +216,22 @@ def axes_of(chart: Chart, *, size: Size) -> Axes:
     low, high = min(y for _, y in points), max(y for _, y in points)
     if chart.top is not None and chart.top > low:
         high = min(high, chart.top)
-    if chart.from_zero and low > 0:
+    if chart.from_zero and low > 0 and not chart.log:
         low = 0.0
     x_range = (x_low, x_high) if x_high > x_low else (x_low - 1, x_high + 1)
-    y_ticks = round_ticks(low, high, count=max(2, size.height_px // 55))
+    many = max(2, size.height_px // 55)
+    y_ticks = log_ticks(low, high, count=many) if chart.log else round_ticks(low, high, count=many)
     x_ticks = round_ticks(*x_range, count=min(12, size.width_px // 60))
     return Axes(
         size=size,
-        x_ticks=tuple(tick for tick in x_ticks if x_range[0] <= tick <= x_range[1]),
+        # Whole ones only: steps and timesteps are counts, and half a step would read as the next.
+        x_ticks=tuple(
+            tick for tick in x_ticks if x_range[0] <= tick <= x_range[1] and tick.is_integer()
+        ),
         y_ticks=y_ticks,
         x_range=x_range,
         y_range=(y_ticks[0], y_ticks[-1]),
+        log=chart.log,
     )
 
 
@@ -225,6 +247,19 @@ def round_ticks(low: float, high: float, *, count: int) -> tuple[float, ...]:
     )
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return tuple(float(f"{index * step:.10g}") for index in range(first, last + 1))
+
+
+def log_ticks(low: float, high: float, *, count: int) -> tuple[float, ...]:
+    """Return 1, 2 and 5 times powers of ten that enclose [low, high], powers alone if those are more than `count`."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high) + 1e-9)
+    if last - first >= count:
+        return tuple(10.0**power for power in range(first, last + 1))
+    ticks = [
+        float(f"{m * 10.0**power:.10g}") for power in range(first, last + 1) for m in (1, 2, 5)
+    ]
+    below = max(index for index, tick in enumerate(ticks) if tick <= low)
+    above = min(index for index, tick in enumerate(ticks) if tick >= high and index > below)
+    return tuple(ticks[below : above + 1])
 
 
 def tick_texts(ticks: Sequence[float], form: Format | None) -> list[str]:
@@ -321,7 +356,7 @@ def _path(points: Sequence[Point], axes: Axes) -> str:
 
 
 def _inside(y: float, axes: Axes) -> float:
-    return axes.y(min(y, axes.y_range[1]))
+    return axes.y(max(min(y, axes.y_range[1]), axes.y_range[0]))
 
 
 def _dot(line: ChartLine, point: Point, axes: Axes) -> Html:

@@ -56,7 +56,7 @@ class ConsoleListener:
     clock: Callable[[], float] = time.monotonic
     steps: int = 0
     _loss: Smoothed = field(default_factory=Smoothed, init=False)
-    _pace: TimeLeft = field(default_factory=TimeLeft, init=False)
+    _time_left: TimeLeft = field(default_factory=TimeLeft, init=False)
     _problems: int = field(default=0, init=False)
     _base_loss: float = field(default=math.nan, init=False)
     _phase: str = field(default="", init=False)
@@ -81,6 +81,7 @@ class ConsoleListener:
 
     def __call__(self, event: Event) -> None:
         fields = event.fields
+        self._time_left.take(event)
         match event.kind:
             case "run_started":
                 self.steps = fields["steps"]
@@ -88,7 +89,7 @@ class ConsoleListener:
             case "phase":
                 self._show_phase(fields)
             case "step":
-                self._show_step(fields, at_s=event.time_s)
+                self._show_step(fields)
             case "problem":
                 self._problems += 1
                 self._say(_problem_line(fields), style=_STYLES[fields["severity"]])
@@ -123,9 +124,8 @@ class ConsoleListener:
             self._say_sometimes(name, f"{name} {_share(done, total)}", done=done, total=total)
         self._phase = name
 
-    def _show_step(self, fields: Mapping[str, Any], *, at_s: float) -> None:
+    def _show_step(self, fields: Mapping[str, Any]) -> None:
         self._loss.add(measured(fields["loss"]))
-        self._pace.add(fields["seconds"], at_s=at_s)
         self._phase = name = PHASES["train"]
         figures = self.figures(fields)
         self._update(name, done=fields["step"], total=self.steps, figures=figures)
@@ -134,12 +134,11 @@ class ConsoleListener:
 
     def figures(self, fields: Mapping[str, Any]) -> str:
         """Return the figures of one step event: smoothed loss, rate, pace, time left, memory."""
-        left_s = self._pace.remaining_s(max(0, self.steps - fields["step"]))
         parts = [
             f"loss {loss_text(self._loss.value)}",
             f"lr {rate_text(fields['lr'])}",
-            f"{step_seconds_text(self._pace.step_s)}/it",
-            f"ETA {clock_text(left_s)}",
+            f"{step_seconds_text(self._time_left.step_s)}/it",
+            f"ETA {clock_text(self._time_left.remaining_s)}",
         ]
         if fields["vram_bytes"]:
             parts.append(f"VRAM {bytes_text(fields['vram_bytes'])}")

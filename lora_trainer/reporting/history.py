@@ -419,7 +419,7 @@ class _Phases:
 
     def take(self, row: Row) -> None:
         now_s = number(row, "time")
-        if row["event"] == "run_started":
+        if row["event"] in ("resumed", "run_started"):  # a resume writes `resumed` first
             self._phase = "plan"
         elif math.isfinite(now_s - self._since_s):
             passed_s = max(0.0, now_s - self._since_s)

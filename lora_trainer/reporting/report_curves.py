@@ -7,8 +7,11 @@ they show, how the loss is smoothed, and the note on values that do not fit the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 from lora_trainer.common.wording import bytes_text, loss_text, rate_text
 from lora_trainer.reporting.charts import (
@@ -40,10 +43,43 @@ SMALL = (
 _MAX_STRIPS = 120
 
 
-def loss_curve(history: RunHistory) -> Html:
+Smoothing = Literal["none", "some", "much"]
+SMOOTHING: Mapping[Smoothing, float] = {"none": 0.0, "some": 1 / 20, "much": 1 / 5}
+"""The share of all steps that the mean of the loss is taken over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossView:
+    """How the loss chart is looked at: from step `first` to `last`, both included."""
+
+    smoothing: Smoothing = "some"
+    log: bool = False
+    outliers: bool = False
+    first: int = 0
+    last: int = sys.maxsize
+
+    def holds(self, step: int) -> bool:
+        return self.first <= step <= self.last
+
+
+WHOLE = LossView()
+
+
+def loss_curve(history: RunHistory, view: LossView = WHOLE) -> Html:
     """Return the loss chart with its legend and notes."""
-    smoothed, span_steps = smoothed_losses(history.steps)
-    chart = _loss_chart(history, smoothed=smoothed, span_steps=span_steps)
+    smoothed, span_steps = smoothed_losses(history.steps, share=SMOOTHING[view.smoothing])
+    chosen = [index for index, row in enumerate(history.steps) if view.holds(row.step)]
+    smoothed = [smoothed[index] for index in chosen]
+    history = replace(
+        history,
+        steps=tuple(history.steps[index] for index in chosen),
+        # The base's validation, at step 0, is a level over the whole width.
+        validations=tuple(
+            row for row in history.validations if view.holds(row.step) or not row.step
+        ),
+        marks=tuple(mark for mark in history.marks if view.holds(mark.step)),
+    )
+    chart = _loss_chart(history, smoothed=smoothed, span_steps=span_steps, view=view)
     return join(
         (
             draw(chart, sizes=LARGE),
@@ -69,9 +105,13 @@ def curves(history: RunHistory) -> Html:
     )
 
 
-def smoothed_losses(steps: Sequence[StepRow]) -> tuple[list[float], int]:
-    """Return the smoothed loss after each step, and over about how many steps it averages."""
-    span_steps = max(5, round(len(steps) / 20))
+def smoothed_losses(
+    steps: Sequence[StepRow], *, share: float = SMOOTHING["some"]
+) -> tuple[list[float], int]:
+    """Return the smoothed loss after each step, and over about how many steps it averages; share 0: over one."""
+    if not share:
+        return [row.loss for row in steps], 1
+    span_steps = max(5, round(len(steps) * share))
     average = Smoothed(span_steps=span_steps)
     return [average.add(row.loss) for row in steps], span_steps
 
@@ -85,18 +125,18 @@ def axis_top(losses: Sequence[float], *, must_show: Sequence[float]) -> float | 
     return max([finite[math.ceil(0.98 * len(finite)) - 1], *values_shown])
 
 
-def _loss_chart(history: RunHistory, *, smoothed: Sequence[float], span_steps: int) -> Chart:
+def _loss_chart(
+    history: RunHistory, *, smoothed: Sequence[float], span_steps: int, view: LossView
+) -> Chart:
     steps = history.steps
     later = [row for row in history.validations if row.step]
     validation: list[Point] = [(row.step, row.loss) for row in later]
     raw: list[Point] = [(row.step, row.loss) for row in steps]
     means: list[Point] = [(row.step, mean) for row, mean in zip(steps, smoothed, strict=True)]
-    lines = [
-        ChartLine(label="training, each step", css="raw", points=_seen(raw)),
-        ChartLine(
-            label=f"training, mean of about {span_steps} steps", css="train", points=_seen(means)
-        ),
-    ]
+    lines = [ChartLine(label="training, each step", css="raw", points=_seen(raw))]
+    if span_steps > 1:
+        label = f"training, mean of about {span_steps} steps"
+        lines.append(ChartLine(label=label, css="train", points=_seen(means)))
     if validation:
         lines.append(
             ChartLine(
@@ -108,7 +148,12 @@ def _loss_chart(history: RunHistory, *, smoothed: Sequence[float], span_steps: i
             )
         )
     levels = _base_level(history)
-    must_show = [*smoothed, *(row.loss for row in later), *(line.points[0][1] for line in levels)]
+    means_shown = smoothed if span_steps > 1 else ()
+    must_show = [
+        *means_shown,
+        *(row.loss for row in later),
+        *(line.points[0][1] for line in levels),
+    ]
     return Chart(
         title="Loss",
         x_label="step",
@@ -117,7 +162,8 @@ def _loss_chart(history: RunHistory, *, smoothed: Sequence[float], span_steps: i
         levels=levels,
         marks=[_mark(mark) for mark in history.marks],
         strips=_strips(steps, smoothed),
-        top=axis_top([row.loss for row in steps], must_show=must_show),
+        top=None if view.outliers else axis_top([row.loss for row in steps], must_show=must_show),
+        log=view.log,
     )
 
 

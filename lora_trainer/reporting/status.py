@@ -62,24 +62,50 @@ class Smoothed:
 
 @dataclass(kw_only=True)
 class TimeLeft:
-    """Time left: the median of recent steps, plus the time of saves, samples and validations.
+    """Time left, from a run's events: the median of recent steps, and the rounds between steps that are due.
 
-    Losses reach the host late and in bunches, so those side costs come from totals only.
+    A round of sample images or of validation is expected to take as long as the last one did, which may
+    have been before the first step. Saves and all else between steps are spread over the steps.
     """
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    steps: int = 0
+    _every: Mapping[str, int] = field(default_factory=dict)
+    _round_s: dict[str, float] = field(default_factory=dict)
+    _round_step: dict[str, int] = field(default_factory=dict)
+    _step: int = 0
     _first_s: float = 0.0
     _last_s: float = 0.0
     _steps_after_first: int = 0
     _step_seconds: float = 0.0
+    _rounds_s: float = 0.0
+    _pending_rounds_s: float = 0.0
 
-    def add(self, seconds: float, *, at_s: float) -> None:
-        """Take the duration of one step and the time at which it was reported."""
+    def take(self, event: Event) -> None:
+        """Take an event of the run; those that tell nothing of time are passed over."""
+        fields = event.fields
+        if event.kind == "run_started":
+            self.steps, self._every = fields["steps"], fields["every_steps"]
+            self._step = fields["resumed_from"] or 0
+            self._round_step = dict.fromkeys(self._every, self._step)
+        elif event.kind in self._every:
+            self._round_s[event.kind] = fields["seconds"]
+            self._round_step[event.kind] = fields["step"]
+            if self.recent:
+                self._pending_rounds_s += fields["seconds"]
+        elif event.kind == "step":
+            self._add(fields["seconds"], at_s=event.time_s)
+            self._step = fields["step"]
+
+    def _add(self, seconds: float, *, at_s: float) -> None:
         if self.recent:
             self._steps_after_first += 1
             self._step_seconds += seconds
         else:
             self._first_s = at_s
+        # Losses reach the host late and in bunches, so what lies between steps comes from totals only.
+        self._rounds_s += self._pending_rounds_s
+        self._pending_rounds_s = 0.0
         self._last_s = at_s
         self.recent.append(seconds)
 
@@ -90,15 +116,26 @@ class TimeLeft:
 
     @property
     def side_s(self) -> float:
-        """Seconds spent outside of steps, per step so far."""
+        """Seconds per step so far that were neither a step nor one of the rounds."""
         if not self._steps_after_first:
             return 0.0
-        outside_s = self._last_s - self._first_s - self._step_seconds
+        outside_s = self._last_s - self._first_s - self._step_seconds - self._rounds_s
         return max(0.0, outside_s / self._steps_after_first)
 
-    def remaining_s(self, steps: int) -> float:
-        """Return the seconds that `steps` more steps will take; NaN before the first step."""
-        return steps * (self.step_s + self.side_s)
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the last step and the rounds after it are done; NaN before the first step."""
+        steps = max(0, self.steps - self._step)
+        rounds_s = sum(
+            self._rounds_left(kind, every) * self._round_s.get(kind, 0.0)
+            for kind, every in self._every.items()
+        )
+        return steps * (self.step_s + self.side_s) + rounds_s
+
+    def _rounds_left(self, kind: str, every: int) -> int:
+        """Return how many rounds are due after the last one; there is one after the last step."""
+        last = self._round_step[kind]
+        return math.ceil(self.steps / every) - last // every if every and last < self.steps else 0
 
 
 State = Literal["starting", "caching", "training", "finished", "stopped", "failed"]
@@ -128,7 +165,8 @@ _PHASE_STATES: dict[str, State] = {
 class Status:
     """The content of status.json; times are Unix times, `exit_code` is None while the run goes on.
 
-    `done` of `total` parts of `phase` are behind it, 0 of 0 where that cannot be said.
+    `done` of `total` parts of `phase` are behind it, 0 of 0 where that cannot be said. `left_s` are the
+    seconds until the last step is done, None where none was done yet.
     """
 
     state: State = "starting"
@@ -142,6 +180,7 @@ class Status:
     total: int = 0
     message: str = ""
     heartbeat_s: float
+    left_s: float | None = None
     exit_code: int | None = None
 
 
@@ -155,6 +194,7 @@ class StatusWriter:
     status: Status = field(init=False)
     _written: Status | None = field(default=None, init=False)
     _refused: bool = field(default=False, init=False)
+    _time_left: TimeLeft = field(default_factory=TimeLeft, init=False)
 
     def __post_init__(self) -> None:
         process = psutil.Process()
@@ -168,6 +208,9 @@ class StatusWriter:
     def __call__(self, event: Event) -> None:
         """Take an event; a disk that refuses the file is reported once and training goes on."""
         before, self.status = self.status, after(self.status, event)
+        self._time_left.take(event)
+        left_s = self._time_left.remaining_s
+        self.status = replace(self.status, left_s=left_s if math.isfinite(left_s) else None)
         # What begins may take minutes without an event: the file must not name what was before it.
         self.beat(at_once=_begins(event, before, self.status))
 
@@ -304,6 +347,7 @@ class RunStatus:
     total: int
     message: str
     heartbeat_s: float
+    left_s: float
     exit_code: int | None
     pid: int | None
     pid_started_s: float | None
@@ -330,6 +374,7 @@ def read_status(run_folder: Path) -> RunStatus:
         total=status.total,
         message=status.message,
         heartbeat_s=status.heartbeat_s,
+        left_s=measured(status.left_s),
         exit_code=status.exit_code,
         pid=status.pid if alive else None,
         pid_started_s=status.pid_started_s if alive else None,
@@ -353,6 +398,8 @@ def _read(run_folder: Path) -> Status:
         raise ValueError(f"one of {', '.join(_COUNTS)} is no number")
     if not isinstance(status.heartbeat_s, int | float):
         raise TypeError("heartbeat_s is no number")
+    if not isinstance(status.left_s, int | float | None):
+        raise TypeError("left_s is no number")
     return status
 
 
@@ -370,6 +417,7 @@ def _unreadable(run_folder: Path, message: str) -> RunStatus:
         "done": 0,
         "total": 0,
         "heartbeat_s": 0.0,
+        "left_s": math.nan,
         "exit_code": None,
         "pid": None,
         "pid_started_s": None,

@@ -36,9 +36,9 @@ from lora_trainer.lora_file.names import file_names
 from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.network.attention import apply_attention
 from lora_trainer.network.block_swap import Streamed, stream_blocks
-from lora_trainer.network.checkpointing import apply_checkpointing
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.cuda_graph import CudaCapture
+from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import quantize
 from lora_trainer.network.quantized_matmul import Int8Layouts
 from lora_trainer.planning.speedups import MOST_SHAPES, pass_shapes
@@ -47,7 +47,6 @@ from lora_trainer.run.device import CPU, DTYPES, planned_device
 from lora_trainer.run.job import TrainingJob
 from lora_trainer.run.oom_fallbacks import oom_as_error
 from lora_trainer.run.prepare import Prepared
-from lora_trainer.training.actions import load_scaler
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.freeze import FreezeAfter, end_step
 from lora_trainer.training.graphed import Speedups, StepGraphs
@@ -263,8 +262,8 @@ class TrainComponents:
         """Load adapter, optimizer and loss scale from `state`; return its progress."""
         self.adapter.load_state(state.adapter)
         restore_optimizer(self.optimizer, state.optimizer)
-        load_scaler(self.scaler, state.extras)
-        guard = from_plain(state.extras["guard"])
+        state.loop.restore_loss_scale(self.scaler)
+        guard = from_plain(state.loop.guard)
         guard = replace(guard, micro_batch=min(micro_batch, guard.micro_batch))
         return Progress(step=state.step, images=state.images_seen, guard=guard)
 

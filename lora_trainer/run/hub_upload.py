@@ -99,25 +99,28 @@ def release_of(
 def hub_id(facts: BaseFacts) -> str | None:
     """Return the base's Hub id, None for a base that lies on this machine only."""
     local = Path(facts.source).exists() or (facts.layout is not None and facts.layout.files)
-    return facts.source if not local and _REPOSITORY.fullmatch(facts.source) else None
+    return facts.source if not local and is_repository(facts.source) else None
 
 
-def check_upload(repository: str) -> None:
-    """Refuse before training an upload that could not be done after it.
+def is_repository(name: str) -> bool:
+    """Return whether a repository of the Hub can have this name, owner/name."""
+    return _REPOSITORY.fullmatch(name) is not None
+
+
+def check_upload(repository: str, *, asked_by: str = "--set output.hub_repo") -> None:
+    """Refuse before training an upload that could not be done after it; `asked_by` is the option.
 
     Raises RequestError for a name that no repository can have, MachineError where nobody is logged in.
     """
     from huggingface_hub import get_token
 
-    if not _REPOSITORY.fullmatch(repository):
+    if not is_repository(repository):
         raise RequestError(
-            f"output.hub_repo={repository!r} is no repository; allowed is owner/name",
-            fix="write it as --set output.hub_repo=owner/name",
+            f"{repository!r} is no repository; allowed is owner/name, of letters, digits, ._-",
+            fix=f"write it as {asked_by}=owner/name",
         )
     if get_token() is None:
-        raise MachineError(
-            f"output.hub_repo={repository} needs a login to the Hugging Face Hub", fix=LOGIN
-        )
+        raise MachineError(f"{repository} needs a login to the Hugging Face Hub", fix=LOGIN)
 
 
 def push(release: HubUpload, *, api: HubApi | None = None) -> str:

@@ -20,7 +20,7 @@ from lora_trainer.common.memo import FILE_NAME
 from lora_trainer.config.config import CHECKPOINTING, Checkpointing, Decided, MemorySettings
 from lora_trainer.hardware.machine import spare_ram_bytes
 from lora_trainer.network.block_swap import base_tensors, repeated_blocks, stream_blocks
-from lora_trainer.network.checkpointing import apply_checkpointing
+from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.network.swapped_blocks import moved_bytes
 from lora_trainer.planning.oom_history import OomHistory

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from lora_trainer.config.config import Checkpointing, RunConfig
-from lora_trainer.network.checkpointing import apply_checkpointing
+from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import dequantize_products
 from lora_trainer.run.build import TrainComponents
 from lora_trainer.run.oom_fallbacks import oom_fallbacks

@@ -76,6 +76,8 @@ def plan_json(prepared: Prepared, longer: Longer = None) -> dict[str, Any]:
         "time": {
             "steps": plan.steps,
             "epochs": plan.epochs,
+            "images": len(prepared.trained),
+            "held_out": len(prepared.held_out),
             "seconds_per_step": list(plan.seconds_per_step),
             "run_s": [plan.run_time.low_s, plan.run_time.high_s],
             "parts_s": {part: list(pair) for part, pair in plan.run_time.parts.items()},
@@ -83,6 +85,7 @@ def plan_json(prepared: Prepared, longer: Longer = None) -> dict[str, Any]:
             "note": plan.time_note,
             "regularisation_per_epoch": prepared.regularisation_per_epoch,
         },
+        "sampling": {"prompts": list(prepared.sample_prompts)},
         "disk": dict(plan.disk_bytes),
         "processes": {"count": prepared.processes, "images": list(shares(prepared))},
         "remarks": [

@@ -37,7 +37,7 @@ from lora_trainer.dataset.caption_lengths import (
     reading_of,
     too_long,
 )
-from lora_trainer.dataset.caption_rules import max_texts
+from lora_trainer.dataset.caption_rules import max_texts, sample_prompts
 from lora_trainer.dataset.epochs import regularisation_count
 from lora_trainer.dataset.quality import DatasetReport, inspect_images
 from lora_trainer.dataset.run_dataset import cache_folder, place_all, place_more, scan_with_memo
@@ -116,9 +116,23 @@ class Prepared:
         return _regularisation_per_epoch(self.trained, self.dataset, self.config)
 
     @property
+    def sample_prompts(self) -> tuple[str, ...]:
+        """Prompts of the sample images; captions of held-out images come first."""
+        return _sample_prompts((*self.held_out, *self.trained), self.config)
+
+    @property
     def samples_per_epoch(self) -> int:
         """Samples of an epoch, with repeats and regularisation (unlike `PlanInput.samples_per_epoch`)."""
         return sum(record.repeats for record in self.trained) + self.regularisation_per_epoch
+
+
+def _sample_prompts(records: Sequence[ImageRecord], config: Config | RunConfig) -> tuple[str, ...]:
+    return sample_prompts(
+        (record.caption for record in records),
+        data=config.data,
+        sampling=config.sampling,
+        concept=config.train.concept,
+    )
 
 
 def _regularisation_per_epoch(
@@ -181,12 +195,15 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             for p in placed.values()
         ],
         latents=sum(
+            # A mirrored image has an entry of its own in the cache, as its
+            # latents are not the mirrored latents.
             1 + record.settings(settings.data).flip
             for placed in (placements, *more)
             for record in (*dataset.records, *dataset.regularisation)
             if record.name in placed
         ),
         texts=_text_count(dataset, settings),
+        prompts=len(_sample_prompts((*held_out, *trained), settings)),
         full_card=full_card,
         processes=request.processes,
         sharing=request.sharing,

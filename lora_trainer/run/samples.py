@@ -6,6 +6,7 @@ file does: a plain diffusers pipeline with the file of that step gives the same 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class SampleAction:
 
         Raises RuntimeError when the device is out of memory: with less in its caches they may fit.
         """
-        target = self.folder / f"step-{progress.step:08d}"
+        target, began_s = self.folder / f"step-{progress.step:08d}", time.monotonic()
         give_back_heap()  # decoding makes tensors larger than what a step on a processor has left
         try:
             target.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,8 @@ class SampleAction:
                 code="TRN-03",
             )
         else:
-            self.events.emit("sample", step=progress.step, images=images)
+            seconds = time.monotonic() - began_s
+            self.events.emit("sample", step=progress.step, images=images, seconds=seconds)
 
     def _images(self, target: Path, *, step: int) -> list[Mapping[str, str | int]]:
         """Make the images; those left when somebody asks to stop are not made, as saving is waiting."""

@@ -9,7 +9,6 @@ from functools import cache, partial
 from lora_trainer.cache.cache_plan import Entries, Needs
 from lora_trainer.checkpoint.codec import Copy
 from lora_trainer.checkpoint.writer import Export, StateWriter
-from lora_trainer.common.redaction import without_secrets
 from lora_trainer.config.config import RunConfig
 from lora_trainer.hardware.device_calls import kind_of
 from lora_trainer.lora_file.write import prune_exports, step_export_name
@@ -21,7 +20,6 @@ from lora_trainer.run.build import TrainComponents
 from lora_trainer.run.caching import texts_as
 from lora_trainer.run.device import DTYPES, encoder_device
 from lora_trainer.run.job import TrainingJob, copied, copied_words, exporter
-from lora_trainer.run.prepare import Prepared
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.training.actions import FixedLosses, LearningAction, SaveAction, ValidateAction
 from lora_trainer.training.dataloader import TrainingDataLoader
@@ -30,20 +28,6 @@ from lora_trainer.training.optimizers import learning_rate
 from lora_trainer.training.progress import Progress
 
 LEARNING_PICTURES, LEARNING_QUANTILES = 2, 4
-
-
-def sample_prompts(prepared: Prepared) -> tuple[str, ...]:
-    """Return the prompts of the sample images: the setting, else captions, held-out ones first."""
-    config = prepared.config
-    if config.sampling.prompts:
-        return config.sampling.prompts
-    # Prompts appear in reports and image files, so secrets are removed; training uses captions unchanged.
-    captions = dict.fromkeys(
-        without_secrets(record.caption)
-        for record in (*prepared.held_out, *prepared.trained)
-        if record.caption
-    )
-    return tuple(captions)[: config.sampling.prompts_from_captions] or ("",)
 
 
 def validate_action(
@@ -166,7 +150,6 @@ def save_action(
         every_steps=config.output.save_every_steps,
         every_images=None if every_epochs is None else every_epochs * per_epoch,
         batch_size=config.train.batch_size,
-        fingerprint=job.prepared.dataset.fingerprint,
         save_requested=_asked(job, "save"),
     )
 

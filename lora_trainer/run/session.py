@@ -48,7 +48,6 @@ from lora_trainer.training.training import Training
 def train_job(job: TrainingJob) -> Path:
     """Cache, train, export; return the exported file. Raises LoraTrainError."""
     prepared, config, events = job.prepared, job.prepared.config, job.events
-    micro_batch = config.memory.micro_batch
 
     # ---- caches: encoders are loaded only if something is missing, and dropped before the denoiser
     cache = open_cache(prepared, events)
@@ -56,16 +55,17 @@ def train_job(job: TrainingJob) -> Path:
 
     # ---- model, adapter, optimizer
     events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
+    # The other processes have no state of their own: `follow_job` waits for this one, None for a new run.
     _share(job.ranks, job.state)
     with made_to_stay():
         parts = build_components(job)
-    start = Progress(step=0, images=0, guard=GuardState(micro_batch=micro_batch))
+    start = Progress(step=0, images=0, guard=GuardState(micro_batch=config.memory.micro_batch))
     writer = StateWriter(folder=job.folder.states, keep=config.output.keep_states, events=events)
     best = BestExport(job=job, adapter=parts.adapter)
     saves = save_action(job, writer, parts, best)
     with oom_as_error("preparing the first step", events=events):
         if job.state is not None:
-            start = parts.restored(job.state, micro_batch=micro_batch)
+            start = parts.restored(job.state, micro_batch=start.guard.micro_batch)
         # A state in memory from the start: a rollback may come before the first save.
         writer.remember(saves.state(start))
 
@@ -107,6 +107,7 @@ def train_job(job: TrainingJob) -> Path:
     with oom_as_error("exporting", events=events):
         with parts.chosen():
             export(job, parts.adapter, file, end)
+        # Copied and written at once: the writer's thread has ended with its block above.
         best.prepared(end, lambda _, tensor: tensor.detach().cpu().clone())()
     seconds = time.monotonic() - began
     if config.output.measure:

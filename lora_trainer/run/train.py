@@ -54,7 +54,6 @@ from lora_trainer.run.run_folder import (
     write_run,
 )
 from lora_trainer.run.run_warnings import run_warnings
-from lora_trainer.run.save_and_sample import sample_prompts
 from lora_trainer.run.session import train_job
 from lora_trainer.run.step_monitor import Notices
 from lora_trainer.run.stop import StopFlag, taking_signals
@@ -103,7 +102,7 @@ def _lead(
     prepared = prepare_with_base(request)
     if train_request.strict:
         _refuse_problems(prepared)
-    prompts = sample_prompts(prepared)
+    prompts = prepared.sample_prompts
     # Everything that can refuse the run comes before its folder is claimed, so that a refused request
     # leaves no folder and does not touch the run it would resume.
     parent_and_name = _place(prepared)
@@ -352,6 +351,10 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
         validation_images=len(prepared.held_out),
         regularisation_images=len(prepared.dataset.regularisation),
         resumed_from=resumed,
+        every_steps={
+            "sample": config.sampling.every_steps,
+            "validation": config.train.validate_every_steps,
+        },
     )
     if resumption is not None and resumption.same_data:
         return  # reported when the run began

@@ -26,7 +26,7 @@ from lora_trainer.families.base import (
     TensorInfo,
     WeightPlace,
 )
-from lora_trainer.families.checkpoints.base_folder import AGAIN
+from lora_trainer.families.base_files.base_folder import AGAIN
 from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.families.locate import describe, locate
 from lora_trainer.lora.tensors import split_key

@@ -6,16 +6,23 @@ has happened, and a resume repeats nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from lora_trainer.checkpoint.codec import Copy
-from lora_trainer.checkpoint.states import NonFiniteAdapter, TrainingState, freeze, tensors_digest
+from lora_trainer.checkpoint.states import (
+    LoopValues,
+    NonFiniteAdapter,
+    TrainingState,
+    freeze,
+    tensors_digest,
+)
 from lora_trainer.checkpoint.writer import Export, StateWriter
 from lora_trainer.common.events import EventStream
 from lora_trainer.lora.adapter import Adapter
@@ -85,6 +92,7 @@ class ValidateAction:
         )
 
     def __call__(self, progress: Progress) -> GuardState | None:
+        began_s = time.monotonic()
         with self.chosen():
             losses = self.fixed.by_timestep(cap=progress.guard.micro_batch)
         batches, mean = self.fixed.batches, sum(losses) / len(losses)
@@ -94,7 +102,12 @@ class ValidateAction:
             for samples, loss in zip(batches, losses, strict=True)
         ]
         self.events.emit(
-            "validation", step=progress.step, loss=mean, by_timestep=by_timestep, images=images
+            "validation",
+            step=progress.step,
+            loss=mean,
+            by_timestep=by_timestep,
+            images=images,
+            seconds=time.monotonic() - began_s,
         )
         return self._judged(progress, mean)
 
@@ -164,7 +177,6 @@ class SaveAction:
     every_steps: int
     every_images: int | None
     batch_size: int
-    fingerprint: str
     save_requested: Callable[[], bool]
 
     def due(self, progress: Progress) -> bool:
@@ -204,7 +216,7 @@ class SaveAction:
             images_seen=progress.images,
             adapter=self.adapter.state(),
             optimizer=self.optimizer.state_dict(),
-            extras=extras(progress, self.scaler, self.fingerprint),
+            loop=LoopValues.of(to_plain(progress.guard), self.scaler),
         )
 
     def _ends_epoch(self, progress: Progress) -> bool:
@@ -240,27 +252,3 @@ class CompareAction:
 def _at_the_end(progress: Progress) -> bool:
     """Say whether training is finished. A run that stops half-way must decide as if it had gone on."""
     return progress.ending and not progress.stopping
-
-
-def extras(progress: Progress, scaler: torch.amp.GradScaler, fingerprint: str) -> dict[str, Any]:
-    """Return the plain values of a resume state: guard state, fp16 loss scale, fingerprint of the run."""
-    return {
-        "fingerprint": fingerprint,
-        "guard": to_plain(progress.guard),
-        "loss_scale": float(scaler.get_scale()) if scaler.is_enabled() else None,
-        "loss_scale_growth": int(scaler.state_dict()["_growth_tracker"])
-        if scaler.is_enabled()
-        else None,
-    }
-
-
-def load_scaler(scaler: torch.amp.GradScaler, values: Mapping[str, Any]) -> None:
-    """Put the loss scale of a state back; does nothing without fp16."""
-    if scaler.is_enabled():
-        scaler.load_state_dict(
-            scaler.state_dict()
-            | {"scale": values["loss_scale"], "_growth_tracker": values["loss_scale_growth"]}
-        )
-        # After a step that failed between `unscale_` and `step`, the scaler would refuse to unscale again.
-        # torch resets this record in `update` only, which would also change the scale.
-        scaler._per_optimizer_states.clear()

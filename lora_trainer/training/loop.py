@@ -9,7 +9,7 @@ To follow one optimizer step, read `_train` from top to bottom, then these funct
 1. `compute_gradients_with_oom_retry` (step.py) splits the samples into micro-batches that fit the device;
 2. `forward_backward` (step.py) runs one forward and one backward pass over a micro-batch;
 3. `Model.losses_of` (loss.py) adds noise, predicts, and compares with the target;
-4. `Ranks.reduce` (training/distributed/process_group.py) sums the gradients of all processes;
+4. `ProcessGroup.reduce` (training/distributed/process_group.py) sums the gradients of all processes;
 5. `optimizer_step` (step.py) clips the gradients and calls the optimizer;
 6. `_report` (below) logs the step and lets the guards judge it.
 """
@@ -155,15 +155,17 @@ def _train(training: Training, start: Progress) -> Progress:
     progress, pending = start, deque[_Report]()
     lag = report_lag(training.model.device)
     lap = _Lap(training.clock)
-    with training.feeder.stream(start.step, training.steps, ahead=training.prefetch_steps) as steps:
+    with training.feeder.stream(
+        start.step, training.steps, ahead=training.prefetch_steps
+    ) as prepared_steps:
         while progress.step < training.steps and not _has_converged(training, progress):
             try:
-                # ---- data: threads prepare batches ahead, so this is the time the device may sit idle
+                # ---- data: a thread prepares batches ahead, so this is the time the device may sit idle
                 began = training.clock()
-                samples = next(steps)
+                samples = next(prepared_steps)
                 waited = training.clock() - began
 
-                # ---- step: noise, prediction, weighted loss, backward, clipping, optimizer
+                # ---- gradients: the noise that the dataloader drew is added; prediction, weighted loss, backward
                 # The rate is a function of the step number and of the guards' factor, both of which
                 # the resume state holds: a resume needs no scheduler state.
                 rate = training.learning_rate(progress.step) * progress.guard.lr_scale
@@ -178,7 +180,7 @@ def _train(training: Training, start: Progress) -> Progress:
                         progress = _report(training, pending.popleft(), progress, lap)
                     _save_whole_steps(training, progress)
                 raise
-            # No gradient has been averaged yet: each pass divides by the batch size of all processes, so
+            # ---- update: no gradient has been averaged yet: each pass divides by the batch size of all processes, so
             # their sum is the mean over the whole batch, however the images were shared out.
             loss = training.ranks.reduce(
                 training.parameters,
@@ -194,10 +196,10 @@ def _train(training: Training, start: Progress) -> Progress:
             # ---- report: the copy of loss and norm starts now and is read a few steps later on a GPU,
             # because reading it now would make the host wait until the device has finished the step
             progress = Progress(step=step, images=images, guard=guard)
-            reported_rate = effective_rate(training.optimizer, rate)
-            fields = {"step": step, "images": images, "lr": reported_rate}
-            fields |= {"epoch": training.feeder.epochs_after(step), "data_wait_s": waited}
-            fields |= {"latents": _latent_positions(samples)}
+            fields = {"step": step, "images": images, "data_wait_s": waited}
+            fields |= {"lr": effective_rate(training.optimizer, rate)}
+            epoch = training.feeder.epochs_after(step)
+            fields |= {"epoch": epoch, "latents": _latent_positions(samples)}
             measured = AsyncRead(torch.stack([loss, grad_norm]))
             left_zero = _left_zero(training) if step == ZERO_STEPS else None
             pending.append(
@@ -208,12 +210,10 @@ def _train(training: Training, start: Progress) -> Progress:
 
             # ---- save, sample, validate, stop
             # A signal after the last step changes nothing: the run ends as it would have.
-            signal_number = (
-                training.ranks.stop_asked(training.stop) if step < training.steps else None
-            )
-            stopping = signal_number is not None
-            ending = stopping or step == training.steps
-            progress = replace(progress, ending=ending, stopping=stopping)
+            may_stop = step < training.steps
+            signal_number = training.ranks.stop_asked(training.stop) if may_stop else None
+            ending = signal_number is not None or step == training.steps
+            progress = replace(progress, ending=ending, stopping=signal_number is not None)
             due = _due(training, progress)
             # A state on disk must hold the guards' verdict on every step before it, so actions wait for
             # the reports that are still pending.
@@ -375,7 +375,7 @@ def _report(
     loss, norm = report.loss_and_norm.read()
     seconds = lap.done()
     # x - x is 0 for finite numbers and NaN for NaN and infinities. A loss that is not
-    # finite has taken the place of the norm (see `_clip_and_step`).
+    # finite has taken the place of the norm (see `_clip_and_step` in step.py).
     finite = norm - norm == 0.0
     memory = device_memory(training.model.device).fields()
     values = {"loss": loss if loss - loss == 0.0 else None, "grad_norm": norm if finite else None}

@@ -1,30 +1,27 @@
 """Finds why steps became slower: other programs on the GPU, lower clocks, full memory, busy cores.
 
 The machine is measured twice, while steps are fast and after they have become slow; the difference names
-the cause. Nothing raises: a value that cannot be read is no cause. Only NVML calls that all drivers of the
-last ten years have.
+the cause. Nothing raises: a value that cannot be read is no cause.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from lora_trainer.config.config import RunConfig
+from lora_trainer.hardware.card_state import CardState, card_state
 from lora_trainer.hardware.machine import GIB, SPILL_MARGIN_BYTES, cpu_quota, usable_processors
 from lora_trainer.hardware.nvml import Gpu, Nvml
 from lora_trainer.training.cores import Cores, CpuTimes, cpu_times
 from lora_trainer.training.pace import Slow
 
-_SM_CLOCK, _CORE_SENSOR = 1, 0
 _HOT, _BRAKED = 0x20 | 0x40, 0x08 | 0x80
 """NVML's bits for lower clocks: software and hardware thermal slowdown; hardware and power brake slowdown."""
 _LOWER_CLOCK = 0.85
@@ -32,23 +29,6 @@ _BUSY_PERCENT = 10
 _SHARED_CORES = 0.5
 _SWAPPED_BYTES_PER_S = 2**20
 _WATCHED_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class CardState:
-    """State of a GPU at one moment; None or empty where the driver does not tell.
-
-    `users` are the numbers of processes on it, `busy_percent` the load by process; `held_back` are the
-    driver's reasons for lower clocks, as bits.
-    """
-
-    total_bytes: int
-    used_bytes: int
-    clock_mhz: int | None = None
-    celsius: int | None = None
-    held_back: int = 0
-    users: frozenset[int] = frozenset()
-    busy_percent: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,54 +74,6 @@ def look(gpu: Gpu | None, *, nvml: Nvml | None = None) -> MachineState:
 
 def _times(numbers: list[int]) -> CpuTimes:
     return cpu_times(numbers)
-
-
-def card_state(gpu: Gpu, nvml: Nvml | None = None) -> CardState | None:
-    """Return the driver's state of a GPU, None where the driver cannot be asked."""
-    try:
-        driver: Any = nvml or importlib.import_module("pynvml")
-        # Started and ended for each look: between looks the training holds nothing of the driver's.
-        driver.nvmlInit()
-    except Exception:  # noqa: BLE001 - no driver, no GPU, no package: nothing is known
-        return None
-    try:
-        return _card_state(driver, driver.nvmlDeviceGetHandleByUUID(gpu.uuid))
-    except (driver.NVMLError, OSError):
-        return None
-    finally:
-        with suppress(driver.NVMLError, OSError):
-            driver.nvmlShutdown()
-
-
-def _card_state(nvml: Any, handle: Any) -> CardState:
-    def ask(name: str, *arguments: Any) -> Any:
-        try:
-            return getattr(nvml, name)(handle, *arguments)
-        except (nvml.NVMLError, OSError, AttributeError):  # not on this GPU, or in this release
-            return None
-
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    users = {
-        int(process.pid)
-        for name in (
-            "nvmlDeviceGetComputeRunningProcesses",
-            "nvmlDeviceGetGraphicsRunningProcesses",
-        )
-        for process in ask(name) or ()
-    }
-    busy = {
-        int(sample.pid): int(sample.smUtil)
-        for sample in ask("nvmlDeviceGetProcessUtilization", 0) or ()
-    }
-    return CardState(
-        total_bytes=int(memory.total),
-        used_bytes=int(memory.total) - int(memory.free),
-        clock_mhz=ask("nvmlDeviceGetClockInfo", _SM_CLOCK),
-        celsius=ask("nvmlDeviceGetTemperature", _CORE_SENSOR),
-        held_back=ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0,
-        users=frozenset(users),
-        busy_percent=busy,
-    )
 
 
 def causes(

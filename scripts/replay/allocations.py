@@ -20,7 +20,7 @@ from lora_trainer.config.config import Precision
 from lora_trainer.costs.trace import TracedNetwork, add_adapters, empty_conditioning
 from lora_trainer.families.base import AUTOENCODER_KL, BaseFacts, Family
 from lora_trainer.network.block_swap import repeated_blocks
-from lora_trainer.network.checkpointing import apply_checkpointing
+from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.live_storages import FusedKernels, LiveStorages
 from lora_trainer.network.quantize import quantize
 from lora_trainer.network.swapped_blocks import BUFFERS, streamed_indices

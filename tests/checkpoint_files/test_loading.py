@@ -15,7 +15,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.config import BaseSettings
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.checkpoints.base_folder import (
+from lora_trainer.families.base_files.base_folder import (
     read_header,
     read_tensors,
     refuse_quantised,

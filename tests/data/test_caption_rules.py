@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.config import DataSettings, SamplingSettings
 from lora_trainer.dataset.caption_rules import (
     is_dropped,
     max_texts,
     plain_text,
+    sample_prompts,
     variant_of,
     variants,
 )
@@ -234,3 +235,24 @@ def test_whole_epochs_are_trained_without_captions() -> None:
     settings = DataSettings(caption_dropout_every_epochs=3)
     assert dropped(settings, epochs=7, samples=1) == [False, False, True, False, False, True, False]
     assert all(dropped(DataSettings(caption_dropout_every_epochs=1)))
+
+
+def test_samples_are_of_captions_else_of_the_trigger_in_the_ways_of_its_kind() -> None:
+    def prompts(*captions: str, concept: str = "person", count: int = 2, **data: object) -> object:
+        return sample_prompts(
+            captions,
+            data=DataSettings.model_validate(data),
+            sampling=SamplingSettings.model_validate({"prompts_from_captions": count}),
+            concept=concept,
+        )
+
+    assert prompts("a cat", "a cat", "", "a dog", "a bird") == ("a cat", "a dog")
+    assert prompts("zib", "zib, a dog", trigger="zib") == ("zib", "zib, a dog")
+    person, style = prompts("zib", trigger="zib"), prompts("zib", trigger="zib", concept="style")
+    assert person == (
+        "zib, portrait, looking at the camera",
+        "zib, standing in a city street, full body",
+    )
+    assert style != person
+    assert prompts(class_word="{dog}", count=1) == ("{dog}, portrait, looking at the camera",)
+    assert prompts() == ("",)

@@ -19,7 +19,7 @@ import huggingface_hub
 import pytest
 from safetensors.torch import load_file, save_file
 
-from lora_trainer.families.checkpoints.base_folder import read_json
+from lora_trainer.families.base_files.base_folder import read_json
 
 LISTS: Mapping[str, Mapping[str, Any]] = read_json(Path(__file__).with_name("hub_files.json"))
 REVISION = "a" * 40

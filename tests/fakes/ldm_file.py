@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer.families.base import PARTS, Part
-from lora_trainer.families.checkpoints.unet_layers import ldm_module
+from lora_trainer.families.base_files.unet_layers import ldm_module
 from lora_trainer.families.text.clip import ClipPart
 
 VAE_RULES = (

@@ -27,6 +27,7 @@ def write_status(folder: Path, **fields: Any) -> None:
         "total": 30,
         "message": "step 12 of 30, loss 0.1000",
         "heartbeat_s": time.time(),
+        "left_s": 8.5,
         "exit_code": None,
     }
     (folder / "status.json").write_text(json.dumps(status | fields), encoding="utf-8")

@@ -26,6 +26,8 @@ class FakeCard:
     mig_slices: tuple[FakeCard, ...] | None = None
     clock_mhz: int = 1800
     celsius: int = 60
+    load_percent: int = 0
+    milliwatts: int = 15_000
     held_back: int = 0
     compute_pids: tuple[int, ...] = ()
     graphics_pids: tuple[int, ...] = ()
@@ -95,6 +97,14 @@ class FakeNvml:
         self._check("nvmlDeviceGetTemperature", handle)
         assert sensor == 0, "there is one only"
         return handle.celsius
+
+    def nvmlDeviceGetUtilizationRates(self, handle: FakeCard, /) -> Any:
+        self._check("nvmlDeviceGetUtilizationRates", handle)
+        return SimpleNamespace(gpu=handle.load_percent, memory=0)
+
+    def nvmlDeviceGetPowerUsage(self, handle: FakeCard, /) -> int:
+        self._check("nvmlDeviceGetPowerUsage", handle)
+        return handle.milliwatts
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: FakeCard, /) -> int:
         self._check("nvmlDeviceGetCurrentClocksThrottleReasons", handle)

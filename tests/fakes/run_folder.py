@@ -89,6 +89,7 @@ def fake_run(
                 loss=_validation_loss(step / steps),
                 by_timestep=_by_timestep(step / steps),
                 images=2,
+                seconds=0.8,
             )
         if step % max(1, steps // 3) == 0:
             _sample(run, step)
@@ -127,6 +128,10 @@ def _begin(run: FakeRun) -> None:
         images=16,
         validation_images=2 if run.validation else 0,
         resumed_from=None,
+        every_steps={
+            "sample": max(1, run.steps // 3),
+            "validation": max(1, run.steps // 10) if run.validation else 0,
+        },
     )
     _phase(run, "scan", 0.6, "16 images")
     run.emit(
@@ -154,7 +159,9 @@ def _base(run: FakeRun) -> None:
     _sample(run, 0)
     if run.validation:
         run.now_s += 0.8
-        run.emit("validation", step=0, loss=0.1337, by_timestep=_by_timestep(0.0), images=2)
+        run.emit(
+            "validation", step=0, loss=0.1337, by_timestep=_by_timestep(0.0), images=2, seconds=0.8
+        )
     _phase(run, "train", 0.1, "")
 
 
@@ -194,7 +201,7 @@ def _sample(run: FakeRun, step: int) -> None:
         {"prompt": prompt, "seed": 1234 + index, "file": f"samples/step-{step:08d}/{index:02d}.png"}
         for index, prompt in enumerate(PROMPTS)
     ]
-    run.emit("sample", step=step, images=images)
+    run.emit("sample", step=step, images=images, seconds=1.2)
 
 
 def _save(run: FakeRun, step: int) -> None:

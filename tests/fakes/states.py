@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lora_trainer.checkpoint.states import TrainingState, load_newest
+from lora_trainer.checkpoint.states import LoopValues, TrainingState, load_newest
 
 
 def state_at(step: int, *, seed: int | None = None) -> TrainingState:
@@ -32,14 +32,17 @@ def state_at(step: int, *, seed: int | None = None) -> TrainingState:
                 {"lr": 0.1 * step, "betas": (0.9, 0.999), "fused": None, "params": [0, 1]}
             ],
         },
-        extras={
-            "micro_batch": 3,
-            "fingerprint": "ab" * 32,
-            "losses": [0.1, -0.0, math.inf, 1e-320],
-            "scaler": {"scale": 65536.0, "growth": 2**70},
-            "lowered": True,
-            "rung": None,
-        },
+        loop=LoopValues(
+            guard={
+                "micro_batch": 3,
+                "losses": [0.1, -0.0, math.inf, 1e-320],
+                "trend": {"mean": 65536.0, "count": 2**70},
+                "lowered": True,
+                "rung": None,
+            },
+            loss_scale=65536.0,
+            loss_scale_growth=2**70,
+        ),
     )
 
 

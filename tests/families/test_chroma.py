@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lora_trainer.common.errors import InputError
 from lora_trainer.families import flux
 from lora_trainer.families.base import BaseFacts, Conditioning, Layout, TextEncoder
-from lora_trainer.families.checkpoints.base_folder import read_header
+from lora_trainer.families.base_files.base_folder import read_header
 from lora_trainer.families.chroma import FAMILY
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.chroma import write_base

@@ -21,7 +21,7 @@ from torch import nn
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import BaseFacts, Layout, TensorInfo
-from lora_trainer.families.checkpoints.transformer_file import (
+from lora_trainer.families.base_files.transformer_file import (
     holds_vae,
     parameters_in,
     part_tensors,

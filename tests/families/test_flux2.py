@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import BaseFacts, Layout
-from lora_trainer.families.checkpoints.base_folder import read_header
+from lora_trainer.families.base_files.base_folder import read_header
 from lora_trainer.families.flux2 import FAMILY
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.flux2 import write_base

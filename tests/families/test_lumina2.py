@@ -16,7 +16,7 @@ from transformers import Gemma2Config, Gemma2Model
 
 from lora_trainer.config.config import BaseSettings
 from lora_trainer.families.base import BaseFacts, Layout
-from lora_trainer.families.checkpoints.base_folder import read_header
+from lora_trainer.families.base_files.base_folder import read_header
 from lora_trainer.families.locate import describe
 from lora_trainer.families.lumina2 import FAMILY
 from lora_trainer.training.loss import add_noise, sample_losses, target

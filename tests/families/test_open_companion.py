@@ -18,8 +18,8 @@ from lora_trainer import families
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.config import BaseSettings
 from lora_trainer.families import flux
-from lora_trainer.families.checkpoints import open_companion
-from lora_trainer.families.checkpoints.base_folder import read_json, weights
+from lora_trainer.families.base_files import open_companion
+from lora_trainer.families.base_files.base_folder import read_json, weights
 from lora_trainer.families.locate import describe, locate
 from lora_trainer.families.single_files import ENCODER_PARAMETERS
 from tests.checkpoint_files import layouts

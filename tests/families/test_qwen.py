@@ -22,7 +22,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import BaseFacts, FileFormat, Layout
-from lora_trainer.families.checkpoints.base_folder import read_header
+from lora_trainer.families.base_files.base_folder import read_header
 from lora_trainer.families.qwen import FAMILY
 from lora_trainer.families.text.qwen2_vl import TEMPLATE, TEMPLATE_TOKENS
 from lora_trainer.training.loss import add_noise, sample_losses, target

@@ -22,7 +22,7 @@ from lora_trainer.config.layers import preset_families
 from lora_trainer.costs.cost_table import adapter_shapes, sample_cost
 from lora_trainer.costs.sample_cost import Workload
 from lora_trainer.families.base import DENOISER, PARTS, Layout, TextEncoder
-from lora_trainer.families.checkpoints.base_folder import read_header, weights
+from lora_trainer.families.base_files.base_folder import read_header, weights
 from lora_trainer.families.locate import EMBEDDED_FOLDER
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.adapter_size import adapter_parameters

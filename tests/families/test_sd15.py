@@ -7,7 +7,7 @@ import torch
 
 from lora_trainer import families
 from lora_trainer.families.base import Layout
-from lora_trainer.families.checkpoints.unet_parts import clip_parameters
+from lora_trainer.families.base_files.unet_parts import clip_parameters
 from lora_trainer.families.locate import EMBEDDED_FOLDER
 from lora_trainer.families.sd15 import FAMILY, IDS
 from tests.fakes.family_bases import facts_of

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import Layout, Prediction
-from lora_trainer.families.checkpoints.unet_parts import clip_parameters
+from lora_trainer.families.base_files.unet_parts import clip_parameters
 from lora_trainer.families.sd2 import FAMILY, RELEASES, TELLING_WEIGHT, checkpoint_prediction
 from tests.fakes.family_bases import CPU, base_of, facts_of
 from tests.fakes.ldm_file import write_checkpoint

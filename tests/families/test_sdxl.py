@@ -23,8 +23,8 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.config import Targets
 from lora_trainer.families.base import BaseFacts, Conditioning, Geometry, Layout
-from lora_trainer.families.checkpoints.base_folder import read_header
-from lora_trainer.families.checkpoints.unet_layers import ldm_module
+from lora_trainer.families.base_files.base_folder import read_header
+from lora_trainer.families.base_files.unet_layers import ldm_module
 from lora_trainer.families.sdxl import ARCHITECTURE, BASE, FAMILY
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.sdxl import write_base

@@ -20,9 +20,9 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import PARTS, BaseFacts, Layout, Part, TensorInfo
-from lora_trainer.families.checkpoints import base_folder
-from lora_trainer.families.checkpoints.base_folder import read_header
-from lora_trainer.families.checkpoints.unet_file import config_traits, header_traits
+from lora_trainer.families.base_files import base_folder
+from lora_trainer.families.base_files.base_folder import read_header
+from lora_trainer.families.base_files.unet_file import config_traits, header_traits
 from lora_trainer.families.unet import UNetFamily
 from tests.fakes.family_bases import CPU, base_of, copy_of, facts_of
 from tests.fakes.json_files import edit_json

@@ -19,7 +19,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.costs.cost_table import adapter_shapes
 from lora_trainer.families.base import DENOISER, BaseFacts, FileFormat, Layout, Prediction
-from lora_trainer.families.checkpoints.unet_parts import clip_parameters
+from lora_trainer.families.base_files.unet_parts import clip_parameters
 from lora_trainer.families.unet import UNetFamily, sampling_scheduler
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.family_bases import CPU, base_of, copy_of, facts_of

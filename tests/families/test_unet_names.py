@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.checkpoints.unet_config import read_unet
-from lora_trainer.families.checkpoints.unet_layers import diffusers_module, ldm_module
+from lora_trainer.families.base_files.unet_config import read_unet
+from lora_trainer.families.base_files.unet_layers import diffusers_module, ldm_module
 from lora_trainer.families.sdxl import ARCHITECTURE as SDXL_UNET
 from tests.fakes.stable_diffusion import MINI_UNET, SD15_UNET
 
@@ -149,5 +149,7 @@ def test_a_network_of_another_kind_is_refused(change: dict[str, Any], said: str)
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, lora_trainer.families.checkpoints.unet_layers; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, lora_trainer.families.base_files.unet_layers; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

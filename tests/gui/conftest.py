@@ -16,8 +16,9 @@ fixture and share it; it takes 5 to 10 s) has `link`, `url(path)`, `port`, `proc
 `page` is a new tab of a 1280x800 window. `new_page(**context_options)` opens more, each in a browser
 profile of its own: `new_page(color_scheme="dark")`, `new_page(viewport={"width": 390, "height":
 844})`; `page.context.new_page()` opens a second tab of the same profile. A test FAILS at its end
-when any of its tabs had a JavaScript error, asked anything of another host, opened an alert or a
-websocket, or was stopped by the content security policy.
+when any of its tabs had a JavaScript error, wrote an error into the console, asked anything of another
+host, opened an alert or a websocket, or was stopped by the content security policy. Who ends a server
+or cuts the connection adds to the list `expected` a part of the message that this brings about.
 
 The browser is the system's `chromium`, one for each module: playwright's event loop keeps a thread
 busy, so a module that uses it cannot call `asyncio.run`.
@@ -45,10 +46,15 @@ BROWSER_FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+NO_SERVER = ("net::ERR_", "503 (Service Unavailable)")
+"""What the console says of each request while a server is away or opens its pages: a test ended it, or cut
+the connection."""
 LAPTOP = {"width": 1280, "height": 800}
 WITHIN_MS = 90_000
 """How long a page may take where nothing else is said: two cores may be busy with other tests."""
 _IN_THE_PAGE = ("about", "blob", "data")
+LEFT_WHILE_ASKING = ("AbortError: signal is aborted", "Unexpected error Connection errored out")
+"""Gradio's own words on a page that is left or loaded again before an answer has come."""
 
 StartGui = Callable[..., GuiServer]
 NewPage = Callable[..., Any]
@@ -84,7 +90,13 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def new_page(browser: Any) -> Iterator[NewPage]:
+def expected() -> list[str]:
+    """Return the list of what the console may say in this test: parts of messages, none at first."""
+    return []
+
+
+@pytest.fixture
+def new_page(browser: Any, expected: list[str]) -> Iterator[NewPage]:
     """Return a function that opens a tab in a new profile; fails the test for what they did."""
     offences: list[str] = []
     contexts: list[Any] = []
@@ -99,7 +111,9 @@ def new_page(browser: Any) -> Iterator[NewPage]:
     yield open_page
     for context in contexts:
         context.close()
-    assert not offences, "\n".join(offences)
+    allowed = (*LEFT_WHILE_ASKING, *expected)
+    unexpected = [said for said in offences if not any(part in said for part in allowed)]
+    assert not unexpected, "\n".join(unexpected)
 
 
 @pytest.fixture
@@ -123,6 +137,8 @@ def watch(context: Any, offences: list[str]) -> None:
     def console(message: Any) -> None:
         if "Content Security Policy" in message.text:
             offences.append(f"stopped by the content security policy: {message.text}")
+        elif message.type == "error":
+            offences.append(f"an error in the console: {message.text} ({message.location['url']})")
 
     def tab(opened: Any) -> None:
         opened.on(

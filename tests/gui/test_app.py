@@ -146,6 +146,8 @@ def test_all_pages_build_without_torch(served: dict[str, Any]) -> None:
         "datasets",
         "queue",
         "library",
+        "compare",
+        "trash",
         "settings",
         "doctor",
     ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from lora_trainer.gui import dataset_check, dataset_notes, drafts
 from lora_trainer.gui.dataset_desk import DatasetDesk
@@ -16,6 +19,8 @@ from lora_trainer.gui.workplace import Workplace
 from PIL import Image
 
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
+from lora_trainer.config.config import build_config
+from lora_trainer.dataset.listing import list_dataset
 
 BULK = {"kind": "prepend", "text": "word", "replacement": "", "joint": ", "}
 
@@ -331,3 +336,83 @@ def test_recent_folders_are_those_opened_drafted_and_still_there(
     dataset_notes.opened(work, folder)
     gone.rmdir()
     assert dataset_notes.recent(work) == [str(folder), str(other)]
+
+
+def png(pixels: Image.Image) -> str:
+    data = io.BytesIO()
+    pixels.save(data, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
+    desk: DatasetDesk, work: Workplace, folder: Path
+) -> None:
+    half = Image.new("RGBA", (64, 48), "black")
+    half.paste("white", (0, 0, 32, 48))
+    answer = ask(desk, "mask", folder, file="p1.png", mask=png(half))
+    file = folder / "p1-masklabel.png"
+    settings = build_config({"data.masks": "files"}).data
+    (picture,) = [each for each in list_dataset(folder, settings=settings).pictures if each.mask]
+    assert (picture.name, picture.mask) == ("p1.png", file)
+    assert badges(answer, "p1.png") == ["has a mask"]
+    written = file.read_bytes()
+    with Image.open(file) as mask:
+        assert (mask.mode, mask.size) == ("L", (32, 24))
+        assert mask.getpixel((4, 4)) == 255 and mask.getpixel((28, 4)) == 0
+    shown = ask(desk, "closer", folder, file="p1.png")
+    assert shown["mask"] == "data:image/png;base64," + base64.b64encode(written).decode()
+    draft = dataset_notes.draft_for(work, folder)
+    assert draft.settings["data.masks"] == "files", "what was painted is trained with"
+    assert "the mask of p1.png" in ask(desk, "undo", folder)["step"]
+    assert not file.exists()
+    ask(desk, "redo", folder)
+    assert file.read_bytes() == written
+    ask(desk, "mask", folder, file="p1.png", mask="")
+    assert not file.exists()
+    ask(desk, "undo", folder)
+    assert file.read_bytes() == written
+    black = png(Image.new("L", (32, 24)))
+    for bad, why in (
+        (black, "nothing is painted"),
+        ("data:x", "no mask"),
+        (png(half)[:90], "mask"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            ask(desk, "mask", folder, file="p1.png", mask=bad)
+    with pytest.raises(RequestError, match="no picture"):
+        ask(desk, "mask", folder, file="../p1.png", mask=png(half))
+    assert file.read_bytes() == written
+
+
+def test_a_mask_of_another_kind_gives_way_and_comes_back(desk: DatasetDesk, folder: Path) -> None:
+    old = folder / "p0-masklabel.jpg"
+    Image.new("L", (32, 24), 255).save(old)
+    before = old.read_bytes()
+    ask(desk, "mask", folder, file="p0.png", mask=png(Image.new("L", (32, 24), 200)))
+    assert (folder / "p0-masklabel.png").is_file() and not old.exists()
+    ask(desk, "undo", folder)
+    assert old.read_bytes() == before and not (folder / "p0-masklabel.png").exists()
+
+
+def test_the_crops_are_those_of_the_trainer(
+    desk: DatasetDesk, work: Workplace, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts.save(work, drafts.new(work, dataset=str(folder)).with_setting("data.flip", True))
+    picture = {"file": "p0.png", "bucket": "16x16", "width_px": 32, "height_px": 24}
+    answer = Answer(values={"pictures": [picture], "findings": []})
+    answered(monkeypatch, answer)
+    with Image.open(folder / "p0.png") as image:
+        drawn = image.copy()
+    drawn.putpixel((20, 12), (255, 255, 255))
+    drawn.save(folder / "p0.png")
+    ask(desk, "check", folder)
+    seen = ask(desk, "closer", folder, file="p0.png")["seen"]
+    assert [each["said"] for each in seen] == ["cropped to 16x16", "cropped to 16x16, mirrored"]
+    shown = [decoded_url(each["src"]) for each in seen]
+    assert [image.size for image in shown] == [(16, 16)] * 2
+    brightest = [int(np.asarray(image.convert("L")).max(axis=0).argmax()) for image in shown]
+    assert brightest[0] + brightest[1] == 15
+
+
+def decoded_url(url: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))

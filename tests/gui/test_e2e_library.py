@@ -146,6 +146,25 @@ def test_an_export_can_be_downloaded(page: Any, server: Any, place: Toy) -> None
     assert json.loads((exported / "toy.json").read_bytes())["activation text"] == "toy"
 
 
+def test_it_gets_a_name_and_a_note_by_which_it_is_found(page: Any, server: Any) -> None:
+    opened(page, server, "evil/zorble.safetensors")
+    tab(page, "Describe")
+    page.get_by_label("Notes").fill(HOSTILE)
+    page.get_by_label("Title").focus()
+    page.locator(".lora-head .note").get_by_text(HOSTILE).wait_for()
+    page.get_by_label("Name of the file").fill("blue one")
+    page.get_by_role("button", name="Rename").click()
+    page.get_by_role("heading", name="blue one").wait_for()
+    page.get_by_role("link", name="All LoRAs").click()
+    page.get_by_label("Search").fill("alert(3)}} blue")
+    page.locator(".lora").get_by_role("link", name="blue one", exact=True).wait_for()
+    opened(page, server, "evil/blue one.safetensors")
+    tab(page, "Describe")
+    page.get_by_label("Name of the file").fill("zorble")
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="zorble").wait_for()
+
+
 def test_what_is_in_it_shows_hostile_entries_as_text(page: Any, server: Any) -> None:
     opened(page, server, "evil/zorble.safetensors")
     tab(page, "Inside")

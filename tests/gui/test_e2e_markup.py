@@ -70,7 +70,7 @@ def server(place: Path, gui_server: StartGui) -> GuiServer:
 _IMAGE_FAILED = """() => new Promise((done) => {
   const image = new Image();
   image.onerror = () => requestAnimationFrame(done);
-  image.src = "/no-such-image";
+  image.src = "data:image/png,none";
 })"""
 
 

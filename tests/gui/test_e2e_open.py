@@ -37,8 +37,9 @@ def test_a_killed_and_restarted_interface_knows_its_browser(
 
 
 def test_a_browser_without_the_link_is_told_where_it_is(
-    page: Any, gui_server: Any, tmp_path: Path
+    page: Any, gui_server: Any, tmp_path: Path, expected: list[str]
 ) -> None:
+    expected.append("403 (Forbidden)")
     server = gui_server(tmp_path / "runs")
     page.goto(server.url("/"))
     page.get_by_text("Open the link that lora-train-gui printed").wait_for()

@@ -130,7 +130,7 @@ def test_one_that_failed_says_why_and_is_started_again(desk: Desk, page: Any) ->
     page.get_by_text("No images.", exact=True).wait_for()
     assert page.locator("p", has_text="What to do: add some.").is_visible()
     place.let("again").unlink()
-    page.get_by_role("button", name="Start again poor").click()
+    page.get_by_role("button", name="Train again poor").click()
     until(lambda: desk.waiting() == ["poor"])
     assert place.item(last.id).state == "running"
     place.let("last").touch()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -60,6 +61,11 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 def test_samples_are_enlarged_walked_through_and_compared(page: Any, place: Place) -> None:
     opened(place, page, "old%20%26%20%3Cb%3E")
+    newest = page.locator(".newest figure").nth(1).locator("button span")
+    newest.first.wait_for()
+    assert newest.all_inner_texts() == ["step 20", "step 30"]
+    page.get_by_role("button", name="the base model").press("Enter")
+    assert newest.all_inner_texts() == ["base", "step 30"]
     page.get_by_role("button", name=f"step 10: {PROMPTS[1]}", exact=True).click()
     viewer = page.get_by_role("dialog", name="sample image")
     caption, large = viewer.locator(".caption"), viewer.locator("> img")
@@ -157,3 +163,42 @@ def test_an_unknown_run_is_one_sentence_and_a_way_home(page: Any, place: Place) 
     assert page.get_by_role("button", name="Stop").count() == 0
     page.get_by_role("link", name="See all runs").click()
     page.wait_for_url(place.server.url("/"))
+
+
+def test_the_chart_is_looked_at_more_closely_by_mouse_and_by_keyboard(
+    place: Place, page: Any
+) -> None:
+    """A drag shows a stretch of steps, fields do the same; how it is drawn is remembered for all runs."""
+    opened(place, page, quote("old & <b>"))
+    chart = page.locator(".run-chart")
+    svg = chart.locator("svg:visible")
+    svg.wait_for()
+    assert svg.get_attribute("data-x-range") == "1 30"
+    svg.scroll_into_view_if_needed()
+    box = svg.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 80, steps=4)
+    page.mouse.up()
+    chart.get_by_role("button", name="Whole run").wait_for()
+    first, last = (chart.get_by_label(name) for name in ("Steps", "to"))
+    low, high = int(first.input_value()), int(last.input_value())
+    assert 8 <= low <= 14 and 18 <= high <= 24
+    shown = f"{low} {high}"
+    eventually(lambda: svg.get_attribute("data-x-range") == shown, "the stretch is not shown")
+    first.fill("5")
+    first.press("Tab")
+    eventually(lambda: svg.get_attribute("data-x-range") == f"5 {high}", "the field does nothing")
+    chart.get_by_role("button", name="Whole run").press("Enter")
+    eventually(lambda: svg.get_attribute("data-x-range") == "1 30", "not the whole run again")
+    legend = chart.locator(".legend")
+    assert "mean of about" in legend.inner_text()
+    chart.get_by_label("Smoothing").select_option("none")
+    eventually(lambda: "mean of about" not in legend.inner_text(), "still smoothed")
+    before = svg.inner_html()
+    chart.get_by_label("Logarithmic").check()
+    eventually(lambda: svg.inner_html() != before, "the axis is the same")
+    opened(place, page, "live")
+    svg.wait_for()
+    assert chart.get_by_label("Logarithmic").is_checked()
+    eventually(lambda: "mean of about" not in legend.inner_text(), "the choice was forgotten")

@@ -1,4 +1,4 @@
-"""Trainings in a real browser: three clicks, stop and resume, a killed interface, two tabs, a queue.
+"""Trainings in a real browser: three clicks, keys alone, stop and resume, a killed interface, a queue.
 
 The trainer is the real one, on the embedded base; only the number of steps is set beforehand, in the
 draft that the page keeps.
@@ -19,7 +19,8 @@ import pytest
 
 from lora_trainer.reporting.status import read_status
 from tests.fakes.gui_server import GuiServer
-from tests.gui.conftest import StartGui
+from tests.fakes.hub_server import TOKEN, hub_server
+from tests.gui.conftest import NO_SERVER, StartGui
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -44,6 +45,17 @@ LONG = {
     "output.save_every_steps": 20,
     "hardware.threads": 1,
 }
+TABS_AT_MOST = 80
+FOCUSED = """() => {
+  const element = document.activeElement;
+  const box = element.getBoundingClientRect();
+  const style = getComputedStyle(element);
+  return {
+    tag: element.tagName,
+    name: (element.getAttribute("aria-label") ?? element.innerText ?? "").trim(),
+    seen: box.width > 0 && box.bottom > 0 && box.top < innerHeight && style.outlineStyle !== "none",
+  };
+}"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ def fill(page: Any, place: Place, *, name: str, settings: dict[str, Any]) -> Non
     page.get_by_label("Folder with your images").fill(str(place.images))
     page.get_by_role("button", name="Look at the images").click()
     page.get_by_role("button", name="Looks good").click(timeout=WITHIN_MS)
-    page.get_by_text("Fits:").wait_for(timeout=WITHIN_MS)
+    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     page.get_by_label("Name (optional)").fill(name)
     page.get_by_label("Name (optional)").blur()
     newest = max((place.runs / ".gui" / "drafts").glob("*.json"))
@@ -120,26 +132,37 @@ def test_three_clicks_lead_from_images_to_a_finished_lora(page: Any, place: Plac
     page.get_by_role("link", name="first", exact=True).first.wait_for()
 
 
-def test_the_example_trains_after_two_clicks_and_its_finished_page_is_silent(
+def test_the_example_is_trained_and_downloaded_by_keys_alone(
     page: Any, gui_server: StartGui, tmp_path: Path
 ) -> None:
     mine = Place(runs=tmp_path / "runs", images=tmp_path, server=gui_server(tmp_path / "runs"))
     page.goto(mine.server.link)
-    page.get_by_role("link", name="Try it with 16 example images").click()  # 1
-    page.get_by_text("Fits:").wait_for(timeout=WITHIN_MS)
+    page.get_by_role("link", name="Try it with 16 example images").wait_for()
+    press(page, "A", "Try it with 16 example images")
+    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     set_in_draft(mine, SHORT)
-    train(page)  # 2
+    press(page, "BUTTON", "Train")
+    page.wait_for_url("**/run?run=*", timeout=WITHIN_MS)
     page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
     page.get_by_role("link", name="Download the LoRA").wait_for()
-    page.clock.install()
-    page.reload()
-    page.locator("table.sheet img").first.wait_for()
-    page.wait_for_function("document.title.endsWith('lora-train')")  # what all pages ask is here
-    page.clock.run_for(3_000)  # what the page is made of comes
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.clock.run_for(10_000)  # of which each second had a request while it trained
-    assert asked == []
+    with page.expect_download() as download:
+        press(page, "A", "Download the LoRA")
+    (lora,) = mine.runs.glob(f"*/{download.value.suggested_filename}")
+    assert Path(download.value.path()).read_bytes() == lora.read_bytes()
+
+
+def press(page: Any, tag: str, name: str) -> None:
+    """Walk to a link (A) or a button by the Tab key and press Enter; it is seen where the keyboard is."""
+    passed = []
+    for _ in range(TABS_AT_MOST):
+        page.keyboard.press("Tab")
+        focused = page.evaluate(FOCUSED)
+        if (focused["tag"], focused["name"]) == (tag, name):
+            assert focused["seen"], f"nothing shows that {name} has the keyboard"
+            page.keyboard.press("Enter")
+            return
+        passed.append(focused["name"])
+    raise AssertionError(f"the Tab key does not lead to {name}, only to {passed}")
 
 
 def test_dropped_images_train_after_three_clicks_without_typing(
@@ -151,7 +174,7 @@ def test_dropped_images_train_after_three_clicks_without_typing(
     page.get_by_text("Drop your images here").wait_for()
     page.locator("input[name=files]").set_input_files(images)  # 1: the files of "Choose images"
     page.get_by_role("button", name="Looks good").click(timeout=WITHIN_MS)  # 2
-    page.get_by_text("Fits:").wait_for(timeout=WITHIN_MS)
+    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     set_in_draft(mine, SHORT)
     train(page)  # 3
     page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
@@ -159,11 +182,74 @@ def test_dropped_images_train_after_three_clicks_without_typing(
     assert len(list(folder.iterdir())) == len(images)
 
 
+def test_length_and_samples_are_proposed_and_what_is_typed_is_trained(
+    page: Any, place: Place
+) -> None:
+    page.goto(place.server.link)
+    fill(page, place, name="typed", settings={})
+    steps, prompts = page.get_by_label("Steps", exact=True), page.get_by_label("What the samples")
+    proposed = steps.input_value()
+    assert int(proposed) > 4
+    assert len(prompts.input_value().splitlines()) == 4
+    page.get_by_role("radio", name="A style").focus()
+    page.keyboard.press("Space")
+    page.wait_for_function("() => document.querySelector('.kinds :checked').value === 'style'")
+    steps.fill("4")
+    page.get_by_text("4 steps = ").wait_for()
+    page.keyboard.press("Tab")
+    page.locator(".plan-line").get_by_text(", 4 steps").wait_for()
+    page.get_by_role("button", name="Choose for me").first.click()
+    page.locator(".plan-line").get_by_text(f", {int(proposed):,} steps").wait_for()
+    assert steps.input_value() == proposed
+    prompts.fill("zibbo, on a <b> moon")
+    steps.fill("5")  # and the button takes it along, without a wait for the plan
+    train(page)
+    page.get_by_text("Finished after 5 steps").first.wait_for(timeout=WITHIN_MS)
+    settings = json.loads((place.runs / "typed" / "run.json").read_text())["settings"]
+    assert settings["train.concept"] == "style"
+    assert settings["sampling.prompts"] == ["zibbo, on a <b> moon"]
+
+
+def test_a_gated_base_leads_to_a_sign_in_and_one_too_large_back_to_one_that_fits(
+    page: Any, gui_server: StartGui, tmp_path: Path
+) -> None:
+    with hub_server() as hub:
+        home = str(tmp_path / "hub")
+        reached = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0"}
+        env = {**reached, "HF_HOME": home, "HF_TOKEN": ""}
+        server = gui_server(tmp_path / "runs", env=env)
+        page.goto(server.link)
+        page.goto(server.url("/train?example=1"))
+        page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+        gated = page.locator(".base-card").filter(has_text="accepted on the Hub")
+        gated.filter(has_text="Does not fit").first.click(timeout=WITHIN_MS)
+        page.get_by_role("button", name="Sign in to the Hub").click()
+        page.get_by_label("Token").fill("password")
+        page.get_by_role("button", name="Sign in", exact=True).click()
+        page.get_by_text("this is no token of the Hub").wait_for()
+        page.get_by_label("Token").fill(TOKEN)
+        page.get_by_role("button", name="Sign in", exact=True).click()
+        page.get_by_text("You are signed in as jane.").wait_for()
+        page.get_by_role("button", name="Close").click()
+        page.get_by_text("You are signed in on this machine.").wait_for()
+        assert (tmp_path / "hub" / "token").read_text() == TOKEN
+        told = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+        assert told and not any(TOKEN.encode() in path.read_bytes() for path in told)
+        assert TOKEN not in server.said()
+        go = page.get_by_role("button", name="Train", exact=True)
+        page.get_by_text("Train waits for a plan that works: ").wait_for()
+        assert go.is_disabled()
+        page.get_by_role("button", name="Choose a base for this machine").click()
+        page.locator(".plan-line").wait_for()
+        page.wait_for_function("(button) => !button.disabled", arg=go.element_handle())
+        assert page.get_by_text("Train waits for a plan").count() == 0
+
+
 def test_what_was_filled_in_survives_a_reload_and_a_way_back(page: Any, place: Place) -> None:
     page.goto(place.server.link)
     fill(page, place, name="kept", settings=SHORT)
     page.reload()
-    page.get_by_text("Fits:").wait_for(timeout=WITHIN_MS)
+    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     assert page.get_by_label("Name (optional)").input_value() == "kept"
     page.get_by_role("button", name="Back").click()
     box = page.get_by_label("Folder with your images")
@@ -190,8 +276,9 @@ def test_stop_saves_and_resume_goes_on(page: Any, place: Place) -> None:
 
 
 def test_a_killed_interface_loses_nothing_and_two_tabs_show_the_same(
-    page: Any, place: Place, gui_server: StartGui, tmp_path: Path
+    page: Any, place: Place, gui_server: StartGui, tmp_path: Path, expected: list[str]
 ) -> None:
+    expected.extend(NO_SERVER)
     mine = Place(runs=tmp_path / "runs", images=place.images, server=gui_server(tmp_path / "runs"))
     page.goto(mine.server.link)
     fill(page, mine, name="alive", settings=LONG)

@@ -143,7 +143,8 @@ def test_a_preset_is_kept_and_loaded_without_the_name_of_the_run(
 def test_the_plan_says_why_there_is_none(call: Call, work: Workplace) -> None:
     assert call("plan")["error"].startswith("plan ")
     empty = drafts.new(work)
-    assert "Choose the folder" in call("plan", draft=empty.id)["error"]
+    unplanned = call("plan", draft=empty.id)
+    assert "Choose the folder" in unplanned["said"][0] and not unplanned["error"]
     gone = drafts.new(work, dataset="/nowhere/at/all")
     assert "no folder" in call("plan", draft=gone.id)["error"]
 

@@ -30,10 +30,11 @@ HOSTILE = [
 ]  # fmt: skip
 TAGS = {
     "a", "article", "b", "button", "code", "dd", "details", "div", "dl", "dt", "h1", "h2", "img", "li",
-    "p", "small", "span", "summary", "table", "tbody", "td", "th", "thead", "tr", "ul",
+    "p", "small", "span", "summary", "svg", "table", "tbody", "td", "th", "thead", "tr", "ul", "use",
 }  # fmt: skip
 ATTRIBUTES = {
-    "alt", "aria-label", "class", "data-choose", "download", "href", "loading", "role", "scope", "src",
+    "alt", "aria-label", "class", "data-choose", "data-next", "data-ref", "data-share", "data-trash",
+    "download", "href", "aria-hidden", "loading", "role", "scope", "src",
     "style", "tabindex", "target", "type",
 }  # fmt: skip
 

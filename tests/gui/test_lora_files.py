@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 from lora_trainer.gui import lora_files
+from lora_trainer.gui.run_best import exports
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import RequestError
-from tests.fakes.lora_library import finished_run, lora
+from lora_trainer.reporting.history import read_history
+from tests.fakes.live_runs import write_status
+from tests.fakes.lora_library import finished_run, lora, picture
 
 
 @pytest.fixture
@@ -173,3 +176,35 @@ def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
     for name in ("a.safetensors", "a-002.safetensors"):
         (tmp_path / name).touch()
     assert lora_files.unused(path).name == "a-003.safetensors"
+
+
+def test_a_renamed_lora_is_still_the_result_of_its_run(work: Workplace) -> None:
+    run = finished_run(work.runs / "a")
+    write_status(run, state="finished", exit_code=0)
+    picture(run / "zorble.preview.png")
+    lora_files.rename(work, "a/zorble.safetensors", "first")
+    lora_files.take_note(work, "a/first.safetensors", "good with hats\n")
+    file = lora_files.rename(work, "a/first.safetensors", "Blue creature.safetensors")
+    assert file.ref == "a/Blue creature.safetensors"
+    assert (run / "Blue creature.preview.png").is_file() and not (
+        run / "zorble.safetensors"
+    ).exists()
+    (entry,) = lora_files.entries(work)
+    assert (entry.file.ref, len(entry.saves)) == (file.ref, 2)
+    assert lora_files.matching((entry,), "hats BLUE", "") == (entry,)
+    assert file.was("a/zorble.safetensors") and file.was("a/first.safetensors")
+    assert exports(run, read_history(run))[30] == "Blue creature.safetensors"
+    for name, why in (
+        ("zorble-step00000010", "already"),
+        ("../x", "cannot be"),
+        ("", "cannot be"),
+        ("x" * 101, "101 letters"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            lora_files.rename(work, file.ref, name)
+    assert lora_files.rename(work, file.ref, "zorble").earlier == (
+        "first.safetensors",
+        "Blue creature.safetensors",
+    )
+    assert lora_files.entries(work)[0].saves[0].step == 20
+    assert lora_files.take_note(work, "a/zorble.safetensors", " ").note == ""

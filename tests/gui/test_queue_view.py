@@ -14,8 +14,10 @@ from gui import queue_view
 from gui.workplace import Workplace
 from lora_trainer.queue import commands
 from lora_trainer.queue.items import Item, changing, write
+from tests.fakes.live_runs import write_status
 from tests.fakes.queue_trainer import status
 from tests.fakes.queues import Place, until
+from tests.fakes.run_folder import fake_run
 
 HOSTILE = '<img src=x onerror="alert(1)">${alert(1)}{{x}}'
 
@@ -106,10 +108,10 @@ def test_tokens_are_struck_out(place: Place, work: Workplace) -> None:
     ("state", "has_run", "label"),
     [
         ("finished", True, "Train again"),
-        ("interrupted", True, "Go on"),
-        ("stopped", True, "Go on"),
-        ("failed", True, "Go on"),
-        ("failed", False, "Start again"),
+        ("interrupted", True, "Resume"),
+        ("stopped", True, "Resume"),
+        ("failed", True, "Resume"),
+        ("failed", False, "Train again"),
     ],
 )
 def test_starting_again_is_called_what_it_does(
@@ -121,7 +123,15 @@ def test_starting_again_is_called_what_it_does(
     assert f">{label}</button>" in queue_view.view(work)
     assert queue_view.asked(work, action="again", id=item.id) == ""
     argv = place.item(item.id).argv
-    assert (argv[0] == "--resume-from") == (label == "Go on")
+    assert (argv[0] == "--resume-from") == (label == "Resume")
+
+
+def test_a_run_that_finished_otherwise_is_trained_again(place: Place, work: Workplace) -> None:
+    write_status(fake_run(place.runs / "a", steps=3).write(), state="finished", exit_code=0)
+    item = become(place, place.add("a"), state="interrupted", run="a")
+    assert "resume" not in queue_view.view(work).casefold()
+    queue_view.asked(work, action="again", id=item.id)
+    assert place.item(item.id).argv[0] != "--resume-from"
 
 
 def test_a_damaged_item_is_shown_and_can_only_be_removed(place: Place, work: Workplace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lora_trainer.gui import run_actions
+from lora_trainer.gui import drafts, run_actions
 from lora_trainer.gui.run_state import END_AFTER_S
 from lora_trainer.gui.workplace import Workplace
 
@@ -98,3 +99,30 @@ def test_the_best_step_has_to_be_a_number(work: Workplace, folder: Path) -> None
         with pytest.raises(RequestError, match="no step"):
             run_actions.use_as_best(work, "live", step)
     assert run_actions.use_as_best(work, "live", 10).file == "live-best.safetensors"
+
+
+def test_a_run_is_trained_again_with_what_was_chosen_for_it(
+    work: Workplace, folder: Path, tmp_path: Path
+) -> None:
+    images = tmp_path / "zorble"
+    images.mkdir()
+    record = json.loads((folder / "run.json").read_text())
+    record["dataset"]["name"] = images.name
+    record["command"][1] = str(images)
+    record["plan"]["priority"] = "quality"
+    record["settings"]["output.name"] = "mine"
+    record["origins"]["output.name"] = {"layer": "command line", "reason": ""}
+    (folder / "run.json").write_text(json.dumps(record))
+    draft = run_actions.clone(work, "live")
+    assert draft == drafts.read(work, draft.id)
+    assert (draft.dataset, draft.base, draft.priority) == (str(images), "embedded", "quality")
+    assert draft.settings == {"train.steps": 30, "data.trigger": "zorble thing"}
+    assert (draft.name, draft.step) == ("", 2)
+    for origin in record["origins"].values():
+        origin["layer"] = "resumed run"
+    (folder / "run.json").write_text(json.dumps(record))
+    images.rmdir()
+    again = run_actions.clone(work, "live")
+    assert (again.dataset, again.step) == ("", 1)
+    assert again.settings["data.trigger"] == "zorble thing"
+    assert not any(key.startswith("memory.") for key in again.settings)

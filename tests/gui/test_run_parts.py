@@ -74,7 +74,7 @@ def test_a_sample_or_a_star_changes_the_sheet(folder: Path) -> None:
 def test_everything_can_be_drawn(folder: Path) -> None:
     found = parts(now(folder), Followed().read(folder))
     drawn = {name: part.draw() for name, part in found.items()}
-    assert "<svg" in drawn["chart"]
+    assert "<svg" in drawn["chart"]["drawn"]
     assert drawn["samples"]["run"] == "live"
     assert drawn["buttons"] == Possible(save=True, sample=True, stop=True)
     assert drawn["where"] is False
@@ -85,7 +85,7 @@ def test_before_the_first_step_the_chart_says_so(tmp_path: Path) -> None:
     folder = until(fake_run(tmp_path / "runs" / "new", steps=5), 0)
     write_status(folder, step=0)
     found = parts(now(folder), Followed().read(folder))
-    assert "begins with the first step" in found["chart"].draw()
+    assert "begins with the first step" in found["chart"].draw()["drawn"]
 
 
 def test_where_the_images_are_is_asked_only_if_it_is_not_known(folder: Path) -> None:

@@ -18,7 +18,6 @@ from lora_trainer.gui.run_state import (
     look,
     possible,
     recovery,
-    remaining_s,
     remarks,
     sentence,
 )
@@ -51,9 +50,15 @@ def said(folder: Path) -> str:
     ("fields", "words"),
     [
         ({}, "Training."),
-        ({"phase": "cache", "done": 14, "total": 23, "message": "x.png"}, "Caching latents 14/23."),
-        ({"phase": "cache", "done": 3, "total": 9, "message": "captions"}, "Caching captions 3/9."),
-        ({"phase": "sample", "done": 1, "total": 4}, "Making sample images 1/4."),
+        (
+            {"phase": "cache", "done": 14, "total": 23, "message": "x.png"},
+            "Preparing the images: 14 of 23.",
+        ),
+        (
+            {"phase": "cache", "done": 3, "total": 9, "message": "captions"},
+            "Preparing the captions: 3 of 9.",
+        ),
+        ({"phase": "sample", "done": 1, "total": 4}, "Making sample images 1 of 4."),
         ({"phase": "load"}, "Loading the base model."),
         ({"phase": "", "state": "starting"}, "Starting."),
         ({"phase": "", "state": "training"}, "Training."),
@@ -113,7 +118,7 @@ def test_a_run_that_waits_in_the_queue_to_go_on_says_so(folder: Path) -> None:
     write_status(folder, state="stopped", exit_code=143)
     words = ["datasets/x", f"--resume-from={folder.resolve()}"]
     commands.add(folder.parent, words, label="live")
-    assert said(folder) == "Waits in the queue to go on from step 12 of 30."
+    assert said(folder) == "Waits in the queue to be resumed from step 12 of 30."
     assert possible(now(folder)) == Possible()
     commands.remove(folder.parent, commands.items(folder.parent)[0].id)
     assert possible(now(folder)) == Possible(resume=True)
@@ -160,17 +165,6 @@ def test_a_recovery_from_out_of_memory_is_said_until_the_batch_has_grown_back(
     run.emit("change", key="memory.micro_batch", old=4, new=8, reason="50 steps in a row fitted")
     run.write()
     assert recovery(read_history(folder)) is None
-
-
-def test_time_left_counts_steps_and_what_lies_between_them(folder: Path) -> None:
-    write_status(folder)
-    history = read_history(folder)
-    steps_s = [row.seconds for row in history.steps]
-    left_s = remaining_s(read_status(folder), history)
-    assert left_s > 18 * sorted(steps_s)[6]  # samples and validations come on top
-    assert left_s < 18 * 1.0
-    run = fake_run(folder.parent / "new", steps=30)
-    assert math.isnan(remaining_s(read_status(folder), read_history(until(run, 0))))
 
 
 def test_time_left_is_no_more_exact_than_it_can_be() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lora_trainer.gui.run_log import line_of, log
 from lora_trainer.gui.run_state import look
-from lora_trainer.gui.run_view import head, memory
+from lora_trainer.gui.run_view import head, machine_now, memory
 
+from lora_trainer.hardware.card_state import CardState
 from lora_trainer.reporting.history import HistoryReader, read_history
 from lora_trainer.reporting.status import read_status
 from tests.fakes.live_runs import until, write_status
@@ -42,12 +44,31 @@ def test_head_has_progress_pace_time_left_and_losses(run: FakeRun) -> None:
     assert "below the base&#x27;s" in page
 
 
+def test_what_the_machine_does_is_told_of_the_gpus_that_a_run_trains_on(run: FakeRun) -> None:
+    folder = until(run, 12)
+    write_status(folder)
+    status = read_status(folder)
+    idle = CardState(total_bytes=8 * GIB, used_bytes=GIB, load_percent=1, celsius=31, watts=9.6)
+    ours = replace(idle, load_percent=98, celsius=71, watts=None, users=frozenset({status.pid}))
+    said = machine_now(status, (idle, ours))
+    assert re.fullmatch(r"GPU 98 % busy, 71 °C\. .* of .* of RAM in use\.", said)
+    assert machine_now(status, (idle,)).startswith("GPU 1 % busy, 31 °C, 10 W. ")
+    unknown = CardState(total_bytes=8 * GIB, used_bytes=GIB)
+    assert "GPU" not in machine_now(status, (unknown,))
+    assert said in head(look(folder, status, now_s=time.time()), read_history(folder), said)
+
+
 def test_before_the_first_step_there_are_no_figures_of_steps(run: FakeRun) -> None:
     folder = until(run, 0)
-    write_status(folder, step=0, phase="cache", done=1, total=9, message="x.png")
+    write_status(folder, step=0, phase="cache", done=1, total=9, message="x.png", left_s=None)
     page = shown(folder)
-    assert "Caching latents 1/9." in page
+    assert "Preparing the images: 1 of 9." in page
     assert "A step takes" not in page and "Time left" not in page and "meter" not in page
+    stages = re.findall(r'<li class="(\w+)"', page)
+    assert stages == ["done", "now", "later", "later"]
+    assert "1 of 9" in page and 'aria-current="step"' in page and 'aria-valuenow="11"' in page
+    write_status(folder, step=0, phase="train", done=0, total=30)
+    assert "stages" not in shown(folder)  # the first step is done: the time left is known
 
 
 def test_a_failure_stands_above_the_figures(run: FakeRun) -> None:

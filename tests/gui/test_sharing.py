@@ -117,3 +117,21 @@ def test_only_exports_to_the_run_are_linked(
     markup = sharing.exported_html(file, outside)
     assert "href" not in markup
     assert "&lt;b&gt;" in markup
+
+
+def test_it_is_copied_to_a_program_that_is_remembered(
+    work: Workplace, file: lora_files.LoraFile, tmp_path: Path
+) -> None:
+    comfy = tmp_path / "ComfyUI"
+    loras = comfy / "models" / "loras"
+    loras.mkdir(parents=True)
+    (loras / file.path.name).write_bytes(b"of somebody else")
+    assert sharing.remembered_folder(work) == ""
+    done = sharing.copy_to_program(work, file, str(comfy))
+    assert done.files[0] == loras / "zorble-002.safetensors"
+    assert (loras / file.path.name).read_bytes() == b"of somebody else"
+    assert sharing.remembered_folder(work) == str(loras)
+    assert sharing.copy_to_program(work, file, str(loras)).was_there
+    with pytest.raises(InputError, match="no folder of LoRAs"):
+        sharing.copy_to_program(work, file, str(tmp_path / "runs"))
+    assert sharing.remembered_folder(work) == str(loras)

@@ -16,7 +16,7 @@ from lora_trainer.config.config import Checkpointing
 from lora_trainer.costs.trace import StepTrace, host_bytes, trace_step
 from lora_trainer.network.async_copies import CopyStream, Done
 from lora_trainer.network.block_swap import repeated_blocks
-from lora_trainer.network.checkpointing import (
+from lora_trainer.network.gradient_checkpointing import (
     BlockRunner,
     _Kept,
     apply_checkpointing,
@@ -117,7 +117,7 @@ def test_offloaded_inputs_are_waited_for_and_held_until_then(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = trainee(name).gradients()
-    monkeypatch.setattr("lora_trainer.network.checkpointing.CopyStream", LateCopies)
+    monkeypatch.setattr("lora_trainer.network.gradient_checkpointing.CopyStream", LateCopies)
     at = trainee(name)
     apply_checkpointing(at.denoiser, "offloaded")
     assert same(at.gradients(), expected)
@@ -134,7 +134,7 @@ def test_the_inputs_of_the_block_before_are_on_their_way_when_a_block_is_recompu
             started.append(target)
             return super().copy(target, source)
 
-    monkeypatch.setattr("lora_trainer.network.checkpointing.CopyStream", Counted)
+    monkeypatch.setattr("lora_trainer.network.gradient_checkpointing.CopyStream", Counted)
     at, copies = trainee("qwen"), []
     apply_checkpointing(at.denoiser, "offloaded")
     for block in at.denoiser.get_submodule("transformer_blocks").children():
@@ -150,7 +150,7 @@ def test_the_inputs_of_the_block_before_are_on_their_way_when_a_block_is_recompu
 def test_a_step_after_one_that_ran_out_of_memory_is_right(
     phase: str, copies: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_trainer.network.checkpointing.CopyStream", copies)
+    monkeypatch.setattr("lora_trainer.network.gradient_checkpointing.CopyStream", copies)
     at = trainee("qwen")
     apply_checkpointing(at.denoiser, "offloaded")
     expected = at.gradients()
@@ -167,7 +167,7 @@ def test_a_step_after_one_that_ran_out_of_memory_is_right(
 def test_running_out_of_memory_for_an_input_on_its_way_back_loses_no_other(
     brought: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_trainer.network.checkpointing.CopyStream", LateCopies)
+    monkeypatch.setattr("lora_trainer.network.gradient_checkpointing.CopyStream", LateCopies)
     at = trainee("flux")
     apply_checkpointing(at.denoiser, "offloaded")
     expected = at.gradients()

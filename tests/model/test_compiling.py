@@ -15,8 +15,8 @@ from lora_trainer.families import family
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter import inject
 from lora_trainer.network.block_swap import stream_blocks
-from lora_trainer.network.checkpointing import apply_checkpointing
 from lora_trainer.network.compiling import CompilationFailed, CompiledBlocks
+from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import quantize
 from tests.fakes.family_bases import CPU, conditioning_of, denoiser_of, facts_of
 from tests.fakes.runs import python

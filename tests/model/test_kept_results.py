@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_trainer import families
 from lora_trainer.config.config import Checkpointing
-from lora_trainer.network.checkpointing import apply_checkpointing
+from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.selective_checkpoint import SelectivePolicy, selective_contexts
 from tests.fakes.trainee import Trainee, same, trainee
 

@@ -19,7 +19,7 @@ from lora_trainer.config import base_precision
 from lora_trainer.config.base_precision import BaseMatmul, Quantization, int8_rows_at_once
 from lora_trainer.config.config import Checkpointing
 from lora_trainer.network import quantized_matmul
-from lora_trainer.network.checkpointing import apply_checkpointing
+from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import QuantizedLinear, quantize
 from lora_trainer.network.quantized_matmul import (
     Int8Layouts,

@@ -21,7 +21,7 @@ from lora_trainer.network.block_swap import (
     repeated_blocks,
     stream_blocks,
 )
-from lora_trainer.network.checkpointing import apply_checkpointing
+from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.live_storages import storage_key
 from lora_trainer.network.quantize import quantize
 from lora_trainer.network.swapped_blocks import BUFFERS, moved_bytes, saved_bytes, streamed_indices
@@ -90,7 +90,7 @@ def test_steps_and_predictions_are_the_same_bits(name: str) -> None:
 def test_a_copy_is_waited_for_before_it_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at = trainee(name)
     expected = at.gradients()
-    monkeypatch.setattr("lora_trainer.network.checkpointing.CopyStream", LateCopies)
+    monkeypatch.setattr("lora_trainer.network.gradient_checkpointing.CopyStream", LateCopies)
     monkeypatch.setattr("lora_trainer.network.block_swap.CopyStream", LateCopies)
     streamed(at, checkpointing="offloaded")
     assert same(at.gradients(), expected)

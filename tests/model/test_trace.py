@@ -31,7 +31,7 @@ from lora_trainer.costs.trace import (
 )
 from lora_trainer.families.base import Conditioning, Geometry
 from lora_trainer.lora.adapter import inject
-from lora_trainer.network.checkpointing import BlockRunner, apply_checkpointing
+from lora_trainer.network.gradient_checkpointing import BlockRunner, apply_checkpointing
 from lora_trainer.network.live_storages import FusedKernels, LiveStorages, MetaAnswers, storage_key
 from tests.fakes.family_bases import CPU, facts_of
 

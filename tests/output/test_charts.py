@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from lora_trainer.reporting.charts import (
     axes_of,
     draw,
     finite_runs,
+    log_ticks,
     round_ticks,
     thinned,
     thinned_line,
@@ -44,6 +46,22 @@ def test_ticks_are_round_enclose_and_are_few(one: float, other: float, count: in
     assert 2 <= len(ticks) <= count + 2
 
 
+@given(st.floats(1e-6, 1e6), st.floats(1.0, 1e4), st.integers(2, 12))
+def test_logarithmic_ticks_enclose(low: float, factor: float, count: int) -> None:
+    ticks = log_ticks(low, low * factor, count=count)
+    assert len(ticks) >= 2 and list(ticks) == sorted(set(ticks))
+    assert ticks[0] <= low * (1 + 1e-9) and ticks[-1] >= low * factor * (1 - 1e-9)
+
+
+def test_a_logarithmic_axis_gives_each_power_of_ten_the_same_height() -> None:
+    points = [(1.0, 0.01), (2.0, 0.1), (3.0, 0.0), (4.0, 1.0)]
+    axes = axes_of(replace(chart(points[:2] + points[3:]), log=True), size=SIZE)
+    at = [axes.y(value) for value in (0.01, 0.1, 1.0)]
+    assert at[0] - at[1] == pytest.approx(at[1] - at[2]) and at[0] > at[2]
+    drawn = draw(replace(chart(points), log=True), sizes=[SIZE])
+    assert drawn.count("M") == 2  # nothing is drawn through the zero
+
+
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
@@ -62,6 +80,14 @@ def test_ticks_share_their_decimals() -> None:
     assert tick_texts((0.0, 0.05, 0.1), None) == ["0.00", "0.05", "0.10"]
     assert tick_texts((0.0, 50.0), None) == ["0", "50"]
     assert tick_texts((1.0,), lambda value: f"<{value}>") == ["<1.0>"]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 300])
+def test_no_step_is_named_twice_below_a_chart(steps: int) -> None:
+    size = Size(width_px=1040, height_px=330, css="wide")
+    axes = axes_of(chart([(float(step), 0.1) for step in range(1, steps + 1)]), size=size)
+    texts = tick_texts(axes.x_ticks, "{:,.0f}".format)
+    assert len(texts) == len(set(texts)) >= min(steps, 3)
 
 
 @given(st.lists(st.tuples(st.just(0.0), st.sampled_from([1.0, math.nan, math.inf, -math.inf]))))

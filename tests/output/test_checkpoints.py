@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_trainer.checkpoint.codec import Packed, pack, unpack
-from lora_trainer.checkpoint.states import FILES, TrainingState, load_newest, save_state
+from lora_trainer.checkpoint.states import FILES, LoopValues, TrainingState, load_newest, save_state
 from lora_trainer.common.errors import MachineError, TrainingStopped
 from lora_trainer.common.events import Event, EventStream, read_jsonl
 from tests.fakes.states import bits, loaded_step, state_at
@@ -299,10 +299,16 @@ def test_spoilt_adapters_and_foreign_values_are_not_saved(tmp_path: Path) -> Non
     with pytest.raises(TrainingStopped, match=r"step 1 is not saved: a\.down"):
         save_state(tmp_path, spoilt, keep=2)
     plain = vars(state_at(1))
-    with pytest.raises(TypeError, match="extras hold a tensor at extras.mask"):
-        save_state(tmp_path, TrainingState(**plain | {"extras": {"mask": torch.ones(1)}}), keep=2)
-    with pytest.raises(TypeError, match=r"cannot save a set at extras\.seen"):
-        save_state(tmp_path, TrainingState(**plain | {"extras": {"seen": {1}}}), keep=2)
+    with pytest.raises(TypeError, match=r"there is a tensor at extras\.guard\.mask"):
+        save_state(
+            tmp_path,
+            TrainingState(**plain | {"loop": LoopValues(guard={"mask": torch.ones(1)})}),
+            keep=2,
+        )
+    with pytest.raises(TypeError, match=r"cannot save a set at extras\.guard\.seen"):
+        save_state(
+            tmp_path, TrainingState(**plain | {"loop": LoopValues(guard={"seen": {1}})}), keep=2
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -346,7 +352,11 @@ def test_training_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
     take_steps(weights, optimizer, steps=range(3))
     adapter = {str(number): weight for number, weight in enumerate(weights)}
     saved = TrainingState(
-        step=3, images_seen=3, adapter=adapter, optimizer=optimizer.state_dict(), extras={}
+        step=3,
+        images_seen=3,
+        adapter=adapter,
+        optimizer=optimizer.state_dict(),
+        loop=LoopValues(guard={}),
     )
     save_state(tmp_path, saved, keep=2)
     take_steps(weights, optimizer, steps=range(3, 6))
@@ -415,7 +425,7 @@ def test_tensors_of_every_kind_survive(
         images_seen=0,
         adapter={},
         optimizer={"a": tensor, "b": tensor.T if tensor.ndim else 0},
-        extras={},
+        loop=LoopValues(guard={}),
     )
     save_state(tmp_path, state, keep=2)
     found = load_newest(tmp_path, events=None)

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def emit_steps(events: EventStream, count: int, *, total: int, **changed: Any) -
     events.emit(
         "run_started", name="n", family="f", base="b", steps=total, batch_size=1, device="cpu",
         tier="cpu", priority="balanced", preset="p", images=3, validation_images=0,
-        resumed_from=None,
+        resumed_from=None, every_steps={"sample": 0, "validation": 0},
     )  # fmt: skip
     for step in range(1, count + 1):
         events.emit("step", **{**STEP, "step": step, "loss": 0.1, **changed})
@@ -205,23 +206,58 @@ def test_stop_says_where_and_why_and_nothing_follows() -> None:
     assert out.getvalue().endswith("stopped at step 1 of 4: asked to stop. Fix: use --resume.\n")
 
 
+def time_left(*, steps: int, **every_steps: int) -> tuple[TimeLeft, EventStream]:
+    left, events = TimeLeft(), EventStream(clock=lambda: 0.0)
+    events.subscribe(left.take)
+    events.emit("run_started", steps=steps, resumed_from=None, every_steps=every_steps)
+    return left, events
+
+
 def test_time_left_is_the_median_plus_side_costs() -> None:
-    pace, now_s = TimeLeft(), 0.0
+    left, events = time_left(steps=298)
+    now_s = 0.0
+    events.clock = lambda: now_s
     for step in range(1, 101):
-        now_s += 1.0 if step != 95 else 61.0  # one hiccup must not count in the median
-        pace.add(1.0 if step != 95 else 61.0, at_s=now_s)
+        seconds = 1.0 if step != 95 else 61.0  # one hiccup must not count in the median
+        now_s += seconds
+        events.emit("step", step=step, seconds=seconds)
         if step % 10 == 0 and step < 100:
             now_s += 5.0
-    assert pace.step_s == 1.0
-    assert math.isclose(pace.side_s, 45 / 99)
-    assert math.isclose(pace.remaining_s(198), 198 + 90)
+    assert left.step_s == 1.0
+    assert math.isclose(left.side_s, 45 / 99)
+    assert math.isclose(left.remaining_s, 198 + 90)
 
 
 def test_late_losses_in_bunches_cost_nothing() -> None:
-    pace = TimeLeft()
+    left, events = time_left(steps=100)
+    assert math.isnan(left.remaining_s)
     for step in range(1, 41):
-        pace.add(1.0, at_s=4.0 * math.ceil(step / 4))
-    assert pace.side_s < 0.03 and math.isnan(TimeLeft().remaining_s(3))
+        events.clock = partial(float, 4.0 * math.ceil(step / 4))
+        events.emit("step", step=step, seconds=1.0)
+    assert left.side_s < 0.03
+
+
+def test_time_left_counts_the_rounds_that_are_due() -> None:
+    """At each step of a run in equal steps, time left is the truth: also before the first round is repeated."""
+    left, events = time_left(steps=100, sample=40, validation=30)
+    now_s, promised_end_s = 0.0, []
+    events.clock = lambda: now_s
+
+    def between(step: int) -> None:
+        nonlocal now_s
+        for kind, every, seconds in (("validation", 30, 8.0), ("sample", 40, 25.0)):
+            if step % every == 0 or step == 100:
+                now_s += seconds
+                events.emit(kind, step=step, seconds=seconds)
+
+    between(0)
+    for step in range(1, 101):
+        now_s += 2.0
+        events.emit("step", step=step, seconds=2.0)
+        promised_end_s.append(now_s + left.remaining_s)
+        between(step)
+    assert promised_end_s == pytest.approx([now_s] * 100)
+    assert left.remaining_s == 0.0
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1), st.floats(1, 100))

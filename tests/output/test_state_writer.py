@@ -13,7 +13,13 @@ import torch
 
 from lora_trainer.checkpoint import writer as checkpoint_writer
 from lora_trainer.checkpoint.codec import Copy
-from lora_trainer.checkpoint.states import Frozen, TrainingState, load_newest, write_state
+from lora_trainer.checkpoint.states import (
+    Frozen,
+    LoopValues,
+    TrainingState,
+    load_newest,
+    write_state,
+)
 from lora_trainer.checkpoint.writer import MAX_FAILURES, StateWriter
 from lora_trainer.common.errors import LoraTrainError, MachineError, TrainingStopped
 from lora_trainer.common.events import Event, EventStream
@@ -30,7 +36,7 @@ def state_at(step: int, *, weight: torch.Tensor | None = None) -> TrainingState:
         images_seen=4 * step,
         adapter={"a.down": values},
         optimizer={**moments, "param_groups": [{"lr": 0.1, "params": [0]}]},
-        extras={"fingerprint": "f"},
+        loop=LoopValues(guard={"kept": "f"}),
     )
 
 
@@ -295,7 +301,11 @@ def test_the_newest_copy_is_there_also_when_the_disk_refused_it(place: Place) ->
     place.writer.save(state_at(3), export=None)
     place.writer.wait()
     newest = place.writer.newest()
-    assert (newest.step, newest.images_seen, newest.extras) == (3, 12, {"fingerprint": "f"})
+    assert (newest.step, newest.images_seen, newest.loop) == (
+        3,
+        12,
+        LoopValues(guard={"kept": "f"}),
+    )
     assert newest.optimizer["state"][0]["exp_avg"].unique().tolist() == [6.0]
 
 

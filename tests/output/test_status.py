@@ -48,11 +48,11 @@ def writer(folder: Path) -> tuple[EventStream, Clock]:
 
 
 def start(events: EventStream, *, resumed_from: int | None = None) -> None:
-    events.emit("run_started", name="zorble", steps=9, resumed_from=resumed_from)
+    events.emit("run_started", name="zorble", steps=9, resumed_from=resumed_from, every_steps={})
 
 
 def step(events: EventStream, number: int, *, loss: float | None = 0.1) -> None:
-    events.emit("step", step=number, loss=loss)
+    events.emit("step", step=number, loss=loss, seconds=0.5)
 
 
 def test_states_of_a_whole_run(tmp_path: Path) -> None:
@@ -81,6 +81,7 @@ def test_what_the_file_holds(tmp_path: Path) -> None:
         "total": 0,
         "message": "",
         "heartbeat_s": 1000.0,
+        "left_s": None,
         "exit_code": None,
     }
 

@@ -18,7 +18,7 @@ from lora_trainer.planning.memory import predict
 from lora_trainer.planning.plan import Plan
 from lora_trainer.planning.precisions import dequantized_layers
 from lora_trainer.planning.step_time import LINEAR_SHARE, card, gpu_step_time, step_work
-from tests.planning.test_allocation import FLUX, SDXL, machine, planned, reason
+from tests.planning.test_memory_choice import FLUX, SDXL, machine, planned, reason
 from tests.test_prepare import PROCESSOR
 
 

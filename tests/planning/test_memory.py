@@ -17,7 +17,7 @@ from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families import family as load_family
 from lora_trainer.families import known_base
 from lora_trainer.families.base import BaseFacts, Family, PartFacts
-from lora_trainer.families.checkpoints.base_folder import READ_BYTES
+from lora_trainer.families.base_files.base_folder import READ_BYTES
 from lora_trainer.lora.adapter_size import adapter_parameters
 from lora_trainer.planning.loads import (
     CUBLAS_BYTES,

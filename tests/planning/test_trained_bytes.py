@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lora_trainer.checkpoint.states import TrainingState
+from lora_trainer.checkpoint.states import LoopValues, TrainingState
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.config import AdapterSettings, OptimizerSettings
@@ -131,7 +131,7 @@ def test_copies_are_those_that_a_save_keeps(name: str, init: str, tmp_path: Path
         images_seen=1,
         adapter=adapter.state(),
         optimizer=optimizer.state_dict(),
-        extras={},
+        loop=LoopValues(guard={}),
     )
     with writer:
         writer.save(state, export=lambda copy: exported(adapter, copy))

@@ -47,7 +47,7 @@ from lora_trainer.dataset.caption_tables import read_metadata
 from lora_trainer.dataset.captions import read_caption
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.scan import scan
-from lora_trainer.families.checkpoints.base_folder import read_header
+from lora_trainer.families.base_files.base_folder import read_header
 from lora_trainer.families.locate import describe
 from lora_trainer.lora_file.header import open_checked
 from lora_trainer.lora_file.inspect import inspect_file

@@ -19,7 +19,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError
 from lora_trainer.config.config import BaseSettings
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.checkpoints.base_folder import count_parameters, read_header
+from lora_trainer.families.base_files.base_folder import count_parameters, read_header
 from lora_trainer.families.locate import describe, locate
 from lora_trainer.lora_file.header import open_checked
 from lora_trainer.lora_file.inspect import inspect_file

@@ -45,7 +45,6 @@ def trained(
         every_steps=1,
         every_images=None,
         batch_size=1,
-        fingerprint="f",
         save_requested=lambda: False,
     )
     with writer:

@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.checkpoint.states import load_newest
+from lora_trainer.checkpoint.states import LoopValues, load_newest
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped, exit_code
 from lora_trainer.config.config import ObjectiveSettings, OptimizerSettings
 from lora_trainer.families.base import Conditioning
 from lora_trainer.lora.norm_limit import limit_norms, update_norm
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
-from lora_trainer.training.actions import SaveAction, load_scaler
+from lora_trainer.training.actions import SaveAction
 from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.dataloader import TrainingDataLoader
-from lora_trainer.training.guards import from_plain
+from lora_trainer.training.guards import GuardState, from_plain, to_plain
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import restore_optimizer
@@ -501,7 +501,8 @@ def test_a_loss_scale_goes_on_after_a_step_that_was_torn_once_unscaled() -> None
         parameter.grad = torch.ones_like(parameter)
     state = scaler.state_dict()
     scaler.unscale_(optimizer)
-    load_scaler(scaler, {"loss_scale": 8.0, "loss_scale_growth": 3})
+    saved = LoopValues.of(to_plain(GuardState(micro_batch=1)), scaler)
+    replace(saved, loss_scale=8.0, loss_scale_growth=3).restore_loss_scale(scaler)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
@@ -671,7 +672,6 @@ def saving(tiny: TinyTraining, folder: Path) -> SaveAction:
         every_steps=0,
         every_images=None,
         batch_size=tiny.training.batch_size,
-        fingerprint="f",
         save_requested=lambda: False,
     )
 
@@ -681,8 +681,8 @@ def restored(tiny: TinyTraining, folder: Path) -> Progress:
     assert state is not None
     tiny.adapter.load_state(state.adapter)
     restore_optimizer(tiny.training.optimizer, state.optimizer)
-    load_scaler(tiny.training.scaler, state.extras)
-    guard = from_plain(state.extras["guard"])
+    state.loop.restore_loss_scale(tiny.training.scaler)
+    guard = from_plain(state.loop.guard)
     return Progress(step=state.step, images=state.images_seen, guard=guard)
 
 

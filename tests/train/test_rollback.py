@@ -72,7 +72,7 @@ class Voyage:
     def load(self, state: TrainingState) -> Progress:
         self.tiny.adapter.load_state(state.adapter)
         self.tiny.training.optimizer.load_state_dict(dict(state.optimizer))
-        guard = from_plain(state.extras["guard"])
+        guard = from_plain(state.loop.guard)
         return Progress(step=state.step, images=state.images_seen, guard=guard)
 
     def on_disk(self) -> TrainingState:
@@ -94,7 +94,6 @@ def voyage(folder: Path, weather: Weather, *, steps: int = 12, every: int = 4) -
         every_steps=every,
         every_images=None,
         batch_size=2,
-        fingerprint="f",
         save_requested=lambda: False,
     )
     return Voyage(tiny=tiny, writer=writer, saves=saves)
@@ -124,7 +123,7 @@ def test_after_five_it_goes_on_from_the_last_save_at_half_the_rate(tmp_path: Pat
     assert (change["old"], change["new"]) == (1.0, 0.5)
     assert change["reason"].startswith("back to step 8: the gradients were not finite numbers 5")
     assert all(weight.isfinite().all() for weight in weights(found))
-    assert found.on_disk().extras["guard"]["lr_scale"] == 0.5
+    assert found.on_disk().loop.guard["lr_scale"] == 0.5
 
 
 def test_before_the_first_save_it_goes_back_to_the_start(tmp_path: Path) -> None:
@@ -185,7 +184,7 @@ def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
     assert (start.step, start.guard.skipped_in_row) == (8, 3)
     again.run(start)
     assert same(weights(again), weights(whole))
-    assert again.on_disk().extras == whole.on_disk().extras
+    assert again.on_disk().loop == whole.on_disk().loop
 
 
 def test_a_weight_that_is_spoilt_is_never_saved_and_undone(tmp_path: Path) -> None:

@@ -1,12 +1,8 @@
-"""Images of the flow-matching families: latents as tokens, the VAE, samples from the base's pipeline.
+"""Images of the flow-matching families: latents as tokens, the VAE's posterior, samples.
 
-Latents as the tokens of FLUX-like transformers: 2x2 squares, channels before rows before columns.
-
-Float [B, C, H, W] to [B, H/2 W/2, 4 C] and back, and the position of each token. Pure functions.
-
-Encoding and sampling images for flow-matching families: the VAE's posterior, the base's own pipeline.
-
-A family normalises latents, names its pipeline's arguments and prepares latents for its VAE (`LatentDecoder`).
+Transformers like FLUX.1 read 2x2 squares of latents as tokens: float [B, C, H, W] to [B, H/2 W/2, 4 C] and
+back, channels before rows before columns. A family normalises latents, names the arguments of its pipeline
+and prepares latents for its VAE (`LatentDecoder`).
 """
 
 from __future__ import annotations
@@ -30,6 +26,7 @@ def pack(latents: Tensor) -> Tensor:
     """Return [B, H/2 W/2, 4 C] of [B, C, H, W]; height and width are even."""
     batch, channels, height, width = latents.shape
     squares = latents.reshape(batch, channels, height // 2, 2, width // 2, 2)
+    # The order of FluxPipeline._pack_latents.
     return squares.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * 4)
 
 
@@ -47,6 +44,7 @@ def position_ids(latents: Tensor) -> Tensor:
     rows = torch.arange(latents.shape[-2] // 2, device=latents.device)
     columns = torch.arange(latents.shape[-1] // 2, device=latents.device)
     grid = torch.cartesian_prod(rows, columns).reshape(-1, 2).float()
+    # The first of the three axes is 0 for every token of a single image.
     return torch.nn.functional.pad(grid, (1, 0))
 
 
@@ -79,6 +77,7 @@ class FlowImageEncoder(ImageEncoder):
 
         with torch.no_grad():
             posterior = self.vae.encode(pixels.to(self.vae.device)).latent_dist
+            # The whole posterior, no sample of it: the cache keeps both, and each step draws its own latents.
             means, stds = self.family.normalised(self.vae, posterior.mean, posterior.std)
         means, stds = means.float().cpu(), stds.float().cpu()
         if not (means.isfinite().all() and stds.isfinite().all()):
@@ -116,6 +115,7 @@ class FlowSampler(Sampler):
             **self.family.sampler_arguments(
                 self._moved(conditioning), self._moved(negative), guidance_scale=guidance_scale
             ),
+            # On the CPU, so that a seed gives the same noise on every device.
             generator=torch.Generator().manual_seed(seed),
             width=size_px[0],
             height=size_px[1],

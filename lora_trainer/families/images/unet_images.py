@@ -1,15 +1,8 @@
-"""Images of the U-Net families: noise levels and samplers, the VAE, samples.
+"""Images of the U-Net families: schedulers, the VAE, and samples from a denoiser in training.
 
-Noise levels and samplers of the U-Net families, from the facts of a base alone.
-
-Facts state the prediction type and whether the last timestep is pure noise. Training, samples and plain
-pipelines all take their scheduler from here, so an override of the facts reaches all three. Torch is
-imported inside calls only.
-
-Images of the U-Net families: the VAE, and samples from a denoiser in training.
-
-The VAE runs in float32 beside a denoiser of any dtype, because some VAEs overflow in fp16. Input and
-output are those of `ImageEncoder` and `Sampler`.
+Training, samples and plain pipelines all take their scheduler from the facts of a base (prediction type,
+whether the last timestep is pure noise), so an override of the facts reaches all three. The VAE runs in
+float32 beside a denoiser of any dtype, because some VAEs overflow in fp16. Torch is imported inside calls only.
 """
 
 from __future__ import annotations
@@ -30,8 +23,8 @@ from lora_trainer.families.base import (
     Prediction,
     Sampler,
 )
-from lora_trainer.families.checkpoints import unet_file
-from lora_trainer.families.checkpoints.base_folder import part_file, part_folder, variant
+from lora_trainer.families.base_files import unet_file
+from lora_trainer.families.base_files.base_folder import part_file, part_folder, variant
 
 if TYPE_CHECKING:
     import torch
@@ -43,11 +36,14 @@ def sampling_scheduler(facts: BaseFacts) -> Any:
     """Return the base's own sampler, or DDIM where the base's sampler cannot start from pure noise."""
     import diffusers
 
+    # A base may name a scheduler that this diffusers does not have.
     kind: Any = getattr(
         diffusers, str(facts.scheduler.get("_class_name", "")), diffusers.DDIMScheduler
     )
     config = facts.scheduler_config()
     if "rescale_betas_zero_snr" not in kind._get_init_keys(kind):
+        # A class without the parameter (PNDM, Stable Diffusion 1's) would warn and start from a level with
+        # signal in it. DDIM can, and is the sampler of Lin et al. 2023 (arXiv 2305.08891).
         if facts.zero_terminal_snr:
             kind = diffusers.DDIMScheduler
         else:
@@ -142,6 +138,7 @@ class UNetSampler(Sampler):
 
         latents = self.pipeline(
             **self.arguments(self._moved(conditioning), self._moved(negative)),
+            # On the CPU, so that a seed gives the same noise on every device.
             generator=torch.Generator().manual_seed(seed),
             width=size_px[0],
             height=size_px[1],

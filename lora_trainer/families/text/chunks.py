@@ -41,6 +41,7 @@ class Chunks:
         empty prompt.
         """
         room, row = self.width - AROUND, list[Value]()
+        # All chunks, also those behind the prompt's end: the rows of a batch have one length.
         for first in range(0, self.room, room):
             part = values[first : min(first + room, self.room)]
             row += [begin, *part, end, *[padding] * (room - len(part))]
@@ -57,5 +58,6 @@ class Chunks:
         if self.count == 1:
             return states
         texts = states.unflatten(0, (-1, self.count))
+        # texts: [B, count, width, C]; leave out the begin and the end of every chunk.
         inner = texts[:, :, 1:-1].flatten(1, 2)
         return torch.cat([texts[:, 0, :1], inner, texts[:, -1, -1:]], dim=1)

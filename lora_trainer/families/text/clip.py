@@ -1,17 +1,13 @@
-"""CLIP text encoders and the weights of words in their outputs.
-
-Prompt weights on CLIP's hidden states, as Stable Diffusion web UI and kohya's trainers apply them.
-
-Inputs: the weighted parts of a prompt, a tokenizer, an encoder's hidden states h. Outputs: a weight w_i per
-token i, and the states w_i h_i * mean(h) / mean(w h), with means over tokens and channels of one chunk:
-weighted words grow relative to the rest while the mean stays the same. The ratio is left out where a mean
-is near zero or the means differ in sign, because it would then explode or flip the states. Pooled outputs
-have no tokens and stay unchanged. Torch-free to import.
-
-CLIP text encoders: tokenizing, embedding with gradients, loading from folders and checkpoints.
+"""CLIP text encoders: tokenizing, embedding with gradients, prompt weights, loading from folders and files.
 
 A `ClipPart` states the place and the names of one encoder in files. Output is `text`, the hidden states
-that the U-Net attends to; a pair of encoders also returns `pooled`. Torch-free to import.
+that the U-Net attends to; a pair of encoders also returns `pooled`.
+
+Prompt weights act on the hidden states h as in Stable Diffusion web UI and kohya's trainers: a token i of
+weight w_i gets w_i h_i * mean(h) / mean(w h), with means over tokens and channels of one chunk, so weighted
+words grow relative to the rest while the mean stays the same. The ratio is left out where a mean is near
+zero or the means differ in sign, because it would then explode or flip the states. Pooled outputs have no
+tokens and stay unchanged. Torch-free to import.
 """
 
 from __future__ import annotations
@@ -22,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.caption_markup import Weighted, words_of
 from lora_trainer.families.base import WEIGHTS, Conditioning, Layout, NewWord, TextEncoder
-from lora_trainer.families.checkpoints.base_folder import part_file, variant
-from lora_trainer.families.checkpoints.unet_file import load_clip
+from lora_trainer.families.base_files.base_folder import part_file, variant
+from lora_trainer.families.base_files.unet_file import load_clip
 from lora_trainer.families.text.chunks import Chunks
 
 if TYPE_CHECKING:
@@ -75,6 +71,8 @@ def emphasised(hidden: Tensor, weights: Tensor | None) -> Tensor:
     weighted = states * weights.to(states.device, states.dtype).unsqueeze(-1)
     before, after = (values.mean(dim=(1, 2), keepdim=True) for values in (states, weighted))
     strength = states.square().mean(dim=(1, 2), keepdim=True).sqrt()
+    # Times the sign of `before` both means are positive where they agree in sign; the
+    # smaller one then shows whether either is near zero.
     both = torch.minimum(before * before.sign(), after * before.sign())
     has_mean, one = both > NEGLIGIBLE * strength, torch.ones_like(after)
     # Choose before dividing: torch.where passes gradients through both branches, and 0 * (1 / 0) is NaN.
@@ -163,6 +161,8 @@ class ClipEncoder(TextEncoder):
                 self._with_word(prompt, tokenizer),
                 begin=begin,
                 end=end,
+                # The end token for CLIP-L, "!" (0) for OpenCLIP. The network sees the padding: CLIP
+                # gets no mask, in training as in diffusers' pipelines.
                 padding=tokenizer.pad_token_id,
             )
             for prompt in prompts
@@ -231,6 +231,8 @@ class ClipPairEncoder(ClipEncoder):
             for component in self.networks
         ]
         states = [
+            # States before the final norm, unlike those of Stable
+            # Diffusion 1 with `clip_skip`, which are normed.
             self._text(tokens, component, output.hidden_states[-2])
             for component, output in zip(self.networks, outputs, strict=True)
         ]
@@ -274,6 +276,7 @@ def load_network(
 
 
 def _drop_last_layers(network: Any, count: int) -> None:
+    # transformers 5 dropped `text_model.` from the path, so look for its end.
     layers = next(
         module for name, module in network.named_modules() if name.endswith("encoder.layers")
     )

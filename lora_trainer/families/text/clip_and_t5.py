@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.families.base import Conditioning, Header, Layout, TextEncoder
-from lora_trainer.families.checkpoints.base_folder import components, text_file
+from lora_trainer.families.base_files.base_folder import components, text_file
 from lora_trainer.families.text.clip import read_padding_as_text
 from lora_trainer.families.text.t5 import (
     NetworkLoader,
@@ -43,6 +43,7 @@ class Encoder:
 CLIP_L = Encoder(
     component="text_encoder",
     tokenizer="tokenizer",
+    # Its pooled vector is the one after the projection; CLIP-L's projection is the identity (`load_encoder_file`).
     network="CLIPTextModelWithProjection",
     tokens=77,
     checkpoint="text_encoders.clip_l.transformer.",
@@ -133,7 +134,9 @@ class SD3TextEncoder(TextEncoder):
         ):  # without a mask: the base was trained on unmasked padding
             t5 = hidden_states(self.networks[T5.component], tokens[T5.component])
         else:
+            # As StableDiffusion3Pipeline._get_t5_prompt_embeds without a third encoder.
             t5 = clip.new_zeros((len(clip), T5.tokens, self.width))
+        # CLIP's 768 + 1280 channels get zeros up to the 4096 of T5, so that both are tokens of one sequence.
         text = torch.cat([pad(clip, (0, t5.shape[-1] - clip.shape[-1])), t5], dim=-2)
         return {"text": text, "pooled": torch.cat([output.text_embeds for output in clips], dim=-1)}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import Conditioning, Layout, TextEncoder
-from lora_trainer.families.checkpoints.base_folder import read_json
+from lora_trainer.families.base_files.base_folder import read_json
 from lora_trainer.families.text.t5 import NetworkLoader, count_tokens, load_tokenizer, room
 
 if TYPE_CHECKING:
@@ -77,7 +77,10 @@ class QwenVLTextEncoder(TextEncoder):
         tokens = self.tokenizer(
             [TEMPLATE.format(prompt) for prompt in prompts],
             padding=True,
+            # `embed` drops the template's tokens at the front, so padding has to stand behind.
             padding_side="right",
+            # The pipeline reads up to 1024 + 34 tokens and keeps the first 512 states. Each state sees
+            # earlier tokens only (a causal model), so reading no more than these gives the same.
             max_length=TEMPLATE_TOKENS + MAX_TOKENS,
             truncation=True,
             return_tensors="pt",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import Conditioning, Layout, TextEncoder
-from lora_trainer.families.checkpoints.base_folder import check_chat_template, read_json
+from lora_trainer.families.base_files.base_folder import check_chat_template, read_json
 from lora_trainer.families.text.t5 import NetworkLoader, count_tokens, room
 
 if TYPE_CHECKING:
@@ -116,9 +116,13 @@ class _Qwen3TextEncoder(TextEncoder):
             output_hidden_states=True,
             use_cache=False,
         ).hidden_states
+        # The layers' channels one after another, as Flux2KleinPipeline._get_qwen3_prompt_embeds orders them.
         text = torch.cat([states[layer] for layer in self.format.layers], dim=-1)
+        # klein's network gets no mask and reads the padding too.
         if self.format.padded:
             return {"text": text}
+        # By the mask, not by length: whether the tokenizer pads at the
+        # left or at the right is in its own files.
         texts = [states[is_token] for states, is_token in zip(text, mask.bool(), strict=True)]
         masks = [torch.ones(len(states), dtype=torch.int64, device=device) for states in texts]
         return {

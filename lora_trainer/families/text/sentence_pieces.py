@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.checkpoints.base_folder import AGAIN
+from lora_trainer.families.base_files.base_folder import AGAIN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +53,7 @@ def read_pieces(file: Path) -> SentencePieces:
                 pieces.append((_bytes(piece[_TEXT]).decode(), score))
             elif field == _TRAINER:
                 trainer = dict(_fields(_bytes(value)))
+                # The defaults of sentencepiece_model.proto: unk_id 0, model_type UNIGRAM.
                 unknown = _number(trainer.get(_UNKNOWN, 0))
                 kind = _number(trainer.get(_MODEL_TYPE, _UNIGRAM))
             elif field == _NORMALIZER:
@@ -113,6 +114,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     """Decode a varint (groups of seven bits, the lowest first); return (value, offset behind it)."""
     value = shift = 0
     while True:
+        # Past the end this is an IndexError, which `read_pieces` turns into its InputError.
         byte = data[at]
         value |= (byte & 0x7F) << shift
         at, shift = at + 1, shift + 7

@@ -101,6 +101,7 @@ class PooledT5Encoder(TextEncoder):
         ids = tokens["text_encoder"].to(next(clip.parameters()).device)
         return {
             "text": hidden_states(self.networks["text_encoder_2"], tokens["text_encoder_2"]),
+            # Before CLIP's projection, as FluxPipeline._get_clip_prompt_embeds.
             "pooled": clip(ids).pooler_output,
         }
 

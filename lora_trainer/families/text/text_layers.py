@@ -18,6 +18,7 @@ def clip_layers(*, layers: int, width: int, inner: int) -> Layers:
     blocks = {
         f"encoder.layers.{n}.{name}": shape for n in range(layers) for name, shape in block.items()
     }
+    # CLIP-L projects 768 channels to 768, bigG 1280 to 1280.
     return {**blocks, "final_layer_norm": (width,), "text_projection": (width, width)}
 
 
@@ -47,6 +48,8 @@ def qwen_layers(*, layers: int, width: int, inner: int, queries: int, keys: int)
 CLIP_L = clip_layers(layers=12, width=768, inner=3072)
 CLIP_G = clip_layers(layers=32, width=1280, inner=5120)
 T5_XXL = t5_xxl_layers()
+# Heads of 128 channels (Qwen) or 256 (Gemma): 32 and 8 of them in Qwen3-4B, 8 and 4 in Gemma 2, 28
+# and 4 in Qwen2.5-VL. `queries` is therefore not always `width`.
 QWEN3_4B = qwen_layers(layers=36, width=2560, inner=9728, queries=4096, keys=1024)
 GEMMA2_2B = qwen_layers(layers=26, width=2304, inner=9216, queries=2048, keys=1024)
 QWEN25_VL_7B = qwen_layers(layers=28, width=3584, inner=18944, queries=3584, keys=512)

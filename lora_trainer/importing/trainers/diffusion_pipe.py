@@ -367,6 +367,7 @@ def _read_tables(foreign: Foreign, data: Mapping[str, Any]) -> None:
         if isinstance(first.get(key), int | float) and first[key] > 0
     ]
     if limits and first.get("enable_ar_bucket"):
+        # Here one limit holds for both orientations: the wider one of max_ar and 1 / min_ar.
         aspect = max(max(float(first[key]), 1 / float(first[key])) for key in limits)
         sources = [
             f"dataset.{key}" if key in shared_values else f"dataset.directory[0].{key}"

@@ -179,6 +179,7 @@ def _adapter(foreign: Foreign) -> None:
 def _optimizer(foreign: Foreign) -> None:
     findings = foreign.findings
     rate_source = "learning_rate" if foreign.on("learning_rate") else THERE
+    # SimpleTuner's own default, as are the batch of 4 and the single accumulation below.
     rate = foreign.number("learning_rate", 4e-7)
     batch, times = (
         foreign.number("train_batch_size", 4) or 4,
@@ -217,6 +218,7 @@ def _optimizer(foreign: Foreign) -> None:
     foreign.stay("is not given", "optimizer_config")
     steps = foreign.number("max_train_steps", 0) or 0
     warmup = foreign.number("lr_warmup_steps", 0) or 0
+    # There the warm-up's steps are the length of these schedules' waves, so none are left to warm up.
     if foreign.values.get("lr_scheduler") in ("cosine", "sine", "cosine_with_restarts"):
         how = f"one fall, there waves of lr_warmup_steps={warmup:g} steps without a warm-up"
         findings.is_nearest("lr_scheduler", f"{foreign.values['lr_scheduler']}: {how}")

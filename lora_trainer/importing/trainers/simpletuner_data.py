@@ -91,6 +91,7 @@ def read_tables(foreign: Foreign, tables: list[Mapping[str, Any]]) -> None:
         repeats = table.get("repeats", 0)
         if isinstance(repeats, int) and not isinstance(repeats, bool) and repeats >= 0:
             folder.settings["repeats"] = (
+                # Repeats are further views there: 0 shows each image once (documentation/DATALOADER.md).
                 repeats + 1,
                 f"{where}repeats" if "repeats" in table else THERE,
             )

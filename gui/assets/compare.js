@@ -1,0 +1,87 @@
+// The page Compare: two runs, a step of each, their samples of the same prompts side by side. What is
+// chosen stands in the address, so that a reload and a link show the same.
+import { make } from "/ui/dialog.js";
+
+export async function mount(place, server) {
+  const said = make("p", { className: "quiet" });
+  said.setAttribute("role", "status");
+  const { runs, error } = (await server.compare_runs({})) ?? { error: "The program does not answer; is it still running?" };
+  if (error || runs.length < 2) {
+    said.textContent = error ?? "Two trainings with sample images are needed. Train another one, then come back.";
+    place.replaceChildren(said);
+    return;
+  }
+  const rows = make("div", { className: "pairs" });
+  const asked = new URL(location.href).searchParams;
+  const draw = () => show(rows, said, sides);
+  const first = asked.get("a");
+  const sides = [
+    new Side("First", "a", runs, first, server, draw),
+    new Side("Second", "b", runs, asked.get("b") ?? runs.find((name) => name !== (first ?? runs[0])), server, draw),
+  ];
+  place.replaceChildren(make("div", { className: "sides" }, ...sides.map((side) => side.node)), said, rows);
+  await Promise.all(sides.map((side) => side.load()));
+}
+
+/** One of the two: which run, which step of it, and its sheet of samples. */
+class Side {
+  constructor(title, key, runs, chosen, server, draw) {
+    Object.assign(this, { key, server, draw, sheet: null });
+    this.run = make("select", { onchange: () => this.load() }, ...runs.map((name) => make("option", { value: name, textContent: name })));
+    if (runs.includes(chosen)) this.run.value = chosen;
+    this.step = make("select", { onchange: () => this.chosen() });
+    const label = (text, field) => make("label", {}, text, field);
+    this.node = make("fieldset", { className: "panel" }, make("legend", { textContent: title }),
+      label("Training", this.run), label("Step", this.step));
+  }
+
+  async load() {
+    const name = this.run.value;
+    const sheet = (await this.server.compare_sheet({ run: name })) ?? { error: "The program does not answer; is it still running?" };
+    if (name !== this.run.value) return; // another one was chosen meanwhile
+    this.sheet = sheet;
+    const steps = sheet.steps ?? [];
+    this.step.replaceChildren(...steps.map((step, index) => make("option", { value: index, textContent: step.best ? `${step.name}, the best` : step.name })));
+    const wished = new URL(location.href).searchParams.get(`${this.key}-step`);
+    const at = steps.findIndex((step) => String(step.step) === wished);
+    const best = steps.findIndex((step) => step.best);
+    this.step.value = at >= 0 ? at : best >= 0 ? best : steps.length - 1;
+    this.chosen();
+  }
+
+  chosen() {
+    const address = new URL(location.href);
+    address.searchParams.set(this.key, this.run.value);
+    const step = this.sheet.steps?.[this.step.value];
+    if (step) address.searchParams.set(`${this.key}-step`, step.step);
+    history.replaceState(history.state, "", address);
+    this.draw();
+  }
+
+  /** Return the picture of a prompt at the chosen step. */
+  picture(prompt) {
+    const index = this.sheet.prompts.findIndex((other) => same(other, prompt));
+    const source = this.sheet.images[index]?.[this.step.value];
+    if (!source) return make("span", { className: "missing", textContent: "not drawn at this step" });
+    const image = make("img", { src: source, alt: `${this.run.value}, ${this.sheet.steps[this.step.value].name}: ${prompt.text}` });
+    image.addEventListener("load", () => image.classList.toggle("pixels", image.naturalWidth <= 128));
+    return make("a", { href: source, target: "_blank" }, image);
+  }
+}
+
+const same = (one, other) => one.text === other.text && one.seed === other.seed;
+
+function show(rows, said, sides) {
+  const [one, other] = sides.map((side) => side.sheet);
+  if (!one || !other) return;
+  const error = one.error ?? other.error;
+  const shared = error ? [] : one.prompts.filter((prompt) => other.prompts.some((found) => same(found, prompt)));
+  const left = error ? 0 : one.prompts.length + other.prompts.length - 2 * shared.length;
+  said.className = error ? "error notice" : "quiet";
+  said.textContent = error ?? (shared.length
+    ? `${shared.length} prompt${shared.length === 1 ? "" : "s"} that both have, with the same seed.${left ? ` ${left} more only one of them has.` : ""}`
+    : "They have no prompt in common. Train both with the same sample prompts to compare them.");
+  rows.replaceChildren(...shared.map((prompt) => make("figure", {},
+    make("figcaption", { textContent: prompt.text || "(empty prompt)", dir: "auto" }),
+    ...sides.map((side) => side.picture(prompt)))));
+}

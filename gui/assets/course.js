@@ -1,0 +1,84 @@
+// How long a training takes and what its samples are of: filled in by the plan, until somebody types.
+// props.value is what the plan chose (plan_view.course); `changed` in it has the texts typed since then, which
+// come to the server with whatever is pressed next, and `taken` those that it has kept. An empty text leaves
+// the choice to lora-train.
+import { make } from "/ui/dialog.js";
+
+export function mount(place, { get, set, asked, onchange }) {
+  const steps = number();
+  const epochs = number();
+  const said = make("p", { className: "said" });
+  said.setAttribute("role", "status");
+  const prompts = make("textarea", { rows: 4, maxLength: 20000 });
+  const automatic = { steps: reset("steps"), prompts: reset("prompts") };
+  place.replaceChildren(
+    make("fieldset", { className: "length" }, make("legend", { textContent: "How long it trains" }),
+      make("div", { className: "either" }, make("label", {}, "Steps", steps), make("span", { className: "quiet", textContent: "or" }),
+        make("label", {}, "Times through your images", epochs)),
+      said, automatic.steps),
+    make("div", { className: "prompts" }, make("label", {}, "What the samples show, one a line", prompts),
+      make("p", { className: "quiet", textContent: "While it trains, an image is drawn for each line, so that you see what it has learned." }),
+      automatic.prompts),
+  );
+  const unsent = {};
+  let typing = null; // the field with a text that has not been sent
+  place.addEventListener("input", (event) => { typing = event.target; });
+  steps.oninput = () => say(epochs, Math.round(10 * steps.value * ratio()) / 10);
+  epochs.oninput = () => say(steps, Math.max(1, Math.round(epochs.value / ratio())));
+  for (const field of [steps, epochs]) field.onchange = () => change("steps", field.value.trim() && steps.value.trim());
+  prompts.onchange = () => change("prompts", prompts.value);
+  onchange(draw);
+  draw();
+
+  function ratio() { return get()?.epochs_per_step ?? 0; }
+
+  function say(other, value) {
+    other.value = (other === steps ? epochs : steps).value.trim() && ratio() ? value : "";
+    sentence();
+  }
+
+  function sentence() {
+    const { images, held_out: kept } = get() ?? {};
+    const count = Number(steps.value);
+    if (!images || !count) { said.textContent = "Left empty, it is chosen for your images."; return; }
+    const times = count * ratio();
+    const often = times >= 1.95 ? `${Math.round(times).toLocaleString("en")} times each` : times >= 0.95 ? "once each" : "some";
+    const aside = kept ? ` ${kept} more ${kept === 1 ? "is" : "are"} kept aside to measure how well it learns.` : "";
+    said.textContent = `${count.toLocaleString("en")} steps = ${often} of the ${images.toLocaleString("en")} images.${aside}`;
+  }
+
+  function change(name, text) {
+    typing = null;
+    unsent[name] = text;
+    send();
+  }
+
+  function send() {
+    set({ ...get(), changed: { ...unsent } });
+    asked();
+  }
+
+  function reset(name) {
+    return make("button", { type: "button", hidden: true, textContent: "Choose for me", onclick: () => change(name, "") });
+  }
+
+  function draw() {
+    const value = get();
+    place.hidden = !value?.steps;
+    if (place.hidden || value.changed) return; // its answer is on the way
+    for (const [name, text] of Object.entries(value.taken)) if (unsent[name] === text) delete unsent[name];
+    // A plan that was asked for before the last text was typed.
+    if (Object.keys(unsent).length) return send();
+    if (![steps, epochs].includes(typing)) {
+      steps.value = value.steps;
+      epochs.value = Math.round(10 * value.steps * ratio()) / 10;
+    }
+    if (typing !== prompts) prompts.value = value.prompts;
+    for (const [name, button] of Object.entries(automatic)) button.hidden = !value.own.includes(name);
+    sentence();
+  }
+}
+
+function number() {
+  return make("input", { type: "number", min: 0, step: "any", inputMode: "decimal" });
+}

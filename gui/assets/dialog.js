@@ -1,0 +1,48 @@
+// A dialog with a form, for what is asked in passing; the browser keeps the focus in it and gives it back.
+
+export const make = (name, properties, ...children) => {
+  const node = Object.assign(document.createElement(name), properties);
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+};
+
+/** Open a dialog: `submit` asks the server; an {error} stays in it, everything else goes to `done`. */
+export function dialog(title, { fields, note, act, submit, danger = false }) {
+  const said = make("p", { className: "said" });
+  said.setAttribute("role", "status");
+  const go = make("button", { type: "submit", className: danger ? "danger big" : "primary big", textContent: act });
+  const leave = make("button", { type: "button", className: "big", textContent: "Cancel", onclick: () => node.close() });
+  const form = make("form", { method: "dialog" }, make("h2", { textContent: title }), ...fields,
+    make("p", { className: "quiet", textContent: note }), said, make("p", { className: "actions" }, go, leave));
+  const node = make("dialog", { className: "ask panel", ariaLabel: title }, form);
+  const shown = {
+    node,
+    done: () => node.close(),
+    say(text) { said.className = "said"; said.textContent = text; },
+    refuse(text) { said.className = "said notice error"; said.textContent = text; go.disabled = false; },
+    end(text, address) {
+      const link = address ? make("a", { href: address, target: "_blank", rel: "noopener", textContent: address }) : null;
+      said.className = "said notice";
+      said.replaceChildren(text, ...(link ? [link] : []));
+      for (const field of fields) field.hidden = true;
+      go.hidden = true;
+      leave.textContent = "Close";
+      leave.focus();
+    },
+  };
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    go.disabled = true;
+    shown.say("");
+    const answer = (await submit()) ?? { error: "The program does not answer; is it still running?" };
+    if (answer.error) shown.refuse(answer.error);
+    else shown.done(answer);
+  });
+  node.addEventListener("close", () => node.remove());
+  // In the frame, whose style sheet gives buttons and fields their look.
+  const frame = document.querySelector(".gradio-container main") ?? document.body;
+  frame.append(make("div", { className: "html-container" }, node));
+  node.addEventListener("close", () => frame.querySelectorAll(".html-container:empty").forEach((empty) => empty.remove()));
+  node.showModal();
+  return shown;
+}

@@ -1,0 +1,207 @@
+"""What was deleted in the pages: moved into `<runs>/.gui/trash/ID/`, and back as long as nobody empties it.
+
+Inputs: a run, a LoRA, or a dataset that a browser sent. Outputs: record.json, which says where each file
+was, and the files. Files are renamed only: within one disk nothing is copied, and nothing is half there. A
+record comes before its files leave, so that an end in between loses nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.files import (
+    disk_error,
+    json_bytes,
+    locked,
+    read_json_object,
+    retry_while_open,
+    write_atomic,
+)
+from lora_trainer.queue import commands
+from lora_trainer.reporting.history import mapping, number
+from lora_trainer.reporting.status import read_status
+
+from . import lora_files, state
+from .uploads import FOLDER as UPLOADS
+from .workplace import Workplace
+
+FOLDER, RECORD = "trash", "record.json"
+KINDS: tuple[str, ...] = ("run", "lora", "dataset")
+_LOCK_WITHIN_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thrown:
+    """Something in the trash; `places` are where its files were, relative to the runs folder, by their name here."""
+
+    id: str
+    kind: str
+    name: str
+    thrown_s: float
+    places: Mapping[str, str]
+
+
+def throw_away(work: Workplace, *, kind: str, ref: str) -> Thrown:
+    """Move a run, a LoRA (RUN/FILE) or an uploaded dataset into the trash.
+
+    Raises RequestError for what is not there or in use, MachineError when the disk refuses.
+    """
+    with _alone(work):
+        name, paths = _meant(work, kind, ref)
+        thrown = Thrown(
+            id=f"{time.time_ns():x}",
+            kind=kind,
+            name=name,
+            thrown_s=time.time(),
+            places={
+                f"{place}-{path.name}": path.relative_to(work.runs).as_posix()
+                for place, path in enumerate(paths)
+            },
+        )
+        folder = _folder(work) / thrown.id
+        record = {"kind": kind, "name": name, "at_s": thrown.thrown_s, "places": thrown.places}
+        try:
+            folder.mkdir(parents=True)
+            write_atomic(folder / RECORD, json_bytes(record))
+            for here, place in thrown.places.items():
+                _rename(work.runs / place, folder / here)
+        except OSError as error:
+            raise disk_error(folder, error) from error
+    return thrown
+
+
+def put_back(work: Workplace, id: str) -> Thrown:
+    """Move something back to where it was; raises RequestError where another thing is by now."""
+    with _alone(work):
+        thrown = next((each for each in contents(work) if each.id == id), None)
+        if thrown is None:
+            raise RequestError("this is not in the trash any more", fix="reload the page")
+        folder = _folder(work) / id
+        gone = {here: place for here, place in thrown.places.items() if (folder / here).exists()}
+        taken = next((place for place in gone.values() if (work.runs / place).exists()), None)
+        if taken is not None:
+            raise RequestError(
+                f"there is another {Path(taken).name} by now",
+                fix="rename or delete that one first",
+            )
+        try:
+            for here, place in gone.items():
+                (work.runs / place).parent.mkdir(parents=True, exist_ok=True)
+                _rename(folder / here, work.runs / place)
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise disk_error(folder, error) from error
+    return thrown
+
+
+def contents(work: Workplace) -> list[Thrown]:
+    """Return what is in the trash, the newest first; damaged records are left out."""
+    listed = []
+    for folder in sorted(_folder(work).glob("[!.]*"), reverse=True):
+        try:
+            record = read_json_object(folder / RECORD)
+        except RequestError:
+            continue
+        places = {str(here): str(place) for here, place in mapping(record, "places").items()}
+        inside = all(_is_plain(here, place) for here, place in places.items())
+        if inside and places:
+            listed.append(
+                Thrown(
+                    id=folder.name,
+                    kind=str(record.get("kind")),
+                    name=str(record.get("name")),
+                    thrown_s=number(record, "at_s"),
+                    places=places,
+                )
+            )
+    return listed
+
+
+def empty(work: Workplace) -> None:
+    """Delete what is in the trash for good; raises MachineError."""
+    with _alone(work):
+        for folder in _folder(work).glob("[!.]*"):
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                raise disk_error(folder, error) from error
+
+
+def size_bytes(work: Workplace) -> int:
+    """Return what the trash takes of the disk."""
+    files = (path for path in _folder(work).rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(path.stat().st_size for path in files)
+
+
+def uploaded(work: Workplace, folder: Path) -> bool:
+    """Return whether a dataset is one that a browser sent: others are the user's own folders."""
+    return folder.parent == (work.own / UPLOADS).resolve() and not folder.name.startswith(".")
+
+
+def _meant(work: Workplace, kind: str, ref: str) -> tuple[str, Sequence[Path]]:
+    """Return the name and the files of what is to go; raises RequestError."""
+    match kind:
+        case "run":
+            folder = state.run_folder(work.runs, ref)
+            _refuse_busy(work, folder)
+            return ref, [folder]
+        case "lora":
+            file = lora_files.find(work, ref)
+            if read_status(file.path.parent).state == "running":
+                raise RequestError(f"{file.run} is being trained", fix="wait for it, or stop it")
+            beside = (path for path in lora_files.beside(file.path) if path.is_file())
+            return file.path.stem, [file.path, *beside]
+        case "dataset":
+            folder = work.folder(ref)
+            if not uploaded(work, folder):
+                raise RequestError(
+                    f"{folder.name} is a folder of your own", fix="delete it in your file manager"
+                )
+            for run in state.runs(work.runs):
+                if run.status.state == "running" and _uses(work.runs / run.name, folder):
+                    raise RequestError(f"{run.name} is trained on it", fix="wait for it")
+            return folder.name, [folder]
+    raise RequestError(f"{kind!r} is nothing to delete", fix="reload the page")
+
+
+def _refuse_busy(work: Workplace, run: Path) -> None:
+    if read_status(run).state == "running":
+        raise RequestError(f"{run.name} is being trained", fix="stop it first")
+    target = str(run.resolve())
+    for item in commands.items(work.runs):
+        words = {item.run, *item.argv}
+        if not item.has_ended and words & {run.name, target, f"--resume-from={target}"}:
+            raise RequestError(f"{run.name} is in the queue", fix="remove it there first")
+
+
+def _uses(run: Path, dataset: Path) -> bool:
+    try:
+        words = read_json_object(run / "run.json").get("command")
+    except RequestError:
+        return False
+    return isinstance(words, list) and str(dataset) in map(str, words)
+
+
+def _is_plain(here: str, place: str) -> bool:
+    parts = Path(place).parts
+    return Path(here).name == here and ".." not in parts and not Path(place).is_absolute()
+
+
+def _rename(source: Path, target: Path) -> None:
+    retry_while_open(lambda: source.rename(target))
+
+
+def _folder(work: Workplace) -> Path:
+    return work.own / FOLDER
+
+
+def _alone(work: Workplace) -> Any:
+    busy = MachineError("another page moves something into the trash", fix="try again")
+    work.own.mkdir(parents=True, exist_ok=True)
+    return locked(work.own / f"{FOLDER}.lock", within_s=_LOCK_WITHIN_S, busy=busy)

@@ -1,0 +1,307 @@
+"""Reading a base model's folders and files without loading a weight: JSON, headers, shards, counts.
+
+Input is a `Layout`; every function raises InputError naming the part and the missing file. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.common.errors import InputError
+from lora_trainer.families.base import Header, Layout, Part, TensorInfo
+from lora_trainer.families.base_files import gguf_file
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+MAX_HEADER_BYTES = 16_000_000
+"""Largest header read of a safetensors file; the format allows 100 MB, the largest base models need 1 MB."""
+MAX_TENSORS = 100_000
+MAX_DIMENSIONS = 16
+MAX_KEY_LENGTH = 1_000
+READ_BYTES = 2**28
+"""How much of a file is mapped at a time while its tensors are read."""
+AGAIN = "download the base model again"
+CHAT_TEMPLATE = "chat_template.jinja"
+_TOKENIZER_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
+_VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "spiece.model"})
+_NO_PARAMETERS = ("position_ids", "running_mean", "running_var", "num_batches_tracked")
+_STEMS = ("diffusion_pytorch_model", "model")
+SUFFIXES = frozenset({".safetensors", ".sft", gguf_file.SUFFIX})
+"""Suffixes of single files; `.sft` is safetensors under the name that FLUX.1's first release used."""
+_WEIGHT_SCALES = ("scale_weight", "weight_scale")
+"""Names of an fp8 weight's scale, a number or one per row, beside it (ComfyUI's former and present names)."""
+_BESIDE_WEIGHTS = (*_WEIGHT_SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant")
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+_QUANTISED = (
+    ("bitsandbytes (NF4, INT8)", (".absmax", ".quant_map", ".SCB")),
+    ("NVFP4", (".weight_scale_2",)),
+    ("SVDQuant (Nunchaku) or GPTQ", (".qweight", ".wscales")),
+    ("fp8 in blocks", (".weight_scale_inv",)),
+)
+"""Kinds of quantisation that are not read -> endings of the tensors that give them away."""
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a base model."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"base model file {file} is missing or not JSON ({error})", fix=AGAIN
+        ) from None
+    if not isinstance(value, dict):
+        raise InputError(f"base model file {file} is not a JSON object", fix=AGAIN)
+    return value
+
+
+def components(folder: Path) -> Mapping[str, str]:
+    """Return component name -> class name of a diffusers folder; empty without model_index.json.
+
+    The pipeline's own class has the key "".
+    """
+    index = folder / "model_index.json"
+    if not index.is_file():
+        return {}
+    index_json = read_json(index)
+    classes = {
+        name: value[1]
+        for name, value in index_json.items()
+        if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)
+    }
+    return {"": str(index_json.get("_class_name", "")), **classes}
+
+
+def part_folder(layout: Layout, part: Part, subfolder: str) -> Path:
+    """Return the folder of a part's config.json: the folder in `layout.files`, else `subfolder`."""
+    override = layout.files.get(part)
+    return override if override is not None and override.is_dir() else layout.folder / subfolder
+
+
+def part_file(layout: Layout, part: Part) -> Path | None:
+    """Return the single file that holds a part's weights, None where they are in a folder."""
+    override = layout.files.get(part)
+    return override if override is not None and override.is_file() else None
+
+
+def text_file(layout: Layout, component: str) -> Path | None:
+    """Return the single file that holds a text encoder, None where it is in the layout's folder."""
+    return layout.text.get(component, part_file(layout, "text_encoder"))
+
+
+def weights(folder: Path) -> tuple[Path, ...]:
+    """Return the safetensors files of a part's folder, full precision before fp16, shards in order.
+
+    Raises InputError for a missing shard and for weights that exist as pickles only.
+    """
+    for variant in ("", ".fp16"):
+        for stem in _STEMS:
+            single = folder / f"{stem}{variant}.safetensors"
+            index = folder / f"{stem}.safetensors.index{variant}.json"
+            if single.is_file():
+                return (single,)
+            if index.is_file():
+                return _shards(index)
+    pickles = [path.name for path in folder.glob("*.bin")]
+    contents = f"only {pickles[0]}, a pickle that can run code" if pickles else "no weights"
+    raise InputError(
+        f"base model part {folder} has {contents}; allowed is {_STEMS[0]}.safetensors or {_STEMS[1]}.safetensors",
+        fix="download the safetensors version of the base model",
+    )
+
+
+def variant(folder: Path) -> str | None:
+    """Return diffusers' `variant` argument that loads the files of `weights`."""
+    return "fp16" if ".fp16" in weights(folder)[0].name else None
+
+
+def tokenizer_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files of a tokenizer; raises InputError when there is no vocabulary."""
+    files = {path.name: path for path in folder.glob("*") if path.suffix in _TOKENIZER_SUFFIXES}
+    if not files.keys() & _VOCABULARIES:
+        raise InputError(
+            f"base model part {folder} has none of {', '.join(sorted(_VOCABULARIES))}", fix=AGAIN
+        )
+    if "vocab.json" in files and not files.keys() & {"tokenizer.json", "merges.txt"}:
+        raise InputError(f"base model part {folder} has vocab.json without merges.txt", fix=AGAIN)
+    return tuple(sorted(files.values()))
+
+
+def check_chat_template(folder: Path) -> None:
+    """Raise InputError when a language model's tokenizer has no chat template.
+
+    Some releases keep the template in tokenizer_config.json, others in chat_template.jinja.
+    """
+    settings = folder / "tokenizer_config.json"
+    # transformers raises for a missing template too, but only once the prompt is
+    # encoded, after a download of 16 GB for FLUX.2 klein 4B.
+    if not (folder / CHAT_TEMPLATE).is_file() and "chat_template" not in read_json(settings):
+        raise InputError(
+            f"base model part {folder} has no chat template: neither {CHAT_TEMPLATE} nor one in "
+            f"{settings.name}",
+            fix=AGAIN,
+        )
+
+
+def read_header(file: Path) -> Header:
+    """Return the weights in a safetensors or GGUF file, without the scales of fp8 weights.
+
+    Raises InputError for a truncated or foreign file.
+    """
+    is_gguf = file.suffix == gguf_file.SUFFIX
+    try:
+        tensors, needed_bytes = (
+            gguf_file.read_gguf_header(file) if is_gguf else _safetensors_header(file)
+        )
+        if len(tensors) > MAX_TENSORS:
+            raise ValueError(f"it names more than {MAX_TENSORS:,} tensors")
+        if any(len(name) > MAX_KEY_LENGTH for name in tensors):
+            raise ValueError(f"a tensor's name of more than {MAX_KEY_LENGTH:,} characters")
+        if any(len(info.shape) > MAX_DIMENSIONS for info in tensors.values()):
+            raise ValueError(f"a tensor of more than {MAX_DIMENSIONS} dimensions")
+        if any(length < 0 for info in tensors.values() for length in info.shape):
+            raise ValueError("a tensor of negative size")
+        size = file.stat().st_size
+    except (
+        OSError, ValueError, struct.error, MemoryError, OverflowError, AttributeError, KeyError, TypeError, IndexError,
+        RecursionError,
+    ) as error:  # fmt: skip
+        kind = "GGUF" if is_gguf else "safetensors"
+        raise InputError(f"{file} is not a whole {kind} file ({error})", fix=AGAIN) from None
+    # A download that stopped early has a whole header and too few bytes; the last tensor of a GGUF may be padded.
+    if size < needed_bytes or (size > needed_bytes and not is_gguf):
+        raise InputError(f"{file} has {size:,} bytes, its header says {needed_bytes:,}", fix=AGAIN)
+    return {
+        name: info
+        for name, info in tensors.items()
+        # Scales are no layers: they would count as parameters, and no network has them.
+        if name.rpartition(".")[2] not in _BESIDE_WEIGHTS
+    }
+
+
+def _safetensors_header(file: Path) -> tuple[dict[str, TensorInfo], int]:
+    with file.open("rb") as stream:
+        # The first 8 bytes are the header's length: any other file gives an absurd number here.
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if not 2 <= length <= MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {length:,} bytes")
+        text = stream.read(length)
+    if is_crowded(text):  # before json.loads, which would build all its objects
+        raise ValueError(f"it names more than {MAX_TENSORS:,} tensors")
+    header = json.loads(text)
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+    tensors = {
+        name: TensorInfo(dtype=str(entry["dtype"]), shape=tuple(map(int, entry["shape"])))
+        for name, entry in entries.items()
+    }
+    return tensors, 8 + length + end
+
+
+def refuse_quantised(file: Path, header: Header) -> None:
+    """Raise InputError for weights in a quantisation that is not read: taken as numbers they are noise."""
+    for kind, endings in _QUANTISED:
+        if first := next((name for name in header if name.endswith(endings)), None):
+            raise _quantised(file, f"as {kind} ({first})")
+    readable = gguf_file.TYPES if file.suffix == gguf_file.SUFFIX else _FLOATS
+    for name, info in header.items():
+        # Norms, biases and buffers keep their type in quantised files and say nothing.
+        if len(info.shape) > 1 and name.endswith("weight") and info.dtype not in readable:
+            raise _quantised(file, f"({name} is {info.dtype})")
+
+
+def _quantised(file: Path, kind: str) -> InputError:
+    return InputError(
+        f"{file.name} is quantised {kind}; readable are fp32, bf16, fp16, fp8 plain or with a scale per "
+        "tensor or row, and GGUF",
+        fix="use such a version of this model; lora-train quantises it again where memory asks for it",
+    )
+
+
+def read_tensors(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return tensors cast to `dtype`, wanted name -> tensor; `names` maps it to the name in the file.
+
+    An fp8 weight is multiplied by its scale in float32; tensors stored in `dtype` are views of the mapped
+    file. Pages of a mapped file that were read count as memory of the process until the mapping is closed.
+    The file is mapped anew for every `READ_BYTES`, so a float32 base does not lie in memory beside its bf16
+    copy. Raises InputError for a broken file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if file.suffix == gguf_file.SUFFIX:
+        return gguf_file.read_gguf_tensors(file, names, read_header(file), dtype=dtype)
+    tensors: dict[str, Tensor] = {}
+    unread = deque(names.items())
+    try:
+        while unread:
+            with safe_open(file, framework="pt") as mapped:
+                read_bytes, present = 0, set(mapped.keys())
+                while unread and read_bytes < READ_BYTES:
+                    name, stored_name = unread.popleft()
+                    stored = mapped.get_tensor(stored_name)
+                    read_bytes += stored.nbytes
+                    # Of a name that does not end in "weight" nothing is removed; it has no scale.
+                    stem = stored_name.removesuffix("weight")
+                    scale_name = next(
+                        (f"{stem}{end}" for end in _WEIGHT_SCALES if f"{stem}{end}" in present), ""
+                    )
+                    if scale_name and stem != stored_name:
+                        stored = _scaled(file, stored_name, stored, mapped.get_tensor(scale_name))
+                    tensors[name] = stored.to(dtype)
+                    del stored  # a tensor of the file keeps the whole mapping open
+    except SafetensorError as error:
+        raise InputError(f"{file} is not a whole safetensors file ({error})", fix=AGAIN) from None
+    return tensors
+
+
+def _scaled(file: Path, name: str, stored: Tensor, scale: Tensor) -> Tensor:
+    """Return an fp8 weight times its scale, float32; the scale is one number or one per row."""
+    rows = scale.float().flatten()
+    if len(rows) not in (1, len(stored)):
+        raise InputError(
+            f"{file} has {len(rows):,} scales for the {len(stored):,} rows of {name}; readable is one "
+            "per tensor or row",
+            fix="use the bf16 or fp16 version of this model",
+        )
+    return stored.float() * rows.reshape(-1, *[1] * (stored.dim() - 1))
+
+
+def is_crowded(header: bytes) -> bool:
+    """Return whether a header has more brackets than `MAX_TENSORS` need; parsed it could fill the memory."""
+    # A tensor's entry has three: its own, its shape's and its offsets'.
+    return header.count(b"{") + header.count(b"[") > 4 * MAX_TENSORS
+
+
+def count_parameters(files: Iterable[Path], *, unread: tuple[str, ...] = ()) -> int:
+    """Count the parameters in safetensors files; position ids and batch statistics are none.
+
+    `unread` are prefixes of tensors that loading leaves out.
+    """
+    return sum(
+        math.prod(info.shape)
+        for file in files
+        for name, info in read_header(file).items()
+        if not name.endswith(_NO_PARAMETERS) and not name.startswith(unread)
+    )
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise InputError(f"base model file {index} lists no weights", fix=AGAIN)
+    # Keep only each file's last path component: an index must not point outside its folder.
+    files = [index.parent / Path(str(name)).name for name in sorted(set(names.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise InputError(
+            f"base model part {index.parent} lacks {len(missing)} of {len(files)} shards, first {missing[0]}",
+            fix=AGAIN,
+        )
+    return tuple(files)

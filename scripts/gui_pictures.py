@@ -1,0 +1,200 @@
+"""Draw docs/gui/: every page of the interface, empty, busy, after an error and finished.
+
+    python scripts/gui_pictures.py [--only WORD]
+
+A real server shows real trainings of datasets/example on the embedded base: one has finished, one has stopped
+because it learned nothing, one trains while the pictures are taken. Each page is drawn as on a laptop (1366 x 768)
+and on a phone (390 x 844), light and dark. Takes about six minutes on two cores; needs chromium and the extra `dev`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from lora_trainer.common.events import read_events  # noqa: E402 - after sys.path
+from lora_trainer.queue import commands  # noqa: E402 - after sys.path
+from lora_trainer.reporting.status import Control  # noqa: E402 - after sys.path
+from tests.fakes.gui_server import GuiServer, start_gui  # noqa: E402 - after sys.path
+
+TARGET = ROOT / "docs" / "gui"
+EXAMPLE = ROOT / "datasets" / "example"
+SCREENS = {"laptop": {"width": 1366, "height": 768}, "phone": {"width": 390, "height": 844}}
+SCHEMES = ("light", "dark")
+WEBP_QUALITY = 82
+WITHIN_MS = 120_000
+SHOWN = """() => [...document.images].every((image) => {
+  const box = image.getBoundingClientRect();
+  return image.complete || !image.offsetParent || box.top > innerHeight || box.bottom < 0;
+})"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A page in a state: its address, and a selector that matches once the page is complete.
+
+    `{images}` in the address is the folder of the example; `scroll_to` is brought to the top of the window first.
+    """
+
+    name: str
+    path: str
+    ready: str
+    scroll_to: str = ""
+
+
+EMPTY = (
+    Picture(name="home-empty", path="/", ready=".drop"),
+    Picture(name="train-empty", path="/train?draft=new", ready=".drop"),
+    Picture(name="datasets-empty", path="/datasets", ready=".ds-open"),
+    Picture(name="queue-empty", path="/queue", ready="#queue .empty"),
+    Picture(name="trash-empty", path="/trash", ready="text=The trash is empty"),
+    Picture(name="library-empty", path="/library", ready=".empty"),
+    Picture(name="doctor", path="/doctor", ready="h2:has-text('Versions')"),
+    Picture(name="settings", path="/settings", ready="[id='set-adapter.rank']"),
+)
+STARTING = (Picture(name="run-starting", path="/run?run=zibbo-again", ready=".run-head .said"),)
+BUSY = (
+    Picture(name="home-busy", path="/", ready="h2:has-text('Training now')"),
+    Picture(name="train-images", path="/train?draft=new&folder={images}", ready="text=Looks good"),
+    Picture(name="train-plan", path="/train?draft=new&example=1", ready="text=Fits:"),
+    Picture(
+        name="train-bases",
+        path="/train?draft=new&example=1",
+        ready=".base-card",
+        scroll_to="h2:has-text('base model')",
+    ),
+    Picture(name="datasets", path="/datasets?folder={images}", ready="img[src*='/media/thumb']"),
+    Picture(name="queue-busy", path="/queue", ready="#queue ol"),
+    Picture(name="run-busy", path="/run?run=zibbo-again", ready=".run-chart svg:visible"),
+    Picture(
+        name="run-samples",
+        path="/run?run=zibbo",
+        ready="table.sheet img",
+        scroll_to="h2:has-text('Samples')",
+    ),
+    Picture(name="run-finished", path="/run?run=zibbo", ready=".run-chart svg:visible"),
+    Picture(name="run-error", path="/run?run=no-effect", ready=".run-head .failed"),
+    Picture(name="compare", path="/compare?a=zibbo&b=zibbo-again", ready="img"),
+    Picture(name="library", path="/library", ready=".lora"),
+    Picture(name="library-file", path="/library?file=zibbo/zibbo.safetensors", ready=".lora-head"),
+)
+
+
+def main() -> None:
+    """Take all pictures, or those whose name holds `--only`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="a part of the names of the pictures to take")
+    only = parser.parse_args().only
+    with tempfile.TemporaryDirectory() as temporary, sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        runs, images = Path(temporary) / "runs", Path(temporary) / "zibbo"
+        shutil.copytree(EXAMPLE, images)  # the pictures show its path
+        with served(runs) as server:
+            take(browser, server, [picture for picture in EMPTY if only in picture.name], images)
+        train(runs, images, "zibbo")
+        train(runs, images, "no-effect", "--set=optimizer.learning_rate=1e-12")
+        with served(runs) as server:
+            queued(runs, images, "zibbo-again", "--steps=2000", "--set=sampling.every_steps=60")
+            waiting = queued(runs, images, "zibbo-larger", "--set=adapter.rank=32")
+            try:
+                reached(runs / "zibbo-again", "run_started")
+                take(
+                    browser,
+                    server,
+                    [picture for picture in STARTING if only in picture.name],
+                    images,
+                )
+                reached(runs / "zibbo-again", "sample", step=60)
+                take(browser, server, [picture for picture in BUSY if only in picture.name], images)
+            finally:
+                commands.remove(runs, waiting)
+                Control(runs / "zibbo-again").request("stop_now")
+
+
+@contextmanager
+def served(runs: Path) -> Iterator[GuiServer]:
+    """Serve a runs folder until the block ends."""
+    server = start_gui(runs)
+    try:
+        yield server
+    finally:
+        server.stop()
+        server.log.unlink(missing_ok=True)
+
+
+def train(runs: Path, images: Path, name: str, *options: str) -> None:
+    """Train the example as a user does; it may end early."""
+    command = [sys.executable, "-m", "lora_trainer", str(images), f"--name={name}"]
+    subprocess.run(
+        [*command, f"--output={runs}", *options], stdout=subprocess.DEVNULL, cwd=ROOT, check=False
+    )
+
+
+def queued(runs: Path, images: Path, name: str, *options: str) -> str:
+    """Put a training of the example into the queue; return the id of its item."""
+    words = [str(images), f"--name={name}", f"--output={runs}", *options]
+    item = commands.add(runs, words, label=name)
+    commands.ensure_worker(runs)
+    return item.id
+
+
+def reached(run: Path, kind: str, *, step: int = 0) -> None:
+    """Wait for an event of a run; raises TimeoutError after five minutes."""
+    deadline_s = time.monotonic() + 300
+    while time.monotonic() < deadline_s:
+        events = read_events(run / "events.jsonl")
+        if any(row["event"] == kind and row.get("step", 0) >= step for row in events):
+            return
+        time.sleep(0.5)
+    raise TimeoutError(f"{run.name} has no event {kind} at step {step} after five minutes")
+
+
+def take(browser: Any, server: GuiServer, pictures: Sequence[Picture], images: Path) -> None:
+    """Save each picture in both sizes and schemes as WebP."""
+    for screen, size in SCREENS.items():
+        for scheme in SCHEMES:
+            context = browser.new_context(
+                viewport=size, color_scheme=scheme, reduced_motion="reduce"
+            )
+            context.set_default_timeout(WITHIN_MS)
+            page = context.new_page()
+            page.goto(server.link)
+            for picture in pictures:
+                page.goto(server.url(picture.path.format(images=images)))
+                page.locator(picture.ready).first.wait_for()
+                page.wait_for_function("!document.querySelector('p.loading')")
+                page.wait_for_function(SHOWN)
+                if picture.scroll_to:
+                    place = page.locator(picture.scroll_to).first
+                    place.evaluate(
+                        "(element) => scrollTo(0, element.getBoundingClientRect().top + scrollY - 72)"
+                    )
+                image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+                file = TARGET / f"{picture.name}-{screen}-{scheme}.webp"
+                image.save(file, quality=WEBP_QUALITY, method=6)
+                print(file.relative_to(ROOT), f"{file.stat().st_size:,} bytes")
+            context.close()
+
+
+if __name__ == "__main__":
+    main()

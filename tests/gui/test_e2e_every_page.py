@@ -1,0 +1,228 @@
+"""What holds of every page: axe-core finds nothing, and a page on which nothing happens asks nothing.
+
+axe looks at each page and the report, light and dark, laptop and phone: a page is opened once, then its
+width and its scheme are changed. The runs are fakes, so nothing is trained; only the plan of the example
+is a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lora_trainer.gui import trash
+from lora_trainer.gui.workplace import Workplace
+
+from lora_trainer.reporting.report import write_report
+from tests.fakes.gui_server import GuiServer
+from tests.fakes.live_runs import until, write_status
+from tests.fakes.lora_library import finished_run
+from tests.fakes.queues import Place
+from tests.fakes.queues import until as eventually
+from tests.fakes.run_folder import fake_run
+from tests.fakes.runs import ROOT
+from tests.gui.conftest import LAPTOP, StartGui
+
+axe_core = pytest.importorskip("axe_playwright_python.base", reason="axe-core is not installed")
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+PHONE = {"width": 390, "height": 844}
+Look = tuple[dict[str, int], str]
+LOOKS: list[Look] = [(size, scheme) for size in (LAPTOP, PHONE) for scheme in ("light", "dark")]
+COLOUR_RULES = ["color-contrast", "link-in-text-block"]
+"""The rules whose answer the scheme changes; the others run in the light one only."""
+SCAN = """async ([source, rules]) => {
+  if (!window.axe) new Function(source)();
+  const only = rules ? {runOnly: {type: "rule", values: rules}} : {};
+  const answer = await axe.run(document, {...only, resultTypes: ["violations"]});
+  return answer.violations.flatMap((rule) => rule.nodes.map((node) =>
+    `${rule.impact}: ${rule.id}: ${node.target.join(" ")}: ${node.html.slice(0, 160)}: ${node.failureSummary}`));
+}"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A page of the interface and what stands on it once it is complete."""
+
+    name: str
+    path: str
+    ready: str
+    press: str = ""  # what opens a dialog on it
+
+    def address(self, server: GuiServer) -> str:
+        return server.url(self.path.format(dataset=ROOT / "datasets" / "example"))
+
+
+EMPTY = (
+    Shown(name="home, empty", path="/", ready=".drop"),
+    Shown(name="train, empty", path="/train?draft=new", ready=".base-card, .drop"),
+    Shown(name="queue, empty", path="/queue", ready="#queue .empty"),
+    Shown(name="datasets, empty", path="/datasets", ready="h1"),
+    Shown(name="library, empty", path="/library", ready="h1"),
+    Shown(name="trash, empty", path="/trash", ready=".empty"),
+    Shown(name="doctor", path="/doctor", ready="h2:has-text('Versions')"),
+    Shown(name="kit", path="/_kit", ready="text=Gradio, primary"),
+)
+FILLED = (
+    Shown(name="home", path="/", ready=".home img"),
+    Shown(name="train, images", path="/train?draft=new&folder={dataset}", ready="text=Looks good"),
+    Shown(name="train, plan", path="/train?draft=new&example=1", ready="text=Fits:"),
+    Shown(name="settings", path="/settings", ready="[id='set-adapter.rank']"),
+    Shown(name="a running run", path="/run?run=live", ready="table.sheet img"),
+    Shown(name="a finished run", path="/run?run=done", ready="table.sheet img"),
+    Shown(name="a failed run", path="/run?run=failed", ready=".run-head .failed"),
+    Shown(name="queue", path="/queue", ready="#queue .entry"),
+    Shown(name="compare", path="/compare?a=done", ready=".pairs img"),
+    Shown(name="trash", path="/trash", ready=".thrown"),
+    Shown(name="datasets", path="/datasets?folder={dataset}", ready="img[src*='/media/thumb']"),
+    Shown(name="library", path="/library", ready=".lora"),
+    Shown(name="a LoRA", path="/library?file=done/zorble.safetensors", ready=".lora-head"),
+    Shown(
+        name="a sample image",
+        path="/run?run=done",
+        ready="table.sheet img",
+        press="table.sheet button:has(img)",
+    ),
+    Shown(
+        name="two sample images",
+        path="/run?run=done",
+        ready="table.sheet img",
+        press="text=Compare two pictures",
+    ),
+    Shown(name="no such run", path="/run?run=none", ready="text=There is no run"),
+    Shown(
+        name="no such LoRA", path="/library?file=none/x.safetensors", ready="text=there is no run"
+    ),
+    Shown(name="no such folder", path="/datasets?folder=/none", ready="text=there is no folder"),
+)
+
+
+def test_axe_finds_nothing_on_any_page(
+    page: Any, gui_server: StartGui, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the fake trainer
+    place = Place(folder=tmp_path)
+    server = gui_server(place.runs, env={"LORA_TRAIN_GUI_KIT": "1"})
+    page.goto(server.link)
+    found: list[str] = []
+    for shown in EMPTY:
+        found += scanned(page, shown.address(server), shown)
+    with filled(place):
+        for shown in FILLED:
+            found += scanned(page, shown.address(server), shown)
+        page.goto("about:blank")  # as it is served it may run no script, not even axe
+        page.set_content((place.runs / "done" / "report.html").read_text(encoding="utf-8"))
+        found += scan(page, "report")
+    assert not found, "\n".join(found)
+
+
+def test_a_page_on_which_nothing_happens_asks_nothing(
+    page: Any, gui_server: StartGui, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the fake trainer
+    place = Place(folder=tmp_path)
+    server = gui_server(place.runs)
+    page.goto(server.link)
+    page.clock.install()
+    asked = {shown.name: asked_at_rest(page, shown, server) for shown in EMPTY[:-1]}
+    with filled(place):
+        pass  # all of it has ended
+    asked |= {shown.name: asked_at_rest(page, shown, server) for shown in FILLED}
+    assert {name: urls for name, urls in asked.items() if urls} == {}
+
+
+def asked_at_rest(page: Any, shown: Shown, server: GuiServer) -> list[str]:
+    """Return what a page asks in ten seconds of its clock, once it has all that it is made of."""
+    under_way: set[Any] = set()
+    asked: list[str] = []
+
+    def begun(request: Any) -> None:
+        if "/heartbeat/" not in request.url:  # one stream, open as long as the page is
+            under_way.add(request)
+            asked.append(request.url)
+
+    def settle() -> None:
+        # A look at the page lets the events of its requests come in.
+        eventually(lambda: page.evaluate("document.readyState") and not under_way)
+
+    def ended(request: Any) -> None:
+        under_way.discard(request)
+
+    listeners = {"request": begun, "requestfinished": ended, "requestfailed": ended}
+    for event, listener in listeners.items():
+        page.on(event, listener)
+    page.goto(shown.address(server))
+    page.locator(shown.ready).first.wait_for()
+    page.wait_for_function("document.title.endsWith('lora-train')")  # what all pages ask is here
+    for _ in range(3):  # what a page asks for may lead to a further question
+        page.clock.run_for(2_000)
+        settle()
+    asked.clear()
+    for _ in range(10):
+        page.clock.run_for(1_000)
+        settle()
+    for event, listener in listeners.items():
+        page.remove_listener(event, listener)
+    return asked
+
+
+@contextmanager
+def filled(place: Place) -> Iterator[None]:
+    """Fill the runs folder: a run that trains, one that finished, one that failed; a queue of each."""
+    done = finished_run(place.runs / "done")
+    write_status(done, state="finished", step=30, steps=30, exit_code=0)
+    write_report(done)
+    finished_run(place.runs / "thrown", saves=())
+    trash.throw_away(Workplace(runs=place.runs), kind="run", ref="thrown")
+    failed = until(fake_run(place.runs / "failed", steps=30), 12)
+    write_status(failed, state="failed", exit_code=3, message="out of memory. Fix: a smaller batch")
+    bad = place.add("bad", exit=3, say="error: no images. Fix: add some.")
+    first = place.add("first", until=str(place.let("first")))
+    place.add("second")
+    place.add("third")
+    live = place.runs / "live"
+    with place.worker_process() as worker:
+        try:
+            eventually(lambda: place.item(bad.id).has_ended and place.item(first.id).run)
+            until(fake_run(live, steps=30), 12)
+            write_status(live)  # not before: the queue waits for what was started outside of it
+            yield
+        finally:  # else the worker waits for ever, and the session for it
+            if live.exists():
+                write_status(live, state="stopped", exit_code=0)
+            place.let("first").touch()
+            worker.wait()
+
+
+def scanned(page: Any, address: str, shown: Shown) -> list[str]:
+    """Open a page and return what axe says of it."""
+    page.set_viewport_size(LAPTOP)
+    page.emulate_media(color_scheme="light", reduced_motion="reduce")
+    page.goto(address)
+    page.locator(shown.ready).first.wait_for()
+    page.wait_for_function("!document.querySelector('p.loading')")  # Gradio's, while it draws
+    if shown.press:
+        page.locator(shown.press).first.click()
+        page.locator("dialog[open]").wait_for()
+    found = scan(page, shown.name)
+    page.set_viewport_size(LAPTOP)  # a phone has some of the tabs in a menu
+    for tab in [] if shown.press else page.locator("[role=tab]:enabled:visible").all()[1:]:
+        tab.click()
+        found += scan(page, f"{shown.name}, {tab.inner_text()}", looks=LOOKS[:1])
+    return found
+
+
+def scan(page: Any, name: str, *, looks: Sequence[Look] = LOOKS) -> list[str]:
+    """Return what axe says of the page that is open, one line for each element."""
+    found: list[str] = []
+    for size, scheme in looks:
+        page.set_viewport_size(size)
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        rules = COLOUR_RULES if scheme == "dark" else None
+        violations = page.evaluate(SCAN, [axe_core.AXE_SCRIPT, rules])
+        found += [f"{name}, {size['width']} px, {scheme}: {row}" for row in violations]
+    return found

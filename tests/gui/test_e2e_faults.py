@@ -1,0 +1,155 @@
+"""What goes wrong around a page that is open: the connection is cut, the server ends, the disk hangs.
+
+Nothing that was typed is lost, and a page goes on by itself once what was missing is back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from lora_trainer.gui import drafts
+from lora_trainer.gui.workplace import Workplace
+
+from tests.fakes.gui_server import ROOT, GuiServer
+from tests.fakes.live_runs import until as cut_at
+from tests.fakes.live_runs import write_status
+from tests.fakes.queues import until
+from tests.fakes.run_folder import fake_run
+from tests.fakes.runs import write_dataset
+from tests.gui.conftest import NO_SERVER, StartGui
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@dataclass
+class Desk:
+    """A runs folder with a run that trains, a dataset, a draft, and the server, which may be another later."""
+
+    runs: Path
+    dataset: Path
+    server: GuiServer
+    start: StartGui
+
+    def open(self, page: Any, path: str, ready: str) -> None:
+        page.goto(self.server.link)
+        page.goto(self.server.url(path))
+        page.locator(ready).first.wait_for()
+
+    @contextmanager
+    def connection_cut(self, page: Any) -> Iterator[None]:
+        page.context.set_offline(True)
+        yield
+        page.context.set_offline(False)
+
+    @contextmanager
+    def server_killed(self, page: Any) -> Iterator[None]:
+        self.server.kill()
+        yield
+        self.server = self.start(self.runs, port=self.server.port)
+
+
+@pytest.fixture(scope="module")
+def desk(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    folder = tmp_path_factory.mktemp("faults")
+    cut_at(fake_run(folder / "runs" / "live", steps=30), 12)
+    write_dataset(folder / "toy", images=3)
+    server = gui_server(folder / "runs")
+    return Desk(runs=folder / "runs", dataset=folder / "toy", server=server, start=gui_server)
+
+
+FAULTS = pytest.mark.parametrize("fault", [Desk.connection_cut, Desk.server_killed])
+
+
+@FAULTS
+def test_the_page_of_a_run_follows_again(
+    page: Any, desk: Desk, fault: Callable[..., Any], expected: list[str]
+) -> None:
+    expected.extend(NO_SERVER)
+    run = desk.runs / "live"
+    write_status(run)
+    desk.open(page, "/run?run=live", "text=Training.")
+    with fault(desk, page):
+        write_status(run, phase="sample", done=1, total=2)
+        page.wait_for_event("requestfailed")
+    page.get_by_text("Making sample images 1 of 2.").wait_for()
+    write_status(run, state="stopped", exit_code=143)
+    page.get_by_text("Stopped at step 12 of 30").wait_for()
+
+
+@FAULTS
+def test_a_setting_that_is_typed_meanwhile_is_saved_when_the_server_is_back(
+    page: Any, desk: Desk, fault: Callable[..., Any], expected: list[str]
+) -> None:
+    expected.extend(NO_SERVER)
+    work = Workplace(runs=desk.runs)
+    draft = drafts.new(work, dataset=str(desk.dataset))
+    rank = "[id='set-adapter.rank']"
+    desk.open(page, f"/settings?draft={draft.id}", ".memory .fit")
+    with fault(desk, page):
+        page.locator(rank).fill("8")
+        page.get_by_text("The interface does not answer.").wait_for()
+    page.get_by_text("The interface does not answer.").wait_for(state="hidden")
+    until(lambda: drafts.read(work, draft.id).settings == {"adapter.rank": 8})
+    assert page.locator(rank).input_value() == "8"
+
+
+@FAULTS
+def test_a_caption_that_is_typed_meanwhile_is_saved_when_the_server_is_back(
+    page: Any, desk: Desk, fault: Callable[..., Any], expected: list[str]
+) -> None:
+    expected.extend(NO_SERVER)
+    desk.open(page, f"/datasets?folder={quote(str(desk.dataset))}", "img[src*='/media/thumb']")
+    text = f"typed while {fault.__name__}"
+    with fault(desk, page):
+        page.get_by_label("Caption of p0.png", exact=True).fill(text)
+        page.locator(".ds-state", has_text="Not saved").wait_for()
+    page.get_by_role("button", name="Try again").click()
+    page.locator(".ds-state", has_text="saved").wait_for()
+    assert (desk.dataset / "p0.txt").read_text() == text
+
+
+def test_an_upload_that_breaks_off_says_so_and_is_sent_again(
+    page: Any, desk: Desk, expected: list[str]
+) -> None:
+    expected.extend(NO_SERVER)
+    desk.open(page, "/train?draft=new", ".drop")
+    files = sorted(desk.dataset.iterdir())
+    with desk.connection_cut(page):
+        page.locator("input[name=files]").set_input_files(files)
+        page.get_by_text("The upload broke off").wait_for()
+    page.locator("input[name=files]").set_input_files(files)
+    page.get_by_role("button", name="Looks good").wait_for()
+
+
+def test_a_disk_that_hangs_holds_up_only_what_needs_it(
+    page: Any, gui_server: StartGui, tmp_path: Path
+) -> None:
+    images, go = tmp_path / "slow-disk", tmp_path / "go"
+    write_dataset(images, images=3)
+    server = gui_server(
+        tmp_path / "runs", env={"PYTHONPATH": f"{ROOT / 'tests' / 'fakes' / 'slow_disk'}:{ROOT}"}
+    )
+    page.goto(server.link)
+    page.goto(server.url(f"/datasets?folder={quote(str(images))}"))
+    page.get_by_text("Opening the folder").wait_for()
+    other = page.context.new_page()
+    for path, ready in (("/", ".drop"), ("/queue", "#queue .empty"), ("/doctor", "h2")):
+        other.goto(server.url(path))
+        other.locator(ready).first.wait_for()
+    go.touch()
+    caption = page.get_by_label("Caption of p0.png", exact=True)
+    caption.wait_for()
+    page.get_by_text("Opening the folder").wait_for(state="hidden")
+    go.unlink()
+    caption.fill("first")
+    page.locator(".ds-state", has_text="saving").wait_for()
+    caption.fill("first, and more")  # typed on while the first text is on its way
+    go.touch()
+    page.locator(".ds-state", has_text="saved").wait_for()
+    until(lambda: (images / "p0.txt").read_text() == "first, and more")
