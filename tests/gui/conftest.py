@@ -46,9 +46,14 @@ BROWSER_FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-NO_SERVER = ("net::ERR_", "503 (Service Unavailable)")
-"""What the console says of each request while a server is away or opens its pages: a test ended it, or cut
-the connection."""
+NO_SERVER = (
+    "net::ERR_",
+    "503 (Service Unavailable)",
+    "Unable to preload CSS",
+    "Failed to fetch dynamically imported module",
+)
+"""What the console says of each request, and of each part of Gradio's page that is loaded only when needed,
+while a server is away or opens its pages: a test ended it, or cut the connection."""
 LAPTOP = {"width": 1280, "height": 800}
 WITHIN_MS = 90_000
 """How long a page may take where nothing else is said: two cores may be busy with other tests."""
