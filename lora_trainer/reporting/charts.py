@@ -252,6 +252,8 @@ def round_ticks(low: float, high: float, *, count: int) -> tuple[float, ...]:
 def log_ticks(low: float, high: float, *, count: int) -> tuple[float, ...]:
     """Return 1, 2 and 5 times powers of ten that enclose [low, high], powers alone if those are more than `count`."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high) + 1e-9)
+    if 10.0**first > low:  # a value one rounding below a power of ten has that power's logarithm
+        first -= 1
     if last - first >= count:
         return tuple(10.0**power for power in range(first, last + 1))
     ticks = [

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lora_trainer.reporting.charts import (
@@ -47,6 +47,7 @@ def test_ticks_are_round_enclose_and_are_few(one: float, other: float, count: in
 
 
 @given(st.floats(1e-6, 1e6), st.floats(1.0, 1e4), st.integers(2, 12))
+@example(low=999999.9999999999, factor=1.0, count=2)
 def test_logarithmic_ticks_enclose(low: float, factor: float, count: int) -> None:
     ticks = log_ticks(low, low * factor, count=count)
     assert len(ticks) >= 2 and list(ticks) == sorted(set(ticks))
