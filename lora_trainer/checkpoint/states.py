@@ -62,7 +62,9 @@ _LEFTOVER = re.compile(r"\.(tmp|del)-step-(\d{8,})\.(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class LoopValues:
-    """What the loop itself must know after a kill; a new key of the state is a new field here.
+    """The values that the loop itself must know after a kill; a new key of the state is a new field here.
+
+    The loop fills them in training/actions.py and gets them back in run/build.py.
 
     Give a new field a default: what an older state without it stands for. Values are None, bool, int,
     float, str, lists and dicts of them. `guard` are the fields of training/guards.py:GuardState, which

@@ -5,7 +5,9 @@ data, and its methods import the heavy libraries.
 
 A new family is a module NAME.py with a `FAMILY`, of a subclass of `FlowFamily` (flow.py) or `UNetFamily`
 (unet.py) rather than of `Family`; its line in `MODULES` (__init__.py), how its files are told apart
-(recognise.py), and presets/NAME.json. Scripts write its rows in layer_tables.json and costs/cost_tables.json.
+(recognise.py), the names of its layers in others' files where they differ (transformer_names.py), and
+presets/NAME.json. scripts/write_layer_tables.py writes its rows in layer_tables.json, scripts/write_cost_tables.py
+those in costs/cost_tables.json. docs/adding-a-family.md goes through it with an example.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Dev was distilled with an embedded guidance scale; schnell was distilled to few steps without guidance.
 Conditioning: `text` [B, 512 or 256, 4096] with padding unmasked as in the base's training, `pooled`
 [B, 768], and `guidance` [B] for dev.
+
+An example of a family; how to add one is said at the top of base.py, step by step in docs/adding-a-family.md.
 """
 
 from __future__ import annotations

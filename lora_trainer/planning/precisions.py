@@ -6,7 +6,8 @@ weighs fewer bits against the seconds of a step, search.py takes the load that f
 `why_base_precision` says why it won.
 
 int8 products round inputs and gradients to 8 bits too, so they are chosen only where a step is predicted to
-be clearly faster, and never by priority quality. They never cause a base to be quantised. No torch.
+be clearly faster, and never by priority quality. `auto` never quantises a base for them; a user who sets
+them gets an int8 base. No torch.
 """
 
 from __future__ import annotations
