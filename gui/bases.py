@@ -23,6 +23,7 @@ from lora_trainer.common.wording import bytes_text
 Choice = tuple[str, str]
 Card = dict[str, Any]
 _TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")
+_CAPITALS = {"xl": "XL", "base": "base", "medium": "medium", "large": "large"}
 _PIPELINE_FILE = "model_index.json"
 
 
@@ -44,7 +45,7 @@ def cards(released: list[Card]) -> list[Card]:
     found = [
         {
             "source": row["source"],
-            "name": str(row["source"]).rpartition("/")[2].replace("-", " "),
+            "name": _title(str(row["source"])),
             "owner": str(row["source"]).partition("/")[0],
             "said": f"{bytes_text(here[row['source']])}, on this machine"
             if row["source"] in here
@@ -58,6 +59,15 @@ def cards(released: list[Card]) -> list[Card]:
         for row in released
     ]
     return sorted(found, key=lambda card: not card["here"])
+
+
+def _title(source: str) -> str:
+    """Return the name of a release as it is written in a text; ids in capitals stand as their makers wrote them."""
+    name = source.rpartition("/")[2]
+    if name != name.lower():
+        return name
+    name = re.sub(r"\bv?(\d)-(\d)", r"\1.\2", name.removesuffix("-diffusers"))
+    return " ".join(_CAPITALS.get(word, word.capitalize()) for word in name.split("-"))
 
 
 def releases() -> list[Card]:

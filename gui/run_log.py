@@ -113,8 +113,9 @@ def _words(row: Row) -> str:
         case "out_of_memory":
             return f"Out of memory with {_count(row, 'images_at_once')} images at a time"
         case "cores":
-            others = f"other programs use {number(row, 'taken'):.1f} processors"
-            return f"Threads wait {row.get('waiting')} for each other: {others}"
+            others = f"Other programs use {number(row, 'taken'):.1f} processors"
+            gives_way = row.get("waiting") == "asleep"
+            return f"{others}: the training {'gives way to them' if gives_way else 'has its cores back'}"
         case "learned":
             change = 100 * number(row, "change")
             return f"{_where(row)}: losses of trained pictures will have moved by {change:.2g} %"

@@ -28,6 +28,7 @@ from lora_trainer.reporting.status import RunStatus
 
 from .markup import icon, link_button, progress, share_buttons
 from .media import run_url
+from .plan_view import EMBEDDED
 from .run_best import exports, read_best
 from .run_state import Look, Stage, explained, left_text, remarks, sentence, starting, step_s
 
@@ -53,9 +54,10 @@ def head(seen: Look, history: RunHistory, machine: str = "") -> Html:
         stages_html(stages) if stages else bar,
         next_steps(seen, history),
         error_box(seen, history),
+        again_alone(seen),
         *(tag("p", line, class_="notice") for line in remarks(seen, history)),
         tag("dl", *(_figure(*figure) for figure in figures(seen, history)), class_="figures"),
-        _memory_bar(history),
+        _memory_bar(history, goes=status.state == "running"),
         tag("p", machine, class_="quiet machine") if machine else None,
         class_="head",
     )
@@ -126,16 +128,39 @@ def next_steps(seen: Look, history: RunHistory) -> Html | None:
             ),
             link_button("Try it", page, icon_name="sparkles", kind="big"),
             *share_buttons(ref),
-            link_button(
-                "Train again with changes",
-                "/train?" + urlencode({"again": run}),
-                icon_name="rotate-ccw",
-                kind="big",
-            ),
+            _again(run),
             class_="actions",
         ),
+        try_out(history),
         tag("p", _best_step(history)),
         class_="next",
+    )
+
+
+def _again(run: str) -> Html:
+    return link_button(
+        "Train again with changes",
+        "/train?" + urlencode({"again": run}),
+        icon_name="rotate-ccw",
+        kind="big",
+    )
+
+
+def again_alone(seen: Look) -> Html | None:
+    """Return the way to train with other settings from a run that ended early and will not go on by itself."""
+    if seen.status.state not in {"failed", "stopped"} or seen.goes_on_soon:
+        return None
+    return tag("p", _again(seen.folder.name), class_="actions next")
+
+
+def try_out(history: RunHistory) -> Html | None:
+    """Return where the LoRA of the built-in base can be used; nothing for any other base."""
+    if mapping(history.run, "base").get("source") != EMBEDDED:
+        return None
+    return tag(
+        "p",
+        "A try-out on the built-in miniature base: its LoRA works here, not in ComfyUI, Forge or A1111.",
+        class_="notice",
     )
 
 
@@ -149,8 +174,17 @@ def _best_step(history: RunHistory) -> str:
         return f"The last step did best on the images kept aside: loss {loss_text(last.loss)}."
     return (
         f"Step {lowest.step:,} did best on the images kept aside (loss {loss_text(lowest.loss)}, "
-        f"at the end {loss_text(last.loss)}): compare its samples below."
+        f"at the end {loss_text(last.loss)}): {_samples_of(lowest.step, history)}."
     )
+
+
+def _samples_of(step: int, history: RunHistory) -> str:
+    """Return where to look at a step: its own samples, or those of the step nearest to it."""
+    steps = {image.step for image in history.samples}
+    if not steps or step in steps:
+        return "compare its samples below"
+    nearest = min(steps, key=lambda sampled: abs(sampled - step))
+    return f"the nearest samples below are of step {nearest:,}"
 
 
 def error_box(seen: Look, history: RunHistory) -> Html | None:
@@ -253,23 +287,23 @@ def _known(value: float) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def _memory_bar(history: RunHistory) -> Html | None:
+def _memory_bar(history: RunHistory, *, goes: bool) -> Html | None:
+    """Return the memory as a bar with a sentence; the memory in use now only while the run goes."""
     found = memory(history)
     if found is None:
         return None
-    known = [found.now_bytes, found.highest_bytes, found.predicted_bytes, found.limit_bytes]
+    now_bytes = found.now_bytes if goes else 0.0
+    known = [now_bytes, found.highest_bytes, found.predicted_bytes, found.limit_bytes]
     scale = _MARGIN * _highest(known)
-    words = [
-        f"{found.now_of} {bytes_text(found.now_bytes)}",
-        f"this training at most {bytes_text(found.highest_bytes)}",
-    ]
+    words = [f"{found.now_of} {bytes_text(now_bytes)}"] if goes else []
+    words.append(f"{'t' if goes else 'T'}his training at most {bytes_text(found.highest_bytes)}")
     if found.predicted_bytes > 0:
         words.append(f"predicted {bytes_text(found.predicted_bytes)}")
     if found.limit_bytes > 0:
         words.append(f"limit {bytes_text(found.limit_bytes)}")
     spans = (
         tag("i", class_=name, style=f"width:{_share(value, scale)}")
-        for name, value in (("highest", found.highest_bytes), ("now", found.now_bytes))
+        for name, value in (("highest", found.highest_bytes), ("now", now_bytes))
         if value > 0
     )
     lines = (

@@ -47,7 +47,7 @@ function card({ source, name, owner, said, here, size, licence, gated, family },
   const button = make("button", { type: "button", className: "base-card", onclick },
     emblem(family ?? source), make("b", { textContent: name }), make("small", { textContent: owner }),
     ...[line(size, "quiet"), line(said, here ? "good" : "quiet"), line(licence, "quiet"),
-      gated && line("Its terms are accepted on the Hub", "slow"), make("span", { className: "fits quiet" })].filter(Boolean));
+      gated && line("Accept its terms on the Hub first", "slow"), make("span", { className: "fits quiet" })].filter(Boolean));
   button.dataset.source = source;
   return button;
 }

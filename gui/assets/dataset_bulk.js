@@ -10,7 +10,7 @@ const JOINTS = [[", ", "comma"], [" ", "space"], ["", "nothing"]];
 class BulkBar {
   constructor(desk) {
     this.desk = desk;
-    this.kind = choice("Change captions", BULK_KINDS, () => this.changed());
+    this.kind = choice("Change", BULK_KINDS, () => this.changed());
     this.text = field("Words", { maxlength: 2000, oninput: () => this.close() });
     this.replacement = field("With", { maxlength: 2000, oninput: () => this.close() });
     this.joint = choice("Joined with", JOINTS, () => this.close());
@@ -28,7 +28,8 @@ class BulkBar {
       class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.look(); },
     }, this.kind.node, this.text.node, this.replacement.node, this.joint.node,
     make("button", { type: "submit" }, "Preview"), this.target);
-    this.node = make("div", { class: "ds-bulk" }, form, this.said, this.preview);
+    this.node = make("details", { class: "ds-bulk" }, make("summary", {}, "Change many captions \u2026"),
+      form, this.said, this.preview);
     this.changed();
   }
 

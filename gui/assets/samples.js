@@ -85,7 +85,7 @@ function beside(label, base) {
 // ---- the table
 
 const said = make("p", { role: "status", class: "line" });
-const table = make("div", { class: "sheet-scroll", tabindex: "0", "aria-label": "samples" });
+const table = make("div", { class: "sheet-scroll", id: "every-step", tabindex: "0", "aria-label": "samples" });
 const help = make(
   "p",
   { class: "quiet" },

@@ -30,9 +30,9 @@ def build(work: Workplace) -> None:
     desk = DatasetDesk(work=work)
     html("<h1>Datasets</h1>")
     html(drop_zone())
-    trash_page.attach(work)
     html(
         html_template='<div class="mount"></div>',
         js_on_load="\n".join(map(asset, SCRIPTS)),
         server_functions=[answering(getattr(desk, name), f"dataset_{name}") for name in ASKED],
     )
+    trash_page.attach(work)

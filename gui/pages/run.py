@@ -42,6 +42,11 @@ _CHART = module(
     'module.mount(element.querySelector(".chart-mount"), {'
     ' get: () => props.value, server, onchange: (draw) => watch("value", draw) });',
 )
+_SECTIONS = (
+    '<nav class="sections" aria-label="on this page"><a href="#samples">Newest samples</a>'
+    '<a href="#every-step">Samples of every step</a><a href="#loss">Loss</a>'
+    '<a href="#records">Log, settings, files</a></nav>'
+)
 _STRONG: dict[str, Any] = {"stop": "stop", "force": "stop", "end": "stop", "resume": "primary"}
 
 
@@ -112,7 +117,8 @@ def _widgets(work: Workplace, followed: Followed) -> tuple[dict[str, Any], Any]:
         max_lines=1,
     )
     said = html(elem_classes="line")
-    html("<h2>Samples</h2>")
+    html(_SECTIONS)
+    html('<h2 id="samples">Samples</h2>')
     widgets["samples"] = html(
         None,
         html_template='<div class="samples-mount"></div>',
@@ -120,6 +126,7 @@ def _widgets(work: Workplace, followed: Followed) -> tuple[dict[str, Any], Any]:
         server_functions=[_use_best(work)],
         elem_classes="run-samples",
     )
+    html('<h2 id="loss">Loss</h2>')
     widgets["chart"] = html(
         {"drawn": "", "steps": 0},
         html_template='<div class="chart-mount"></div>',
@@ -127,7 +134,7 @@ def _widgets(work: Workplace, followed: Followed) -> tuple[dict[str, Any], Any]:
         server_functions=[_draw_chart(work, followed)],
         elem_classes="run-chart",
     )
-    with gr.Tabs():
+    with gr.Tabs(elem_id="records"):
         with gr.Tab("Log"):
             widgets["log"] = html(apply_default_css=False)
         with gr.Tab("Settings"):

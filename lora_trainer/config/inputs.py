@@ -32,7 +32,7 @@ OWN_FOLDER = "."
 class BaseSettings(Section):
     model: str = setting(
         "auto",
-        "base model: `embedded`, a diffusers folder or a Hub id; auto: by hardware",
+        "base model: `embedded`, a checkpoint file, a diffusers folder or a Hub id; auto: by hardware",
         path=True,
     )
     revision: str | None = setting(

@@ -117,8 +117,8 @@ def without_movement(step: int, about: LearningContext) -> TrainingStopped:
 def without_effect(step: int, about: LearningContext, *, change: float) -> TrainingStopped:
     """Return the error of a run whose losses have not changed by a step, with the likely cause."""
     symptom = (
-        f"nothing is learned: {step} steps have changed the loss of no noise level, and by the end none "
-        f"will have changed by more than {100 * change:.2g} %"
+        f"nothing is learned: after {step} steps the loss is as it was at every noise level, and the whole run "
+        f"would change it by {100 * change:.2g} % at most"
     )
     if about.alpha_over_rank < 0.01:
         cause = f"the adapter's update is scaled by only {about.alpha_over_rank:g} (adapter.alpha / adapter.rank)"

@@ -98,6 +98,7 @@ def test_edit_undo_reload_bulk_exclude(
     # A bulk edit shows what it will do before it does it.
     page.get_by_label("Select a.png", exact=True).check()
     page.get_by_label("Select c.png", exact=True).check()
+    page.get_by_text("Change many captions").click()
     page.get_by_label("Words", exact=True).fill("zibbo")
     press(page, "Preview")
     rows = page.locator(".ds-rows tbody tr")

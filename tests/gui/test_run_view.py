@@ -81,6 +81,36 @@ def test_a_failure_stands_above_the_figures(run: FakeRun) -> None:
     assert "&lt;b&gt;do&lt;/b&gt; it." in page
 
 
+def test_a_finished_run_names_the_samples_to_look_at_and_where_its_lora_works(run: FakeRun) -> None:
+    rows = [row for row in run.events if row["event"] == "validation"]
+    best = rows[len(rows) // 2]
+    best["loss"] = 0.001
+    sampled = {row["step"] for row in run.events if row["event"] == "sample"}
+    folder = run.write()
+    write_status(folder, state="finished", exit_code=0)
+    nearest = min(sampled, key=lambda step: abs(step - best["step"]))
+    looked_at = "compare its samples below" if best["step"] in sampled else f"of step {nearest}."
+    page = shown(folder)
+    assert f"Step {best['step']} did best" in page and looked_at in page
+    assert "This training at most" in page and "Memory now" not in page
+    assert "not in ComfyUI" in page
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    record["base"]["source"] = "owner/model"
+    (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    assert "not in ComfyUI" not in shown(folder)
+
+
+@pytest.mark.parametrize(
+    ("state", "offered"), [("failed", True), ("stopped", True), ("running", False)]
+)
+def test_a_run_that_ended_early_is_trained_again_with_changes(
+    run: FakeRun, state: str, offered: bool
+) -> None:
+    folder = until(run, 12)
+    write_status(folder, state=state, exit_code=None if state == "running" else 5)
+    assert ("/train?again=live" in shown(folder)) is offered
+
+
 def on_a_card(run: FakeRun) -> FakeRun:
     for row in run.events:
         if row["event"] == "step":
