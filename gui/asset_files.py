@@ -1,6 +1,7 @@
 """The scripts, style sheets and icons of the pages, which lie beside this module, and the example.
 
-Inputs: names. Outputs: texts, paths, and the route `/ui/NAME` that serves them; nothing else is there.
+Inputs: names. Outputs: texts, paths, and the routes below `/ui` that serve them and
+the scripts of languages; nothing else is there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 import lora_trainer
+
+from . import language
 
 _FOLDER = Path(__file__).with_name("assets")
 FAVICON = _FOLDER / "mark.svg"
@@ -64,4 +67,15 @@ def routes() -> list[BaseRoute]:
     async def example(request: Request) -> Response:
         return await serve(request, shown)
 
-    return [Route("/ui/{name}", ui), Route("/ui/example/{name}", example)]
+    async def language_script(request: Request) -> Response:
+        code = request.path_params["code"]
+        if code == language.ENGLISH or code not in language.languages():
+            return PlainTextResponse("There is no such language.", status_code=404)
+        headers = {"cache-control": "private, no-cache"}
+        return Response(language.script(code), media_type=_KINDS[".js"], headers=headers)
+
+    return [
+        Route("/ui/{name}", ui),
+        Route("/ui/example/{name}", example),
+        Route("/ui/language/{code}.js", language_script),
+    ]

@@ -53,7 +53,8 @@ def cards(released: list[Card]) -> list[Card]:
             "here": row["source"] in here,
             "family": row["family"],
             "size": f"{row['parameters'] / 1e9:.1f} billion parameters, {row['resolution_px']}\u00a0px",
-            "licence": f"{row['licence']}: {row['allows']}" if row["licence"] else "",
+            "licence": row["licence"],
+            "allows": row["allows"],
             "gated": row["gated"] and row["source"] not in here,
         }
         for row in released

@@ -80,9 +80,10 @@ def summary(folder: Path, values: Mapping[str, Any], files: list[str]) -> Html:
         for row in sequence(values, "findings")
         if isinstance(row, dict) and row.get("kind") not in _NOT_LISTED
     ]
+    counted = "1 image" if count == 1 else f"{count:,} images"
     return tag(
         "div",
-        tag("h2", f"{count:,} {'image' if count == 1 else 'images'}, {_verdict(values, findings)}"),
+        tag("h2", tag("span", counted), ", ", tag("span", _verdict(values, findings))),
         tag("ul", *_groups(folder, findings), class_="findings") if findings else None,
         tag("div", *(_thumbnail(folder, name) for name in files[:SHOWN]), class_="thumbnails"),
         _more(len(files) - SHOWN),
@@ -108,7 +109,12 @@ def _verdict(values: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
 
 def _thumbnail(folder: Path, name: str) -> Html:
     image = tag(
-        "img", src=thumb_url(folder, name, size_px=192), alt=name, title=name, loading="lazy"
+        "img",
+        src=thumb_url(folder, name, size_px=192),
+        alt=name,
+        title=name,
+        loading="lazy",
+        translate="no",
     )
     large = thumb_url(folder, name, size_px=1536)
     return tag("a", image, href=large, target="_blank", rel="noopener")
@@ -133,7 +139,9 @@ def _groups(folder: Path, findings: Sequence[Mapping[str, Any]]) -> Iterator[Htm
         yield tag(
             "li",
             icon("circle-alert" if severity == "error" else "triangle-alert"),
-            tag("div", tag("b", _said(named, rows)), tag("p", _about(named, rows), class_="quiet")),
+            tag(
+                "div", tag("b", _said(named, rows)), tag("p", *_about(named, rows), class_="quiet")
+            ),
             link_button(label, _desk(folder, kind)),
             class_=f"panel {severity}",
         )
@@ -147,16 +155,23 @@ def _said(kind: Kind | None, rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{name}{first.get('what', '')}"
 
 
-def _about(kind: Kind | None, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return why it matters, and of which images it is said."""
+def _about(kind: Kind | None, rows: Sequence[Mapping[str, Any]]) -> Iterator[Html | str]:
+    """Yield why it matters, and of which images it is said."""
     if kind is None:
-        rest = f" And {len(rows) - 1:,} more like it." if len(rows) > 1 else ""
-        return f"{rows[0].get('advice', '')}.{rest}"
+        yield tag("span", str(rows[0].get("advice", "")))
+        yield "."
+        if len(rows) > 1:
+            yield tag("span", f" And {len(rows) - 1:,} more like it.")
+        return
     names = [str(row["file"]) for row in rows if row.get("file")]
-    if not names:
-        return f"{rows[0].get('what', '')}. {kind.why}"
-    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}. {kind.why}"
+    if names:
+        yield tag("span", ", ".join(names[:_NAMED]), translate="no")
+    else:
+        yield tag("span", str(rows[0].get("what", "")))
+    if len(names) > _NAMED:
+        yield tag("span", f" and {len(names) - _NAMED:,} more")
+    yield ". "
+    yield tag("span", kind.why)
 
 
 def _desk(folder: Path, kind: str) -> str:

@@ -26,7 +26,7 @@ from starlette.routing import Route, Router
 from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.reporting.charts import tag
 
-from . import asset_files, dataset_upload, home_view, media
+from . import asset_files, dataset_upload, home_view, language, media
 from .guard import Application, Message, Receive, Send
 from .launch import warm_up
 from .live import live
@@ -75,10 +75,9 @@ class Front:
             await self.own(scope, receive, send)
 
     async def _other(self, scope: Message, receive: Receive, send: Send) -> None:
-        pages = self._pages
-        if pages is not None:
-            await pages(scope, receive, send)
-            return
+        await language.serve(self._pages or self._opening, scope, receive, send)
+
+    async def _opening(self, scope: Message, receive: Receive, send: Send) -> None:
         answer = await asyncio.to_thread(self._first, Request(scope))
         await answer(scope, receive, send)
 

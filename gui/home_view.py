@@ -170,7 +170,7 @@ def _now(work: Workplace, run: RunEntry, seen: LiveTraining) -> Html:
         ),
         tag(
             "div",
-            tag("h3", tag("a", run.name, href=link)),
+            tag("h3", tag("a", run.name, href=link, translate="no")),
             tag(
                 "p",
                 tag("b", f"{seen.percent} %"),
@@ -204,7 +204,7 @@ def _card(work: Workplace, run: RunEntry) -> Html:
         tag("a", shot, href=page_url(run.name), class_="shot", aria_label=f"Open {run.name}"),
         tag(
             "div",
-            tag("h3", tag("a", run.name, href=page_url(run.name))),
+            tag("h3", tag("a", run.name, href=page_url(run.name), translate="no")),
             state_line(status.state, _WORDS[status.state]),
             tag("p", why, class_="why") if why else None,
             tag("p", done, class_="quiet") if done else None,
@@ -216,6 +216,7 @@ def _card(work: Workplace, run: RunEntry) -> Html:
 
 
 def _action(action: str, label: str, run: RunEntry, icon_name: str = "square") -> Html:
+    named = f"Stop {run.name}" if action == "stop" else f"Resume {run.name}"
     return button(
         label,
         icon_name=icon_name,
@@ -223,7 +224,7 @@ def _action(action: str, label: str, run: RunEntry, icon_name: str = "square") -
             "data-action": action,
             "data-run": run.name,
             "data-key": f"{action} {run.name}",
-            "aria-label": f"{label} {run.name}",
+            "aria-label": named,
         },
     )
 

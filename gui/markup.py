@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from lora_trainer.reporting.charts import Html, join, tag
 
+from .language import COOKIE, languages
+
 PRODUCT = "lora-train"
 STATE_ICONS = {
     "running": "play",
@@ -173,6 +175,7 @@ def bar(page: str) -> Html:
         tag("nav", *_links(page, tool=False), aria_label="Pages"),
         tag("div", class_="live", role="status"),
         *_links(page, tool=True),
+        _language_choice(),
         class_="bar",
         data_page=page,
     )
@@ -190,6 +193,16 @@ def _links(page: str, *, tool: bool) -> Iterable[Html]:
                 aria_label=place.name if tool else None,
                 aria_current="page" if place.name == page else None,
             )
+
+
+def _language_choice() -> Html:
+    """Return the choice of the language, an icon with the browser's own list; assets/live.js obeys it."""
+    names = (
+        tag("option", name, value=code, lang=code, translate="no")
+        for code, name in languages().items()
+    )
+    choice = tag("select", *names, aria_label="Language", data_cookie=COOKIE, disabled="")
+    return tag("span", icon("languages"), choice, class_="language", title="Language")
 
 
 def _mark() -> Html:

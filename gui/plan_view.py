@@ -24,17 +24,21 @@ from .markup import icon
 Values = Mapping[str, Any]
 
 _PARTS = (
-    ("program", "program", ("runtime", "library workspaces")),
-    ("base", "base model", ("base weights", "VAE weights", "text encoder weights")),
-    ("adapter", "LoRA and optimizer", ("adapter weights", "adapter gradients", "optimizer states")),
-    ("margin", "room for others and holes", ("desktop", "allocator slack")),
+    ("program", "program {size}", ("runtime", "library workspaces")),
+    ("base", "base model {size}", ("base weights", "VAE weights", "text encoder weights")),
+    (
+        "adapter",
+        "LoRA and optimizer {size}",
+        ("adapter weights", "adapter gradients", "optimizer states"),
+    ),
+    ("margin", "room for others and holes {size}", ("desktop", "allocator slack")),
 )
 EMBEDDED = "embedded"
 SLOW_S = 24 * 3600.0
 """A training that takes longer is called slow."""
 COURSE = {"steps": "train.steps", "prompts": "sampling.prompts"}
 """The settings that the page Train fills in from the plan, by the names of assets/course.js."""
-_REST = ("work", "working memory")
+_REST = ("work", "working memory {size}")
 _PHASES = {
     "images": "preparing images",
     "texts": "preparing captions",
@@ -54,7 +58,7 @@ class MemoryPart:
     @property
     def text(self) -> str:
         """What it is and its size."""
-        return f"{self.label} {bytes_text(self.size_bytes)}"
+        return self.label.format(size=bytes_text(self.size_bytes))
 
 
 def plan(values: Values) -> Html:
@@ -122,19 +126,23 @@ def demo(values: Values) -> Html | None:
 def sentence(values: Values) -> Html:
     """Return in a sentence or two what will be trained, for how long, and where it comes from."""
     settings = mapping(values, "settings")
-    chosen = ", ".join(
-        text
-        for text in (
-            f"{values.get('base')} ({values.get('family')})",
-            f"rank {_value(settings, 'adapter.rank')}",
-            f"{_value(settings, 'data.resolution')} px",
-            f"{_value(settings, 'train.batch_size')} images a step",
-            str(_value(settings, "optimizer.name")),
-            f"{mapping(values, 'time').get('steps', 'unknown')} steps",
-        )
+    base = f"{values.get('base')} ({values.get('family')}), {_value(settings, 'optimizer.name')}, "
+    chosen = (
+        f"rank {_value(settings, 'adapter.rank')}",
+        f"{_value(settings, 'data.resolution')} px",
+        f"{_value(settings, 'train.batch_size')} images a step",
+        f"{mapping(values, 'time').get('steps', 'unknown')} steps",
     )
-    preset = f"Preset {values.get('preset')}, {values.get('priority')}"
-    return tag("p", tag("b", f"{preset}: "), f"{chosen}.", class_="choice")
+    preset = f"Preset {values.get('preset')}, {values.get('priority')}: "
+    return tag(
+        "p",
+        tag("b", preset),
+        tag("span", base, translate="no"),
+        *(tag("span", text) + tag("span", ", ") for text in chosen[:-1]),
+        tag("span", chosen[-1]),
+        ".",
+        class_="choice",
+    )
 
 
 def duration(values: Values) -> Html:
@@ -147,7 +155,7 @@ def duration(values: Values) -> Html:
     steps = time.get("steps")
     return tag(
         "span",
-        tag("b", f"About {_span(*pair)}"),
+        tag("b", _span(*pair, one="About {length}", two="About {low} to {high}")),
         f", {steps:,} steps" if isinstance(steps, int) else None,
         title=f"{time.get('note', '')}; counted are {parts}" if parts else None,
     )
@@ -164,13 +172,13 @@ def pace(values: Values) -> tuple[str, str]:
     ]
     if len(pair) != 2:
         return "good", "Fits this machine"
-    said = f"about {_span(*pair)}"
+    said = _span(*pair, one="about {length}", two="about {low} to {high}")
     return ("slow", f"Fits, but slow: {said}") if pair[0] > SLOW_S else ("good", f"Fits: {said}")
 
 
-def _span(low_s: float, high_s: float) -> str:
+def _span(low_s: float, high_s: float, *, one: str, two: str) -> str:
     low, high = _coarse(low_s), _coarse(high_s)
-    return f"{low} to {high}" if low != high else low
+    return two.format(low=low, high=high) if low != high else one.format(length=low)
 
 
 def _coarse(seconds: float) -> str:
@@ -244,7 +252,8 @@ def remarks(values: Values) -> Html:
     return join(
         tag(
             "p",
-            f"{row.get('what', '')}. ",
+            tag("span", str(row.get("what", ""))),
+            ". ",
             tag("span", str(row.get("advice", "")), class_="quiet"),
             class_=f"notice {row.get('severity', 'note')}",
         )

@@ -21,7 +21,7 @@ def files_html(folder: Path, *, exported: Mapping[int, str], best: Best | None) 
     """Return the LoRA files with their download, the newest first, the best one on top."""
     rows = [_row(folder, exported[step], step=step, best=best) for step in sorted(exported)[::-1]]
     if best is not None:
-        rows.insert(0, _row(folder, best.file, step=best.step, best=None, label="the best: "))
+        rows.insert(0, _row(folder, best.file, step=best.step, best=None, best_of_all=True))
     listed = (
         table(("LoRA of", "file", "size", ""), rows, class_="files")
         if rows
@@ -33,7 +33,7 @@ def files_html(folder: Path, *, exported: Mapping[int, str], best: Best | None) 
 
 
 def _row(
-    folder: Path, name: str, *, step: int, best: Best | None, label: str = ""
+    folder: Path, name: str, *, step: int, best: Best | None, best_of_all: bool = False
 ) -> tuple[str, ...]:
     marked = best is not None and best.step == step
     button = tag(
@@ -44,8 +44,9 @@ def _row(
         disabled="" if marked else None,
         aria_label=f"Use step {step} as the best",
     )
-    link = tag("a", name, href=run_url(folder.name, name), download=name)
-    return f"{label}step {step:,}", link, _size(folder / name), "" if label else button
+    link = tag("a", name, href=run_url(folder.name, name), download=name, translate="no")
+    of = f"the best: step {step:,}" if best_of_all else f"step {step:,}"
+    return of, link, _size(folder / name), "" if best_of_all else button
 
 
 def _size(file: Path) -> str:

@@ -37,7 +37,13 @@ def log(rows: Sequence[Row]) -> Html:
     """Return the records as a list, the newest first."""
     if not rows:
         return tag("p", "Nothing was written yet.", class_="quiet")
-    return tag("ol", *(_item(line_of(row)) for row in reversed(rows)), class_="log", tabindex=0)
+    return tag(
+        "ol",
+        *(_item(line_of(row)) for row in reversed(rows)),
+        class_="log",
+        tabindex=0,
+        translate="no",
+    )
 
 
 def _item(line: Line) -> Html:

@@ -105,10 +105,11 @@ class _Settings:
     def _name(self, key: str) -> Html:
         return tag("code", key, title=self.known[key].doc if key in self.known else None)
 
-    def _text(self, key: str, value: Any) -> str:
+    def _text(self, key: str, value: Any) -> Html:
         unit = self.known[key].unit if key in self.known else ""
         counts = isinstance(value, int | float) and not isinstance(value, bool)
-        return f"{value_text(value)} {unit}" if unit and counts else value_text(value)
+        shown = f"{value_text(value)} {unit}" if unit and counts else value_text(value)
+        return tag("span", shown, translate="no")
 
     def _decider(self, key: str) -> str:
         layer = self.layer(key)

@@ -28,15 +28,22 @@ SILENT_AFTER_S = 120.0
 RESUMABLE = frozenset({"interrupted", "stopped", "failed"})
 _PACE_STEPS = 50
 _DOING = {
-    "": "Starting",
-    "scan": "Reading the images",
-    "plan": "Planning",
-    "load": "Loading the base model",
-    "cache": "Caching",
-    "train": "Training",
-    "sample": "Making sample images",
-    "export": "Writing the LoRA file",
-    "report": "Writing the report",
+    "": "Starting.",
+    "scan": "Reading the images.",
+    "plan": "Planning.",
+    "load": "Loading the base model.",
+    "images": "Preparing the images.",
+    "captions": "Preparing the captions.",
+    "train": "Training.",
+    "sample": "Making sample images.",
+    "export": "Writing the LoRA file.",
+    "report": "Writing the report.",
+}
+_DOING_SOME = {
+    "scan": "Reading the images {done} of {total}.",
+    "images": "Preparing the images: {done} of {total}.",
+    "captions": "Preparing the captions: {done} of {total}.",
+    "sample": "Making sample images {done} of {total}.",
 }
 _STARTING = (
     (frozenset({"", "scan", "plan"}), "Check your images"),
@@ -160,10 +167,11 @@ def sentence(seen: Look, history: RunHistory) -> str:
     if status.state == "running":
         return _running(seen)
     if seen.goes_on_soon and seen.queued is not None:
-        waits = seen.queued.state == "waiting"
-        return f"{'Waits in the queue to be resumed' if waits else 'Resuming'} from {where}."
+        if seen.queued.state == "waiting":
+            return f"Waits in the queue to be resumed from {where}."
+        return f"Resuming from {where}."
     if status.state == "finished":
-        return f"Finished after {status.step:,} steps{_result(history)}."
+        return _finished(status.step, history)
     if status.state == "stopped":
         return f"Stopped at {where}, its state saved; Resume goes on from there."
     if status.state == "failed":
@@ -285,12 +293,11 @@ def _running(seen: Look) -> str:
     if seen.stopping:
         return "Asked to stop: the step that runs is finished, then the state is saved."
     phase = status.phase or _PHASES_OF_STAGES.get(status.stage, "")
-    doing = _DOING.get(phase, status.message)
     if phase == "cache":
-        kind = "captions" if status.message == "captions" else "images"
-        doing = f"Preparing the {kind}{':' if status.total else ''}"
-    counted = phase in _COUNTED and status.total
-    return f"{doing} {status.done:,} of {status.total:,}." if counted else f"{doing}."
+        phase = "captions" if status.message == "captions" else "images"
+    if phase in _DOING_SOME and status.total:
+        return _DOING_SOME[phase].format(done=f"{status.done:,}", total=f"{status.total:,}")
+    return _DOING.get(phase, f"{status.message}.")
 
 
 def _goes_on_from(history: RunHistory) -> str:
@@ -300,11 +307,12 @@ def _goes_on_from(history: RunHistory) -> str:
     return f"a resume goes on from step {step:,}, the last saved state"
 
 
-def _result(history: RunHistory) -> str:
+def _finished(steps: int, history: RunHistory) -> str:
     base, last = history.base_validation, history.last_validation
     if base is None or last is None:
-        return ""
-    return f"; validation loss {loss_text(last.loss)}, {against_base(last.loss, base.loss)}"
+        return f"Finished after {steps:,} steps."
+    against = against_base(last.loss, base.loss)
+    return f"Finished after {steps:,} steps; validation loss {loss_text(last.loss)}, {against}."
 
 
 def left_text(seconds: float) -> str:

@@ -22,7 +22,7 @@ from lora_trainer.common.wording import (
     step_seconds_text,
 )
 from lora_trainer.hardware.card_state import CardState
-from lora_trainer.reporting.charts import Html, join, tag
+from lora_trainer.reporting.charts import Html, tag
 from lora_trainer.reporting.history import RunHistory, mapping, number, sequence
 from lora_trainer.reporting.status import RunStatus
 
@@ -72,8 +72,11 @@ def machine_now(status: RunStatus, cards: Sequence[CardState]) -> str:
     lines = [_card_now(card) for card in used or cards]
     memory_now = psutil.virtual_memory()
     used_bytes = memory_now.total - memory_now.available
-    host = f"{bytes_text(used_bytes)} of {bytes_text(memory_now.total)} of RAM in use"
-    return ". ".join([*filter(None, lines), host]) + "."
+    used_text, total_text = bytes_text(used_bytes), bytes_text(memory_now.total)
+    gpus = ". ".join(filter(None, lines))
+    if not gpus:
+        return f"{used_text} of {total_text} of RAM in use."
+    return f"{gpus}. {used_text} of {total_text} of RAM in use."
 
 
 def _card_now(card: CardState) -> str:
@@ -196,7 +199,7 @@ def error_box(seen: Look, history: RunHistory) -> Html | None:
     return tag(
         "div",
         tag("p", tag("b", what[:1].upper(), what[1:], ".")),
-        tag("p", "What to do: ", fix, "."),
+        tag("p", tag("span", "What to do: "), tag("span", fix), "."),
         class_=f"told {seen.status.state}",
     )
 
@@ -238,7 +241,7 @@ def _losses(history: RunHistory) -> Iterator[Figure]:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes that a run takes, NaN for what is not known; `now_of` says what `now_bytes` are of."""
+    """Bytes that a run takes, NaN for what is not known; `now_of` says what `now_bytes` are of, as `... {size}`."""
 
     now_of: str
     now_bytes: float
@@ -264,7 +267,7 @@ def memory(history: RunHistory) -> Memory | None:
         else _highest(row.host_bytes for row in history.steps)
     )
     found = Memory(
-        now_of="VRAM of the whole card now" if on_card else "Memory now",
+        now_of="VRAM of the whole card now {size}" if on_card else "Memory now {size}",
         now_bytes=last.vram_used_bytes if on_card else last.host_bytes,
         highest_bytes=highest,
         predicted_bytes=number(planned, "peak_bytes"),
@@ -295,8 +298,13 @@ def _memory_bar(history: RunHistory, *, goes: bool) -> Html | None:
     now_bytes = found.now_bytes if goes else 0.0
     known = [now_bytes, found.highest_bytes, found.predicted_bytes, found.limit_bytes]
     scale = _MARGIN * _highest(known)
-    words = [f"{found.now_of} {bytes_text(now_bytes)}"] if goes else []
-    words.append(f"{'t' if goes else 'T'}his training at most {bytes_text(found.highest_bytes)}")
+    highest = bytes_text(found.highest_bytes)
+    words = [f"This training at most {highest}"]
+    if goes:
+        words = [
+            found.now_of.format(size=bytes_text(now_bytes)),
+            f"this training at most {highest}",
+        ]
     if found.predicted_bytes > 0:
         words.append(f"predicted {bytes_text(found.predicted_bytes)}")
     if found.limit_bytes > 0:
@@ -315,9 +323,17 @@ def _memory_bar(history: RunHistory, *, goes: bool) -> Html | None:
     return tag(
         "div",
         tag("div", *spans, *lines, class_="meter", role="img", aria_label=sentence_),
-        tag("p", join([sentence_, "."]), class_="quiet"),
+        tag("p", *_listed(words), ".", class_="quiet"),
         class_="usage",
     )
+
+
+def _listed(words: Sequence[str]) -> Iterator[Html | str]:
+    """Yield words with commas between, each an element so that it can be translated."""
+    for at, word in enumerate(words):
+        yield tag("span", word)
+        if at < len(words) - 1:
+            yield ", "
 
 
 def _share(value: float, scale: float) -> str:

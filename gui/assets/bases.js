@@ -5,7 +5,7 @@ import { signIn } from "/ui/sign_in.js";
 
 const OWN = [
   { source: "auto", name: "Chosen for this machine", owner: "lora-train", said: "The smallest full base on a GPU, else the miniature" },
-  { source: "embedded", name: "Miniature", owner: "built in", said: "Nothing to download", size: "To try things out, 64 px", licence: "Apache 2.0: free for every use" },
+  { source: "embedded", name: "Miniature", owner: "built in", said: "Nothing to download", size: "To try things out, 64 px", licence: "Apache 2.0", allows: "free for every use" },
 ];
 
 export async function mount(place, server, act) {
@@ -42,14 +42,18 @@ export async function mount(place, server, act) {
   }
 }
 
-function card({ source, name, owner, said, here, size, licence, gated, family }, onclick) {
+function card({ source, name, owner, said, here, size, licence, allows, gated, family }, onclick) {
   const line = (textContent, className) => textContent && make("span", { textContent, className });
   const button = make("button", { type: "button", className: "base-card", onclick },
     emblem(family ?? source), make("b", { textContent: name }), make("small", { textContent: owner }),
-    ...[line(size, "quiet"), line(said, here ? "good" : "quiet"), line(licence, "quiet"),
+    ...[line(size, "quiet"), line(said, here ? "good" : "quiet"), licence && terms(licence, allows),
       gated && line("Accept its terms on the Hub first", "slow"), make("span", { className: "fits quiet" })].filter(Boolean));
   button.dataset.source = source;
   return button;
+}
+
+function terms(licence, allows) {
+  return make("span", { className: "quiet" }, make("span", { textContent: licence, translate: false }), ": ", make("span", { textContent: allows }));
 }
 
 /** Return a pattern of its own for each word: two discs before a slope of colours. */
@@ -65,7 +69,7 @@ function emblem(word) {
 
 function gateOf({ name, source }, signedIn, ask) {
   const page = make("a", { href: `https://huggingface.co/${source}`, target: "_blank", rel: "noopener", textContent: "its page on the Hub" });
-  const words = make("p", {}, make("b", { textContent: `${name} asks you to accept its terms. ` }), "Do that once on ", page,
+  const words = make("p", {}, make("b", { textContent: `${name} asks you to accept its terms.` }), " ", "Do that once on ", page,
     signedIn ? ". You are signed in on this machine." : ", then sign in here, so that it can be downloaded.");
   return signedIn ? [words] : [words, make("button", { type: "button", textContent: "Sign in to the Hub", onclick: ask })];
 }

@@ -27,7 +27,7 @@ export async function mount(place, server) {
 class Side {
   constructor(title, key, runs, chosen, server, draw) {
     Object.assign(this, { key, server, draw, sheet: null });
-    this.run = make("select", { onchange: () => this.load() }, ...runs.map((name) => make("option", { value: name, textContent: name })));
+    this.run = make("select", { onchange: () => this.load() }, ...runs.map((name) => make("option", { value: name, textContent: name, translate: false })));
     if (runs.includes(chosen)) this.run.value = chosen;
     this.step = make("select", { onchange: () => this.chosen() });
     const label = (text, field) => make("label", {}, text, field);
@@ -63,7 +63,7 @@ class Side {
     const index = this.sheet.prompts.findIndex((other) => same(other, prompt));
     const source = this.sheet.images[index]?.[this.step.value];
     if (!source) return make("span", { className: "missing", textContent: "not drawn at this step" });
-    const image = make("img", { src: source, alt: `${this.run.value}, ${this.sheet.steps[this.step.value].name}: ${prompt.text}` });
+    const image = make("img", { src: source, alt: `${this.run.value}, ${this.sheet.steps[this.step.value].name}: ${prompt.text}`, translate: false });
     image.addEventListener("load", () => image.classList.toggle("pixels", image.naturalWidth <= 128));
     return make("a", { href: source, target: "_blank" }, image);
   }
@@ -79,9 +79,9 @@ function show(rows, said, sides) {
   const left = error ? 0 : one.prompts.length + other.prompts.length - 2 * shared.length;
   said.className = error ? "error notice" : "quiet";
   said.textContent = error ?? (shared.length
-    ? `${shared.length} prompt${shared.length === 1 ? "" : "s"} that both have, with the same seed.${left ? ` ${left} more only one of them has.` : ""}`
+    ? `Prompts that both have, with the same seed: ${shared.length}. Prompts that only one of them has: ${left}.`
     : "They have no prompt in common. Train both with the same sample prompts to compare them.");
   rows.replaceChildren(...shared.map((prompt) => make("figure", {},
-    make("figcaption", { textContent: prompt.text || "(empty prompt)", dir: "auto" }),
+    make("figcaption", { textContent: prompt.text || "(empty prompt)", dir: "auto", translate: !prompt.text }),
     ...sides.map((side) => side.picture(prompt)))));
 }

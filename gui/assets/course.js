@@ -42,9 +42,12 @@ export function mount(place, { get, set, asked, onchange }) {
     const count = Number(steps.value);
     if (!images || !count) { said.textContent = "Left empty, it is chosen for your images."; return; }
     const times = count * ratio();
-    const often = times >= 1.95 ? `${Math.round(times).toLocaleString("en")} times each` : times >= 0.95 ? "once each" : "some";
-    const aside = kept ? ` ${kept} more ${kept === 1 ? "is" : "are"} kept aside to measure how well it learns.` : "";
-    said.textContent = `${count.toLocaleString("en")} steps = ${often} of the ${images.toLocaleString("en")} images.${aside}`;
+    const [length, all] = [count, images].map((number) => number.toLocaleString("en"));
+    const aside = kept === 1 ? " 1 more is kept aside to measure how well it learns."
+      : kept ? ` ${kept} more are kept aside to measure how well it learns.` : "";
+    const often = times >= 1.95 ? `${length} steps = ${Math.round(times).toLocaleString("en")} times each of the ${all} images.`
+      : times >= 0.95 ? `${length} steps = once each of the ${all} images.` : `${length} steps = some of the ${all} images.`;
+    said.replaceChildren(often, make("span", { textContent: aside }));
   }
 
   function change(name, text) {

@@ -3,11 +3,12 @@
 // again when somebody comes back to it. Other scripts listen to the event "live" of the document.
 
 const AGAIN_MS = 2000;
-const state = { timer: 0, bar: null, page: "", home: null, before: new Map(), title: "" };
+const YEAR_S = 365 * 24 * 3600;
+const state = { timer: 0, bar: null, said: "", home: null, before: new Map(), title: "" };
 
 export function start(bar) {
   state.bar = bar;
-  state.page = bar.dataset.page;
+  languageChoice(bar.querySelector(".language select"));
   if (!state.listening) {
     state.listening = true;
     document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
@@ -56,18 +57,36 @@ function show(now) {
     if (ended) tell(run, ended);
   }
   const first = now.training[0];
-  const title = first ? `${first.percent} % \u00b7 ${first.name}` : state.page;
+  const title = first ? `${first.percent} % \u00b7 ${first.name}` : state.bar.dataset.page;
   state.title = `${title} \u2013 lora-train`;
   document.title = state.title;
   const place = state.bar.querySelector(".live");
   const said = first ? [first.name, `${first.percent} %`, first.left].filter(Boolean).join(" \u00b7 ") : "";
-  if (place.textContent === said) return;
+  if (state.said === said) return;
+  state.said = said;
   place.replaceChildren();
   if (!first) return;
   const link = Object.assign(document.createElement("a"), { href: first.url });
-  link.append(document.createElement("i"), Object.assign(document.createElement("span"), { textContent: said }));
+  const words = document.createElement("span");
+  words.append(nameOf(first), ` \u00b7 ${first.percent} %`, ...(first.left ? [" \u00b7 ", document.createTextNode(first.left)] : []));
+  link.append(document.createElement("i"), words);
   place.append(link);
   if ("Notification" in window && Notification.permission === "default") place.append(bell());
+}
+
+/** The language of this browser: remembered in a cookie, which the server obeys at the next page. */
+function languageChoice(choice) {
+  // Gradio has named the language that the browser asks for, whatever the page is in.
+  choice.value = document.documentElement.lang = window.pageLanguage?.code ?? "en";
+  choice.disabled = false;
+  choice.onchange = () => {
+    document.cookie = `${choice.dataset.cookie}=${choice.value}; path=/; max-age=${YEAR_S}; SameSite=Strict`;
+    location.reload();
+  };
+}
+
+function nameOf(run) {
+  return Object.assign(document.createElement("span"), { textContent: run.name, translate: false });
 }
 
 function bell() {
@@ -87,9 +106,11 @@ function tell(run, said) {
   const toast = Object.assign(document.createElement("div"), { className: "toast" });
   toast.setAttribute("role", "status");
   const close = Object.assign(document.createElement("button"), { type: "button", textContent: "Close", onclick: () => toast.remove() });
-  toast.append(`${run.name}: ${said}. `, Object.assign(document.createElement("a"), { href: run.url, textContent: "Open it" }), close);
+  const words = document.createElement("span");
+  words.append(nameOf(run), ": ", Object.assign(document.createElement("span"), { textContent: said }), ". ");
+  toast.append(words, Object.assign(document.createElement("a"), { href: run.url, textContent: "Open it" }), close);
   (state.bar.closest(".html-container") ?? document.body).append(toast);
   if ("Notification" in window && Notification.permission === "granted" && document.hidden) {
-    new Notification(`${run.name}: ${said}`, { icon: "/ui/mark.svg" });
+    new Notification(`${run.name}: ${window.pageLanguage?.say(said) ?? said}`, { icon: "/ui/mark.svg" });
   }
 }

@@ -60,7 +60,7 @@ function pair(prompt) {
     "figure",
     {},
     ...cells.map((step) => largeCell({ prompt, step }, step === now)),
-    make("figcaption", { dir: "auto" }, sheet.prompts[prompt].text || "(empty prompt)"),
+    make("figcaption", { dir: "auto", translate: sheet.prompts[prompt].text ? "no" : null }, sheet.prompts[prompt].text || "(empty prompt)"),
   );
   return { figure, choice: steps.length > 2 && sheet.steps[steps[0]].step === 0 };
 }
@@ -69,7 +69,8 @@ function largeCell(at, isNow) {
   const source = address(at);
   if (!largePictures.has(source)) largePictures.set(source, make("img", { src: source, onload: sharpen }));
   const image = largePictures.get(source);
-  image.alt = `${isNow ? "Newest" : "Before"}, ${sheet.prompts[at.prompt].text}`;
+  const { text } = sheet.prompts[at.prompt];
+  image.alt = isNow ? `Newest, ${text}` : `Before, ${text}`;
   const more = { class: isNow ? "cell now" : "cell", "data-at": `${isNow}-${at.prompt}` };
   return make("button", { type: "button", onclick: () => openZoom(at), ...more }, image, make("span", {}, sheet.steps[at.step].name));
 }
@@ -131,7 +132,7 @@ function column(step) {
 function row(prompt, index) {
   const name = make(
     "th",
-    { scope: "row", dir: "auto", title: prompt.text },
+    { scope: "row", dir: "auto", title: prompt.text, translate: "no" },
     make("span", {}, prompt.text || "(empty prompt)"),
     make("small", {}, `seed ${prompt.seed}`),
   );
@@ -174,7 +175,7 @@ async function useAsBest(step) {
 
 const large = make("img", { onload: sharpen });
 const caption = make("p", { class: "caption", "aria-live": "polite" });
-const prompt = make("p", { class: "prompt", dir: "auto" });
+const prompt = make("p", { class: "prompt", dir: "auto", translate: "no" });
 const bestButton = button("", () => useAsBest(sheet.steps[cell.step]));
 const zoom = make(
   "dialog",
@@ -211,9 +212,8 @@ function showCell() {
   large.hidden = source === null;
   if (source !== null && large.getAttribute("src") !== source) large.src = source;
   large.alt = title(cell);
-  caption.textContent = `${step.name}, prompt ${cell.prompt + 1} of ${sheet.prompts.length}${
-    source === null ? ": no picture was made here" : ""
-  }`;
+  const where = `${step.name}, prompt ${cell.prompt + 1} of ${sheet.prompts.length}`;
+  caption.replaceChildren(where, ...(source === null ? [make("span", {}, ": no picture was made here")] : []));
   prompt.textContent = sheet.prompts[cell.prompt].text;
   bestButton.textContent = step.best ? "\u2605 The best" : "\u2606 Use this step as the best";
   bestButton.disabled = step.best || !step.exported;
@@ -284,7 +284,7 @@ function openCompare(a, b) {
   sides.forEach((one, index) => {
     const option = (text, value) => make("option", { value }, text);
     one.step.replaceChildren(...sheet.steps.map((step, at) => option(step.name, at)));
-    one.prompt.replaceChildren(...sheet.prompts.map((row, at) => option(row.text, at)));
+    one.prompt.replaceChildren(...sheet.prompts.map((row, at) => make("option", { value: at, translate: "no" }, row.text)));
     one.step.value = chosen[index].step;
     one.prompt.value = chosen[index].prompt;
   });

@@ -243,6 +243,6 @@ def _title(name: str) -> Html:
         "div",
         tag("a", "All runs", href="/"),
         tag("a", "Compare with another run", href=compared),
-        tag("h1", name),
+        tag("h1", name, translate="no"),
         class_="run-name",
     )

@@ -74,7 +74,7 @@ def against_base(loss: float, base_loss: float) -> str:
     percent = f"{abs(change) * 100:.0f}" if abs(change) >= 0.0995 else f"{abs(change) * 100:.1f}"
     if float(percent) == 0:
         return "the same as the base's"
-    return f"{percent} % {'below' if change < 0 else 'above'} the base's"
+    return f"{percent} % below the base's" if change < 0 else f"{percent} % above the base's"
 
 
 def one_line(message: str) -> str:

@@ -163,6 +163,7 @@ def test_our_routes_come_before_those_of_the_pages(served: dict[str, Any]) -> No
         "/ready",
         "/ui/{name}",
         "/ui/example/{name}",
+        "/ui/language/{code}.js",
         "/upload/{batch}/{number}",
         "/upload/{batch}",
         "/media/run/{name}/{file:path}",

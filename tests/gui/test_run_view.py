@@ -78,7 +78,7 @@ def test_a_failure_stands_above_the_figures(run: FakeRun) -> None:
     page = shown(folder)
     assert page.index("What to do: ") < page.index("figures")
     assert "<img" not in page and "<b>do" not in page
-    assert "&lt;b&gt;do&lt;/b&gt; it." in page
+    assert "&lt;b&gt;do&lt;/b&gt; it" in page
 
 
 def test_a_finished_run_names_the_samples_to_look_at_and_where_its_lora_works(run: FakeRun) -> None:
@@ -149,7 +149,7 @@ def test_memory_of_a_card_is_compared_as_it_was_predicted(run: FakeRun) -> None:
 def test_without_a_card_it_is_the_memory_of_the_process(run: FakeRun) -> None:
     found = memory(read_history(run.write()))
     assert found is not None
-    assert (found.now_of, found.highest_bytes) == ("Memory now", GIB)
+    assert (found.now_of, found.highest_bytes) == ("Memory now {size}", GIB)
     assert found.predicted_bytes == 1_310_000_000
 
 

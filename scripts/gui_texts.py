@@ -1,0 +1,128 @@
+"""List the texts of the interface that a language lacks, and entries of a language that no source has.
+
+    python scripts/gui_texts.py de              # one text a line, with the file that has it
+    python scripts/gui_texts.py de --file queue # only of files whose path has this word
+
+A text is a string literal of gui/ (Python or JavaScript) with a space or a capital in it. Literals that
+never reach a page are listed too: the list helps to translate and is no measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LANGUAGES = ROOT / "gui" / "languages"
+PLACEHOLDER = re.compile(r"\{(?:text|#)?\}")
+_SCRIPT_STRING = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`")
+_SCRIPT_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})|\\(.)")
+_FIELD = re.compile(r"\{[a-z_]+\}")
+_MARKUP = re.compile(r">([^<>{}]+)<")
+
+
+def known(code: str) -> dict[str, str]:
+    """Return the texts of a language by their English texts."""
+    texts: dict[str, str] = json.loads((LANGUAGES / f"{code}.json").read_text(encoding="utf-8"))
+    return texts
+
+
+def sources() -> Iterator[Path]:
+    """Yield the files whose texts may stand on a page."""
+    for folder in ("gui", "lora_trainer"):
+        yield from sorted((ROOT / folder).rglob("*.py"))
+    yield from sorted((ROOT / "gui" / "assets").glob("*.js"))
+
+
+def literals(path: Path) -> Iterator[str]:
+    """Yield the string literals of a file as a page shows them, with `{}` for what is put in."""
+    source = path.read_text(encoding="utf-8")
+    found = _python(source) if path.suffix == ".py" else _script(source)
+    for literal in found:
+        yield normal(literal)
+        for between in _MARKUP.findall(literal):
+            yield normal(between)
+
+
+def normal(text: str) -> str:
+    """Return a text without space around it, and each placeholder as `{}`."""
+    return " ".join(PLACEHOLDER.sub("{}", text).split())
+
+
+def _python(source: str) -> Iterator[str]:
+    tree = ast.parse(source)
+    inside: set[int] = set()
+    constants: list[ast.Constant] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            inside.update(map(id, node.values))
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+            )
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            inside.add(id(node.value))  # a docstring
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            constants.append(node)
+    yield from (_FIELD.sub("{}", str(node.value)) for node in constants if id(node) not in inside)
+
+
+def _script(source: str) -> Iterator[str]:
+    for match in _SCRIPT_STRING.findall(source):
+        text = _SCRIPT_ESCAPE.sub(
+            lambda found: chr(int(found[1], 16)) if found[1] else found[2], match[1:-1]
+        )
+        yield _without_fields(text) if match[0] == "`" else text
+
+
+def _without_fields(template: str) -> str:
+    """Return the text of a template literal with `{}` in place of each `${...}`."""
+    text, depth = "", 0
+    for at, letter in enumerate(template):
+        if depth == 0 and template.startswith("${", at):
+            text += "{}"
+        if letter == "{" and (depth or template[at - 1 : at] == "$"):
+            depth += 1
+        elif letter == "}" and depth:
+            depth -= 1
+        elif depth == 0 and not template.startswith("${", at):
+            text += letter
+    return text
+
+
+def lacking(code: str) -> Iterator[tuple[Path, str]]:
+    """Yield the texts of the interface that a language has no entry for."""
+    seen = {normal(english) for english in known(code)}
+    for path in sources():
+        if path.is_relative_to(ROOT / "gui"):
+            for text in literals(path):
+                readable = re.search(r"[A-Za-z]{2}", text) and re.search(r"\s|^[A-Z]", text)
+                if readable and text not in seen:
+                    seen.add(text)
+                    yield path, text
+
+
+def dead(code: str) -> list[str]:
+    """Return the entries of a language whose English text no source has any more."""
+    there = {text for path in sources() for text in literals(path)}
+    return [english for english in known(code) if normal(english) not in there]
+
+
+def main() -> None:
+    """Print both lists."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("language", choices=sorted(path.stem for path in LANGUAGES.glob("*.json")))
+    parser.add_argument("--file", default="", help="a word of the path of the files to look at")
+    asked = parser.parse_args()
+    for path, text in lacking(asked.language):
+        if asked.file in str(path.relative_to(ROOT)):
+            print(f"{path.relative_to(ROOT)}: {text}")
+    for english in dead(asked.language):
+        print(f"no source has it: {english}")
+
+
+if __name__ == "__main__":
+    main()
