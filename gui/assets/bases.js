@@ -1,12 +1,15 @@
 // The base models as cards: what each is, its licence, what there is to download, whether it fits this machine.
 // One card after another is planned, so that the page can be used meanwhile. A gated one leads to the Hub.
 import { make } from "/ui/dialog.js";
+import { browse } from "/ui/browse.js";
 import { signIn } from "/ui/sign_in.js";
 
 const OWN = [
   { source: "auto", name: "Chosen for this machine", owner: "lora-train", said: "The smallest full base on a GPU, else the miniature" },
   { source: "embedded", name: "Miniature", owner: "built in", said: "Nothing to download", size: "To try things out, 64 px", licence: "Apache 2.0", allows: "free for every use" },
 ];
+
+const OWN_FILE = { source: "", name: "Your own model", owner: "a file or folder on this machine", said: "Browse \u2026", size: "A checkpoint from Civitai or the Hub" };
 
 export async function mount(place, server, act) {
   const gate = make("div", { className: "gate notice", hidden: true });
@@ -26,8 +29,16 @@ export async function mount(place, server, act) {
     } })));
   };
   const cards = new Map(list.map((row) => [row.source, card(row, () => { choose(row.source); act({ source: row.source }); })]));
-  place.replaceChildren(...cards.values());
-  choose(answer?.chosen ?? "auto");
+  const own = card(OWN_FILE, () => browse(server, "base", (source) => { chooseOwn(source); act({ source }); }));
+  const chooseOwn = (source) => {
+    choose("");
+    own.setAttribute("aria-pressed", "true");
+    own.querySelector(".fits").textContent = source;
+  };
+  place.replaceChildren(...[...cards.values()].slice(0, 1), own, ...[...cards.values()].slice(1));
+  const chosen = answer?.chosen ?? "auto";
+  if (cards.has(chosen)) choose(chosen);
+  else chooseOwn(chosen);
   // A plan that a base is too large for has a button to leave it.
   document.addEventListener("click", ({ target }) => {
     const button = target.closest?.("[data-base]");

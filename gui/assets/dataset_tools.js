@@ -17,9 +17,15 @@ class Opener {
     this.remove = button("Delete", () => {}, { hidden: true });
     this.node = make("div", { class: "ds-open" }, make("form", {
       class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.submit(); },
-    }, this.path.node, this.list, make("button", { type: "submit", class: "primary" }, "Open"),
+    }, this.path.node, this.list, button("Browse", () => this.browse()),
+    make("button", { type: "submit", class: "primary" }, "Open"),
     this.train, this.remove), this.error, this.said, this.recent, make("p", { class: "empty quiet" },
       "Here you write captions, find blurred and doubled images and see how each is cropped."));
+  }
+
+  async browse() {
+    const { browse } = await import("/ui/browse.js");
+    browse(server, "dataset", (path) => { this.path.input.value = path; this.submit(); });
   }
 
   async start(folder) {

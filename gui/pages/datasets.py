@@ -8,6 +8,7 @@ from ..markup import drop_zone
 from ..workplace import Workplace
 from . import trash_page
 from .gradio_events import answering, html
+from .share import browsing
 
 SCRIPTS = (
     "dataset_dom.js",
@@ -33,6 +34,9 @@ def build(work: Workplace) -> None:
     html(
         html_template='<div class="mount"></div>',
         js_on_load="\n".join(map(asset, SCRIPTS)),
-        server_functions=[answering(getattr(desk, name), f"dataset_{name}") for name in ASKED],
+        server_functions=[
+            *(answering(getattr(desk, name), f"dataset_{name}") for name in ASKED),
+            *browsing(work),
+        ],
     )
     trash_page.attach(work)

@@ -30,7 +30,7 @@ from ..posted import Posted
 from ..warm import BASES
 from ..workplace import Workplace
 from .gradio_events import answering
-from .share import hub_sign_in
+from .share import browsing, hub_sign_in
 
 IMAGES, CHECK, STARTED = 1, 2, 3
 _COURSE_CHARACTERS = 20_000
@@ -204,7 +204,7 @@ def base_cards(work: Workplace, plans: Plans) -> list[Callable[[Any], dict[str, 
         why = plan_view.fit_sentence(mapping(answer.values, "memory"))
         return {"fits": fits, "said": said, "why": why}
 
-    return [bases_list, base_fits, answering(hub_sign_in)]
+    return [bases_list, base_fits, answering(hub_sign_in), *browsing(work)]
 
 
 def choosing(work: Workplace) -> Callable[..., list[Any]]:

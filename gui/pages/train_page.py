@@ -17,6 +17,7 @@ from ..markup import drop_zone, note_html
 from ..plans import Plans
 from ..workplace import Workplace
 from .gradio_events import GO, PRIVATE, QUIET, TICK_S, html, module
+from .share import browsing
 from .train_handlers import (
     CHECK,
     IMAGES,
@@ -37,6 +38,11 @@ from .train_handlers import (
 _DROP = module(
     "drop.js",
     'module.dropZone(element.querySelector(".drop"), module.trainOn);',
+)
+_BROWSE = module(
+    "browse.js",
+    'const button = element.querySelector("button");'
+    ' button.onclick = () => module.browse(server, "dataset", module.trainIn); button.disabled = false;',
 )
 _BASES = module(
     "bases.js",
@@ -105,7 +111,7 @@ def build(work: Workplace) -> None:
     html("<h1>Train a LoRA</h1>")
     with gr.Walkthrough(selected=IMAGES) as walk:
         with gr.Step("Images", id=IMAGES):
-            dataset, look, report, good = _images_step()
+            dataset, look, report, good = _images_step(work)
         with gr.Step("Check", id=CHECK):
             (
                 concept,
@@ -151,16 +157,22 @@ def build(work: Workplace) -> None:
     _connect(work, widgets, look=look, back=back, cards=cards)
 
 
-def _images_step() -> tuple[Any, ...]:
+def _images_step(work: Workplace) -> tuple[Any, ...]:
     html(drop_zone(), js_on_load=_DROP)
     with gr.Row(elem_classes="or-typed"):
         dataset = gr.Textbox(
             label="Folder with your images",
             placeholder="/path/to/a/folder/with/images",
-            info="10 to 30 good images are a fine start. Nothing in the folder is changed.",
+            info="Used where it is: nothing is copied or changed. 10 to 30 good images are a fine start.",
             max_lines=1,
             scale=5,
             elem_id="dataset",
+        )
+        html(
+            html_template='<p class="actions"><button type="button" disabled>Browse</button></p>',
+            js_on_load=_BROWSE,
+            server_functions=browsing(work),
+            elem_classes="browse",
         )
         look = gr.Button("Look at the images", variant="primary", scale=1, min_width=200)
     report = html()

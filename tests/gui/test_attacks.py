@@ -349,7 +349,9 @@ def offered(attacker: Attacker) -> list[tuple[int, str]]:
 
 def test_scripts_get_no_file_from_elsewhere(attacker: Attacker, place: Place) -> None:
     functions = offered(attacker)
-    assert {"use_best", "dataset_look", "dataset_save"} <= {name for _, name in functions}
+    assert {"use_best", "dataset_look", "dataset_save", "browse_folder"} <= {
+        name for _, name in functions
+    }
     folders = [
         *climbing(place.outside)[:8:2],
         *(str(place.datasets / name) for name in ("linked", "captions", "captions/folder", "set")),
@@ -359,6 +361,9 @@ def test_scripts_get_no_file_from_elsewhere(attacker: Attacker, place: Place) ->
         for folder in folders:
             for name in names:
                 called(attacker, component, function, hostile_wish(folder, name))
+        for kind in ("dataset", "base"):
+            for folder in folders:
+                called(attacker, component, function, {"kind": kind, "path": folder})
         for wrong in (None, [], "x", 10**400, {"folder": ["x"]}, {"folder": {}, "files": 5}):
             called(attacker, component, function, wrong)
 

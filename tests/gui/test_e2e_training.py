@@ -221,7 +221,7 @@ def test_a_gated_base_leads_to_a_sign_in_and_one_too_large_back_to_one_that_fits
         page.goto(server.link)
         page.goto(server.url("/train?example=1"))
         page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
-        gated = page.locator(".base-card").filter(has_text="accepted on the Hub")
+        gated = page.locator(".base-card").filter(has_text="Accept its terms on the Hub first")
         gated.filter(has_text="Does not fit").first.click(timeout=WITHIN_MS)
         page.get_by_role("button", name="Sign in to the Hub").click()
         page.get_by_label("Token").fill("password")

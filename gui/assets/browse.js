@@ -1,0 +1,74 @@
+// Choosing a folder, or a model file, of the machine that lora-train runs on, instead of typing its path.
+import { dialog, make } from "/ui/dialog.js";
+
+const WORDS = {
+  dataset: { title: "Choose a folder with images", act: "Choose this folder", note: "Nothing in the folder is changed." },
+  base: { title: "Choose a base model", act: "Choose", note: "A model file (.safetensors, .sft, .gguf), or the folder of a whole model." },
+};
+
+/** Open the dialog; `pick` gets the path that was chosen. `server` has browse_folder and browse_chosen. */
+export async function browse(server, kind, pick) {
+  const above = make("button", { type: "button", textContent: "Up" });
+  const path = make("input", { type: "text", spellcheck: false, ariaLabel: "Folder" });
+  const rows = make("ul", { className: "browsed", tabIndex: -1 });
+  const here = make("p", { className: "quiet", role: "status" });
+  let chosen = "";
+  let folder = "";
+  let asked = 0; // an answer that comes after a newer question is not shown
+  const shown = dialog(WORDS[kind].title, {
+    fields: [make("div", { className: "browse-path" }, above, path), rows, here],
+    ...WORDS[kind],
+    submit: async () => {
+      const fileChosen = chosen !== "" && chosen !== folder;
+      if (path.value.trim() !== folder && !fileChosen) { await open(path.value); return { stay: true }; }
+      return chosen ? { path: chosen } : { error: "Choose one of the model files, or open a folder that holds a whole model." };
+    },
+  });
+  const go = shown.node.querySelector("[type=submit]");
+  shown.done = async (answer) => {
+    if (answer.stay) { go.disabled = false; return; }
+    const kept = await server.browse_chosen({ kind, path: answer.path });
+    if (kept?.error) { shown.refuse(kept.error); return; }
+    shown.node.close();
+    pick(answer.path);
+  };
+
+  function row({ name, path: target, file, said }) {
+    const button = make("button", { type: "button", className: file ? "file" : "folder" }, make("span", { textContent: name }));
+    if (said) button.append(make("small", { textContent: said }));
+    button.addEventListener("click", () => {
+      if (!file) { open(target); return; }
+      chosen = target;
+      for (const other of rows.querySelectorAll("button")) other.setAttribute("aria-pressed", String(other === button));
+    });
+    if (file) button.setAttribute("aria-pressed", "false");
+    return make("li", {}, button);
+  }
+
+  async function open(target) {
+    const number = (asked += 1);
+    const typed = path.value;
+    const answer = (await server.browse_folder({ kind, path: target })) ?? { error: "The program does not answer; is it still running?" };
+    if (number !== asked) return;
+    if (answer.error) { shown.refuse(answer.error); return; }
+    shown.say("");
+    const inside = rows.contains(document.activeElement);
+    folder = answer.folder;
+    if (path.value === typed) path.value = folder; // else somebody types meanwhile
+    chosen = answer.can ? answer.folder : "";
+    above.disabled = !answer.above;
+    above.onclick = () => open(answer.above);
+    rows.replaceChildren(...answer.rows.map(row));
+    here.textContent = [answer.said, answer.more && `${answer.more} more are not shown: type the path`, !answer.rows.length && "No folders in here"]
+      .filter(Boolean).join(". ");
+    if (inside) (rows.querySelector("button") ?? above).focus();
+  }
+  await open("");
+}
+
+/** Go on with the page Train in a folder; the draft stays. */
+export function trainIn(folder) {
+  const asked = new URL(location.href);
+  asked.searchParams.set("folder", folder);
+  location.assign(asked);
+}

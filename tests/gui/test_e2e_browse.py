@@ -1,0 +1,51 @@
+"""A dataset folder and a model file are chosen in a real browser without typing their paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.runs import write_dataset
+from tests.gui.conftest import StartGui
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def test_folder_and_model_are_chosen_by_clicks_and_keys(
+    page: Any, gui_server: StartGui, tmp_path: Path
+) -> None:
+    from playwright.sync_api import expect  # the tests are skipped where it is not installed
+
+    write_dataset(tmp_path / "data" / "toys", images=3)
+    model = tmp_path / "data" / "mine.safetensors"
+    model.write_bytes(b"no model")
+    server = gui_server(tmp_path / "runs")
+    page.goto(server.link)
+    page.goto(server.url("/train?draft=new"))
+    page.get_by_role("button", name="Browse").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Folder").fill(str(tmp_path))
+    page.keyboard.press("Enter")
+    dialog.get_by_role("button", name="data", exact=True).press("Enter")
+    dialog.get_by_role("button", name="toys", exact=True).click()
+    dialog.get_by_text("3 images here").wait_for()
+    dialog.get_by_role("button", name="Up").click()
+    dialog.get_by_role("button", name="toys", exact=True).click()
+    dialog.get_by_text("3 images here").wait_for()
+    dialog.get_by_role("button", name="Choose this folder").click()
+    page.get_by_role("button", name="Looks good").click()
+    assert page.get_by_label("Folder with your images").input_value() == str(
+        tmp_path / "data" / "toys"
+    )
+    page.locator(".base-card", has_text="Your own model").click()
+    dialog.get_by_role("button", name="Choose", exact=True).click()
+    dialog.get_by_text("Choose one of the model files").wait_for()
+    dialog.get_by_label("Folder").fill(str(model.parent))
+    page.keyboard.press("Enter")
+    dialog.get_by_role("button", name="mine.safetensors").click()
+    dialog.get_by_role("button", name="Choose", exact=True).click()
+    dialog.wait_for(state="detached")
+    page.locator(".base-card[aria-pressed=true]", has_text=str(model)).wait_for()
+    expect(page.get_by_label("Base model")).to_have_value(str(model))
