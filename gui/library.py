@@ -63,7 +63,8 @@ def grid(found: tuple[Entry, ...], *, of: int) -> Html:
     if not found:
         return tag("p", f"None of the {of} LoRAs fits the search.", class_="quiet")
     more = len(found) - _MAX_SHOWN
-    said = f"{len(found)} of {of}" if len(found) < of else f"{of} LoRA{'' if of == 1 else 's'}"
+    said = "1 LoRA" if of == 1 else f"{of} LoRAs"
+    said = f"{len(found)} of {of}" if len(found) < of else said
     return join(
         [
             tag("p", said, class_="quiet", role="status"),
@@ -79,9 +80,11 @@ def _card(entry: Entry) -> Html:
     return tag(
         "article",
         tag("a", _picture(file, header), href=url, tabindex="-1"),
-        tag("h2", tag("a", file.path.stem, href=url)),
-        tag("p", header.title, class_="quiet") if _says_more(header, file) else None,
-        tag("p", file.note, class_="note") if file.note else None,
+        tag("h2", tag("a", file.path.stem, href=url, translate="no")),
+        tag("p", header.title, class_="quiet", translate="no")
+        if _says_more(header, file)
+        else None,
+        tag("p", file.note, class_="note", translate="no") if file.note else None,
         tag("p", header.problem, class_="error") if header.problem else None,
         tag("p", "Marked as the best of its run.") if file.best else None,
         tag("p", "Its run still trains.") if entry.training else None,
@@ -118,7 +121,8 @@ def _facts(entry: Entry) -> Iterator[Html]:
     }
     for name, value in facts.items():
         if value not in ("", None):
-            yield tag("div", tag("dt", name), tag("dd", str(value)))
+            kept = None if name == "validation" else "no"
+            yield tag("div", tag("dt", name), tag("dd", str(value), translate=kept))
 
 
 def _run_links(file: LoraFile) -> Iterator[Html]:
@@ -136,7 +140,7 @@ def _saves(entry: Entry) -> Html | None:
 
 
 def _earlier(count: int) -> str:
-    return f"{count} other save{'' if count == 1 else 's'} of this run"
+    return "1 other save of this run" if count == 1 else f"{count} other saves of this run"
 
 
 def _step(file: LoraFile) -> str:
@@ -161,9 +165,9 @@ def head(file: LoraFile, header: Header) -> Html:
             _picture(file, header),
             tag(
                 "div",
-                tag("h1", file.path.stem),
-                tag("p", header.title) if _says_more(header, file) else None,
-                tag("p", file.note, class_="note") if file.note else None,
+                tag("h1", file.path.stem, translate="no"),
+                tag("p", header.title, translate="no") if _says_more(header, file) else None,
+                tag("p", file.note, class_="note", translate="no") if file.note else None,
                 tag("p", header.problem, class_="error") if header.problem else None,
                 tag("dl", *_facts(entry)),
                 tag("p", *_run_links(file), class_="links"),
@@ -206,7 +210,11 @@ def inside(inspection: Inspection) -> Html:
         tag(
             "details",
             tag("summary", f"All {len(inspection.metadata)} entries of the header"),
-            table(("entry", "value"), _raw(inspection.metadata), class_="raw"),
+            tag(
+                "div",
+                table(("entry", "value"), _raw(inspection.metadata), class_="raw"),
+                translate="no",
+            ),
         ),
         class_="inside",
     )

@@ -29,6 +29,15 @@ _LOG_LINES = 20
 _DEVICE_LENGTH = 12
 """As much of a card's UUID as tells the cards of a machine apart."""
 _LOG_END_BYTES = 16_384
+_LABELS = {
+    "Stop": "Stop {name}",
+    "Stopping": "Stopping {name}",
+    "Earlier": "Earlier {name}",
+    "Later": "Later {name}",
+    "Remove": "Remove {name}",
+    "Resume": "Resume {name}",
+    "Train again": "Train again {name}",
+}
 _FAULT_EXIT_CODE = 1
 """What an error ends with that nobody foresaw; the others say what to do."""
 
@@ -127,7 +136,7 @@ def _row(item: Item, *parts: Html | None, buttons: Iterable[Html | None]) -> Htm
     title = tag("a", name, href=page_url(item.run)) if item.run else name
     return tag(
         "li",
-        tag("div", tag("h3", title), *parts, _command(item), class_="text"),
+        tag("div", tag("h3", title, translate="no"), *parts, _command(item), class_="text"),
         tag("p", *buttons, class_="actions"),
         class_=f"entry {item.state}",
         data_item=item.id,
@@ -139,7 +148,7 @@ def _running(work: Workplace, item: Item) -> Html:
     fraction = min(1.0, status.step / status.steps) if status and status.steps else 0.0
     stopping = _is_stopping(work, item)
     said = (status.message if status else "") or "starting"
-    device = f", on {item.device[:_DEVICE_LENGTH]}" if item.device else ""
+    device = tag("span", f", on {item.device[:_DEVICE_LENGTH]}") if item.device else None
     bar = tag(
         "div",
         tag("i", style=f"width:{fraction:.1%}"),
@@ -152,7 +161,7 @@ def _running(work: Workplace, item: Item) -> Html:
     buttons = [_button("stop", label, item.id, of=_name(item), disabled=stopping)]
     return _row(
         item,
-        tag("p", f"{said}{device}", class_="state"),
+        tag("p", said, device, class_="state"),
         bar,
         buttons=buttons if item.run else (),
     )
@@ -177,11 +186,11 @@ def _ended(work: Workplace, item: Item) -> Html:
     label = "Resume" if resumes else "Train again"
     length_s = (item.ended_s or 0.0) - (item.started_s or item.ended_s or 0.0)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(item.ended_s or 0.0))
-    took = f", {duration_text(length_s)} after its start" if length_s > 0 else ""
-    more = ", can be resumed" if resumes else ""
+    took = tag("span", f", {duration_text(length_s)} after its start") if length_s > 0 else None
+    more = tag("span", ", can be resumed") if resumes else None
     return _row(
         item,
-        tag("p", f"{item.state} {when}{took}{more}", class_=f"state {item.state}"),
+        tag("p", tag("span", item.state), f" {when}", took, more, class_=f"state {item.state}"),
         _reason(work, item, resumes=resumes),
         buttons=(
             _button("again", label, item.id, of=_name(item)) if item.argv else None,
@@ -232,7 +241,7 @@ def _button(
         data_action=action,
         data_id=id,
         data_sure=sure or None,
-        aria_label=f"{label} {of}".strip(),
+        aria_label=_LABELS[label].format(name=of) if of else label,
         disabled="" if disabled else None,
     )
 

@@ -172,7 +172,7 @@ def _try(work: Workplace, job: jobs.Job) -> Html:
     cells += [tag("span", f"strength {value:g}", role="columnheader") for value in strengths]
     rows = [tag("div", *cells, role="row")]
     for row, prompt in enumerate(prompts):
-        heading = tag("span", prompt, role="rowheader")
+        heading = tag("span", prompt, role="rowheader", translate="no")
         cells = [_cell(found.get((row, value)), prompt, value, job.state) for value in strengths]
         rows.append(tag("div", heading, *cells, role="row"))
     return join(
@@ -190,10 +190,13 @@ def _was_stopped(job: jobs.Job) -> bool:
 
 def _said(job: jobs.Job, done: int, count: int) -> str:
     if job.state == "running":
-        where = f"{done} of {count} images" if done else "loading the base model"
-        return f"Drawing: {where}."
+        if not done:
+            return "Drawing: loading the base model."
+        return f"Drawing: {done} of {count} images."
     if job.state == "failed":
-        return f"{'Stopped' if _was_stopped(job) else 'Ended'} after {done} of {count} images."
+        if _was_stopped(job):
+            return f"Stopped after {done} of {count} images."
+        return f"Ended after {done} of {count} images."
     return f"{count} images, seed {_seed(job)} in the first row, one more in each row."
 
 

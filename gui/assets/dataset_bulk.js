@@ -63,7 +63,7 @@ class BulkBar {
     this.shown = { ...this.values, rows: answer.rows };
     if (answer.rows.length === 0) { this.said.textContent = "No caption would change."; return; }
     this.rows.replaceChildren(...answer.rows.map(previewRow));
-    this.apply.textContent = `Apply to ${counted(answer.rows.length, "caption")}`;
+    this.apply.textContent = answer.rows.length === 1 ? "Apply to 1 caption" : `Apply to ${answer.rows.length} captions`;
     this.preview.hidden = false;
     this.apply.focus();
   }
@@ -88,6 +88,6 @@ function previewRow({ file, before, after }) {
   while (end < shorter - start && before.at(-1 - end) === after.at(-1 - end)) end += 1;
   const cell = (text, name) => make("td", { dir: "auto" }, text.slice(0, start),
     make(name, {}, text.slice(start, text.length - end)), text.slice(text.length - end));
-  return make("tr", {}, make("th", { scope: "row", dir: "auto" }, file),
+  return make("tr", { translate: "no" }, make("th", { scope: "row", dir: "auto" }, file),
     cell(before, "del"), cell(after, "ins"));
 }

@@ -50,7 +50,7 @@ class Card {
       });
     const closer = this.excluded ? null : button("Mask", () => this.closer(), { "aria-label": `Mask and crop of ${name}` });
     this.node = make("li", { class: "ds-card" }, this.box,
-      make("div", { class: "ds-name", title: name, dir: "auto" }, name),
+      make("div", { class: "ds-name", title: name, dir: "auto", translate: "no" }, name),
       this.size, this.badges, this.area, make("div", { class: "ds-foot" }, this.state, closer, act));
   }
 
@@ -66,7 +66,7 @@ class Card {
     }
     this.area.placeholder = picture.stand_in ? `trained as: ${picture.stand_in}` : "no caption";
     this.area.readOnly = this.excluded || Boolean(picture.locked);
-    this.size.textContent = sizeText(picture);
+    this.size.replaceChildren(...sizeTexts(picture));
     this.badges.replaceChildren(...picture.badges.map((badge) =>
       make("li", { class: `ds-badge ds-${badge.severity}`, title: badge.title }, badge.text)));
     this.badges.hidden = picture.badges.length === 0;
@@ -137,7 +137,7 @@ class Card {
       this.area.focus();
     };
     this.say("Changed on the disk meanwhile. It now says:", "error",
-      make("blockquote", { dir: "auto" }, newer || "(nothing)"),
+      make("blockquote", { dir: "auto", translate: newer ? "no" : null }, newer || "(nothing)"),
       button("Take that", () => decide(false)), button("Keep mine", () => decide(true)));
     this.desk.announce(`The caption of ${this.picture.file} was changed on the disk meanwhile`);
   }
@@ -155,12 +155,12 @@ function place(node, left, top, width, height) {
   });
 }
 
-/** Return "1024 x 768 px, goes to 832x640, 4 % cropped", as far as it is known. */
-function sizeText(picture) {
-  if (!picture.width_px) return "";
+/** Return "1024 x 768 px", ", goes to 832x640", ", 4 % cropped" as elements, as far as it is known. */
+function sizeTexts(picture) {
+  if (!picture.width_px) return [];
   const cropped = Math.round(100 * picture.cropped_fraction);
-  const parts = [`${picture.width_px} \u00d7 ${picture.height_px} px`, `goes to ${picture.bucket}`];
-  if (cropped > 0) parts.push(`${cropped} % cropped`);
-  if (picture.upscaled) parts.push("enlarged");
-  return parts.join(", ");
+  const parts = [`${picture.width_px} \u00d7 ${picture.height_px} px`, `, goes to ${picture.bucket}`];
+  if (cropped > 0) parts.push(`, ${cropped} % cropped`);
+  if (picture.upscaled) parts.push(", enlarged");
+  return parts.map((part) => make("span", {}, part));
 }

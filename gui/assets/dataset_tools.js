@@ -105,23 +105,23 @@ class Tools {
   }
 
   show(data) {
-    const score = data.check.score === null ? "" : `, score ${data.check.score.toFixed(2)} of 1`;
     const buckets = Object.entries(data.check.buckets).map(([name, count]) => `${name} \u00d7 ${count}`);
-    this.head.textContent = `${counted(data.pictures.length, "image")}${score}`;
+    const images = data.pictures.length === 1 ? "1 image" : `${data.pictures.length.toLocaleString("en")} images`;
+    this.head.replaceChildren(images, ...(data.check.score === null ? [] : [make("span", {}, `, score ${data.check.score.toFixed(2)} of 1`)]));
     const error = data.problem || data.check.error;
     if (!this.desk.examining) {
       this.status.textContent = error || (buckets.length ? `Trained in ${buckets.join(", ")}` : "");
     }
     this.status.classList.toggle("ds-error", Boolean(error));
-    for (const [node, title, word] of [[this.undo, data.undo, "Undo"], [this.redo, data.redo, "Redo"]]) {
+    for (const [node, title, word, none] of [[this.undo, data.undo, "Undo", "nothing to undo"], [this.redo, data.redo, "Redo", "nothing to redo"]]) {
       node.disabled = !title;
-      node.title = title ? `${word}: ${title}` : `nothing to ${word.toLowerCase()}`;
+      node.title = title ? `${word}: ${title}` : none;
     }
     this.size.input.options[0].textContent = data.trained_as;
     this.size.input.value = data.resolution;
     if (document.activeElement !== this.trigger.input) this.trigger.input.value = data.trigger;
     this.notesBox.hidden = data.notes.length === 0;
-    this.notesBox.firstChild.textContent = `${counted(data.notes.length, "note")} on the folder`;
+    this.notesBox.firstChild.textContent = data.notes.length === 1 ? "1 note on the folder" : `${data.notes.length} notes on the folder`;
     this.notes.replaceChildren(...data.notes.map((text) => make("li", {}, text)));
     this.showFilters();
   }
@@ -154,7 +154,7 @@ class Tools {
     return button(`${name} ${count}`, () => {
       if (!on.delete(name)) on.add(name);
       this.desk.refilter();
-    }, { class: "ds-chip", "aria-pressed": String(on.has(name)), "data-chip": name, dir: "auto" });
+    }, { class: "ds-chip", "aria-pressed": String(on.has(name)), "data-chip": name, dir: "auto", translate: on === this.desk.tags ? "no" : null });
   }
 
   toggleAway() {

@@ -61,7 +61,7 @@ class Field {
     };
     if (kind === "switch") return make("input", { type: "checkbox", ...shared });
     if (kind === "choice") {
-      const options = words.map(({ text, label }) => make("option", { value: text }, label));
+      const options = words.map(({ text, label }) => make("option", { value: text, translate: "no" }, label));
       return make("select", shared, ...options);
     }
     if (kind === "list" || kind === "mapping" || manyLines) {

@@ -112,7 +112,7 @@ function drawPresets() {
   const names = shown.presets || [];
   const now = [...presetList.options].map((option) => option.value);
   if (now.join("\n") !== names.join("\n")) {
-    presetList.replaceChildren(...names.map((name) => make("option", { value: name }, name)));
+    presetList.replaceChildren(...names.map((name) => make("option", { value: name, translate: "no" }, name)));
   }
   loadRow.hidden = names.length === 0;
 }

@@ -90,8 +90,7 @@ const table = make("div", { class: "sheet-scroll", id: "every-step", tabindex: "
 const help = make(
   "p",
   { class: "quiet" },
-  "Click a picture to enlarge it. Then: left and right for another prompt, up and down for a later " +
-    "or earlier step, Escape to close. The star keeps the LoRA of a step as the best one.",
+  "Click a picture to enlarge it. Then: left and right for another prompt, up and down for a later or earlier step, Escape to close. The star keeps the LoRA of a step as the best one.",
 );
 const compareButton = button("Compare two pictures", () => openCompare());
 const newest = make("div", { class: "newest" });

@@ -62,12 +62,15 @@ def listed(work: Workplace) -> Html:
     contents = trash.contents(work)
     if not contents:
         return tag("p", "The trash is empty.", class_="empty")
-    count = f"{len(contents)} deleted thing{'' if len(contents) == 1 else 's'}"
+    size = bytes_text(trash.size_bytes(work))
+    said = f"{len(contents)} deleted things, {size}. Nothing is gone until you empty it."
+    if len(contents) == 1:
+        said = f"1 deleted thing, {size}. Nothing is gone until you empty it."
     return tag(
         "div",
         tag(
             "p",
-            f"{count}, {bytes_text(trash.size_bytes(work))}. Nothing is gone until you empty it.",
+            said,
             class_="quiet",
         ),
         tag("ul", *map(_row, contents), class_="thrown"),
@@ -89,7 +92,7 @@ def _row(thrown: trash.Thrown) -> Html:
         "li",
         tag(
             "div",
-            tag("h2", thrown.name),
+            tag("h2", thrown.name, translate="no"),
             tag("p", f"{_KINDS.get(thrown.kind, thrown.kind)}, deleted {when}", class_="quiet"),
         ),
         button(

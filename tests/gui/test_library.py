@@ -34,7 +34,7 @@ TAGS = {
 }  # fmt: skip
 ATTRIBUTES = {
     "alt", "aria-label", "class", "data-choose", "data-next", "data-ref", "data-share", "data-trash",
-    "download", "href", "aria-hidden", "loading", "role", "scope", "src",
+    "download", "href", "aria-hidden", "loading", "role", "scope", "src", "translate",
     "style", "tabindex", "target", "type",
 }  # fmt: skip
 
