@@ -81,7 +81,7 @@ def _worth(kind: Kind, entries: list[os.DirEntry[str]]) -> dict[str, Any]:
         whole = any(entry.name == PIPELINE_FILE for entry in entries)
         return {"said": "A whole model in diffusers' layout" if whole else "", "can": whole}
     images = sum(Path(entry.name).suffix.lower() in IMAGE_EXTENSIONS for entry in entries)
-    return {"said": f"{images:,} image{'' if images == 1 else 's'} here", "can": True}
+    return {"said": "1 image here" if images == 1 else f"{images:,} images here", "can": True}
 
 
 def _begin(work: Workplace, kind: Kind) -> Path:

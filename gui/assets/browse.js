@@ -34,7 +34,7 @@ export async function browse(server, kind, pick) {
   };
 
   function row({ name, path: target, file, said }) {
-    const button = make("button", { type: "button", className: file ? "file" : "folder" }, make("span", { textContent: name }));
+    const button = make("button", { type: "button", className: file ? "file" : "folder" }, make("span", { textContent: name, translate: false }));
     if (said) button.append(make("small", { textContent: said }));
     button.addEventListener("click", () => {
       if (!file) { open(target); return; }
@@ -59,8 +59,8 @@ export async function browse(server, kind, pick) {
     above.disabled = !answer.above;
     above.onclick = () => open(answer.above);
     rows.replaceChildren(...answer.rows.map(row));
-    here.textContent = [answer.said, answer.more && `${answer.more} more are not shown: type the path`, !answer.rows.length && "No folders in here"]
-      .filter(Boolean).join(". ");
+    const said = [answer.said, answer.more && `${answer.more} more are not shown: type the path`, !answer.rows.length && "No folders in here"];
+    here.replaceChildren(...said.filter(Boolean).map((textContent) => make("span", { textContent })));
     if (inside) (rows.querySelector("button") ?? above).focus();
   }
   await open("");
