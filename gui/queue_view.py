@@ -17,7 +17,8 @@ from lora_trainer.common.wording import duration_text, one_line
 from lora_trainer.queue import commands
 from lora_trainer.queue.commands import Item
 from lora_trainer.reporting.charts import Html, tag
-from lora_trainer.reporting.status import Control, RunStatus, read_status
+from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.status import RunStatus, read_status
 
 from .launch import command_line
 from .markup import error_html, note_html

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
-from lora_trainer.common.files import disk_error, read_json_object
+from lora_trainer.common.files import read_json_object
 from lora_trainer.config.choices import PRIORITIES
 from lora_trainer.config.config import build_config
 from lora_trainer.config.layers import COMMAND_LINE, RESUMED
 from lora_trainer.queue import commands
+from lora_trainer.reporting.control import Control, Request, SampleRequest
 from lora_trainer.reporting.history import mapping, read_history
-from lora_trainer.reporting.status import Control, Request, end_process, read_status
+from lora_trainer.reporting.status import end_process, read_status
 
 from . import drafts, launch, state
 from .run_best import Best, mark_best
@@ -32,13 +34,19 @@ _OF_THE_MACHINE = ("hardware.", "memory.")
 
 def ask(work: Workplace, run: str, request: Request) -> None:
     """Ask a run for something; raises RequestError for one that does not train, MachineError."""
+    Control(_training_folder(work, run)).request(request)
+
+
+def ask_for_samples(work: Workplace, run: str, prompt: str) -> None:
+    """Ask a run for sample images of a prompt, of its own prompts where it is empty; raises as `ask`."""
+    Control(_training_folder(work, run)).request_samples(SampleRequest.of(prompt))
+
+
+def _training_folder(work: Workplace, run: str) -> Path:
     folder = state.run_folder(work.runs, run)
     if read_status(folder).state != "running":
         raise RequestError(f"{run} is not being trained", fix="press Resume first")
-    try:
-        Control(folder).request(request)
-    except OSError as error:
-        raise disk_error(folder, error) from error
+    return folder
 
 
 def end(work: Workplace, run: str) -> None:

@@ -16,7 +16,7 @@ from lora_trainer.reporting.history import RunHistory, SampleImage
 from .media import run_url
 from .run_best import Best
 
-_IMAGE = re.compile(r"samples/step-\d{8,}/\d{2,}\.png")
+_IMAGE = re.compile(r"samples/step-\d{8,}/(asked-)?\d{2,}\.png")
 
 
 def sample_sheet(

@@ -18,9 +18,10 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.common.wording import against_base, duration_text, loss_text
 from lora_trainer.queue import commands
 from lora_trainer.queue.commands import Item
+from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.history import MarkRow, RunHistory
 from lora_trainer.reporting.report_curves import is_recovery
-from lora_trainer.reporting.status import STOPPING, Control, RunStatus
+from lora_trainer.reporting.status import STOPPING, RunStatus
 
 END_AFTER_S = 15.0
 """How long a trainer may take to obey `stop_now` before its process may be ended."""

@@ -12,7 +12,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.reporting.status import Control, RunStatus, read_status
+from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.status import RunStatus, read_status
 
 RECORDS = ("events.jsonl", "status.json", "run.json")
 

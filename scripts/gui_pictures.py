@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from lora_trainer.common.events import read_events  # noqa: E402 - after sys.path
 from lora_trainer.queue import commands  # noqa: E402 - after sys.path
-from lora_trainer.reporting.status import Control  # noqa: E402 - after sys.path
+from lora_trainer.reporting.control import Control  # noqa: E402 - after sys.path
 from tests.fakes.gui_server import GuiServer, start_gui  # noqa: E402 - after sys.path
 
 TARGET = ROOT / "docs" / "gui"

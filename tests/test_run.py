@@ -22,7 +22,8 @@ from lora_trainer.common.errors import MachineError, StoppedBySignal
 from lora_trainer.common.events import Event, read_jsonl
 from lora_trainer.config.config import setting_keys
 from lora_trainer.hardware.machine import Hardware
-from lora_trainer.reporting.status import Control, read_status
+from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.status import read_status
 from lora_trainer.run import job
 from lora_trainer.run import train as run_module
 from lora_trainer.run.prepare import Prepared, Request

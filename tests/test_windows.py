@@ -23,7 +23,7 @@ from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.files import read_json_object, write_atomic
 from lora_trainer.queue import worker
 from lora_trainer.queue.items import Item
-from lora_trainer.reporting.status import Control
+from lora_trainer.reporting.control import Control
 from lora_trainer.run import run_folder
 from lora_trainer.run.stop import StopFlag, taking_signals
 from tests.fakes import runs

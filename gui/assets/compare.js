@@ -45,7 +45,7 @@ class Side {
     const wished = new URL(location.href).searchParams.get(`${this.key}-step`);
     const at = steps.findIndex((step) => String(step.step) === wished);
     const best = steps.findIndex((step) => step.best);
-    this.step.value = at >= 0 ? at : best >= 0 ? best : steps.length - 1;
+    this.step.value = at >= 0 ? at : best >= 0 ? best : steps.findLastIndex((_, index) => sheet.images[0]?.[index]);
     this.chosen();
   }
 

@@ -25,6 +25,9 @@ const button = (label, onclick, more = {}) =>
 const title = ({ prompt, step }) => `${sheet.steps[step].name}: ${sheet.prompts[prompt].text}`;
 const address = ({ prompt, step }) => sheet.images[prompt][step];
 
+/** Return the columns in which a prompt has a picture. */
+const drawnSteps = (prompt) => sheet.steps.map((_, step) => step).filter((step) => address({ prompt, step }) !== null);
+
 /** Small pictures are enlarged without smoothing: one sees what was made, not what was smoothed. */
 function sharpen(event) {
   event.target.classList.toggle("pixels", event.target.naturalWidth <= 128);
@@ -51,7 +54,7 @@ function drawNewest(empty) {
 
 /** Return the figure of a prompt: its newest image and, left of it, an earlier one; null without any. */
 function pair(prompt) {
-  const steps = sheet.steps.map((_, step) => step).filter((step) => address({ prompt, step }) !== null);
+  const steps = drawnSteps(prompt);
   if (steps.length === 0) return null;
   const now = steps.at(-1);
   const before = besideBase ? steps[0] : steps.at(-2);
@@ -175,6 +178,7 @@ async function useAsBest(step) {
 const large = make("img", { onload: sharpen });
 const caption = make("p", { class: "caption", "aria-live": "polite" });
 const prompt = make("p", { class: "prompt", dir: "auto", translate: "no" });
+const baseButton = button("Compare with the base", () => openCompare({ ...cell, step: 0 }, cell));
 const bestButton = button("", () => useAsBest(sheet.steps[cell.step]));
 const zoom = make(
   "dialog",
@@ -189,7 +193,7 @@ const zoom = make(
     button("\u2192", () => move(1, 0), { "aria-label": "next prompt" }),
     button("\u2191", () => move(0, 1), { "aria-label": "later step" }),
     button("\u2193", () => move(0, -1), { "aria-label": "earlier step" }),
-    button("Compare with the base", () => openCompare({ ...cell, step: 0 }, cell)),
+    baseButton,
     bestButton,
   ),
   make(
@@ -214,6 +218,9 @@ function showCell() {
   const where = `${step.name}, prompt ${cell.prompt + 1} of ${sheet.prompts.length}`;
   caption.replaceChildren(where, ...(source === null ? [make("span", {}, ": no picture was made here")] : []));
   prompt.textContent = sheet.prompts[cell.prompt].text;
+  const hasBase = sheet.steps[0].step === 0 && address({ ...cell, step: 0 }) !== null;
+  baseButton.disabled = !hasBase;
+  baseButton.title = hasBase ? "" : "the base model has not drawn this prompt";
   bestButton.textContent = step.best ? "\u2605 The best" : "\u2606 Use this step as the best";
   bestButton.disabled = step.best || !step.exported;
   bestButton.title = step.exported ? "" : "no LoRA file of this step is there";
@@ -278,8 +285,9 @@ function side(name) {
 }
 
 function openCompare(a, b) {
-  const last = sheet.steps.length - 1;
-  const chosen = [a ?? { prompt: 0, step: 0 }, b ?? { prompt: 0, step: last }];
+  // A step at which somebody asked for another prompt has no picture of the first one.
+  const drawn = drawnSteps(0);
+  const chosen = [a ?? { prompt: 0, step: drawn[0] ?? 0 }, b ?? { prompt: 0, step: drawn.at(-1) ?? 0 }];
   sides.forEach((one, index) => {
     const option = (text, value) => make("option", { value }, text);
     one.step.replaceChildren(...sheet.steps.map((step, at) => option(step.name, at)));

@@ -22,12 +22,13 @@ from lora_trainer.reporting.status import read_status
 from .. import run_actions, state
 from ..asset_files import asset
 from ..markup import error_html, note_html
+from ..posted import Posted
 from ..run_follow import Followed
 from ..run_parts import Part, chart_view, damaged_parts, parts, stamp
 from ..run_state import look
 from ..workplace import Workplace
 from . import share, trash_page
-from .gradio_events import PRIVATE, QUIET, TICK_S, html, looked_at, module
+from .gradio_events import PRIVATE, QUIET, TICK_S, answering, html, looked_at, module
 
 _BUTTONS = {
     "sample": "Sample now",
@@ -42,6 +43,7 @@ _CHART = module(
     'module.mount(element.querySelector(".chart-mount"), {'
     ' get: () => props.value, server, onchange: (draw) => watch("value", draw) });',
 )
+_SAMPLE_NOW = module("sample_now.js", "module.mount(element, server);")
 _SECTIONS = (
     '<nav class="sections" aria-label="on this page"><a href="#samples">Newest samples</a>'
     '<a href="#every-step">Samples of every step</a><a href="#loss">Loss</a>'
@@ -104,6 +106,7 @@ def _widgets(work: Workplace, followed: Followed) -> tuple[dict[str, Any], Any]:
         for name, label in _BUTTONS.items():
             widgets[name] = gr.Button(
                 label,
+                elem_id="sample-now" if name == "sample" else None,
                 visible=False,
                 variant=_STRONG.get(name, "secondary"),
                 size="md",
@@ -117,6 +120,11 @@ def _widgets(work: Workplace, followed: Followed) -> tuple[dict[str, Any], Any]:
         max_lines=1,
     )
     said = html(elem_classes="line")
+    html(
+        html_template='<div class="sample-now"></div>',
+        js_on_load=_SAMPLE_NOW,
+        server_functions=_sample_now(work, followed),
+    )
     html(_SECTIONS)
     html('<h2 id="samples">Samples</h2>')
     widgets["samples"] = html(
@@ -147,7 +155,6 @@ def _widgets(work: Workplace, followed: Followed) -> tuple[dict[str, Any], Any]:
 def _connect(work: Workplace, widgets: Mapping[str, Any], said: Any) -> list[Any]:
     """Give the buttons their deeds; return the events after which the run is looked at again."""
     deeds: dict[str, Callable[[str, str], None]] = {
-        "sample": lambda run, _: run_actions.ask(work, run, "sample"),
         "save": lambda run, _: run_actions.ask(work, run, "save"),
         "stop": lambda run, _: run_actions.ask(work, run, "stop"),
         "force": lambda run, _: run_actions.ask(work, run, "stop_now"),
@@ -190,6 +197,18 @@ def _draw_chart(work: Workplace, followed: Followed) -> Callable[[Any], dict[str
             return {"drawn": error_html(str(error))}
 
     return draw_chart
+
+
+def _sample_now(work: Workplace, followed: Followed) -> list[Callable[[Any], dict[str, Any]]]:
+    def first_prompt(posted: Posted) -> dict[str, Any]:
+        history = followed.read(state.run_folder(work.runs, posted.text("run"))).history
+        return {"prompt": next((image.prompt for image in history.samples), "")}
+
+    def sample_now(posted: Posted) -> dict[str, Any]:
+        run_actions.ask_for_samples(work, posted.text("run"), posted.text("prompt"))
+        return {}
+
+    return [answering(first_prompt), answering(sample_now)]
 
 
 def _use_best(work: Workplace) -> Callable[[Any], dict[str, Any]]:

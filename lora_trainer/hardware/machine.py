@@ -473,6 +473,11 @@ def cpu_quota(root: Path) -> float | None:
     return int(quota) / int(period) if quota.isdigit() and period.strip().isdigit() else None
 
 
+def free_host_bytes() -> int:
+    """Return the memory of the machine, or of the container, that can be used now without swapping."""
+    return _memory(Path("/"))[1].value
+
+
 def _memory(root: Path) -> tuple[Fact[int], Fact[int]]:
     """Return total and free bytes, the smaller of the machine's and the container's values."""
     machine = psutil.virtual_memory()

@@ -19,14 +19,14 @@ _QUALITIES = (85, 70, 50, 30, 10)
 
 
 def last_samples(samples: Path) -> list[Path]:
-    """Return the images of the newest step that has any, in the order of their prompts."""
+    """Return the images of the newest step that has any of the run's own prompts, in their order."""
     steps = {
         int(match[1]): folder
         for folder in (samples.iterdir() if samples.is_dir() else ())
         if (match := _STEP.fullmatch(folder.name))
     }
     for step in sorted(steps, reverse=True):
-        if files := sorted(steps[step].glob("*.png")):
+        if files := sorted(steps[step].glob("[0-9]*.png")):
             return files
     return []
 

@@ -1,27 +1,23 @@
-"""A run as it is seen and steered from outside: loss, time left, status.json, the control folder.
+"""A run as it is seen from outside: loss, time left, status.json.
 
 Figures that run along with training: a smoothed loss and the time left.
 
 Inputs: one value per step. Outputs: numbers for the console, the trackers and the report. Pure
 bookkeeping on the host; no clock is read here.
 
-How a run is seen and steered from outside: status.json and the control folder.
-
-Inputs: the run's events; the process that writes. Outputs: status.json, replaced atomically but not
-fsynced (it describes a live process, which a power cut ends anyway), and the requests that somebody
-put into control/ as empty files. A run that claims to live is believed only if its process does.
+Inputs: the run's events; the process that writes. Output: status.json, replaced atomically but not
+fsynced (it describes a live process, which a power cut ends anyway). Requests to a run are in control.py.
+A run that claims to live is believed only if its process does.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -89,8 +85,11 @@ class TimeLeft:
             self._step = fields["resumed_from"] or 0
             self._round_step = dict.fromkeys(self._every, self._step)
         elif event.kind in self._every:
-            self._round_s[event.kind] = fields["seconds"]
-            self._round_step[event.kind] = fields["step"]
+            if not fields.get(
+                "asked"
+            ):  # a prompt of somebody's own says nothing about the next round
+                self._round_s[event.kind] = fields["seconds"]
+                self._round_step[event.kind] = fields["step"]
             if self.recent:
                 self._pending_rounds_s += fields["seconds"]
         elif event.kind == "step":
@@ -140,10 +139,8 @@ class TimeLeft:
 
 State = Literal["starting", "caching", "training", "finished", "stopped", "failed"]
 Seen = Literal["running", "interrupted", "finished", "stopped", "failed"]
-Request = Literal["stop", "stop_now", "save", "sample"]
 
 STATUS_FILE = "status.json"
-CONTROL_FOLDER = "control"
 INTERVAL_S = 0.5
 # psutil counts from the time of boot, which moves a little when the clock is corrected.
 _START_TOLERANCE_S = 1.0
@@ -467,45 +464,3 @@ def end_process(status: RunStatus) -> bool:
 
 def _same_start(one_s: float, other_s: float) -> bool:
     return abs(one_s - other_s) <= _START_TOLERANCE_S
-
-
-@dataclass(frozen=True)
-class Control:
-    """Requests to a running trainer: one empty file each in the run's control folder."""
-
-    run_folder: Path
-
-    def pending(self) -> set[str]:
-        """Return the requests that wait; files of other names are not requests."""
-        folder = self.run_folder / CONTROL_FOLDER
-        try:
-            names = {entry.name for entry in os.scandir(folder)}
-        except OSError:  # no folder, no requests
-            return set()
-        return names & set(get_args(Request))
-
-    def done(self, name: str) -> None:
-        """Remove a request that was obeyed."""
-        file = self.run_folder / CONTROL_FOLDER / name
-        retry_while_open(lambda: file.unlink(missing_ok=True))
-
-    def forget_before(self, time_s: float) -> None:
-        """Remove requests from before `time_s`: they were meant for a process that was killed."""
-        for name in self.pending():
-            file = self.run_folder / CONTROL_FOLDER / name
-            with suppress(OSError):
-                if file.stat().st_mtime < time_s:
-                    file.unlink()
-
-    def asked_at_s(self, name: Request) -> float | None:
-        """Return when a request that waits was made, None if none does."""
-        try:
-            return (self.run_folder / CONTROL_FOLDER / name).stat().st_mtime
-        except OSError:
-            return None
-
-    def request(self, name: Request) -> None:
-        """Ask the run that trains in this folder for something; raises OSError."""
-        folder = self.run_folder / CONTROL_FOLDER
-        folder.mkdir(exist_ok=True)
-        (folder / name).touch()

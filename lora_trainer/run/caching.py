@@ -10,18 +10,22 @@ import torch
 
 from lora_trainer.cache.cache_plan import Needs, TextEntries, needs
 from lora_trainer.cache.encode import fill
+from lora_trainer.cache.keys import CacheKey
 from lora_trainer.cache.store import Cache
-from lora_trainer.common.events import EventStream
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import RunConfig
 from lora_trainer.dataset.tokens import new_word
 from lora_trainer.families.base import TextEncoder
-from lora_trainer.hardware.machine import GIB
+from lora_trainer.hardware.machine import GIB, free_host_bytes
 from lora_trainer.network.offload import offload
 from lora_trainer.run.device import CPU, DTYPES, encoder_device, planned_device
 from lora_trainer.run.job import TrainingJob
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.training.distributed.process_group import ProcessGroup
+
+_FREE_AFTERWARDS_BYTES = GIB
 
 
 def open_cache(prepared: Prepared, events: EventStream) -> Cache:
@@ -72,6 +76,49 @@ def fill_caches(job: TrainingJob, cache: Cache) -> Needs:
     if job.ranks.dist_env.local_rank == 0:  # one process per machine deletes old entries
         cache.prune(cache_needs.keys())
     return cache_needs
+
+
+def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> CacheKey:
+    """Encode a prompt in the middle of a training, unless the cache has it; return the key of its entry.
+
+    The text encoders are loaded into host memory and run on the processor, because the GPU's memory is planned
+    for the training. Raises MachineError where the host's free memory is too small for them.
+    """
+    prepared = job.prepared
+    entry = texts_as(prepared)
+    key = entry.key(prompt)
+    if cache.has(key):
+        return key
+    dtype = DTYPES[prepared.config.memory.text_encoder_precision]
+    needed_bytes = prepared.facts.parts["text_encoder"].parameters * dtype.itemsize
+    free_bytes = free_host_bytes()
+    if needed_bytes + _FREE_AFTERWARDS_BYTES > free_bytes:
+        raise MachineError(
+            f"the text encoders need {needed_bytes / GIB:.1f} GiB beside the training, "
+            f"{free_bytes / GIB:.1f} GiB of memory are free",
+            fix="ask for one of the run's own prompts, or try the prompt when the training has ended",
+        )
+    # The phases of caching stay unsaid: the run is between two steps of its training.
+    events = EventStream()
+    events.subscribe(lambda event: _pass_on_problem(event, job.events))
+    fill(
+        Needs(latents={}, texts={key.digest: (prompt, key)}, sources={}),
+        cache,
+        settings=prepared.config.data,
+        load_image_encoder=lambda place: prepared.family.load_image_encoder(
+            prepared.facts, device=place
+        ),
+        load_text_encoder=partial(_caching_text_encoder, prepared, dtype),
+        devices=(CPU,),
+        texts_as=entry,
+        events=events,
+    )
+    return key
+
+
+def _pass_on_problem(event: Event, events: EventStream) -> None:
+    if event.kind == "problem":
+        events.emit(event.kind, **event.fields)
 
 
 def shares(cache_needs: Needs, ranks: ProcessGroup) -> Iterator[Needs]:

@@ -14,10 +14,10 @@ from lora_trainer.hardware.device_calls import kind_of
 from lora_trainer.lora_file.write import prune_exports, step_export_name
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 from lora_trainer.planning.run_time import VALIDATION_QUANTILES
-from lora_trainer.reporting.status import Control
+from lora_trainer.reporting.control import Control
 from lora_trainer.run.best_export import BestExport
 from lora_trainer.run.build import TrainComponents
-from lora_trainer.run.caching import texts_as
+from lora_trainer.run.caching import encode_prompt, texts_as
 from lora_trainer.run.device import DTYPES, encoder_device
 from lora_trainer.run.job import TrainingJob, copied, copied_words, exporter
 from lora_trainer.run.samples import SampleAction
@@ -112,7 +112,8 @@ def sample_action(job: TrainingJob, entries: Entries, parts: TrainComponents) ->
         size_px=(side, side),
         folder=job.folder.path / "samples",
         events=job.events,
-        asked=_asked(job, "sample"),
+        asked=Control(job.folder.path).take_samples,
+        encode=partial(encode_prompt, job, entries.cache),
         stop=job.stop,
     )
 
@@ -150,18 +151,18 @@ def save_action(
         every_steps=config.output.save_every_steps,
         every_images=None if every_epochs is None else every_epochs * per_epoch,
         batch_size=config.train.batch_size,
-        save_requested=_asked(job, "save"),
+        save_requested=_save_requested(job),
     )
 
 
-def _asked(job: TrainingJob, name: str) -> Callable[[], bool]:
-    """Return a function that is True once for each file of this name that the user puts into control/."""
+def _save_requested(job: TrainingJob) -> Callable[[], bool]:
+    """Return a function that is True once for each file `save` that the user puts into control/."""
     control = Control(job.folder.path)
 
-    def asked() -> bool:
-        if name not in control.pending():
+    def save_requested() -> bool:
+        if "save" not in control.pending():
             return False
-        control.done(name)
+        control.done("save")
         return True
 
-    return asked
+    return save_requested

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from lora_trainer.common.events import EventStream
-from lora_trainer.reporting.status import Control
+from lora_trainer.reporting.control import Control
 
 _ANSWERS = (
     "asked to stop: finishing the step, then saving",

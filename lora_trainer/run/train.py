@@ -27,8 +27,9 @@ from lora_trainer.dataset.run_dataset import bucket_counts
 from lora_trainer.families.base import Layout
 from lora_trainer.hardware import torch_allocator
 from lora_trainer.planning.search import gib
+from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.report import write_report
-from lora_trainer.reporting.status import Control, StatusWriter
+from lora_trainer.reporting.status import StatusWriter
 from lora_trainer.reporting.trackers import start_trackers, usable_trackers
 from lora_trainer.run.answers import doctor_json
 from lora_trainer.run.caching import plan_cache, refuse_small_cache

@@ -6,6 +6,7 @@ The runs are fakes; this test writes what a trainer would, so that every moment 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from urllib.parse import quote
 
 import pytest
 
-from lora_trainer.reporting.status import Control
+from lora_trainer.reporting.control import Control, SampleRequest
 from tests.fakes.gui_server import GuiServer
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, fake_run
@@ -131,13 +132,41 @@ def test_a_star_keeps_the_lora_of_a_step(page: Any, place: Place) -> None:
     assert Path(download.value.path()).stat().st_size == 3_288_000
 
 
+def ask_for_samples(page: Any, live: Path) -> None:
+    """Press Sample now, ask for a prompt, and draw it as the training would: at one step only."""
+    page.locator(".sample-now[data-ready]").wait_for(state="attached")
+    page.get_by_role("button", name="Sample now").click()
+    asking = page.get_by_role("dialog", name="Sample now")
+    prompt = asking.get_by_label("Prompt")
+    prompt.wait_for()
+    assert prompt.input_value() == PROMPTS[0]
+    prompt.fill("a zorble in the fog")
+    asking.get_by_role("button", name="Make samples").click()
+    page.get_by_text("Asked to make sample images").wait_for()
+    assert Control(live).take_samples() == SampleRequest(prompt="a zorble in the fog")
+    file = "samples/step-00000011/asked-00.png"
+    (live / file).parent.mkdir()
+    shutil.copyfile(live / "samples" / "step-00000010" / "00.png", live / file)
+    image = {"prompt": "a zorble in the fog", "seed": 42, "file": file}
+    row = {"event": "sample", "step": 11, "images": [image], "seconds": 1.0, "asked": True}
+    with (live / "events.jsonl").open("a", encoding="utf-8") as events:
+        events.write(json.dumps({**row, "time": time.time()}) + "\n")
+    page.get_by_role("button", name="step 11: a zorble in the fog").wait_for()
+    page.get_by_role("button", name="Compare two pictures").click()
+    compare = page.get_by_role("dialog", name="compare two pictures")
+    assert "step-00000010/00.png" in compare.locator("img.b").get_attribute("src")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="step 11: a zorble in the fog").click()
+    viewer = page.get_by_role("dialog", name="sample image")
+    assert viewer.get_by_role("button", name="Compare with the base").is_disabled()
+    page.keyboard.press("Escape")
+
+
 def test_a_run_is_asked_to_stop_and_the_page_follows_its_files(page: Any, place: Place) -> None:
     live = place.runs / "live"
     opened(place, page, "live")
     page.get_by_text("Training.", exact=True).wait_for()
-    page.get_by_role("button", name="Sample now").click()
-    eventually(lambda: Control(live).pending() == {"sample"}, "no request to sample")
-    Control(live).done("sample")
+    ask_for_samples(page, live)
     page.get_by_role("button", name="Stop").click()
     eventually(lambda: Control(live).pending() == {"stop"}, "no request to stop")
     page.get_by_text("Asked to stop: the step that runs is finished").wait_for()

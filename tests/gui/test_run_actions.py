@@ -18,7 +18,8 @@ from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.queue import commands
-from lora_trainer.reporting.status import Control, read_status
+from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.status import read_status
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.run_folder import fake_run
 

@@ -23,8 +23,9 @@ from lora_trainer.gui.run_state import (
 )
 
 from lora_trainer.queue import commands
+from lora_trainer.reporting.control import Control, Request
 from lora_trainer.reporting.history import read_history
-from lora_trainer.reporting.status import Control, Request, read_status
+from lora_trainer.reporting.status import read_status
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.run_folder import fake_run
 

@@ -10,7 +10,8 @@ import pytest
 from lora_trainer.gui import state
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.reporting.status import Control, read_status
+from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.status import read_status
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.run_folder import fake_run
 

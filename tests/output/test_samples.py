@@ -54,7 +54,8 @@ def failing(error: BaseException, folder: Path) -> tuple[SampleAction, list[Even
         size_px=(8, 8),
         folder=folder,
         events=EventStream(listeners=[seen.append]),
-        asked=lambda: False,
+        asked=lambda: None,
+        encode=lambda _: KEY,
     )
     return action, seen
 

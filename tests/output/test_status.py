@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.common.events import Event, EventStream
+from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.status import (
-    Control,
     Status,
     StatusWriter,
     after,
