@@ -112,6 +112,13 @@ def test_what_somebody_typed_stays(german: Any, server: GuiServer, tmp_path: Pat
     caption = german.locator(".ds-card textarea").first
     caption.wait_for()
     assert caption.input_value() == TYPED
+    german.get_by_text("Tags (1)").click()
+    assert german.locator(".ds-tags button").all_inner_texts() == [f"{TYPED} 2"]
+    german.goto(server.url("/library"))
+    german.get_by_role("link", name=f"Training {TYPED}", exact=True).first.wait_for()
+    german.goto(server.url(f"/compare?a={TYPED}"))
+    german.locator(".pairs img").first.wait_for()
+    assert TYPED in german.get_by_label("Training").first.locator("option").all_inner_texts()
     german.goto(server.url(f"/run?run={TYPED}"))
     german.locator("table.sheet img").first.wait_for()
     assert german.get_by_role("heading", level=1).inner_text() == TYPED
