@@ -3,7 +3,8 @@
 Input is a family's allowed precisions, the GPU, the settings and loads with their predicted seconds; output
 a precision, or a choice with its reason. For the frozen base, `base_precisions` lists the candidates, `price`
 weighs fewer bits against the seconds of a step, search.py takes the load that fits at the lowest price, and
-`why_base_precision` says why it won.
+`why_base_precision` says why it won; memory_choice.py puts these together. The predicted seconds come from
+step_time.py. scripts/plan_tables.py repeats the price in docs/plans.md.
 
 int8 products round inputs and gradients to 8 bits too, so they are chosen only where a step is predicted to
 be clearly faster, and never by priority quality. `auto` never quantises a base for them; a user who sets

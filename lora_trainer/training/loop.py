@@ -195,7 +195,7 @@ def _train(training: Training, start: Progress) -> Progress:
 
             # ---- report: the copy of loss and norm starts now and is read a few steps later on a GPU,
             # because reading it now would make the host wait until the device has finished the step
-            progress = Progress(step=step, images=images, guard=guard)
+            progress = replace(progress, step=step, images=images, guard=guard)
             fields = {"step": step, "images": images, "data_wait_s": waited}
             fields |= {"lr": effective_rate(training.optimizer, rate)}
             epoch = training.feeder.epochs_after(step)
