@@ -7,6 +7,7 @@ handed to the Hub's own library, which keeps it.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -23,6 +24,7 @@ from lora_trainer.common.wording import bytes_text
 Choice = tuple[str, str]
 Card = dict[str, Any]
 _TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")
+_TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _CAPITALS = {"xl": "XL", "base": "base", "medium": "medium", "large": "large"}
 _PIPELINE_FILE = "model_index.json"
 
@@ -116,6 +118,11 @@ def sign_in(token: str) -> str:
     if not _TOKEN.fullmatch(word):
         raise RequestError(
             "this is no token of the Hub", fix="copy the whole token, which begins with hf_"
+        )
+    if any(os.environ.get(name) not in (None, "", word) for name in _TOKEN_VARIABLES):
+        raise RequestError(
+            "the environment variable HF_TOKEN holds another token, which counts before this one",
+            fix="start the program again without HF_TOKEN, then sign in",
         )
     try:
         login(token=word, add_to_git_credential=False)

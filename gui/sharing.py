@@ -25,6 +25,7 @@ from lora_trainer.families.recognise import a1111_version
 from lora_trainer.lora_file.inspect import Inspection, inspect_file
 from lora_trainer.lora_file.stream import whole_or_absent
 from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.run.hub_upload import WRITE_REFUSED
 
 from . import jobs, launch
 from .library import preview_of
@@ -219,6 +220,11 @@ def publish(work: Workplace, file: LoraFile, *, repository: str, private: bool) 
     argv = [*launch.TRAINER, "publish", str(file.path), f"--repository={repository.strip()}"]
     argv += [] if private else ["--public"]
     return jobs.start(work, kind=PUBLISH, argv=argv, about={"file": file.ref})
+
+
+def may_only_read(job: jobs.Job) -> bool:
+    """Return whether the Hub refused a job that published, because its token may not write."""
+    return WRITE_REFUSED in job.error()
 
 
 def published(work: Workplace, file: LoraFile) -> list[jobs.Job]:

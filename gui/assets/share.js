@@ -36,9 +36,9 @@ async function publishDialog(server) {
   };
 }
 
-function publishForm(server, ref) {
+function publishForm(server, ref, typed) {
   const name = ref.split("/").at(-1).replace(/\.safetensors$/, "");
-  const repository = make("input", { type: "text", required: true, spellcheck: false, maxLength: 200, value: name.replaceAll(/[^\w.-]+/g, "-") });
+  const repository = make("input", { type: "text", required: true, spellcheck: false, maxLength: 200, value: typed ?? name.replaceAll(/[^\w.-]+/g, "-") });
   const hidden = make("input", { type: "checkbox", checked: true });
   const shown = dialog("Publish on the Hugging Face Hub", {
     fields: [
@@ -55,6 +55,11 @@ function publishForm(server, ref) {
       await new Promise((resolve) => setTimeout(resolve, LOOK_EVERY_MS));
       if (!shown.node.open) return; // it goes on; opened again, the newest answer is shown
       const seen = (await server.share_published({ ref })) ?? { state: "failed", said: "The program does not answer; is it still running?" };
+      if (seen.only_reads) {
+        shown.node.close();
+        const why = "The token that is signed in may only read, or may not write there. Publishing needs one that may write.";
+        return signIn(server, { may: "write", why, done: (_, again) => { again.node.close(); publishForm(server, ref, repository.value); } });
+      }
       if (seen.state === "failed") return shown.refuse(seen.said);
       if (seen.state === "finished") return shown.end("It is there: ", seen.said.match(/https?:\S+/)?.[0]);
     }

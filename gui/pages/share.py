@@ -63,7 +63,8 @@ def build(work: Workplace) -> None:
             return {"state": "none"}
         newest = jobs[0]
         last = next(iter(newest.log_tail(1)), "")
-        return {"state": newest.state, "said": newest.error() or last}
+        only_reads = sharing.may_only_read(newest)
+        return {"state": newest.state, "said": newest.error() or last, "only_reads": only_reads}
 
     html(
         html_template='<div class="share"></div>',

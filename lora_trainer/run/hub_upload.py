@@ -28,6 +28,11 @@ CARD = "README.md"
 TAGS = ("text-to-image", "diffusers", "lora", "template:sd-lora")
 """`template:sd-lora` makes the Hub show the images as a gallery and offer to run the adapter."""
 LOGIN = "run `hf auth login`, or set HF_TOKEN"
+WRITE_REFUSED = "the token may only read, or not write there"
+"""Said where the Hub knows the token and refuses to write; the interface recognises it by these words."""
+_WRITING_LOGIN = (
+    f"make a token that may write on https://huggingface.co/settings/tokens, then {LOGIN}"
+)
 _REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
 
 
@@ -145,9 +150,15 @@ def push(release: HubUpload, *, api: HubApi | None = None) -> str:
             )
     except HfHubHTTPError as error:
         status = error.response.status_code
+        if status == 403:
+            raise MachineError(
+                f"{release.file.name} was not uploaded to {release.repository}: {WRITE_REFUSED} "
+                "(the Hub answers 403)",
+                fix=_WRITING_LOGIN,
+            ) from None
         raise MachineError(
             f"{release.file.name} was not uploaded to {release.repository} (the Hub answers {status})",
-            fix=LOGIN if status in (401, 403) else retry(release),
+            fix=LOGIN if status == 401 else retry(release),
         ) from None
     except (HTTPError, OSError) as error:
         raise MachineError(

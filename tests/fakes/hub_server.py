@@ -49,11 +49,11 @@ def hub_server() -> Iterator[HubServer]:
 
         def _asked(self, body: bytes) -> tuple[int, Any]:
             hub.tokens.add(self.headers.get("authorization", "").removeprefix("Bearer "))
-            if hub.refuses:
-                return 403, {"error": "no"}
             path = self.path.partition("?")[0]
             if path == "/api/whoami-v2":
                 return 200, {"name": "jane", "type": "user", "orgs": []}
+            if hub.refuses:  # as for a token that may only read
+                return 403, {"error": "no"}
             if path == "/api/repos/create":
                 asked = json.loads(body)
                 name = f"{asked.get('organization') or 'jane'}/{asked['name']}"

@@ -45,6 +45,7 @@ def test_a_lora_is_published_privately_with_its_card_and_the_token_is_told_to_no
         hub.refuses = True
         refused = published(work, repository="club/zorble", private=False)
         assert "the Hub answers 403" in refused.error() and "hf auth login" in refused.error()
+        assert sharing.may_only_read(refused) and not sharing.may_only_read(done)
         told = [path for path in work.own.rglob("*") if path.is_file()]
         assert told and not any(TOKEN.encode() in path.read_bytes() for path in told)
     with pytest.raises(RequestError, match="no name"):
