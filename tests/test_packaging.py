@@ -45,6 +45,7 @@ SHIPPED_DATA = (
     "presets/**/*.json",
     "datasets/example/*",
     "gui/assets/**/*",
+    "gui/languages/*.json",
 )
 
 
