@@ -119,19 +119,22 @@ def why_base_precision(
     """
     if config.memory.base_matmul == "int8":
         return "memory.base_matmul=int8 needs an int8 base"
-    others = [
-        f"{precision} {seconds[precision]:.3g} s"
+    others = {
+        precision: f"{precision} {seconds[precision]:.3g} s"
         if precision in seconds
         else f"{precision} does not fit"
         for precision in tried
         if precision != load.base_precision
-    ]
+    }
     if not others:
         return "same as train.precision" if load.base_precision == load.precision else ""
+    compared = f"about {step_s:.3g} s a step; {', '.join(others.values())}"
+    if seconds.keys().isdisjoint(others):
+        return compared  # no choice was left, so no rule decided
     rule = "quality: the most precise that fits"
     if priority in FEWER_BITS:
         rule = f"{priority}: fewer bits only where clearly faster"
-    return f"about {step_s:.3g} s a step; {', '.join(others)}; {rule}"
+    return f"{compared}; {rule}"
 
 
 @dataclass(frozen=True, kw_only=True)

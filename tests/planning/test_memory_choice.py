@@ -133,8 +133,13 @@ def test_a_driver_that_spills_leaves_the_margin_that_the_allocator_is_bound_to()
 
 def test_a_machine_with_less_memory_means_fewer_bits() -> None:
     """The pinned copy has to be there; nf4 is the last resort."""
-    precisions = [kept(planned(FLUX, machine(7.5, ram_gib=ram)))[0] for ram in (28, 16, 11.2)]
-    ranks = [RANKS[precision] for precision in precisions]
+    plans = [planned(FLUX, machine(7.5, ram_gib=ram)) for ram in (28, 16, 11.2)]
+    for made in plans:
+        said = reason(made, "base_precision")
+        alone = said.count("does not fit") == 2
+        assert ("only where clearly faster" in said) is not alone, "a rule decided where two fit"
+    assert "does not fit" in said and alone
+    ranks = [RANKS[kept(made)[0]] for made in plans]
     assert ranks == sorted(ranks)
     assert ranks[0] == 0 and ranks[-1] > 0
 
