@@ -1,6 +1,7 @@
 """The files that pages show: those of a run folder, and small copies of pictures of a dataset.
 
     /media/run/NAME/samples/step-00000250/00.png    a picture, the report, an exported LoRA, a record
+    /media/samples/NAME.zip                         all sample images of a run
     /media/own/tries/ID/NAME.png                    a picture that was drawn to try a LoRA
     /media/thumb?folder=FOLDER&file=NAME&size=384   a picture of a dataset, as training sees it
 
@@ -21,12 +22,13 @@ from urllib.parse import quote, urlencode
 
 import anyio
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS, ImageDecodeError
 
+from .sample_zip import sample_files, zipped
 from .state import run_folder
 from .thumbs import SIZES_PX, Thumbnails
 from .workplace import Workplace
@@ -57,6 +59,11 @@ def run_url(name: str, *parts: str) -> str:
     return "/media/run/" + "/".join(quote(part, safe="") for part in (name, *parts))
 
 
+def samples_url(name: str) -> str:
+    """Return the address of a zip of all sample images of a run."""
+    return f"/media/samples/{quote(name, safe='')}.zip"
+
+
 def thumb_url(folder: Path, file: str, *, size_px: int = 384) -> str:
     """Return the address of a small copy of a picture; `file` is relative to the dataset folder."""
     return "/media/thumb?" + urlencode({"folder": folder, "file": file, "size": size_px})
@@ -72,6 +79,7 @@ def routes(work: Workplace) -> list[BaseRoute]:
     media = _Media(work=work, thumbs=Thumbnails.under(work.own))
     return [
         Route("/media/run/{name}/{file:path}", media.run_file),
+        Route("/media/samples/{name}.zip", media.samples),
         Route(f"/media/own/{_TRIES}/{{folder}}/{{name}}", media.try_image),
         Route("/media/thumb", media.thumb),
     ]
@@ -107,6 +115,25 @@ class _Media:
             headers["x-frame-options"] = "SAMEORIGIN"
         tag = f'"{found.st_mtime_ns:x}-{found.st_size:x}"'
         return _file(request, served, tag=tag, headers=headers)
+
+    async def samples(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        try:
+            folder = await anyio.to_thread.run_sync(run_folder, self.work.runs, name)
+        except LoraTrainError as error:
+            return _missing(error)
+        files = await anyio.to_thread.run_sync(sample_files, folder)
+        if not files:
+            return _missing(RequestError(f"{name} has no sample images yet", fix="wait for them"))
+        return StreamingResponse(
+            zipped(files, below=folder / "samples"),
+            media_type="application/zip",
+            headers={
+                "content-disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}.zip",
+                "content-security-policy": _NO_PAGE,
+                "cache-control": "private, no-store",
+            },
+        )
 
     async def try_image(self, request: Request) -> Response:
         asked = request.path_params

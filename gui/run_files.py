@@ -13,7 +13,7 @@ from lora_trainer.common.wording import bytes_text
 from lora_trainer.reporting.charts import Html, join, table, tag
 
 from .markup import delete_button
-from .media import REPORT, run_url
+from .media import REPORT, run_url, samples_url
 from .run_best import Best
 
 
@@ -29,7 +29,15 @@ def files_html(folder: Path, *, exported: Mapping[int, str], best: Best | None) 
     )
     delete = delete_button("run", folder.name, name=folder.name, then="/")
     where = tag("p", "Folder: ", tag("code", str(folder.resolve())))
-    return join((listed, _report(folder), where, tag("p", delete)))
+    return join((listed, _report(folder), _samples(folder), where, tag("p", delete)))
+
+
+def _samples(folder: Path) -> Html:
+    if not (folder / "samples").is_dir():
+        return Html("")
+    name = f"{folder.name}.zip"
+    link = tag("a", "Download all samples", href=samples_url(folder.name), download=name)
+    return tag("p", link, " as one zip.")
 
 
 def _row(

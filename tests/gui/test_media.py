@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
+import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -160,6 +163,25 @@ def test_a_browser_that_has_a_file_gets_no_copy(work: Workplace) -> None:
     assert get(work, path, if_none_match=headers["etag"])[0] == 304
     (work.runs / NAME / "report.html").write_text("<p>new report</p>")
     assert get(work, path, if_none_match=headers["etag"])[0] == 200
+
+
+def test_all_samples_of_a_run_are_one_zip_of_its_name_and_leave_no_file(work: Workplace) -> None:
+    run = work.runs / NAME
+    made = {
+        path.relative_to(run / "samples").as_posix(): path.read_bytes()
+        for path in run.glob("samples/*/*.png")
+    }
+    before = sorted(work.runs.rglob("*"))
+    status, headers, body = get(work, unquote(media.samples_url(NAME)))
+    assert status == 200
+    assert headers["content-disposition"].endswith("blue%20owl%20%231.zip")
+    with zipfile.ZipFile(io.BytesIO(body)) as archive:
+        assert archive.testzip() is None
+        assert {name: archive.read(name) for name in archive.namelist()} == made != {}
+    assert sorted(work.runs.rglob("*")) == before
+    assert get(work, "/media/samples/nobody.zip")[0] == 404
+    shutil.rmtree(run / "samples")
+    assert get(work, unquote(media.samples_url(NAME)))[0] == 404
 
 
 def test_a_lora_is_saved_and_not_shown(work: Workplace) -> None:
