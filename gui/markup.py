@@ -14,6 +14,7 @@ from lora_trainer.reporting.charts import Html, join, tag
 from .language import COOKIE, languages
 
 PRODUCT = "lora-train"
+_YEAR_S = 365 * 24 * 3600
 STATE_ICONS = {
     "running": "play",
     "finished": "circle-check",
@@ -196,12 +197,17 @@ def _links(page: str, *, tool: bool) -> Iterable[Html]:
 
 
 def _language_choice() -> Html:
-    """Return the choice of the language, an icon with the browser's own list; assets/live.js obeys it."""
+    """Return the choice of the language, an icon with the browser's own list; assets/live.js shows the present one."""
     names = (
         tag("option", name, value=code, lang=code, translate="no")
         for code, name in languages().items()
     )
-    choice = tag("select", *names, aria_label="Language", data_cookie=COOKIE, disabled="")
+    # In the element: a choice made before the scripts of the page have come counts too.
+    choose = (
+        f"document.cookie = `{COOKIE}=${{this.value}}; path=/; max-age={_YEAR_S}; SameSite=Strict`; "
+        "location.reload();"
+    )
+    choice = tag("select", *names, aria_label="Language", onchange=choose)
     return tag("span", icon("languages"), choice, class_="language", title="Language")
 
 

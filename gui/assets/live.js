@@ -3,7 +3,6 @@
 // again when somebody comes back to it. Other scripts listen to the event "live" of the document.
 
 const AGAIN_MS = 2000;
-const YEAR_S = 365 * 24 * 3600;
 const state = { timer: 0, bar: null, said: "", home: null, before: new Map(), title: "" };
 
 export function start(bar) {
@@ -74,15 +73,10 @@ function show(now) {
   if ("Notification" in window && Notification.permission === "default") place.append(bell());
 }
 
-/** The language of this browser: remembered in a cookie, which the server obeys at the next page. */
+/** Show the language of the page in the choice, which is the server's to remember (markup.py). */
 function languageChoice(choice) {
   // Gradio has named the language that the browser asks for, whatever the page is in.
   choice.value = document.documentElement.lang = window.pageLanguage?.code ?? "en";
-  choice.disabled = false;
-  choice.onchange = () => {
-    document.cookie = `${choice.dataset.cookie}=${choice.value}; path=/; max-age=${YEAR_S}; SameSite=Strict`;
-    location.reload();
-  };
 }
 
 function nameOf(run) {
