@@ -327,6 +327,7 @@ def _opens_no_file(function: ast.Attribute) -> bool:
         "os",
         "webbrowser",
         "tarfile",
+        "archive",
         "content",  # of an archive
         "self",
     }

@@ -167,6 +167,7 @@ def test_our_routes_come_before_those_of_the_pages(served: dict[str, Any]) -> No
         "/upload/{batch}/{number}",
         "/upload/{batch}",
         "/media/run/{name}/{file:path}",
+        "/media/samples/{name}.zip",
         "/media/own/tries/{folder}/{name}",
         "/media/thumb",
     ]
