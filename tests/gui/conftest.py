@@ -50,7 +50,7 @@ NO_SERVER = (
     "net::ERR_",
     "503 (Service Unavailable)",
     "Unable to preload CSS",
-    "Failed to fetch dynamically imported module",
+    "Failed to fetch",
 )
 """What the console says of each request, and of each part of Gradio's page that is loaded only when needed,
 while a server is away or opens its pages: a test ended it, or cut the connection."""

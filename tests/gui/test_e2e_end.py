@@ -120,7 +120,7 @@ def test_the_samples_of_two_runs_stand_side_by_side(place: Place, page: Any, run
     write_status(other, state="finished", step=30, steps=30, exit_code=0)
     place.open(page, "/run?run=done")
     page.get_by_role("link", name="Compare with another run").click()
-    page.get_by_text("3 prompts that both have").wait_for()
+    page.get_by_text("Prompts that both have, with the same seed: 3.").wait_for()
     second = page.get_by_role("group", name="Second")
     assert page.get_by_role("group", name="First").get_by_label("Training").input_value() == "done"
     assert second.get_by_label("Training").input_value() == "other <b>"
@@ -138,8 +138,9 @@ def test_what_is_deleted_comes_back_until_the_trash_is_emptied(
     place.delete(page, "/library?file=done/zorble.safetensors", "zorble")
     page.wait_for_url("**/library")
     assert not (run / "zorble.safetensors").exists()
-    page.get_by_role("button", name="Undo").click()
-    page.locator(".lora a[href*='file=done%2F']", has_text="zorble").first.wait_for()
+    with page.expect_navigation():  # the page is loaded again once the file is back
+        page.get_by_role("button", name="Undo").click()
+    page.locator(".lora a[href*='file=done%2Fzorble.safetensors']").first.wait_for()
     assert (run / "zorble.safetensors").is_file()
     place.delete(page, "/", "done")
     assert not run.exists()
