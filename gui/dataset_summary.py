@@ -1,8 +1,7 @@
-"""What is in a folder of images, at a glance: count, thumbnails, what is odd about them, in plain words.
+"""What is in a folder of images, at a glance: how many, what is odd about them, in plain words.
 
 Inputs: the folder and the JSON of `lora-train check --json`. Output: escaped markup. Remarks of a kind
-stand together, with a link to where they are mended. The thumbnails come from our own route, which
-makes them when they are first asked for.
+stand together, with a link to where they are mended.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from lora_trainer.reporting.history import mapping, number, sequence
 
 from .dataset_view import badge_kind
 from .markup import icon, link_button
-from .media import thumb_url
 
-SHOWN = 24
 _NAMED = 4
 _GOOD, _FAIR = 0.8, 0.6
 
@@ -72,8 +69,8 @@ KINDS = {
 _NOT_LISTED = frozenset({"score"})
 
 
-def summary(folder: Path, values: Mapping[str, Any], files: list[str]) -> Html:
-    """Return the report of a dataset; `files` are the names of its images, in their order."""
+def summary(folder: Path, values: Mapping[str, Any]) -> Html:
+    """Return the report of a dataset."""
     count = int(number(values, "images"))
     findings = [
         row
@@ -85,8 +82,7 @@ def summary(folder: Path, values: Mapping[str, Any], files: list[str]) -> Html:
         "div",
         tag("h2", tag("span", counted), ", ", tag("span", _verdict(values, findings))),
         tag("ul", *_groups(folder, findings), class_="findings") if findings else None,
-        tag("div", *(_thumbnail(folder, name) for name in files[:SHOWN]), class_="thumbnails"),
-        _more(len(files) - SHOWN),
+        tag("p", "Beside each image is its caption. Click into it to change it.", class_="quiet"),
         tag(
             "details",
             tag("summary", "The sizes they are trained in"),
@@ -105,23 +101,6 @@ def _verdict(values: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -
     if score >= _FAIR:
         return "usable, with weak points"
     return "worth improving first"
-
-
-def _thumbnail(folder: Path, name: str) -> Html:
-    image = tag(
-        "img",
-        src=thumb_url(folder, name, size_px=192),
-        alt=name,
-        title=name,
-        loading="lazy",
-        translate="no",
-    )
-    large = thumb_url(folder, name, size_px=1536)
-    return tag("a", image, href=large, target="_blank", rel="noopener")
-
-
-def _more(count: int) -> Html | None:
-    return tag("p", f"and {count:,} more.", class_="quiet") if count > 0 else None
 
 
 def _groups(folder: Path, findings: Sequence[Mapping[str, Any]]) -> Iterator[Html]:

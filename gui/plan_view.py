@@ -123,6 +123,18 @@ def demo(values: Values) -> Html | None:
     )
 
 
+def brief(values: Values) -> Html:
+    """Return what Train starts, in the words beside it: how long, how much, how large, on what."""
+    settings = mapping(values, "settings")
+    said = (
+        duration(values),
+        tag("span", f"images of {_value(settings, 'data.resolution')} px"),
+        tag("span", f"rank {_value(settings, 'adapter.rank')}"),
+        tag("b", "a try-out, not for ComfyUI") if values.get("base") == EMBEDDED else None,
+    )
+    return tag("p", *(part for part in said if part is not None), class_="brief")
+
+
 def sentence(values: Values) -> Html:
     """Return in a sentence or two what will be trained, for how long, and where it comes from."""
     settings = mapping(values, "settings")

@@ -7,29 +7,22 @@ the last resort, that it ends: that one number with that time of start, no other
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from lora_trainer.common.errors import LoraTrainError, RequestError
+from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import read_json_object
 from lora_trainer.config.choices import PRIORITIES
-from lora_trainer.config.config import build_config
-from lora_trainer.config.layers import COMMAND_LINE, RESUMED
 from lora_trainer.queue import commands
 from lora_trainer.reporting.control import Control, Request, SampleRequest
 from lora_trainer.reporting.history import mapping, read_history
 from lora_trainer.reporting.status import end_process, read_status
 
-from . import drafts, launch, state
+from . import drafts, expert_edit, launch, state
 from .run_best import Best, mark_best
-from .run_settings import preset_values
+from .run_mend import mend_of
+from .run_settings import chosen_settings
 from .run_state import END_AFTER_S, look
 from .workplace import Workplace
-
-_NOT_SETTINGS = ("base.model", "output.folder", "output.name")
-"""What a draft has fields of its own for, or a new run must not share."""
-_OF_THE_MACHINE = ("hardware.", "memory.")
 
 
 def ask(work: Workplace, run: str, request: Request) -> None:
@@ -74,11 +67,11 @@ def resume(work: Workplace, run: str, *, dataset: str = "") -> None:
     commands.ensure_worker(work.runs)
 
 
-def clone(work: Workplace, run: str) -> drafts.Draft:
+def clone(work: Workplace, run: str, *, mended: bool = False) -> drafts.Draft:
     """Return a new draft with the dataset, base and settings of a run, saved.
 
-    The settings are those that somebody chose; what the planner decided it decides anew. Raises
-    RequestError for no run or one without records, MachineError.
+    The settings are those that somebody chose; what the planner decided it decides anew. `mended`: with the
+    change that the end of the run advises. Raises RequestError for no run or one without records, MachineError.
     """
     folder = state.run_folder(work.runs, run)
     record = read_json_object(folder / "run.json")
@@ -91,32 +84,19 @@ def clone(work: Workplace, run: str) -> drafts.Draft:
         dataset=str(dataset) if dataset is not None else "",
         base=source if isinstance(source, str) else "",
         priority=priority if priority in PRIORITIES else "balanced",
-        settings=_chosen_settings(record),
+        settings=chosen_settings(record),
         step=2 if dataset is not None else 1,
     )
+    mend = mend_of(look(folder, read_status(folder), now_s=time.time()), draft.settings)
+    if mended and mend is not None:
+        key = mend.setting.key
+        draft = (
+            expert_edit.changed(draft, key=key, text=mend.text)
+            if mend.text
+            else draft.without_setting(key)
+        )
     drafts.save(work, draft)
     return draft
-
-
-def _chosen_settings(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that somebody chose for a run.
-
-    A resumed run no longer says who chose what: there all that differ from the preset count, but those
-    that belong to the machine.
-    """
-    origins, preset = mapping(record, "origins"), preset_values(mapping(record, "plan"))
-    chosen: dict[str, Any] = {}
-    for key, value in mapping(record, "settings").items():
-        layer = str(mapping(origins, key).get("layer", ""))
-        kept = layer == RESUMED and value != preset.get(key) and not key.startswith(_OF_THE_MACHINE)
-        if key in _NOT_SETTINGS or not (kept or layer.startswith((COMMAND_LINE, "config "))):
-            continue
-        try:
-            build_config({**chosen, key: value})
-        except LoraTrainError:  # of another version
-            continue
-        chosen[key] = value
-    return chosen
 
 
 def use_as_best(work: Workplace, run: str, step: object) -> Best:

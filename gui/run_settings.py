@@ -13,14 +13,17 @@ from typing import Any
 
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.choices import PRIORITIES
-from lora_trainer.config.config import SettingInfo, all_settings, flatten
-from lora_trainer.config.layers import RESUMED, TIERS, resolve
+from lora_trainer.config.config import SettingInfo, all_settings, build_config, flatten
+from lora_trainer.config.layers import COMMAND_LINE, RESUMED, TIERS, resolve
 from lora_trainer.reporting.charts import Html, join, table, tag
 from lora_trainer.reporting.history import Row, mapping
 from lora_trainer.reporting.report_details import value_text
 
-_BY_YOU = ("command line", "config ")
-_DECIDERS = {"command line": "you", "planner": "the planner", RESUMED: "this run, as it began"}
+_NOT_CLONED = ("base.model", "output.folder", "output.name")
+"""What a draft has fields of its own for, or a new run must not share."""
+_OF_THE_MACHINE = ("hardware.", "memory.")
+_BY_YOU = (COMMAND_LINE, "config ")
+_DECIDERS = {COMMAND_LINE: "you", "planner": "the planner", RESUMED: "this run, as it began"}
 _HEAD = ("setting", "value", "the preset has", "decided by", "why")
 _ALL_HEAD = ("setting", "value", "decided by", "why", "what it does")
 
@@ -76,6 +79,27 @@ def preset_values(plan: Row) -> Mapping[str, Any]:
             pass
     plain: Mapping[str, Any] = json.loads(json.dumps(values))
     return plain
+
+
+def chosen_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that somebody chose for a run.
+
+    A resumed run no longer says who chose what: there all that differ from the preset count, but those
+    that belong to the machine.
+    """
+    origins, preset = mapping(record, "origins"), preset_values(mapping(record, "plan"))
+    chosen: dict[str, Any] = {}
+    for key, value in mapping(record, "settings").items():
+        layer = str(mapping(origins, key).get("layer", ""))
+        kept = layer == RESUMED and value != preset.get(key) and not key.startswith(_OF_THE_MACHINE)
+        if key in _NOT_CLONED or not (kept or layer.startswith(_BY_YOU)):
+            continue
+        try:
+            build_config({**chosen, key: value})
+        except LoraTrainError:  # of another version
+            continue
+        chosen[key] = value
+    return chosen
 
 
 def _titled(title: str, rows: Sequence[Sequence[str]]) -> Html | None:

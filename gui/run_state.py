@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lora_trainer.common.errors import MachineError
+from lora_trainer.common.errors import MachineError, TrainingStopped
 from lora_trainer.common.wording import against_base, duration_text, loss_text
 from lora_trainer.queue import commands
 from lora_trainer.queue.commands import Item
@@ -148,12 +148,14 @@ class Possible:
     force: bool = False
     end: bool = False
     resume: bool = False
+    helps: bool = True  # going on with it: a run that learns nothing will learn nothing again
 
 
 def possible(seen: Look) -> Possible:
     """Return which buttons are of use."""
     if seen.status.state != "running":
-        return Possible(resume=seen.status.state in RESUMABLE and not seen.goes_on_soon)
+        resumable = seen.status.state in RESUMABLE and not seen.goes_on_soon
+        return Possible(resume=resumable, helps=seen.status.exit_code != TrainingStopped.exit_code)
     if seen.may_be_ended:
         return Possible(end=True)
     if seen.stopping:

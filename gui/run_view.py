@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
@@ -23,16 +23,20 @@ from lora_trainer.common.wording import (
 )
 from lora_trainer.hardware.card_state import CardState
 from lora_trainer.reporting.charts import Html, tag
-from lora_trainer.reporting.history import RunHistory, mapping, number, sequence
+from lora_trainer.reporting.history import RunHistory, ValidationRow, mapping, number, sequence
 from lora_trainer.reporting.status import RunStatus
 
 from .markup import icon, link_button, progress, share_buttons
 from .media import run_url
 from .plan_view import EMBEDDED
 from .run_best import exports, read_best
+from .run_mend import mend_of
+from .run_settings import chosen_settings
 from .run_state import Look, Stage, explained, left_text, remarks, sentence, starting, step_s
 
 _LOSS_STEPS = 20
+_AS_GOOD = 1.02
+"""Losses that differ by less are within the noise of a few held-out images."""
 _MARGIN = 1.08
 """How much wider a memory bar is than the largest figure on it."""
 
@@ -54,7 +58,7 @@ def head(seen: Look, history: RunHistory, machine: str = "") -> Html:
         stages_html(stages) if stages else bar,
         next_steps(seen, history),
         error_box(seen, history),
-        again_alone(seen),
+        again_alone(seen, history),
         *(tag("p", line, class_="notice") for line in remarks(seen, history)),
         tag("dl", *(_figure(*figure) for figure in figures(seen, history)), class_="figures"),
         _memory_bar(history, goes=status.state == "running"),
@@ -112,11 +116,11 @@ def next_steps(seen: Look, history: RunHistory) -> Html | None:
     """Return what can be done with the LoRA of a finished run, and which step did best."""
     if seen.status.state != "finished":
         return None
-    exported, best = exports(seen.folder, history), read_best(seen.folder)
-    if best is None and not exported:
+    offered = _offered(seen, history)
+    if not offered:
         return None
     run = seen.folder.name
-    name = best.file if best is not None else exported[max(exported)]
+    (step, name), *others = offered
     ref = f"{run}/{name}"
     page = "/library?" + urlencode({"file": ref})
     return tag(
@@ -124,20 +128,44 @@ def next_steps(seen: Look, history: RunHistory) -> Html | None:
         tag(
             "p",
             link_button(
-                "Download the LoRA",
+                f"Download the LoRA of step {step:,}",
                 run_url(run, name),
                 icon_name="download",
                 kind="big primary",
             ),
             link_button("Try it", page, icon_name="sparkles", kind="big"),
             *share_buttons(ref),
+            *(
+                link_button(f"Download the last, step {last:,}", run_url(run, file), kind="big")
+                for last, file in others
+            ),
             _again(run),
             class_="actions",
         ),
         try_out(history),
-        tag("p", _best_step(history)),
+        tag("p", _best_step(history, exports(seen.folder, history))),
         class_="next",
     )
+
+
+def _offered(seen: Look, history: RunHistory) -> list[tuple[int, str]]:
+    """Return step and file of the LoRA to take, and of the last one where that is another.
+
+    To take is the one that somebody found best, else the one that did best on the held-out images, where
+    its file is still there.
+    """
+    exported, best = exports(seen.folder, history), read_best(seen.folder)
+    last = max(exported, default=None)
+    if best is not None:
+        first = (best.step, best.file)
+    elif last is not None:
+        measured = _measured(history)
+        lowest = min(measured, key=lambda row: row.loss).step if measured else last
+        step = lowest if lowest in exported else last
+        first = (step, exported[step])
+    else:
+        return []
+    return [first] if last is None or last == first[0] else [first, (last, exported[last])]
 
 
 def _again(run: str) -> Html:
@@ -149,11 +177,17 @@ def _again(run: str) -> Html:
     )
 
 
-def again_alone(seen: Look) -> Html | None:
-    """Return the way to train with other settings from a run that ended early and will not go on by itself."""
+def again_alone(seen: Look, history: RunHistory) -> Html | None:
+    """Return the ways to train with other settings from a run that ended early and will not go on by itself."""
     if seen.status.state not in {"failed", "stopped"} or seen.goes_on_soon:
         return None
-    return tag("p", _again(seen.folder.name), class_="actions next")
+    run = seen.folder.name
+    mend = mend_of(seen, chosen_settings(history.run))
+    mended = None
+    if mend is not None:
+        address = "/train?" + urlencode({"again": run, "mended": "1"})
+        mended = link_button(mend.label, address, icon_name="sparkles", kind="big primary")
+    return tag("p", mended, _again(run), class_="actions next")
 
 
 def try_out(history: RunHistory) -> Html | None:
@@ -167,18 +201,31 @@ def try_out(history: RunHistory) -> Html | None:
     )
 
 
-def _best_step(history: RunHistory) -> str:
-    measured = [row for row in history.validations if math.isfinite(row.loss) and row.step]
+def _best_step(history: RunHistory, files: Mapping[int, str]) -> str:
+    """Return which step did best on the held-out images, and where to look at it; `files` are the LoRAs by step."""
+    measured = _measured(history)
     if not measured:
         return "Compare the samples below: an earlier step may look better than the last one."
     lowest = min(measured, key=lambda row: row.loss)
     last = measured[-1]
     if lowest.step == last.step:
         return f"The last step did best on the images kept aside: loss {loss_text(last.loss)}."
-    return (
+    if lowest.step not in files and last.loss <= _AS_GOOD * lowest.loss:
+        return (
+            f"The last step did about as well on the images kept aside (loss {loss_text(last.loss)}) "
+            f"as the best, step {lowest.step:,} ({loss_text(lowest.loss)})."
+        )
+    said = (
         f"Step {lowest.step:,} did best on the images kept aside (loss {loss_text(lowest.loss)}, "
         f"at the end {loss_text(last.loss)}): {_samples_of(lowest.step, history)}."
     )
+    if lowest.step in files:
+        return said
+    return f"{said} Its LoRA file was not kept; the setting Keep best keeps it."
+
+
+def _measured(history: RunHistory) -> list[ValidationRow]:
+    return [row for row in history.validations if math.isfinite(row.loss) and row.step]
 
 
 def _samples_of(step: int, history: RunHistory) -> str:

@@ -235,7 +235,11 @@ def _update(name: str, found: Mapping[str, Part], before: Sent) -> Any:
     if part_name in before.keys and before.keys[part_name] == part.key:
         return gr.skip()
     if name in _BUTTONS:
-        return gr.Button(visible=getattr(part.draw(), name))
+        possible = part.draw()
+        variant = _STRONG.get(name, "secondary")
+        if name == "resume" and not possible.helps:
+            variant = "secondary"
+        return gr.Button(visible=getattr(possible, name), variant=variant)
     return gr.Textbox(visible=part.draw()) if name == "where" else part.draw()
 
 

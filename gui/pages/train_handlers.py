@@ -15,8 +15,6 @@ import gradio as gr
 
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.choices import CONCEPT
-from lora_trainer.config.config import build_config
-from lora_trainer.dataset.listing import list_dataset
 from lora_trainer.queue import commands
 from lora_trainer.reporting.charts import join
 from lora_trainer.reporting.history import mapping
@@ -35,7 +33,7 @@ from .share import browsing, hub_sign_in
 IMAGES, CHECK, STARTED = 1, 2, 3
 _COURSE_CHARACTERS = 20_000
 _AS_IT_WAS = [gr.skip()] * 4
-"""For the plan, what it fills in, the button Train, and why that cannot be pressed."""
+"""For the plan, what it fills in, the button Train, and the line beside it."""
 
 
 def opening(work: Workplace) -> Callable[[gr.Request], list[Any]]:
@@ -74,7 +72,7 @@ def _wanted(work: Workplace, asked: Mapping[str, str]) -> Draft:
     if named and named != "new":
         return _with_folder(work, named, asked.get("folder", ""))
     if asked.get("again"):
-        return run_actions.clone(work, asked["again"])
+        return run_actions.clone(work, asked["again"], mended=bool(asked.get("mended")))
     # The example is known to be good: its images need no look before the plan.
     folder, step = (
         (str(uploads.example(work)), CHECK)
@@ -110,12 +108,11 @@ def recalling(work: Workplace) -> Callable[[str], list[Any]]:
         try:
             draft = drafts.read(work, draft_id)
         except LoraTrainError as error:
-            return [error_html(str(error)), gr.skip(), *_AS_IT_WAS]
+            return [error_html(str(error)), gr.skip(), gr.skip(), *_AS_IT_WAS]
         if not draft.dataset or draft.started_as:
-            return [gr.skip(), gr.skip(), *_AS_IT_WAS]
-        report, usable = _report(work, draft)
+            return [gr.skip(), gr.skip(), gr.skip(), *_AS_IT_WAS]
         planned = _plan(work, draft, {}) if draft.step == CHECK else _AS_IT_WAS
-        return [report, gr.Button(visible=usable), *planned]
+        return [*_report(work, draft), *planned]
 
     return recall
 
@@ -139,10 +136,10 @@ def looking(work: Workplace) -> Callable[..., list[Any]]:
     def look(*fields: Any) -> list[Any]:
         try:
             draft = _kept(work, fields)
-            report, usable = _report(work, draft)
+            seen = _report(work, draft)
         except LoraTrainError as error:
-            return [error_html(str(error)), gr.skip(), gr.Button(visible=False)]
-        return ["", report, gr.Button(visible=usable)]
+            return [error_html(str(error)), gr.skip(), gr.skip(), gr.Button(visible=False)]
+        return ["", *seen]
 
     return look
 
@@ -316,22 +313,21 @@ def _with_course(draft: Draft, course: object) -> Draft:
     return draft
 
 
-def _report(work: Workplace, draft: Draft) -> tuple[str, bool]:
-    """Return the report on the dataset, and whether it can be trained on."""
+def _report(work: Workplace, draft: Draft) -> list[Any]:
+    """Return the report on the dataset, the folder whose images are shown, the button to the next step."""
     try:
         answer = launch.ask(launch.check_words(draft, work))
         folder = work.folder(draft.dataset)
-        if answer.values is None:
-            return error_html(answer.error), False
-        settings = build_config(draft.settings).data
-        names = [picture.name for picture in list_dataset(folder, settings=settings).pictures]
     except LoraTrainError as error:
-        return error_html(str(error)), False
-    return summary(folder, answer.values, names), True
+        return [error_html(str(error)), {"folder": ""}, gr.Button(visible=False)]
+    if answer.values is None:
+        return [error_html(answer.error), {"folder": ""}, gr.Button(visible=False)]
+    report = summary(folder, answer.values)
+    return [report, {"folder": str(folder)}, gr.Button(visible=True)]
 
 
 def _plan(work: Workplace, draft: Draft, course: Any) -> list[Any]:
-    """Return the plan, what it fills in, the button Train, and why that cannot be pressed.
+    """Return the plan, what it fills in, the button Train, and what it starts, or why it cannot be pressed.
 
     `course` was kept in the draft before.
     """
@@ -345,7 +341,7 @@ def _plan(work: Workplace, draft: Draft, course: Any) -> list[Any]:
         plan_view.plan(answer.values),
         plan_view.course(answer.values, draft, course.get("changed", {})),
         gr.Button(interactive=True),
-        "",
+        plan_view.brief(answer.values),
     ]
 
 

@@ -13,10 +13,12 @@ import gradio as gr
 
 from lora_trainer.config.choices import PRIORITIES
 
+from ..asset_files import asset
+from ..dataset_desk import DatasetDesk
 from ..markup import drop_zone, note_html
 from ..plans import Plans
 from ..workplace import Workplace
-from .gradio_events import GO, PRIVATE, QUIET, TICK_S, html, module
+from .gradio_events import GO, PRIVATE, QUIET, TICK_S, answering, html, module
 from .share import browsing
 from .train_handlers import (
     CHECK,
@@ -54,12 +56,15 @@ _COURSE = module(
     " get: () => props.value, set: (value) => { props.value = value; },"
     ' asked: () => trigger("click"), onchange: (draw) => watch("value", draw) });',
 )
+_IMAGES_SCRIPTS = ("dataset_dom.js", "dataset_card.js", "train_images.js")
+_IMAGES_ASK = ("closer", "exclude", "look", "mask", "save", "undo")
+"""What the cards of the images ask of the desk of a dataset, there as dataset_NAME."""
 _REMEMBER = """(id) => {
   const url = new URL(location.href);
   if (id && url.searchParams.get("draft") !== id) {
     url.searchParams.set("draft", id);
     // They are in the draft, and may be changed there.
-    for (const name of ["folder", "again"]) url.searchParams.delete(name);
+    for (const name of ["folder", "again", "mended"]) url.searchParams.delete(name);
     history.replaceState(null, "", url);
   }
 }"""
@@ -89,10 +94,11 @@ class Widgets:
     concept: Any
     course: Any
     train: Any
-    why_not: Any
+    beside_train: Any
     walk: Any
     said: Any
     report: Any
+    images: Any
     good: Any
     plan: Any
     settings_link: Any
@@ -111,7 +117,7 @@ def build(work: Workplace) -> None:
     html("<h1>Train a LoRA</h1>")
     with gr.Walkthrough(selected=IMAGES) as walk:
         with gr.Step("Images", id=IMAGES):
-            dataset, look, report, good = _images_step(work)
+            dataset, look, report, images, good = _images_step(work)
         with gr.Step("Check", id=CHECK):
             (
                 concept,
@@ -124,7 +130,7 @@ def build(work: Workplace) -> None:
                 settings_link,
                 back,
                 train,
-                why_not,
+                beside_train,
                 cards,
             ) = _check_step(work)
         with gr.Step("Train", id=STARTED):
@@ -143,10 +149,11 @@ def build(work: Workplace) -> None:
         concept=concept,
         course=course,
         train=train,
-        why_not=why_not,
+        beside_train=beside_train,
         walk=walk,
         said=said,
         report=report,
+        images=images,
         good=good,
         plan=plan,
         settings_link=settings_link,
@@ -176,8 +183,18 @@ def _images_step(work: Workplace) -> tuple[Any, ...]:
         )
         look = gr.Button("Look at the images", variant="primary", scale=1, min_width=200)
     report = html()
-    good = gr.Button("Looks good", variant="primary", visible=False)
-    return dataset, look, report, good
+    desk = DatasetDesk(work=work)
+    images = html(
+        {"folder": ""},
+        html_template='<div class="train-images mount"></div>',
+        js_on_load="\n".join(map(asset, _IMAGES_SCRIPTS)),
+        server_functions=[
+            answering(getattr(desk, name), f"dataset_{name}") for name in _IMAGES_ASK
+        ],
+    )
+    with gr.Row(elem_classes="go-on"):
+        good = gr.Button("Looks good, next step", variant="primary", visible=False)
+    return dataset, look, report, images, good
 
 
 def _check_step(work: Workplace) -> tuple[Any, ...]:
@@ -215,9 +232,9 @@ def _check_step(work: Workplace) -> tuple[Any, ...]:
         name = gr.Textbox(label="Name (optional)", info="Of the run and its file.", max_lines=1)
     course = html(value={}, html_template='<div class="course" hidden></div>', js_on_load=_COURSE)
     with gr.Row(elem_classes="go-on"):
-        why_not = html(elem_classes="why-not")
         back = gr.Button("Back", min_width=120)
         settings_link = gr.Button("Show all settings", link="/settings", min_width=160)
+        beside_train = html(elem_classes="beside-train")
         train = gr.Button("Train", variant="primary", min_width=160)
     return (
         concept,
@@ -230,13 +247,13 @@ def _check_step(work: Workplace) -> tuple[Any, ...]:
         settings_link,
         back,
         train,
-        why_not,
+        beside_train,
         cards,
     )
 
 
 def _connect(work: Workplace, widgets: Widgets, *, look: Any, back: Any, cards: Any) -> None:
-    planned = [widgets.plan, widgets.course, widgets.train, widgets.why_not]
+    planned = [widgets.plan, widgets.course, widgets.train, widgets.beside_train]
     page: Any = gr.context.Context.root_block
     shown = [
         *widgets.fields[:-1],
@@ -248,10 +265,12 @@ def _connect(work: Workplace, widgets: Widgets, *, look: Any, back: Any, cards: 
     ]
     opened = page.load(opening(work), None, shown, show_progress="hidden", **PRIVATE)
     opened.then(None, widgets.draft, None, js=_REMEMBER)
-    opened.then(recalling(work), widgets.draft, [widgets.report, widgets.good, *planned], **PRIVATE)
-    looked = [widgets.said, widgets.report, widgets.good]
+    seen = [widgets.report, widgets.images, widgets.good]
+    opened.then(recalling(work), widgets.draft, [*seen, *planned], **PRIVATE)
+    looked = [widgets.said, *seen]
     for event in (look.click, widgets.dataset.submit):
         event(looking(work), widgets.fields, looked, **PRIVATE)
+    widgets.images.click(looking(work), widgets.fields, looked, show_progress="hidden", **PRIVATE)
     widgets.good.click(
         planning(work), widgets.fields, [widgets.walk, widgets.said, *planned], **PRIVATE
     )

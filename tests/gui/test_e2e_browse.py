@@ -35,6 +35,17 @@ def test_folder_and_model_are_chosen_by_clicks_and_keys(
     dialog.get_by_role("button", name="toys", exact=True).click()
     dialog.get_by_text("3 images here").wait_for()
     dialog.get_by_role("button", name="Choose this folder").click()
+    images = tmp_path / "data" / "toys"
+    page.get_by_label("Caption of p1.png", exact=True).fill("a toy on a shelf")
+    page.get_by_label("Caption of p0.png", exact=True).click()
+    page.locator(".ds-card", has_text="p1.png").get_by_text("saved").wait_for()
+    assert (images / "p1.txt").read_text() == "a toy on a shelf"
+    page.get_by_role("button", name="Exclude p2.png").click()
+    page.get_by_role("heading", name="2 images").wait_for()
+    assert not (images / "p2.png").exists()
+    page.get_by_role("button", name="Undo").click()
+    page.get_by_role("heading", name="3 images").wait_for()
+    assert (images / "p2.png").is_file()
     page.get_by_role("button", name="Looks good").click()
     assert page.get_by_label("Folder with your images").input_value() == str(
         tmp_path / "data" / "toys"

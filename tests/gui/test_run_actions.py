@@ -12,13 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lora_trainer.gui import drafts, run_actions
+from lora_trainer.gui import drafts, run_actions, run_state
 from lora_trainer.gui.run_state import END_AFTER_S
+from lora_trainer.gui.run_view import head
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.queue import commands
 from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.history import read_history
 from lora_trainer.reporting.status import read_status
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.run_folder import fake_run
@@ -127,3 +129,46 @@ def test_a_run_is_trained_again_with_what_was_chosen_for_it(
     assert (again.dataset, again.step) == ("", 1)
     assert again.settings["data.trigger"] == "zorble thing"
     assert not any(key.startswith("memory.") for key in again.settings)
+
+
+@pytest.mark.parametrize(
+    ("message", "chosen", "offered", "then"),
+    [
+        (
+            "the learning rate, 1e-12, is far too low. Fix: raise optimizer.learning_rate a "
+            "hundredfold, or leave it out for the preset's",
+            {"optimizer.learning_rate": 1e-12},
+            "Train again with the usual learning rate",
+            {},
+        ),
+        (
+            "the loss is not finite. Fix: lower optimizer.learning_rate, or use "
+            "--set train.precision=fp32, and resume",
+            {},
+            "Train again with precision fp32",
+            {"train.precision": "fp32"},
+        ),
+        ("the disk is full. Fix: free some space", {}, "", {}),
+    ],
+)
+def test_a_failed_run_is_trained_again_with_the_setting_that_mends_it(
+    work: Workplace,
+    folder: Path,
+    message: str,
+    chosen: dict[str, object],
+    offered: str,
+    then: dict[str, object],
+) -> None:
+    record = json.loads((folder / "run.json").read_text())
+    record["settings"] |= chosen
+    record["origins"] |= {key: {"layer": "command line", "reason": ""} for key in chosen}
+    (folder / "run.json").write_text(json.dumps(record))
+    write_status(folder, state="failed", exit_code=5, message=message)
+    seen = run_state.look(folder, read_status(folder), now_s=time.time())
+    assert not run_state.possible(seen).helps
+    page = head(seen, read_history(folder))
+    assert offered in page and ("mended=1" in page) is bool(offered)
+    usual = {"train.steps": 30, "data.trigger": "zorble thing"}
+    assert run_actions.clone(work, "live").settings == {**usual, **chosen}
+    mended = run_actions.clone(work, "live", mended=True)
+    assert mended.settings == {**usual, **then} and mended == drafts.read(work, mended.id)

@@ -1,0 +1,80 @@
+// The images on the page Train, with their captions, which are edited in place. The cards are those of
+// the page Datasets; whole folders, filters and changes of many captions are there.
+
+const SHOWN = 24;
+
+class TrainImages {
+  constructor(place) {
+    this.folder = "";
+    this.cards = new Map();
+    this.said = make("p", { class: "line", role: "status" });
+    this.list = make("ul", { class: "ds-cards", "aria-label": "Your images and their captions" });
+    this.more = make("p", { class: "ds-quiet" });
+    place.replaceChildren(this.said, this.list, this.more);
+  }
+
+  /** Ask the server; a failure of any kind comes back as {error}. */
+  async ask(name, values) {
+    let answer;
+    try {
+      answer = await server[name]({ folder: this.folder, ...values });
+    } catch {
+      answer = null;
+    }
+    return answer ?? { error: "the interface does not answer; is it still running?" };
+  }
+
+  async open(folder) {
+    if (folder !== this.folder) this.cards.clear();
+    this.folder = folder;
+    if (folder) await this.reload(); else this.draw({ pictures: [] });
+  }
+
+  async reload() {
+    const answer = await this.ask("dataset_look", {});
+    if (answer.error) this.said.textContent = answer.error; else this.draw(answer);
+  }
+
+  draw({ pictures, folder }) {
+    const rows = pictures.slice(0, SHOWN);
+    const names = new Set(rows.map((row) => row.file));
+    for (const name of this.cards.keys()) if (!names.has(name)) this.cards.delete(name);
+    for (const row of rows) {
+      if (this.cards.has(row.file)) this.cards.get(row.file).show(row);
+      else this.cards.set(row.file, new Card(this, row, false));
+    }
+    this.list.replaceChildren(...rows.map((row) => this.cards.get(row.file).node));
+    const all = `/datasets?${new URLSearchParams({ folder })}`;
+    this.more.replaceChildren(...(rows.length ? [
+      pictures.length > SHOWN ? make("span", {}, `and ${(pictures.length - SHOWN).toLocaleString("en")} more. `) : "",
+      make("a", { href: all }, "Change many captions at once, or have them written"),
+    ] : []));
+  }
+
+  async exclude(files) {
+    const answer = await this.ask("dataset_exclude", { files });
+    if (answer.error) { this.said.textContent = answer.error; return; }
+    this.changed(answer, "");
+    const back = button("Undo", async () => { this.said.replaceChildren(); this.changed(await this.ask("dataset_undo", {}), ""); });
+    this.said.replaceChildren(make("span", {}, "Left out of the training; the file is in the folder _excluded."), " ", back);
+  }
+
+  /** Take over a whole view, and let the page look at the folder again. */
+  changed(answer) {
+    if (answer.error) { this.said.textContent = answer.error; return; }
+    this.draw(answer);
+    trigger("click");
+  }
+
+  saved(answer) { for (const row of answer.cards) this.cards.get(row.file)?.show(row); }
+  announce(text) { this.said.textContent = text; }
+  selected() {}
+}
+
+const images = new TrainImages(element.querySelector(".train-images"));
+const look = () => images.open(props.value.folder);
+watch("value", look);
+if (props.value.folder) look();
+window.addEventListener("beforeunload", (event) => {
+  if (element.isConnected && [...images.cards.values()].some((card) => card.dirty)) event.preventDefault();
+});

@@ -1,0 +1,55 @@
+"""The setting that mends a run which ended because of its settings, read from the line of its end.
+
+Input: a look at the run and the settings that somebody chose for it. Output: the setting and its new value,
+for a button that trains again with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lora_trainer.config.config import SettingInfo, all_settings
+
+from .run_state import Look
+
+_SET = re.compile(r"--set[ =](?P<key>[a-z_]+\.[a-z0-9_]+)=(?P<value>[^\s,;]+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mend:
+    """A setting that is to be typed as `text`, or left to the preset where that is empty."""
+
+    setting: SettingInfo
+    text: str = ""
+
+    @property
+    def label(self) -> str:
+        """What the button says."""
+        name = self.setting.label.lower()
+        return (
+            f"Train again with {name} {self.text}"
+            if self.text
+            else f"Train again with the usual {name}"
+        )
+
+
+def mend_of(seen: Look, chosen: Mapping[str, Any]) -> Mend | None:
+    """Return what the message of a failed run advises to change; None where it names no setting.
+
+    A setting in `chosen` that the message names is left to the preset where that is advised.
+    """
+    if seen.status.state != "failed":
+        return None
+    what, _, fix = seen.status.message.partition(" Fix: ")
+    known = {info.key: info for info in all_settings()}
+    if "leave" in fix:
+        named = [key for key in chosen if key in known and key in f"{what} {fix}"]
+        if named:
+            return Mend(setting=known[named[0]])
+    advised = _SET.search(fix)
+    if advised is None or advised["key"] not in known:
+        return None
+    return Mend(setting=known[advised["key"]], text=advised["value"].rstrip("."))
