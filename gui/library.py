@@ -18,7 +18,7 @@ from lora_trainer.reporting.sample_files import last_samples
 
 from . import lora_files, state
 from .lora_files import PREVIEW_SUFFIX, Entry, Header, LoraFile
-from .markup import delete_button, share_buttons
+from .markup import delete_button, link_button, share_buttons
 from .media import REPORT, run_url, thumb_url
 
 PAGE = "/library"
@@ -90,7 +90,7 @@ def _card(entry: Entry) -> Html:
         tag("p", "Its run still trains.") if entry.training else None,
         tag("dl", *_facts(entry)),
         _saves(entry),
-        tag("p", *_run_links(file), class_="links"),
+        tag("p", *_run_links(file), tag("a", "Download", href=_download(file)), class_="links"),
         class_="lora",
     )
 
@@ -129,7 +129,10 @@ def _run_links(file: LoraFile) -> Iterator[Html]:
     yield tag("a", f"Run {file.run}", href=state.page_url(file.run))
     if (file.path.parent / REPORT).is_file():
         yield tag("a", "Report", href=run_url(file.run, REPORT), target="_blank")
-    yield tag("a", "Download", href=run_url(file.run, file.path.name), download=file.path.name)
+
+
+def _download(file: LoraFile) -> str:
+    return run_url(file.run, file.path.name)
 
 
 def _saves(entry: Entry) -> Html | None:
@@ -173,6 +176,9 @@ def head(file: LoraFile, header: Header) -> Html:
                 tag("p", *_run_links(file), class_="links"),
                 tag(
                     "p",
+                    link_button(
+                        "Download", _download(file), icon_name="download", kind="big primary"
+                    ),
                     *(share_buttons(file.ref) if not header.problem else ()),
                     delete_button("lora", file.ref, name=file.path.stem, then=PAGE),
                     class_="actions",

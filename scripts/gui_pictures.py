@@ -71,7 +71,7 @@ EMPTY = (
 STARTING = (Picture(name="run-starting", path="/run?run=zibbo-again", ready=".run-head .said"),)
 BUSY = (
     Picture(name="home-busy", path="/", ready="h2:has-text('Training now')"),
-    Picture(name="train-images", path="/train?draft=new&folder={images}", ready="text=Looks good"),
+    Picture(name="train-images", path="/train?draft=new&folder={images}", ready=".ds-card img"),
     Picture(name="train-plan", path="/train?draft=new&example=1", ready="text=Fits:"),
     Picture(
         name="train-bases",
@@ -87,6 +87,15 @@ BUSY = (
         path="/run?run=zibbo",
         ready="table.sheet img",
         scroll_to="h2:has-text('Samples')",
+    ),
+    Picture(
+        name="run-steps",
+        path="/run?run=zibbo",
+        ready="table.sheet img",
+        scroll_to="#every-step",
+    ),
+    Picture(
+        name="run-loss", path="/run?run=zibbo", ready=".run-chart svg:visible", scroll_to="#loss"
     ),
     Picture(name="run-finished", path="/run?run=zibbo", ready=".run-chart svg:visible"),
     Picture(name="run-error", path="/run?run=no-effect", ready=".run-head .failed"),

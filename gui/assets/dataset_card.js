@@ -51,7 +51,7 @@ class Card {
     const closer = this.excluded ? null : button("Mask", () => this.closer(), { "aria-label": `Mask and crop of ${name}` });
     this.node = make("li", { class: "ds-card" }, this.box,
       make("div", { class: "ds-name", title: name, dir: "auto", translate: "no" }, name),
-      this.size, this.badges, this.area, make("div", { class: "ds-foot" }, this.state, closer, act));
+      this.area, this.size, this.badges, make("div", { class: "ds-foot" }, this.state, closer, act));
   }
 
   get dirty() { return !this.excluded && this.area.value !== this.seen; }

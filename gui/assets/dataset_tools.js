@@ -94,7 +94,7 @@ class Tools {
     this.counter = make("span", { class: "ds-quiet" });
     this.excludeChosen = button("Exclude selected", () => desk.exclude([...desk.chosen]));
     this.backChosen = button("Put selected back", () => desk.putBack([...desk.chosen]));
-    this.bulkPlace = make("div");
+    this.bulkPlace = make("div", { class: "ds-folded" });
     this.node = make("div", { class: "ds-tools" }, this.head, this.status, this.message, this.notesBox,
       make("div", { class: "ds-line" }, this.undo, this.redo, this.search.node, this.order.node,
         this.size.node, this.trigger.node, this.crop),
