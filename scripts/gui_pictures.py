@@ -1,10 +1,11 @@
 """Draw docs/gui/: every page of the interface, empty, busy, after an error and finished.
 
-    python scripts/gui_pictures.py [--only WORD]
+    python scripts/gui_pictures.py [--only WORD] [--work FOLDER]
 
 A real server shows real trainings of datasets/example on the embedded base: one has finished, one has stopped
 because it learned nothing, one trains while the pictures are taken. Each page is drawn as on a laptop (1366 x 768)
-and on a phone (390 x 844), light and dark. Takes about six minutes on two cores; needs chromium and the extra `dev`.
+and on a phone (390 x 844), light and dark. Takes about six minutes on two cores; needs chromium and the extra
+`dev`. Trainings that FOLDER has from before are shown again.
 """
 
 from __future__ import annotations
@@ -111,14 +112,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", default="", help="a part of the names of the pictures to take")
-    only = parser.parse_args().only
+    parser.add_argument("--work", type=Path, help="a folder that keeps the trainings")
+    asked = parser.parse_args()
+    only = asked.only
     with tempfile.TemporaryDirectory() as temporary, sync_playwright() as driver:
         browser = driver.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
         )
-        runs, images = Path(temporary) / "runs", Path(temporary) / "zibbo"
-        shutil.copytree(EXAMPLE, images)  # the pictures show its path
-        with served(runs) as server:
+        work = asked.work or Path(temporary)
+        runs, images = work / "runs", work / "zibbo"
+        shutil.copytree(EXAMPLE, images, dirs_exist_ok=True)  # the pictures show its path
+        with served(Path(temporary) / "no-runs") as server:
             take(browser, server, [picture for picture in EMPTY if only in picture.name], images)
         train(runs, images, "zibbo")
         train(runs, images, "no-effect", "--set=optimizer.learning_rate=1e-12")
@@ -152,7 +156,9 @@ def served(runs: Path) -> Iterator[GuiServer]:
 
 
 def train(runs: Path, images: Path, name: str, *options: str) -> None:
-    """Train the example as a user does; it may end early."""
+    """Train the example as a user does, unless it was; it may end early."""
+    if (runs / name / "status.json").is_file():
+        return
     command = [sys.executable, "-m", "lora_trainer", str(images), f"--name={name}"]
     subprocess.run(
         [*command, f"--output={runs}", *options], stdout=subprocess.DEVNULL, cwd=ROOT, check=False

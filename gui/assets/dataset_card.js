@@ -3,6 +3,7 @@
 
 const SAVE_PAUSE_MS = 800;
 const THUMB_PX = 384;
+const LARGE_PX = 1536;
 
 class Card {
   /** `desk` asks the server and hears of what was saved; `picture` is the server's row. */
@@ -17,13 +18,13 @@ class Card {
     this.show(picture);
   }
 
-  build(picture) {
-    const name = picture.file;
-    const src = "/media/thumb?" + new URLSearchParams({
-      folder: this.desk.folder, file: this.excluded ? `_excluded/${name}` : name, size: THUMB_PX,
+  build(row) {
+    const name = row.file;
+    const pictureOf = (size) => "/media/thumb?" + new URLSearchParams({
+      folder: this.desk.folder, file: this.excluded ? `_excluded/${name}` : name, size,
     });
     this.image = make("img", {
-      src, alt: "", loading: "lazy", decoding: "async",
+      src: pictureOf(THUMB_PX), alt: "", loading: "lazy", decoding: "async",
       onerror: () => this.box.classList.add("ds-broken"),
     });
     this.kept = make("i");
@@ -32,7 +33,10 @@ class Card {
       type: "checkbox", "aria-label": `Select ${name}`,
       onchange: () => this.desk.selected(name, this.check.checked),
     });
-    this.box = make("div", { class: "ds-picture" }, this.image, this.frame,
+    const large = make("a", {
+      href: pictureOf(LARGE_PX), target: "_blank", rel: "noopener", "aria-label": `Enlarge ${name}`,
+    }, this.image);
+    this.box = make("div", { class: "ds-picture" }, large, this.frame,
       make("label", { class: "ds-select" }, this.check));
     this.size = make("div", { class: "ds-size" });
     this.badges = make("ul", { class: "ds-badges", "aria-label": `Remarks on ${name}` });

@@ -36,6 +36,9 @@ def test_folder_and_model_are_chosen_by_clicks_and_keys(
     dialog.get_by_text("3 images here").wait_for()
     dialog.get_by_role("button", name="Choose this folder").click()
     images = tmp_path / "data" / "toys"
+    with page.context.expect_page() as large:
+        page.get_by_role("link", name="Enlarge p1.png").click()
+    large.value.close()
     page.get_by_label("Caption of p1.png", exact=True).fill("a toy on a shelf")
     page.get_by_label("Caption of p0.png", exact=True).click()
     page.locator(".ds-card", has_text="p1.png").get_by_text("saved").wait_for()
