@@ -146,7 +146,7 @@ def test_the_example_is_trained_and_downloaded_by_keys_alone(
     page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
     page.get_by_role("link", name="Download the LoRA").wait_for()
     with page.expect_download() as download:
-        press(page, "A", "Download the LoRA")
+        press(page, "A", "Download the LoRA of step 4")
     (lora,) = mine.runs.glob(f"*/{download.value.suggested_filename}")
     assert Path(download.value.path()).read_bytes() == lora.read_bytes()
 
