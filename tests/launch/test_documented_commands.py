@@ -1,7 +1,8 @@
 """The commands of docs/many-gpus.md, as they are written there, on the embedded base with all defaults.
 
 TensorBoard (the extra `log`), samples, validation, saves, the report: what a user gets. Each is the training
-that one process does, in the sense of DESIGN: the same first step, the same weights after 20.
+that one process does, in the sense of DESIGN: the same first step, the same weights after 20. Samples, which
+are most of the time of a run, are drawn by the first command only; no weight depends on them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from tests.fakes.runs import ROOT, events, last_state
 from tests.fakes.training import distance
 
 STEPS = 20
+SAMPLED = list(range(0, STEPS + 1, 4))
+NO_SAMPLES = ("--set", "sampling.every_steps=0")
 DOCS = ROOT / "docs" / "many-gpus.md"
 
 pytestmark = pytest.mark.timeout(1200)  # the first test trains twice
@@ -51,10 +54,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def _trained(folder: Path, line: str, name: str) -> Path:
+def _trained(folder: Path, line: str, name: str, *more: str) -> Path:
     """Do what the line says, in runs/`name`; return that."""
+    own = ("--name", name, "--set", f"data.cache_dir={folder / 'cache'}")
     done = subprocess.run(
-        [*shlex.split(line), "--name", name, "--set", f"data.cache_dir={folder / 'cache'}"],
+        [*shlex.split(line), *own, *more],
         cwd=folder,
         env={
             **os.environ,
@@ -73,7 +77,7 @@ def _trained(folder: Path, line: str, name: str) -> Path:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Path:
     arguments = COMMANDS["torchrun"].partition(" -m ")[2]
-    return _trained(folder, f"{shlex.quote(sys.executable)} -m {arguments}", "alone")
+    return _trained(folder, f"{shlex.quote(sys.executable)} -m {arguments}", "alone", *NO_SAMPLES)
 
 
 def _weights(run: Path) -> list[Tensor]:
@@ -93,7 +97,8 @@ def test_both_launchers_are_documented() -> None:
 
 @pytest.mark.parametrize("program", COMMANDS)
 def test_two_processes_are_one_training(program: str, folder: Path, alone: Path) -> None:
-    run = _trained(folder, COMMANDS[program], program)
+    samples = program == "accelerate"
+    run = _trained(folder, COMMANDS[program], program, *(() if samples else NO_SAMPLES))
     assert [path.name for path in run.parent.glob(f"{program}*")] == [program], "one run, not two"
     record = json.loads((run / "run.json").read_bytes())
     assert record["environment"]["exactness"]["processes"] == 2
@@ -105,10 +110,8 @@ def test_two_processes_are_one_training(program: str, folder: Path, alone: Path)
     assert distance(ours, theirs) < 5e-5
     assert max(distance([a], [b]) for a, b in zip(ours, theirs, strict=True)) < 1e-3
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
-    assert {row["step"] for row in events(run, "sample")} == {
-        row["step"] for row in events(alone, "sample")
-    }
-    assert events(run, "sample") and events(run, "validation")
+    assert [row["step"] for row in events(run, "sample")] == (SAMPLED if samples else [])
+    assert events(run, "validation")
     assert (run / f"{program}.safetensors").is_file() and (run / "report.html").is_file()
     problems = read_jsonl(run / "problems.jsonl")
     assert [row["what"] for row in problems if row["severity"] == "error"] == []
