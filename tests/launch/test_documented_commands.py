@@ -26,7 +26,6 @@ from tests.fakes.runs import ROOT, events, last_state
 from tests.fakes.training import distance
 
 STEPS = 20
-SAMPLED = list(range(0, STEPS + 1, 4))
 NO_SAMPLES = ("--set", "sampling.every_steps=0")
 DOCS = ROOT / "docs" / "many-gpus.md"
 
@@ -110,7 +109,10 @@ def test_two_processes_are_one_training(program: str, folder: Path, alone: Path)
     assert distance(ours, theirs) < 5e-5
     assert max(distance([a], [b]) for a, b in zip(ours, theirs, strict=True)) < 1e-3
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
-    assert [row["step"] for row in events(run, "sample")] == (SAMPLED if samples else [])
+    every = record["settings"]["sampling.every_steps"]  # the plan draws fewer on a slow machine
+    assert (every > 0) == samples
+    sampled = sorted({*range(0, STEPS, every), STEPS}) if samples else []
+    assert [row["step"] for row in events(run, "sample")] == sampled
     assert events(run, "validation")
     assert (run / f"{program}.safetensors").is_file() and (run / "report.html").is_file()
     problems = read_jsonl(run / "problems.jsonl")
