@@ -40,6 +40,7 @@ PLACES = (
     Place(name="Datasets", path="/datasets", icon="images"),
     Place(name="Queue", path="/queue", icon="list-ordered"),
     Place(name="LoRAs", path="/library", icon="layers"),
+    Place(name="Trash", path="/trash", icon="trash-2", tool=True),
     Place(name="Settings", path="/settings", icon="settings", tool=True),
     Place(name="Doctor", path="/doctor", icon="stethoscope", tool=True),
 )

@@ -117,8 +117,8 @@ def demo(values: Values) -> Html | None:
         "p",
         tag("b", "This is a try-out. "),
         "The built-in miniature base draws images of 64 pixels, on any machine and without a "
-        "download. The result is not for ComfyUI, Forge or A1111: for those, choose one of the "
-        "bases below.",
+        "download. The result is not for ComfyUI, Forge or A1111. ",
+        tag("a", "Choose a base for those", href="#bases"),
         class_="notice warning",
     )
 

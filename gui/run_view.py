@@ -116,11 +116,12 @@ def next_steps(seen: Look, history: RunHistory) -> Html | None:
     """Return what can be done with the LoRA of a finished run, and which step did best."""
     if seen.status.state != "finished":
         return None
-    offered = _offered(seen, history)
-    if not offered:
+    files = exports(seen.folder, history)
+    offered = _offered(seen, history, files)
+    if offered is None:
         return None
     run = seen.folder.name
-    (step, name), *others = offered
+    step, name = offered
     ref = f"{run}/{name}"
     page = "/library?" + urlencode({"file": ref})
     return tag(
@@ -135,37 +136,44 @@ def next_steps(seen: Look, history: RunHistory) -> Html | None:
             ),
             link_button("Try it", page, icon_name="sparkles", kind="big"),
             *share_buttons(ref),
-            *(
-                link_button(f"Download the last, step {last:,}", run_url(run, file), kind="big")
-                for last, file in others
-            ),
             _again(run),
             class_="actions",
         ),
+        tag("p", _best_step(history, files), _other_steps(run, files, step)),
         try_out(history),
-        tag("p", _best_step(history, exports(seen.folder, history))),
         class_="next",
     )
 
 
-def _offered(seen: Look, history: RunHistory) -> list[tuple[int, str]]:
-    """Return step and file of the LoRA to take, and of the last one where that is another.
+def _offered(seen: Look, history: RunHistory, files: Mapping[int, str]) -> tuple[int, str] | None:
+    """Return step and file of the LoRA to take; `files` are the LoRAs by step.
 
-    To take is the one that somebody found best, else the one that did best on the held-out images, where
-    its file is still there.
+    It is the one that somebody found best, else the one that did best on the held-out images where its file
+    is still there, else the last.
     """
-    exported, best = exports(seen.folder, history), read_best(seen.folder)
-    last = max(exported, default=None)
+    best = read_best(seen.folder)
     if best is not None:
-        first = (best.step, best.file)
-    elif last is not None:
-        measured = _measured(history)
-        lowest = min(measured, key=lambda row: row.loss).step if measured else last
-        step = lowest if lowest in exported else last
-        first = (step, exported[step])
-    else:
-        return []
-    return [first] if last is None or last == first[0] else [first, (last, exported[last])]
+        return best.step, best.file
+    if not files:
+        return None
+    measured = _measured(history)
+    lowest = min(measured, key=lambda row: row.loss).step if measured else -1
+    step = lowest if lowest in files else max(files)
+    return step, files[step]
+
+
+def _other_steps(run: str, files: Mapping[int, str], offered: int) -> Html | None:
+    """Return links to the files of the other steps."""
+    others = [step for step in sorted(files) if step != offered]
+    if not others:
+        return None
+    links = (tag("a", f"step {step:,}", href=run_url(run, files[step])) for step in others)
+    return tag(
+        "span",
+        " ",
+        tag("span", "Other files to download:"),
+        *(tag("span", " ", link) for link in links),
+    )
 
 
 def _again(run: str) -> Html:
@@ -212,8 +220,8 @@ def _best_step(history: RunHistory, files: Mapping[int, str]) -> str:
         return f"The last step did best on the images kept aside: loss {loss_text(last.loss)}."
     if lowest.step not in files and last.loss <= _AS_GOOD * lowest.loss:
         return (
-            f"The last step did about as well on the images kept aside (loss {loss_text(last.loss)}) "
-            f"as the best, step {lowest.step:,} ({loss_text(lowest.loss)})."
+            f"Step {last.step:,}, the last, did about as well on the images kept aside (loss "
+            f"{loss_text(last.loss)}) as the best, step {lowest.step:,} ({loss_text(lowest.loss)})."
         )
     said = (
         f"Step {lowest.step:,} did best on the images kept aside (loss {loss_text(lowest.loss)}, "

@@ -29,6 +29,9 @@ from playwright.sync_api import sync_playwright
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from lora_trainer.gui import trash  # noqa: E402 - after sys.path
+from lora_trainer.gui.workplace import Workplace  # noqa: E402 - after sys.path
+
 from lora_trainer.common.events import read_events  # noqa: E402 - after sys.path
 from lora_trainer.queue import commands  # noqa: E402 - after sys.path
 from lora_trainer.reporting.control import Control  # noqa: E402 - after sys.path
@@ -50,13 +53,15 @@ SHOWN = """() => [...document.images].every((image) => {
 class Picture:
     """A page in a state: its address, and a selector that matches once the page is complete.
 
-    `{images}` in the address is the folder of the example; `scroll_to` is brought to the top of the window first.
+    `{images}` in the address is the folder of the example, `{mixed}` one beside it with findings; `click` is
+    pressed and `scroll_to` brought to the top of the window first.
     """
 
     name: str
     path: str
     ready: str
     scroll_to: str = ""
+    click: str = ""
 
 
 EMPTY = (
@@ -73,6 +78,7 @@ STARTING = (Picture(name="run-starting", path="/run?run=zibbo-again", ready=".ru
 BUSY = (
     Picture(name="home-busy", path="/", ready="h2:has-text('Training now')"),
     Picture(name="train-images", path="/train?draft=new&folder={images}", ready=".ds-card img"),
+    Picture(name="train-findings", path="/train?draft=new&folder={mixed}", ready=".ds-card img"),
     Picture(name="train-plan", path="/train?draft=new&example=1", ready="text=Fits:"),
     Picture(
         name="train-bases",
@@ -81,6 +87,13 @@ BUSY = (
         scroll_to="h2:has-text('base model')",
     ),
     Picture(name="datasets", path="/datasets?folder={images}", ready="img[src*='/media/thumb']"),
+    Picture(
+        name="datasets-write",
+        path="/datasets?folder={mixed}",
+        ready="img[src*='/media/thumb']",
+        click="summary:has-text('Have captions written')",
+    ),
+    Picture(name="trash", path="/trash", ready="text=Put back"),
     Picture(name="queue-busy", path="/queue", ready="#queue ol"),
     Picture(name="run-busy", path="/run?run=zibbo-again", ready=".run-chart svg:visible"),
     Picture(
@@ -122,10 +135,12 @@ def main() -> None:
         work = asked.work or Path(temporary)
         runs, images = work / "runs", work / "zibbo"
         shutil.copytree(EXAMPLE, images, dirs_exist_ok=True)  # the pictures show its path
+        with_findings(images.with_name("mixed"))
         with served(Path(temporary) / "no-runs") as server:
             take(browser, server, [picture for picture in EMPTY if only in picture.name], images)
         train(runs, images, "zibbo")
         train(runs, images, "no-effect", "--set=optimizer.learning_rate=1e-12")
+        throw_away(runs)
         with served(runs) as server:
             queued(runs, images, "zibbo-again", "--steps=2000", "--set=sampling.every_steps=60")
             waiting = queued(runs, images, "zibbo-larger", "--set=adapter.rank=32")
@@ -142,6 +157,23 @@ def main() -> None:
             finally:
                 commands.remove(runs, waiting)
                 Control(runs / "zibbo-again").request("stop_now")
+
+
+def with_findings(folder: Path) -> None:
+    """Copy the example without some captions, and with an image that is there twice."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(EXAMPLE, folder)
+    captions = sorted(folder.glob("*.txt"))
+    for caption in captions[:3]:
+        caption.unlink()
+    image = min(folder.glob("*.png"))
+    shutil.copyfile(image, image.with_name("again.png"))
+
+
+def throw_away(runs: Path) -> None:
+    """Put a run into the trash, which is never empty then."""
+    shutil.copytree(runs / "no-effect", runs / "zibbo-first", dirs_exist_ok=True)
+    trash.throw_away(Workplace(runs=runs), kind="run", ref="zibbo-first")
 
 
 @contextmanager
@@ -195,10 +227,13 @@ def take(browser: Any, server: GuiServer, pictures: Sequence[Picture], images: P
             page = context.new_page()
             page.goto(server.link)
             for picture in pictures:
-                page.goto(server.url(picture.path.format(images=images)))
+                mixed = images.with_name("mixed")
+                page.goto(server.url(picture.path.format(images=images, mixed=mixed)))
                 page.locator(picture.ready).first.wait_for()
                 page.wait_for_function("!document.querySelector('p.loading')")
                 page.wait_for_function(SHOWN)
+                if picture.click:
+                    page.locator(picture.click).click()
                 if picture.scroll_to:
                     place = page.locator(picture.scroll_to).first
                     place.evaluate(

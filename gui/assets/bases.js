@@ -6,7 +6,7 @@ import { signIn } from "/ui/sign_in.js";
 
 const OWN = [
   { source: "auto", name: "Chosen for this machine", owner: "lora-train", said: "The smallest full base on a GPU, else the miniature" },
-  { source: "embedded", name: "Miniature", owner: "built in", said: "Nothing to download", size: "To try things out, 64 px", licence: "Apache 2.0", allows: "free for every use" },
+  { source: "embedded", name: "Miniature", owner: "built in", said: "Nothing to download", size: "To try things out, 64 px; not for ComfyUI", licence: "Apache 2.0", allows: "free for every use" },
 ];
 
 const OWN_FILE = { source: "", name: "Your own model", owner: "a file or folder on this machine", said: "Browse \u2026", size: "A checkpoint from Civitai or the Hub" };

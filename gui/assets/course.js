@@ -21,6 +21,7 @@ export function mount(place, { get, set, asked, onchange }) {
       automatic.prompts),
   );
   const unsent = {};
+  place.unsent = unsent; // for the button Train: an older plan may take the place of `changed` as it is pressed
   let typing = null; // the field with a text that has not been sent
   place.addEventListener("input", (event) => { typing = event.target; });
   steps.oninput = () => say(epochs, Math.round(10 * steps.value * ratio()) / 10);

@@ -19,7 +19,7 @@ class Captioner {
     this.said = make("p", { class: "ds-quiet", role: "status" });
     this.bar = make("progress", { max: 1, value: 0, "aria-label": "Captions written" });
     this.problems = make("ul", { class: "ds-quiet" });
-    this.node = make("details", { class: "ds-bulk" }, make("summary", {}, "Write captions \u2026"),
+    this.node = make("details", { class: "ds-bulk" }, make("summary", {}, "Have captions written by a model \u2026"),
       make("div", { class: "ds-line" }, this.models.node, this.mode.node, this.start, this.stop, this.back),
       this.about, this.bar, this.said, this.problems);
   }

@@ -89,7 +89,7 @@ function beside(label, base) {
 // ---- the table
 
 const said = make("p", { role: "status", class: "line" });
-const table = make("div", { class: "sheet-scroll", id: "every-step", tabindex: "0", "aria-label": "samples" });
+const table = make("div", { class: "sheet-scroll", tabindex: "0", "aria-label": "samples" });
 const help = make(
   "p",
   { class: "quiet" },
@@ -97,13 +97,14 @@ const help = make(
 );
 const compareButton = button("Compare two pictures", () => openCompare());
 const newest = make("div", { class: "newest" });
-mount.append(newest, table, help, make("p", {}, compareButton), said);
+const everyStep = make("div", { class: "steps-head", id: "every-step" }, make("h3", {}, "Samples of every step"), compareButton);
+mount.append(newest, everyStep, table, help, said);
 
 function draw() {
   sheet = props.value;
   const empty = !sheet || sheet.prompts.length === 0;
   drawNewest(empty);
-  help.hidden = compareButton.hidden = empty;
+  help.hidden = everyStep.hidden = empty;
   if (empty) {
     table.replaceChildren(make("p", { class: "quiet" }, "No sample images yet."));
     return;

@@ -59,6 +59,10 @@ _COURSE = module(
 _IMAGES_SCRIPTS = ("dataset_dom.js", "dataset_card.js", "train_images.js")
 _IMAGES_ASK = ("closer", "exclude", "look", "mask", "save", "undo")
 """What the cards of the images ask of the desk of a dataset, there as dataset_NAME."""
+_WITH_UNSENT = """(...fields) => {
+  const unsent = document.querySelector(".course")?.unsent ?? {};
+  return [...fields.slice(0, -1), { ...fields.at(-1), changed: { ...unsent } }];
+}"""
 _REMEMBER = """(id) => {
   const url = new URL(location.href);
   if (id && url.searchParams.get("draft") !== id) {
@@ -68,6 +72,8 @@ _REMEMBER = """(id) => {
     history.replaceState(null, "", url);
   }
 }"""
+_BASES_HEAD = """<h2 id="bases">The base model it learns on</h2>
+<p class="quiet">What is learned on any of them can be used in ComfyUI and Forge, but for the miniature.</p>"""
 _KINDS = {
     "person": "A person or character",
     "style": "A style",
@@ -170,7 +176,8 @@ def _images_step(work: Workplace) -> tuple[Any, ...]:
         dataset = gr.Textbox(
             label="Folder with your images",
             placeholder="/path/to/a/folder/with/images",
-            info="Used where it is: nothing is copied or changed. 10 to 30 good images are a fine start.",
+            info="Used where it is; captions that you change are saved beside the images. "
+            "10 to 30 good images are a fine start.",
             max_lines=1,
             scale=5,
             elem_id="dataset",
@@ -210,7 +217,7 @@ def _check_step(work: Workplace) -> tuple[Any, ...]:
         value="balanced",
     )
     plan = html(note_html("The plan appears here."))
-    html("<h2>The base model it learns on</h2>")
+    html(_BASES_HEAD)
     cards = html(
         html_template='<div class="bases"></div>',
         js_on_load=_BASES,
@@ -296,6 +303,7 @@ def _connect(work: Workplace, widgets: Widgets, *, look: Any, back: Any, cards: 
         starting(work),
         widgets.fields,
         [widgets.walk, widgets.said, widgets.waiting, widgets.timer],
+        js=_WITH_UNSENT,
         **PRIVATE,
     )
     widgets.timer.tick(

@@ -24,8 +24,8 @@ _MOUNT = module("trash.js", "module.mount(element, server);")
 _KINDS = {"run": "a run", "lora": "a LoRA", "dataset": "a dataset"}
 
 
-def attach(work: Workplace, *, linked: bool = True) -> None:
-    """Give a page the buttons' deeds, and a link to the trash."""
+def attach(work: Workplace) -> None:
+    """Give a page the deeds of the buttons that delete."""
 
     def trash_put(posted: Posted) -> dict[str, Any]:
         kind = posted.choice("kind", trash.KINDS)
@@ -40,9 +40,7 @@ def attach(work: Workplace, *, linked: bool = True) -> None:
         return {}
 
     html(
-        html_template=tag(
-            "p", tag("a", "Trash", href="/trash") if linked else None, class_="trash"
-        ),
+        html_template=tag("p", class_="trash"),
         js_on_load=_MOUNT,
         server_functions=[answering(act) for act in (trash_put, trash_back, trash_empty)],
     )
@@ -53,7 +51,7 @@ def build(work: Workplace) -> None:
     page: Any = gr.context.Context.root_block
     html("<h1>Trash</h1>")
     shown = html()
-    attach(work, linked=False)
+    attach(work)
     page.load(lambda: listed(work), None, shown, **QUIET)
 
 
