@@ -36,7 +36,12 @@ _PARTS = (
 EMBEDDED = "embedded"
 SLOW_S = 24 * 3600.0
 """A training that takes longer is called slow."""
-COURSE = {"steps": "train.steps", "prompts": "sampling.prompts"}
+COURSE = {
+    "steps": "train.steps",
+    "prompts": "sampling.prompts",
+    "resolution": "data.resolution",
+    "rank": "adapter.rank",
+}
 """The settings that the page Train fills in from the plan, by the names of assets/course.js."""
 _REST = ("work", "working memory {size}")
 _PHASES = {
@@ -74,11 +79,11 @@ def plan(values: Values) -> Html:
 
 
 def course(values: Values, draft: Draft, taken: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a plan fills in for assets/course.js: length, samples, which of them are the draft's own.
+    """Return what a plan fills in for assets/course.js: length, size, samples, which of them are the draft's own.
 
     `taken` are the typed texts that the draft has by now.
     """
-    time = mapping(values, "time")
+    time, settings = mapping(values, "time"), mapping(values, "settings")
     steps = number(time, "steps")
     prompts = sequence(mapping(values, "sampling"), "prompts")
     return {
@@ -87,6 +92,8 @@ def course(values: Values, draft: Draft, taken: Mapping[str, Any]) -> dict[str, 
         "images": int(number(time, "images")),
         "held_out": int(number(time, "held_out")),
         "prompts": text_of(setting(COURSE["prompts"]), prompts),
+        "resolution": str(_value(settings, COURSE["resolution"])),
+        "rank": str(_value(settings, COURSE["rank"])),
         "taken": dict(taken),
         "own": [name for name, key in COURSE.items() if key in draft.settings],
     }
@@ -126,13 +133,17 @@ def demo(values: Values) -> Html | None:
 def brief(values: Values) -> Html:
     """Return what Train starts, in the words beside it: how long, how much, how large, on what."""
     settings = mapping(values, "settings")
-    said = (
+    last = tag("span", str(values.get("base")), translate="no")
+    if values.get("base") == EMBEDDED:
+        last = tag("b", "a try-out, not for ComfyUI")
+    return tag(
+        "p",
         duration(values),
         tag("span", f"images of {_value(settings, 'data.resolution')} px"),
         tag("span", f"rank {_value(settings, 'adapter.rank')}"),
-        tag("b", "a try-out, not for ComfyUI") if values.get("base") == EMBEDDED else None,
+        last,
+        class_="brief",
     )
-    return tag("p", *(part for part in said if part is not None), class_="brief")
 
 
 def sentence(values: Values) -> Html:

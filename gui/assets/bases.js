@@ -36,6 +36,14 @@ export async function mount(place, server, act) {
     own.querySelector(".fits").textContent = source;
   };
   place.replaceChildren(...[...cards.values()].slice(0, 1), own, ...[...cards.values()].slice(1));
+  const all = make("button", { type: "button", className: "all-bases", textContent: "Show all base models" });
+  all.setAttribute("aria-expanded", "false");
+  all.onclick = () => {
+    const open = place.classList.toggle("open");
+    all.setAttribute("aria-expanded", String(open));
+    all.textContent = open ? "Show fewer" : "Show all base models";
+  };
+  place.after(all);
   const chosen = answer?.chosen ?? "auto";
   if (cards.has(chosen)) choose(chosen);
   else chooseOwn(chosen);

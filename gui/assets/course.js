@@ -1,4 +1,4 @@
-// How long a training takes and what its samples are of: filled in by the plan, until somebody types.
+// How long and how large a training is, and what its samples are of: filled in by the plan, until somebody types.
 // props.value is what the plan chose (plan_view.course); `changed` in it has the texts typed since then, which
 // come to the server with whatever is pressed next, and `taken` those that it has kept. An empty text leaves
 // the choice to lora-train.
@@ -10,12 +10,15 @@ export function mount(place, { get, set, asked, onchange }) {
   const said = make("p", { className: "said" });
   said.setAttribute("role", "status");
   const prompts = make("textarea", { rows: 4, maxLength: 20000 });
-  const automatic = { steps: reset("steps"), prompts: reset("prompts") };
+  const sizes = { resolution: number(), rank: number() };
+  const automatic = { steps: reset("steps"), resolution: reset("resolution"), rank: reset("rank"), prompts: reset("prompts") };
   place.replaceChildren(
-    make("fieldset", { className: "length" }, make("legend", { textContent: "How long it trains" }),
+    make("fieldset", { className: "length" }, make("legend", { textContent: "How long, and how large" }),
       make("div", { className: "either" }, make("label", {}, "Steps", steps), make("span", { className: "quiet", textContent: "or" }),
         make("label", {}, "Times through your images", epochs)),
-      said, automatic.steps),
+      said, automatic.steps,
+      make("div", { className: "either" }, make("label", {}, "Size of the images, px", sizes.resolution), automatic.resolution,
+        make("label", {}, "Rank: how much it can learn", sizes.rank), automatic.rank)),
     make("div", { className: "prompts" }, make("label", {}, "What the samples show, one a line", prompts),
       make("p", { className: "quiet", textContent: "While it trains, an image is drawn for each line, so that you see what it has learned." }),
       automatic.prompts),
@@ -27,6 +30,7 @@ export function mount(place, { get, set, asked, onchange }) {
   steps.oninput = () => say(epochs, Math.round(10 * steps.value * ratio()) / 10);
   epochs.oninput = () => say(steps, Math.max(1, Math.round(epochs.value / ratio())));
   for (const field of [steps, epochs]) field.onchange = () => change("steps", field.value.trim() && steps.value.trim());
+  for (const [name, field] of Object.entries(sizes)) field.onchange = () => change(name, field.value.trim());
   prompts.onchange = () => change("prompts", prompts.value);
   onchange(draw);
   draw();
@@ -78,6 +82,7 @@ export function mount(place, { get, set, asked, onchange }) {
       epochs.value = Math.round(10 * value.steps * ratio()) / 10;
     }
     if (typing !== prompts) prompts.value = value.prompts;
+    for (const [name, field] of Object.entries(sizes)) if (typing !== field) field.value = value[name];
     for (const [name, button] of Object.entries(automatic)) button.hidden = !value.own.includes(name);
     sentence();
   }

@@ -28,7 +28,7 @@ class BulkBar {
       class: "ds-line", onsubmit: (event) => { event.preventDefault(); this.look(); },
     }, this.kind.node, this.text.node, this.replacement.node, this.joint.node,
     make("button", { type: "submit" }, "Preview"), this.target);
-    this.node = make("details", { class: "ds-bulk" }, make("summary", {}, "Change many captions \u2026"),
+    this.node = make("details", { class: "ds-bulk" }, make("summary", {}, "Change many captions: add, remove, replace words \u2026"),
       form, this.said, this.preview);
     this.changed();
   }

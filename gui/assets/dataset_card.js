@@ -124,7 +124,7 @@ class Card {
       this.showNewer(answer.newer);
     } else {
       this.seen = text;
-      this.say("saved", "good");
+      this.say(`saved in ${this.picture.where}`, "good");
       this.desk.saved(answer, `Caption of ${this.picture.file} saved`);
     }
   }

@@ -33,57 +33,61 @@ function sharpen(event) {
   event.target.classList.toggle("pixels", event.target.naturalWidth <= 128);
 }
 
-// ---- the newest, large, each beside an earlier one
+// ---- two steps beside each other, large: the newest and the one before, until others are chosen
 
 const SHOWN = 6; // prompts; the table has all
-const largePictures = new Map(); // as `pictures`: an element stands in one place only
-let besideBase = false;
+const largePictures = new Map(); // as `pictures`: an element stands in one place only, on one side
+const beside = { left: "", right: "" }; // steps; empty: the one before, the newest
 
 function drawNewest(empty) {
   const focused = newest.contains(document.activeElement) && document.activeElement.dataset.at;
-  const pairs = empty ? [] : sheet.prompts.slice(0, SHOWN).map((_, prompt) => pair(prompt)).filter(Boolean);
-  const choice = pairs.some((one) => one.choice) ? [beside("the step before", false), beside("the base model", true)] : [];
-  if (choice.length) choice.unshift(make("span", { class: "quiet" }, "The newest beside"));
-  newest.hidden = pairs.length === 0;
-  newest.replaceChildren(
-    make("div", { class: "actions", role: "group", "aria-label": "the newest images beside" }, ...choice),
-    make("div", { class: "grid" }, ...pairs.map((one) => one.figure)),
-  );
+  const prompts = empty ? [] : [...sheet.prompts.keys()].slice(0, SHOWN);
+  const figures = prompts.map(pair).filter(Boolean);
+  const choice = prompts.some((prompt) => drawnSteps(prompt).length > 2)
+    ? [make("span", { class: "quiet" }, "Show"), stepChoice("left", "the step before"), make("span", { class: "quiet" }, "beside"), stepChoice("right", "the newest")]
+    : [];
+  newest.hidden = figures.length === 0;
+  newest.replaceChildren(make("div", { class: "actions" }, ...choice), make("div", { class: "grid" }, ...figures));
   if (focused) newest.querySelector(`[data-at="${focused}"]`)?.focus();
 }
 
-/** Return the figure of a prompt: its newest image and, left of it, an earlier one; null without any. */
+/** Return the list of the steps that can stand on a side. */
+function stepChoice(side, automatic) {
+  const choose = (event) => {
+    beside[side] = event.target.value;
+    drawNewest(false);
+  };
+  const list = make("select", { "aria-label": side === "left" ? "the step on the left" : "the step on the right", "data-at": `beside-${side}`, onchange: choose },
+    make("option", { value: "" }, automatic),
+    ...sheet.steps.map((step) => make("option", { value: step.step }, step.name)));
+  list.value = beside[side];
+  return list;
+}
+
+/** Return the figure of a prompt with its images of two steps, of one where it has no other; null without any. */
 function pair(prompt) {
   const steps = drawnSteps(prompt);
-  if (steps.length === 0) return null;
-  const now = steps.at(-1);
-  const before = besideBase ? steps[0] : steps.at(-2);
-  const cells = [before, now].filter((step, place) => place || (step !== undefined && step !== now));
-  const figure = make(
+  const chosen = (side) => steps.filter((step) => String(sheet.steps[step].step) === beside[side]);
+  const right = beside.right ? chosen("right") : steps.slice(-1);
+  const left = beside.left ? chosen("left") : steps.filter((step) => step < right[0]).slice(-1);
+  const cells = [...left, ...right];
+  if (cells.length === 0) return null;
+  return make(
     "figure",
     {},
-    ...cells.map((step) => largeCell({ prompt, step }, step === now)),
+    ...cells.map((step, at) => largeCell({ prompt, step }, at === cells.length - 1)),
     make("figcaption", { dir: "auto", translate: sheet.prompts[prompt].text ? "no" : null }, sheet.prompts[prompt].text || "(empty prompt)"),
   );
-  return { figure, choice: steps.length > 2 && sheet.steps[steps[0]].step === 0 };
 }
 
 function largeCell(at, isNow) {
   const source = address(at);
-  if (!largePictures.has(source)) largePictures.set(source, make("img", { src: source, onload: sharpen }));
-  const image = largePictures.get(source);
-  const { text } = sheet.prompts[at.prompt];
-  image.alt = isNow ? `Newest, ${text}` : `Before, ${text}`;
+  const key = `${isNow} ${source}`;
+  if (!largePictures.has(key)) largePictures.set(key, make("img", { src: source, onload: sharpen }));
+  const image = largePictures.get(key);
+  image.alt = `Large, ${title(at)}`;
   const more = { class: isNow ? "cell now" : "cell", "data-at": `${isNow}-${at.prompt}` };
   return make("button", { type: "button", onclick: () => openZoom(at), ...more }, image, make("span", {}, sheet.steps[at.step].name));
-}
-
-function beside(label, base) {
-  const choose = () => {
-    besideBase = base;
-    drawNewest(false);
-  };
-  return button(label, choose, { "aria-pressed": String(besideBase === base), "data-at": `beside-${base}` });
 }
 
 // ---- the table
@@ -123,11 +127,12 @@ function draw() {
 
 function column(step) {
   const label = step.best ? `${step.name} is the best` : `Use ${step.name} as the best`;
+  if (!step.exported && !step.best) return make("th", { scope: "col" }, step.name); // no LoRA file of it is there
   const star = button(step.best ? "\u2605" : "\u2606", () => useAsBest(step), {
     class: "star",
     "aria-label": label,
-    title: step.exported || step.best ? label : "no LoRA file of this step is there",
-    disabled: step.exported && !step.best ? null : "",
+    title: label,
+    disabled: step.best ? "" : null,
   });
   return make("th", { scope: "col", class: step.best ? "best" : null }, step.name, " ", star);
 }

@@ -264,8 +264,8 @@ def _title(name: str) -> Html:
     compared = "/compare?" + urlencode({"a": name})
     return tag(
         "div",
-        tag("a", "All runs", href="/"),
-        tag("a", "Compare with another run", href=compared),
+        tag("a", "All trainings", href="/"),
+        tag("a", "Compare with another training", href=compared),
         tag("h1", name, translate="no"),
         class_="run-name",
     )

@@ -205,6 +205,12 @@ def _images_step(work: Workplace) -> tuple[Any, ...]:
 
 
 def _check_step(work: Workplace) -> tuple[Any, ...]:
+    html(_BASES_HEAD)
+    cards = html(
+        html_template='<div class="bases"></div>',
+        js_on_load=_BASES,
+        server_functions=base_cards(work, Plans(work)),
+    )
     concept = gr.Radio(
         label="What do your images show?",
         choices=[(about, word) for word, about in _KINDS.items()],
@@ -217,12 +223,7 @@ def _check_step(work: Workplace) -> tuple[Any, ...]:
         value="balanced",
     )
     plan = html(note_html("The plan appears here."))
-    html(_BASES_HEAD)
-    cards = html(
-        html_template='<div class="bases"></div>',
-        js_on_load=_BASES,
-        server_functions=base_cards(work, Plans(work)),
-    )
+    course = html(value={}, html_template='<div class="course" hidden></div>', js_on_load=_COURSE)
     with gr.Row():
         base = gr.Dropdown(
             label="Base model",
@@ -237,7 +238,6 @@ def _check_step(work: Workplace) -> tuple[Any, ...]:
             max_lines=1,
         )
         name = gr.Textbox(label="Name (optional)", info="Of the run and its file.", max_lines=1)
-    course = html(value={}, html_template='<div class="course" hidden></div>', js_on_load=_COURSE)
     with gr.Row(elem_classes="go-on"):
         back = gr.Button("Back", min_width=120)
         settings_link = gr.Button("Show all settings", link="/settings", min_width=160)

@@ -36,7 +36,7 @@ class Place:
 
     def delete(self, page: Any, path: str, name: str) -> None:
         page.goto(self.server.url(path))
-        page.locator(".trash[data-ready]").wait_for()
+        page.locator(".trash[data-ready]").wait_for(state="attached")
         page.get_by_role("button", name=f"Delete {name}").click()
         page.get_by_text(f"{name} is in the trash.").wait_for()
 
@@ -119,7 +119,7 @@ def test_the_samples_of_two_runs_stand_side_by_side(place: Place, page: Any, run
     other = finished_run(place.runs / "other <b>")
     write_status(other, state="finished", step=30, steps=30, exit_code=0)
     place.open(page, "/run?run=done")
-    page.get_by_role("link", name="Compare with another run").click()
+    page.get_by_role("link", name="Compare with another training").click()
     page.get_by_text("Prompts that both have, with the same seed: 3.").wait_for()
     second = page.get_by_role("group", name="Second")
     assert page.get_by_role("group", name="First").get_by_label("Training").input_value() == "done"

@@ -65,8 +65,10 @@ def test_samples_are_enlarged_walked_through_and_compared(page: Any, place: Plac
     newest = page.locator(".newest figure").nth(1).locator("button span")
     newest.first.wait_for()
     assert newest.all_inner_texts() == ["step 20", "step 30"]
-    page.get_by_role("button", name="the base model").press("Enter")
+    page.get_by_label("the step on the left").select_option("base")
     assert newest.all_inner_texts() == ["base", "step 30"]
+    page.get_by_label("the step on the right").select_option("step 10")
+    assert newest.all_inner_texts() == ["base", "step 10"]
     page.get_by_role("button", name=f"step 10: {PROMPTS[1]}", exact=True).click()
     viewer = page.get_by_role("dialog", name="sample image")
     caption, large = viewer.locator(".caption"), viewer.locator("> img")

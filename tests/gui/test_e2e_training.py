@@ -201,12 +201,13 @@ def test_length_and_samples_are_proposed_and_what_is_typed_is_trained(
     page.get_by_role("button", name="Choose for me").first.click()
     page.locator(".plan-line").get_by_text(f", {int(proposed):,} steps").wait_for()
     assert steps.input_value() == proposed
+    page.get_by_label("Rank", exact=False).fill("4")
     prompts.fill("zibbo, on a <b> moon")
     steps.fill("5")  # and the button takes it along, without a wait for the plan
     train(page)
     page.get_by_text("Finished after 5 steps").first.wait_for(timeout=WITHIN_MS)
     settings = json.loads((place.runs / "typed" / "run.json").read_text())["settings"]
-    assert settings["train.concept"] == "style"
+    assert (settings["train.concept"], settings["adapter.rank"]) == ("style", 4)
     assert settings["sampling.prompts"] == ["zibbo, on a <b> moon"]
 
 
