@@ -85,7 +85,7 @@ function largeCell(at, isNow) {
   const key = `${isNow} ${source}`;
   if (!largePictures.has(key)) largePictures.set(key, make("img", { src: source, onload: sharpen }));
   const image = largePictures.get(key);
-  image.alt = `Large, ${title(at)}`;
+  image.alt = `${sheet.prompts[at.prompt].text}, ${sheet.steps[at.step].name}`;
   const more = { class: isNow ? "cell now" : "cell", "data-at": `${isNow}-${at.prompt}` };
   return make("button", { type: "button", onclick: () => openZoom(at), ...more }, image, make("span", {}, sheet.steps[at.step].name));
 }

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def test_folder_and_model_are_chosen_by_clicks_and_keys(
-    page: Any, gui_server: StartGui, tmp_path: Path
+    page: Any, gui_server: StartGui, tmp_path: Path, expected: list[str]
 ) -> None:
     from playwright.sync_api import expect  # the tests are skipped where it is not installed
 
@@ -36,6 +36,7 @@ def test_folder_and_model_are_chosen_by_clicks_and_keys(
     dialog.get_by_text("3 images here").wait_for()
     dialog.get_by_role("button", name="Choose this folder").click()
     images = tmp_path / "data" / "toys"
+    expected.append("default-src 'none'")  # Chromium's own style of a page that is an image
     with page.context.expect_page() as large:
         page.get_by_role("link", name="Enlarge p1.png").click()
     large.value.close()
