@@ -87,6 +87,7 @@ def test_beside(tmp_path: Path) -> None:
         "benchmarks/beside.py",
         *("--rounds", "1", "--steps", "1", "--no-bounds", "--json", str(file)),
         *("--set", "sampling.every_steps=0", "--set", "train.validate_every_steps=0"),
+        *("--set", "train.batch_size=1"),
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_bytes())

@@ -53,7 +53,8 @@ def rows(folder: Path, piece: str) -> dict[str, Any]:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with `results` and `work` of a day that was done once."""
     folder = tmp_path_factory.mktemp("gpu-day")
-    done = command("--tiny", "--results", folder / "results", "--work", folder / "work")
+    words = ("--tiny", "--results", folder / "results", "--work", folder / "work")
+    done = command(*words, "--limit-s", "1500")  # other tests may take most of the machine
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
