@@ -84,7 +84,14 @@ BUSY = (
         name="train-bases",
         path="/train?draft=new&example=1",
         ready=".base-card",
+        click=".all-bases",
         scroll_to="h2:has-text('base model')",
+    ),
+    Picture(
+        name="train-length",
+        path="/train?draft=new&example=1",
+        ready="text=Fits:",
+        scroll_to=".plan",
     ),
     Picture(name="datasets", path="/datasets?folder={images}", ready="img[src*='/media/thumb']"),
     Picture(
