@@ -13,7 +13,7 @@ from pathlib import Path
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.files import disk_error
 from lora_trainer.common.redaction import without_secrets
-from lora_trainer.common.wording import duration_text, one_line
+from lora_trainer.common.wording import bytes_text, duration_text, one_line
 from lora_trainer.queue import commands
 from lora_trainer.queue.commands import Item
 from lora_trainer.reporting.charts import Html, tag
@@ -49,7 +49,8 @@ def stamp(work: Workplace) -> Stamp:
     runs = [_status(work, item) for item in found if item.state == "running"]
     seen = [(run.step, run.message) for run in runs if run is not None]
     stopping = [item.id for item in found if _is_stopping(work, item)]
-    return (found, *seen, *stopping, worker_line(work, found))
+    downloads = [commands.download_of(work.runs, item) for item in found]
+    return (found, *seen, *stopping, *downloads, worker_line(work, found))
 
 
 def view(work: Workplace) -> Html:
@@ -99,7 +100,7 @@ def asked(work: Workplace, *, action: str, id: str) -> str:
         elif action == "again":
             commands.again(work.runs, id)
         elif action == "stop":
-            _stop(work, id)
+            return note_html(_stop(work, id))
         elif action == "remove":
             commands.remove(work.runs, id)
         elif action == "clear":
@@ -112,14 +113,17 @@ def asked(work: Workplace, *, action: str, id: str) -> str:
         return error_html(str(error))
     except OSError as error:
         return error_html(str(disk_error(work.runs, error)))
-    return note_html("Asked to stop: it saves first.") if action == "stop" else ""
+    return ""
 
 
-def _stop(work: Workplace, id: str) -> None:
+def _stop(work: Workplace, id: str) -> str:
     for item in commands.items(work.runs):
         if (item.id, item.state) == (id, "running") and item.run is not None:
             Control(work.runs / item.run).request("stop")
-            return
+            return "Asked to stop: it saves first."
+        if item.id == id and commands.download_of(work.runs, item) is not None:
+            commands.end_download(item)
+            return "The download ends here; the next training goes on with it."
     raise RequestError(f"{id} has no run to stop", fix="wait until it trains")
 
 
@@ -149,6 +153,11 @@ def _running(work: Workplace, item: Item) -> Html:
     fraction = min(1.0, status.step / status.steps) if status and status.steps else 0.0
     stopping = _is_stopping(work, item)
     said = (status.message if status else "") or "starting"
+    download = commands.download_of(work.runs, item)
+    if download is not None:
+        here, whole = bytes_text(download.here_bytes), bytes_text(download.all_bytes)
+        fraction = download.here_bytes / download.all_bytes
+        said = f"downloading the base model {download.source}: {here} of {whole}"
     device = tag("span", f", on {item.device[:_DEVICE_LENGTH]}") if item.device else None
     bar = tag(
         "div",
@@ -164,7 +173,7 @@ def _running(work: Workplace, item: Item) -> Html:
         item,
         tag("p", said, device, class_="state"),
         bar,
-        buttons=buttons if item.run else (),
+        buttons=buttons if item.run or download else (),
     )
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lora_trainer.common.errors import MachineError, TrainingStopped
-from lora_trainer.common.wording import against_base, duration_text, loss_text
+from lora_trainer.common.wording import against_base, bytes_text, duration_text, loss_text
 from lora_trainer.queue import commands
-from lora_trainer.queue.commands import Item
+from lora_trainer.queue.commands import Download, Item
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.history import MarkRow, RunHistory
 from lora_trainer.reporting.report_curves import is_recovery
@@ -184,12 +184,28 @@ def sentence(seen: Look, history: RunHistory) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage on the way to the first step; `done` of `total` parts of the one that goes on, else 0 of 0."""
+    """A stage on the way to the first step; `done` of `total` parts of the one that goes on, else 0 of 0.
+
+    `number` writes them: counts, or bytes.
+    """
 
     name: str
     state: Literal["done", "now", "later"]
     done: int = 0
     total: int = 0
+    number: Callable[[int], str] = "{:,}".format
+
+
+def downloading(download: Download) -> tuple[Stage, ...]:
+    """Return the stages of a run whose base is being downloaded, before it has a folder."""
+    come = Stage(
+        name=f"Download the base model {download.source}",
+        state="now",
+        done=download.here_bytes,
+        total=download.all_bytes,
+        number=bytes_text,
+    )
+    return (come, *(Stage(name=name, state="later") for _, name in _STARTING))
 
 
 def starting(seen: Look) -> tuple[Stage, ...]:

@@ -105,7 +105,9 @@ def _stage(stage: Stage) -> Html:
         "li",
         tag("span", sign, class_="sign", role="img", aria_label=said),
         tag("span", stage.name),
-        tag("small", f"{stage.done:,} of {stage.total:,}") if counted else None,
+        tag("small", f"{stage.number(stage.done)} of {stage.number(stage.total)}")
+        if counted
+        else None,
         progress(min(1.0, stage.done / stage.total), label=stage.name) if counted else None,
         class_=stage.state,
         aria_current="step" if stage.state == "now" else None,

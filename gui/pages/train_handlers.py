@@ -16,7 +16,7 @@ import gradio as gr
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.choices import CONCEPT
 from lora_trainer.queue import commands
-from lora_trainer.reporting.charts import join
+from lora_trainer.reporting.charts import join, tag
 from lora_trainer.reporting.history import mapping
 
 from .. import bases, drafts, expert_edit, launch, plan_view, run_actions, state, uploads
@@ -25,6 +25,8 @@ from ..drafts import Draft
 from ..markup import button, error_html, note_html
 from ..plans import Plans
 from ..posted import Posted
+from ..run_state import downloading
+from ..run_view import stages_html
 from ..warm import BASES
 from ..workplace import Workplace
 from .gradio_events import answering
@@ -375,4 +377,8 @@ def _waiting(work: Workplace, draft: Draft) -> str:
             return note_html(
                 f"Waiting: {len(before)} before it. It starts by itself; the page Queue shows all."
             )
+    download = commands.download_of(work.runs, item)
+    if download is not None:
+        stop = tag("p", "You may leave this page. ", tag("a", "Queue", href="/queue"), " stops it.")
+        return join([stages_html(downloading(download)), stop])
     return note_html("Starting: the run opens here once its data and base are checked.")

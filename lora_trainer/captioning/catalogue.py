@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from lora_trainer.common.errors import InputError, RequestError, did_you_mean
-from lora_trainer.families.locate import cached_snapshot, fetch
+from lora_trainer.families.hub_files import cached_snapshot, fetch
 
 Writes = Literal["sentences", "tags"]
 TAGGER_FILES = ("model.onnx", "selected_tags.csv")

@@ -6,6 +6,7 @@ when a training begins.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,6 +71,7 @@ def train(
             api.plan(dataset, preset=preset, priority=priority, config_file=config, settings=typed)
         )
     with made_to_stay():
+        from lora_trainer.queue.items import download_listeners
         from lora_trainer.reporting.console import ConsoleListener
 
     with ConsoleListener(console()) as listener:
@@ -83,7 +85,7 @@ def train(
             resume_from=resume_from,
             strict=strict,
             command=sys.argv[1:],
-            listeners=(listener,),
+            listeners=(listener, *download_listeners(os.environ)),
         )
     return None
 

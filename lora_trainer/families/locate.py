@@ -1,18 +1,15 @@
 """Find a base model on this machine, in the Hub's cache or on the Hub, and read its facts.
 
 A source is `embedded`, a diffusers folder, a single-file checkpoint or a Hub id. `describe` uses no network;
-`locate` may download: safetensors in one precision, configs and tokenizers, never pickles, other frameworks'
-weights or safety checkers. An unusable source raises here, before anything is cached. Torch-free: everything
+`locate` may download. An unusable source raises here, before anything is cached. Torch-free: everything
 follows from configs and headers.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path, PurePosixPath
 
 from lora_trainer import families
@@ -27,168 +24,21 @@ from lora_trainer.families.base_files.open_companion import (
     is_makeable,
     open_companion,
 )
+from lora_trainer.families.hub_files import (
+    ALL_ENCODERS,
+    TEXT_SUFFIXES,
+    OnBytes,
+    cached_snapshot,
+    download,
+    fetch,
+    unheard,
+)
 from lora_trainer.families.single_files import (
     companion_of,
     encoder_files,
     facts_of_file,
     recognised,
 )
-
-_TEXTS = frozenset({".json", ".txt", ".model", ".jinja"})
-"""Configurations, vocabularies, SentencePiece's models, chat templates."""
-_TOP_TEXTS = frozenset({"model_index.json", "config.json"})
-ALL_ENCODERS = "text encoders"
-_PART_FOLDERS: dict[str, re.Pattern[str]] = {
-    "denoiser": re.compile(r"unet|transformer"),
-    "vae": re.compile(r"vae"),
-    ALL_ENCODERS: re.compile(r"text_encoder(_\d)?"),
-}
-"""Whole parts -> their folders; the first of several text encoders has the name of the part."""
-_TEXT_FOLDERS = re.compile(r"scheduler|tokenizer(_\d)?")
-# Marks of second copies of the same weights, as in `diffusion_pytorch_model.fp16.safetensors`.
-_VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
-
-
-def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
-    """Return the folder of a repository in the Hub's local cache, None if it is not there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    # A repository of a VAE alone has no model_index.json.
-    for name in ("model_index.json", "config.json"):
-        cached_path = try_to_load_from_cache(source, name, revision=revision)
-        # None: never asked for. The Hub's library also returns an object for files known to be absent there.
-        if isinstance(cached_path, str):
-            return Path(cached_path).parent
-    return None
-
-
-def download(source: str, *, revision: str | None, without: frozenset[str]) -> Path:
-    """Return the local folder of a base model except the weights of the parts or components in `without`.
-
-    Raises the errors of `fetch`.
-    """
-    return fetch(
-        source,
-        revision=revision,
-        choose=partial(wanted, without=without),
-        model_kind="base model",
-        instead="give a local diffusers folder, or --base embedded",
-    )
-
-
-def fetch(
-    source: str,
-    *,
-    revision: str | None,
-    choose: Callable[[Iterable[str]], list[str]],
-    model_kind: str,
-    instead: str,
-) -> Path:
-    """Return the local folder of a repository with the files that `choose` selects from its list.
-
-    Raises MachineError when the Hub cannot be reached or requires a licence to be accepted, and InputError
-    for a repository that does not exist. In messages `model_kind` names the model ("base model") and
-    `instead` an alternative to the download.
-    """
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is re-exported
-        GatedRepoError,
-        HTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        # Patterns alone cannot say "fp16 only where there is nothing else", so the list is read first.
-        listed = HfApi().model_info(source, revision=revision).siblings or []
-        files = choose(entry.rfilename for entry in listed)
-        return Path(snapshot_download(source, revision=revision, allow_patterns=files))
-    # A subclass of RepositoryNotFoundError, so it has to come first.
-    except GatedRepoError:
-        raise MachineError(
-            f"{model_kind} {source} is gated",
-            fix=f"accept its licence at huggingface.co/{source} and run `hf auth login`",
-        ) from None
-    except RevisionNotFoundError:
-        raise InputError(
-            f"{model_kind} {source} has no revision {revision!r}", fix="check base.revision"
-        ) from None
-    except RepositoryNotFoundError:
-        raise InputError(
-            f"there is no model {source!r} on the Hub that you can read",
-            fix="check the name, or give a local folder",
-        ) from None
-    except (LocalEntryNotFoundError, HTTPError, OSError) as error:
-        if (
-            isinstance(error, OSError) and error.filename is not None
-        ):  # the disk refused, not the network
-            raise MachineError(
-                f"{model_kind} {source} cannot be stored: {error.filename}: {error.strerror}",
-                fix="free some space, or let HF_HOME name a folder that can be written",
-            ) from None
-        raise MachineError(
-            f"{model_kind} {source} could not be downloaded ({_reason(error)})",
-            fix=f"connect once, or {instead}",
-        ) from None
-    except (LookupError, TypeError, ValueError) as error:  # a login page, a proxy's own answer
-        raise MachineError(
-            f"{model_kind} {source} could not be downloaded: the server that answers is not the Hub "
-            f"({type(error).__name__}: {first_line(error)[:200]})",
-            fix="check the connection and HF_ENDPOINT, or give a local folder",
-        ) from None
-
-
-def _reason(error: Exception) -> str:
-    response = getattr(error, "response", None)
-    if response is not None:
-        return f"the Hub answers {response.status_code}"
-    return f"{type(error).__name__}: no connection, or offline mode"
-
-
-def wanted(names: Iterable[str], *, without: frozenset[str]) -> list[str]:
-    """Choose the files of a repository to download: texts, and each folder's safetensors in one precision.
-
-    Full precision is preferred, as it is when loading; `fp16` is chosen if there is no other.
-    """
-    readable = [path for path in map(PurePosixPath, names) if _is_read(path)]
-    chosen = [path for path in readable if path.suffix in _TEXTS and not _VARIANT.search(path.name)]
-    weights = [path for path in readable if path.suffix == ".safetensors"]
-    folders = {path.parent for path in weights}
-    if len(folders) > 1:  # weights at the top are a second copy of the model
-        folders.discard(PurePosixPath("."))
-    for folder in folders:
-        if not _is_part(folder.name, without):
-            inside = [path for path in weights if path.parent == folder]
-            plain = [path for path in inside if not _VARIANT.search(path.name)]
-            chosen += plain or [path for path in inside if ".fp16." in path.name]
-            # diffusers finds shards through this index; `_VARIANT` has kept it out of the texts above.
-            if not plain:
-                chosen += [
-                    path for path in readable if path.parent == folder and _is_index_of_fp16(path)
-                ]
-    return sorted(map(str, chosen))
-
-
-def _is_read(path: PurePosixPath) -> bool:
-    """Say whether a file is at the top or in a component's folder; others are exports or duplicates."""
-    if len(path.parts) == 1:
-        return path.suffix == ".safetensors" or path.name in _TOP_TEXTS
-    folder = path.parts[0]
-    is_component = _TEXT_FOLDERS.fullmatch(folder) or _is_part(folder, frozenset(_PART_FOLDERS))
-    return len(path.parts) == 2 and bool(is_component)
-
-
-def _is_index_of_fp16(path: PurePosixPath) -> bool:
-    return path.suffix == ".json" and ".safetensors.index.fp16." in path.name
-
-
-def _is_part(folder: str, parts: frozenset[str]) -> bool:
-    """Say whether a folder is one of `parts`: a whole part ("vae"), or a component of the text encoders."""
-    return folder in parts - _PART_FOLDERS.keys() or any(
-        pattern.fullmatch(folder) for part, pattern in _PART_FOLDERS.items() if part in parts
-    )
-
 
 EMBEDDED = "embedded"
 EMBEDDED_FOLDER = Path(__file__).resolve().parents[1] / "embedded"
@@ -215,7 +65,7 @@ def describe(settings: BaseSettings) -> BaseFacts:
     return replace(facts, source=source)
 
 
-def locate(settings: BaseSettings) -> BaseFacts:
+def locate(settings: BaseSettings, *, on_bytes: OnBytes = unheard) -> BaseFacts:
     """Return facts of `settings.model` on this machine, downloading missing files from the Hub.
 
     Raises InputError for an unusable source and MachineError when the Hub cannot be reached.
@@ -229,7 +79,7 @@ def locate(settings: BaseSettings) -> BaseFacts:
             if not _from_hub(settings):
                 raise
             # A cached repository that cannot be read is an interrupted download: finish it below.
-    layout, family = _find(settings, fetch=True)
+    layout, family = _find(settings, on_bytes=on_bytes)
     assert layout is not None
     return _facts(layout, family, source=source)
 
@@ -302,13 +152,15 @@ def _identity(files: tuple[Path, ...], memo: HashMemo) -> str:
     return hashlib.sha256(joined.encode()).hexdigest()
 
 
-def _find(settings: BaseSettings, *, fetch: bool = False) -> tuple[Layout | None, Family | None]:
+def _find(
+    settings: BaseSettings, *, on_bytes: OnBytes | None = None
+) -> tuple[Layout | None, Family | None]:
     """Return the layout, None if not on this machine, and the family if a file header tells it."""
     source = settings.model
     path = Path(source).expanduser()
     if path.suffix in SUFFIXES or (path.is_file() and path.suffix not in _PICKLES):
-        return _find_file(settings, path, fetch=fetch)
-    folder = _folder(source, revision=settings.revision, fetch=fetch)
+        return _find_file(settings, path, on_bytes=on_bytes)
+    folder = _folder(source, revision=settings.revision, on_bytes=on_bytes)
     if folder is None:
         return None, None
     if settings.vae is None and not settings.text_encoders:
@@ -316,17 +168,19 @@ def _find(settings: BaseSettings, *, fetch: bool = False) -> tuple[Layout | None
     family = families.detect(folder)
     files: dict[Part, Path] = {}
     if settings.vae is not None:
-        files["vae"] = _find_vae(settings, family, fetch=fetch)
+        files["vae"] = _find_vae(settings, family, on_bytes=on_bytes)
     text = encoder_files(settings, family, {}, None, folder=folder)
     return Layout(folder=folder, files=files, text=text), family
 
 
-def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layout | None, Family]:
+def _find_file(
+    settings: BaseSettings, file: Path, *, on_bytes: OnBytes | None
+) -> tuple[Layout | None, Family]:
     family, parts = recognised(file)
     header = read_header(file)
     files: dict[Part, Path] = dict.fromkeys(parts, file)
     if settings.vae is not None:
-        files["vae"] = _find_vae(settings, family, fetch=fetch)
+        files["vae"] = _find_vae(settings, family, on_bytes=on_bytes)
     release = family.facts_from_file(file, header) if settings.companion == "auto" else None
     companion = companion_of(settings, family, release) if release else settings.companion
     # The companion's folder may bring other widths, so the encoders are matched again once it is known.
@@ -338,10 +192,12 @@ def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layo
         without |= {ALL_ENCODERS, *family.text.roles}
     makeable = open_companion(release, without) if release else None
     if makeable is not None:
-        folder = _open_folder(makeable, cached_snapshot(companion, revision=None), fetch=fetch)
+        folder = _open_folder(
+            makeable, cached_snapshot(companion, revision=None), on_bytes=on_bytes
+        )
     else:
         try:
-            folder = _folder(companion, revision=None, fetch=fetch, without=without)
+            folder = _folder(companion, revision=None, on_bytes=on_bytes, without=without)
         except MachineError as error:
             if release is None or not is_makeable(family.name):
                 raise
@@ -360,7 +216,7 @@ def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layo
             fix=f"name a {family.name} folder, or leave base.companion at auto",
         )
     text = encoder_files(settings, family, header, file, folder=folder)
-    if fetch:
+    if on_bytes is not None:
         for component_file in {*files.values(), *text.values()}:
             # A plan reads GGUF headers without the package gguf; a training
             # fails here, before anything is cached.
@@ -370,22 +226,22 @@ def _find_file(settings: BaseSettings, file: Path, *, fetch: bool) -> tuple[Layo
 
 
 def _open_folder(
-    companion: OpenCompanion, cached_folder: Path | None, *, fetch: bool
+    companion: OpenCompanion, cached_folder: Path | None, *, on_bytes: OnBytes | None
 ) -> Path | None:
-    """Return a checkpoint's companion folder: as made before, from the Hub's cache, or with `fetch` made now.
+    """Return a checkpoint's companion folder: as made before, from the Hub's cache, or with `on_bytes` made now.
 
     The folder made before comes first: with another one of the same content a resume would find another
     text encoder.
     """
     if companion.is_made():
         return companion.folder()
-    return companion.make(_fetch_tokenizers) if fetch else cached_folder
+    return companion.make(_fetch_tokenizers) if on_bytes is not None else cached_folder
 
 
 def _fetch_tokenizers(source: str, folders: tuple[str, ...]) -> Path:
     def choose(names: Iterable[str]) -> list[str]:
         paths = [PurePosixPath(name) for name in names]
-        return [str(p) for p in paths if str(p.parent) in folders and p.suffix in _TEXTS]
+        return [str(p) for p in paths if str(p.parent) in folders and p.suffix in TEXT_SUFFIXES]
 
     return fetch(
         source,
@@ -396,7 +252,7 @@ def _fetch_tokenizers(source: str, folders: tuple[str, ...]) -> Path:
     )
 
 
-def _find_vae(settings: BaseSettings, family: Family, *, fetch: bool) -> Path:
+def _find_vae(settings: BaseSettings, family: Family, *, on_bytes: OnBytes | None) -> Path:
     """Return the file or folder of `base.vae`; raises InputError when it holds no VAE for the family."""
     assert settings.vae is not None
     path = Path(settings.vae).expanduser()
@@ -407,7 +263,7 @@ def _find_vae(settings: BaseSettings, family: Family, *, fetch: bool) -> Path:
                 fix="give a VAE made for this base, or leave base.vae out",
             )
         return path
-    folder = _folder(settings.vae, revision=None, fetch=fetch)
+    folder = _folder(settings.vae, revision=None, on_bytes=on_bytes)
     if folder is None:
         raise MachineError(
             f"base.vae {settings.vae} is not on this machine",
@@ -422,9 +278,13 @@ def _find_vae(settings: BaseSettings, family: Family, *, fetch: bool) -> Path:
 
 
 def _folder(
-    source: str, *, revision: str | None, fetch: bool, without: frozenset[str] = frozenset()
+    source: str,
+    *,
+    revision: str | None,
+    on_bytes: OnBytes | None,
+    without: frozenset[str] = frozenset(),
 ) -> Path | None:
-    """Return the local folder of a source, None if it is not on this machine; with `fetch` download it."""
+    """Return the local folder of a source, None if it is not on this machine; with `on_bytes` download it."""
     if source == EMBEDDED:
         return EMBEDDED_FOLDER
     path = Path(source).expanduser()
@@ -440,8 +300,8 @@ def _folder(
             f"base model {source!r} does not exist",
             fix="give an existing file or folder, a Hub id (owner/name) or `embedded`",
         )
-    if fetch:
-        return download(source, revision=revision, without=without)
+    if on_bytes is not None:
+        return download(source, revision=revision, without=without, on_bytes=on_bytes)
     return cached_snapshot(source, revision=revision)
 
 

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+
+import psutil
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import disk_error
 from lora_trainer.common.wording import one_line
+from lora_trainer.queue.items import Download as Download
 from lora_trainer.queue.items import Item as Item
-from lora_trainer.queue.items import changing, in_order, item_file, new_id, write
+from lora_trainer.queue.items import changing, download_file, in_order, item_file, new_id, write
+from lora_trainer.queue.items import download_of as download_of
 from lora_trainer.queue.items import items as items
 from lora_trainer.queue.items import log_file as log_file
 from lora_trainer.queue.process import ensure_worker as ensure_worker
@@ -25,7 +30,7 @@ from lora_trainer.queue.process import work as work
 from lora_trainer.queue.process import worker_fault as worker_fault
 from lora_trainer.queue.process import worker_pid as worker_pid
 from lora_trainer.queue.worker import outside as outside
-from lora_trainer.reporting.status import read_status
+from lora_trainer.reporting.status import is_alive, read_status
 
 _LABEL_MAX_LENGTH = 200
 
@@ -126,8 +131,18 @@ def remove(runs: Path, id: str) -> None:
         try:
             file.unlink()
             log_file(runs, id).unlink(missing_ok=True)
+            download_file(runs, id).unlink(missing_ok=True)
         except OSError as error:
             raise disk_error(file, error) from error
+
+
+def end_download(item: Item) -> None:
+    """End the trainer of an item that downloads its base: nothing was trained, and what came stays."""
+    if item.pid is None or item.pid_started_s is None:
+        return
+    with suppress(psutil.Error):
+        if is_alive(pid=item.pid, started_s=item.pid_started_s):
+            psutil.Process(item.pid).terminate()
 
 
 def _last_place(present: Sequence[Item]) -> int:

@@ -1,15 +1,15 @@
 """The files of the training queue: one JSON file for each item, always replaced whole, changed under one lock.
 
 Inputs: the runs folder and the files in its `.queue/`, even damaged ones. Outputs: `Item`s in the order of
-a listing; an item has `ID.json` and `ID.log`, its trainer's output. Reading takes no lock and changes
-nothing.
+a listing; an item has `ID.json` and `ID.log`, its trainer's output, and `ID.download` while its base comes.
+Reading takes no lock and changes nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,12 +17,15 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from lora_trainer.common.errors import MachineError
+from lora_trainer.common.events import Event, Listener
 from lora_trainer.common.files import json_bytes, locked, write_atomic
 from lora_trainer.common.wording import one_line
 
 State = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]
 
 FOLDER = ".queue"
+ITEM_VARIABLE = "LORA_TRAIN_QUEUE_ITEM"
+"""Environment variable that names a trainer's item, so it can be found even before its pid is written."""
 _LOCK_FILE = ".lock"
 _LAST_NUMBER_FILE = ".last-number"
 _LOCK_WITHIN_S = 10.0
@@ -86,6 +89,54 @@ def item_file(runs: Path, id: str) -> Path:
 def log_file(runs: Path, id: str) -> Path:
     """Return the file of the trainer's output, missing before it starts; `id` must come from a listing."""
     return queue_folder(runs) / f"{id}.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Download:
+    """How much of a base is on this machine, of the bytes that were missing."""
+
+    source: str
+    here_bytes: Annotated[int, Field(ge=0)]
+    all_bytes: Annotated[int, Field(gt=0)]
+
+
+_DOWNLOAD = TypeAdapter(Download)
+
+
+def download_file(runs: Path, id: str) -> Path:
+    """Return the file that tells how far an item's download is; `id` must come from a listing."""
+    return queue_folder(runs) / f"{id}.download"
+
+
+def download_of(runs: Path, item: Item) -> Download | None:
+    """Return how far the download of a running item's base is, None where nothing is downloaded."""
+    if item.state != "running" or item.run is not None:
+        return None
+    try:
+        download = _DOWNLOAD.validate_json(download_file(runs, item.id).read_bytes(), strict=True)
+    except (OSError, ValidationError):
+        return None
+    return download if download.here_bytes < download.all_bytes else None
+
+
+def download_listeners(environment: Mapping[str, str]) -> tuple[Listener, ...]:
+    """Return a listener that writes how far the download of a queued trainer's base is; none for others."""
+    place = environment.get(ITEM_VARIABLE)
+    if place is None:
+        return ()
+
+    def write_download(event: Event) -> None:
+        if event.kind != "phase" or event.fields["phase"] != "download":
+            return
+        download = Download(
+            source=event.fields["message"],
+            here_bytes=event.fields["done"],
+            all_bytes=event.fields["total"],
+        )
+        with suppress(MachineError):  # a full disk ends the download itself, with its reason
+            write_atomic(Path(f"{place}.download"), json_bytes(asdict(download)), durable=False)
+
+    return (write_download,)
 
 
 def items(runs: Path) -> tuple[Item, ...]:

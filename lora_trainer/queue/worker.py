@@ -22,6 +22,7 @@ from lora_trainer.common.detached import detached, end_of, was_killed
 from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, one_line
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.queue.items import (
+    ITEM_VARIABLE,
     Item,
     State,
     changing,
@@ -34,8 +35,6 @@ from lora_trainer.queue.items import (
 from lora_trainer.reporting.status import STATUS_FILE, is_alive, read_status, wrote_status
 
 TRAINER = (sys.executable, "-m", "lora_trainer")
-_MARK = "LORA_TRAIN_QUEUE_ITEM"
-"""Environment variable that names a trainer's item, so it can be found even before its pid is written."""
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _LOG_END_BYTES = 4096
 _ASKED_TO_END = (signal.SIGINT, signal.SIGTERM)
@@ -151,7 +150,7 @@ class Worker:
 
     def spawn(self, item: Item) -> Child:
         """Start the trainer of an item; raises OSError, and ValueError for words no process accepts."""
-        environment = {**os.environ, _MARK: self._mark(item)}
+        environment = {**os.environ, ITEM_VARIABLE: self._mark(item)}
         if item.device:
             environment[_DEVICES] = item.device
         with log_file(self.runs, item.id).open("ab") as log:
@@ -211,7 +210,7 @@ def _marked(mark: str) -> psutil.Process | None:
     processes = [
         process
         for process in psutil.process_iter(["environ", "create_time"])
-        if (process.info["environ"] or {}).get(_MARK) == mark
+        if (process.info["environ"] or {}).get(ITEM_VARIABLE) == mark
     ]
     return min(processes, key=lambda process: process.info["create_time"], default=None)
 

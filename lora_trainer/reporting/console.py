@@ -34,6 +34,7 @@ from lora_trainer.reporting.status import Smoothed, TimeLeft, measured
 INTERVAL_S = 30.0
 _QUIET_PHASES = ("training", "sampling", "stopping")
 PHASES: Mapping[str, str] = {
+    "download": "downloading base",
     "scan": "reading images",
     "plan": "planning",
     "cache": "encoding",
@@ -117,11 +118,13 @@ class ConsoleListener:
             return
         name = PHASES.get(fields["phase"], fields["phase"])
         done, total = fields["done"], fields["total"]
-        self._update(name, done=done, total=total, figures=fields["message"])
+        number = bytes_text if fields["phase"] == "download" else str
+        self._update(name, done=done, total=total, figures=fields["message"], number=number)
         if name != self._phase and name not in _QUIET_PHASES:
             self._say_plainly(f"{name}: {fields['message']}" if fields["message"] else name)
         if done and name not in _QUIET_PHASES:
-            self._say_sometimes(name, f"{name} {_share(done, total)}", done=done, total=total)
+            line = f"{name} {_share(done, total, number)}"
+            self._say_sometimes(name, line, done=done, total=total)
         self._phase = name
 
     def _show_step(self, fields: Mapping[str, Any]) -> None:
@@ -144,9 +147,17 @@ class ConsoleListener:
             parts.append(f"VRAM {bytes_text(fields['vram_bytes'])}")
         return ", ".join(parts)
 
-    def _update(self, name: str, *, done: int, total: int, figures: str) -> None:
+    def _update(
+        self,
+        name: str,
+        *,
+        done: int,
+        total: int,
+        figures: str,
+        number: Callable[[int], str] = str,
+    ) -> None:
         if self._bar is not None:
-            count = f"{done}/{total}" if total else ""
+            count = f"{number(done)}/{number(total)}" if total else ""
             task = self._bar.task_ids[0]
             self._bar.update(
                 task, description=name, completed=done, count=count, figures=one_line(figures)
@@ -206,8 +217,8 @@ def _live_bar(console: Console) -> Progress:
     )
 
 
-def _share(done: int, total: int) -> str:
-    return f"{done}/{total} ({100 * done // total} %)" if total else f"{done}"
+def _share(done: int, total: int, number: Callable[[int], str] = str) -> str:
+    return f"{number(done)}/{number(total)} ({100 * done // total} %)" if total else number(done)
 
 
 def _start_line(fields: Mapping[str, Any]) -> str:

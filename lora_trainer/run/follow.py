@@ -19,6 +19,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import flatten
+from lora_trainer.families.hub_files import OnBytes
 from lora_trainer.families.locate import identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, detect, hardware_from
 from lora_trainer.run.device import pinning, planned_device, setup_torch
@@ -144,16 +145,18 @@ def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> 
     """
     prepared = prepare(request, hardware=hardware)
     if prepared.facts.layout is None:
-        locate(prepared.config.base)
+        locate(prepared.config.base, on_bytes=request.on_bytes)
         prepared = prepare(request, hardware=hardware)
-    return _with_base(prepared)
+    return _with_base(prepared, request.on_bytes)
 
 
-def _with_base(prepared: Prepared) -> Prepared:
+def _with_base(prepared: Prepared, on_bytes: OnBytes) -> Prepared:
     """Return `prepared` with the base on this machine and its parts identified by content."""
     config = prepared.config
     facts = with_choices(
-        locate(config.base), config.base, zero_terminal_snr=prepared.facts.zero_terminal_snr
+        locate(config.base, on_bytes=on_bytes),
+        config.base,
+        zero_terminal_snr=prepared.facts.zero_terminal_snr,
     )
     facts = replace(facts, chunks=prepared.facts.chunks)
     memo = HashMemo.load(prepared.cache_root)

@@ -44,6 +44,7 @@ from lora_trainer.dataset.run_dataset import cache_folder, place_all, place_more
 from lora_trainer.dataset.scan import BAD_MASK, Dataset, ImageRecord, hold_out
 from lora_trainer.dataset.tokens import CaptionLimit, caption_limit
 from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.families.hub_files import OnBytes, unheard
 from lora_trainer.families.locate import EMBEDDED, describe, locate, with_choices
 from lora_trainer.hardware.machine import Gpu, Hardware, Tier, assume_card, detect, tier
 from lora_trainer.lora_file.formats import resolve_format
@@ -68,7 +69,8 @@ class Request:
 
     `run_settings` and `run_at_once` (micro-batch by "WIDTHxHEIGHT") belong to the run that is resumed.
     `processes` share each optimizer step, `sharing` of them this machine; the plan is for one process.
-    `fetches`: download a base for planning if its name tells too little and the Hub's cache lacks it.
+    `fetches`: download a base for planning if its name tells too little and the Hub's cache lacks it;
+    `on_bytes` is told how far any download is.
     """
 
     dataset: Path
@@ -82,6 +84,7 @@ class Request:
     processes: int = 1
     sharing: int = 1
     fetches: bool = False
+    on_bytes: OnBytes = unheard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,9 +367,7 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
         f"base.{name}": asked_for(request, f"base.{name}") for name in BaseSettings.model_fields
     }
     base_settings = {key: value for key, value in settings.items() if value is not None}
-    facts = _facts(
-        build_config(base_settings | {"base.model": source}).base, fetches=request.fetches
-    )
+    facts = _facts(build_config(base_settings | {"base.model": source}).base, request)
     family = families.family(facts.family)
     resolved = resolve(
         family=family.name,
@@ -385,13 +386,13 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
     return Basis(hardware=hardware, facts=facts, family=family, resolved=resolved)
 
 
-def _facts(base: BaseSettings, *, fetches: bool) -> BaseFacts:
+def _facts(base: BaseSettings, request: Request) -> BaseFacts:
     try:
         return describe(base)
     except (InputError, MachineError):  # the base, or a part of it, is not on this machine
-        if not fetches:
+        if not request.fetches:
             raise
-        return locate(base)
+        return locate(base, on_bytes=request.on_bytes)
 
 
 def _refuse_without_validation(settings: Config, *, held_out: int) -> None:

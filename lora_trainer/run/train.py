@@ -5,6 +5,7 @@ It imports torch, so the command line imports it only to train.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -62,6 +63,8 @@ from lora_trainer.training.cores import SharedCores
 from lora_trainer.training.distributed.process_group import ProcessGroup, isolate_accelerate, joined
 from lora_trainer.training.progress import Action
 
+DOWNLOAD_TOLD_EVERY_S = 1.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
@@ -99,7 +102,11 @@ def _lead(
     """Plan, write files and report for all processes, and do a share of the training."""
     previous = _previous(train_request)
     before = read_run(previous) if previous is not None and not has_no_record(previous) else None
-    request = replace(train_request.request, **_as_planned(before, processes=ranks.dist_env.count))
+    request = replace(
+        train_request.request,
+        on_bytes=_DownloadPhase(EventStream(listeners=list(listeners))),
+        **_as_planned(before, processes=ranks.dist_env.count),
+    )
     prepared = prepare_with_base(request)
     if train_request.strict:
         _refuse_problems(prepared)
@@ -151,6 +158,23 @@ def _lead(
         events.emit("phase", phase="report", message="report.html", done=0, total=0)
         write_report(folder.path)
         return file
+
+
+@dataclass
+class _DownloadPhase:
+    """Tells of the download of a base as a phase of the run, which has no folder yet: in bytes, once a second."""
+
+    events: EventStream
+    clock: Callable[[], float] = time.monotonic
+    _told_s: float = -math.inf
+
+    def __call__(self, source: str, here_bytes: int, all_bytes: int) -> None:
+        if here_bytes < all_bytes and self.clock() < self._told_s + DOWNLOAD_TOLD_EVERY_S:
+            return
+        self._told_s = self.clock()
+        self.events.emit(
+            "phase", phase="download", message=source, done=here_bytes, total=all_bytes
+        )
 
 
 @contextmanager

@@ -52,14 +52,17 @@ class FakeHub:
         """Return where a repository lies in the cache."""
         return self.store / f"models--{source.replace('/', '--')}" / "snapshots" / REVISION
 
-    def model_info(self, source: str, *, revision: str | None) -> Any:
+    def model_info(self, source: str) -> Any:
         folder = self.published[source]
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        names = [path.relative_to(folder).as_posix() for path in files]
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
+        rows = [
+            SimpleNamespace(rfilename=path.relative_to(folder).as_posix(), size=path.stat().st_size)
+            for path in files
+        ]
+        return SimpleNamespace(siblings=rows, sha=REVISION)
 
     def snapshot_download(
-        self, source: str, *, revision: str | None, allow_patterns: list[str]
+        self, source: str, *, revision: str | None, allow_patterns: list[str], tqdm_class: type[Any]
     ) -> str:
         self.fetched.append(list(allow_patterns))
         folder = self.snapshot(source)
@@ -78,7 +81,7 @@ def fake_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     monkeypatch.setattr(
         huggingface_hub.HfApi,
         "model_info",
-        lambda _api, source, *, revision: hub.model_info(source, revision=revision),
+        lambda _api, source, **_: hub.model_info(source),
     )
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub.store))

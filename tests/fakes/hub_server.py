@@ -1,4 +1,6 @@
-"""A Hugging Face Hub on 127.0.0.1 as far as publishing a folder needs it; it keeps what it is sent.
+"""A Hugging Face Hub on 127.0.0.1 as far as downloads and publishing a folder need it.
+
+It keeps the files that it is sent and offers those of `folders`; the bytes from `held_from` on wait for `go_on`.
 
 with hub_server() as hub:
     env = {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN}
@@ -7,14 +9,17 @@ with hub_server() as hub:
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+REVISION = "a" * 40
 TOKEN = "hf_" + "t" * 34
 
 
@@ -27,6 +32,23 @@ class HubServer:
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     tokens: set[str] = field(default_factory=set)
     refuses: bool = False
+    folders: dict[str, Path] = field(default_factory=dict)
+    held_from: int | None = None
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+    def listing(self, repository: str) -> list[dict[str, Any]]:
+        """Return the rows of a repository's files, as the Hub lists a tree."""
+        folder = self.folders[repository]
+        return [
+            {
+                "type": "file",
+                "path": path.relative_to(folder).as_posix(),
+                "size": path.stat().st_size,
+                "oid": hashlib.sha1(path.read_bytes()).hexdigest(),
+            }
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        ]
 
 
 @contextmanager
@@ -39,10 +61,47 @@ def hub_server() -> Iterator[HubServer]:
             pass
 
         def do_HEAD(self) -> None:
-            self._answer(404, {})
+            self._file() or self._answer(404, {})
 
         def do_GET(self) -> None:
-            self._answer(*self._asked(b""))
+            self._file() or self._listed() or self._answer(*self._asked(b""))
+
+        def _file(self) -> bool:
+            """Send a file of a repository: /owner/name/resolve/REVISION/PATH."""
+            owner, name, verb, _, *rest = [*self.path.partition("?")[0].split("/")[1:], "", "", ""]
+            repository, path = f"{owner}/{name}", "/".join(rest).rstrip("/")
+            rows = hub.listing(repository) if repository in hub.folders else []
+            row = next((row for row in rows if row["path"] == path), None)
+            if verb != "resolve" or row is None:
+                return False
+            content = (hub.folders[repository] / path).read_bytes()
+            first = int((self.headers.get("range") or "bytes=0-")[6:].partition("-")[0])
+            self.send_response(206 if first else 200)
+            self.send_header("x-repo-commit", REVISION)
+            self.send_header("etag", f'"{row["oid"]}"')
+            self.send_header("content-length", str(len(content) - first))
+            self.end_headers()
+            if self.command == "GET":
+                held = len(content) if hub.held_from is None else hub.held_from
+                self.wfile.write(content[first : max(first, held)])
+                self.wfile.flush()
+                if held < len(content):
+                    hub.go_on.wait(60)
+                    with suppress(ConnectionError):  # who asked for it was ended meanwhile
+                        self.wfile.write(content[max(first, held) :])
+            return True
+
+        def _listed(self) -> bool:
+            """Send the facts or the list of a repository: /api/models/owner/name."""
+            path = self.path.partition("?")[0]
+            repository = "/".join(path.split("/")[3:5])
+            if not path.startswith("/api/models/") or repository not in hub.folders:
+                return False
+            rows = hub.listing(repository)
+            siblings = [{"rfilename": row["path"], "size": row["size"]} for row in rows]
+            facts = {"id": repository, "sha": REVISION, "siblings": siblings}
+            self._answer(200, rows if "/tree/" in path else facts)
+            return True
 
         def do_POST(self) -> None:
             self._answer(*self._asked(self.rfile.read(int(self.headers["content-length"]))))

@@ -7,6 +7,7 @@ draft that the page keeps.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lora_trainer.families.locate import EMBEDDED_FOLDER
 from lora_trainer.reporting.status import read_status
 from tests.fakes.gui_server import GuiServer
 from tests.fakes.hub_server import TOKEN, hub_server
@@ -45,6 +47,7 @@ LONG = {
     "output.save_every_steps": 20,
     "hardware.threads": 1,
 }
+SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 TABS_AT_MOST = 80
 FOCUSED = """() => {
   const element = document.activeElement;
@@ -244,6 +247,37 @@ def test_a_gated_base_leads_to_a_sign_in_and_one_too_large_back_to_one_that_fits
         page.locator(".plan-line").wait_for()
         page.wait_for_function("(button) => !button.disabled", arg=go.element_handle())
         assert page.get_by_text("Train waits for a plan").count() == 0
+
+
+def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(
+    page: Any, gui_server: StartGui, tmp_path: Path
+) -> None:
+    """The Hub offers the embedded base under the name of a release; half of a file is held back."""
+    with hub_server() as hub:
+        hub.folders[SD15] = EMBEDDED_FOLDER
+        hub.held_from = 100_000
+        home = str(tmp_path / "hub")
+        env = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HOME": home}
+        server = gui_server(tmp_path / "runs", env=env)
+        place = Place(runs=tmp_path / "runs", images=tmp_path, server=server)
+        page.goto(server.link)
+        page.goto(server.url("/train?example=1"))
+        page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+        set_in_draft(place, SHORT | {"base.model": SD15})
+        page.get_by_role("button", name="Train", exact=True).click()
+        stage = page.locator(".stages .now")
+        stage.get_by_text(f"Download the base model {SD15}").wait_for(timeout=WITHIN_MS)
+        stage.get_by_text(re.compile(r"^[0-9.]+ ([KM]i)?B of 10\.7 MiB$")).wait_for()
+        tab = page.context.new_page()
+        tab.goto(server.url("/queue"))
+        tab.get_by_text(f"downloading the base model {SD15}: ").wait_for()
+        tab.get_by_role("button", name="Stop").click()
+        tab.get_by_text("The download ends here; the next training goes on with it.").wait_for()
+        tab.get_by_role("button", name="Train again").wait_for(timeout=WITHIN_MS)
+        hub.held_from = None
+        hub.go_on.set()
+        tab.get_by_role("button", name="Train again").click()
+        until(lambda: state(place, "example") == "finished", "the training after the download")
 
 
 def test_what_was_filled_in_survives_a_reload_and_a_way_back(page: Any, place: Place) -> None:

@@ -12,8 +12,16 @@ import pytest
 
 from gui import queue_view
 from gui.workplace import Workplace
+from lora_trainer.common.events import EventStream
 from lora_trainer.queue import commands
-from lora_trainer.queue.items import Item, changing, write
+from lora_trainer.queue.items import (
+    ITEM_VARIABLE,
+    Item,
+    changing,
+    download_listeners,
+    queue_folder,
+    write,
+)
 from tests.fakes.live_runs import write_status
 from tests.fakes.queue_trainer import status
 from tests.fakes.queues import Place, until
@@ -238,3 +246,27 @@ def test_old_ends_are_counted_not_shown(place: Place, work: Workplace) -> None:
     assert html.count('data-action="again"') == queue_view.MAX_ENDED
     assert "2 older ones are not shown." in html
     assert "t31" in html and 'data-item="0001-t0"' not in html
+
+
+def test_the_download_of_a_base_is_told_in_bytes_and_can_be_ended(
+    place: Place, work: Workplace
+) -> None:
+    item = become(place, place.add("cats"), state="running", started_s=1.0)
+    events = EventStream()
+    for listener in download_listeners({ITEM_VARIABLE: str(queue_folder(place.runs) / item.id)}):
+        events.subscribe(listener)
+    assert "starting" in queue_view.view(work) and buttons(queue_view.view(work)) == []
+    fresh = queue_view.stamp(work)
+    gib = 2**30
+    events.emit("phase", phase="download", message="owner/name", done=gib, total=4 * gib)
+    html = queue_view.view(work)
+    assert "downloading the base model owner/name: 1.0 GiB of 4.0 GiB" in html
+    assert 'style="width:25.0%"' in html and queue_view.stamp(work) != fresh
+    assert buttons(html) == [("stop", item.id)]
+    events.emit("phase", phase="download", message="owner/name", done=4 * gib, total=4 * gib)
+    assert "starting" in queue_view.view(work), "all is here: the data comes next"
+    with changing(place.runs):
+        write(place.runs, replace(item, state="stopped", ended_s=2.0))
+    commands.remove(place.runs, item.id)
+    assert [path for path in queue_folder(place.runs).iterdir() if item.id in path.name] == []
+    assert download_listeners({}) == ()

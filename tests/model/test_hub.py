@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +23,8 @@ from huggingface_hub.errors import (
 )
 
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
-from lora_trainer.families.locate import ALL_ENCODERS, cached_snapshot, download, wanted
+from lora_trainer.families.hub_files import ALL_ENCODERS, cached_snapshot, download, wanted
+from tests.fakes.hub_server import hub_server
 
 SD_REPOSITORY = [
     "README.md",
@@ -104,10 +109,11 @@ class FakeHub:
         self.asked.append((source, revision))
         if self.error is not None:
             raise self.error
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in SD_REPOSITORY])
+        rows = [SimpleNamespace(rfilename=name, size=1) for name in SD_REPOSITORY]
+        return SimpleNamespace(siblings=rows, sha="1" * 40)
 
     def snapshot_download(
-        self, source: str, *, revision: str | None, allow_patterns: list[str]
+        self, source: str, *, revision: str | None, allow_patterns: list[str], tqdm_class: type[Any]
     ) -> str:
         self.asked.append((source, allow_patterns))
         return str(self.folder)
@@ -119,7 +125,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     monkeypatch.setattr(
         huggingface_hub.HfApi,
         "model_info",
-        lambda api, source, *, revision: fake.model_info(api, source, revision=revision),
+        lambda api, source, *, revision, files_metadata: fake.model_info(
+            api, source, revision=revision
+        ),
     )
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
     return fake
@@ -175,3 +183,44 @@ def test_a_cached_snapshot_is_found_by_revision(
     monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
     assert cached_snapshot("owner/name", revision=None) == snapshot
     assert cached_snapshot("owner/name", revision="other") is None
+
+
+_DOWNLOADS = """
+import json
+import huggingface_hub
+from lora_trainer.families.hub_files import download
+
+huggingface_hub.hf_hub_download("owner/name", "unet/config.json")
+for _ in range(2):
+    told = []
+    folder = download(
+        "owner/name", revision=None, without=frozenset(), on_bytes=lambda *row: told.append(row)
+    )
+    print(json.dumps([str(folder), told]))
+"""
+
+
+def test_a_download_is_counted_in_bytes_of_the_files_that_are_missing(tmp_path: Path) -> None:
+    """By the Hub's own library, from a server: one of the files is here already."""
+    sizes = {"model_index.json": 20, "vae/config.json": 30, "unet/config.json": 40}
+    weights = {"vae/diffusion_pytorch_model.safetensors": 15_000_000, "left_out.ckpt": 7}
+    for name, size in (sizes | weights).items():
+        (tmp_path / "offered" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "offered" / name).write_bytes(b"%c" % len(name) * size)
+    with hub_server() as hub:
+        hub.folders["owner/name"] = tmp_path / "offered"
+        environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0"}
+        environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        child = subprocess.run(
+            [sys.executable, "-c", _DOWNLOADS], env=environment, capture_output=True, text=True
+        )
+    assert child.returncode == 0, child.stderr
+    (folder, told), (_, again) = map(json.loads, child.stdout.splitlines())
+    counts = [here_bytes for _, here_bytes, _ in told]
+    assert {(source, all_bytes) for source, _, all_bytes in told} == {("owner/name", 15_000_050)}
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 15_000_050)
+    assert len(set(counts)) > 3
+    assert (Path(folder) / "vae" / "config.json").is_file()
+    assert not (Path(folder) / "left_out.ckpt").exists()
+    assert again == [], "all is here"

@@ -13,7 +13,8 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import BaseSettings
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.locate import identified, locate, wanted
+from lora_trainer.families.hub_files import wanted
+from lora_trainer.families.locate import identified, locate
 from tests.fakes.bases.tokenizers import t5_tokenizer
 from tests.fakes.family_bases import CPU, base_of, facts_of, side_of
 from tests.fakes.hub import LISTS, FakeHub, fake_hub, spiece

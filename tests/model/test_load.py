@@ -97,7 +97,7 @@ def test_a_hub_base_is_downloaded_and_an_interrupted_download_finished(
     (half / "vae" / "diffusion_pytorch_model.safetensors").unlink()
     asked = []
 
-    def download(source: str, *, revision: str | None, without: frozenset[str]) -> Path:
+    def download(source: str, *, revision: str | None, without: frozenset[str], **_: Any) -> Path:
         asked.append((source, revision, without))
         return base_of("sd15")
 
@@ -211,7 +211,7 @@ def test_without_its_companion_a_single_file_is_described_by_its_family(
     assert (facts.family, facts.source, facts.layout) == ("sd15", str(single), None)
     asked = []
 
-    def download(source: str, *, revision: str | None, without: frozenset[str]) -> Path:
+    def download(source: str, *, revision: str | None, without: frozenset[str], **_: Any) -> Path:
         asked.append((source, without))
         raise MachineError("no connection", fix="connect")
 

@@ -295,7 +295,7 @@ import time
 from huggingface_hub import utils
 time.sleep = lambda seconds: None  # between tries
 from lora_trainer.common.errors import LoraTrainError, exit_code
-from lora_trainer.families.locate import download
+from lora_trainer.families.hub_files import download
 for source in ("a/401", "a/403", "a/404", "a/429", "a/500", "a/cut", "a/odd"):
     try:
         download(source, revision=None, without=frozenset())
@@ -323,13 +323,13 @@ def test_mod_06_a_read_only_cache_of_the_hub_is_one_line(
 ) -> None:
     import huggingface_hub
 
-    from lora_trainer.families.locate import download
+    from lora_trainer.families.hub_files import download
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise PermissionError(30, "Read-only file system", str(tmp_path))
 
     def info(*_: Any, **__: Any) -> Any:
-        return type("Info", (), {"siblings": []})()
+        return type("Info", (), {"siblings": [], "sha": None})()
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)

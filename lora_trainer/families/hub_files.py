@@ -1,0 +1,237 @@
+"""Download the files of a model from the Hub: which ones, how many bytes are here, errors in plain words.
+
+Inputs: a repository's id and a choice among the names in its list. Output: its folder in the Hub's local
+cache. A base model gives safetensors in one precision, configurations and tokenizers, never pickles, other
+frameworks' weights or safety checkers.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lora_trainer.common.errors import InputError, MachineError, first_line
+
+TEXT_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
+"""Configurations, vocabularies, SentencePiece's models, chat templates."""
+_TOP_TEXTS = frozenset({"model_index.json", "config.json"})
+ALL_ENCODERS = "text encoders"
+_PART_FOLDERS: dict[str, re.Pattern[str]] = {
+    "denoiser": re.compile(r"unet|transformer"),
+    "vae": re.compile(r"vae"),
+    ALL_ENCODERS: re.compile(r"text_encoder(_\d)?"),
+}
+"""Whole parts -> their folders; the first of several text encoders has the name of the part."""
+_TEXT_FOLDERS = re.compile(r"scheduler|tokenizer(_\d)?")
+# Marks of second copies of the same weights, as in `diffusion_pytorch_model.fp16.safetensors`.
+_VARIANT = re.compile(r"\.(fp16|non_ema|bf16|ema)(?=[.-])")
+
+
+def cached_snapshot(source: str, *, revision: str | None) -> Path | None:
+    """Return the folder of a repository in the Hub's local cache, None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    # A repository of a VAE alone has no model_index.json.
+    for name in ("model_index.json", "config.json"):
+        cached_path = try_to_load_from_cache(source, name, revision=revision)
+        # None: never asked for. The Hub's library also returns an object for files known to be absent there.
+        if isinstance(cached_path, str):
+            return Path(cached_path).parent
+    return None
+
+
+OnBytes = Callable[[str, int, int], None]
+"""Called while files come, from any thread: the repository, the bytes here of those it lacked, all of them."""
+
+
+def unheard(source: str, here_bytes: int, all_bytes: int) -> None:
+    """Tell nobody how far a download is."""
+
+
+def download(
+    source: str, *, revision: str | None, without: frozenset[str], on_bytes: OnBytes = unheard
+) -> Path:
+    """Return the local folder of a base model except the weights of the parts or components in `without`.
+
+    Raises the errors of `fetch`.
+    """
+    return fetch(
+        source,
+        revision=revision,
+        choose=partial(wanted, without=without),
+        model_kind="base model",
+        instead="give a local diffusers folder, or --base embedded",
+        on_bytes=on_bytes,
+    )
+
+
+def fetch(
+    source: str,
+    *,
+    revision: str | None,
+    choose: Callable[[Iterable[str]], list[str]],
+    model_kind: str,
+    instead: str,
+    on_bytes: OnBytes = unheard,
+) -> Path:
+    """Return the local folder of a repository with the files that `choose` selects from its list.
+
+    Raises MachineError when the Hub cannot be reached or requires a licence to be accepted, and InputError
+    for a repository that does not exist. In messages `model_kind` names the model ("base model") and
+    `instead` an alternative to the download.
+    """
+    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is re-exported
+        GatedRepoError,
+        HTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        # Patterns alone cannot say "fp16 only where there is nothing else", so the list is read first.
+        listed = HfApi().model_info(source, revision=revision, files_metadata=True)
+        sizes = {entry.rfilename: entry.size or 0 for entry in listed.siblings or []}
+        files = choose(sizes)
+        missing_bytes = sum(
+            sizes[name]
+            for name in files
+            if not isinstance(try_to_load_from_cache(source, name, revision=listed.sha), str)
+        )
+        counter = _Counter(partial(on_bytes, source), missing_bytes)
+        counter.add(0)
+        return Path(
+            snapshot_download(
+                source, revision=revision, allow_patterns=files, tqdm_class=counter.bar_class()
+            )
+        )
+    # A subclass of RepositoryNotFoundError, so it has to come first.
+    except GatedRepoError:
+        raise MachineError(
+            f"{model_kind} {source} is gated",
+            fix=f"accept its licence at huggingface.co/{source} and run `hf auth login`",
+        ) from None
+    except RevisionNotFoundError:
+        raise InputError(
+            f"{model_kind} {source} has no revision {revision!r}", fix="check base.revision"
+        ) from None
+    except RepositoryNotFoundError:
+        raise InputError(
+            f"there is no model {source!r} on the Hub that you can read",
+            fix="check the name, or give a local folder",
+        ) from None
+    except (LocalEntryNotFoundError, HTTPError, OSError) as error:
+        if (
+            isinstance(error, OSError) and error.filename is not None
+        ):  # the disk refused, not the network
+            raise MachineError(
+                f"{model_kind} {source} cannot be stored: {error.filename}: {error.strerror}",
+                fix="free some space, or let HF_HOME name a folder that can be written",
+            ) from None
+        raise MachineError(
+            f"{model_kind} {source} could not be downloaded ({_reason(error)})",
+            fix=f"connect once, or {instead}",
+        ) from None
+    except (LookupError, TypeError, ValueError) as error:  # a login page, a proxy's own answer
+        raise MachineError(
+            f"{model_kind} {source} could not be downloaded: the server that answers is not the Hub "
+            f"({type(error).__name__}: {first_line(error)[:200]})",
+            fix="check the connection and HF_ENDPOINT, or give a local folder",
+        ) from None
+
+
+@dataclass
+class _Counter:
+    """Counts the bytes of a download where the Hub's library would draw its bars."""
+
+    report: Callable[[int, int], None]
+    all_bytes: int
+    here_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, bytes_: int) -> None:
+        with self._lock:
+            if not self.all_bytes:  # all is here, and the Hub's library only looks
+                return
+            # A part that the Hub sends twice, after a broken connection, is not more than there is.
+            self.here_bytes = min(self.here_bytes + bytes_, self.all_bytes)
+            self.report(self.here_bytes, self.all_bytes)
+
+    def bar_class(self) -> type[Any]:
+        """Return a bar that draws nothing; the library makes one for the files and two for their bytes."""
+        from huggingface_hub.utils.tqdm import tqdm
+
+        counter = self
+
+        class Bar(tqdm):
+            def __init__(self, *arguments: Any, name: str | None = None, **options: Any) -> None:
+                super().__init__(  # type: ignore[no-untyped-call]  # the Hub's bars have no types
+                    *arguments, name=name, **{**options, "disable": True}
+                )
+                # The other bar of bytes counts those of the network, fewer where files share parts.
+                self._counts = name == "huggingface_hub.snapshot_download"
+
+            def update(self, n: float | None = 1) -> None:
+                if self._counts:
+                    counter.add(int(n or 0))
+
+        return Bar
+
+
+def _reason(error: Exception) -> str:
+    response = getattr(error, "response", None)
+    if response is not None:
+        return f"the Hub answers {response.status_code}"
+    return f"{type(error).__name__}: no connection, or offline mode"
+
+
+def wanted(names: Iterable[str], *, without: frozenset[str]) -> list[str]:
+    """Choose the files of a repository to download: texts, and each folder's safetensors in one precision.
+
+    Full precision is preferred, as it is when loading; `fp16` is chosen if there is no other.
+    """
+    readable = [path for path in map(PurePosixPath, names) if _is_read(path)]
+    chosen = [
+        path for path in readable if path.suffix in TEXT_SUFFIXES and not _VARIANT.search(path.name)
+    ]
+    weights = [path for path in readable if path.suffix == ".safetensors"]
+    folders = {path.parent for path in weights}
+    if len(folders) > 1:  # weights at the top are a second copy of the model
+        folders.discard(PurePosixPath("."))
+    for folder in folders:
+        if not _is_part(folder.name, without):
+            inside = [path for path in weights if path.parent == folder]
+            plain = [path for path in inside if not _VARIANT.search(path.name)]
+            chosen += plain or [path for path in inside if ".fp16." in path.name]
+            # diffusers finds shards through this index; `_VARIANT` has kept it out of the texts above.
+            if not plain:
+                chosen += [
+                    path for path in readable if path.parent == folder and _is_index_of_fp16(path)
+                ]
+    return sorted(map(str, chosen))
+
+
+def _is_read(path: PurePosixPath) -> bool:
+    """Say whether a file is at the top or in a component's folder; others are exports or duplicates."""
+    if len(path.parts) == 1:
+        return path.suffix == ".safetensors" or path.name in _TOP_TEXTS
+    folder = path.parts[0]
+    is_component = _TEXT_FOLDERS.fullmatch(folder) or _is_part(folder, frozenset(_PART_FOLDERS))
+    return len(path.parts) == 2 and bool(is_component)
+
+
+def _is_index_of_fp16(path: PurePosixPath) -> bool:
+    return path.suffix == ".json" and ".safetensors.index.fp16." in path.name
+
+
+def _is_part(folder: str, parts: frozenset[str]) -> bool:
+    """Say whether a folder is one of `parts`: a whole part ("vae"), or a component of the text encoders."""
+    return folder in parts - _PART_FOLDERS.keys() or any(
+        pattern.fullmatch(folder) for part, pattern in _PART_FOLDERS.items() if part in parts
+    )
