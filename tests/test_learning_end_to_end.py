@@ -9,23 +9,30 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.training import step
+from lora_trainer.training import learning_check, step
 from lora_trainer.training.learning_check import LEAST_CHANGE, ZERO_STEPS
 from lora_trainer.training.training import Training
-from tests.fakes.runs import Toy, events, toy
+from tests.fakes.runs import SQUARES_PX, Toy, events, toy
 
 QUIET: dict[str, Any] = {
+    "output__save_every_steps": 0,
     "sampling__every_steps": 0,
     "train__validate_every_steps": 0,
     "logging__trackers": [],
     "output__measure": False,
 }
-LOOKED_AT: dict[str, Any] = {**QUIET, "train__batch_size": 4, "steps": 100}
+LOOKED_AT: dict[str, Any] = {
+    **QUIET,
+    "train__batch_size": 4,
+    "memory__micro_batch": 4,
+    "steps": 100,
+}
+SOON: dict[str, Any] = {**LOOKED_AT, "steps": 40}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return toy(tmp_path_factory.mktemp("learning")).with_base()
+    return toy(tmp_path_factory.mktemp("learning"), sizes=SQUARES_PX).with_base()
 
 
 @pytest.fixture
@@ -33,6 +40,13 @@ def other(place: Toy, tmp_path: Path) -> Toy:
     """The same place with runs of its own."""
     place.runs.mkdir(exist_ok=True)
     return place.copy(tmp_path / "runs")
+
+
+@pytest.fixture
+def looked_at_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look after 20 steps in place of 50, when a run has learned less."""
+    monkeypatch.setattr(learning_check, "LOOK_STEPS", 20)
+    monkeypatch.setattr(learning_check, "LOOK_IMAGES", 80)
 
 
 def ended(other: Toy) -> str:
@@ -109,11 +123,17 @@ def test_an_alpha_far_too_low(other: Toy) -> None:
     assert "adapter.alpha / adapter.rank" in ended(other)
 
 
+def test_a_run_that_learns_slowly_goes_on(other: Toy) -> None:
+    assert other.train(optimizer__learning_rate=1e-5, **LOOKED_AT) == 0
+    (row,) = events(other.run, "learned")
+    assert row["step"] == 50
+    assert row["change"] > 3 * LEAST_CHANGE
+
+
+@pytest.mark.usefixtures("looked_at_soon")
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"optimizer__learning_rate": 1e-5},
         {"optimizer__warmup_fraction": 0.5, "optimizer__schedule": "cosine"},
         {"adapter__text_encoder": True, "optimizer__learning_rate_pattern": {"^denoiser": 0}},
         {"adapter__kind": "loha"},
@@ -125,24 +145,27 @@ def test_an_alpha_far_too_low(other: Toy) -> None:
     ids=str,
 )
 def test_what_learns_goes_on(other: Toy, settings: dict[str, Any]) -> None:
-    assert other.train(**{**LOOKED_AT, **settings}) == 0
+    assert other.train(**{**SOON, **settings}) == 0
     (row,) = events(other.run, "learned")
-    assert row["step"] == 50
+    assert row["step"] == 20
     assert row["change"] > 3 * LEAST_CHANGE
 
 
+@pytest.mark.usefixtures("looked_at_soon")
 def test_an_optimizer_that_finds_its_rate_may_begin_slowly(other: Toy) -> None:
-    assert other.train(optimizer__name="prodigy", optimizer__learning_rate=1.0, **LOOKED_AT) == 0
+    assert other.train(optimizer__name="prodigy", optimizer__learning_rate=1.0, **SOON) == 0
     assert not events(other.run, "learned")
 
 
+@pytest.mark.usefixtures("looked_at_soon")
 def test_a_run_stopped_and_resumed_still_compares_with_its_start(other: Toy) -> None:
-    short = {**LOOKED_AT, "optimizer__learning_rate": 1e-9, "output__save_every_steps": 20}
+    short = {**SOON, "optimizer__learning_rate": 1e-9, "output__save_every_steps": 8}
     assert other.train(**short) == 5
     assert other.train("--resume", **short) == 5
     assert "far too low" in ended(other)
 
 
+@pytest.mark.usefixtures("looked_at_soon")
 def test_a_short_run_is_not_looked_at(other: Toy) -> None:
-    assert other.train(**{**LOOKED_AT, "steps": 60, "optimizer__learning_rate": 1e-9}) == 0
+    assert other.train(**{**SOON, "steps": 39, "optimizer__learning_rate": 1e-9}) == 0
     assert not events(other.run, "learned")

@@ -13,7 +13,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,9 @@ from lora_trainer.cli import main
 from lora_trainer.common.events import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES_PX = ((40, 40), (48, 32), (32, 48))
+Sizes = Sequence[tuple[int, int]]
+SIZES_PX: Sizes = ((40, 40), (48, 32), (32, 48))
+SQUARES_PX: Sizes = SIZES_PX[:1]
 STEPS = 6
 SETTINGS: Mapping[str, Any] = {
     "data.resolution": 16,
@@ -106,18 +108,18 @@ class _OtherRuns(Toy):
         return self.other
 
 
-def toy(folder: Path, *, images: int = 6) -> Toy:
+def toy(folder: Path, *, images: int = 6, sizes: Sizes = SIZES_PX) -> Toy:
     """Write a dataset of captioned images into `folder`/toy."""
     place = Toy(folder=folder)
-    write_dataset(place.dataset, images=images)
+    write_dataset(place.dataset, images=images, sizes=sizes)
     return place
 
 
-def write_dataset(folder: Path, *, images: int, first: int = 0) -> None:
-    """Write sharp, distinct images of three shapes with captions."""
+def write_dataset(folder: Path, *, images: int, first: int = 0, sizes: Sizes = SIZES_PX) -> None:
+    """Write sharp, distinct images with captions, of three shapes; a step is one pass where all have one."""
     folder.mkdir(parents=True)
     for index in range(images):
-        width, height = SIZES_PX[index % len(SIZES_PX)]
+        width, height = sizes[index % len(sizes)]
         noise = random.Random(first + index).randbytes(width * height * 3)
         Image.frombytes("RGB", (width, height), noise).save(folder / f"p{index}.png")
         (folder / f"p{index}.txt").write_text(f"a toy with {index} legs", encoding="utf-8")

@@ -66,8 +66,8 @@ def _vae() -> AutoencoderKL:
 def _unet() -> UNet2DConditionModel:
     return UNet2DConditionModel(
         sample_size=8,
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),  # as the last level of a release
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         block_out_channels=(8, 16),
         layers_per_block=1,
         cross_attention_dim=16,

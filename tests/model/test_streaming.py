@@ -124,7 +124,7 @@ def test_quantised_weights_are_streamed_as_they_are(kind: Any) -> None:
     assert blocks.host_bytes < sum(block_sizes(trainee("flux").denoiser)) * 4 * 0.6
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_any_number_of_blocks_can_be_streamed(count: int) -> None:
     at = trainee("sd15")
     expected = at.gradients()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
@@ -36,6 +37,8 @@ from lora_trainer.network.live_storages import FusedKernels, LiveStorages, MetaA
 from tests.fakes.family_bases import CPU, facts_of
 
 RANK = 4
+FAMILIES = pytest.mark.parametrize("name", [name for name in families.MODULES if name != "sd2"])
+"""The network of SD 2.x is one of SD 1.x with the linear projections of SDXL."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
@@ -197,14 +200,14 @@ def saved_by_autograd(real: Real) -> int:
     return sum(storage.nbytes() for key, storage in now.items() if key not in before)
 
 
-@pytest.mark.parametrize("name", families.MODULES)
+@FAMILIES
 def test_saved_bytes_of_one_image_are_those_that_autograd_is_given(name: str) -> None:
     one = workload(name, checkpointing="full", micro_batch=1, targets="attention")
     assert traced(name, one).saved_bytes == saved_by_autograd(Real(name, one)) > 0
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "light", "selective", "full"])
-@pytest.mark.parametrize("name", families.MODULES)
+@FAMILIES
 def test_saved_bytes_are_those_of_autograd_and_of_the_allocator(
     name: str, checkpointing: Checkpointing
 ) -> None:
@@ -226,7 +229,7 @@ def test_saved_bytes_are_those_of_autograd_and_of_the_allocator(
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "light", "selective", "full"])
-@pytest.mark.parametrize("name", families.MODULES)
+@FAMILIES
 def test_peaks_and_work_are_those_of_a_run_in_memory(
     name: str, checkpointing: Checkpointing
 ) -> None:
@@ -234,16 +237,19 @@ def test_peaks_and_work_are_those_of_a_run_in_memory(
     real, cost = Real(name, given), traced(name, given)
     with torch.no_grad():
         real()
-    forward_bytes = trace_forward(real.network, real, inputs=real.inputs)
+    if checkpointing == "none":  # without gradients all levels are one
+        forward_bytes = trace_forward(real.network, real, inputs=real.inputs)
+        assert 2 * cost.forward_bytes == pytest.approx(
+            forward_bytes, rel=0.05
+        )  # tables are made here
     step = trace_step(real.network, real, inputs=real.inputs)
-    assert 2 * cost.forward_bytes == pytest.approx(forward_bytes, rel=0.05)  # tables are made here
     assert 2 * (cost.saved_bytes + cost.temporary_bytes) == step.peak_bytes
     assert 2 * cost.adapter_saved_bytes == step.adapter_saved_bytes
     assert (2 * cost.forward_flops, 2 * cost.step_flops) == (step.forward_flops, step.step_flops)
     assert cost.kernels == pytest.approx(step.kernels, rel=0.02)
 
 
-@pytest.mark.parametrize("name", families.MODULES)
+@FAMILIES
 def test_offloaded_inputs_are_bytes_of_the_host_and_not_of_the_device(name: str) -> None:
     """In a run in memory both lie on the CPU."""
     given = workload(name, checkpointing="offloaded", micro_batch=2, targets="all")
@@ -259,29 +265,32 @@ def test_offloaded_inputs_are_bytes_of_the_host_and_not_of_the_device(name: str)
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("name", families.MODULES)
+@FAMILIES
 def test_a_16_bit_base_keeps_fp32_copies_for_a_wide_adapter_only(name: str, wide: bool) -> None:
     """CPU and meta differ in the dtype of a layer norm's statistics, which are small."""
     given = workload(name, element_bytes=2, wide_adapter=wide)
     real, cost = Real(name, given), traced(name, given)
     with torch.no_grad():
         real()
+    middles: list[int] = []
+    for layer in real.network.modules():
+        for down in layer.lora_A.values() if isinstance(layer, LoraLayer) else ():
+            down.register_forward_hook(lambda _, __, output: middles.append(output.nbytes))
     step = trace_step(real.network, real, inputs=real.inputs)
     assert cost.saved_bytes == pytest.approx(step.saved_bytes, rel=0.02)
     assert cost.adapter_saved_bytes == step.adapter_saved_bytes
-    middles = traced(name, workload(name, wide_adapter=True)).adapter_saved_bytes
-    assert (cost.adapter_saved_bytes > 3 * middles > 0) == wide
+    assert (cost.adapter_saved_bytes > 3 * sum(middles) > 0) == wide
     assert (cost.adapter_saved_bytes == 0) == (not wide)
 
 
-@pytest.mark.parametrize("name", families.MODULES)
+@FAMILIES
 def test_flops_are_torchs_own_count(name: str) -> None:
-    given = workload(name)
+    given = workload(name, micro_batch=2, targets="all")
     real = Real(name, given)
     with FlopCounterMode(display=False) as counter:
         counter.flop_registry[torch.ops.aten.addmm_] = flop_registry[torch.ops.aten.addmm]
         real().float().mean().backward()
-    assert traced(name, given).step_flops == counter.get_total_flops()
+    assert 2 * traced(name, given).step_flops == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("masked", [False, True])
