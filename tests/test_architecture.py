@@ -154,3 +154,11 @@ def test_only_the_families_package_names_a_family(family: str) -> None:
 def test_the_modules_left_out_of_a_quick_run_are_there() -> None:
     for name in (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines():
         assert (ROOT / name).is_file(), name
+
+
+def test_the_tests_left_out_of_ten_minutes_are_there() -> None:
+    for line in (ROOT / "tests" / "long.txt").read_text(encoding="utf-8").splitlines():
+        module, _, name = line.partition("::")
+        assert (f"def {name}(" if name else "def test_") in (ROOT / module).read_text(
+            encoding="utf-8"
+        ), line
