@@ -310,12 +310,12 @@ def _load(request: CaptionRequest, model: RequestedModel, events: EventStream) -
             threshold=request.threshold or tagger.THRESHOLD,
             character_threshold=request.character_threshold or tagger.CHARACTER_THRESHOLD,
         )
-    from lora_trainer.captioning import language
+    from lora_trainer.captioning import describer
 
-    return language.load_describer(
+    return describer.load_describer(
         folder,
         name=request.model,
         device=request.device,
         prompt=request.prompt,
-        max_tokens=request.max_tokens or language.MAX_TOKENS,
+        max_tokens=request.max_tokens or describer.MAX_TOKENS,
     )

@@ -20,7 +20,7 @@ from lora_trainer.captioning.catalogue import (
     missing_files,
     wanted_files,
 )
-from lora_trainer.captioning.language import Describer, load_describer
+from lora_trainer.captioning.describer import Describer, load_describer
 from lora_trainer.captioning.tagger import OutOfRoom, Tagger, load_tagger, spelled
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from tests.fakes.captioners import LANGUAGE_KINDS, tiny_captioner, tiny_tagger

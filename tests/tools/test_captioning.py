@@ -18,7 +18,7 @@ from PIL import Image
 from lora_trainer.captioning import caption_dataset
 from lora_trainer.captioning.caption_dataset import compose
 from lora_trainer.captioning.caption_journal import FOLDER, opened
-from lora_trainer.captioning.language import Describer
+from lora_trainer.captioning.describer import Describer
 from lora_trainer.captioning.tagger import ModelCaption, Tagger
 from lora_trainer.cli import main
 from lora_trainer.common.events import Event
