@@ -36,6 +36,7 @@ class AsyncRead:
         self._host = values.detach()
         self._copied: torch.Event | None = None
         if may_copy_ahead(values.device):
+            # Into pageable memory the driver copies by way of its own buffer, and the host waits for it.
             self._host = pinned().empty(values.shape, dtype=values.dtype, device=values.device)
             self._host.copy_(values.detach(), non_blocking=True)
             self._copied = mark(values.device)

@@ -66,6 +66,7 @@ class PackedBlock:
         for owner, name in base_tensors(block):
             tensor = owner[name]
             assert not tensor.requires_grad, "only a frozen base can be streamed"
+            # A subclass (torchao, GGUF) may keep its values outside its storage, which packing would lose.
             if type(tensor) not in (Tensor, nn.Parameter):
                 raise RequestError(
                     f"{setting} cannot stream weights of type {type(tensor).__name__}",
@@ -80,6 +81,7 @@ class PackedBlock:
                 is_parameter=isinstance(tensor, nn.Parameter),
             )
             self._slots.append(slot)
+            # Rounded up, so that the next tensor begins aligned.
             self.bytes += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def take_in(self, memory: Tensor) -> None:
@@ -116,6 +118,7 @@ def pack(blocks: Sequence[PackedBlock]) -> list[Tensor]:
     """Move the tensors of each block into host memory of its own; return these uint8 tensors."""
     memories = []
     for block in blocks:
+        # One block at a time: the base and its packed copy never exist together as a whole.
         memory = whole_pages(block.bytes)
         block.take_in(memory)
         memories.append(memory)
@@ -242,6 +245,7 @@ class Streamed:
         synchronize(self.device)  # copies into the buffers may be under way
         self._buffers.clear()
         for block, part in zip(self._blocks, self._host, strict=True):
+            # Where the device is the CPU, `to` alone would return the memory that is unpinned next.
             block.hold(block.views(part.to(self.device, copy=True)))
         self._unpin()
 
@@ -275,7 +279,9 @@ class Streamed:
         buffer, source = self._buffers[0], self._host[index]
         if buffer.block is not None:
             self._blocks[buffer.block].hold(self._host_views[buffer.block])
-        buffer.block = None
+        buffer.block = (
+            None  # so that a copy that cannot be queued leaves no block that seems loaded
+        )
         buffer.arrived = self._copies.copy(buffer.memory[: source.nbytes], source)
         buffer.block = index
         self.loads += 1

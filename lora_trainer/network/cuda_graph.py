@@ -56,7 +56,7 @@ class CudaCapture:
     def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
         """Call `run` on the side stream; work queued later on the current stream waits for it."""
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+        self._stream.wait_stream(current)  # work queued before may still write what `run` reads
         with torch.cuda.stream(self._stream):
             result = run()
         current.wait_stream(self._stream)

@@ -174,7 +174,7 @@ class _BlockInputs:
 
     def take(self, index: int) -> Tensor:
         """Return one input; work queued from now on begins after the copies of all inputs."""
-        for saved in self.saved_inputs:
+        for saved in self.saved_inputs:  # a recomputed block reads all its inputs at once
             saved.settle()
         return self.saved_inputs[index].take()
 

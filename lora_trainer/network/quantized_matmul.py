@@ -138,6 +138,7 @@ def _product(
     step = int8_rows_at_once(inner, columns)
     for start in range(0, rows, step):
         piece = slice(start, start + step)
+        # A slice is a view: of the size of a piece are only the int8 copy and the int32 sums.
         piece_values = values[piece] if of_inputs is None else values[piece] * of_inputs
         quantized, scale = quantized_rows(piece_values)
         sums = torch._int_mm(_filled_up(quantized), codes)[: len(piece_values)]  # exact in int32
@@ -145,6 +146,7 @@ def _product(
         if plus is None:
             torch.mul(one, other, out=outputs[piece])
         else:
+            # One kernel for product and addend: apart, a 16-bit output would be rounded twice.
             beside = plus[piece] if plus.dim() == 2 else plus
             torch.addcmul(beside, one, other, out=outputs[piece])
     return outputs
@@ -168,6 +170,7 @@ def int8_layouts(
     forward = backward = ""
     for fan_in, out in sorted(set(shapes)):
         # Random codes: with a wrong layout or stride their sums differ with near certainty.
+        # Seeded by the shape: every start judges a device by the same numbers.
         generator = torch.Generator().manual_seed(fan_in * out)
         codes = _random_codes(out, fan_in, generator).to(device)
         for count in rows:

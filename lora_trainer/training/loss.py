@@ -111,6 +111,7 @@ def sample_losses(
     """
     # bf16 has 8 bits of mantissa: squares and their mean over 10^5 elements are computed in float32.
     difference = predicted.float() - targets.float()
+    # Error functions without a scale take any and ignore it.
     scale = difference.new_ones(1) if delta is None else delta
     errors = ERRORS[loss](difference, _per_sample(scale, difference))
     if mask_weights is not None:
@@ -220,7 +221,7 @@ def draw_noise(
         size = (math.ceil(height / 2**octave), math.ceil(width / 2**octave))
         coarse = torch.randn((1, channels, *size), generator=generator)
         noise += discount**octave * F.interpolate(coarse, size=(height, width), mode="bilinear")[0]
-        if size == (1, 1):
+        if size == (1, 1):  # a constant: coarser octaves would add the same again
             break
     if octaves:
         # Before the offset: dividing by the deviation after it would shrink the offset too.
@@ -247,6 +248,8 @@ def loss_weight(
     if signal is None:
         return flow_weight(kind, sigma)
     weight = noise_weight(kind, snr_of(signal), settings)
+    # At a fixed noisy input an error of v is the error of the noise divided by alpha (Salimans & Ho 2022,
+    # arXiv 2202.00512, appendix D), so its square weighs alpha-bar as much.
     return weight * signal if prediction == "v_prediction" else weight
 
 
