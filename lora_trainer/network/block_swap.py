@@ -279,9 +279,8 @@ class Streamed:
         buffer, source = self._buffers[0], self._host[index]
         if buffer.block is not None:
             self._blocks[buffer.block].hold(self._host_views[buffer.block])
-        buffer.block = (
-            None  # so that a copy that cannot be queued leaves no block that seems loaded
-        )
+        # None until the copy is queued: where that fails, no block must seem loaded.
+        buffer.block = None
         buffer.arrived = self._copies.copy(buffer.memory[: source.nbytes], source)
         buffer.block = index
         self.loads += 1
