@@ -82,7 +82,13 @@ def summary(folder: Path, values: Mapping[str, Any]) -> Html:
         "div",
         tag("h2", tag("span", counted), ", ", tag("span", _verdict(values, findings))),
         tag("ul", *_groups(folder, findings), class_="findings") if findings else None,
-        tag("p", "Beside each image is its caption. Click into it to change it.", class_="quiet"),
+        tag(
+            "p",
+            tag("span", "Beside each image is its caption. Click into it to change it."),
+            " ",
+            tag("a", "Change many captions at once, or have them written", href=_desk(folder)),
+            class_="quiet",
+        ),
         tag(
             "details",
             tag("summary", "The sizes they are trained in"),
@@ -153,8 +159,9 @@ def _about(kind: Kind | None, rows: Sequence[Mapping[str, Any]]) -> Iterator[Htm
     yield tag("span", kind.why)
 
 
-def _desk(folder: Path, kind: str) -> str:
-    return "/datasets?" + urlencode({"folder": folder, "kind": badge_kind(kind)})
+def _desk(folder: Path, kind: str = "") -> str:
+    of_kind = {"kind": badge_kind(kind)} if kind else {}
+    return "/datasets?" + urlencode({"folder": folder} | of_kind)
 
 
 def _buckets(values: Mapping[str, Any]) -> str:

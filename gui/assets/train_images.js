@@ -35,7 +35,7 @@ class TrainImages {
     if (answer.error) this.said.textContent = answer.error; else this.draw(answer);
   }
 
-  draw({ pictures, folder }) {
+  draw({ pictures }) {
     const rows = pictures.slice(0, SHOWN);
     const names = new Set(rows.map((row) => row.file));
     for (const name of this.cards.keys()) if (!names.has(name)) this.cards.delete(name);
@@ -44,11 +44,8 @@ class TrainImages {
       else this.cards.set(row.file, new Card(this, row, false));
     }
     this.list.replaceChildren(...rows.map((row) => this.cards.get(row.file).node));
-    const all = `/datasets?${new URLSearchParams({ folder })}`;
-    this.more.replaceChildren(...(rows.length ? [
-      pictures.length > SHOWN ? make("span", {}, `and ${(pictures.length - SHOWN).toLocaleString("en")} more. `) : "",
-      make("a", { href: all }, "Change many captions at once, or have them written"),
-    ] : []));
+    const left = pictures.length - rows.length;
+    this.more.textContent = left > 0 ? `and ${left.toLocaleString("en")} more` : "";
   }
 
   async exclude(files) {
