@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lora_trainer.captioning import catalogue, language
+from lora_trainer.captioning import catalogue, describer
 from lora_trainer.captioning.catalogue import (
     KNOWN,
     KnownModel,
@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return model
 
 
-def describer(folder: Path, *, prompt: str | None = None, max_tokens: int = 12) -> Describer:
+def tiny_describer(folder: Path, *, prompt: str | None = None, max_tokens: int = 12) -> Describer:
     return load_describer(folder, name="tiny", device="cpu", prompt=prompt, max_tokens=max_tokens)
 
 
@@ -58,8 +58,8 @@ def describer(folder: Path, *, prompt: str | None = None, max_tokens: int = 12) 
 @pytest.mark.parametrize("kind", LANGUAGE_KINDS)
 def test_words_depend_on_the_picture_alone(kind: str, models: Callable[[str], Path]) -> None:
     """Not on the images beside it, nor on chance: the same again from a model loaded anew."""
-    first = describer(models(kind)).describe(PICTURES)
-    again = describer(models(kind))
+    first = tiny_describer(models(kind)).describe(PICTURES)
+    again = tiny_describer(models(kind))
     assert [again.describe([one])[0] for one in PICTURES] == first
     assert len({said.text for said in first}) > 1
 
@@ -67,12 +67,12 @@ def test_words_depend_on_the_picture_alone(kind: str, models: Callable[[str], Pa
 @pytest.mark.parametrize("kind", ["qwen2.5-vl", "florence2"])
 def test_what_is_asked_shows_in_the_words(kind: str, models: Callable[[str], Path]) -> None:
     prompt = {"qwen2.5-vl": "Name the colours.", "florence2": "<CAPTION>"}[kind]
-    asked = describer(models(kind), prompt=prompt).describe(PICTURES)
-    assert asked != describer(models(kind)).describe(PICTURES)
+    asked = tiny_describer(models(kind), prompt=prompt).describe(PICTURES)
+    assert asked != tiny_describer(models(kind)).describe(PICTURES)
 
 
 def test_a_chat_model_says_nothing_of_the_request(models: Callable[[str], Path]) -> None:
-    said = describer(models("qwen2.5-vl")).describe(PICTURES)
+    said = tiny_describer(models("qwen2.5-vl")).describe(PICTURES)
     assert not any("Describe" in one.text or "assistant" in one.text for one in said)
 
 
@@ -80,7 +80,7 @@ def test_a_chat_model_says_nothing_of_the_request(models: Callable[[str], Path])
 def test_a_caption_that_reached_its_limit_is_marked(
     kind: str, models: Callable[[str], Path]
 ) -> None:
-    assert describer(models(kind), max_tokens=1).describe(PICTURES[:1])[0].cut
+    assert tiny_describer(models(kind), max_tokens=1).describe(PICTURES[:1])[0].cut
 
 
 @pytest.mark.parametrize(
@@ -93,19 +93,19 @@ def test_a_caption_that_reached_its_limit_is_marked(
     ],
 )
 def test_of_a_cut_caption_whole_sentences_stay(text: str, cut: bool, kept: str) -> None:
-    assert language._description(text, cut=cut).text == kept
+    assert describer._description(text, cut=cut).text == kept
 
 
 def test_large_pictures_are_made_smaller_first() -> None:
-    assert language._shrunk(Image.new("RGB", (4096, 2048))).size == (1448, 724)
+    assert describer._shrunk(Image.new("RGB", (4096, 2048))).size == (1448, 724)
     small = Image.new("RGB", (700, 900))
-    assert language._shrunk(small) is small
+    assert describer._shrunk(small) is small
 
 
 def test_out_of_memory_is_told_apart_from_a_fault(
     models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = describer(models("blip"))
+    model = tiny_describer(models("blip"))
 
     def full(**_: object) -> None:
         raise torch.OutOfMemoryError("full")
@@ -139,10 +139,10 @@ def test_code_that_comes_with_a_model_is_not_run(
     folder = changed(models("blip"), tmp_path / "own", **kinds)
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(InputError, match="without foreign code"):
-        describer(folder)
+        tiny_describer(folder)
     native = changed(models("blip"), tmp_path / "native", auto_map=kinds["auto_map"])
     shutil.copy(folder / "evil.py", native)
-    describer(native)  # transformers' own class is there: that one is taken
+    tiny_describer(native)  # transformers' own class is there: that one is taken
     assert not (tmp_path / "ran").exists()
 
 
@@ -157,7 +157,7 @@ def test_weights_that_are_not_there_are_not_made_up(
     del weights[lost]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match="lacks 1 weights of BlipForConditionalGeneration"):
-        describer(folder)
+        tiny_describer(folder)
 
 
 def test_a_config_that_does_not_fit_is_one_line(
@@ -165,7 +165,7 @@ def test_a_config_that_does_not_fit_is_one_line(
 ) -> None:
     folder = changed(models("florence2"), tmp_path / "m", vision_config={"depths": "many"})
     with pytest.raises(InputError, match="does not load") as caught:
-        describer(folder)
+        tiny_describer(folder)
     assert "\n" not in str(caught.value)
 
 
@@ -174,16 +174,16 @@ def test_a_request_in_words_is_refused_where_nobody_would_read_it(
     kind: str, models: Callable[[str], Path]
 ) -> None:
     with pytest.raises(RequestError, match="prompt"):
-        describer(models(kind), prompt="Describe the hat.")
+        tiny_describer(models(kind), prompt="Describe the hat.")
 
 
 def test_a_model_too_large_is_refused_before_it_is_loaded(
     models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(language, "free_ram_bytes", lambda: language.WORKSPACE_BYTES + 1000)
-    monkeypatch.delattr(language, "AutoModelForImageTextToText")
+    monkeypatch.setattr(describer, "free_ram_bytes", lambda: describer.WORKSPACE_BYTES + 1000)
+    monkeypatch.delattr(describer, "AutoModelForImageTextToText")
     with pytest.raises(MachineError, match=r"needs about 1.0 GiB on cpu, 1.0 are free"):
-        describer(models("blip"))
+        tiny_describer(models("blip"))
 
 
 def test_a_card_that_is_not_there_is_named(models: Callable[[str], Path]) -> None:
@@ -358,7 +358,7 @@ def test_what_is_downloaded_is_whole(
     for name in wanted_files([file.name for file in source.iterdir()]):
         shutil.copy(source / name, tmp_path)
     assert missing_files(tmp_path) == []
-    describer(tmp_path)
+    tiny_describer(tmp_path)
 
 
 @pytest.mark.parametrize(
