@@ -26,6 +26,7 @@ busy, so a module that uses it cannot call `asyncio.run`.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,6 +62,8 @@ _IN_THE_PAGE = ("about", "blob", "data")
 LEFT_WHILE_ASKING = ("AbortError: signal is aborted", "Unexpected error Connection errored out")
 """Gradio's own words on a page that is left or loaded again before an answer has come."""
 
+_PAGES = pytest.StashKey[list[Any]]()
+
 StartGui = Callable[..., GuiServer]
 NewPage = Callable[..., Any]
 
@@ -94,6 +97,17 @@ def browser() -> Iterator[Any]:
         running.close()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Add to the report of a failed test what its pages showed."""
+    report = yield
+    if report.when == "call" and report.failed:
+        for number, page in enumerate(item.stash.get(_PAGES, []), 1):
+            with contextlib.suppress(Exception):  # a page that is gone must not hide the failure
+                report.sections.append((f"page {number}: {page.url}", page.inner_text("body")))
+    return report
+
+
 @pytest.fixture
 def expected() -> list[str]:
     """Return the list of what the console may say in this test: parts of messages, none at first."""
@@ -101,9 +115,12 @@ def expected() -> list[str]:
 
 
 @pytest.fixture
-def new_page(browser: Any, expected: list[str]) -> Iterator[NewPage]:
+def new_page(
+    browser: Any, expected: list[str], request: pytest.FixtureRequest
+) -> Iterator[NewPage]:
     """Return a function that opens a tab in a new profile; fails the test for what they did."""
     offences: list[str] = []
+    pages = request.node.stash.setdefault(_PAGES, [])
     contexts: list[Any] = []
 
     def open_page(**options: Any) -> Any:
@@ -111,7 +128,8 @@ def new_page(browser: Any, expected: list[str]) -> Iterator[NewPage]:
         context.set_default_timeout(WITHIN_MS)
         watch(context, offences)
         contexts.append(context)
-        return context.new_page()
+        pages.append(context.new_page())
+        return pages[-1]
 
     yield open_page
     for context in contexts:
