@@ -1,41 +1,56 @@
-"""Write the table of models in README.md from what the planner finds: `python scripts/model_table.py`.
+"""Write the tables of models in README.md from what the planner finds: `python scripts/model_table.py`.
 
 One row for each public release that is computed otherwise than the others: for three reference GPUs
-(scripts/plan_tables.py) how long a balanced run of 20 images takes, and at which image size.
+(scripts/plan_tables.py) how long a balanced run of 20 images takes, and at which image size. The first
+screen has the rows of the releases that most people ask for, under the names that they use.
 tests/scripts/test_model_table.py fails when the page holds another table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from scripts.plan_tables import CARDS, planned, releases
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"
-BEGIN, END = "<!-- models:begin -->\n", "<!-- models:end -->\n"
+MODELS, TIMES = "models", "times"
+"""The pairs of markers between which the tables stand: all releases, and those of the first screen."""
+FIRST_SCREEN = {
+    "stabilityai/stable-diffusion-xl-base-1.0": "SDXL, Illustrious, Pony, NoobAI",
+    "black-forest-labs/FLUX.1-dev": "FLUX.1-dev",
+    "Tongyi-MAI/Z-Image": "Z-Image",
+    "Qwen/Qwen-Image": "Qwen-Image",
+}
 
 
-def model_table() -> str:
-    """Return the table as Markdown."""
+def model_table(names: Mapping[str, str]) -> str:
+    """Return the table of releases {source: name in the table} as Markdown."""
     lines = [f"| model | {' | '.join(CARDS)} |", "|---|---:|---:|---:|"]
-    for source in releases():
+    for source, name in names.items():
         plans = [planned(source, card) for card in CARDS]
         cells = [
             f"{plan.run_time.seconds / 3600:.1f} h, {plan.config.data.resolution} px"
             for plan in plans
         ]
-        lines.append(f"| {source} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def with_model_table(page: str) -> str:
-    """Return the text of README.md with a new table between its two markers."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def with_model_tables(page: str) -> str:
+    """Return the text of README.md with new tables between their markers."""
+    page = _between(page, MODELS, model_table({source: source for source in releases()}))
+    return _between(page, TIMES, model_table(FIRST_SCREEN))
+
+
+def _between(page: str, mark: str, table: str) -> str:
+    begin_mark, end_mark = f"<!-- {mark}:begin -->\n", f"<!-- {mark}:end -->\n"
+    before, begin, rest = page.partition(begin_mark)
+    _, end, after = rest.partition(end_mark)
     if not (begin and end):
-        raise ValueError(f"the page lacks {BEGIN.strip()} or, after it, {END.strip()}")
-    return before + begin + model_table() + end + after
+        raise ValueError(f"the page lacks {begin_mark.strip()} or, after it, {end_mark.strip()}")
+    return before + begin + table + end + after
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_model_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_model_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

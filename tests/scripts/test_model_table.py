@@ -1,11 +1,11 @@
-"""The table of models on the front page is what the planner finds now."""
+"""The tables of models on the front page are what the planner finds now."""
 
 from __future__ import annotations
 
-from scripts.model_table import PAGE, with_model_table
+from scripts.model_table import PAGE, with_model_tables
 
 
-def test_the_front_page_has_the_planners_table() -> None:
+def test_the_front_page_has_the_planners_tables() -> None:
     """After a change of the planner, of costs or of presets run scripts/model_table.py."""
     page = PAGE.read_text(encoding="utf-8")
-    assert with_model_table(page) == page
+    assert with_model_tables(page) == page
