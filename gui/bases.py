@@ -21,6 +21,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.wording import bytes_text
 
+EMBEDDED = "embedded"
+"""The base that the program brings along."""
 Choice = tuple[str, str]
 Card = dict[str, Any]
 _TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")
@@ -33,7 +35,7 @@ def choices() -> list[Choice]:
     """Return what can be chosen, the automatic choice first."""
     return [
         ("chosen for this machine", "auto"),
-        ("embedded miniature, to try things out", "embedded"),
+        ("embedded miniature, to try things out", EMBEDDED),
         *(
             (f"{source}, {bytes_text(size)} on this machine", source)
             for source, size in sorted(_downloaded().items())
@@ -47,7 +49,7 @@ def cards(released: list[Card]) -> list[Card]:
     found = [
         {
             "source": row["source"],
-            "name": _title(str(row["source"])),
+            "name": title(str(row["source"])),
             "owner": str(row["source"]).partition("/")[0],
             "said": f"{bytes_text(here[row['source']])}, on this machine"
             if row["source"] in here
@@ -58,14 +60,17 @@ def cards(released: list[Card]) -> list[Card]:
             "licence": row["licence"],
             "allows": row["allows"],
             "gated": row["gated"] and row["source"] not in here,
+            "checkpoints": row["checkpoints"],
         }
         for row in released
     ]
     return sorted(found, key=lambda card: not card["here"])
 
 
-def _title(source: str) -> str:
-    """Return the name of a release as it is written in a text; ids in capitals stand as their makers wrote them."""
+def title(source: str) -> str:
+    """Return the name of a base as it is written in a text; ids in capitals stand as their makers wrote them."""
+    if source == EMBEDDED:
+        return "Miniature"
     name = source.rpartition("/")[2]
     if name != name.lower():
         return name
@@ -99,6 +104,7 @@ def releases() -> list[Card]:
                     "gated": licence.is_gated if licence else False,
                     "download_bytes": facts.download_bytes,
                     "resolution_px": facts.resolution_px,
+                    "checkpoints": ", ".join(family(name).checkpoints.get(source, ())),
                 }
             )
     return rows

@@ -17,13 +17,13 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import SettingInfo, all_settings, build_config, check_keys, flatten
 from lora_trainer.config.layers import read_settings_text
 
+from .bases import EMBEDDED
 from .drafts import Draft
 from .expert_text import value_of
 from .launch import run_name
 from .workplace import Workplace
 
 BASE, NAME, FOLDER = "base.model", "output.name", "output.folder"
-EMBEDDED = "embedded"
 _AUTO = ("", "auto")
 _PASTED = "settings.json"
 

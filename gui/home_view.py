@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.common.errors import LoraTrainError, TrainingStopped
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.reporting.charts import Html, tag
@@ -197,7 +197,8 @@ def _card(work: Workplace, run: RunEntry) -> Html:
     shot = _image(run.name, folder, samples[0]) if samples else _blank(run.name)
     done = f"{status.step:,} of {status.steps:,} steps" if status.steps else ""
     why = status.message if status.state == "failed" else ""
-    resume = None if status.state == "finished" else _action("resume", "Resume", run, "rotate-ccw")
+    goes_on = status.state != "finished" and status.exit_code != TrainingStopped.exit_code
+    resume = _action("resume", "Resume", run, "rotate-ccw") if goes_on else None
     delete = delete_button("run", run.name, name=run.name, then="/")
     return tag(
         "li",

@@ -22,6 +22,7 @@ from lora_trainer.config.config import build_config
 from lora_trainer.reporting.history import mapping, sequence
 
 from .asset_files import EXAMPLE
+from .bases import EMBEDDED
 from .drafts import Draft
 from .warm import BASES, Done, WarmProcess
 from .workplace import Workplace
@@ -121,7 +122,7 @@ def base_words(text: str, work: Workplace) -> Words:
     base = text.strip()
     if base in ("", "auto"):
         return ()
-    if base != "embedded" and _is_path(base):
+    if base != EMBEDDED and _is_path(base):
         return (f"--base={work.path(base, what='a base model')}",)
     return (f"--base={base}",)
 
@@ -171,7 +172,7 @@ def ask(words: Words, *, program: Words = TRAINER) -> Answer:
 def warm_up() -> None:
     """Start the processes that answer `plan` and `check`; this takes a second or two."""
     for name in ("plan", "check"):
-        _WARM[name].start((name, str(EXAMPLE), "--base=embedded", "--json"))
+        _WARM[name].start((name, str(EXAMPLE), f"--base={EMBEDDED}", "--json"))
 
 
 def _run(command: Words) -> Done:

@@ -179,7 +179,11 @@ def head(file: LoraFile, header: Header) -> Html:
                     link_button(
                         "Download", _download(file), icon_name="download", kind="big primary"
                     ),
-                    *(share_buttons(file.ref) if not header.problem else ()),
+                    *(
+                        share_buttons(file.ref, for_others=not header.is_try_out)
+                        if not header.problem
+                        else ()
+                    ),
                     delete_button("lora", file.ref, name=file.path.stem, then=PAGE),
                     class_="actions",
                 ),

@@ -29,6 +29,7 @@ from lora_trainer.reporting.history import mapping, number
 from lora_trainer.reporting.status import read_status
 
 from . import state
+from .bases import EMBEDDED
 from .lora_names import read_names, write_names
 from .run_best import read_best
 from .workplace import Workplace
@@ -101,6 +102,11 @@ class Header:
             stated = self.metadata.get("ss_sd_model_name", "")
         known = str(stated) if stated not in (None, "None", "auto") else ""
         return known or self.family
+
+    @property
+    def is_try_out(self) -> bool:
+        """Whether it was made on the built-in base, which no other program has."""
+        return self.metadata.get("ss_sd_model_name") == EMBEDDED
 
     @property
     def steps(self) -> int | None:

@@ -78,22 +78,24 @@ def link_button(label: str, href: str, *, icon_name: str = "", kind: str = "") -
     return tag("a", mark, label, href=href, class_=f"ui-button {kind}".strip())
 
 
-def share_buttons(ref: str) -> tuple[Html, Html]:
-    """Return the buttons that open the dialogs of assets/share.js for a LoRA, RUN/FILE."""
-    return (
-        button(
-            "Copy to ComfyUI or Forge",
-            icon_name="folder-open",
-            kind="big",
-            attributes={"data-share": "copy", "data-ref": ref},
-        ),
-        button(
-            "Publish",
-            icon_name="upload",
-            kind="big",
-            attributes={"data-share": "publish", "data-ref": ref},
-        ),
+def share_buttons(ref: str, *, for_others: bool) -> tuple[Html, ...]:
+    """Return the buttons that open the dialogs of assets/share.js for a LoRA, RUN/FILE.
+
+    `for_others`: other programs have its base. Only then there is a button that copies it to them.
+    """
+    copy = button(
+        "Copy to ComfyUI or Forge",
+        icon_name="folder-open",
+        kind="big",
+        attributes={"data-share": "copy", "data-ref": ref},
     )
+    publish = button(
+        "Publish",
+        icon_name="upload",
+        kind="big",
+        attributes={"data-share": "publish", "data-ref": ref},
+    )
+    return (copy, publish) if for_others else (publish,)
 
 
 def delete_button(kind: str, ref: str, *, name: str, then: str) -> Html:

@@ -16,6 +16,7 @@ from lora_trainer.common.wording import bytes_text
 from lora_trainer.reporting.charts import Html, join, table, tag
 from lora_trainer.reporting.history import mapping, number, sequence
 
+from .bases import EMBEDDED
 from .drafts import Draft
 from .expert_edit import setting
 from .expert_text import text_of
@@ -33,9 +34,9 @@ _PARTS = (
     ),
     ("margin", "room for others and holes {size}", ("desktop", "allocator slack")),
 )
-EMBEDDED = "embedded"
-SLOW_S = 24 * 3600.0
-"""A training that takes longer is called slow."""
+SLOW_S = 8 * 3600.0
+"""A training that may take longer than a night is called slow."""
+DAY_S = 24 * 3600.0
 COURSE = {
     "steps": "train.steps",
     "prompts": "sampling.prompts",
@@ -178,7 +179,11 @@ def duration(values: Values) -> Html:
     steps = time.get("steps")
     return tag(
         "span",
-        tag("b", _span(*pair, one="About {length}", two="About {low} to {high}")),
+        tag(
+            "b",
+            _span(*pair, one="About {length}", two="About {low} to {high}"),
+            class_="slow" if is_slow(pair) else None,
+        ),
         f", {steps:,} steps" if isinstance(steps, int) else None,
         title=f"{time.get('note', '')}; counted are {parts}" if parts else None,
     )
@@ -196,7 +201,12 @@ def pace(values: Values) -> tuple[str, str]:
     if len(pair) != 2:
         return "good", "Fits this machine"
     said = _span(*pair, one="about {length}", two="about {low} to {high}")
-    return ("slow", f"Fits, but slow: {said}") if pair[0] > SLOW_S else ("good", f"Fits: {said}")
+    return ("slow", f"Fits, but slow: {said}") if is_slow(pair) else ("good", f"Fits: {said}")
+
+
+def is_slow(run_s: Sequence[float]) -> bool:
+    """Return whether a training of this range of seconds may take longer than a night."""
+    return max(run_s) > SLOW_S
 
 
 def _span(low_s: float, high_s: float, *, one: str, two: str) -> str:
@@ -210,7 +220,7 @@ def _coarse(seconds: float) -> str:
         return f"{max(10, 10 * round(seconds / 10))} s"
     if seconds < 5400:
         return f"{round(seconds / 60)} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 2 * SLOW_S else f"{seconds / SLOW_S:.0f} days"
+    return f"{seconds / 3600:.1f} h" if seconds < 2 * DAY_S else f"{seconds / DAY_S:.0f} days"
 
 
 def memory_bar(values: Values) -> Html:

@@ -148,14 +148,15 @@ class Possible:
     force: bool = False
     end: bool = False
     resume: bool = False
-    helps: bool = True  # going on with it: a run that learns nothing will learn nothing again
 
 
 def possible(seen: Look) -> Possible:
     """Return which buttons are of use."""
     if seen.status.state != "running":
-        resumable = seen.status.state in RESUMABLE and not seen.goes_on_soon
-        return Possible(resume=resumable, helps=seen.status.exit_code != TrainingStopped.exit_code)
+        # A run that learns nothing would learn nothing again: its page offers to train with a change.
+        hopeless = seen.status.exit_code == TrainingStopped.exit_code
+        resumable = seen.status.state in RESUMABLE and not seen.goes_on_soon and not hopeless
+        return Possible(resume=resumable)
     if seen.may_be_ended:
         return Possible(end=True)
     if seen.stopping:

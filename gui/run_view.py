@@ -26,9 +26,9 @@ from lora_trainer.reporting.charts import Html, tag
 from lora_trainer.reporting.history import RunHistory, ValidationRow, mapping, number, sequence
 from lora_trainer.reporting.status import RunStatus
 
+from .bases import EMBEDDED
 from .markup import icon, link_button, progress, share_buttons
 from .media import run_url
-from .plan_view import EMBEDDED
 from .run_best import exports, read_best
 from .run_mend import mend_of
 from .run_settings import chosen_settings
@@ -137,7 +137,7 @@ def next_steps(seen: Look, history: RunHistory) -> Html | None:
                 kind="big primary",
             ),
             link_button("Try it", page, icon_name="sparkles", kind="big"),
-            *share_buttons(ref),
+            *share_buttons(ref, for_others=not _is_try_out(history)),
             _again(run),
             class_="actions",
         ),
@@ -150,17 +150,16 @@ def next_steps(seen: Look, history: RunHistory) -> Html | None:
 def _offered(seen: Look, history: RunHistory, files: Mapping[int, str]) -> tuple[int, str] | None:
     """Return step and file of the LoRA to take; `files` are the LoRAs by step.
 
-    It is the one that somebody found best, else the one that did best on the held-out images where its file
-    is still there, else the last.
+    It is the one that somebody found best, else the one that did best on the held-out images of those whose
+    file is still there, else the last.
     """
     best = read_best(seen.folder)
     if best is not None:
         return best.step, best.file
     if not files:
         return None
-    measured = _measured(history)
-    lowest = min(measured, key=lambda row: row.loss).step if measured else -1
-    step = lowest if lowest in files else max(files)
+    kept = [row for row in _measured(history) if row.step in files]
+    step = min(kept, key=lambda row: row.loss).step if kept else max(files)
     return step, files[step]
 
 
@@ -200,9 +199,13 @@ def again_alone(seen: Look, history: RunHistory) -> Html | None:
     return tag("p", mended, _again(run), class_="actions next")
 
 
+def _is_try_out(history: RunHistory) -> bool:
+    return mapping(history.run, "base").get("source") == EMBEDDED
+
+
 def try_out(history: RunHistory) -> Html | None:
     """Return where the LoRA of the built-in base can be used; nothing for any other base."""
-    if mapping(history.run, "base").get("source") != EMBEDDED:
+    if not _is_try_out(history):
         return None
     return tag(
         "p",
@@ -216,22 +219,25 @@ def _best_step(history: RunHistory, files: Mapping[int, str]) -> str:
     measured = _measured(history)
     if not measured:
         return "Compare the samples below: an earlier step may look better than the last one."
-    lowest = min(measured, key=lambda row: row.loss)
     last = measured[-1]
-    if lowest.step == last.step:
-        return f"The last step did best on the images kept aside: loss {loss_text(last.loss)}."
-    if lowest.step not in files and last.loss <= _AS_GOOD * lowest.loss:
-        return (
-            f"Step {last.step:,}, the last, did about as well on the images kept aside (loss "
-            f"{loss_text(last.loss)}) as the best, step {lowest.step:,} ({loss_text(lowest.loss)})."
+    kept = [row for row in measured if row.step in files]
+    if not kept:
+        return "No LoRA file is left of a step that was measured; compare the samples below."
+    best = min(kept, key=lambda row: row.loss)
+    if best.step == last.step:
+        said = f"The last step did best on the images kept aside: loss {loss_text(last.loss)}."
+    else:
+        said = (
+            f"Step {best.step:,} did best on the images kept aside (loss {loss_text(best.loss)}, "
+            f"at the end {loss_text(last.loss)}): {_samples_of(best.step, history)}."
         )
-    said = (
-        f"Step {lowest.step:,} did best on the images kept aside (loss {loss_text(lowest.loss)}, "
-        f"at the end {loss_text(last.loss)}): {_samples_of(lowest.step, history)}."
-    )
-    if lowest.step in files:
+    lowest = min(measured, key=lambda row: row.loss)
+    if best.loss <= _AS_GOOD * lowest.loss:
         return said
-    return f"{said} Its LoRA file was not kept; the setting Keep best keeps it."
+    return (
+        f"{said} Around step {lowest.step:,} the loss was lower ({loss_text(lowest.loss)}), but "
+        "no LoRA file of it was kept; the setting Keep best keeps it."
+    )
 
 
 def _measured(history: RunHistory) -> list[ValidationRow]:

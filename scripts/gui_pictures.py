@@ -149,7 +149,7 @@ def main() -> None:
         train(runs, images, "no-effect", "--set=optimizer.learning_rate=1e-12")
         throw_away(runs)
         with served(runs) as server:
-            queued(runs, images, "zibbo-again", "--steps=2000", "--set=sampling.every_steps=60")
+            queued(runs, images, "zibbo-again", "--steps=2000", "--set=sampling.every_steps=20")
             waiting = queued(runs, images, "zibbo-larger", "--set=adapter.rank=32")
             try:
                 reached(runs / "zibbo-again", "run_started")

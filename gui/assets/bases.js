@@ -6,7 +6,7 @@ import { signIn } from "/ui/sign_in.js";
 
 const OWN = [
   { source: "auto", name: "Chosen for this machine", owner: "lora-train", said: "The smallest full base on a GPU, else the miniature" },
-  { source: "embedded", name: "Miniature", owner: "built in", said: "Nothing to download", size: "To try things out, 64 px; not for ComfyUI", licence: "Apache 2.0", allows: "free for every use" },
+  { source: "embedded", name: "Miniature", owner: "built in", said: "Nothing to download", size: "To try things out, 64 px", licence: "Apache 2.0", allows: "free for every use" },
 ];
 
 const OWN_FILE = { source: "", name: "Your own model", owner: "a file or folder on this machine", said: "Browse \u2026", size: "A checkpoint from Civitai or the Hub" };
@@ -53,19 +53,20 @@ export async function mount(place, server, act) {
     if (button && place.isConnected) cards.get(button.dataset.base)?.click();
   });
   if (answer?.error) place.append(make("p", { className: "error notice", textContent: answer.error }));
-  for (const row of answer?.cards ?? []) {
+  for (const source of cards.keys()) {
     if (!place.isConnected) return;
-    const fit = await server.base_fits({ draft, source: row.source });
+    const fit = await server.base_fits({ draft, source });
     if (!fit) return; // the server was ended
-    Object.assign(cards.get(row.source).querySelector(".fits"), { textContent: fit.said, title: fit.why, className: `fits ${fit.fits}` });
+    Object.assign(cards.get(source).querySelector(".fits"), { textContent: fit.said, title: fit.why, className: `fits ${fit.fits}` });
+    if (source === "auto" && fit.picks) cards.get(source).querySelector("small").textContent = fit.picks;
   }
 }
 
-function card({ source, name, owner, said, here, size, licence, allows, gated, family }, onclick) {
+function card({ source, name, owner, said, here, size, licence, allows, gated, family, checkpoints }, onclick) {
   const line = (textContent, className) => textContent && make("span", { textContent, className });
   const button = make("button", { type: "button", className: "base-card", onclick },
     emblem(family ?? source), make("b", { textContent: name }), make("small", { textContent: owner }),
-    ...[line(size, "quiet"), line(said, here ? "good" : "quiet"), licence && terms(licence, allows),
+    ...[checkpoints && line(`Also for ${checkpoints}`, ""), line(size, "quiet"), line(said, here ? "good" : "quiet"), licence && terms(licence, allows),
       gated && line("Accept its terms on the Hub first", "slow"), make("span", { className: "fits quiet" })].filter(Boolean));
   button.dataset.source = source;
   return button;

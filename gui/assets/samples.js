@@ -97,12 +97,12 @@ const table = make("div", { class: "sheet-scroll", tabindex: "0", "aria-label": 
 const help = make(
   "p",
   { class: "quiet" },
-  "Click a picture to enlarge it. Then: left and right for another prompt, up and down for a later or earlier step, Escape to close. The star keeps the LoRA of a step as the best one.",
+  "The star ☆ beside a step keeps its LoRA as the best one, under a name of its own. Click an image to enlarge it; the arrow keys then show other prompts and steps.",
 );
 const compareButton = button("Compare two pictures", () => openCompare());
 const newest = make("div", { class: "newest" });
 const everyStep = make("div", { class: "steps-head", id: "every-step" }, make("h3", {}, "Samples of every step"), compareButton);
-mount.append(newest, everyStep, table, help, said);
+mount.append(newest, everyStep, help, table, said);
 
 function draw() {
   sheet = props.value;

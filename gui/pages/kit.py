@@ -71,7 +71,12 @@ def components() -> Html:
         tag("p", "What matters less.", class_="quiet"),
         tag("h2", "Buttons"),
         *(_buttons(size) for size in ("", "big")),
-        tag("p", *share_buttons(""), delete_button("", "", name="it", then=""), class_="actions"),
+        tag(
+            "p",
+            *share_buttons("", for_others=True),
+            delete_button("", "", name="it", then=""),
+            class_="actions",
+        ),
         tag("h2", "States"),
         *(state_line(state, state) for state in STATE_ICONS),
         *(tag("p", progress(0.45, label=state, state=state)) for state in STATE_ICONS),

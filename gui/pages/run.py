@@ -236,10 +236,7 @@ def _update(name: str, found: Mapping[str, Part], before: Sent) -> Any:
         return gr.skip()
     if name in _BUTTONS:
         possible = part.draw()
-        variant = _STRONG.get(name, "secondary")
-        if name == "resume" and not possible.helps:
-            variant = "secondary"
-        return gr.Button(visible=getattr(possible, name), variant=variant)
+        return gr.Button(visible=getattr(possible, name), variant=_STRONG.get(name, "secondary"))
     return gr.Textbox(visible=part.draw()) if name == "where" else part.draw()
 
 

@@ -201,7 +201,10 @@ def base_cards(work: Workplace, plans: Plans) -> list[Callable[[Any], dict[str, 
             return {"fits": "bad", "said": "Does not fit this machine", "why": why}
         fits, said = plan_view.pace(answer.values)
         why = plan_view.fit_sentence(mapping(answer.values, "memory"))
-        return {"fits": fits, "said": said, "why": why}
+        base = str(answer.values.get("base"))
+        if base == bases.EMBEDDED:
+            fits, said = "slow", "A try-out, not for ComfyUI or Forge"
+        return {"fits": fits, "said": said, "why": why, "picks": bases.title(base)}
 
     return [bases_list, base_fits, answering(hub_sign_in), *browsing(work)]
 

@@ -72,8 +72,11 @@ _REMEMBER = """(id) => {
     history.replaceState(null, "", url);
   }
 }"""
-_BASES_HEAD = """<h2 id="bases">The base model it learns on</h2>
-<p class="quiet">What is learned on any of them can be used in ComfyUI and Forge, but for the miniature.</p>"""
+_BASES_HEAD = (
+    '<h2 id="bases">The base model it learns on</h2><p class="quiet">Take the kind of model that you draw with: '
+    "the LoRA works with every checkpoint made from it, in ComfyUI and in most cases in Forge. "
+    "The miniature is for trying things out here.</p>"
+)
 _KINDS = {
     "person": "A person or character",
     "style": "A style",
@@ -273,7 +276,10 @@ def _connect(work: Workplace, widgets: Widgets, *, look: Any, back: Any, cards: 
     opened = page.load(opening(work), None, shown, show_progress="hidden", **PRIVATE)
     opened.then(None, widgets.draft, None, js=_REMEMBER)
     seen = [widgets.report, widgets.images, widgets.good]
-    opened.then(recalling(work), widgets.draft, [*seen, *planned], **PRIVATE)
+    # Nothing is shown of it: a new draft has nothing to recall.
+    opened.then(
+        recalling(work), widgets.draft, [*seen, *planned], show_progress="hidden", **PRIVATE
+    )
     looked = [widgets.said, *seen]
     for event in (look.click, widgets.dataset.submit):
         event(looking(work), widgets.fields, looked, **PRIVATE)

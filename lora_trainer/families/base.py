@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 # `X as X` is a re-export to mypy: families import the whole interface from this module.
@@ -172,6 +173,8 @@ class Family(ABC):
     formats: AdapterFormats
     licences: Mapping[str, Licence]
     """By Hub id of a public release; one that is not named here has a licence of its owner's own."""
+    checkpoints: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """By Hub id of a public release: well-known checkpoints made from it, with which its LoRAs work too."""
 
     # ---- facts, without torch
 

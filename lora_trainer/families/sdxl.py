@@ -88,6 +88,7 @@ class StableDiffusionXL(UNetFamily):
     pipeline_class = "StableDiffusionXLPipeline"
     released_unet = ARCHITECTURE
     licences = {BASE: OPENRAIL}
+    checkpoints = {BASE: ("Illustrious", "Pony", "NoobAI")}
     texts = (
         clip.ClipPart(
             role="clip_l",

@@ -165,7 +165,7 @@ def test_a_failed_run_is_trained_again_with_the_setting_that_mends_it(
     (folder / "run.json").write_text(json.dumps(record))
     write_status(folder, state="failed", exit_code=5, message=message)
     seen = run_state.look(folder, read_status(folder), now_s=time.time())
-    assert not run_state.possible(seen).helps
+    assert not run_state.possible(seen).resume
     page = head(seen, read_history(folder))
     assert offered in page and ("mended=1" in page) is bool(offered)
     usual = {"train.steps": 30, "data.trigger": "zorble thing"}

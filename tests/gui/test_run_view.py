@@ -20,6 +20,7 @@ from lora_trainer.hardware.card_state import CardState
 from lora_trainer.reporting.history import HistoryReader, read_history
 from lora_trainer.reporting.status import read_status
 from tests.fakes.live_runs import until, write_status
+from tests.fakes.lora_library import finished_run
 from tests.fakes.run_folder import HOSTILE_CAPTION, FakeRun, fake_run
 
 GIB = 1 << 30
@@ -81,23 +82,33 @@ def test_a_failure_stands_above_the_figures(run: FakeRun) -> None:
     assert "&lt;b&gt;do&lt;/b&gt; it" in page
 
 
-def test_a_finished_run_names_the_samples_to_look_at_and_where_its_lora_works(run: FakeRun) -> None:
-    rows = [row for row in run.events if row["event"] == "validation"]
-    best = rows[len(rows) // 2]
-    best["loss"] = 0.001
-    sampled = {row["step"] for row in run.events if row["event"] == "sample"}
-    folder = run.write()
+def test_a_finished_run_names_the_best_step_that_has_a_file_and_where_its_lora_works(
+    tmp_path: Path,
+) -> None:
+    folder = finished_run(tmp_path / "runs" / "done", saves=(10, 20))
     write_status(folder, state="finished", exit_code=0)
-    nearest = min(sampled, key=lambda step: abs(step - best["step"]))
-    looked_at = "compare its samples below" if best["step"] in sampled else f"of step {nearest}."
+    validated(folder, {21: (20, 0.04)})
+    assert "Step 20 did best" in shown(folder) and "compare its samples below" in shown(folder)
+    assert "Download the LoRA of step 20" in shown(folder) and "Around step" not in shown(folder)
+    validated(folder, {15: (15, 0.001)})
     page = shown(folder)
-    assert f"Step {best['step']} did best" in page and looked_at in page
-    assert "This training at most" in page and "Memory now" not in page
-    assert "not in ComfyUI" in page
+    assert "Step 20 did best" in page and "Download the LoRA of step 20" in page
+    assert "Around step 15 the loss was lower (0.0010)" in page
+    assert "not in ComfyUI" in page and "Copy to ComfyUI" not in page
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     record["base"]["source"] = "owner/model"
     (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
-    assert "not in ComfyUI" not in shown(folder)
+    assert "not in ComfyUI" not in shown(folder) and "Copy to ComfyUI" in shown(folder)
+
+
+def validated(folder: Path, others: dict[int, tuple[int, float]]) -> None:
+    """Give the validations of a run, by step, another step and loss."""
+    file = folder / "events.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        if row["event"] == "validation" and row["step"] in others:
+            row["step"], row["loss"] = others[row["step"]]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
