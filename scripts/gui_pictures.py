@@ -66,7 +66,7 @@ class Picture:
 
 EMPTY = (
     Picture(name="home-empty", path="/", ready=".drop"),
-    Picture(name="train-empty", path="/train?draft=new", ready=".drop"),
+    Picture(name="train-empty", path="/train?draft=new", ready="button:has-text('Browse'):enabled"),
     Picture(name="datasets-empty", path="/datasets", ready=".ds-open"),
     Picture(name="queue-empty", path="/queue", ready="#queue .empty"),
     Picture(name="trash-empty", path="/trash", ready="text=The trash is empty"),
@@ -79,7 +79,7 @@ BUSY = (
     Picture(name="home-busy", path="/", ready="h2:has-text('Training now')"),
     Picture(name="train-images", path="/train?draft=new&folder={images}", ready=".ds-card img"),
     Picture(name="train-findings", path="/train?draft=new&folder={mixed}", ready=".ds-card img"),
-    Picture(name="train-plan", path="/train?draft=new&example=1", ready="text=Fits:"),
+    Picture(name="train-plan", path="/train?draft=new&example=1", ready=".base-card .fits.slow"),
     Picture(
         name="train-bases",
         path="/train?draft=new&example=1",
