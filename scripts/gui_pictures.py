@@ -43,7 +43,9 @@ SCREENS = {"laptop": {"width": 1366, "height": 768}, "phone": {"width": 390, "he
 SCHEMES = ("light", "dark")
 WEBP_QUALITY = 82
 WITHIN_MS = 120_000
-SHOWN = """() => [...document.images].every((image) => {
+SHOWN = """() => performance.getEntriesByType("resource").some(
+  (entry) => entry.name.endsWith("icons.svg") && entry.responseEnd > 0
+) && [...document.images].every((image) => {
   const box = image.getBoundingClientRect();
   return image.complete || !image.offsetParent || box.top > innerHeight || box.bottom < 0;
 })"""
