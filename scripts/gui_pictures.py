@@ -43,9 +43,9 @@ SCREENS = {"laptop": {"width": 1366, "height": 768}, "phone": {"width": 390, "he
 SCHEMES = ("light", "dark")
 WEBP_QUALITY = 82
 WITHIN_MS = 120_000
-SHOWN = """() => performance.getEntriesByType("resource").some(
-  (entry) => entry.name.endsWith("icons.svg") && entry.responseEnd > 0
-) && [...document.images].every((image) => {
+# Icons lie in a file of their own: a <use> of one has a size only when the file is there.
+SHOWN = """() => [...document.querySelectorAll("use")].some((use) => use.getBBox().width > 0) &&
+  [...document.images].every((image) => {
   const box = image.getBoundingClientRect();
   return image.complete || !image.offsetParent || box.top > innerHeight || box.bottom < 0;
 })"""
