@@ -1,4 +1,4 @@
-"""Write the tables of models in README.md from what the planner finds: `python scripts/model_table.py`.
+"""Write the tables of models in README.md from what the planner finds: `python -m scripts.model_table`.
 
 One row for each public release that is computed otherwise than the others: for three reference GPUs
 (scripts/plan_tables.py) how long a balanced run of 20 images takes, and at which image size. The first
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from lora_trainer.config.config import settled
 from scripts.plan_tables import CARDS, planned, releases
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"
@@ -26,14 +27,17 @@ FIRST_SCREEN = {
 
 def model_table(names: Mapping[str, str]) -> str:
     """Return the table of releases {source: name in the table} as Markdown."""
-    lines = [f"| model | {' | '.join(CARDS)} |", "|---|---:|---:|---:|"]
+    lines = [f"| model | steps | {' | '.join(CARDS)} |", "|---|---:|---:|---:|---:|"]
     for source, name in names.items():
         plans = [planned(source, card) for card in CARDS]
         cells = [
             f"{plan.run_time.seconds / 3600:.1f} h, {plan.config.data.resolution} px"
             for plan in plans
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        steps = " to ".join(
+            f"{n:,}" for n in sorted({settled(p.config.train.steps) for p in plans})
+        )
+        lines.append(f"| {name} | {steps} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
