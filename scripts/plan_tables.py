@@ -20,7 +20,8 @@ from lora_trainer.families import MODULES, family, known_base
 from lora_trainer.families.base import Family
 from lora_trainer.hardware.machine import GIB, Gpu, Hardware, tier
 from lora_trainer.planning.memory import MemoryItem
-from lora_trainer.planning.plan import Plan, PlanInput, plan
+from lora_trainer.planning.plan import Plan, plan
+from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.search import gib
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plans.md"

@@ -75,10 +75,10 @@ def test_a_style_needs_fewer_views_of_more_pictures() -> None:
         run_length(images=100, batch_size=1, views=120, concept=concept)
         for concept in ("any", "style", "person")
     )
-    assert style.steps == plain.steps / 2 == person.steps / 2
-    assert style.reason.startswith("style: 60 views")
+    assert style[0] == plain[0] / 2 == person[0] / 2
+    assert style[1].startswith("style: 60 views")
     few = run_length(images=15, batch_size=1, views=120, concept="style")
-    assert few.steps == run_length(images=15, batch_size=1, views=120).steps
+    assert few[0] == run_length(images=15, batch_size=1, views=120)[0]
 
 
 def test_the_command_line_has_a_word_for_it(

@@ -31,7 +31,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 @pytest.fixture(autouse=True)
 def streams_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryChooser, "_streamable", property(lambda self: self._blocks))
+    monkeypatch.setattr(
+        MemoryChooser, "_streamable", property(lambda self: len(self.inputs.costs.blocks))
+    )
     monkeypatch.setattr(plan, "unmet_needs", lambda config, **machine: ())
 
 

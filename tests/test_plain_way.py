@@ -47,7 +47,9 @@ def _streams_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stream_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryChooser, "_streamable", property(lambda self: self._blocks))
+    monkeypatch.setattr(
+        MemoryChooser, "_streamable", property(lambda self: len(self.inputs.costs.blocks))
+    )
     monkeypatch.setattr(plan, "unmet_needs", lambda config, **machine: ())
 
 

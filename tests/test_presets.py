@@ -29,7 +29,8 @@ from lora_trainer.families import DEFAULT_FAMILY, MODULES, known_base
 from lora_trainer.families import family as load_family
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import GIB, Hardware, assume_card
-from lora_trainer.planning.plan import Plan, PlanInput, plan
+from lora_trainer.planning.plan import Plan, plan
+from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import run_length
 from tests.fakes.stable_diffusion import SD15, mini_facts
 
@@ -249,8 +250,8 @@ def test_how_much_is_learned_does_not_depend_on_the_tier(family: str, priority: 
         for made in planned(family, tier, priority):
             for key in ("train.batch_size", "optimizer.learning_rate", "adapter.rank"):
                 assert flatten(made.config)[key] == values[key], (tier, key)
-            length = run_length(images=20, batch_size=1, views=values["train.views"])
-            assert made.steps * made.config.train.batch_size == length.steps
+            steps, _ = run_length(images=20, batch_size=1, views=values["train.views"])
+            assert made.steps * made.config.train.batch_size == steps
     first, *others = learned.values()
     for other in others:
         assert {key: value for key, value in other.items() if first[key] != value} == {}

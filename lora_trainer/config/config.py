@@ -9,17 +9,17 @@ error that names the nearest setting.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from lora_trainer.common.errors import RequestError, did_you_mean
 from lora_trainer.common.redaction import secret_keys
-from lora_trainer.config.constraints import contradictions, why_unused
+from lora_trainer.config.constraints import by_key, contradictions, typed
 from lora_trainer.config.declare import (
     CHECKPOINTING,
     CHUNK_TOKENS,
@@ -99,18 +99,19 @@ C = TypeVar("C", bound=Config)
 
 @dataclass(frozen=True, kw_only=True)
 class SettingInfo:
-    """One setting as tables, GUI form and docs show it; see `settings.declare.setting` for the conditions."""
+    """One setting as tables, GUI form and docs show it; see `declare.setting` for the conditions."""
 
     key: str
     default: Any
     unit: str
     doc: str
     form: Form
-    only_for: Needs
-    not_for: Needs
-    idle_with: Needs
-    path: bool
-    headline: bool
+    only_for: Needs = field(default_factory=dict)
+    not_for: Needs = field(default_factory=dict)
+    idle_with: Needs = field(default_factory=dict)
+    enforced: bool = False
+    path: bool = False
+    headline: bool = False
 
     @property
     def section(self) -> str:
@@ -126,7 +127,18 @@ class SettingInfo:
 
         `values` are by `section.name`; a missing value or `auto` may still become any value.
         """
-        return why_unused(self.only_for, self.not_for, self.idle_with, values)
+        decided = {key: value for key, value in values.items() if value != "auto"}
+        for key, allowed in self.only_for.items():
+            if key in decided and decided[key] not in allowed:
+                alternatives = " or ".join(map(typed, allowed))
+                return f"needs {key}={alternatives}, but it is {typed(decided[key])}"
+        for key, refused in self.not_for.items():
+            if key in decided and decided[key] in refused:
+                return f"without effect while {key} is {typed(decided[key])}"
+        if self.idle_with and all(decided.get(key) in no for key, no in self.idle_with.items()):
+            idle = (f"{key} is {typed(decided[key])}" for key in self.idle_with)
+            return f"without effect while {' and '.join(idle)}"
+        return ""
 
 
 def all_settings() -> list[SettingInfo]:
@@ -141,14 +153,9 @@ def _settings() -> tuple[SettingInfo, ...]:
         SettingInfo(
             key=f"{section}.{name}",
             default=info.default,
-            unit=schemas[f"{section}.{name}"]["unit"],
             doc=info.description or "",
             form=form_of(schemas[f"{section}.{name}"]),
-            only_for=schemas[f"{section}.{name}"].get("only_for", {}),
-            not_for=schemas[f"{section}.{name}"].get("not_for", {}),
-            idle_with=schemas[f"{section}.{name}"].get("idle_with", {}),
-            path=schemas[f"{section}.{name}"].get("path", False),
-            headline=schemas[f"{section}.{name}"].get("headline", False),
+            **cast(dict[str, Any], info.json_schema_extra),  # `setting` declares the rest there
         )
         for section, fields in sections().items()
         for name, info in fields.items()
@@ -158,8 +165,8 @@ def _settings() -> tuple[SettingInfo, ...]:
 def sections() -> dict[str, dict[str, FieldInfo]]:
     """Return the fields of each section, both in declaration order."""
     fields = {}
-    for name, field in Config.model_fields.items():
-        section = field.annotation
+    for name, declared in Config.model_fields.items():
+        section = declared.annotation
         assert isinstance(section, type) and issubclass(section, Section)
         fields[name] = section.model_fields
     return fields
@@ -279,9 +286,19 @@ def _validated(values: Mapping[str, Any], kind: type[C]) -> C:
         config = kind.model_validate(nested)
     except ValidationError as error:
         raise RequestError(_explain(error), fix="change these values") from None
-    if sentences := " ".join(contradictions(config)):
+    if sentences := " ".join([*_without_effect(config), *contradictions(config)]):
         raise RequestError(sentences, fix="change these values")
     return config
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """Yield a sentence for each `enforced` setting that is set where it has no effect."""
+    values = by_key(config)
+    for info in _settings():
+        value = values[info.key]
+        if info.enforced and value != info.default and (reason := info.unused(values)):
+            is_idle = "is " if reason.startswith("without") else ""
+            yield f"{info.key}={typed(value)} {is_idle}{reason}: leave {info.key} out."
 
 
 RETIRED_SETTINGS = frozenset({"memory.kept_share", "memory.modulation_cache"})

@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.base_precision import QUANTIZATIONS
-from lora_trainer.config.declare import SCHEDULE_FREE, Needs, OptimizerName
+from lora_trainer.config.declare import SCHEDULE_FREE, OptimizerName
 from lora_trainer.config.sections import Config
 from lora_trainer.hardware.machine import Gpu
 
@@ -36,27 +36,7 @@ class Rule:
 
 def contradictions(config: Config) -> Iterator[str]:
     """Yield a sentence for each rule that these settings break; `auto` breaks none."""
-    yield from _without_effect(config)
     yield from (rule.sentence(config) for rule in SETTINGS if rule.when(config))
-
-
-def why_unused(only_for: Needs, not_for: Needs, idle_with: Needs, values: Mapping[str, Any]) -> str:
-    """Return the reason why a setting with these conditions has no effect beside `values`, else "".
-
-    `values` are by `section.name`; a missing value or `auto` may still become any value.
-    """
-    decided = {key: value for key, value in values.items() if value != "auto"}
-    for key, allowed in only_for.items():
-        if key in decided and decided[key] not in allowed:
-            alternatives = " or ".join(map(typed, allowed))
-            return f"needs {key}={alternatives}, but it is {typed(decided[key])}"
-    for key, refused in not_for.items():
-        if key in decided and decided[key] in refused:
-            return f"without effect while {key} is {typed(decided[key])}"
-    if idle_with and all(decided.get(key) in idle for key, idle in idle_with.items()):
-        idle = (f"{key} is {typed(decided[key])}" for key in idle_with)
-        return f"without effect while {' and '.join(idle)}"
-    return ""
 
 
 def typed(value: Any) -> str:
@@ -64,24 +44,9 @@ def typed(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _without_effect(config: Config) -> Iterator[str]:
-    """Yield a sentence for each `enforced` setting that is set where it has no effect."""
-    values = {
-        f"{section}.{name}": value for section, settings in config for name, value in settings
-    }
-    for section, settings in config:
-        for name, field in type(settings).model_fields.items():
-            extra = field.json_schema_extra
-            assert isinstance(extra, dict)  # `setting` declares every field with one
-            key = f"{section}.{name}"
-            if not extra.get("enforced") or values[key] == field.default:
-                continue
-            only_for, not_for, idle_with = (
-                cast(Needs, extra.get(each, {})) for each in ("only_for", "not_for", "idle_with")
-            )
-            if reason := why_unused(only_for, not_for, idle_with, values):
-                is_idle = "is " if reason.startswith("without") else ""
-                yield f"{key}={typed(values[key])} {is_idle}{reason}: leave {key} out."
+def by_key(config: Config) -> dict[str, Any]:
+    """Return the value of every setting by `section.name`, unlike `flatten` as it is in the config."""
+    return {f"{section}.{name}": value for section, fields in config for name, value in fields}
 
 
 def _above(value: float | str, limit: float | str) -> bool:
@@ -333,67 +298,47 @@ NEEDS: tuple[Need, ...] = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnmetNeed:
-    """A setting that this machine cannot follow: `problem` and `fix` for the user, `reason` to use `instead`."""
-
-    key: str
-    instead: Any
-    problem: str
-    fix: str
-    reason: str
-    error: type[RequestError | MachineError] = MachineError
-    is_wish: bool = False
-
-
 def unmet_needs(
-    config: Config, *, gpu: Gpu | None, packages: Mapping[str, str | None]
-) -> Iterator[UnmetNeed]:
-    """Yield the settings that this machine cannot follow, each once; `gpu` None is the processor.
+    config: Config,
+    *,
+    gpu: Gpu | None,
+    packages: Mapping[str, str | None],
+    is_preset: Callable[[str], bool],
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield (setting, value to use instead, reason) for each preset that this machine cannot follow.
 
-    `packages` maps the installed packages to their versions.
+    Raises RequestError or MachineError for a value of the user. `gpu` None is the processor; `packages` maps
+    the installed packages to their versions.
     """
-    values = {
-        f"{section}.{name}": value for section, settings in config for name, value in settings
-    }
-    lacks = gpu.can.lacks if gpu is not None else {}
-    refused_keys = set()
+    values, refused_keys = by_key(config), set()
     # The kind of GPU comes first: a package would not help where the GPU cannot run it.
-    for wish, why in lacks.items():
+    for wish, why in (gpu.can.lacks if gpu is not None else {}).items():
         key, _, value = wish.partition("=")
-        if gpu is not None and str(values[key]) == value:
-            refused_keys.add(key)
-            yield UnmetNeed(
-                key=key,
-                instead=WORKS_ANYWHERE[key],
-                problem=f"{key}={value.lower()} does not work on {gpu.can.says}: {why}",
-                fix=f"use --set {key}={WORKS_ANYWHERE[key]}",
-                reason=f"{value} is preset, but {why}",
-            )
-    for need in NEEDS:
-        value, instead = values[need.key], WORKS_ANYWHERE[need.key]
-        is_used = value not in ("auto", 0) if need.value is ANY_NUMBER else value == need.value
-        if not is_used or need.key in refused_keys:
+        if gpu is None or str(values[key]) != value:
             continue
-        lead = f"instead of {value}" if need.is_wish else f"{value} is preset"
-        join = ", which" if need.is_wish else ", but"
+        if not is_preset(key):
+            raise MachineError(
+                f"{key}={value.lower()} does not work on {gpu.can.says}: {why}",
+                fix=f"use --set {key}={WORKS_ANYWHERE[key]}",
+            )
+        refused_keys.add(key)
+        yield key, WORKS_ANYWHERE[key], f"{value} is preset, but {why}"
+    for need in NEEDS:
+        key, value, instead = need.key, values[need.key], WORKS_ANYWHERE[need.key]
+        is_used = value not in ("auto", 0) if need.value is ANY_NUMBER else value == need.value
+        if not is_used or key in refused_keys:
+            continue
+        lead = f"instead of {value}, which" if need.is_wish else f"{value} is preset, but"
         if kind := need.unmet(gpu):
-            yield UnmetNeed(
-                key=need.key,
-                instead=instead,
-                problem=f"{need.key}={typed(value)} needs {kind}",
-                fix=f"use --set {need.key}={typed(instead)}",
-                reason=f"{lead}{join} needs {kind}",
-                error=need.error,
-                is_wish=need.is_wish,
-            )
+            problem, fix, reason = f"needs {kind}", "", f"{lead} needs {kind}"
         elif need.package and packages.get(need.package) is None:
+            command = f"pip install {need.package}"
+            problem, fix = f"needs {need.package}, which is not installed", f"{command}, or "
             subject = "" if need.is_wish else f" {need.package}"
-            yield UnmetNeed(
-                key=need.key,
-                instead=instead,
-                problem=f"{need.key}={typed(value)} needs {need.package}, which is not installed",
-                fix=f"pip install {need.package}, or use --set {need.key}={typed(instead)}",
-                reason=f"{lead}{join}{subject} is missing (pip install {need.package})",
-                is_wish=need.is_wish,
-            )
+            reason = f"{lead}{subject} is missing ({command})"
+        else:
+            continue
+        if not (need.is_wish or is_preset(key)):
+            fix += f"use --set {key}={typed(instead)}"
+            raise need.error(f"{key}={typed(value)} {problem}", fix=fix)
+        yield key, instead, reason

@@ -25,7 +25,7 @@ _ORDINARY_INDEX = "https://download.pytorch.org/whl"
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKind:
-    """One kind of device.
+    """One kind of device; the defaults are the capabilities of NVIDIA's GPUs.
 
     says: the device in words, for messages.
     own_memory: the device has separate memory, so offloading to host memory saves some.
@@ -45,16 +45,16 @@ class DeviceKind:
     name: KindName
     says: str
     torch_type: TorchType
-    own_memory: bool
-    pins: bool
-    pins_in_place: bool
-    streams: bool
-    graphs: bool
-    compiles: bool
-    fused_skips: bool
     runtime_bytes: int
     collectives: str
     install: str
+    own_memory: bool = True
+    pins: bool = True
+    pins_in_place: bool = True
+    streams: bool = True
+    graphs: bool = True
+    compiles: bool = True
+    fused_skips: bool = True
     blocks_convolutions: bool = False
     lacks: Mapping[str, str] = field(default_factory=dict)
 
@@ -76,13 +76,6 @@ KINDS: Mapping[KindName, DeviceKind] = {
             name="cuda",
             says="an NVIDIA GPU (CUDA)",
             torch_type="cuda",
-            own_memory=True,
-            pins=True,
-            pins_in_place=True,
-            streams=True,
-            graphs=True,
-            compiles=True,
-            fused_skips=True,
             # Context 0.3-0.5 GiB with the kernels of all libraries loaded.
             runtime_bytes=int(0.6 * GIB),
             collectives="nccl",
@@ -94,13 +87,8 @@ KINDS: Mapping[KindName, DeviceKind] = {
             name="rocm",
             says="an AMD GPU (ROCm)",
             torch_type="cuda",
-            own_memory=True,
-            pins=True,
-            pins_in_place=True,
-            streams=True,
             graphs=False,
             compiles=False,
-            fused_skips=True,
             runtime_bytes=int(0.8 * GIB),
             collectives="nccl",  # RCCL, under NCCL's name
             install=f"pip install torch --index-url {_ORDINARY_INDEX}/rocm6.4",
@@ -141,10 +129,7 @@ KINDS: Mapping[KindName, DeviceKind] = {
             name="xpu",
             says="an Intel GPU (XPU)",
             torch_type="xpu",
-            own_memory=True,
-            pins=True,
             pins_in_place=False,
-            streams=True,
             graphs=False,
             compiles=False,
             fused_skips=False,
@@ -167,8 +152,6 @@ KINDS: Mapping[KindName, DeviceKind] = {
             pins_in_place=False,
             streams=False,
             graphs=False,
-            compiles=True,
-            fused_skips=True,
             runtime_bytes=int(0.58 * GIB),  # Python with torch, diffusers, TensorBoard: docs/LOG.md
             blocks_convolutions=True,  # oneDNN computes in blocks of channels (its "Memory Format Propagation")
             collectives="gloo",

@@ -23,6 +23,7 @@ from typing import Any, Generic, Literal, TypeVar
 import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from pydantic import TypeAdapter
 
 from lora_trainer.hardware import torch_allocator
 from lora_trainer.hardware.devices import KINDS, TorchBuild, against_card, torch_build
@@ -200,12 +201,7 @@ class Hardware:
 
 def hardware_from(values: Mapping[str, Any]) -> Hardware:
     """Rebuild hardware from the JSON of its `asdict`, sent by another process."""
-    gpus = []
-    for gpu in values["gpus"]:
-        capability = gpu["compute_capability"]
-        gpus.append(Gpu(**{**gpu, "compute_capability": tuple(capability) if capability else None}))
-    build = values["torch"] and TorchBuild(**values["torch"])
-    return Hardware(**{**values, "gpus": tuple(gpus), "torch": build})
+    return TypeAdapter(Hardware).validate_python(values)
 
 
 def detect(
@@ -341,9 +337,8 @@ def spill_margin_bytes(total_bytes: int) -> int:
 
 
 def free_ram_bytes(root: Path = Path("/")) -> int:
-    """Return the memory of the machine or container that is free now."""
-    _, free = _memory(root)
-    return free.value
+    """Return the memory of the machine or container that can be used now without swapping."""
+    return _memory(root)[1].value
 
 
 def assume_card(hardware: Hardware, *, vram_gib: float) -> Hardware:
@@ -471,11 +466,6 @@ def cpu_quota(root: Path) -> float | None:
     """Return the container's limit in processors (fractions possible), None without a limit."""
     quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.strip().isdigit() else None
-
-
-def free_host_bytes() -> int:
-    """Return the memory of the machine, or of the container, that can be used now without swapping."""
-    return _memory(Path("/"))[1].value
 
 
 def _memory(root: Path) -> tuple[Fact[int], Fact[int]]:

@@ -8,9 +8,9 @@ or the machine swaps. Unpinned memory is copied more slowly, and a step waits fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.torch_allocator import RESERVED_BYTES
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import (
@@ -19,6 +19,7 @@ from lora_trainer.planning.memory import (
     MemoryItem,
     prepared_batches,
     saved_copies,
+    sum_bytes,
     vae_weights,
 )
 from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, state_bytes
@@ -32,22 +33,20 @@ class Pinned:
     offloaded: float = 1.0
 
 
-def pinned_shares(
-    load: Load, *, facts: BaseFacts, costs: RememberedCosts, pinnable_bytes: int | None
-) -> Pinned:
+def pinned_shares(load: Load, costs: RememberedCosts, *, pinnable_bytes: int | None) -> Pinned:
     """Return the pinned shares of a load where a process may pin this many bytes; None: no limit.
 
     Blocks are pinned first: they are pinned once, before the first step, and inputs as they come.
     """
     if pinnable_bytes is None:
         return Pinned()
-    base = costs.frozen_base(facts, load)
+    sizes = (
+        costs.frozen_base(load).streamed_bytes(load.streamed_blocks),
+        offloaded_bytes(load, costs),
+    )
     remaining_bytes = max(0, pinnable_bytes - RESERVED_BYTES)
     shares = []
-    for size in (
-        base.streamed_bytes(load.streamed_blocks),
-        offloaded_bytes(load, facts=facts, costs=costs),
-    ):
+    for size in sizes:
         pinned_size = min(remaining_bytes, size)
         shares.append(pinned_size / size if size else 1.0)  # nothing to copy: no copy is slow
         remaining_bytes -= pinned_size
@@ -59,9 +58,9 @@ PINNED_AT_MOST = 2
 """Torch rounds pinned memory up to powers of two; a plan knows only the sum of the inputs, so: twice."""
 
 
-def offloaded_bytes(load: Load, *, facts: BaseFacts, costs: RememberedCosts) -> int:
+def offloaded_bytes(load: Load, costs: RememberedCosts) -> int:
     """Return the most bytes that inputs of recomputed blocks can take in host memory."""
-    return PINNED_AT_MOST * load.micro_batch * costs.sample_cost(facts, load.workload()).host_bytes
+    return PINNED_AT_MOST * load.micro_batch * costs.sample_cost(load.workload()).host_bytes
 
 
 # Python with torch, diffusers and transformers, and the CUDA libraries it maps.
@@ -80,7 +79,7 @@ class HostPrediction:
 
     @property
     def bytes(self) -> int:
-        return sum(item.bytes for item in self.items)
+        return sum_bytes(self.items)
 
     @property
     def fits(self) -> bool:
@@ -93,82 +92,57 @@ class HostPrediction:
 
 
 def predict_host(
-    load: Load,
-    *,
-    facts: BaseFacts,
-    costs: RememberedCosts,
-    limit_bytes: int,
-    pinnable_bytes: int | None,
+    load: Load, costs: RememberedCosts, *, limit_bytes: int, pinnable_bytes: int | None
 ) -> HostPrediction:
     """Return the host memory that a run on a GPU needs; it may pin `pinnable_bytes` of it, None: all."""
-    text = facts.parts["text_encoder"].parameters * ELEMENT_BYTES[load.text_precision]
-    base = facts.parts["denoiser"].parameters * ELEMENT_BYTES[load.precision]
+    text = costs.parameters("text_encoder") * ELEMENT_BYTES[load.text_precision]
+    base = costs.parameters("denoiser") * ELEMENT_BYTES[load.precision]
+    note = f"{load.text_precision}, while texts are cached"
     # These follow each other, so the machine must hold the largest of them, not their sum: texts are cached
     # before the base is loaded, and a base is quantised before the first step.
-    phases = (
-        _training(load, facts, costs, pinnable_bytes),
-        _offloaded_text(load, text),
-        _quantising(load, facts, costs),
-    )
-    largest = max(phases, key=lambda items: sum(item.bytes for item in items))
-    runtime = MemoryItem(
-        name="runtime", bytes=HOST_RUNTIME_BYTES, note="Python, torch and CUDA libraries"
-    )
+    phases = [
+        list(_training(load, costs, pinnable_bytes)),
+        [MemoryItem("text encoders", text, note)] if load.text_offload else [],
+        list(_quantising(load, costs)),
+    ]
+    runtime = MemoryItem("runtime", HOST_RUNTIME_BYTES, "Python, torch and CUDA libraries")
     return HostPrediction(
-        items=(runtime, *largest),
+        items=(runtime, *max(phases, key=sum_bytes)),
         loading_bytes=max(text, base),  # one after the other, through the same file cache
         limit_bytes=limit_bytes,
     )
 
 
 def _training(
-    load: Load, facts: BaseFacts, costs: RememberedCosts, pinnable_bytes: int | None
-) -> list[MemoryItem]:
-    pinned = pinned_shares(load, facts=facts, costs=costs, pinnable_bytes=pinnable_bytes)
-    items = [
-        MemoryItem(
-            name="cached latents and texts",
-            bytes=CACHE_RESIDENT_BYTES,
-            note="at most; further entries are read from the disk",
-        ),
-        prepared_batches(load, facts, costs),
-        *saved_copies(load, facts, costs),
-        *([vae_weights(facts, note=SAMPLER)] if load.samples else []),
-    ]
-    if load.streamed_blocks:
-        base = costs.frozen_base(facts, load)
-        note = f"{load.streamed_blocks} blocks in {load.base_precision}{_pinned(pinned.streamed)}"
-        streamed = base.streamed_bytes(load.streamed_blocks)
-        items.append(MemoryItem(name="streamed blocks", bytes=streamed, note=note))
-    if size := offloaded_bytes(load, facts=facts, costs=costs):
+    load: Load, costs: RememberedCosts, pinnable_bytes: int | None
+) -> Iterator[MemoryItem]:
+    pinned = pinned_shares(load, costs, pinnable_bytes=pinnable_bytes)
+    note = "at most; further entries are read from the disk"
+    yield MemoryItem("cached latents and texts", CACHE_RESIDENT_BYTES, note)
+    yield prepared_batches(load, costs)
+    yield saved_copies(load, costs)
+    if load.samples:
+        yield vae_weights(costs, SAMPLER)
+    if count := load.streamed_blocks:
+        note = f"{count} blocks in {load.base_precision}{_pinned(pinned.streamed)}"
+        yield MemoryItem("streamed blocks", costs.frozen_base(load).streamed_bytes(count), note)
+    if size := offloaded_bytes(load, costs):
         note = (
-            f"inputs of recomputed blocks, {load.micro_batch} at a time{_pinned(pinned.offloaded)} "
-            "in powers of two"
+            f"inputs of recomputed blocks, {load.micro_batch} at a time{_pinned(pinned.offloaded)}"
         )
-        items.append(MemoryItem(name="offloaded activations", bytes=size, note=note))
-    states = state_bytes(costs.adapter_tensors(facts, load.adapter), load.optimizer)
+        yield MemoryItem("offloaded activations", size, f"{note} in powers of two")
     # The driver moves paged states here when the GPU is full, so all of them must find room.
-    if states.paged:
-        note = f"{load.optimizer}, the paged part"
-        items.append(MemoryItem(name="optimizer states", bytes=states.paged, note=note))
-    return items
+    if size := state_bytes(costs.adapter_tensors(load.adapter), load.optimizer).paged:
+        yield MemoryItem("optimizer states", size, f"{load.optimizer}, the paged part")
 
 
 def _pinned(share: float) -> str:
     return ", pinned" if share == 1.0 else f", {share:.0%} of it pinned"
 
 
-def _quantising(load: Load, facts: BaseFacts, costs: RememberedCosts) -> list[MemoryItem]:
-    """Return a streamed base while it is quantised in host memory, before the GPU gets its blocks."""
-    base = costs.frozen_base(facts, load)
-    if not (load.streamed_blocks and base.is_quantized):
-        return []
-    note = f"{load.base_precision}, before its blocks move to the GPU"
-    return [MemoryItem(name="base while it is quantised", bytes=base.bytes, note=note)]
-
-
-def _offloaded_text(load: Load, text_bytes: int) -> list[MemoryItem]:
-    if not load.text_offload:
-        return []
-    note = f"{load.text_precision}, while texts are cached"
-    return [MemoryItem(name="text encoders", bytes=text_bytes, note=note)]
+def _quantising(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
+    """Yield a streamed base while it is quantised in host memory, before the GPU gets its blocks."""
+    base = costs.frozen_base(load)
+    if load.streamed_blocks and base.is_quantized:
+        note = f"{load.base_precision}, before its blocks move to the GPU"
+        yield MemoryItem("base while it is quantised", base.bytes, note)

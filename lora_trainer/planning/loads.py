@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 
 from lora_trainer.config.base_precision import BaseMatmul, BasePrecision
 from lora_trainer.config.config import AdapterSettings, Checkpointing, Precision, Targets
@@ -27,10 +28,10 @@ from lora_trainer.costs.cost_table import (
     sample_cost,
 )
 from lora_trainer.costs.sample_cost import SampleCost, Workload
-from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.families.base import BaseFacts, Family, Part
 from lora_trainer.hardware.devices import TorchType
 from lora_trainer.hardware.machine import GIB, Gpu, desktop_bytes
-from lora_trainer.lora.adapter_size import Shape, adapter_tensors, total_elements
+from lora_trainer.lora.adapter_size import Shape, adapter_tensors
 from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, FrozenBase
 
 MIB = 2**20
@@ -96,92 +97,86 @@ def runs_wide(adapter: AdapterSettings) -> bool:
     return adapter.kind != "lora" or adapter.dora or adapter.init == "pissa"
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class RememberedCosts:
-    """The costs of one base, each workload computed once, as a search asks for the same few many times.
-
-    All calls of one object must be about the same base: `facts` is no part of the keys.
-    """
+    """The facts and costs of one base, each computed once, as a search asks for the same few many times."""
 
     family: Family
-    costs: dict[Workload, SampleCost] = field(default_factory=dict)
-    shapes: dict[Targets, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
-    linear: Mapping[str, tuple[int, int]] | None = None
-    bases: dict[tuple[Precision, BasePrecision], FrozenBase] = field(default_factory=dict)
-    text_shapes: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None
+    facts: BaseFacts
     tensors: dict[str, Counter[Shape]] = field(default_factory=dict)
+    """What `adapter_tensors` has counted, by the adapter's settings."""
 
-    def adapter_shapes(
-        self, facts: BaseFacts, *, targets: Targets
-    ) -> Mapping[str, tuple[int, ...]]:
-        if targets not in self.shapes:
-            self.shapes[targets] = adapter_shapes(self.family, facts, targets=targets)
-        return self.shapes[targets]
+    @cached_property
+    def sample_cost(self) -> Callable[[Workload], SampleCost]:
+        return cache(partial(sample_cost, self.family, self.facts))
 
-    def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        if self.text_shapes is None:
-            self.text_shapes = self.family.text_adapter_shapes(facts)
-        return self.text_shapes
+    @cached_property
+    def linear_shapes(self) -> Mapping[str, tuple[int, int]]:
+        return linear_shapes(self.family, self.facts)
 
-    def linear_shapes(self, facts: BaseFacts) -> Mapping[str, tuple[int, int]]:
-        if self.linear is None:
-            self.linear = linear_shapes(self.family, facts)
-        return self.linear
+    @cached_property
+    def text_adapter_shapes(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        return self.family.text_adapter_shapes(self.facts)
 
-    def known_checkpointing(
-        self, facts: BaseFacts, *, element_bytes: int, targets: Targets, wide_adapter: bool
-    ) -> tuple[Checkpointing, ...]:
-        return known_checkpointing(
-            self.family,
-            facts,
-            element_bytes=element_bytes,
-            targets=targets,
-            wide_adapter=wide_adapter,
-        )
+    @cached_property
+    def adapter_shapes(self) -> Callable[[Targets], Mapping[str, tuple[int, ...]]]:
+        return cache(lambda targets: adapter_shapes(self.family, self.facts, targets=targets))
 
-    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        if workload not in self.costs:
-            self.costs[workload] = sample_cost(self.family, facts, workload)
-        return self.costs[workload]
-
-    def frozen_base(self, facts: BaseFacts, load: Load) -> FrozenBase:
-        # The only two settings of a load that change how weights are kept; a search asks hundreds of times.
-        key = (load.precision, load.base_precision)
-        if key not in self.bases:
-            self.bases[key] = FrozenBase(
-                parameters=facts.parts["denoiser"].parameters,
-                shapes=self.linear_shapes(facts),
+    @cached_property
+    def _bases(self) -> Callable[[Precision, BasePrecision], FrozenBase]:
+        return cache(
+            lambda precision, kept_as: FrozenBase(
+                parameters=self.parameters("denoiser"),
+                shapes=self.linear_shapes,
                 quantization_skip=self.family.traits.quantization_skip,
                 block_pattern=self.family.traits.block_pattern,
-                dtype=load.precision,
-                kept_as=load.base_precision,
+                dtype=precision,
+                kept_as=kept_as,
             )
-        return self.bases[key]
+        )
+
+    def frozen_base(self, load: Load) -> FrozenBase:
+        return self._bases(load.precision, load.base_precision)
+
+    def parameters(self, part: Part) -> int:
+        """Return the number of weights in a part of the base."""
+        return self.facts.parts[part].parameters
+
+    def known_checkpointing(
+        self, *, precision: Precision, adapter: AdapterSettings
+    ) -> tuple[Checkpointing, ...]:
+        """Return the checkpointing levels whose costs are known for an adapter."""
+        return known_checkpointing(
+            self.family,
+            self.facts,
+            element_bytes=ELEMENT_BYTES[precision],
+            targets=adapter.targets,
+            wide_adapter=runs_wide(adapter),
+        )
 
     def block_of(self, module: str) -> str:
         """Return the name of the repeated block a module is in, or the empty string."""
         match = re.match(self.family.traits.block_pattern, module)
         return match[0] if match else ""
 
-    def adapter_tensors(self, facts: BaseFacts, settings: AdapterSettings) -> Mapping[Shape, int]:
+    @cached_property
+    def blocks(self) -> frozenset[str]:
+        """Names of the repeated blocks."""
+        return frozenset(map(self.block_of, self.linear_shapes)) - {""}
+
+    def adapter_tensors(self, settings: AdapterSettings) -> Counter[Shape]:
         """Return how many trained tensors there are of each shape: adapters and new tokens."""
         key = settings.model_dump_json()  # hash() refuses settings, because of `rank_pattern`
         if key not in self.tensors:
-            shapes = self.adapter_shapes(facts, targets=settings.targets)
-            tensors = adapter_tensors(shapes, settings)
-            if settings.text_encoder:
-                for component, text_shapes in self.text_adapter_shapes(facts).items():
+            tensors = adapter_tensors(self.adapter_shapes(settings.targets), settings)
+            for component, text_shapes in self.text_adapter_shapes.items():
+                if settings.text_encoder:
                     tensors += adapter_tensors(text_shapes, settings, component=component)
-            if settings.new_tokens:
-                for text_shapes in self.text_adapter_shapes(facts).values():
+                if settings.new_tokens:
                     width = next(iter(text_shapes.values()))[0]  # of the first layer's input
                     tensors += Counter({(settings.new_tokens, width): 1})
             self.tensors[key] = tensors
         return self.tensors[key]
-
-    def adapter_parameters(self, facts: BaseFacts, settings: AdapterSettings) -> int:
-        """Return how many numbers are trained."""
-        return total_elements(self.adapter_tensors(facts, settings))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The planner's memory part: which loads may be tried, how they are judged, and why one was chosen.
+"""The planner's memory part: which loads may be tried, and why one was chosen.
 
 Input is the settings so far, the base, the machine and the buckets; output a `MemoryChoice`: the load that
 fits, its predictions, its time, and a decision with its reason for every setting it changed or filled in.
@@ -7,33 +7,23 @@ fits, its predictions, its time, and a decision with its reason for every settin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import (
-    CHECKPOINTING,
-    AdapterSettings,
-    Checkpointing,
-    Config,
-    settled,
-    value_of,
-)
-from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware.machine import Gpu, Hardware
-from lora_trainer.planning.host_memory import HostPrediction, predict_host
-from lora_trainer.planning.loads import Load, RememberedCosts, runs_wide, surroundings
-from lora_trainer.planning.memory import Prediction, predict
-from lora_trainer.planning.oom_history import OomRecord
+from lora_trainer.config.config import CHECKPOINTING, Checkpointing, Config, settled, value_of
+from lora_trainer.hardware.machine import Gpu
+from lora_trainer.planning.host_memory import HostPrediction
+from lora_trainer.planning.loads import Load, RememberedCosts, surroundings
+from lora_trainer.planning.memory import Prediction
+from lora_trainer.planning.plan_input import Decision, PlanInput
 from lora_trainer.planning.precisions import (
-    Matmul,
     against_products,
     base_precisions,
     choose_matmul,
     in_16_bits,
-    price,
     why_base_precision,
 )
 from lora_trainer.planning.search import (
@@ -46,23 +36,12 @@ from lora_trainer.planning.search import (
     gpu_limit,
     images_at_once,
 )
-from lora_trainer.planning.step_time import StepTime, step_time, step_work
-from lora_trainer.planning.weight_bytes import ELEMENT_BYTES
+from lora_trainer.planning.step_time import StepTime
 
 NEWER_SETTINGS: Mapping[str, Any] = {
     "memory.base_matmul": "dequantized",
 }
 """Settings that older runs were planned without, and the values that change nothing for such a run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """A value the planner set; `bytes` is the predicted peak that decided it, 0 where memory did not."""
-
-    key: str
-    value: Any
-    reason: str
-    bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,53 +58,38 @@ class MemoryChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryChooser:
-    """Settings without `auto` (except memory's), the base, the data and the machine; `gpu` None: the processor."""
+    """Chooses for settings without `auto` (except memory's); `gpu` None is the processor."""
 
+    inputs: PlanInput
     config: Config
-    adapter: AdapterSettings
-    """As asked for: `alpha` takes no memory, so it may be `auto`, and equal loads stay equal."""
-    facts: BaseFacts
-    costs: RememberedCosts
-    hardware: Hardware
     gpu: Gpu | None
-    full_card: OomRecord | None
-    processes: int
-    sharing: int
-    buckets: Sequence[tuple[int, int]]
-    priority: str
-    regularisation: float = 0.0
-    """Share of the samples, 0 to 1, that come from regularisation images."""
-    kept_at_once: Mapping[tuple[int, int], int] | None = None
-    """Micro-batch by bucket of a resumed run, whose settings are in `config`: nothing is searched again."""
 
     def choose(self) -> MemoryChoice:
         """Raise MachineError naming the nearest setting that fits when nothing does, or RequestError."""
         self._refuse_more_blocks()
         # Another micro-batch sums in another order and rounds otherwise, so a resumed run keeps its own. Buckets
         # that it never had, from images added since, need a new search.
-        if self.kept_at_once is not None and set(self._all_buckets) <= self.kept_at_once.keys():
-            memory_choice = self._chosen(
-                self._ideal_load, {size: self.kept_at_once[size] for size in self._all_buckets}
-            )
-            return replace(memory_choice, decisions=tuple(self._of_older_runs()))
-        ideal_load, judge = self._ideal_load, self._judge
-        step_px = self.facts.bucket_step_px
-        best_fit = fit(
-            ideal_load, choices=self._choices, judge=judge, limit=self.limit, step_px=step_px
-        )
+        kept_at_once, ideal_load = self.inputs.kept_at_once, self._ideal_load
+        if kept_at_once is not None and set(self._buckets) <= kept_at_once.keys():
+            at_once = {size: kept_at_once[size] for size in self._buckets}
+            return self._chosen(ideal_load, at_once, self._of_older_runs())
+        judge, step_px = self._judge, self._costs.facts.bucket_step_px
+        best_fit = fit(ideal_load, choices=self._choices, judge=judge, step_px=step_px)
+        load = best_fit.load
         # Decided before the buckets get more images, because int8 products need buffers of their own.
-        matmul = choose_matmul(best_fit.load, gpu=self.gpu, priority=self.priority, judge=judge)
+        matmul, why_matmul = choose_matmul(load, judge)
         if self.config.memory.base_matmul == "auto":
-            best_fit = replace(best_fit, load=replace(best_fit.load, base_matmul=matmul.value))
-        at_once = images_at_once(
-            best_fit.load, self._all_buckets, most=ideal_load.micro_batch, judge=judge
-        )
-        memory_choice = self._chosen(best_fit.load, at_once)
-        peak_bytes = memory_choice.memory.peak_bytes
-        decisions = self._decisions(best_fit, matmul, max(at_once.values()), peak_bytes)
-        return replace(memory_choice, decisions=tuple(decisions))
+            load = replace(load, base_matmul=matmul)
+        at_once = images_at_once(load, self._buckets, most=ideal_load.micro_batch, judge=judge)
+        choice = self._chosen(load, at_once)
+        return replace(choice, decisions=tuple(self._decisions(choice, best_fit, why_matmul)))
 
-    def _chosen(self, load: Load, at_once: Mapping[tuple[int, int], int]) -> MemoryChoice:
+    def _chosen(
+        self,
+        load: Load,
+        at_once: Mapping[tuple[int, int], int],
+        decisions: Iterable[Decision] = (),
+    ) -> MemoryChoice:
         loads = [
             replace(load, bucket_px=bucket, micro_batch=count) for bucket, count in at_once.items()
         ]
@@ -138,84 +102,86 @@ class MemoryChooser:
             load=load,
             memory=memory,
             host=self._judge.predict_host(load),
-            time=self._time(load),
+            time=self._judge.time(load),
             images_at_once=at_once,
-            decisions=(),
+            decisions=tuple(decisions),
         )
 
     # ---- the loads that may be tried
 
     @property
-    def _images_per_process(self) -> int:
-        """Most images of a step that one process trains on."""
-        return math.ceil(self.config.train.batch_size / self.processes)
+    def _costs(self) -> RememberedCosts:
+        return self.inputs.costs
 
     @property
-    def _all_buckets(self) -> Sequence[tuple[int, int]]:
+    def _buckets(self) -> Sequence[tuple[int, int]]:
         side_px = settled(self.config.data.resolution)
-        return self.buckets or [(side_px, side_px)]
+        return self.inputs.buckets or [(side_px, side_px)]
 
     @cached_property
     def _ideal_load(self) -> Load:
-        config = self.config
-        micro_batch, batch_size = config.memory.micro_batch, self._images_per_process
+        config, choices, gpu = self.config, self._choices, self.gpu
+        micro_batch, batch_size = config.memory.micro_batch, self._judge.batch_size
+        regularisation = self.inputs.regularisation_per_epoch / self.inputs.epoch
+        twice = 1.0 - regularisation if config.objective.preservation_weight else 0.0
+        learned_from_base = regularisation if config.objective.prior == "base" else 0.0
         return Load(
-            device=self.gpu.can.torch_type if self.gpu else "cpu",
+            device=gpu.can.torch_type if gpu else "cpu",
             precision=settled(config.train.precision),
-            base_precision=self._choices.base_precisions[0],
-            adapter=self.adapter,
+            base_precision=choices.base_precisions[0],
+            # As asked for: `alpha` takes no memory, so it may be `auto`, and equal loads stay equal.
+            adapter=self.inputs.resolved.config.adapter,
             optimizer=config.optimizer.name,
             text_precision=settled(config.memory.text_encoder_precision),
             text_offload=False,  # `fit` offloads them only where they do not fit
             micro_batch=batch_size if micro_batch == "auto" else micro_batch,
-            checkpointing=self._choices.checkpointing[0],
-            streamed_blocks=self._choices.streamed[0],
-            bucket_px=max(self._all_buckets, key=lambda size: size[0] * size[1]),
+            checkpointing=choices.checkpointing[0],
+            streamed_blocks=choices.streamed[0],
+            bucket_px=max(self._buckets, key=math.prod),
             samples=bool(config.sampling.every_steps),
             sample_side_px=settled(config.data.resolution),
-            prepared_samples=math.ceil(config.data.prefetch_steps * batch_size * (1 + self._twice)),
+            prepared_samples=math.ceil(config.data.prefetch_steps * batch_size * (1 + twice)),
             averaged=config.train.ema_decay is not None,
             masked=config.data.masks != "none",
-            twice=self._twice,
-            as_base=self._twice + self._learned_from_base,
+            twice=twice,
+            as_base=twice + learned_from_base,
             keeps_best=config.output.keep_best,
             base_matmul="int8" if config.memory.base_matmul == "int8" else "dequantized",
             beside=surroundings(
-                self.gpu,
-                expandable=self.hardware.expandable_segments,
+                gpu,
+                expandable=self.inputs.hardware.expandable_segments,
                 limit_gib=config.hardware.vram_limit_gib,
             ),
         )
 
-    @property
-    def _twice(self) -> float:
-        return 1.0 - self.regularisation if self.config.objective.preservation_weight else 0.0
-
-    @property
-    def _learned_from_base(self) -> float:
-        return self.regularisation if self.config.objective.prior == "base" else 0.0
-
     @cached_property
     def _choices(self) -> SearchSpace:
-        kind = self.config.memory.gradient_checkpointing
-        streamed = self.config.memory.streamed_blocks
-        first = 0 if kind == "auto" else CHECKPOINTING.index(kind)
-        offload = (True,) if self.config.memory.text_encoder_offload is True else (False, True)
-        trains_text = self.config.adapter.text_encoder or self.config.adapter.new_tokens
+        memory, adapter, gpu = self.config.memory, self.config.adapter, self.gpu
         # Text encoders that are trained, or that read trained tokens, run in every step and stay on the device.
-        may_offload = self._has_host and not trains_text
-        kinds = self._kinds(CHECKPOINTING[first:])
+        may_offload = self._has_host and not (adapter.text_encoder or adapter.new_tokens)
+        offload = (True,) if memory.text_encoder_offload is True else (False, True)
+        has_package = self.inputs.hardware.packages.get("bitsandbytes") is not None
+        has_nf4 = not gpu or not gpu.can.against("memory.base_precision", "nf4")
         return SearchSpace(
             base_precisions=base_precisions(
-                self.config, self.gpu, has_bitsandbytes=self._has_bitsandbytes
+                self.config, gpu, has_bitsandbytes=has_nf4 and has_package
             ),
-            checkpointing=kinds,
-            streamed=(0 if streamed == "auto" else streamed, self._streamable),
+            checkpointing=self._checkpointing,
+            streamed=(
+                0 if memory.streamed_blocks == "auto" else memory.streamed_blocks,
+                self._streamable,
+            ),
             text_offload=offload if may_offload else (False,),
-            int8_products=self.config.memory.base_matmul == "auto"
-            and not against_products(gpu=self.gpu, priority=self.priority),
-            in_16_bits=in_16_bits(self.costs.family.traits.precisions, self.gpu),
+            int8_products=memory.base_matmul == "auto"
+            and not against_products(gpu, priority=self.inputs.resolved.priority),
+            in_16_bits=in_16_bits(self._costs.family.traits.precisions, gpu),
         )
+
+    @property
+    def _streamable(self) -> int:
+        """Most blocks that can be streamed: none with an assistant, whose LoRA weights stay where they are."""
+        is_possible = self._has_host and self.config.base.assistant is None
+        return len(self._costs.blocks) if is_possible else 0
 
     def _of_older_runs(self) -> Iterator[Decision]:
         """Yield values for the settings that did not exist yet when a resumed run was planned."""
@@ -225,130 +191,79 @@ class MemoryChooser:
 
     @cached_property
     def _known_kinds(self) -> tuple[Checkpointing, ...]:
-        return self.costs.known_checkpointing(
-            self.facts,
-            element_bytes=ELEMENT_BYTES[settled(self.config.train.precision)],
-            targets=self.config.adapter.targets,
-            wide_adapter=runs_wide(self.config.adapter),
+        return self._costs.known_checkpointing(
+            precision=settled(self.config.train.precision), adapter=self.config.adapter
         )
 
-    def _kinds(self, allowed: tuple[Checkpointing, ...]) -> tuple[Checkpointing, ...]:
-        """Return the allowed levels to try; without a known cost only the user's, on the processor none offloaded."""
-        known_kinds = self._known_kinds
-        chosen_kind = allowed[0] if self.config.memory.gradient_checkpointing != "auto" else None
-        kinds = (kind for kind in allowed if kind in known_kinds or kind == chosen_kind)
-        if self._has_host:
-            return tuple(kinds)
-        # Without memory of its own the device would copy inputs within one and the same memory.
-        return tuple(kind for kind in kinds if kind != "offloaded") or ("full",)
-
     @property
-    def _has_bitsandbytes(self) -> bool:
-        can = not self.gpu or not self.gpu.can.against("memory.base_precision", "nf4")
-        return can and self.hardware.packages.get("bitsandbytes") is not None
+    def _checkpointing(self) -> tuple[Checkpointing, ...]:
+        """The levels to try: the user's or a heavier one, of those whose costs are known."""
+        chosen_kind = self.config.memory.gradient_checkpointing
+        first = 0 if chosen_kind == "auto" else CHECKPOINTING.index(chosen_kind)
+        kinds = [
+            kind
+            for kind in CHECKPOINTING[first:]
+            if (kind in self._known_kinds or kind == chosen_kind)
+            # Without memory of its own the device would copy inputs within one and the same memory.
+            and (self._has_host or kind != "offloaded")
+        ]
+        return tuple(kinds) if kinds or self._has_host else ("full",)
 
     @property
     def _has_host(self) -> bool:
         """Whether the device has memory of its own, so that weights can wait in the machine's memory."""
         return self.gpu is not None and self.gpu.can.own_memory
 
-    @property
-    def _here(self) -> str:
-        return (
-            "this run is on the processor"
-            if self.gpu is None
-            else "this GPU shares the machine's memory"
-        )
-
-    @property
-    def _streamable(self) -> int:
-        """Most blocks that can be streamed: none with an assistant, whose LoRA weights stay where they are."""
-        return self._blocks if self._has_host and self.config.base.assistant is None else 0
-
-    @cached_property
-    def _blocks(self) -> int:
-        shapes = self.costs.linear_shapes(self.facts)
-        return len({name for name in map(self.costs.block_of, shapes) if name})
-
     def _refuse_more_blocks(self) -> None:
-        streamed = self.config.memory.streamed_blocks
-        if streamed != "auto" and streamed > self._blocks:
+        streamed, most = self.config.memory.streamed_blocks, len(self._costs.blocks)
+        if streamed != "auto" and streamed > most:
+            source = self._costs.facts.source
             raise RequestError(
-                f"memory.streamed_blocks={streamed}, but {self.facts.source} has only {self._blocks} blocks",
-                fix=f"use a number from 0 to {self._blocks}",
+                f"memory.streamed_blocks={streamed}, but {source} has only {most} blocks",
+                fix=f"use a number from 0 to {most}",
             )
 
     # ---- how a load is judged
 
-    @cached_property
+    @property
     def limit(self) -> Limit:
         """Memory of the device that the run may use, and the reason for that limit."""
         if self.gpu is None:
-            usable_bytes = self.hardware.ram_usable_bytes // self.sharing
-            return Limit(bytes=usable_bytes, reason="of memory free, less a margin")
+            return Limit(bytes=self.inputs.ram_bytes, reason="of memory free, less a margin")
         limit_gib = self.config.hardware.vram_limit_gib
-        return gpu_limit(self.gpu, limit_gib=limit_gib, full_card=self.full_card)
+        return gpu_limit(self.gpu, limit_gib=limit_gib, full_card=self.inputs.full_card)
 
     @cached_property
     def _judge(self) -> Evaluator:
         return Evaluator(
-            predict=self._predict,
-            predict_host=self._predict_host,
-            seconds=lambda load: self._time(load).seconds,
-            price=lambda precision, seconds: price(self.priority, precision, seconds),
+            costs=self._costs,
+            gpu=self.gpu,
+            priority=self.inputs.resolved.priority,
+            limit=self.limit,
+            host_limit_bytes=self.inputs.ram_bytes if self._has_host else None,
+            pinnable_bytes=self.inputs.pinnable_bytes,
+            batch_size=self.inputs.images_per_process(self.config),
+            threads=settled(self.config.hardware.threads),
         )
-
-    def _predict(self, load: Load) -> Prediction:
-        limit_bytes = self.limit.bytes
-        return predict(load, facts=self.facts, costs=self.costs, limit_bytes=limit_bytes)
-
-    def _predict_host(self, load: Load) -> HostPrediction | None:
-        if not self._has_host:
-            return (
-                None  # the device's memory is the machine's, so `predict` counts everything already
-            )
-        return predict_host(
-            load,
-            facts=self.facts,
-            costs=self.costs,
-            limit_bytes=self.hardware.ram_usable_bytes // self.sharing,
-            pinnable_bytes=self._pinnable_bytes,
-        )
-
-    @property
-    def _pinnable_bytes(self) -> int | None:
-        """Host memory that each process of this training may pin, in bytes; None: no limit."""
-        return self.hardware.pinnable_by_each(sharing=self.sharing)
-
-    def _time(self, load: Load) -> StepTime:
-        work = step_work(
-            load,
-            facts=self.facts,
-            costs=self.costs,
-            batch_size=self._images_per_process,
-            pinnable_bytes=self._pinnable_bytes,
-        )
-        threads = settled(self.config.hardware.threads)
-        return step_time(work, gpu=self.gpu, threads=threads, precision=load.precision)
 
     # ---- why
 
     def _decisions(
-        self, best_fit: SearchResult, matmul: Matmul, at_once: int, peak_bytes: int
+        self, choice: MemoryChoice, best_fit: SearchResult, why_matmul: str
     ) -> Iterator[Decision]:
-        load, limit = best_fit.load, self.limit
-        default_reason = f"{gib(peak_bytes)} predicted, {limit}"
+        load, limit = choice.load, self._judge.limit
+        peak_bytes, at_once = choice.memory.peak_bytes, max(choice.images_at_once.values())
         why_precision = why_base_precision(
             load,
             best_fit.seconds,
             self._choices.base_precisions,
-            config=self.config,
-            priority=self.priority,
-            step_s=self._time(load).seconds,
+            asks_for_products=self.config.memory.base_matmul == "int8",
+            priority=self._judge.priority,
+            step_s=choice.time.seconds,
         )
         chosen = {
             "memory.base_precision": (load.base_precision, why_precision),
-            "memory.base_matmul": (load.base_matmul, matmul.reason),
+            "memory.base_matmul": (load.base_matmul, why_matmul),
             "memory.gradient_checkpointing": (load.checkpointing, self._why_recomputing(load)),
             "memory.streamed_blocks": (load.streamed_blocks, self._why_streaming(load)),
             "memory.micro_batch": (at_once, self._why_micro_batch(load, at_once)),
@@ -357,17 +272,17 @@ class MemoryChooser:
         for key, (value, why) in chosen.items():
             before = value_of(self.config, key)
             if before != value:
-                prefix = "" if before == "auto" else f"instead of {_in_words(before)}: "
-                reason = f"{prefix}{why or default_reason}"
+                reason = why or f"{gib(peak_bytes)} predicted, {limit}"
+                if before != "auto":
+                    words = str(before).lower() if isinstance(before, bool) else before
+                    reason = f"instead of {words}: {reason}"
                 yield Decision(key=key, value=value, reason=reason, bytes=peak_bytes)
-        if best_fit.sampling_bytes:
-            reason = f"sample images would take {gib(best_fit.sampling_bytes)}, {limit}"
-            yield Decision(
-                key="sampling.every_steps", value=0, reason=reason, bytes=best_fit.sampling_bytes
-            )
+        if size := best_fit.sampling_bytes:
+            reason = f"sample images would take {gib(size)}, {limit}"
+            yield Decision(key="sampling.every_steps", value=0, reason=reason, bytes=size)
 
     def _peak(self, load: Load) -> str:
-        return gib(self._judge.predict(load).peak_bytes)
+        return f"{gib(self._judge.predict(load).peak_bytes)}, {self._judge.limit}"
 
     def _why_recomputing(self, load: Load) -> str:
         if load.checkpointing == "none":
@@ -378,40 +293,37 @@ class MemoryChooser:
         other = replace(load, checkpointing=kinds[-1])
         if load.streamed_blocks and other.checkpointing == "none":
             return "streamed blocks must be recomputed in the backward pass"
-        would = f"{other.checkpointing} would take {self._peak(other)}, {self.limit}"
-        return f"{would}; a step takes {self._longer(load)}"
-
-    def _longer(self, load: Load) -> str:
-        """Say how much longer checkpointing makes a step, compared with none and with `full`."""
         plain = replace(load, checkpointing="none", streamed_blocks=0)
         everything = replace(plain, checkpointing="full")
-        seconds = self._time(plain).seconds
-        share, most = (self._time(each).seconds / seconds - 1 for each in (load, everything))
-        longer = f"{share:.0%} longer than without checkpointing"
-        return longer if load == everything else f"{longer} (full checkpointing: {most:.0%})"
+        plain_s, load_s, everything_s = (
+            self._judge.time(each).seconds for each in (plain, load, everything)
+        )
+        reason = f"{other.checkpointing} would take {self._peak(other)}; a step takes "
+        reason += f"{load_s / plain_s - 1:.0%} longer than without checkpointing"
+        more = f" (full checkpointing: {everything_s / plain_s - 1:.0%})"
+        return reason if load == everything else reason + more
+
+    @property
+    def _shares_memory(self) -> str:
+        where = "this GPU shares the machine's memory"
+        return "this run is on the processor" if self.gpu is None else where
 
     def _why_streaming(self, load: Load) -> str:
         if not load.streamed_blocks:
-            return "all blocks fit on the device" if self._has_host else self._here
+            return "all blocks fit on the device" if self._has_host else self._shares_memory
         # The question is not what one block less would take, but why blocks are streamed at all.
         whole = self._peak(replace(load, streamed_blocks=0))
-        return f"all {self._blocks} blocks on the GPU would take {whole}, {self.limit}"
+        return f"all {len(self._costs.blocks)} blocks on the GPU would take {whole}"
 
     def _why_micro_batch(self, load: Load, at_once: int) -> str:
-        if at_once == self._images_per_process:
+        if at_once == self._judge.batch_size:
             return ""
-        more = self._peak(replace(load, micro_batch=load.micro_batch + 1))
-        width_px, height_px = load.bucket_px
-        return (
-            f"{load.micro_batch + 1} of {width_px}x{height_px} px would take {more}, {self.limit}"
-        )
+        count, (width_px, height_px) = load.micro_batch + 1, load.bucket_px
+        more = self._peak(replace(load, micro_batch=count))
+        return f"{count} of {width_px}x{height_px} px would take {more}"
 
     def _why_offload(self, load: Load) -> str:
         if not load.text_offload:
-            return "text encoders fit on the device" if self._has_host else self._here
+            return "text encoders fit on the device" if self._has_host else self._shares_memory
         whole = self._judge.predict(replace(load, text_offload=False)).phases["texts"]
-        return f"text encoders would take {gib(whole)}, {self.limit}"
-
-
-def _in_words(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        return f"text encoders would take {gib(whole)}, {self._judge.limit}"

@@ -7,7 +7,7 @@ No torch: input is facts and settings, output a `Plan`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,65 +26,25 @@ from lora_trainer.config.config import (
     with_value,
 )
 from lora_trainer.config.constraints import unmet_needs
-from lora_trainer.config.layers import Origin, Resolved, is_preset
+from lora_trainer.config.layers import Origin, is_preset
 from lora_trainer.config.recipe import rate_for_batch
-from lora_trainer.costs.sample_cost import SampleCost
-from lora_trainer.families.base import BaseFacts, Family
-from lora_trainer.hardware.machine import Gpu, Hardware
-from lora_trainer.lora.adapter_size import total_elements
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.hardware.machine import Gpu
 from lora_trainer.planning.host_memory import HostPrediction
-from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.loads import Load
 from lora_trainer.planning.memory import Prediction
-from lora_trainer.planning.memory_choice import Decision, MemoryChoice, MemoryChooser
-from lora_trainer.planning.oom_history import OomRecord
+from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
 from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwise
+from lora_trainer.planning.plan_input import Decision, PlanInput
 from lora_trainer.planning.precisions import best_precision, capability
-from lora_trainer.planning.run_time import DiskUse, RunTime, RunTimeInputs, disk_bytes, run_length
-from lora_trainer.planning.speedups import compiling, graphing
-from lora_trainer.planning.speedups import run_facts as circumstances
-from lora_trainer.planning.weight_bytes import state_bytes
+from lora_trainer.planning.run_time import RunTime, RunTimeInputs, disk_bytes, run_length
+from lora_trainer.planning.speedups import SpeedupChooser
 
 PLANNER = "planner"
 SAVES_PER_RUN = 5
 VALIDATIONS_PER_RUN = 10
 LARGE_TEXT_ENCODER = 2_000_000_000
 """A text encoder with more parameters runs in bf16, because fp32 weights would set the peak of the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanInput:
-    """Everything a plan is made from. `images` counts the different training images.
-
-    `decided` has (value, reason) of the settings that base and captions decide alone: `output.format` always.
-
-    `samples_per_epoch` counts repeats, at least `fewest_repeats` of each image, without regularisation;
-    `regularisation_per_epoch` comes on top. `buckets` are the (width, height) in use, in pixels, of all
-    images, held-out ones too. `latents` counts mirrored images twice, `texts` the different captions;
-    None: as `data.flip` says, and one caption for each image. `full_card` is an out-of-memory record of
-    this GPU. `processes` share each step, `sharing` of them one machine's memory. `kept_at_once` is the
-    micro-batch by bucket of a resumed run, which keeps its plan.
-    """
-
-    resolved: Resolved
-    decided: Mapping[str, tuple[Any, str]]
-    facts: BaseFacts
-    family: Family
-    hardware: Hardware
-    images: int
-    samples_per_epoch: int
-    buckets: Sequence[tuple[int, int]]
-    fewest_repeats: int = 1
-    latents: int | None = None
-    texts: int | None = None
-    full_card: OomRecord | None = None
-    processes: int = 1
-    sharing: int = 1
-    kept_at_once: Mapping[tuple[int, int], int] | None = None
-    regularisation_per_epoch: int = 0
-    held_out: int = 0
-    """Images held out for validation."""
-    prompts: int | None = None
-    """Prompts of the sample images; None: as many as the settings ask for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +89,7 @@ def plan(inputs: PlanInput) -> Plan:
     planner.decide_optimizer()
     planner.decide_length()
     memory_choice = planner.decide_speedups(planner.decide_memory())
-    return planner.finish(memory_choice, planner.decide_samples(memory_choice))
+    return planner.finish(memory_choice, planner.decide_samples(memory_choice.load))
 
 
 @dataclass(kw_only=True)
@@ -139,9 +99,6 @@ class _Planner:
     """The settings so far: `decide` replaces one after the other."""
     decisions: list[Decision] = field(default_factory=list)
     gpu: Gpu | None = None
-
-    def __post_init__(self) -> None:
-        self.costs = RememberedCosts(family=self.inputs.family)
 
     def decide(self, key: str, value: Any, reason: str, *, peak_bytes: int = 0) -> None:
         self.config = with_value(self.config, key, value)
@@ -154,29 +111,32 @@ class _Planner:
             self.decide(key, value, reason)
 
     def decide_device(self) -> None:
-        hardware, setting = self.inputs.hardware, self.config.hardware.device
-        accelerator = hardware.accelerator(sharing=self.inputs.sharing)
-        here = accelerator.value.can.torch_type if accelerator.value else "cpu"
+        hardware, setting, sharing = (
+            self.inputs.hardware,
+            self.config.hardware.device,
+            self.inputs.sharing,
+        )
+        accelerator = hardware.accelerator(sharing=sharing)
+        gpu, reason = accelerator.value, accelerator.reason
+        here = gpu.can.torch_type if gpu else "cpu"
         # A device that was typed is never replaced: on the processor the run would take weeks, unnoticed.
         if setting not in ("auto", "cpu", here):
-            reason = (
-                f"the GPU here is {accelerator.value.can.says}"
-                if accelerator.value
-                else accelerator.reason
-            )
             raise MachineError(
-                f"hardware.device={setting}, but there is no GPU to use: {reason}"
-                if accelerator.value is None
-                else f"hardware.device={setting}, but {reason}",
+                f"hardware.device={setting}, but "
+                + (
+                    f"the GPU here is {gpu.can.says}"
+                    if gpu
+                    else f"there is no GPU to use: {reason}"
+                ),
                 fix=f"use --set hardware.device={here}",
             )
-        self.decide_auto("hardware.device", here, accelerator.reason)
-        self.gpu = accelerator.value if self.config.hardware.device != "cpu" else None
+        self.decide_auto("hardware.device", here, reason)
+        self.gpu = gpu if self.config.hardware.device != "cpu" else None
         threads, reason = hardware.cpu_threads, hardware.reasons.get("cpu_threads", "")
         # Processes on one machine compute at the same time, so they divide its cores among themselves.
-        if self.inputs.sharing > 1:
-            reason = f"{threads} for {self.inputs.sharing} processes; {reason}"
-        self.decide_auto("hardware.threads", max(1, threads // self.inputs.sharing), reason)
+        if sharing > 1:
+            reason = f"{threads} for {sharing} processes; {reason}"
+        self.decide_auto("hardware.threads", max(1, threads // sharing), reason)
 
     def decide_numbers(self) -> None:
         facts = self.inputs.facts
@@ -277,10 +237,11 @@ class _Planner:
     def decide_possible(self) -> None:
         """Decide settings that this machine cannot follow: replace a preset's value, refuse the user's."""
         packages = self.inputs.hardware.packages
-        for unmet in unmet_needs(self.config, gpu=self.gpu, packages=packages):
-            if not (unmet.is_wish or self._is_preset(unmet.key)):
-                raise unmet.error(unmet.problem, fix=unmet.fix)
-            self.decide(unmet.key, unmet.instead, unmet.reason)
+        replaced = unmet_needs(
+            self.config, gpu=self.gpu, packages=packages, is_preset=self._is_preset
+        )
+        for key, value, reason in replaced:
+            self.decide(key, value, reason)
         self.decide_auto("memory.attention", "sdpa", "PyTorch's own attention, always available")
 
     def decide_optimizer(self) -> None:
@@ -326,115 +287,67 @@ class _Planner:
     def _layer(self, key: str) -> str:
         return self.inputs.resolved.origins[key].layer
 
-    @property
-    def _epoch(self) -> int:
-        return self.inputs.samples_per_epoch + self.inputs.regularisation_per_epoch
-
     def decide_length(self) -> None:
-        length = run_length(
-            images=self.inputs.images,
-            samples=self.inputs.samples_per_epoch,
-            repeats=self.inputs.fewest_repeats,
-            batch_size=self.config.train.batch_size,
-            views=self.config.train.views,
-            regularisation=self.inputs.regularisation_per_epoch / self.inputs.samples_per_epoch,
-            concept=self.config.train.concept,
+        inputs, train, output = self.inputs, self.config.train, self.config.output
+        steps, reason = run_length(
+            images=inputs.images,
+            samples=inputs.samples_per_epoch,
+            repeats=inputs.fewest_repeats,
+            batch_size=train.batch_size,
+            views=train.views,
+            regularisation=inputs.regularisation_per_epoch / inputs.samples_per_epoch,
+            concept=train.concept,
         )
-        self.decide_auto("train.steps", length.steps, length.reason)
+        self.decide_auto("train.steps", steps, reason)
         steps = settled(self.config.train.steps)
-        fifth, reason = max(1, steps // SAVES_PER_RUN), f"a fifth of {steps} steps"
-        if self.config.output.save_every_epochs is None:
-            self.decide_auto("output.save_every_steps", fifth, reason)
+        every, reason = max(1, steps // SAVES_PER_RUN), f"a fifth of {steps} steps"
+        if output.save_every_epochs is None:
+            self.decide_auto("output.save_every_steps", every, reason)
         else:
             self.decide_auto("output.save_every_steps", 0, "output.save_every_epochs is set")
         # Sample images at the saves show the very weights that a saved file holds.
-        if self.config.output.save_every_steps:
-            fifth, reason = (
-                settled(self.config.output.save_every_steps),
-                "same as output.save_every_steps",
-            )
-        self.decide_auto("sampling.every_steps", fifth, reason)
+        if saves := settled(self.config.output.save_every_steps):
+            every, reason = saves, "same as output.save_every_steps"
+        self.decide_auto("sampling.every_steps", every, reason)
         tenth = max(1, steps // VALIDATIONS_PER_RUN)
         self.decide_auto("train.validate_every_steps", tenth, f"a tenth of {steps} steps")
 
     def decide_memory(self) -> MemoryChoice:
         """Choose base precision, checkpointing, streaming and micro-batch so that the run fits."""
-        memory_choice = MemoryChooser(
-            config=self.config,
-            adapter=self.inputs.resolved.config.adapter,
-            facts=self.inputs.facts,
-            costs=self.costs,
-            hardware=self.inputs.hardware,
-            gpu=self.gpu,
-            full_card=self.inputs.full_card,
-            processes=self.inputs.processes,
-            sharing=self.inputs.sharing,
-            kept_at_once=self.inputs.kept_at_once,
-            buckets=self.inputs.buckets,
-            priority=self.inputs.resolved.priority,
-            regularisation=self.inputs.regularisation_per_epoch / self._epoch,
-        ).choose()
+        chooser = MemoryChooser(inputs=self.inputs, config=self.config, gpu=self.gpu)
+        memory_choice = chooser.choose()
         for choice in memory_choice.decisions:
             self.decide(choice.key, choice.value, choice.reason, peak_bytes=choice.bytes)
         return memory_choice
 
     def decide_speedups(self, memory_choice: MemoryChoice) -> MemoryChoice:
         """Decide compiling and CUDA graphs; recorded graphs keep memory, which the prediction then counts."""
-        inputs = self.inputs
         # After memory: a graph's cost depends on the micro-batches, and its memory comes on top of all else.
-        run_facts = circumstances(
-            self.config,
-            memory_choice=memory_choice,
-            facts=inputs.facts,
-            costs=self.costs,
-            hardware=inputs.hardware,
-            gpu=self.gpu,
-            priority=inputs.resolved.priority,
-            processes=inputs.processes,
+        chooser = SpeedupChooser(
+            inputs=self.inputs, config=self.config, gpu=self.gpu, memory_choice=memory_choice
         )
-        compiled, graphed = compiling(run_facts), graphing(run_facts)
-        for key, value, reason in (
-            ("hardware.compile", "blocks" if compiled.use else "none", compiled.reason),
-            ("hardware.cuda_graphs", graphed.use, graphed.reason),
-        ):
-            if value_of(self.config, key) != value:
-                self.decide(key, value, reason)
+        for choice in chooser.choose():
+            self.decide(choice.key, choice.value, choice.reason)
+        if self.config.hardware.cuda_graphs is not True:
+            return memory_choice
         # The load stays as it was found: a recording that does not fit is left out, it never shrinks a batch.
-        return replace(memory_choice, memory=run_facts.recorded) if graphed.use else memory_choice
+        return replace(memory_choice, memory=chooser.recorded)
 
-    def decide_samples(self, memory_choice: MemoryChoice) -> RunTimeInputs:
+    def decide_samples(self, load: Load) -> RunTimeInputs:
         """Draw sample images less often than the run saves, if they would take much of its time."""
-        inputs, key = self.inputs, "sampling.every_steps"
-        images = max(inputs.images, len(inputs.buckets))
-        pace = RunTimeInputs(
-            config=build_run_config(flatten(self.config)),
-            load=memory_choice.load,
-            facts=inputs.facts,
-            costs=self.costs,
-            gpu=self.gpu,
-            pinnable_bytes=inputs.hardware.pinnable_by_each(sharing=inputs.sharing),
-            processes=inputs.processes,
-            held_out=inputs.held_out,
-            latents=images if inputs.latents is None else inputs.latents,
-            # One more than the captions: the empty text, for caption dropout and guidance.
-            texts=1 + (images if inputs.texts is None else inputs.texts),
-            prompts=inputs.prompts
-            or len(self.config.sampling.prompts)
-            or self.config.sampling.prompts_from_captions,
-        )
-        every_steps = pace.config.sampling.every_steps
-        if inputs.resolved.config.sampling.every_steps == "auto" and every_steps:
+        config, key = build_run_config(flatten(self.config)), "sampling.every_steps"
+        pace = RunTimeInputs(inputs=self.inputs, config=config, gpu=self.gpu, load=load)
+        every_steps = config.sampling.every_steps
+        if self.inputs.resolved.config.sampling.every_steps == "auto" and every_steps:
             interval = pace.sample_interval(every_steps)
             if interval != every_steps:
                 reason = "more sample images would take too much of the run's time"
                 self.decide(key, interval, reason)
-                return replace(pace, config=with_value(pace.config, key, interval))
+                return replace(pace, config=with_value(config, key, interval))
         return pace
 
     def finish(self, memory_choice: MemoryChoice, pace: RunTimeInputs) -> Plan:
         inputs, config, step = self.inputs, pace.config, pace.step()
-        cost = self.costs.sample_cost(inputs.facts, memory_choice.load.workload())
-        steps = config.train.steps
         planner_origins = {
             choice.key: Origin(layer=PLANNER, reason=choice.reason) for choice in self.decisions
         }
@@ -445,35 +358,14 @@ class _Planner:
             memory=memory_choice.memory,
             host=memory_choice.host,
             images_at_once=memory_choice.images_at_once,
-            steps=steps,
-            epochs=steps * config.train.batch_size / self._epoch,
+            steps=config.train.steps,
+            epochs=config.train.steps * config.train.batch_size / inputs.epoch,
             seconds_per_step=(step.low_s, step.high_s),
             run_time=pace.run_time(),
             time_note=step.note,
-            disk_bytes=self._disk(config, memory_choice.load, cost),
+            disk_bytes=disk_bytes(inputs, config, memory_choice.load),
             decisions=tuple(self.decisions),
         )
-
-    def _disk(self, config: RunConfig, load: Load, cost: SampleCost) -> dict[str, int]:
-        facts, (width_px, height_px) = self.inputs.facts, load.bucket_px
-        tensors = self.costs.adapter_tensors(facts, load.adapter)
-        latent_px = (width_px // facts.vae_factor) * (height_px // facts.vae_factor)
-        images = max(self.inputs.images, len(self.inputs.buckets))
-        use = DiskUse(
-            latents=images * (1 + config.data.flip)
-            if self.inputs.latents is None
-            else self.inputs.latents,
-            texts=1 + (images if self.inputs.texts is None else self.inputs.texts),
-            latent_elements=facts.latent_channels * latent_px,
-            mask_elements=0 if config.data.masks == "none" else latent_px,
-            conditioning_bytes=cost.conditioning_bytes,
-            adapter_parameters=total_elements(tensors),
-            state_bytes=state_bytes(tensors, load.optimizer).total,
-            export_precision=config.output.precision,
-            keep_states=config.output.keep_states,
-            keep_exports=config.output.keep_last + config.output.keep_best,
-        )
-        return disk_bytes(use)
 
 
 def _check_resolution(

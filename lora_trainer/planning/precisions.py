@@ -1,10 +1,10 @@
 """The rules for precisions: to compute in, to keep the frozen base in, and how a quantised base is multiplied.
 
 Input is a family's allowed precisions, the GPU, the settings and loads with their predicted seconds; output
-a precision, or a choice with its reason. For the frozen base, `base_precisions` lists the candidates, `price`
+a precision, or a choice with its reason. For the frozen base, `base_precisions` lists the candidates, `search.price`
 weighs fewer bits against the seconds of a step, search.py takes the load that fits at the lowest price, and
-`why_base_precision` says why it won; memory_choice.py puts these together. The predicted seconds come from
-step_time.py. scripts/plan_tables.py repeats the price in docs/plans.md.
+`why_base_precision` says why it won; memory_choice.py puts these together. scripts/plan_tables.py repeats the
+price in docs/plans.md.
 
 int8 products round inputs and gradients to 8 bits too, so they are chosen only where a step is predicted to
 be clearly faster, and never by priority quality. `auto` never quantises a base for them; a user who sets
@@ -14,27 +14,14 @@ them gets an int8 base. No torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from lora_trainer.config.base_precision import BaseMatmul, BasePrecision, has_int8_product
+from lora_trainer.config.base_precision import BaseMatmul, BasePrecision
 from lora_trainer.config.config import Config, Precision, settled
 from lora_trainer.config.constraints import has_int8_products
 from lora_trainer.hardware.machine import Gpu
 from lora_trainer.planning.loads import Load
-from lora_trainer.planning.search import PRODUCTS_PAY_FROM, Evaluator
-
-AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
-"""Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more."""
-# The seconds of a step are multiplied by this before they are compared: balanced takes nf4 only where an
-# unquantised base takes 1.5 times as long, and int8 1.5 / 1.2 times. Priority quality has no row: it keeps the
-# most precise that fits, however slow. The values rise with fewer bits, so a choice of fewer bits never comes
-# with longer steps.
-FEWER_BITS: Mapping[str, Mapping[BasePrecision, float]] = {
-    "speed": {"int8": 1.1, "fp8": 1.1, "nf4": 1.2},
-    "balanced": {"int8": 1.2, "fp8": 1.25, "nf4": 1.5},
-}
-RANK: Mapping[BasePrecision, int] = {"int8": 1, "fp8": 2, "nf4": 3}
-"""Order by precision, the most precise first; an unquantised base has rank 0."""
+from lora_trainer.planning.search import AUTOMATIC, FEWER_BITS, PRODUCTS_PAY_FROM, Evaluator
 
 
 def on_card(allowed: Sequence[Precision], gpu: Gpu) -> tuple[Precision, ...]:
@@ -96,20 +83,12 @@ def base_precisions(
     return (train_precision, *(kind for kind in AUTOMATIC if kind != "nf4" or has_bitsandbytes))
 
 
-def price(priority: str, precision: BasePrecision, seconds: float) -> tuple[float, ...]:
-    """Return the key by which base precisions are compared, the lowest wins; `seconds` are of a step."""
-    if priority in FEWER_BITS:
-        return (seconds * FEWER_BITS[priority].get(precision, 1.0),)
-    # Quality: a pair, so that seconds decide only between equal precisions.
-    return (RANK.get(precision, 0), seconds)
-
-
 def why_base_precision(
     load: Load,
     seconds: Mapping[BasePrecision, float],
     tried: Sequence[BasePrecision],
     *,
-    config: Config,
+    asks_for_products: bool,
     priority: str,
     step_s: float,
 ) -> str:
@@ -117,18 +96,16 @@ def why_base_precision(
 
     `seconds` are those of a step by precision, of those that fit; `step_s` are those of `load`.
     """
-    if config.memory.base_matmul == "int8":
+    if asks_for_products:
         return "memory.base_matmul=int8 needs an int8 base"
-    others = {
-        precision: f"{precision} {seconds[precision]:.3g} s"
-        if precision in seconds
-        else f"{precision} does not fit"
-        for precision in tried
-        if precision != load.base_precision
-    }
+    others = [precision for precision in tried if precision != load.base_precision]
     if not others:
         return "same as train.precision" if load.base_precision == load.precision else ""
-    compared = f"about {step_s:.3g} s a step; {', '.join(others.values())}"
+    described = (
+        f"{name} {seconds[name]:.3g} s" if name in seconds else f"{name} does not fit"
+        for name in others
+    )
+    compared = f"about {step_s:.3g} s a step; {', '.join(described)}"
     if seconds.keys().isdisjoint(others):
         return compared  # no choice was left, so no rule decided
     rule = "quality: the most precise that fits"
@@ -137,42 +114,28 @@ def why_base_precision(
     return f"{compared}; {rule}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Matmul:
-    """How the frozen weights are multiplied, and why."""
-
-    value: BaseMatmul
-    reason: str
-
-
-def choose_matmul(load: Load, *, gpu: Gpu | None, priority: str, judge: Evaluator) -> Matmul:
-    """Return the value of `memory.base_matmul=auto` for a load that fits."""
-    codes = replace(load, base_matmul="int8")
-    obstacle = f"the base is in {load.base_precision}" if load.base_precision != "int8" else ""
-    if obstacle := obstacle or against_products(gpu=gpu, priority=priority):
-        return Matmul(value="dequantized", reason=obstacle)
-    seconds, faster = judge.seconds(replace(load, base_matmul="dequantized")), judge.seconds(codes)
+def choose_matmul(load: Load, judge: Evaluator) -> tuple[BaseMatmul, str]:
+    """Return the value of `memory.base_matmul=auto` for a load that fits, and the reason."""
+    if load.base_precision != "int8":
+        return "dequantized", f"the base is in {load.base_precision}"
+    if obstacle := against_products(judge.gpu, priority=judge.priority):
+        return "dequantized", obstacle
+    codes, plain = (replace(load, base_matmul=each) for each in ("int8", "dequantized"))
+    faster, seconds = judge.time(codes).seconds, judge.time(plain).seconds
     comparison = (
         f"about {faster:.3g} s a step with int8 products, {seconds:.3g} s dequantized (estimates)"
     )
     if seconds < PRODUCTS_PAY_FROM * faster:
-        return Matmul(value="dequantized", reason=f"{comparison}: not clearly faster")
+        return "dequantized", f"{comparison}: not clearly faster"
     if not judge.fits(codes):
-        return Matmul(value="dequantized", reason=f"{comparison}, but int8 products do not fit")
-    return Matmul(value="int8", reason=comparison)
+        return "dequantized", f"{comparison}, but int8 products do not fit"
+    return "int8", comparison
 
 
-def against_products(*, gpu: Gpu | None, priority: str) -> str:
+def against_products(gpu: Gpu | None, *, priority: str) -> str:
     """Return why `auto` never chooses int8 products here; empty: it may."""
     if gpu is None:
         return "chosen on a GPU only"
     if priority == "quality":
         return "quality: int8 products would round inputs and gradients to 8 bits"
-    if not has_int8_products(gpu):
-        return f"{gpu.name} has no fast int8 products"
-    return ""
-
-
-def dequantized_layers(shapes: Mapping[str, tuple[int, int]]) -> int:
-    """Return how many of these layers, (fan_in, out) by name, have no int8 product for their size."""
-    return sum(not has_int8_product(*shape) for shape in shapes.values())
+    return "" if has_int8_products(gpu) else f"{gpu.name} has no fast int8 products"

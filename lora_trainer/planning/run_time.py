@@ -1,9 +1,8 @@
 """The number of steps of a run, how long the run takes, and its disk space. No torch.
 
 Input is the decided settings, the load that fits and the GPU; output a `RunTime`: for each part (start,
-caching, steps, validation, sample images, saves) the shortest and the longest time to expect. Also a
-`Length` with the sentence that explains its steps, how often to draw sample images, and how long a run of
-each priority may take.
+caching, steps, validation, sample images, saves) the shortest and the longest time to expect. Also how
+often to draw sample images, and how long a run of each priority may take.
 """
 
 from __future__ import annotations
@@ -14,30 +13,25 @@ from dataclasses import dataclass, replace
 
 from lora_trainer.config.choices import VIEWS
 from lora_trainer.config.config import Precision, RunConfig
-from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu
+from lora_trainer.lora.adapter_size import total_elements
 from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.step_time import (
     LINK_BYTES_PER_S,
+    Range,
     StepTime,
     StepWork,
     forward_work,
+    middle,
     step_time,
     step_work,
 )
-from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, MASTER_BYTES
+from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, MASTER_BYTES, state_bytes
 
 COUNTED_IMAGES = (20, 160)
 """(fewest, most). Fewer than 20 images are trained as long as 20, or they would not be learned at all; more
 than 160 as long as 160, as more passes no longer pay."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Length:
-    """Optimizer steps and the sentence that explains them."""
-
-    steps: int
-    reason: str
 
 
 def run_length(
@@ -49,63 +43,44 @@ def run_length(
     repeats: int = 1,
     regularisation: float = 0.0,
     concept: str = "any",
-) -> Length:
-    """Return the steps of a run over `images` different images; repeats shift weight, not length.
+) -> tuple[int, str]:
+    """Return the steps of a run over `images` different images, and the sentence that explains them.
 
-    images seen = views x images, with images clamped to `COUNTED_IMAGES`; at least one epoch's `samples`
-    (None: `images`) / `repeats`, the fewest repeats of any image, so that each image is seen about once.
-    `regularisation` regularisation images are trained for each of these. steps = images seen / batch size,
-    rounded up. A `concept` may have fewer views.
+    Repeats shift weight, not length. images seen = views x images, with images clamped to `COUNTED_IMAGES`;
+    at least one epoch's `samples` (None: `images`) / `repeats`, the fewest repeats of any image, so that each
+    image is seen about once. `regularisation` regularisation images are trained for each of these. steps =
+    images seen / batch size, rounded up. A `concept` may have fewer views.
     """
     fewest, most = COUNTED_IMAGES
-    of_concept = VIEWS.get(
-        concept, 1.0
-    )  # applied before the clamp: few images get their full steps
+    of_concept = VIEWS.get(concept, 1.0)  # before the clamp: few images get their full steps
     images_seen = round(views * min(max(of_concept * images, fewest), most))
     images_seen = max(images_seen, math.ceil((images if samples is None else samples) / repeats))
     steps = math.ceil(images_seen * (1 + regularisation) / batch_size)
     beside = f", each with {regularisation:g} regularisation images" if regularisation else ""
     whose = f"{concept}: " if concept in VIEWS else ""
-    return Length(
-        steps=steps,
-        reason=(
-            f"{whose}{round(of_concept * views)} views of each of {images} images (counted as at least "
-            f"{fewest} and at most {most}): {images_seen:,} images seen, {batch_size} a step{beside}"
-        ),
+    reason = (
+        f"{whose}{round(of_concept * views)} views of each of {images} images (counted as at least "
+        f"{fewest} and at most {most}): {images_seen:,} images seen, {batch_size} a step{beside}"
     )
+    return steps, reason
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiskUse:
-    """Counts and sizes that decide the disk space of a run.
-
-    `latents` counts a mirrored image twice; `texts` counts different captions, with the empty one.
-    `latent_elements` and `mask_elements` are of the largest image, `state_bytes` the optimizer's states.
-    """
-
-    latents: int
-    texts: int
-    latent_elements: int
-    conditioning_bytes: int
-    adapter_parameters: int
-    state_bytes: int
-    export_precision: Precision
-    keep_states: int
-    keep_exports: int
-    mask_elements: int = 0
-
-
-def disk_bytes(use: DiskUse) -> dict[str, int]:
+def disk_bytes(inputs: PlanInput, config: RunConfig, load: Load) -> dict[str, int]:
     """Return bytes of cache, states and exports; one more state and export exist while saving."""
+    facts, (width_px, height_px) = inputs.facts, load.bucket_px
+    latent_area = (width_px // facts.vae_factor) * (height_px // facts.vae_factor)
     # Each latent is stored as the mean and the deviation of the VAE's distribution, in fp32.
-    latents = use.latents * 4 * (2 * use.latent_elements + use.mask_elements)
-    texts = use.texts * use.conditioning_bytes
-    state = MASTER_BYTES * use.adapter_parameters + use.state_bytes
-    export = use.adapter_parameters * ELEMENT_BYTES[use.export_precision]
+    channels = 2 * facts.latent_channels + (config.data.masks != "none")
+    tensors = inputs.costs.adapter_tensors(load.adapter)
+    parameters, output = total_elements(tensors), config.output
+    conditioning_bytes = inputs.costs.sample_cost(load.workload()).conditioning_bytes
+    state = MASTER_BYTES * parameters + state_bytes(tensors, load.optimizer).total
+    kept_exports = output.keep_last + output.keep_best
     return {
-        "cache": latents + texts,
-        "states": state * (use.keep_states + 1),
-        "exports": export * (use.keep_exports + 2),
+        "cache": inputs.cached_latents(config) * 4 * channels * latent_area
+        + inputs.cached_texts * conditioning_bytes,
+        "states": state * (output.keep_states + 1),
+        "exports": parameters * ELEMENT_BYTES[output.precision] * (kept_exports + 2),
     }
 
 
@@ -118,8 +93,6 @@ SAMPLES_SHARE, FREE_SAMPLES_S = 0.15, 180.0
 FEWER_SAMPLES = (1, 2, 5)
 """Sample images are drawn at every save, every second or every fifth, and always before the first step."""
 
-Range = tuple[float, float]
-"""Seconds: the shortest and the longest to expect."""
 # Python, torch and the libraries, the plan, the device's context and the first kernels.
 START_S: Range = (10.0, 30.0)
 # (slow, fast): reading weights from a SATA SSD or an NVMe disk, through mapped files, layer by layer.
@@ -153,42 +126,33 @@ class RunTime:
     @property
     def seconds(self) -> float:
         """Expected seconds: the sum of each part's geometric mean."""
-        return sum(math.sqrt(low * high) for low, high in self.parts.values())
+        return sum(map(middle, self.parts.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTimeInputs:
-    """Predicts the time of a run from settings without `auto`, the load that fits, and counts of the data.
+    """Predicts the time of a run from settings without `auto` and the load that fits."""
 
-    `held_out` counts images, `latents` and `texts` the cache entries to encode, `prompts` the sample
-    images of one step; `pinnable_bytes` is the host memory each process may pin (None: no limit).
-    """
-
+    inputs: PlanInput
     config: RunConfig
-    load: Load
-    facts: BaseFacts
-    costs: RememberedCosts
     gpu: Gpu | None
-    pinnable_bytes: int | None
-    processes: int
-    held_out: int
-    latents: int
-    texts: int
-    prompts: int
+    load: Load
+
+    @property
+    def _costs(self) -> RememberedCosts:
+        return self.inputs.costs
 
     def step(self) -> StepTime:
         """Return the time of a step: the mean over the run's resolutions."""
-        batch_size = math.ceil(self.config.train.batch_size / self.processes)
-        times = []
-        for load in self._loads:
-            work = step_work(
-                load,
-                facts=self.facts,
-                costs=self.costs,
-                batch_size=batch_size,
-                pinnable_bytes=self.pinnable_bytes,
+        batch_size = self.inputs.images_per_process(self.config)
+        pinnable_bytes = self.inputs.pinnable_bytes
+        times = [
+            self._step_time(
+                step_work(load, self._costs, batch_size=batch_size, pinnable_bytes=pinnable_bytes),
+                load.precision,
             )
-            times.append(self._step_time(work, load.precision))
+            for load in self._loads
+        ]
         return StepTime(
             low_s=sum(time.low_s for time in times) / len(times),
             high_s=sum(time.high_s for time in times) / len(times),
@@ -212,8 +176,8 @@ class RunTimeInputs:
         """Return after how many steps to draw sample images: `every_steps`, or more where they take too long."""
         step_s = self.config.train.steps * self.step().seconds
         for times in FEWER_SAMPLES:
-            low, high = self._samples(times * every_steps)
-            if math.sqrt(low * high) <= max(FREE_SAMPLES_S, SAMPLES_SHARE * step_s):
+            drawing_s = middle(self._samples(times * every_steps))
+            if drawing_s <= max(FREE_SAMPLES_S, SAMPLES_SHARE * step_s):
                 break
         return times * every_steps
 
@@ -229,7 +193,7 @@ class RunTimeInputs:
                     max(1, length * side_px // largest_px) for length in self.load.bucket_px
                 )
                 # The smaller bucket keeps the aspect ratio and, as all buckets, is a multiple of the step.
-                step_px = self.facts.bucket_step_px
+                step_px = self.inputs.facts.bucket_step_px
                 sides = (round(length / step_px) * step_px for length in (width_px, height_px))
                 width_px, height_px = (max(step_px, side) for side in sides)
                 yield replace(self.load, bucket_px=(width_px, height_px))
@@ -242,20 +206,20 @@ class RunTimeInputs:
         """Return the time of one prediction of one image without gradients."""
         size = (side_px, side_px)
         load = replace(self.load, bucket_px=size, micro_batch=1)
-        work = forward_work(load, facts=self.facts, costs=self.costs)
-        time = self._step_time(work, load.precision)
+        time = self._step_time(forward_work(load, self._costs), load.precision)
         return time.low_s, time.high_s
 
     def _start(self) -> Range:
-        parameters = sum(part.parameters for part in self.facts.parts.values())
-        size = max(self.facts.download_bytes, RELEASED_BYTES * parameters)
+        parameters = sum(part.parameters for part in self.inputs.facts.parts.values())
+        size = max(self.inputs.facts.download_bytes, RELEASED_BYTES * parameters)
         slow, fast = DISK_BYTES_PER_S
         return START_S[0] + size / fast, START_S[1] + size / slow
 
     def _caching(self) -> Range:
-        encoder = self.facts.parts["text_encoder"].parameters
+        encoder = self._costs.parameters("text_encoder")
         whole = self._plain(
-            TEXT_FLOPS_PER_PARAMETER * encoder * self.facts.max_tokens, self.load.text_precision
+            TEXT_FLOPS_PER_PARAMETER * encoder * self.inputs.facts.max_tokens,
+            self.load.text_precision,
         )
         if self.load.text_offload:
             size = encoder * ELEMENT_BYTES[self.load.text_precision]
@@ -264,15 +228,18 @@ class RunTimeInputs:
             whole = max(whole[0], size / fast), max(whole[1], size / slow)
         pixels = math.prod(self.load.bucket_px)
         picture = _sum(PICTURE_S, self._vae(ENCODE_FLOPS_PER_PX * pixels))
-        return _sum(_times(self.latents, picture), _times(self.texts, whole))
+        return _sum(
+            _times(self.inputs.cached_latents(self.config), picture),
+            _times(self.inputs.cached_texts, whole),
+        )
 
     def _validation(self) -> Range:
         every = self.config.train.validate_every_steps
-        if not (every and self.held_out):
+        if not (every and self.inputs.held_out):
             return (0.0, 0.0)
         steps = self.config.train.steps
         times = 1 + math.ceil(steps / every)
-        passes = times * VALIDATION_QUANTILES * self.held_out / self.processes
+        passes = times * VALIDATION_QUANTILES * self.inputs.held_out / self.inputs.processes
         return _times(passes, self._forward(self.config.data.resolution))
 
     def _samples(self, every_steps: int) -> Range:
@@ -280,11 +247,16 @@ class RunTimeInputs:
         if not every_steps:
             return (0.0, 0.0)
         sampling, side_px = self.config.sampling, self.config.data.resolution
-        images = (1 + math.ceil(self.config.train.steps / every_steps)) * self.prompts
+        images = (1 + math.ceil(self.config.train.steps / every_steps)) * self._prompts
         is_guided = sampling.guidance_scale > 1
-        passes = 1 + (is_guided and self.facts.guidance.two_passes)
+        passes = 1 + (is_guided and self.inputs.facts.guidance.two_passes)
         drawing = _times(sampling.steps * passes, self._forward(side_px))
         return _times(images, _sum(drawing, self._vae(DECODE_FLOPS_PER_PX * side_px * side_px)))
+
+    @property
+    def _prompts(self) -> int:
+        sampling = self.config.sampling
+        return self.inputs.prompts or len(sampling.prompts) or sampling.prompts_from_captions
 
     def _saves(self) -> int:
         every = self.config.output.save_every_steps
@@ -292,13 +264,10 @@ class RunTimeInputs:
 
     def _vae(self, flops: float) -> Range:
         """Return the time of a VAE pass in fp32; `flops` are of the AutoencoderKL, scaled by parameters."""
-        return self._plain(flops * self.facts.parts["vae"].parameters / VAE_PARAMETERS, "fp32")
+        return self._plain(flops * self._costs.parameters("vae") / VAE_PARAMETERS, "fp32")
 
     def _plain(self, flops: float, precision: Precision) -> Range:
-        work = StepWork(
-            flops=flops, other_flops=0.0, kernels=0, dequantised_bytes=0.0, bus_bytes=0.0
-        )
-        time = self._step_time(work, precision)
+        time = self._step_time(StepWork(flops=flops), precision)
         return time.low_s, time.high_s
 
 

@@ -8,22 +8,35 @@ load fits, the error names the nearest setting that would.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.base_precision import QUANTIZATIONS, BasePrecision
 from lora_trainer.config.config import Checkpointing, Precision
 from lora_trainer.hardware.machine import Gpu
-from lora_trainer.planning.host_memory import HostPrediction
-from lora_trainer.planning.loads import Load
-from lora_trainer.planning.memory import GIB, Prediction
+from lora_trainer.planning.host_memory import HostPrediction, predict_host
+from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.memory import GIB, Prediction, predict
 from lora_trainer.planning.oom_history import OomRecord
+from lora_trainer.planning.step_time import StepTime, step_time, step_work
 
+AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
+"""Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more."""
 SAMPLES_WORTH = 1.2
 """Sample images are dropped if room for them makes a step longer than this factor, or needs fewer bits."""
 PRODUCTS_PAY_FROM = 1.1
 """Factor by which int8 products must shorten a step to be chosen, as both predictions are estimates."""
+# The seconds of a step are multiplied by this before they are compared: balanced takes nf4 only where an
+# unquantised base takes 1.5 times as long, and int8 1.5 / 1.2 times. Priority quality has no row: it keeps the
+# most precise that fits, however slow. The values rise with fewer bits, so a choice of fewer bits never comes
+# with longer steps.
+FEWER_BITS: Mapping[str, Mapping[BasePrecision, float]] = {
+    "speed": {"int8": 1.1, "fp8": 1.1, "nf4": 1.2},
+    "balanced": {"int8": 1.2, "fp8": 1.25, "nf4": 1.5},
+}
+RANK: Mapping[BasePrecision, int] = {"int8": 1, "fp8": 2, "nf4": 3}
+"""Order by precision, the most precise first; an unquantised base has rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +76,44 @@ class SearchSpace:
             text_offload=self.text_offload[-1:],
         )
 
+    def with_base(self, precision: BasePrecision) -> SearchSpace:
+        """Return the choices with one base precision."""
+        return replace(self, base_precisions=(precision,))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Functions that judge a load: device memory, host memory, seconds a step, and the price to compare by.
+    """Judges a load on this machine: device memory, host memory, time of a step, and the price to compare by.
 
-    `price` maps (base precision, seconds a step) to a key; the search takes the load with the lowest.
+    `gpu` None is the processor. `limit` is of the device's memory, `host_limit_bytes` of the machine's beside
+    it, None for a device without memory of its own. `batch_size` is that of each process.
     """
 
-    predict: Callable[[Load], Prediction]
-    predict_host: Callable[[Load], HostPrediction | None]
-    seconds: Callable[[Load], float]
-    price: Callable[[BasePrecision, float], tuple[float, ...]]
+    costs: RememberedCosts
+    gpu: Gpu | None
+    priority: str
+    limit: Limit
+    host_limit_bytes: int | None
+    pinnable_bytes: int | None
+    batch_size: int
+    threads: int
+
+    def predict(self, load: Load) -> Prediction:
+        return predict(load, self.costs, limit_bytes=self.limit.bytes)
+
+    def predict_host(self, load: Load) -> HostPrediction | None:
+        if self.host_limit_bytes is None:
+            return None  # `predict` counts everything already
+        limit_bytes, pinnable_bytes = self.host_limit_bytes, self.pinnable_bytes
+        return predict_host(
+            load, self.costs, limit_bytes=limit_bytes, pinnable_bytes=pinnable_bytes
+        )
+
+    def time(self, load: Load) -> StepTime:
+        work = step_work(
+            load, self.costs, batch_size=self.batch_size, pinnable_bytes=self.pinnable_bytes
+        )
+        return step_time(work, gpu=self.gpu, threads=self.threads, precision=load.precision)
 
     def fits(self, load: Load) -> bool:
         """Say whether the device and the machine can hold a load."""
@@ -91,21 +130,19 @@ class SearchResult:
     """
 
     load: Load
-    prediction: Prediction
-    sampling_bytes: int = 0
-    seconds: Mapping[BasePrecision, float] = field(default_factory=dict)
+    sampling_bytes: int
+    seconds: Mapping[BasePrecision, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
     load: Load
     seconds: float
-    price: tuple[float, ...]
+    order: tuple[object, ...]
+    """The price, then the number of moving parts: the candidate with the lowest order wins."""
 
 
-def fit(
-    ideal_load: Load, *, choices: SearchSpace, judge: Evaluator, limit: Limit, step_px: int
-) -> SearchResult:
+def fit(ideal_load: Load, *, choices: SearchSpace, judge: Evaluator, step_px: int) -> SearchResult:
     """Return the load that fits at the lowest price; ties go to the simpler one.
 
     Resolutions suggested in an error are multiples of `step_px`. Raises MachineError when nothing fits,
@@ -117,26 +154,37 @@ def fit(
     plain = replace(choices, int8_products=False)
     best = _best(silent, plain, judge)
     if best is None:
-        raise _nothing_fits(silent, choices, judge=judge, limit=limit, step_px=step_px)
+        raise _nothing_fits(silent, choices, judge=judge, step_px=step_px)
     if best.load.base_precision not in QUANTIZATIONS:
         choices = plain  # int8 products may never be the reason to quantise a base
     elif choices.int8_products:
         best = _best(silent, choices, judge) or best
     load, dropped_bytes = best.load, 0
     if ideal_load.samples:
-        same = replace(choices, base_precisions=(best.load.base_precision,))
         # Room for sample images may not cost fewer bits, so only the chosen base precision is tried.
-        drawing = _best(ideal_load, same, judge)
+        drawing = _best(ideal_load, choices.with_base(best.load.base_precision), judge)
         if drawing is not None and drawing.seconds <= SAMPLES_WORTH * best.seconds:
             load = drawing.load
         else:
             dropped_bytes = judge.predict(replace(best.load, samples=True)).peak_bytes
+    compared = replace(ideal_load, samples=load.samples)
+    by_precision = {
+        precision: _best(compared, choices.with_base(precision), judge)
+        for precision in choices.base_precisions
+    }
     return SearchResult(
         load=load,
-        prediction=judge.predict(load),
         sampling_bytes=dropped_bytes,
-        seconds=_seconds_by_precision(load, ideal_load, choices, judge),
+        seconds={key: each.seconds for key, each in by_precision.items() if each is not None},
     )
+
+
+def price(priority: str, precision: BasePrecision, seconds: float) -> tuple[float, ...]:
+    """Return the key by which base precisions are compared, the lowest wins; `seconds` are of a step."""
+    if priority in FEWER_BITS:
+        return (seconds * FEWER_BITS[priority].get(precision, 1.0),)
+    # Quality: a pair, so that seconds decide only between equal precisions.
+    return (RANK.get(precision, 0), seconds)
 
 
 def images_at_once(
@@ -163,33 +211,26 @@ def images_at_once(
 
 def _text_offload(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> bool:
     """Say whether text encoders must be offloaded while caching: only if they alone exceed the device."""
-    for offload in choices.text_offload:
+    for offload in choices.text_offload[:-1]:
         prediction = judge.predict(replace(ideal_load, text_offload=offload))
-        limit_bytes = prediction.limit_bytes
-        if limit_bytes is None or prediction.phases["texts"] <= limit_bytes:
+        if prediction.phases["texts"] <= judge.limit.bytes:
             return offload
     return choices.text_offload[-1]
 
 
-def _seconds_by_precision(
-    best_load: Load, ideal_load: Load, choices: SearchSpace, judge: Evaluator
-) -> dict[BasePrecision, float]:
-    ideal_load = replace(ideal_load, samples=best_load.samples)
-    best = {
-        precision: _best(ideal_load, replace(choices, base_precisions=(precision,)), judge)
-        for precision in choices.base_precisions
-    }
-    return {precision: each.seconds for precision, each in best.items() if each is not None}
-
-
 def _best(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> _Candidate | None:
     def candidate(load: Load) -> _Candidate:
-        seconds = judge.seconds(load)
+        seconds = judge.time(load).seconds
         # int8 products round, so they count as slower than predicted and win only by a clear margin.
         doubted = PRODUCTS_PAY_FROM if load.base_matmul != ideal_load.base_matmul else 1.0
-        return _Candidate(
-            load=load, seconds=seconds, price=judge.price(load.base_precision, doubted * seconds)
+        order = (
+            price(judge.priority, load.base_precision, doubted * seconds),
+            # Equal prices: fewer moving parts first, so that estimates do not decide between equal runs.
+            load.streamed_blocks,
+            choices.checkpointing.index(load.checkpointing),
+            -load.micro_batch,
         )
+        return _Candidate(load=load, seconds=seconds, order=order)
 
     def multiplied(load: Load) -> Iterator[Load]:
         yield load
@@ -197,26 +238,8 @@ def _best(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> _Candidat
         if choices.int8_products and load.base_precision == "int8" and judge.fits(codes):
             yield codes
 
-    def order(each: _Candidate) -> tuple[object, ...]:
-        load = each.load
-        kind = choices.checkpointing.index(load.checkpointing)
-        # Equal prices: fewer moving parts first, so that estimates do not decide between equal runs.
-        return (
-            each.price,
-            load.streamed_blocks,
-            kind,
-            -load.micro_batch,
-        )
-
-    return min(
-        (
-            candidate(load)
-            for fitting_load in _fitting(ideal_load, choices, judge)
-            for load in multiplied(fitting_load)
-        ),
-        key=order,
-        default=None,
-    )
+    loads = (load for each in _fitting(ideal_load, choices, judge) for load in multiplied(each))
+    return min(map(candidate, loads), key=lambda each: each.order, default=None)
 
 
 def _fitting(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> Iterator[Load]:
@@ -284,15 +307,18 @@ def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:
 
 
 def _nothing_fits(
-    ideal_load: Load, choices: SearchSpace, *, judge: Evaluator, limit: Limit, step_px: int
+    ideal_load: Load, choices: SearchSpace, *, judge: Evaluator, step_px: int
 ) -> MachineError:
     """Return the error for a run that fits nowhere: the missing memory, and the nearest setting that fits."""
     least = _least(ideal_load, choices)
     need, host = judge.predict(least), judge.predict_host(least)
     how = f" ({_how(least)})" if need.peak_phase == "training" else ""
+    phase = (
+        f"caching {need.peak_phase}" if need.peak_phase in ("images", "texts") else need.peak_phase
+    )
     shortage = (
-        f"this run needs at least {gib(need.peak_bytes)} for {PHASE_NAMES[need.peak_phase]}{how}, "
-        f"but there are only {limit}"
+        f"this run needs at least {gib(need.peak_bytes)} for {phase}{how}, "
+        f"but there are only {judge.limit}"
     )
     machine = "a GPU" if ideal_load.device != "cpu" else "a machine"
     smallest = need.peak_bytes
@@ -311,14 +337,6 @@ def _nothing_fits(
     return MachineError(
         shortage, fix=f"use {machine} with {gib(smallest)} free, or a smaller base model"
     )
-
-
-PHASE_NAMES: Mapping[str, str] = {
-    "images": "caching images",
-    "texts": "caching texts",
-    "training": "training",
-    "sampling": "sampling",
-}
 
 
 def _how(load: Load) -> str:
@@ -350,12 +368,12 @@ def _smaller(
     """Yield (setting, load, choices) that take less memory; the smallest change of the result comes first."""
     if ideal_load.precision == "fp32" and choices.in_16_bits is not None:
         half = choices.in_16_bits
-        narrowed = replace(choices, base_precisions=(half,))
+        narrowed = choices.with_base(half)
         yield f"train.precision={half}", replace(ideal_load, precision=half), narrowed
     if ideal_load.device != "cpu" and choices.base_precisions[-1] not in QUANTIZATIONS:
-        for precision in ("int8", "nf4"):
-            narrowed = replace(choices, base_precisions=(precision,))
-            yield f"memory.base_precision={precision}", ideal_load, narrowed
+        for precision in AUTOMATIC:
+            setting = f"memory.base_precision={precision}"
+            yield setting, ideal_load, choices.with_base(precision)
     if ideal_load.optimizer == "adamw":
         yield "optimizer.name=adamw8bit", replace(ideal_load, optimizer="adamw8bit"), choices
     for rank in (128, 64, 32, 16, 8, 4):

@@ -1,32 +1,26 @@
 """Whether compiled blocks and CUDA graphs can be used, and whether they pay within the run. No torch.
 
-Input is the work of a step and the length of the run; output a verdict with its reason. The model errs
+Input is the time of a step and the length of the run; output decisions with their reasons. The model errs
 towards leaving them out: it assumes the lowest savings that others have measured and the highest cost, and
 wants the savings to be twice the cost.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 from lora_trainer.config.config import KEEP_ATTENTION, Config, settled
+from lora_trainer.config.constraints import typed
 from lora_trainer.costs.cost_table import texts_vary
-from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware.machine import Gpu, Hardware
+from lora_trainer.hardware.machine import Gpu
 from lora_trainer.planning.loads import RememberedCosts
-from lora_trainer.planning.memory import ACTIVATIONS, SLACK, MemoryItem, Prediction
+from lora_trainer.planning.memory import ACTIVATIONS, SLACK, MemoryItem, Prediction, sum_bytes
 from lora_trainer.planning.memory_choice import MemoryChoice
+from lora_trainer.planning.plan_input import Decision, PlanInput
 from lora_trainer.planning.search import gib
-from lora_trainer.planning.step_time import (
-    ARITHMETIC,
-    LAUNCHES,
-    StepTime,
-    card,
-    gpu_bounds,
-    step_work,
-)
+from lora_trainer.planning.step_time import ARITHMETIC, LAUNCHES, middle
 
 MOST_SHAPES = 16
 """Most shapes that are compiled or recorded; further shapes run as usual."""
@@ -49,89 +43,182 @@ PixelShape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeedupDecision:
-    """Whether a speed-up is used, and why."""
+class SpeedupChooser:
+    """Decides the speed-ups of a run whose memory is decided; `config` has `auto` in these two settings only."""
 
-    use: bool
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """Facts about a run that decide its speed-ups; `config` has `auto` only in these two settings.
-
-    `launch_s` are seconds to start all kernels of a step, `work_s` seconds the GPU computes; `kinds` counts
-    the different blocks of the base, `shapes` the shapes of its passes; `recorded` is the memory of a run
-    with CUDA graphs.
-    """
-
+    inputs: PlanInput
     config: Config
     gpu: Gpu | None
-    priority: str
-    one_text_length: bool
-    has_triton: bool
-    steps: int
-    time: StepTime
-    launch_s: float
-    work_s: float
-    kernels: int
-    kinds: int
-    shapes: int
-    recorded: Prediction
+    memory_choice: MemoryChoice
 
+    def choose(self) -> Iterator[Decision]:
+        """Yield the speed-ups that differ from the settings."""
+        hardware = self.config.hardware
+        compiles, why_compiled = self._verdict(hardware.compile, self._compiling)
+        graphs, why_graphed = self._verdict(hardware.cuda_graphs, self._graphing)
+        for key, before, value, reason in (
+            ("compile", hardware.compile, "blocks" if compiles else "none", why_compiled),
+            ("cuda_graphs", hardware.cuda_graphs, graphs, why_graphed),
+        ):
+            if before != value:
+                yield Decision(key=f"hardware.{key}", value=value, reason=reason)
 
-def run_facts(
-    config: Config,
-    *,
-    memory_choice: MemoryChoice,
-    facts: BaseFacts,
-    costs: RememberedCosts,
-    hardware: Hardware,
-    gpu: Gpu | None,
-    priority: str,
-    processes: int,
-) -> RunFacts:
-    """Return the facts about a run whose memory is decided."""
-    load, linear = memory_choice.load, costs.linear_shapes(facts)
-    share = math.ceil(config.train.batch_size / processes)  # the slowest process sets the pace
-    work = step_work(
-        load,
-        facts=facts,
-        costs=costs,
-        batch_size=share,
-        pinnable_bytes=hardware.pinnable_bytes,
-    )
-    bounds: Mapping[str, tuple[float, float]] = {}
-    if gpu is not None:
-        rates = card(gpu.name, total_bytes=gpu.total_bytes)
-        bounds = gpu_bounds(work, rates, precision=load.precision)
-    shapes = len(
-        pass_shapes(
-            memory_choice.images_at_once,
-            batch_size=config.train.batch_size,
-            processes=processes,
+    def _verdict(
+        self, setting: str | bool, speedup: Callable[[], tuple[str, str, float, float]]
+    ) -> tuple[bool, str]:
+        """Return whether a speed-up is used, and why.
+
+        `speedup` returns the reason against it, its name, the seconds it costs, and those it saves a step.
+        """
+        if setting in ("none", False):
+            return False, ""
+        if setting == "auto" and self.inputs.resolved.priority != "speed":
+            return False, "chosen with priority speed only"
+        if setting == "auto" and self.gpu is None:
+            return False, "chosen on a GPU only"
+        obstacle, name, cost_s, saved_s = speedup()
+        if setting != "auto":
+            return not obstacle, f"instead of {typed(setting)}: {obstacle}"
+        if obstacle:
+            return False, obstacle
+        count, steps = len(self._shapes), settled(self.config.train.steps)
+        if count > MOST_SHAPES:
+            return False, f"{count} shapes of passes, more than {MOST_SHAPES}"
+        sums = (
+            f"{name} takes {cost_s:.0f} s, {steps} steps save {saved_s * steps:.0f} s "
+            "(both estimates)"
         )
-    )
-    forward_bytes = costs.sample_cost(facts, load.workload()).forward_bytes
-    return RunFacts(
-        config=config,
-        gpu=gpu,
-        priority=priority,
-        one_text_length=not texts_vary(costs.family, facts),
-        has_triton=hardware.packages.get("triton") is not None,
-        steps=settled(config.train.steps),
-        time=memory_choice.time,
-        launch_s=_middle(bounds.get(LAUNCHES, (0.0, 0.0))),
-        work_s=_middle(bounds.get(ARITHMETIC, (0.0, 0.0))),
-        kernels=work.kernels,
-        kinds=_count_kinds(linear, {costs.block_of(name) for name in linear} - {""}),
-        shapes=shapes,
-        recorded=with_recordings(
-            memory_choice.memory,
-            shapes=shapes,
-            beside_bytes=load.micro_batch * forward_bytes,
-        ),
-    )
+        return saved_s * steps > PAYS_FROM * cost_s, sums
+
+    @cached_property
+    def _shapes(self) -> list[PixelShape]:
+        return pass_shapes(
+            self.memory_choice.images_at_once,
+            batch_size=self.config.train.batch_size,
+            processes=self.inputs.processes,
+        )
+
+    @property
+    def _predicts_twice(self) -> bool:
+        """Whether the base's own prediction is computed, for a number of samples that varies."""
+        objective = self.config.objective
+        return objective.prior == "base" or bool(objective.preservation_weight)
+
+    @property
+    def _texts_vary(self) -> bool:
+        return texts_vary(self.inputs.family, self.inputs.facts)
+
+    def _compiling(self) -> tuple[str, str, float, float]:
+        config, gpu, adapter = self.config, self.gpu, self.config.adapter
+        kind = "DoRA" if adapter.dora else adapter.kind
+        # Each was tried on every family.
+        obstacles: dict[str, object] = {
+            f"peft's {kind} layers cannot be compiled in one piece": kind
+            in ("DoRA", "loha", "lokr"),
+            "adapter.init=pissa computes its layers in hooks, which cannot be compiled": adapter.init
+            == "pissa",
+            "adapter dropout differs by layer, so each block would be compiled separately": (
+                adapter.dropout or adapter.rank_dropout or adapter.module_dropout
+            ),
+            "text lengths vary with this base, and each length would be compiled separately": (
+                self._texts_vary
+            ),
+            "the base's own prediction is computed for a varying number of samples, each compiled "
+            "separately": self._predicts_twice,
+            "base.assistant computes its part in hooks, which cannot be compiled": (
+                config.base.assistant is not None
+            ),
+            "this gradient checkpointing keeps results of single kernels, which compiled code "
+            "merges": config.memory.gradient_checkpointing in KEEP_ATTENTION,
+            "memory.attention=xformers cannot be compiled": config.memory.attention == "xformers",
+        }
+        if config.hardware.compile == "auto":  # the user may still ask for it
+            capability = gpu.compute_capability if gpu is not None else None
+            obstacles |= {
+                "blocks are streamed, so steps wait for copies, not for kernels": (
+                    config.memory.streamed_blocks
+                ),
+                "triton, which compiles for GPUs, is missing (pip install triton)": (
+                    self.inputs.hardware.packages.get("triton") is None
+                ),
+                "triton needs a GPU of compute capability 7.0 or higher": (
+                    capability is None or capability < TRITON_CAPABILITY
+                ),
+            }
+        kinds, shapes = _count_kinds(self.inputs.costs), len(self._shapes)
+        return (
+            _first(obstacles),
+            f"compiling {kinds} kinds of blocks for {shapes} shapes",
+            COMPILE_S * kinds * shapes,
+            COMPILED_SAVES * self.memory_choice.time.seconds,
+        )
+
+    def _graphing(self) -> tuple[str, str, float, float]:
+        config, time = self.config, self.memory_choice.time
+        memory, recorded = config.memory, self.recorded
+        obstacles = {
+            "there is no GPU": self.gpu is None,
+            "CUDA graphs work on NVIDIA GPUs only": self.gpu is not None
+            and not self.gpu.can.graphs,
+            "train.deterministic promises equal bits": config.train.deterministic,
+            "blocks are streamed from host memory": memory.streamed_blocks,
+            "inputs of blocks wait in host memory": memory.gradient_checkpointing == "offloaded",
+            "bitsandbytes' nf4 is not known to work in CUDA graphs": memory.base_precision == "nf4",
+            "text encoders run in every step": config.adapter.text_encoder
+            or config.adapter.new_tokens,
+            "text lengths vary with this base": self._texts_vary,
+            "the base's own prediction is computed for some samples only": self._predicts_twice,
+            f"CUDA graphs keep memory for themselves: {gib(recorded.peak_bytes)} predicted, which "
+            "does not fit": not recorded.fits,
+        }
+        # Kernel launches overlap with the GPU's work, and a graph still needs a little time between kernels,
+        # so a graph saves only the launch time beyond both.
+        launching_s, work_s = (
+            middle(time.parts.get(part, (0.0, 0.0))) for part in (LAUNCHES, ARITHMETIC)
+        )
+        waiting_s = launching_s - max(work_s, time.kernels * REPLAYED_KERNEL_S)
+        return (
+            _first(obstacles),
+            f"recording {len(self._shapes)} shapes",
+            len(self._shapes) * (RECORDING_S + RECORDING_STEPS * time.high_s),
+            LAUNCHES_SAVED * max(0.0, waiting_s),
+        )
+
+    @cached_property
+    def recorded(self) -> Prediction:
+        """The memory of the run with CUDA graphs, whose recorded steps keep their memory between replays.
+
+        So it comes on top of whatever else runs: with several shapes a step of a shape that is not recorded
+        yet, with one shape a validation pass.
+        """
+        memory, load = self.memory_choice.memory, self.memory_choice.load
+        # The graphs' own pool has its own holes, so the slack counts a second time as well.
+        step = sum_bytes(
+            item for item in memory.by_phase["training"] if item.name in (*ACTIVATIONS, SLACK)
+        )
+        forward_bytes = self.inputs.costs.sample_cost(load.workload()).forward_bytes
+        beside = step if len(self._shapes) > 1 else min(step, load.micro_batch * forward_bytes)
+        note = "CUDA graphs: memory that recorded steps keep for themselves"
+        by_phase = dict(memory.by_phase)
+        for phase, size in (("training", beside), ("sampling", step)):
+            if phase in by_phase:
+                by_phase[phase] = (*by_phase[phase], MemoryItem("recorded steps", size, note))
+        return Prediction(by_phase=by_phase, limit_bytes=memory.limit_bytes)
+
+
+def _first(obstacles: Mapping[str, object]) -> str:
+    """Return the first reason that holds, empty if none does."""
+    return next((reason for reason, holds in obstacles.items() if holds), "")
+
+
+def _count_kinds(costs: RememberedCosts) -> int:
+    """Return how many different blocks the base has."""
+    # Blocks with the same layers in the same sizes share compiled code.
+    layers: dict[str, set[tuple[str, tuple[int, int]]]] = {}
+    for name, shape in costs.linear_shapes.items():
+        if block := costs.block_of(name):
+            layers.setdefault(block, set()).add((name.removeprefix(block), shape))
+    return max(1, len(set(map(frozenset, layers.values()))))
 
 
 def pass_shapes(
@@ -154,171 +241,3 @@ def pass_shapes(
     }
     # The shapes that are recorded first are those that most steps have: full ones, and large ones.
     return sorted(missing, key=lambda shape: (missing[shape], -shape[0] * shape[1], shape))
-
-
-# ---- compiled blocks
-
-
-def compiling(run_facts: RunFacts) -> SpeedupDecision:
-    """Return whether `hardware.compile` becomes `blocks`, and why."""
-    setting = run_facts.config.hardware.compile
-    obstacle = "" if setting == "none" else _why_not_compiled(run_facts)
-    if setting == "auto":
-        obstacle = obstacle or _why_not_unasked(run_facts)
-    else:
-        reason = f"instead of blocks: {obstacle}" if obstacle else ""
-        return SpeedupDecision(use=setting == "blocks" and not obstacle, reason=reason)
-    return _automatic(run_facts, obstacle) or _pays(
-        run_facts,
-        cost_s=COMPILE_S * run_facts.kinds * run_facts.shapes,
-        saved_s=COMPILED_SAVES * run_facts.time.seconds,
-        what=f"compiling {run_facts.kinds} kinds of blocks for {run_facts.shapes} shapes",
-    )
-
-
-def _why_not_compiled(run_facts: RunFacts) -> str:
-    """Return why blocks cannot be compiled, empty if they can; each reason was tried on every family."""
-    config = run_facts.config
-    adapter = config.adapter
-    kind = "DoRA" if adapter.dora else adapter.kind
-    if kind in ("DoRA", "loha", "lokr"):
-        return f"peft's {kind} layers cannot be compiled in one piece"
-    if config.adapter.init == "pissa":
-        return "adapter.init=pissa computes its layers in hooks, which cannot be compiled"
-    if adapter.dropout or adapter.rank_dropout or adapter.module_dropout:
-        return "adapter dropout differs by layer, so each block would be compiled separately"
-    if not run_facts.one_text_length:
-        return "text lengths vary with this base, and each length would be compiled separately"
-    if config.objective.prior == "base" or config.objective.preservation_weight:
-        return "the base's own prediction is computed for a varying number of samples, each compiled separately"
-    if config.base.assistant is not None:
-        return "base.assistant computes its part in hooks, which cannot be compiled"
-    if config.memory.gradient_checkpointing in KEEP_ATTENTION:
-        return "this gradient checkpointing keeps results of single kernels, which compiled code merges"
-    if config.memory.attention == "xformers":
-        return "memory.attention=xformers cannot be compiled"
-    return ""
-
-
-def _why_not_unasked(run_facts: RunFacts) -> str:
-    """Return why `auto` does not compile on this GPU, empty if it may; the user may still ask for it."""
-    if run_facts.config.memory.streamed_blocks:
-        return "blocks are streamed, so steps wait for copies, not for kernels"
-    if not run_facts.has_triton:
-        return "triton, which compiles for GPUs, is missing (pip install triton)"
-    capability = run_facts.gpu.compute_capability if run_facts.gpu is not None else None
-    if capability is None or capability < TRITON_CAPABILITY:
-        return "triton needs a GPU of compute capability 7.0 or higher"
-    return ""
-
-
-# ---- CUDA graphs
-
-
-def graphing(run_facts: RunFacts) -> SpeedupDecision:
-    """Return whether `hardware.cuda_graphs` becomes true, and why."""
-    setting = run_facts.config.hardware.cuda_graphs
-    obstacle = "" if setting is False else _why_not_graphed(run_facts)
-    if not obstacle and setting is not False and not run_facts.recorded.fits:
-        peak = gib(run_facts.recorded.peak_bytes)
-        obstacle = f"CUDA graphs keep memory for themselves: {peak} predicted, which does not fit"
-    if setting != "auto":
-        reason = f"instead of true: {obstacle}" if obstacle else ""
-        return SpeedupDecision(use=setting is True and not obstacle, reason=reason)
-    # Kernel launches overlap with the GPU's work, and a graph still needs a little time between kernels,
-    # so a graph saves only the launch time beyond both.
-    waiting_s = run_facts.launch_s - max(run_facts.work_s, run_facts.kernels * REPLAYED_KERNEL_S)
-    return _automatic(run_facts, obstacle) or _pays(
-        run_facts,
-        cost_s=run_facts.shapes * (RECORDING_S + RECORDING_STEPS * run_facts.time.high_s),
-        saved_s=LAUNCHES_SAVED * max(0.0, waiting_s),
-        what=f"recording {run_facts.shapes} shapes",
-    )
-
-
-def _why_not_graphed(run_facts: RunFacts) -> str:
-    config = run_facts.config
-    obstacles = {
-        "there is no GPU": run_facts.gpu is None,
-        "CUDA graphs work on NVIDIA GPUs only": run_facts.gpu is not None
-        and not run_facts.gpu.can.graphs,
-        "train.deterministic promises equal bits": config.train.deterministic,
-        "blocks are streamed from host memory": config.memory.streamed_blocks,
-        "inputs of blocks wait in host memory": config.memory.gradient_checkpointing == "offloaded",
-        "bitsandbytes' nf4 is not known to work in CUDA graphs": config.memory.base_precision
-        == "nf4",
-        "text encoders run in every step": config.adapter.text_encoder or config.adapter.new_tokens,
-        "text lengths vary with this base": not run_facts.one_text_length,
-        "the base's own prediction is computed for some samples only": config.objective.prior
-        == "base"
-        or config.objective.preservation_weight,
-    }
-    return next((reason for reason, holds in obstacles.items() if holds), "")
-
-
-def with_recordings(memory: Prediction, *, shapes: int, beside_bytes: int) -> Prediction:
-    """Return `memory` with CUDA graphs, whose recorded steps keep their memory between replays.
-
-    So it comes on top of whatever else runs: with several shapes a step of a shape that is not recorded
-    yet, with one shape a validation pass, which takes `beside_bytes`.
-    """
-    # The graphs' own pool has its own holes, so the slack counts a second time as well.
-    recorded_names = (*ACTIVATIONS, SLACK)
-    step = sum(item.bytes for item in memory.by_phase["training"] if item.name in recorded_names)
-    beside = step if shapes > 1 else min(step, beside_bytes)
-    extra = {"training": beside, "sampling": step}
-    return replace(
-        memory,
-        by_phase={
-            phase: (*items, _recorded_item(extra[phase])) if phase in extra else items
-            for phase, items in memory.by_phase.items()
-        },
-    )
-
-
-def _recorded_item(size: int) -> MemoryItem:
-    note = "CUDA graphs: memory that recorded steps keep for themselves"
-    return MemoryItem(name="recorded steps", bytes=size, note=note)
-
-
-# ---- both
-
-
-def _automatic(run_facts: RunFacts, obstacle: str) -> SpeedupDecision | None:
-    """Return a verdict against a speed-up without computing whether it pays; None: compute it."""
-    if run_facts.priority != "speed":
-        return SpeedupDecision(use=False, reason="chosen with priority speed only")
-    if run_facts.gpu is None:
-        return SpeedupDecision(use=False, reason="chosen on a GPU only")
-    if obstacle:
-        return SpeedupDecision(use=False, reason=obstacle)
-    if run_facts.shapes > MOST_SHAPES:
-        many = f"{run_facts.shapes} shapes of passes, more than {MOST_SHAPES}"
-        return SpeedupDecision(use=False, reason=many)
-    return None
-
-
-def _pays(run_facts: RunFacts, *, cost_s: float, saved_s: float, what: str) -> SpeedupDecision:
-    saved = saved_s * run_facts.steps
-    sums = (
-        f"{what} takes {cost_s:.0f} s, {run_facts.steps} steps save {saved:.0f} s (both estimates)"
-    )
-    return SpeedupDecision(use=saved > PAYS_FROM * cost_s, reason=sums)
-
-
-def _middle(ends: tuple[float, float]) -> float:
-    return math.sqrt(ends[0] * ends[1])  # geometric: the ends differ by factors
-
-
-def _count_kinds(shapes: Mapping[str, tuple[int, int]], blocks: Collection[str]) -> int:
-    """Return how many different blocks there are; `shapes` maps linear layers to (fan_in, out)."""
-    # Blocks with the same layers in the same sizes share compiled code.
-    kinds = {
-        frozenset(
-            (name[len(block) :], shape)
-            for name, shape in shapes.items()
-            if name.startswith(f"{block}.")
-        )
-        for block in blocks
-    }
-    return max(1, len(kinds))

@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lora_trainer.config.base_precision import BasePrecision
 from lora_trainer.config.config import KEEP_ATTENTION, Precision
-from lora_trainer.costs.sample_cost import SampleCost
-from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import Gpu
 from lora_trainer.planning.host_memory import pinned_shares
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.weight_bytes import FrozenBase
 
 GIB = 2**30
+Range = tuple[float, float]
+"""Seconds: the shortest and the longest to expect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +148,10 @@ class StepWork:
     """
 
     flops: float
-    other_flops: float
-    kernels: int
-    dequantised_bytes: float
-    bus_bytes: float
+    other_flops: float = 0.0
+    kernels: int = 0
+    dequantised_bytes: float = 0.0
+    bus_bytes: float = 0.0
     unpinned_bytes: float = 0.0
     int8_flops: float = 0.0
     int8_bytes: float = 0.0
@@ -159,45 +159,51 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Shortest and longest expected seconds of an optimizer step; `note` names the bottleneck."""
+    """Shortest and longest expected seconds of an optimizer step; `note` names the bottleneck.
+
+    `parts` are the seconds of each part of a step on a GPU by itself (arithmetic, starting kernels, copies),
+    `kernels` the kernels that it starts.
+    """
 
     low_s: float
     high_s: float
     note: str
+    parts: Mapping[str, Range] = field(default_factory=dict)
+    kernels: int = 0
 
     @property
     def seconds(self) -> float:
         """Geometric mean of the range, by which plans are compared."""
-        return math.sqrt(self.low_s * self.high_s)
+        return middle((self.low_s, self.high_s))
 
 
 def step_work(
-    load: Load,
-    *,
-    facts: BaseFacts,
-    costs: RememberedCosts,
-    batch_size: int,
-    pinnable_bytes: int | None,
+    load: Load, costs: RememberedCosts, *, batch_size: int, pinnable_bytes: int | None
 ) -> StepWork:
     """Return the work of a step over `batch_size` images, in micro-batches of `load.micro_batch`.
 
     A process may pin `pinnable_bytes` of host memory, None: no limit. Passes for the base's own prediction
     run without gradients: they only go forward.
     """
-    cost, base = costs.sample_cost(facts, load.workload()), costs.frozen_base(facts, load)
+    cost, base = costs.sample_cost(load.workload()), costs.frozen_base(load)
     images, forward = batch_size * (1 + load.twice), batch_size * load.as_base
     passes, forwards = math.ceil(images / load.micro_batch), math.ceil(forward / load.micro_batch)
-    weights = passes * _weight_passes(load) + forwards if base.is_quantized else 0.0
-    spared = _spared_flops(load, cost, facts=facts, costs=costs)
+    # Forward, backward, and when a block is recomputed.
+    weight_passes = 2.0 if load.checkpointing == "none" else 3.0
+    dequantised = passes * weight_passes + forwards if base.is_quantized else 0.0
+    spared_flops = 0.0  # of matrix products that recomputed blocks do not repeat
+    if keeps_results := load.checkpointing in KEEP_ATTENTION:
+        everything = replace(load, checkpointing="full")
+        spared_flops = float(costs.sample_cost(everything.workload()).step_flops - cost.step_flops)
     streamed = (passes * STREAM_PASSES + forwards) * base.streamed_bytes(load.streamed_blocks)
     # To the host in the forward pass, back in the backward pass.
     offloaded = 2 * cost.host_bytes * images
-    pinned = pinned_shares(load, facts=facts, costs=costs, pinnable_bytes=pinnable_bytes)
-    started = passes + forwards * FORWARD_KERNELS
+    pinned = pinned_shares(load, costs, pinnable_bytes=pinnable_bytes)
+    started = (passes + forwards * FORWARD_KERNELS) * cost.kernels
     flops = cost.step_flops * images + cost.forward_flops * forward
     # A GPU may lack the int8 product of the backward pass (`network/quantized_matmul.py` tests it), so only forward
     # passes are counted: all passes over the weights but one.
-    ahead = 1 - 1 / _weight_passes(load) if load.base_matmul == "int8" else 0.0
+    ahead = 1 - 1 / weight_passes if load.base_matmul == "int8" else 0.0
     share = LINEAR_SHARE * ahead
     # Layers whose input is one vector are dequantised in any case; their names are unknown here, so all
     # layers are counted as int8 products.
@@ -206,12 +212,11 @@ def step_work(
     rows = share * flops / (2 * base.linear_elements) if share else 0.0
     return StepWork(
         flops=flops,
-        other_flops=OTHER_KERNELS * spared * images,
+        other_flops=OTHER_KERNELS * spared_flops * images,
         kernels=round(
-            started * cost.kernels * (1 + WATCHED_KERNELS * _watched_share(load))
-            + weights * layer_kernels
+            started * (1 + WATCHED_KERNELS * keeps_results) + dequantised * layer_kernels
         ),
-        dequantised_bytes=weights * _layer_bytes(base),
+        dequantised_bytes=dequantised * _layer_bytes(base),
         bus_bytes=pinned.streamed * streamed + pinned.offloaded * offloaded,
         unpinned_bytes=(1 - pinned.streamed) * streamed + (1 - pinned.offloaded) * offloaded,
         int8_flops=share * flops,
@@ -219,37 +224,15 @@ def step_work(
     )
 
 
-def forward_work(load: Load, *, facts: BaseFacts, costs: RememberedCosts) -> StepWork:
+def forward_work(load: Load, costs: RememberedCosts) -> StepWork:
     """Return the work of one prediction of `load.micro_batch` images without gradients."""
-    cost, base = costs.sample_cost(facts, load.workload()), costs.frozen_base(facts, load)
-    weights = 1.0 if base.is_quantized else 0.0
+    cost, base = costs.sample_cost(load.workload()), costs.frozen_base(load)
     return StepWork(
         flops=cost.forward_flops * load.micro_batch,
-        other_flops=0.0,
-        kernels=round(cost.kernels * FORWARD_KERNELS + weights * _layer_kernels(base)),
-        dequantised_bytes=weights * _layer_bytes(base),
+        kernels=round(cost.kernels * FORWARD_KERNELS + base.is_quantized * _layer_kernels(base)),
+        dequantised_bytes=base.is_quantized * _layer_bytes(base),
         bus_bytes=base.streamed_bytes(load.streamed_blocks),
     )
-
-
-def _weight_passes(load: Load) -> float:
-    """Return how often a step dequantises a layer: forward, backward, and when its block is recomputed."""
-    return 2.0 if load.checkpointing == "none" else 3.0
-
-
-def _watched_share(load: Load) -> float:
-    """Return 1.0 where blocks keep results of single kernels, else 0.0, see `WATCHED_KERNELS`."""
-    return 1.0 if load.checkpointing in KEEP_ATTENTION else 0.0
-
-
-def _spared_flops(
-    load: Load, cost: SampleCost, *, facts: BaseFacts, costs: RememberedCosts
-) -> float:
-    """Return the FLOPs per sample of matrix products that recomputed blocks do not repeat."""
-    if load.checkpointing not in KEEP_ATTENTION:
-        return 0.0
-    everything = replace(load, checkpointing="full")
-    return float(costs.sample_cost(facts, everything.workload()).step_flops - cost.step_flops)
 
 
 def _layer_bytes(base: FrozenBase) -> float:
@@ -267,10 +250,13 @@ def _row_bytes(base: FrozenBase) -> float:
 
 def step_time(work: StepWork, *, gpu: Gpu | None, threads: int, precision: Precision) -> StepTime:
     """Estimate a step on a GPU, or on `threads` cores of the processor where `gpu` is None."""
-    if gpu is None:
-        return cpu_step_time(work, threads=threads)
-    rates = card(gpu.name, total_bytes=gpu.total_bytes)
-    return gpu_step_time(work, rates, precision=precision)
+    if gpu is not None:
+        rates = card(gpu.name, total_bytes=gpu.total_bytes)
+        return gpu_step_time(work, rates, precision=precision)
+    slow, fast = (rate * 1e9 * threads for rate in CPU_GFLOPS_PER_CORE)
+    low_s, high_s = _range(work.flops + work.other_flops, (slow, fast))
+    note = f"rough estimate for {threads} cores: {work.flops / 1e9:.1f} GFLOP a step"
+    return StepTime(low_s=low_s, high_s=high_s, note=note)
 
 
 def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTime:
@@ -279,53 +265,41 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
     Copies run beside the computation, so they cost only memory traffic and the time they take longer than
     it; a step waits for every copy of unpinned memory.
     """
-    ranges = gpu_bounds(work, card, precision=precision)
-    bound = max(ranges, key=lambda name: math.sqrt(ranges[name][0] * ranges[name][1]))
+    rate = card.flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
+    int8_rate = card.flops_per_s * card.int8_speedup * INT8_REACHED
+    plain_flops = work.flops + work.other_flops - work.int8_flops
+    computing = _range(plain_flops / rate + work.int8_flops / int8_rate, CARD_SHARE)
+    # Copies from the host are written to the same memory that the computation reads.
+    moved_bytes = work.dequantised_bytes + work.int8_bytes + work.bus_bytes
+    beside = _range(moved_bytes / card.bytes_per_s, TRAFFIC_SHARE)
+    fast_s, slow_s = KERNEL_START_S
+    parts = {
+        ARITHMETIC: (computing[0] + beside[0], computing[1] + beside[1]),
+        LAUNCHES: (work.kernels * fast_s, work.kernels * slow_s),
+        "copies from host memory": _range(work.bus_bytes, LINK_BYTES_PER_S),
+    }
     unpinned = _range(work.unpinned_bytes, UNPINNED_BYTES_PER_S)
-    waits = f", and waits for {work.unpinned_bytes / 1e9:.1f} GB of unpinned memory"
-    waits = waits if work.unpinned_bytes else ""
     stand_in = f" (rates of an {card.name})" if card.stands_for else ""
+    note = (
+        f"estimate for {card.stands_for or card.name}{stand_in}: {work.flops / 1e12:.1f} TFLOP a "
+        f"step, limited by {max(parts, key=lambda name: middle(parts[name]))}"
+    )
+    if work.unpinned_bytes:
+        note += f", and waits for {work.unpinned_bytes / 1e9:.1f} GB of unpinned memory"
     return StepTime(
-        low_s=max(low for low, _ in ranges.values()) + unpinned[0],
-        high_s=max(high for _, high in ranges.values()) + unpinned[1],
-        note=f"estimate for {card.stands_for or card.name}{stand_in}: "
-        f"{work.flops / 1e12:.1f} TFLOP a step, limited by {bound}{waits}",
+        low_s=max(low for low, _ in parts.values()) + unpinned[0],
+        high_s=max(high for _, high in parts.values()) + unpinned[1],
+        note=note,
+        parts=parts,
+        kernels=work.kernels,
     )
 
 
-def gpu_bounds(
-    work: StepWork, card: Card, *, precision: Precision
-) -> Mapping[str, tuple[float, float]]:
-    """Return how long each part of a step takes by itself, at least and at most, in seconds."""
-    rate = card.flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
-    low, high = _range(_arithmetic_s(work, card, rate=rate), CARD_SHARE)
-    # Copies from the host are written to the same memory that the computation reads.
-    traffic = (work.dequantised_bytes + work.int8_bytes + work.bus_bytes) / card.bytes_per_s
-    beside = _range(traffic, TRAFFIC_SHARE)
-    return {
-        ARITHMETIC: (low + beside[0], high + beside[1]),
-        LAUNCHES: (work.kernels * KERNEL_START_S[0], work.kernels * KERNEL_START_S[1]),
-        "copies from host memory": _range(work.bus_bytes, LINK_BYTES_PER_S),
-    }
-
-
-def _arithmetic_s(work: StepWork, card: Card, *, rate: float) -> float:
-    int8_rate = card.flops_per_s * card.int8_speedup * INT8_REACHED
-    plain_flops = work.flops + work.other_flops - work.int8_flops
-    return plain_flops / rate + work.int8_flops / int8_rate
-
-
-def _range(amount: float, slow_and_fast: tuple[float, float]) -> tuple[float, float]:
+def _range(amount: float, slow_and_fast: tuple[float, float]) -> Range:
     slow, fast = slow_and_fast
     return amount / fast, amount / slow
 
 
-def cpu_step_time(work: StepWork, *, threads: int) -> StepTime:
-    """Estimate a step on the processor from a range of speeds per core."""
-    slow, fast = (rate * 1e9 * threads for rate in CPU_GFLOPS_PER_CORE)
-    flops = work.flops + work.other_flops
-    return StepTime(
-        low_s=flops / fast,
-        high_s=flops / slow,
-        note=f"rough estimate for {threads} cores: {work.flops / 1e9:.1f} GFLOP a step",
-    )
+def middle(ends: Range) -> float:
+    """Return the geometric mean of a range, whose ends differ by factors."""
+    return math.sqrt(ends[0] * ends[1])

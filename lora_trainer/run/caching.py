@@ -18,7 +18,7 @@ from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import RunConfig
 from lora_trainer.dataset.tokens import new_word
 from lora_trainer.families.base import TextEncoder
-from lora_trainer.hardware.machine import GIB, free_host_bytes
+from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.network.offload import offload
 from lora_trainer.run.device import CPU, DTYPES, encoder_device, planned_device
 from lora_trainer.run.job import TrainingJob
@@ -91,7 +91,7 @@ def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> CacheKey:
         return key
     dtype = DTYPES[prepared.config.memory.text_encoder_precision]
     needed_bytes = prepared.facts.parts["text_encoder"].parameters * dtype.itemsize
-    free_bytes = free_host_bytes()
+    free_bytes = free_ram_bytes()
     if needed_bytes + _FREE_AFTERWARDS_BYTES > free_bytes:
         raise MachineError(
             f"the text encoders need {needed_bytes / GIB:.1f} GiB beside the training, "

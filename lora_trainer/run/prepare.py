@@ -23,6 +23,7 @@ from lora_trainer.config.config import (
     RunConfig,
     build_config,
 )
+from lora_trainer.config.constraints import typed
 from lora_trainer.config.layers import (
     Resolved,
     SettingsFile,
@@ -49,7 +50,8 @@ from lora_trainer.families.locate import EMBEDDED, describe, locate, with_choice
 from lora_trainer.hardware.machine import Gpu, Hardware, Tier, assume_card, detect, tier
 from lora_trainer.lora_file.formats import resolve_format
 from lora_trainer.planning.oom_history import OomHistory, OomRecord
-from lora_trainer.planning.plan import Plan, PlanInput, plan
+from lora_trainer.planning.plan import Plan, plan
+from lora_trainer.planning.plan_input import PlanInput
 
 PLANNED_BY = (
     "memory.",
@@ -411,24 +413,20 @@ def _refuse_without_validation(settings: Config, *, held_out: int) -> None:
 
 def _refuse_impossible(settings: Config, basis: Basis) -> None:
     """Raise RequestError for settings that this family does not support, before the dataset is read."""
-    if settings.adapter.text_encoder and not basis.family.text.trainable:
-        raise RequestError(
-            f"adapter.text_encoder=true, but the text encoders of {basis.facts.source} "
-            f"(family {basis.family.name}) cannot be trained",
-            fix="leave adapter.text_encoder out",
-        )
-    if settings.adapter.new_tokens and not basis.family.text.new_token_keys:
-        raise RequestError(
-            f"adapter.new_tokens={settings.adapter.new_tokens}, but the text encoders of "
-            f"{basis.facts.source} (family {basis.family.name}) cannot learn new tokens",
-            fix="leave adapter.new_tokens out",
-        )
-    if settings.data.emphasis and not basis.family.text.prompt_weights:
-        raise RequestError(
-            f"data.emphasis=true, but the text encoders of {basis.facts.source} "
-            f"(family {basis.family.name}) support no prompt weights; only bases with CLIP alone do",
-            fix="leave data.emphasis out",
-        )
+    text, adapter = basis.family.text, settings.adapter
+    whose = f"the text encoders of {basis.facts.source} (family {basis.family.name})"
+    for key, value, is_possible, why in (
+        ("adapter.text_encoder", adapter.text_encoder, text.trainable, "cannot be trained"),
+        ("adapter.new_tokens", adapter.new_tokens, text.new_token_keys, "cannot learn new tokens"),
+        (
+            "data.emphasis",
+            settings.data.emphasis,
+            text.prompt_weights,
+            "support no prompt weights; only bases with CLIP alone do",
+        ),
+    ):
+        if value and not is_possible:
+            raise RequestError(f"{key}={typed(value)}, but {whose} {why}", fix=f"leave {key} out")
     resolve_format(basis.family, settings.output.format, adapter=settings.adapter)
 
 

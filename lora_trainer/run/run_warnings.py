@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from lora_trainer.common.dist_env import full_batch
 from lora_trainer.common.findings import Finding, note, warning
+from lora_trainer.config.base_precision import has_int8_product
 from lora_trainer.config.config import AdapterSettings
 from lora_trainer.costs.cost_table import adapter_shapes, linear_shapes
 from lora_trainer.families.base import FileFormat
 from lora_trainer.hardware.machine import tier_problem
 from lora_trainer.lora_file.formats import format_notes, planned_contents
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
-from lora_trainer.planning.precisions import dequantized_layers
 from lora_trainer.planning.run_time import MOST_HOURS
 from lora_trainer.run.prepare import Prepared
 
@@ -93,7 +93,7 @@ def _dequantized(prepared: Prepared) -> Iterator[Finding]:
     if prepared.config.memory.base_matmul != "int8":
         return
     shapes = linear_shapes(prepared.family, prepared.facts)
-    if count := dequantized_layers(shapes):
+    if count := sum(not has_int8_product(*shape) for shape in shapes.values()):
         what = (
             f"{count} of {len(shapes)} layers of the base are dequantized in spite of "
             "memory.base_matmul=int8, because int8 products need sizes that are multiples of 8"

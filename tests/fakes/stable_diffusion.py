@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from lora_trainer.costs.cost_table import sample_cost
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families import family
 from lora_trainer.families.base import BY_TWO_PASSES, BaseFacts, PartFacts
@@ -42,8 +43,11 @@ SD15 = family("sd15")
 class WideCosts(RememberedCosts):
     """Costs in trainers that run every adapter as peft does."""
 
-    def sample_cost(self, facts: BaseFacts, workload: Workload) -> SampleCost:
-        return super().sample_cost(facts, replace(workload, wide_adapter=True))
+    @property
+    def sample_cost(self) -> Callable[[Workload], SampleCost]:
+        return lambda workload: sample_cost(
+            self.family, self.facts, replace(workload, wide_adapter=True)
+        )
 
 
 def sd15_facts() -> BaseFacts:

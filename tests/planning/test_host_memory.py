@@ -12,6 +12,7 @@ from lora_trainer.config.config import AdapterSettings
 from lora_trainer.families import family, known_base
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.torch_allocator import RESERVED_BYTES
+from lora_trainer.lora.adapter_size import total_elements
 from lora_trainer.planning.host_memory import HOST_RUNTIME_BYTES, HostPrediction, predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import GIB
@@ -33,7 +34,6 @@ LOAD = Load(
     sample_side_px=1024,
     prepared_samples=4,
 )
-COSTS = RememberedCosts(family=family("flux"))
 
 
 def facts() -> BaseFacts:
@@ -42,16 +42,18 @@ def facts() -> BaseFacts:
     return found
 
 
+COSTS = RememberedCosts(family=family("flux"), facts=facts())
+
+
 def host(**changes: Any) -> HostPrediction:
     load = replace(LOAD, **changes)
-    return predict_host(load, facts=facts(), costs=COSTS, limit_bytes=16 * GIB, pinnable_bytes=None)
+    return predict_host(load, COSTS, limit_bytes=16 * GIB, pinnable_bytes=None)
 
 
 def pinned_within(pinnable_bytes: int | None, **changes: Any) -> HostPrediction:
     return predict_host(
         replace(LOAD, **changes),
-        facts=facts(),
-        costs=COSTS,
+        COSTS,
         limit_bytes=64 * GIB,
         pinnable_bytes=pinnable_bytes,
     )
@@ -113,7 +115,7 @@ def test_offloaded_inputs_wait_for_all_images_of_a_pass() -> None:
         items(host(checkpointing="offloaded", micro_batch=count))["offloaded activations"]
         for count in (1, 2)
     )
-    cost = COSTS.sample_cost(facts(), replace(LOAD, checkpointing="offloaded").workload())
+    cost = COSTS.sample_cost(replace(LOAD, checkpointing="offloaded").workload())
     assert two == 2 * 2 * cost.host_bytes, "two images, each tensor up to the next power of two"
     assert two == pytest.approx(2 * one, rel=0.01)
 
@@ -128,7 +130,7 @@ def test_text_encoders_are_there_only_while_they_are_offloaded() -> None:
 def test_large_paged_states_may_have_to_lie_here() -> None:
     wide = AdapterSettings(rank=64, targets="attention")
     paged = items(host(optimizer="paged_adamw8bit", adapter=wide))
-    parameters = COSTS.adapter_parameters(facts(), wide)
+    parameters = total_elements(COSTS.adapter_tensors(wide))
     assert paged["optimizer states"] == 2 * parameters, "all of them, without their scales"
     assert "optimizer states" not in items(host(adapter=wide))
     assert "optimizer states" not in items(host(optimizer="paged_adamw8bit")), "too small to page"
@@ -141,10 +143,10 @@ def test_what_is_prepared_waits_here() -> None:
 
 def test_copies_for_saving_are_pinned_in_powers_of_two() -> None:
     """Masters, two moments of a byte with their scales, and the export."""
-    tensors = COSTS.adapter_tensors(facts(), LOAD.adapter)
+    tensors = COSTS.adapter_tensors(LOAD.adapter)
     exact = copied_bytes(tensors, "adamw8bit", pissa=False, pinned=False)
     made = items(host())["copies for saving"]
-    assert exact > 10 * COSTS.adapter_parameters(facts(), LOAD.adapter)
+    assert exact > 10 * total_elements(tensors)
     assert exact < made < 2 * exact
 
 

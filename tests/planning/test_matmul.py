@@ -10,13 +10,11 @@ import pytest
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.base_precision import INT8_TEMPORARY_BYTES, BaseMatmul
 from lora_trainer.config.config import AdapterSettings
-from lora_trainer.costs.cost_table import linear_shapes
 from lora_trainer.families import family, known_base
 from lora_trainer.hardware.machine import GIB, Hardware
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import predict
 from lora_trainer.planning.plan import Plan
-from lora_trainer.planning.precisions import dequantized_layers
 from lora_trainer.planning.step_time import LINEAR_SHARE, card, gpu_step_time, step_work
 from tests.planning.test_memory_choice import FLUX, SDXL, machine, planned, reason
 from tests.test_prepare import PROCESSOR
@@ -96,11 +94,6 @@ def test_a_processor_does_it_when_asked_and_not_otherwise() -> None:
         assert found.config.memory.base_matmul == made
 
 
-def test_sizes_that_have_no_int8_product_are_counted() -> None:
-    assert dequantized_layers({"a": (8, 16), "b": (12, 16), "c": (16, 3)}) == 2
-    assert dequantized_layers(linear_shapes(family("flux"), flux_facts())) == 0
-
-
 def flux_facts() -> Any:
     facts = known_base(FLUX)
     assert facts is not None
@@ -127,12 +120,11 @@ LOAD = Load(
 
 @pytest.mark.parametrize("images", [1, 4])
 def test_arithmetic_moves_to_int8_and_bytes_are_moved_for_it(images: int) -> None:
-    costs = RememberedCosts(family=family("flux"))
+    costs = RememberedCosts(family=family("flux"), facts=flux_facts())
     plain, codes = (
         step_work(
             replace(LOAD, base_matmul=value),
-            facts=flux_facts(),
-            costs=costs,
+            costs,
             batch_size=images,
             pinnable_bytes=None,
         )
@@ -144,8 +136,7 @@ def test_arithmetic_moves_to_int8_and_bytes_are_moved_for_it(images: int) -> Non
     assert codes.int8_flops / codes.flops == pytest.approx(LINEAR_SHARE * 2 / 3)
     whole = step_work(
         replace(LOAD, base_matmul="int8", checkpointing="none"),
-        facts=flux_facts(),
-        costs=costs,
+        costs,
         batch_size=images,
         pinnable_bytes=None,
     )
@@ -160,7 +151,7 @@ def test_arithmetic_moves_to_int8_and_bytes_are_moved_for_it(images: int) -> Non
 
 @pytest.mark.parametrize("value", ["dequantized", "int8"])
 def test_what_lies_beside_a_product_is_in_the_prediction(value: BaseMatmul) -> None:
-    costs = RememberedCosts(family=family("flux"))
-    made = predict(replace(LOAD, base_matmul=value), facts=flux_facts(), costs=costs)
+    costs = RememberedCosts(family=family("flux"), facts=flux_facts())
+    made = predict(replace(LOAD, base_matmul=value), costs)
     found = {item.name: item.bytes for item in made.items}["dequantised layer"]
     assert found == (INT8_TEMPORARY_BYTES if value == "int8" else 2 * 3072 * 18432)

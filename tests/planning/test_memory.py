@@ -18,7 +18,7 @@ from lora_trainer.families import family as load_family
 from lora_trainer.families import known_base
 from lora_trainer.families.base import BaseFacts, Family, PartFacts
 from lora_trainer.families.base_files.base_folder import READ_BYTES
-from lora_trainer.lora.adapter_size import adapter_parameters
+from lora_trainer.lora.adapter_size import adapter_parameters, total_elements
 from lora_trainer.planning.loads import (
     CUBLAS_BYTES,
     HOPPER_CUBLAS_BYTES,
@@ -49,7 +49,7 @@ LOAD = Load(
     prepared_samples=4,
 )
 OUTSIDE_THE_ALLOCATOR = ("runtime", "library workspaces", "allocator slack")
-COSTS = RememberedCosts(family=SD15)
+COSTS = RememberedCosts(family=SD15, facts=sd15_facts())
 
 
 def adapter(**settings: Any) -> AdapterSettings:
@@ -57,7 +57,7 @@ def adapter(**settings: Any) -> AdapterSettings:
 
 
 def predicted(**changes: Any) -> Prediction:
-    return predict(replace(LOAD, **changes), facts=sd15_facts(), costs=COSTS)
+    return predict(replace(LOAD, **changes), COSTS)
 
 
 def items(prediction: Prediction) -> dict[str, int]:
@@ -88,7 +88,7 @@ def test_sd15_agrees_with_a_tracer_and_with_a_published_measurement(
     the adapter as peft does. Ours takes less.
     """
     load = replace(LOAD, checkpointing=checkpointing)
-    wide = predict(load, facts=sd15_facts(), costs=WideCosts(family=SD15))
+    wide = predict(load, WideCosts(family=SD15, facts=sd15_facts()))
     made = items(wide)
     in_use_gib = sum(made[name] for name in made if name not in OUTSIDE_THE_ALLOCATOR) / GIB
     assert in_use_gib == pytest.approx(traced_gib, rel=0.05)
@@ -98,7 +98,7 @@ def test_sd15_agrees_with_a_tracer_and_with_a_published_measurement(
 
 
 def test_bytes_per_parameter_of_weights_adapter_and_optimizer() -> None:
-    parameters = COSTS.adapter_parameters(sd15_facts(), LOAD.adapter)
+    parameters = total_elements(COSTS.adapter_tensors(LOAD.adapter))
     adamw, eight_bit = items(predicted()), items(predicted(optimizer="adamw8bit"))
     assert adamw["base weights"] == 2 * 859_520_964
     assert (
@@ -139,7 +139,7 @@ def test_more_of_anything_never_takes_less(micro_batch: int, rank: int, side_px:
 def test_encoding_images_may_be_the_highest_phase() -> None:
     small = replace(mini_facts(), parts={**sd15_facts().parts, "denoiser": PartFacts(parameters=1)})
     load = replace(LOAD, bucket_px=(512, 512), checkpointing="full")
-    made = predict(load, facts=small, costs=RememberedCosts(family=SD15))
+    made = predict(load, RememberedCosts(family=SD15, facts=small))
     assert made.peak_phase == "images"
     assert items(made)["image encoding"] == 4 * 640 * 512 * 512
     assert items(made)["VAE weights"] == 4 * 83_653_863
@@ -152,11 +152,10 @@ def with_text(parameters: int) -> BaseFacts:
 
 def test_text_encoders_are_alone_on_the_device_in_their_own_dtype() -> None:
     facts = with_text(2_000_000_000)
-    full = predict(LOAD, facts=facts, costs=RememberedCosts(family=SD15))
+    full = predict(LOAD, RememberedCosts(family=SD15, facts=facts))
     half = predict(
         replace(LOAD, text_precision="bf16"),
-        facts=facts,
-        costs=RememberedCosts(family=SD15),
+        RememberedCosts(family=SD15, facts=facts),
     )
     for made, size in ((full, 8e9), (half, 4e9)):
         found = {item.name: item.bytes for item in made.by_phase["texts"]}
@@ -167,9 +166,9 @@ def test_text_encoders_are_alone_on_the_device_in_their_own_dtype() -> None:
 
 
 def test_offloaded_text_encoders_take_the_room_of_their_largest_layer() -> None:
-    facts, costs = with_text(2_000_000_000), RememberedCosts(family=SD15)
-    whole = predict(LOAD, facts=facts, costs=costs)
-    offloaded = predict(replace(LOAD, text_offload=True), facts=facts, costs=costs)
+    costs = RememberedCosts(family=SD15, facts=with_text(2_000_000_000))
+    whole = predict(LOAD, costs)
+    offloaded = predict(replace(LOAD, text_offload=True), costs)
     layers = [item.bytes for item in offloaded.by_phase["texts"] if "layer" in item.name]
     assert layers == [8_000_000_000 // 8]
     assert offloaded.phases["training"] == whole.phases["training"]
@@ -207,7 +206,7 @@ def test_text_encoders_whose_words_are_learned_stay_too() -> None:
 @pytest.mark.parametrize("kind", ["loha", "lokr"])
 def test_rebuilt_weights_are_kept_whole_or_piece_by_piece(kind: str) -> None:
     """Both build the change of every adapted weight in fp32, and autograd keeps what it is made of."""
-    shapes = COSTS.adapter_shapes(sd15_facts(), targets="attention")
+    shapes = COSTS.adapter_shapes("attention")
     elements = sum(fan_in * out for fan_in, out in shapes.values())
     kept = items(predicted(adapter=adapter(kind=kind)))
     again = items(predicted(adapter=adapter(kind=kind), micro_batch=2))
@@ -244,7 +243,7 @@ def test_pissa_keeps_where_it_began() -> None:
 )
 def test_every_kind_counts_its_own_parameters(settings: dict[str, Any]) -> None:
     changed = adapter(**settings)
-    shapes = COSTS.adapter_shapes(sd15_facts(), targets=changed.targets)
+    shapes = COSTS.adapter_shapes(changed.targets)
     parameters = adapter_parameters(shapes, changed)
     assert parameters != adapter_parameters(shapes, adapter(targets=changed.targets))
     made = items(predicted(adapter=changed))
@@ -271,7 +270,7 @@ def test_what_is_no_tensor_is_named() -> None:
     more = replace(LOAD, micro_batch=8, optimizer="adamw8bit")
     assert (
         items(predicted(micro_batch=8))["allocator slack"]
-        == predict(more, facts=sd15_facts(), costs=COSTS).by_phase["training"][-1].bytes
+        == predict(more, COSTS).by_phase["training"][-1].bytes
     ), "what only lies there makes no holes"
 
 
@@ -291,7 +290,7 @@ def test_holes_are_bounded_by_what_moves_and_in_growing_segments_by_what_a_block
 def test_fits_compares_with_the_limit() -> None:
     peak = predicted().peak_bytes
     for limit, fits in ((peak, True), (peak - 1, False), (None, True)):
-        made = predict(LOAD, facts=sd15_facts(), costs=COSTS, limit_bytes=limit)
+        made = predict(LOAD, COSTS, limit_bytes=limit)
         assert made.fits is fits
         assert made.limit_bytes == limit
 
@@ -336,17 +335,18 @@ def test_a_workload_is_computed_once_alone_and_once_in_company(
         return sample_cost(family, facts, workload)
 
     monkeypatch.setattr("lora_trainer.planning.loads.sample_cost", counting)
-    remembered = RememberedCosts(family=SD15)
+    remembered = RememberedCosts(family=SD15, facts=sd15_facts())
     for micro_batch in (1, 2, 3):
         load = replace(LOAD, micro_batch=micro_batch)
-        predict(load, facts=sd15_facts(), costs=remembered)
+        predict(load, remembered)
     assert len(calls) == 2
 
 
 # ---- how the base is kept
 
 FLUX = known_base("black-forest-labs/FLUX.1-dev")
-FLUX_COSTS = RememberedCosts(family=load_family("flux"))
+assert FLUX is not None
+FLUX_COSTS = RememberedCosts(family=load_family("flux"), facts=FLUX)
 
 
 def trained(made: Prediction) -> dict[str, int]:
@@ -354,9 +354,8 @@ def trained(made: Prediction) -> dict[str, int]:
 
 
 def flux(**changes: Any) -> Prediction:
-    assert FLUX is not None
     load = replace(LOAD, checkpointing="full", bucket_px=(1024, 1024), sample_side_px=1024)
-    return predict(replace(load, **changes), facts=FLUX, costs=FLUX_COSTS)
+    return predict(replace(load, **changes), FLUX_COSTS)
 
 
 def test_a_quantised_base_keeps_what_is_not_in_blocks() -> None:
@@ -395,7 +394,7 @@ def test_large_paged_states_are_not_on_the_card() -> None:
             items(predicted(optimizer=name, adapter=chosen))["optimizer states"]
             for name in ("paged_adamw8bit", "adamw8bit")
         )
-        tensors = COSTS.adapter_tensors(sd15_facts(), chosen)
+        tensors = COSTS.adapter_tensors(chosen)
         sizes = ((math.prod(shape), count) for shape, count in tensors.items())
         large = sum(size * count for size, count in sizes if size >= 100_000)
         assert eight - paged == 2 * large
@@ -432,7 +431,7 @@ def test_a_card_gets_the_inputs_of_one_pass_and_a_processor_has_all_that_wait() 
 
 
 def test_a_processor_keeps_the_copies_for_saving_beside_everything_else() -> None:
-    parameters = COSTS.adapter_parameters(sd15_facts(), LOAD.adapter)
+    parameters = total_elements(COSTS.adapter_tensors(LOAD.adapter))
     made = trained(predicted(device="cpu"))
     assert made["copies for saving"] == (4 + 8 + 4) * parameters
     assert "copies for saving" not in trained(predicted())
@@ -510,5 +509,5 @@ def test_masks_and_priors_add_what_they_hold() -> None:
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_a_pass_without_gradients_peaks_below_training(checkpointing: Checkpointing) -> None:
     """So the base's own prediction, which is made first, needs no room but its result's."""
-    cost = COSTS.sample_cost(sd15_facts(), replace(LOAD, checkpointing=checkpointing).workload())
+    cost = COSTS.sample_cost(replace(LOAD, checkpointing=checkpointing).workload())
     assert cost.forward_bytes <= cost.saved_bytes + cost.temporary_bytes

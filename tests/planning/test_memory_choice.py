@@ -20,7 +20,8 @@ from lora_trainer.hardware.machine import (
 )
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.memory import Prediction
-from lora_trainer.planning.plan import Plan, PlanInput, plan
+from lora_trainer.planning.plan import Plan, plan
+from lora_trainer.planning.plan_input import PlanInput
 
 FLUX = "black-forest-labs/FLUX.1-dev"
 QWEN = "Qwen/Qwen-Image"

@@ -24,10 +24,11 @@ from lora_trainer.hardware.machine import GIB, Hardware
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora.adapter_size import adapter_parameters
 from lora_trainer.planning.loads import RememberedCosts
-from lora_trainer.planning.plan import Plan, PlanInput, plan
+from lora_trainer.planning.plan import Plan, plan
+from lora_trainer.planning.plan_input import PlanInput
 from tests.fakes.stable_diffusion import SD15, mini_facts, sd15_facts
 
-COSTS = RememberedCosts(family=SD15)
+COSTS = RememberedCosts(family=SD15, facts=sd15_facts())
 LEFT_TO_RUN = {
     *("base.model", "base.companion", "data.caption_tokens", "data.cache_dir", "output.name"),
 }
@@ -308,7 +309,7 @@ def test_a_rotation_has_no_alpha() -> None:
 @pytest.mark.parametrize("kind", ["loha", "lokr"])
 def test_disk_is_that_of_the_kind(kind: str) -> None:
     made = planned(overrides={"adapter.kind": kind})
-    shapes = COSTS.adapter_shapes(sd15_facts(), targets="transformer")
+    shapes = COSTS.adapter_shapes("transformer")
     parameters = adapter_parameters(shapes, made.config.adapter)
     assert made.disk_bytes["states"] == 3 * (4 + 8) * parameters
     assert made.disk_bytes["exports"] == 5 * 2 * parameters

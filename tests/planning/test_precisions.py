@@ -12,7 +12,8 @@ from lora_trainer.common.errors import MachineError, RequestError, exit_code
 from lora_trainer.config.layers import resolve
 from lora_trainer.hardware.machine import GIB
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.plan import Plan, PlanInput, plan
+from lora_trainer.planning.plan import Plan, plan
+from lora_trainer.planning.plan_input import PlanInput
 from tests.planning.test_plan import MACHINE
 
 IN_FP16 = frozenset({"sd15", "sd2", "sdxl", "sd3"})

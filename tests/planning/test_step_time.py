@@ -18,8 +18,8 @@ from lora_trainer.planning.step_time import (
     StepTime,
     StepWork,
     card,
-    cpu_step_time,
     gpu_step_time,
+    step_time,
     step_work,
 )
 from tests.fakes.stable_diffusion import SD15, WideCosts, mini_facts, sd15_facts
@@ -40,8 +40,7 @@ LOAD = Load(
     sample_side_px=512,
     prepared_samples=4,
 )
-COSTS = RememberedCosts(family=SD15)
-FLUX_COSTS = RememberedCosts(family=family("flux"))
+COSTS = RememberedCosts(family=SD15, facts=sd15_facts())
 
 
 def flux_facts() -> BaseFacts:
@@ -50,11 +49,12 @@ def flux_facts() -> BaseFacts:
     return facts
 
 
+FLUX_COSTS = RememberedCosts(family=family("flux"), facts=flux_facts())
+
+
 def gpu_time(name: str, *, batch_size: int = 1, **changes: Any) -> StepTime:
     load = replace(LOAD, **changes)
-    work = step_work(
-        load, facts=sd15_facts(), costs=COSTS, batch_size=batch_size, pinnable_bytes=None
-    )
+    work = step_work(load, COSTS, batch_size=batch_size, pinnable_bytes=None)
     return gpu_step_time(work, card(name, total_bytes=8 * GIB), precision=load.precision)
 
 
@@ -62,8 +62,7 @@ def flux_work(**changes: Any) -> StepWork:
     load = replace(LOAD, bucket_px=(1024, 1024), checkpointing="full")
     return step_work(
         replace(load, **changes),
-        facts=flux_facts(),
-        costs=FLUX_COSTS,
+        FLUX_COSTS,
         batch_size=2,
         pinnable_bytes=None,
     )
@@ -74,9 +73,9 @@ def test_a_published_step_on_an_h100_lies_in_the_range(
     checkpointing: Checkpointing, published_s: float
 ) -> None:
     """Of a trainer that runs adapters as peft does."""
-    costs = WideCosts(family=SD15)
+    costs = WideCosts(family=SD15, facts=sd15_facts())
     load = replace(LOAD, checkpointing=checkpointing)
-    work = step_work(load, facts=sd15_facts(), costs=costs, batch_size=1, pinnable_bytes=None)
+    work = step_work(load, costs, batch_size=1, pinnable_bytes=None)
     time = gpu_step_time(work, card("NVIDIA H100 80GB HBM3", total_bytes=8 * GIB), precision="bf16")
     assert time.low_s < published_s < time.high_s
     assert "estimate" in time.note
@@ -89,9 +88,7 @@ def test_published_steps_of_flux_on_a_4090_lie_in_the_range() -> None:
         load = replace(
             LOAD, base_precision="nf4", checkpointing="full", bucket_px=(side_px, side_px)
         )
-        work = step_work(
-            load, facts=flux_facts(), costs=FLUX_COSTS, batch_size=1, pinnable_bytes=None
-        )
+        work = step_work(load, FLUX_COSTS, batch_size=1, pinnable_bytes=None)
         time = gpu_step_time(work, card("RTX 4090", total_bytes=24 * GIB), precision="bf16")
         assert time.low_s < published_s < time.high_s
 
@@ -121,7 +118,7 @@ def test_dequantising_is_paid_once_for_each_pass_over_the_weights(kind: BasePrec
 
 
 def test_a_streamed_block_comes_twice_in_every_pass() -> None:
-    blocks = FLUX_COSTS.frozen_base(flux_facts(), LOAD).streamed_bytes(57)
+    blocks = FLUX_COSTS.frozen_base(LOAD).streamed_bytes(57)
     assert blocks == pytest.approx(23.66e9, rel=1e-3)
     assert flux_work(streamed_blocks=57, micro_batch=2).bus_bytes == 2 * blocks
     assert flux_work(streamed_blocks=57, micro_batch=1).bus_bytes == 4 * blocks
@@ -130,7 +127,7 @@ def test_a_streamed_block_comes_twice_in_every_pass() -> None:
 
 def test_offloaded_inputs_go_and_come_back_for_every_image() -> None:
     cost = FLUX_COSTS.sample_cost(
-        flux_facts(), replace(LOAD, bucket_px=(1024, 1024), checkpointing="offloaded").workload()
+        replace(LOAD, bucket_px=(1024, 1024), checkpointing="offloaded").workload()
     )
     assert cost.host_bytes > 0
     for micro_batch in (1, 2):
@@ -158,21 +155,21 @@ def test_a_measured_step_on_two_cores_lies_in_the_range() -> None:
         bucket_px=(64, 64),
         adapter=AdapterSettings(rank=16, targets="all"),
     )
-    costs = RememberedCosts(family=SD15)
-    work = step_work(load, facts=mini_facts(), costs=costs, batch_size=8, pinnable_bytes=None)
-    time = cpu_step_time(work, threads=2)
+    costs = RememberedCosts(family=SD15, facts=mini_facts())
+    work = step_work(load, costs, batch_size=8, pinnable_bytes=None)
+    time = step_time(work, gpu=None, threads=2, precision="fp32")
     assert time.low_s < 55 / 300 < time.high_s
     assert time.low_s < time.seconds < time.high_s
     assert "rough" in time.note
-    assert cpu_step_time(work, threads=1).low_s == 2 * time.low_s
+    assert step_time(work, gpu=None, threads=1, precision="fp32").low_s == 2 * time.low_s
 
 
 def test_samples_that_come_twice_and_the_bases_own_predictions_cost_passes() -> None:
-    cost = COSTS.sample_cost(sd15_facts(), LOAD.workload())
+    cost = COSTS.sample_cost(LOAD.workload())
 
     def work(**changes: Any) -> StepWork:
         load = replace(LOAD, **changes)
-        return step_work(load, facts=sd15_facts(), costs=COSTS, batch_size=4, pinnable_bytes=None)
+        return step_work(load, COSTS, batch_size=4, pinnable_bytes=None)
 
     plain = work()
     assert work(twice=1.0).flops == 2 * plain.flops

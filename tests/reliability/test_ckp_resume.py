@@ -9,14 +9,13 @@ import os
 import random
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lora_trainer.checkpoint.states import load_newest
-from lora_trainer.planning.run_time import DiskUse, disk_bytes
+from tests.fakes.plans import planned
 from tests.fakes.runs import Toy, contents, events, last_state, run_cli, toy, trajectory
 
 STEPS = 5
@@ -100,18 +99,9 @@ def test_ckp_05_damaged_states_are_moved_aside_and_the_run_ends_with_the_same_bi
 
 
 def test_ckp_06_the_disk_is_asked_for_one_state_more_than_is_kept() -> None:
-    use = DiskUse(
-        latents=1,
-        latent_elements=1,
-        texts=1,
-        conditioning_bytes=1,
-        adapter_parameters=1_000,
-        state_bytes=8_000,
-        export_precision="fp16",
-        keep_states=2,
-        keep_exports=1,
-    )
-    kept = [disk_bytes(replace(use, keep_states=count))["states"] for count in (2, 3)]
+    kept = [
+        planned(overrides={"output.keep_states": count}).disk_bytes["states"] for count in (2, 3)
+    ]
     one = kept[1] - kept[0]
     assert kept[0] == 3 * one > 0
 

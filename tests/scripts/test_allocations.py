@@ -91,7 +91,7 @@ def test_a_pass_between_two_sizes_is_what_it_is_traced_as(network: TracedNetwork
 def test_all_tensors_are_what_the_plan_predicts(traced: Passes, kept: Stays) -> None:
     """Weights, adapter, states and a step: within 3 % of the items that are tensors."""
     assert SD15 is not None
-    made = predict(LOAD, facts=SD15, costs=RememberedCosts(family=family("sd15")))
+    made = predict(LOAD, RememberedCosts(family=family("sd15"), facts=SD15))
     items = {item.name: item.bytes for item in made.by_phase["training"]}
     planned = sum(items.values()) - sum(
         items[name] for name in ("runtime", "library workspaces", "allocator slack")

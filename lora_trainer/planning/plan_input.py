@@ -1,0 +1,97 @@
+"""Everything a plan is made from: settings by layers, the base, the machine, and counts of the data. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lora_trainer.config.config import Config
+from lora_trainer.config.layers import Resolved
+from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.hardware.machine import Hardware
+from lora_trainer.planning.loads import RememberedCosts
+from lora_trainer.planning.oom_history import OomRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A value the planner set; `bytes` is the predicted peak that decided it, 0 where memory did not."""
+
+    key: str
+    value: Any
+    reason: str
+    bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInput:
+    """Everything a plan is made from. `images` counts the different training images.
+
+    `decided` has (value, reason) of the settings that base and captions decide alone: `output.format` always.
+
+    `samples_per_epoch` counts repeats, at least `fewest_repeats` of each image, without regularisation;
+    `regularisation_per_epoch` comes on top. `buckets` are the (width, height) in use, in pixels, of all
+    images, held-out ones too. `latents` counts mirrored images twice, `texts` the different captions;
+    None: as `data.flip` says, and one caption for each image. `full_card` is an out-of-memory record of
+    this GPU. `processes` share each step, `sharing` of them one machine's memory. `kept_at_once` is the
+    micro-batch by bucket of a resumed run, which keeps its plan. `held_out` counts images held out for
+    validation, `prompts` those of the sample images (None: as many as the settings ask for).
+    """
+
+    resolved: Resolved
+    decided: Mapping[str, tuple[Any, str]]
+    facts: BaseFacts
+    family: Family
+    hardware: Hardware
+    images: int
+    samples_per_epoch: int
+    buckets: Sequence[tuple[int, int]]
+    fewest_repeats: int = 1
+    latents: int | None = None
+    texts: int | None = None
+    full_card: OomRecord | None = None
+    processes: int = 1
+    sharing: int = 1
+    kept_at_once: Mapping[tuple[int, int], int] | None = None
+    regularisation_per_epoch: int = 0
+    held_out: int = 0
+    prompts: int | None = None
+
+    @cached_property
+    def costs(self) -> RememberedCosts:
+        """The costs of the base."""
+        return RememberedCosts(family=self.family, facts=self.facts)
+
+    @property
+    def epoch(self) -> int:
+        """Samples of an epoch, with regularisation."""
+        return self.samples_per_epoch + self.regularisation_per_epoch
+
+    @property
+    def pinnable_bytes(self) -> int | None:
+        """Host memory that each process of this training may pin, in bytes; None: no limit."""
+        return self.hardware.pinnable_by_each(sharing=self.sharing)
+
+    @property
+    def ram_bytes(self) -> int:
+        """The machine's memory that each process may use."""
+        return self.hardware.ram_usable_bytes // self.sharing
+
+    def images_per_process(self, config: Config) -> int:
+        """Return the most images of a step that one process trains on: the slowest process sets the pace."""
+        return math.ceil(config.train.batch_size / self.processes)
+
+    def cached_latents(self, config: Config) -> int:
+        """Return the number of latents in the cache."""
+        return self._cached(self.latents, 1 + config.data.flip)
+
+    @property
+    def cached_texts(self) -> int:
+        """The number of texts in the cache: the captions, and the empty text for caption dropout and guidance."""
+        return 1 + self._cached(self.texts, 1)
+
+    def _cached(self, count: int | None, of_each: int) -> int:
+        return of_each * max(self.images, len(self.buckets)) if count is None else count

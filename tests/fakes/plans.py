@@ -1,0 +1,116 @@
+"""Plans on machines that are described, not there: any base, GPU and settings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lora_trainer.config.layers import resolve
+from lora_trainer.families import family, known_base
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.hardware.machine import GIB, MOST_SPARED_BYTES, Hardware, tier
+from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.memory import MemoryItem
+from lora_trainer.planning.plan import Plan, plan
+from lora_trainer.planning.plan_input import PlanInput
+from tests.fakes.stable_diffusion import sd15_facts
+
+FLUX = "black-forest-labs/FLUX.1-dev"
+QWEN = "Qwen/Qwen-Image"
+SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
+CARD = Gpu(
+    index=0,
+    name="NVIDIA GeForce RTX 3060",
+    total_bytes=12 * GIB,
+    free_bytes=12 * GIB,
+    compute_capability=(8, 6),
+    driver="570",
+)
+LIBRARIES = dict.fromkeys(("bitsandbytes", "prodigyopt", "pytorch-optimizer", "schedulefree"), "1")
+MACHINE = Hardware(
+    gpus=(CARD,),
+    gpu_reason="1 of 1 NVIDIA GPUs usable",
+    cpu_name="A Processor",
+    cpu_threads=6,
+    ram_total_bytes=64 * GIB,
+    ram_free_bytes=28 * GIB + MOST_SPARED_BYTES,
+    packages={"torch": "2.13.0", "xformers": None, **LIBRARIES},
+    reasons={"cpu_threads": "6 physical cores among 12 usable processors"},
+    expandable_segments=True,
+)
+WITHOUT_CARD = replace(MACHINE, gpus=(), gpu_reason="no NVIDIA driver")
+
+
+def machine(gib: float = 12, *, ram_gib: float = 28, packages: Any = (), **gpu: Any) -> Hardware:
+    """Return one with an empty GPU of this size, whose plans may use `ram_gib` beside it."""
+    size = int(gib * GIB)
+    return replace(
+        MACHINE,
+        gpus=(replace(CARD, **{"total_bytes": size, "free_bytes": size, **gpu}),),
+        ram_free_bytes=int(ram_gib * GIB) + MOST_SPARED_BYTES,
+        packages={**MACHINE.packages, **dict(packages)},
+    )
+
+
+def request(
+    base: str | BaseFacts | None = None,
+    hardware: Hardware = MACHINE,
+    *,
+    overrides: dict[str, Any] | None = None,
+    priority: Any = "balanced",
+    preset_tier: str = "",
+    **changes: Any,
+) -> PlanInput:
+    """Return the input of a plan for 20 images; `base` is a Hub id or facts, None: Stable Diffusion 1.5."""
+    facts = known_base(base) if isinstance(base, str) else base or sd15_facts()
+    assert facts is not None
+    whole_bytes = hardware.gpus[0].total_bytes if hardware.gpus else None
+    resolved = resolve(
+        family=facts.family,
+        tier=preset_tier or tier(whole_bytes),
+        priority=priority,
+        preset="auto",
+        config_file=None,
+        overrides=overrides or {},
+    )
+    plain = PlanInput(
+        decided={"output.format": ("kohya", "known before")},
+        resolved=resolved,
+        facts=facts,
+        family=family(facts.family),
+        hardware=hardware,
+        images=20,
+        samples_per_epoch=20,
+        buckets=(),
+    )
+    return replace(plain, **changes)
+
+
+def planned(base: str | BaseFacts | None = None, hardware: Hardware = MACHINE, **how: Any) -> Plan:
+    """Plan a run; the arguments are those of `request`."""
+    return plan(request(base, hardware, **how))
+
+
+def costs_of(base: str | BaseFacts | None = None) -> RememberedCosts:
+    """Return the costs of a base."""
+    return request(base).costs
+
+
+def load_of(**changes: Any) -> Load:
+    """Return the load of a small LoRA at 512 px on a GPU, with changes; `rank=8` and such are of the adapter."""
+    load = planned(overrides={"adapter.targets": "attention", "sampling.every_steps": 0}).load
+    fields = {name: changes.pop(name) for name in list(changes) if hasattr(load, name)}
+    plain = {"base_precision": "bf16", "precision": "bf16", "micro_batch": 1, **fields}
+    return replace(load, adapter=load.adapter.model_copy(update=changes), **plain)
+
+
+def bytes_by_name(items: tuple[MemoryItem, ...]) -> dict[str, int]:
+    """Return the bytes of memory items by their names, which are unique."""
+    assert len({item.name for item in items}) == len(items) and all(item.note for item in items)
+    return {item.name: item.bytes for item in items}
+
+
+def reason(made: Plan, key: str) -> str:
+    """Return the reason of a planned setting."""
+    return made.origins[key].reason
