@@ -116,7 +116,7 @@ def architectures(family: Family) -> Iterator[BaseFacts]:
         sources = [name for release in family.published for name in release.ids]
     bases = [family.releases[source] for source in sources]
     if family.detect(EMBEDDED):
-        embedded = family.facts(Layout(folder=EMBEDDED), source="embedded", identities={})
+        embedded = family.facts(Layout(folder=EMBEDDED), source="embedded")
         bases.append(embedded)
     for facts in bases:
         assert facts is not None

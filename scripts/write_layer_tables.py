@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.families.flow import public_architectures
 from lora_trainer.families.layer_tables import FILE, packed
 
 
@@ -30,9 +29,9 @@ def main() -> None:
     for name in families.MODULES:
         family = families.family(name)
         rows: list[object] = []
-        for architecture in public_architectures(family):
+        for release in family.published:
             with torch.device("meta"):
-                row = packed(layers_of(family.empty_denoiser(architecture)))
+                row = packed(layers_of(family.empty_denoiser(release.architecture)))
             if row not in rows:
                 rows.append(row)
         tables[name] = rows

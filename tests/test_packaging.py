@@ -41,7 +41,10 @@ OWN = {"lora_trainer", "gui", "presets"}
 SHIPPED_DATA = (
     "lora_trainer/embedded/**/*",
     "lora_trainer/costs/*.json",
+    "lora_trainer/families/*.json",
+    "lora_trainer/families/*.toml",
     "lora_trainer/families/base_files/*.json",
+    "lora_trainer/families/base_files/*.toml",
     "presets/**/*.json",
     "datasets/example/*",
     "gui/assets/**/*",

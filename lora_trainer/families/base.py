@@ -1,11 +1,11 @@
-"""The interface of a model family: facts, loading, encoding, prediction, names.
+"""The interface of a model family: facts, loading, encoding, prediction, names, images.
 
 No module outside this folder names a family. Importing a family does not import torch: facts are plain
 data, and its methods import the heavy libraries.
 
 A new family is a module NAME.py with a `FAMILY`, of a subclass of `FlowFamily` (flow.py) or `UNetFamily`
 (unet.py) rather than of `Family`; its line in `MODULES` (__init__.py), how its files are told apart
-(recognise.py), the names of its layers in others' files where they differ (transformer_names.py), and
+(recognise.py), the names of its layers in others' files where they differ (transformer_names.toml), and
 presets/NAME.json. scripts/write_layer_tables.py writes its rows in layer_tables.json, scripts/write_cost_tables.py
 those in costs/cost_tables.json. docs/adding-a-family.md goes through it with an example.
 """
@@ -14,24 +14,34 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 # `X as X` is a re-export to mypy: families import the whole interface from this module.
 from lora_trainer.common.caption_markup import NewWord as NewWord
 from lora_trainer.common.caption_markup import Weighted
 from lora_trainer.config.config import Targets
+from lora_trainer.families.base_files.base_folder import level_count, whole_number
+from lora_trainer.families.base_files.vae_file import load_base_vae
+from lora_trainer.families.facts import DENOISER as DENOISER
 from lora_trainer.families.facts import PARTS as PARTS
 from lora_trainer.families.facts import Assumption as Assumption
 from lora_trainer.families.facts import BaseFacts as BaseFacts
+from lora_trainer.families.facts import BaseRelease as BaseRelease
 from lora_trainer.families.facts import Conditioning as Conditioning
 from lora_trainer.families.facts import Geometry as Geometry
+from lora_trainer.families.facts import Header as Header
 from lora_trainer.families.facts import Layout as Layout
 from lora_trainer.families.facts import Part as Part
 from lora_trainer.families.facts import PartFacts as PartFacts
 from lora_trainer.families.facts import Prediction as Prediction
+from lora_trainer.families.facts import TensorInfo as TensorInfo
+from lora_trainer.families.facts import WeightPlace as WeightPlace
+from lora_trainer.families.latent_images import ImageEncoder as ImageEncoder
+from lora_trainer.families.latent_images import Latents as Latents
+from lora_trainer.families.latent_images import Sampler as Sampler
 from lora_trainer.families.traits import AUTOENCODER_KL as AUTOENCODER_KL
 from lora_trainer.families.traits import BY_TWO_PASSES as BY_TWO_PASSES
 from lora_trainer.families.traits import AdapterFormats as AdapterFormats
@@ -42,58 +52,15 @@ from lora_trainer.families.traits import Licence as Licence
 from lora_trainer.families.traits import NetworkTraits as NetworkTraits
 from lora_trainer.families.traits import OtherNames as OtherNames
 from lora_trainer.families.traits import TextInputs as TextInputs
-from lora_trainer.families.traits import VaePeak as VaePeak
 
 if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
-    from PIL import Image
     from torch import Tensor, nn
 
 AdapterTargets = Targets | Literal["text_encoder"]
 WEIGHTS = ".weights"
 """Suffix of the key of an encoder's prompt weights; the key of its tokens has no suffix."""
-DENOISER = "denoiser"
-"""Component name of the denoiser in adapter keys; text encoders are `text_encoder`, `text_encoder_2`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorInfo:
-    """One tensor of a safetensors header: dtype as written there (`F16`, `BF16`, ...) and shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-Header = Mapping[str, TensorInfo]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightPlace:
-    """Where a checkpoint keeps a layer's weight: a whole tensor, or the `rows` (first, end) of a fused tensor.
-
-    `swapped`: the two halves of the rows stand there in the other order.
-    """
-
-    tensor: str
-    rows: tuple[int, int] | None = None
-    swapped: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Latents:
-    """Posterior of one image: `mean` and `std`, float32 [channels, height, width], already scaled for the denoiser."""
-
-    mean: Tensor
-    std: Tensor
-
-
-class ImageEncoder(ABC):
-    """The VAE; only caching uses it."""
-
-    @abstractmethod
-    def encode_images(self, pixels: Tensor) -> list[Latents]:
-        """Encode float32 [B, 3, H, W] in [-1, 1]; raises InputError when a latent is not finite."""
 
 
 class TextEncoder(ABC):
@@ -147,44 +114,95 @@ class TextEncoder(ABC):
         }
 
 
-class Sampler(ABC):
-    """Samples images from encoded prompts with the denoiser in training and the base's own scheduler."""
-
-    @abstractmethod
-    def image(
-        self,
-        conditioning: Conditioning,
-        negative: Conditioning,
-        *,
-        seed: int,
-        size_px: tuple[int, int],
-        steps: int,
-        guidance_scale: float,
-    ) -> Image.Image:
-        """Return one RGB image of (width, height); equal to the plain pipeline's with a CPU generator of `seed`."""
-
-
 class Family(ABC):
     """One model family; instances hold no state."""
 
     name: str
+    pipeline_class: str
+    """diffusers' text-to-image pipeline."""
+    denoiser_folder: ClassVar[str]
+    """The denoiser's folder and its name in the pipeline."""
+    published: tuple[BaseRelease, ...]
+    """The public releases, known without their files.
+
+    The first is offered on a GPU when no base is named, and is the companion of single-file checkpoints.
+    """
+    checkpoints: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """By Hub id of a public release: well-known checkpoints made from it, with which its LoRAs work too."""
     text: TextInputs
     traits: NetworkTraits
     formats: AdapterFormats
-    licences: Mapping[str, Licence]
-    """By Hub id of a public release; one that is not named here has a licence of its owner's own."""
-    checkpoints: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    """By Hub id of a public release: well-known checkpoints made from it, with which its LoRAs work too."""
+    metadata: AdapterNames
+    """Names of the family's bases in an adapter's metadata, for a family whose releases share them."""
+    patch = 1
+    """Side of the square of latents that becomes one token."""
+    video_vae = False
+    """Whether the VAE reads videos; an image is a video of one frame, [B, C, 1, H, W]."""
 
     # ---- facts, without torch
 
-    @property
-    @abstractmethod
+    @cached_property
     def releases(self) -> Mapping[str, BaseFacts]:
-        """Facts of the public releases by Hub id, known without their files.
+        """Facts of the public releases by Hub id."""
+        return {
+            source: self.facts_of(release, source=source)
+            for release in self.published
+            for source in release.ids
+        }
 
-        The first is offered on a GPU when no base is named, and is the companion of single-file checkpoints.
-        """
+    @property
+    def licences(self) -> Mapping[str, Licence]:
+        """Licences by Hub id of a public release; one that is not named here has one of its owner's own."""
+        return {
+            source: release.licence
+            for release in self.published
+            for source in release.ids
+            if release.licence
+        }
+
+    def facts_of(
+        self, release: BaseRelease, *, source: str, layout: Layout | None = None
+    ) -> BaseFacts:
+        """Return the facts of a release, or of the base in `layout` that is described like one."""
+        channels, factor = self.latent_shape(release.vae)
+        resolution_px, step_px = self.sizes_px(release.architecture, factor)
+        return BaseFacts(
+            family=self.name,
+            source=source,
+            layout=layout,
+            resolution_px=resolution_px,
+            bucket_step_px=step_px,
+            latent_channels=channels,
+            vae_factor=factor,
+            max_tokens=release.max_tokens,
+            prediction=release.prediction,
+            guidance=self.guidance(release.architecture, distilled=release.distilled),
+            patch=self.patch,
+            clip_skips=self.clip_skips(layout),
+            parts={part: PartFacts(parameters=count) for part, count in release.parameters.items()},
+            architecture=release.architecture,
+            scheduler=release.scheduler,
+            variant=release.variant,
+            distilled=release.distilled,
+            zero_terminal_snr=release.zero_terminal_snr,
+            download_bytes=release.download_bytes,
+        )
+
+    def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
+        """Return (channels, pixels per latent) of `predict`'s latents, from the VAE's configuration."""
+        return whole_number(vae, "latent_channels"), 2 ** (level_count(vae) - 1)
+
+    @abstractmethod
+    def sizes_px(self, architecture: Mapping[str, Any], vae_factor: int) -> tuple[int, int]:
+        """Return the side of a native image and the step of bucket sides."""
+
+    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
+        """Return how a base follows a guidance scale."""
+        return BY_TWO_PASSES
+
+    def clip_skips(self, layout: Layout | None) -> Mapping[int, int]:
+        """Return by `base.clip_skip` the layer of the text encoder that it means, counted from the last (1)."""
+        return {1: 1}
 
     @abstractmethod
     def detect(self, folder: Path) -> bool:
@@ -195,15 +213,15 @@ class Family(ABC):
         """Return the parts a single-file checkpoint of this family holds; empty: not of this family."""
 
     @abstractmethod
-    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
+    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         """Read facts from configs and safetensors headers; raises InputError naming a missing part."""
 
+    @abstractmethod
     def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
         """Return facts of the public release that a single file with this header has the sizes of.
 
         Variant, prediction type and denoiser size are the file's own; InputError when no release fits.
         """
-        return next(iter(self.releases.values()))
 
     @abstractmethod
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
@@ -226,15 +244,25 @@ class Family(ABC):
         """Return (fan_in, out) of each module in the text encoders' `lora_targets`, by component."""
         return {}
 
-    @abstractmethod
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         """Return the names of this base in an adapter's metadata."""
+        return self.metadata
 
     # ---- networks
 
-    @abstractmethod
     def load_image_encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
         """Load the VAE in float32, frozen; in fp16 some overflow."""
+        return ImageEncoder(vae=self.load_vae(facts.located).to(device), family=self)
+
+    def load_vae(self, layout: Layout, *, dtype: torch.dtype | None = None) -> Any:
+        """Load the VAE frozen, on the CPU, in `dtype` (None: float32, because some VAEs overflow in fp16)."""
+        return load_base_vae(layout, dtype=dtype)
+
+    def normalised(self, vae: Any, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and deviation of a posterior [B, C, H, W] scaled for the denoiser: (x - shift) scale."""
+        shift, scale = vae.config.shift_factor or 0.0, vae.config.scaling_factor
+        # An offset moves the mean of a distribution and not its deviation.
+        return (mean - shift) * scale, std * scale
 
     @abstractmethod
     def load_text_encoder(
@@ -287,6 +315,27 @@ class Family(ABC):
     # ---- images
 
     @abstractmethod
+    def sampler_arguments(
+        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
+    ) -> Mapping[str, Any]:
+        """Return the pipeline's arguments for encoded prompts on the device, in the denoiser's dtype."""
+
+    def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
+        """Return the VAE's input, float32, from the pipeline's output with `output_type="latent"`.
+
+        It is the inverse of `normalised`, for pipelines whose latents are [B, C, H, W].
+        """
+        decoded: Tensor = latents.float() / vae.config.scaling_factor
+        return decoded + (vae.config.shift_factor or 0.0)
+
+    @abstractmethod
+    def build_pipeline(self, facts: BaseFacts, **components: Any) -> Any:
+        """Return diffusers' pipeline with the base's scheduler and these components, the others of its folder."""
+
+    @abstractmethod
+    def text_components(self) -> tuple[str, ...]:
+        """Return the names of the text encoders and tokenizers in the pipeline."""
+
     def build_sampler(
         self,
         facts: BaseFacts,
@@ -299,8 +348,22 @@ class Family(ABC):
 
         The VAE moves to `decode_on` (None: `device`) only while it decodes an image.
         """
+        # None keeps from_pretrained from loading the text encoders (9.5 GB for T5-XXL): the sampler gets
+        # encoded prompts. Without a VAE the pipeline runs on the denoiser's device.
+        absent = dict.fromkeys((*self.text_components(), "vae"))
+        pipeline = self.build_pipeline(facts, **{self.denoiser_folder: denoiser}, **absent)
+        # A pipeline without a VAE assumes 8 pixels a latent; the embedded miniature base has its own number.
+        pipeline.vae_scale_factor = facts.vae_factor
+        pipeline.set_progress_bar_config(disable=True)
+        return Sampler(
+            pipeline=pipeline,
+            denoiser=denoiser,
+            vae=self.load_vae(facts.located),
+            device=device,
+            decode_on=decode_on or device,
+            family=self,
+        )
 
-    @abstractmethod
     def pipeline_arguments(
         self,
         pipeline: DiffusionPipeline,
@@ -314,6 +377,7 @@ class Family(ABC):
 
         Prompts are encoded here where `facts` reads them in chunks.
         """
+        return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": guidance_scale}
 
     @abstractmethod
     def plain_pipeline(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lora_trainer.common.errors import RequestError
 from lora_trainer.families.base_files.unet_config import UNET_CLASS, read_unet
 from lora_trainer.families.text.chunks import AROUND
-from lora_trainer.families.traits import Guidance
+from lora_trainer.families.traits import Guidance, Licence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,31 @@ Prediction = Literal["epsilon", "v_prediction", "flow"]
 Part = Literal["denoiser", "vae", "text_encoder"]
 PARTS: tuple[Part, ...] = ("denoiser", "vae", "text_encoder")
 """`text_encoder` stands for all text encoders and tokenizers of a base together."""
+DENOISER = "denoiser"
+"""Component name of the denoiser in adapter keys; text encoders are `text_encoder`, `text_encoder_2`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """One tensor of a safetensors header: dtype as written there (`F16`, `BF16`, ...) and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Header = Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPlace:
+    """Where a checkpoint keeps a layer's weight: a whole tensor, or the `rows` (first, end) of a fused tensor.
+
+    `swapped`: the two halves of the rows stand there in the other order.
+    """
+
+    tensor: str
+    rows: tuple[int, int] | None = None
+    swapped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +93,28 @@ class Geometry:
     original_px: tuple[int, int]
     corner_px: tuple[int, int]
     target_px: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseRelease:
+    """A public release that can be planned without a download, or a base as its folder states it.
+
+    `ids` are Hub ids. `vae` has the keys that `Family.latent_shape` reads, `scheduler` those that
+    `BaseFacts.flow_shift` reads. Without a `licence` the release has one of its owner's own.
+    """
+
+    ids: tuple[str, ...]
+    architecture: Mapping[str, Any]
+    vae: Mapping[str, Any]
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[Part, int]
+    max_tokens: int
+    download_bytes: int = 0
+    licence: Licence | None = None
+    variant: str = ""
+    distilled: bool = False
+    prediction: Prediction = "flow"
+    zero_terminal_snr: bool = False
 
 
 Conditioning = Mapping[str, "Tensor"]

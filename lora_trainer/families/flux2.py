@@ -12,67 +12,42 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import Targets
-from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
-    AUTOENCODER_KL,
-    DENOISER,
     AdapterFormats,
     AdapterNames,
     BaseFacts,
+    BaseRelease,
     Conditioning,
-    FileFormat,
     Guidance,
     Header,
     Layout,
-    NetworkTraits,
-    OtherNames,
-    Part,
     Sampler,
-    TextEncoder,
-    TextInputs,
 )
 from lora_trainer.families.base_files.base_folder import part_file, read_json
-from lora_trainer.families.base_files.transformer_file import check_companion, part_tensors
-from lora_trainer.families.flow import (
-    WITHOUT_FP16,
-    BaseRelease,
-    FlowFamily,
-    text_name,
-    transformer_name,
-)
-from lora_trainer.families.images.flow_images import FlowSampler
-from lora_trainer.families.text.qwen3 import (
-    MAX_TOKENS,
-    UNREAD,
-    PromptFormat,
-    load_qwen3,
-    text_config,
+from lora_trainer.families.base_files.transformer_file import denoiser_shapes
+from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, target_endings
+from lora_trainer.families.text.language_models import (
+    QWEN3_TOKENS,
+    QWEN3_UNREAD,
+    Qwen3Encoder,
+    qwen3_config,
 )
 from lora_trainer.families.text.text_layers import QWEN3_4B
-from lora_trainer.families.traits import APACHE, FLUX_DEV, INDEXED_BLOCK
-from lora_trainer.families.transformer_names import other_names
+from lora_trainer.families.traits import APACHE, FLUX_DEV
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import DiffusionPipeline
     from torch import Tensor, nn
 
-# The layers that diffusers' pipeline joins; the default of diffusers' training script differs from it.
-PROMPT = PromptFormat(layers=(9, 18, 27), padded=True, thinking=False)
-ATTENTION = (
-    *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
-    *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+ENDINGS = target_endings(
     # Single-stream blocks: one matrix joins q, k, v and the MLP's input, another both outputs.
-    *(f"attn.{name}" for name in ("to_qkv_mlp_proj", "to_out")),
+    (*JOINT_ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out"),
+    transformer=tuple(
+        f"{stream}.{name}"
+        for stream in ("ff", "ff_context")
+        for name in ("linear_in", "linear_out")
+    ),  # the modulation lies outside the blocks
 )
-TRANSFORMER = (
-    *ATTENTION,
-    *(f"ff.{name}" for name in ("linear_in", "linear_out")),
-    *(f"ff_context.{name}" for name in ("linear_in", "linear_out")),
-)
-IN_FILE = "double_stream_modulation_img.lin.weight"
-IN_DIFFUSERS = "double_stream_modulation_img.linear.weight"
 # At 200 steps the sampler's shift equals FLUX.1's, exp of a line in the tokens; fewer steps shift more.
 SCHEDULER: Mapping[str, Any] = {
     "num_train_timesteps": 1000,
@@ -131,10 +106,11 @@ def _release(size: str, *, distilled: bool) -> BaseRelease:
         vae=VAE,
         scheduler=SCHEDULER,
         parameters={"denoiser": denoiser, "vae": VAE_PARAMETERS, "text_encoder": text},
-        max_tokens=MAX_TOKENS,
+        max_tokens=QWEN3_TOKENS,
         download_bytes=2 * (denoiser + VAE_PARAMETERS + text + HEAD_PARAMETERS[size]),
         variant=_variant(size.lower(), distilled=distilled),
         distilled=distilled,
+        licence=APACHE if size == "4B" else FLUX_DEV,
     )
 
 
@@ -153,6 +129,14 @@ def _is_distilled(file_name: str) -> bool:
     return "klein" in name and "base" not in name
 
 
+class KleinEncoder(Qwen3Encoder):
+    """Qwen3 without thinking, and the layers that diffusers' pipeline joins; its training script has others."""
+
+    layers = (9, 18, 27)
+    padded = True
+    thinking = False
+
+
 class Flux2(FlowFamily):
     """The family of FLUX.2 klein (Black Forest Labs 2026) and its fine-tunes."""
 
@@ -166,67 +150,36 @@ class Flux2(FlowFamily):
     )
     pipeline_class = "Flux2KleinPipeline"
     denoiser_class = "Flux2Transformer2DModel"
-    text_folders = ("text_encoder",)
-    text = TextInputs(
-        layers={"text_encoder": QWEN3_4B},
-        roles={"text_encoder": "qwen3_4b"},
-        multiple=1,
-        one_length=False,
-        encoder_files=True,
-    )
-    traits = NetworkTraits(
-        precisions=WITHOUT_FP16,
-        block_pattern=INDEXED_BLOCK,
-        quantization_skip=(),
-        vae_peak=AUTOENCODER_KL,
-    )
-    unread_text = UNREAD
-    tokenizer_folders = ("tokenizer",)
+    text_networks = (QWEN3_4B,)
+    text_encoder_class = KleinEncoder
+    unread_text = QWEN3_UNREAD
     native_latents = 64
-    patch = (
-        1  # `normalised` folds the squares into channels, so the denoiser has one token per latent
+    patch = 1  # `normalised` folds the squares into channels: the denoiser has one token per latent
+    endings = ENDINGS
+    file_marks = (
+        frozenset({"double_stream_modulation_img.lin.weight"}),
+        frozenset({"double_stream_modulation_img.linear.weight"}),
     )
+    vae_files = False
+    # The last norm: diffusers has scale before shift, the original code the reverse.
+    swapped_layers = frozenset({"norm_out.linear"})
     published = tuple(
         _release(size, distilled=distilled) for size in ("4B", "9B") for distilled in (False, True)
     )
-    licences = {
-        source: APACHE if source.endswith("4B") else FLUX_DEV
-        for release in published
-        for source in release.ids
-    }
-
     # ---- facts
-
-    def max_tokens(self, layout: Layout) -> int:
-        return MAX_TOKENS
-
-    def targets(self, targets: Targets) -> tuple[str, ...]:
-        """Return the endings; "all" equals "transformer" because the modulation lies outside the blocks."""
-        return ATTENTION if targets == "attention" else TRANSFORMER
 
     def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
         """Return two passes for the undistilled: distilled releases ignore the guidance scale."""
         embedded = bool(architecture.get("guidance_embeds", True))  # diffusers' own default
         return Guidance(two_passes=not distilled, embedded=embedded)
 
-    def prompt_shapes(
-        self, architecture: Mapping[str, Any], *, text_tokens: int
-    ) -> Mapping[str, tuple[int, ...]]:
-        return {"text": (1, text_tokens, int(architecture["joint_attention_dim"]))}
-
     def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
         channels, factor = super().latent_shape(vae)
         return 4 * channels, 2 * factor
 
-    def detect_file(self, header: Header) -> frozenset[Part]:
-        tensors = part_tensors(header, "denoiser")
-        is_flux2 = IN_FILE in tensors or IN_DIFFUSERS in tensors
-        return frozenset({"denoiser"}) if is_flux2 else frozenset()
-
     def file_release(self, file: Path, header: Header) -> BaseRelease:
-        tensors = part_tensors(header, "denoiser")
-        texts = (tensors.get(name) for name in ("txt_in.weight", "context_embedder.weight"))
-        shape = next((text.shape for text in texts if text is not None), ())
+        shapes = denoiser_shapes(header)
+        shape = shapes.get("txt_in.weight", shapes.get("context_embedder.weight", ()))
         for release in self.published:
             sizes = release.architecture
             heads, distilled = sizes["num_attention_heads"], _is_distilled(file.name)
@@ -239,24 +192,13 @@ class Flux2(FlowFamily):
         )
 
     def architecture(self, layout: Layout) -> Mapping[str, Any]:
-        config, text = super().architecture(layout), text_config(layout.folder)
-        width, joint_width = len(PROMPT.layers) * text["hidden_size"], config["joint_attention_dim"]
-        if width != joint_width:
+        config, text = super().architecture(layout), qwen3_config(layout.folder)
+        width = len(KleinEncoder.layers) * text["hidden_size"]
+        if width != config["joint_attention_dim"]:
             raise InputError(
-                f"the text encoder of {layout.folder} gives {width} channels, its denoiser reads {joint_width}",
+                f"the text encoder of {layout.folder} gives {width} channels, its denoiser reads "
+                f"{config['joint_attention_dim']}",
                 fix="give denoiser and text encoder of one release",
-            )
-        if (single := part_file(layout, "denoiser")) is not None:
-            inner = config["num_attention_heads"] * config["attention_head_dim"]
-            check_companion(
-                single,
-                shapes={"txt_in.weight": (inner, width), "context_embedder.weight": (inner, width)},
-                blocks={
-                    **dict.fromkeys(("double_blocks", "transformer_blocks"), config["num_layers"]),
-                    **dict.fromkeys(
-                        ("single_blocks", "single_transformer_blocks"), config["num_single_layers"]
-                    ),
-                },
             )
         if part_file(layout, "vae") is not None:
             raise InputError(
@@ -264,6 +206,17 @@ class Flux2(FlowFamily):
                 fix="give a folder with its config.json and weights: --set base.vae=FOLDER",
             )
         return config
+
+    def companion_sizes(
+        self, config: Mapping[str, Any], layout: Layout
+    ) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, int]]:
+        inner = config["num_attention_heads"] * config["attention_head_dim"]
+        shape = (inner, config["joint_attention_dim"])
+        double, single = config["num_layers"], config["num_single_layers"]
+        return dict.fromkeys(("txt_in.weight", "context_embedder.weight"), shape), {
+            **dict.fromkeys(("double_blocks", "transformer_blocks"), double),
+            **dict.fromkeys(("single_blocks", "single_transformer_blocks"), single),
+        }
 
     def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
         """Return (variant, distilled), distilled by the pipeline's index or by a single file's name.
@@ -286,17 +239,12 @@ class Flux2(FlowFamily):
 
     # ---- networks
 
-    def normalised(self, vae: nn.Module, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    def normalised(self, vae: Any, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
         """Fold squares of latents into channels, then scale by (x - mean) / deviation of the VAE's batch norm."""
         # The VAE's batch norm is never run: it holds the latents' mean and variance, and the pipeline
         # applies them by hand as here (Flux2KleinPipeline.__call__, before it decodes).
         shift, scale = _statistics(vae)
         return (_squares(mean) - shift) / scale, _squares(std) / scale
-
-    def load_text_encoder(
-        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
-    ) -> TextEncoder:
-        return load_qwen3(self, facts.located, format=PROMPT, dtype=dtype, device=device)
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
@@ -315,17 +263,6 @@ class Flux2(FlowFamily):
         unpacked: Tensor = velocity.transpose(1, 2).reshape(noisy.shape)
         return unpacked
 
-    # ---- files
-
-    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
-        if component != DENOISER:
-            return text_name(format, component, module, roles=self.text.roles)
-        return transformer_name(module)
-
-    def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
-        # The last norm: diffusers has scale before shift, the original code the reverse.
-        return other_names(transformer_names.FLUX2, shapes, swapped={"norm_out.linear"})
-
     # ---- images
 
     def build_sampler(
@@ -339,32 +276,22 @@ class Flux2(FlowFamily):
         sampler = super().build_sampler(
             facts, denoiser=denoiser, device=device, decode_on=decode_on
         )
-        assert isinstance(sampler, FlowSampler)
-        pipeline, vae = sampler.pipeline, sampler.vae
         # The pipeline reads the VAE's statistics even with output_type="latent", so it gets these without
         # the network; its own factor counts latents before they are folded to squares.
-        pipeline.vae = SimpleNamespace(bn=vae.bn, config=vae.config)
-        pipeline.vae_scale_factor = facts.vae_factor // 2
+        sampler.pipeline.vae = SimpleNamespace(bn=sampler.vae.bn, config=sampler.vae.config)
+        sampler.pipeline.vae_scale_factor = facts.vae_factor // 2
         return sampler
 
-    def sampler_arguments(
-        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
+    def pipeline_arguments(
+        self, pipeline: Any, facts: BaseFacts, prompt: str, negative: str, *, guidance_scale: float
     ) -> Mapping[str, Any]:
-        return {
-            "prompt_embeds": conditioning["text"],
-            "negative_prompt_embeds": negative["text"],
-            "guidance_scale": guidance_scale,  # distilled releases ignore it
-        }
+        """Return the plain pipeline's arguments; it has no negative prompt and guides against the empty prompt.
 
-    def prompt_arguments(
-        self, prompt: str, negative: str, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        """Return the plain pipeline's arguments; it has no negative prompt and guides against the empty prompt."""
+        Distilled releases ignore the scale.
+        """
         return {"prompt": prompt, "guidance_scale": guidance_scale}
 
-    def latents_to_decode(
-        self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
-    ) -> Tensor:
+    def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
         return latents.float()  # the pipeline itself undoes normalisation and squares
 
 

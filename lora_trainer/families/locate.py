@@ -88,7 +88,7 @@ def _facts(layout: Layout, family: Family | None, *, source: str) -> BaseFacts:
     """Return the facts of a base; raises InputError if a config lacks a value or has a wrong one."""
     try:
         family = family or families.detect(layout.folder)
-        return family.facts(layout, source=source, identities={})
+        return family.facts(layout, source=source)
     # A config.json may hold any JSON, and computing with its values can fail in any of these ways.
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         detail = f"{type(error).__name__}: {first_line(error)[:200]}"

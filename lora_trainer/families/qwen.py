@@ -7,85 +7,46 @@ pipelines and refused. Single files have diffusers' names, with or without Comfy
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import Targets
-from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
-    BY_TWO_PASSES,
-    DENOISER,
     AdapterFormats,
     AdapterNames,
-    AdapterTargets,
     BaseFacts,
+    BaseRelease,
     Conditioning,
-    FileFormat,
-    Guidance,
     Header,
-    ImageEncoder,
-    Latents,
     Layout,
-    NetworkTraits,
-    OtherNames,
     Part,
-    TextEncoder,
-    TextInputs,
-    VaePeak,
 )
-from lora_trainer.families.base_files.base_folder import (
-    SUFFIXES,
-    components,
-    count_parameters,
-    part_file,
-    read_header,
-    read_json,
+from lora_trainer.families.base_files.base_folder import components, part_file, read_header
+from lora_trainer.families.base_files.transformer_file import denoiser_names
+from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, target_endings
+from lora_trainer.families.latent_images import pack, unpack
+from lora_trainer.families.text.language_models import (
+    QWEN_VL_TOKENS,
+    QWEN_VL_UNREAD,
+    QwenVLEncoder,
+    text_config,
 )
-from lora_trainer.families.base_files.qwen_files import (
-    LATENT_CHANNELS,
-    count_blocks,
-    is_text_to_image,
-    is_vae,
-    load_frame_vae,
-)
-from lora_trainer.families.flow import WITHOUT_FP16, BaseRelease, FlowFamily, text_name
-from lora_trainer.families.images.flow_images import FlowImageEncoder, pack, unpack
-from lora_trainer.families.text.qwen2_vl import MAX_TOKENS, UNREAD, check_text_encoder, load_qwen_vl
 from lora_trainer.families.text.text_layers import QWEN25_VL_7B
-from lora_trainer.families.traits import APACHE, INDEXED_BLOCK
-from lora_trainer.families.transformer_names import other_names
+from lora_trainer.families.traits import APACHE, VaePeak
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import DiffusionPipeline
     from torch import Tensor, nn
 
-ATTENTION = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
+LATENT_CHANNELS = 16
+ENDINGS = target_endings(
+    JOINT_ATTENTION,
+    transformer=("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+    modulation=("img_mod.1", "txt_mod.1"),
 )
-TRANSFORMER = (
-    *ATTENTION,
-    "img_mlp.net.0.proj",
-    "img_mlp.net.2",
-    "txt_mlp.net.0.proj",
-    "txt_mlp.net.2",
-)
-MODULATION = ("img_mod.1", "txt_mod.1")
-ENDINGS: Mapping[Targets, tuple[str, ...]] = {
-    "attention": ATTENTION,
-    "transformer": TRANSFORMER,
-    "all": (*TRANSFORMER, *MODULATION),
-}
 # The last block drops its text output: these layers change nothing and would get no gradient.
 UNUSED_IN_LAST_BLOCK = (
     "attn.add_q_proj",
@@ -93,7 +54,6 @@ UNUSED_IN_LAST_BLOCK = (
     "txt_mlp.net.0.proj",
     "txt_mlp.net.2",
 )
-FILE_NAMES: Mapping[FileFormat, str] = {"diffusers": "transformer.", "comfyui": "diffusion_model."}
 OTHER_MODELS = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope", "zero_cond_t")
 """Settings of the denoiser that only editing and layered models switch on."""
 
@@ -124,7 +84,7 @@ SCHEDULER: Mapping[str, Any] = {
 PARAMETERS: Mapping[Part, int] = {
     "denoiser": 20_430_401_088,
     "vae": 126_892_531,
-    "text_encoder": 7_070_619_136,
+    "text_encoder": QWEN25_VL_7B.parameters,
 }
 UNREAD_PARAMETERS = 1_221_547_520
 """Parameters of the text encoder's vision tower and language head: downloaded, never loaded."""
@@ -136,27 +96,30 @@ class QwenImage(FlowFamily):
     name = "qwen"
     pipeline_class = "QwenImagePipeline"
     denoiser_class = "QwenImageTransformer2DModel"
-    text_folders = ("text_encoder",)
-    text = TextInputs(
-        layers={"text_encoder": QWEN25_VL_7B},
-        roles={"text_encoder": "qwen25_7b"},
-        multiple=1,
-        one_length=False,
-        encoder_files=True,
+    text_networks = (QWEN25_VL_7B,)
+    text_encoder_class = QwenVLEncoder
+    unread_text = QWEN_VL_UNREAD
+    masked_text = True
+    video_vae = True
+    endings = ENDINGS
+    unused_in_last_block = UNUSED_IN_LAST_BLOCK
+    file_marks = (
+        frozenset({"img_in.weight", "txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"}),
     )
-    native_latents = 128
-    patch = 2
-    traits = NetworkTraits(
-        precisions=WITHOUT_FP16,
-        block_pattern=INDEXED_BLOCK,
-        quantization_skip=(),
+    # Those of editing and layered models.
+    foreign_marks = frozenset(
+        {"__index_timestep_zero__", "time_text_embed.addition_t_embedding.weight"}
+    )
+    vae_files = False  # not in the names that other families' VAEs have: see `detect_file`
+    comfyui_prefix = "diffusion_model."
+    traits = replace(
+        FlowFamily.traits,
         # A video VAE pads each map by two frames and caches maps for a next frame, which an image never has.
         vae_peak=VaePeak(encoding=970, decoding=1740, blocked=(1260, 2026)),
     )
-    tokenizer_folders = ("tokenizer",)
-    unread_text = UNREAD
     # InvokeAI reads LoKr in kohya's names and nothing in ComfyUI's.
     formats = AdapterFormats(written=("diffusers", "kohya", "comfyui"), refused={})
+    metadata = AdapterNames(kohya="qwen_image", modelspec="Qwen-Image/lora")
     published = (
         BaseRelease(
             ids=("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"),
@@ -164,11 +127,11 @@ class QwenImage(FlowFamily):
             vae={"z_dim": LATENT_CHANNELS, "temperal_downsample": [False, True, True]},
             scheduler=SCHEDULER,
             parameters=PARAMETERS,
-            max_tokens=MAX_TOKENS,
+            max_tokens=QWEN_VL_TOKENS,
+            licence=APACHE,
             download_bytes=2 * (sum(PARAMETERS.values()) + UNREAD_PARAMETERS),
         ),
     )
-    licences = {source: APACHE for release in published for source in release.ids}
 
     # ---- facts
 
@@ -185,19 +148,17 @@ class QwenImage(FlowFamily):
         return False
 
     def detect_file(self, header: Header) -> frozenset[Part]:
-        if is_vae(header):
-            return frozenset({"vae"})
-        return frozenset({"denoiser"}) if is_text_to_image(header) else frozenset()
+        return frozenset({"vae"}) if _is_vae(header) else super().detect_file(header)
 
-    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
-        facts = super().facts(layout, source=source, identities=identities)
+    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
+        facts = super().facts(layout, source=source)
         foreign = [name for name in OTHER_MODELS if facts.architecture.get(name)]
         if foreign:
             raise InputError(
                 f"the denoiser of {source} has {', '.join(foreign)}: an editing or layered model",
                 fix="give a text-to-image release such as Qwen/Qwen-Image",
             )
-        check_text_encoder(layout.folder)
+        text_config(layout.folder, kind="qwen2_5_vl")  # raises for another text encoder
         return facts
 
     def architecture(self, layout: Layout) -> Mapping[str, Any]:
@@ -205,61 +166,35 @@ class QwenImage(FlowFamily):
         configured, single = super().architecture(layout), part_file(layout, "denoiser")
         if single is None:
             return configured
-        return {**configured, "num_layers": count_blocks(read_header(single))}
+        return {**configured, "num_layers": _count_blocks(read_header(single))}
 
     def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
         facts = super().facts_from_file(file, header)
         return replace(
-            facts, architecture={**facts.architecture, "num_layers": count_blocks(header)}
+            facts, architecture={**facts.architecture, "num_layers": _count_blocks(header)}
         )
-
-    def max_tokens(self, layout: Layout) -> int:
-        return MAX_TOKENS
-
-    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
-        return BY_TWO_PASSES
-
-    def prompt_shapes(
-        self, architecture: Mapping[str, Any], *, text_tokens: int
-    ) -> Mapping[str, tuple[int, ...]]:
-        width = int(architecture["joint_attention_dim"])
-        return {"text": (1, text_tokens, width), "text_mask": (1, text_tokens)}
 
     def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
         # diffusers spells the key so. It has an entry for each halving of the image's
         # sides, True where the number of frames is halved too.
         return int(vae["z_dim"]), 2 ** len(vae["temperal_downsample"])
 
-    def _count(self, layout: Layout, part: str, files: tuple[Path, ...]) -> int:
-        # The base class counts a VAE by names of AutoencoderKL. A file in Wan's names (`conv1`,
-        # `conv2`) would be counted in part, so all its tensors are.
-        if part == "text_encoder":
-            return super()._count(layout, part, files)
-        return count_parameters(file for file in files if file.suffix in SUFFIXES)
-
-    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
-        return AdapterNames(kohya="qwen_image", modelspec="Qwen-Image/lora")
-
     # ---- networks
 
-    def load_vae(self, layout: Layout, *, dtype: torch.dtype | None = None) -> nn.Module:
-        single = part_file(layout, "vae")
-        if single is None:
-            return super().load_vae(layout, dtype=dtype)
-        config = read_json(layout.folder / "vae" / "config.json")
-        return load_frame_vae(single, config, dtype=dtype).requires_grad_(False).eval()
+    def load_text_network(
+        self, layout: Layout, component: str, *, dtype: torch.dtype, device: torch.device
+    ) -> nn.Module:
+        import torch
 
-    def load_image_encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
-        return _FrameEncoder(vae=self.load_vae(facts.located).to(device), family=self)
+        cpu = torch.device("cpu")
+        whole: Any = super().load_text_network(layout, component, dtype=dtype, device=cpu)
+        # Keep the language model only: the vision tower and the language head are freed here.
+        network: nn.Module = whole.model.language_model
+        return network.to(device)
 
-    def load_text_encoder(
-        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
-    ) -> TextEncoder:
-        return load_qwen_vl(self, facts.located, dtype=dtype, device=device)
+    # ---- training
 
-    # ---- training and files
-
-    def normalised(self, vae: nn.Module, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    def normalised(self, vae: Any, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
         """Standardise one frame's posterior [B, C, 1, H, W] per channel; return mean and deviation [B, C, H, W]."""
         shift, scale = _statistics(vae, like=mean)
         return ((mean - shift) / scale).squeeze(2), (std / scale).squeeze(2)
@@ -280,25 +215,6 @@ class QwenImage(FlowFamily):
         )[0]
         return unpack(tokens, height=height, width=width)
 
-    def targets(self, targets: Targets) -> tuple[str, ...]:
-        return ENDINGS[targets]
-
-    def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
-        config: Any = network.config
-        last = f"transformer_blocks.{config.num_layers - 1}."
-        unused = {last + ending for ending in UNUSED_IN_LAST_BLOCK}
-        return [name for name in super().lora_targets(network, targets) if name not in unused]
-
-    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
-        if component != DENOISER:
-            return text_name(format, component, module, roles=self.text.roles)
-        if format == "kohya":
-            return "lora_unet_" + module.replace(".", "_")
-        return FILE_NAMES[format] + module
-
-    def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
-        return other_names(transformer_names.QWEN, shapes)
-
     # ---- images
 
     def sampler_arguments(
@@ -318,36 +234,44 @@ class QwenImage(FlowFamily):
             "negative_prompt_embeds_mask": negative["text_mask"],
         }
 
-    def prompt_arguments(
-        self, prompt: str, negative: str, *, guidance_scale: float
+    def pipeline_arguments(
+        self, pipeline: Any, facts: BaseFacts, prompt: str, negative: str, *, guidance_scale: float
     ) -> Mapping[str, Any]:
         """Return the plain pipeline's arguments: it guides by `true_cfg_scale` and ignores `guidance_scale`."""
         arguments = {"prompt": prompt, "true_cfg_scale": guidance_scale}
         return arguments if guidance_scale <= 1 else {**arguments, "negative_prompt": negative}
 
-    def latents_to_decode(
-        self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
-    ) -> Tensor:
-        width, height = (side // pipeline.vae_scale_factor for side in size_px)
+    def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
+        _, factor = self.latent_shape(vae.config)
+        width, height = (side // factor for side in size_px)
         # [B, C, 1 frame, H, W], as the VAE decodes videos.
         frame = unpack(latents.float(), height=height, width=width).unsqueeze(2)
         shift, scale = _statistics(vae, like=frame)
         return frame * scale + shift
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FrameEncoder(FlowImageEncoder):
-    """Encodes an image as a video of one frame."""
-
-    def encode_images(self, pixels: Tensor) -> list[Latents]:
-        return super().encode_images(pixels.unsqueeze(2))
-
-
 FAMILY = QwenImage()
 
 
-def _statistics(vae: nn.Module, *, like: Tensor) -> tuple[Tensor, Tensor]:
+def _is_vae(header: Header) -> bool:
+    """Return whether a file holds a 16-channel Qwen-Image VAE, in Wan's or in diffusers' names."""
+    for first, middle in (
+        ("conv1.weight", "decoder.middle.0.residual.0.gamma"),
+        ("quant_conv.weight", "decoder.mid_block.resnets.0.norm1.gamma"),
+    ):
+        if first in header and middle in header:
+            # Mean and log variance of each latent channel go through this 1x1x1 convolution.
+            return header[first].shape[:2] == (2 * LATENT_CHANNELS, 2 * LATENT_CHANNELS)
+    return False
+
+
+def _count_blocks(header: Header) -> int:
+    """Count the denoiser's blocks; pruned releases have fewer than 60."""
+    pattern = re.compile(r"transformer_blocks\.(\d+)\.")
+    return len({match[1] for name in denoiser_names(header) if (match := pattern.match(name))})
+
+
+def _statistics(vae: Any, *, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and deviation of the latents by channel, [1, C, 1, 1, 1]."""
-    config: Any = vae.config
-    mean, std = like.new_tensor(config.latents_mean), like.new_tensor(config.latents_std)
+    mean, std = like.new_tensor(vae.config.latents_mean), like.new_tensor(vae.config.latents_std)
     return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1)

@@ -7,38 +7,21 @@ therefore read from the base's own configs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
-from lora_trainer.families.base import (
-    BY_TWO_PASSES,
-    AdapterNames,
-    BaseFacts,
-    PartFacts,
-)
+from lora_trainer.families.base import AdapterNames, BaseRelease
 from lora_trainer.families.base_files.unet_file import UNetTraits
 from lora_trainer.families.text.clip import ClipPart, ClipSize
 from lora_trainer.families.traits import OPENRAIL
-from lora_trainer.families.unet import UNetFamily
+from lora_trainer.families.unet import VAE, VAE_PARAMETERS, UNetFamily
 
-# The public v1.5 release: its configuration and sizes, so that a plan needs no download.
 ARCHITECTURE: Mapping[str, Any] = {
     "_class_name": "UNet2DConditionModel",
     "sample_size": 64,
     "in_channels": 4,
     "out_channels": 4,
-    "down_block_types": [
-        "CrossAttnDownBlock2D",
-        "CrossAttnDownBlock2D",
-        "CrossAttnDownBlock2D",
-        "DownBlock2D",
-    ],
-    "up_block_types": [
-        "UpBlock2D",
-        "CrossAttnUpBlock2D",
-        "CrossAttnUpBlock2D",
-        "CrossAttnUpBlock2D",
-    ],
+    "down_block_types": [*["CrossAttnDownBlock2D"] * 3, "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", *["CrossAttnUpBlock2D"] * 3],
     "block_out_channels": [320, 640, 1280, 1280],
     "layers_per_block": 2,
     "cross_attention_dim": 768,
@@ -57,20 +40,12 @@ SCHEDULER: Mapping[str, Any] = {
     "steps_offset": 1,
     "clip_sample": False,
 }
-IDS = (
-    "stable-diffusion-v1-5/stable-diffusion-v1-5",
-    "runwayml/stable-diffusion-v1-5",
-    "benjamin-paine/stable-diffusion-v1-5",
-)
 
 
 class StableDiffusion1(UNetFamily):
     """The family of Stable Diffusion 1.1 to 1.5 and everything fine-tuned from them."""
 
     name = "sd15"
-    pipeline_class = "StableDiffusionPipeline"
-    released_unet = ARCHITECTURE
-    licences = dict.fromkeys(IDS, OPENRAIL)
     texts = (
         ClipPart(
             role="clip_l",
@@ -78,41 +53,32 @@ class StableDiffusion1(UNetFamily):
             released=ClipSize(layers=12, width=768, inner=3072),
         ),
     )
+    published = (
+        BaseRelease(
+            ids=(
+                "stable-diffusion-v1-5/stable-diffusion-v1-5",
+                "runwayml/stable-diffusion-v1-5",
+                "benjamin-paine/stable-diffusion-v1-5",
+            ),
+            architecture=ARCHITECTURE,
+            vae=VAE,
+            scheduler=SCHEDULER,
+            parameters={
+                "denoiser": 859_520_964,
+                "vae": VAE_PARAMETERS,
+                "text_encoder": 123_060_480,
+            },
+            max_tokens=77,
+            download_bytes=4_265_000_000,
+            licence=OPENRAIL,
+            prediction="epsilon",
+        ),
+    )
+    metadata = AdapterNames(kohya="sd_v1", modelspec="stable-diffusion-v1/lora")
 
     def owns(self, traits: UNetTraits) -> bool:
         """Return whether projections around attention are convolutions; miniature bases have any text width."""
         return traits.in_channels == 4 and not traits.linear_projection and not traits.added_width
-
-    @cached_property
-    def releases(self) -> Mapping[str, BaseFacts]:
-        return {source: self._release_facts(source) for source in IDS}
-
-    def _release_facts(self, source: str) -> BaseFacts:
-        return BaseFacts(
-            family=self.name,
-            source=source,
-            layout=None,
-            resolution_px=512,
-            bucket_step_px=64,
-            latent_channels=4,
-            vae_factor=8,
-            max_tokens=77,
-            prediction="epsilon",
-            guidance=BY_TWO_PASSES,
-            patch=1,
-            clip_skips=self.clip_skips(None),
-            parts={
-                "denoiser": PartFacts(parameters=859_520_964),
-                "vae": PartFacts(parameters=83_653_863),
-                "text_encoder": PartFacts(parameters=123_060_480),
-            },
-            architecture=ARCHITECTURE,
-            scheduler=SCHEDULER,
-            download_bytes=4_265_000_000,
-        )
-
-    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
-        return AdapterNames(kohya="sd_v1", modelspec="stable-diffusion-v1/lora")
 
 
 FAMILY = StableDiffusion1()

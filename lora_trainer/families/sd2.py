@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
+from lora_trainer.families import sd15
 from lora_trainer.families.base import (
-    BY_TWO_PASSES,
     AdapterNames,
     Assumption,
     BaseFacts,
+    BaseRelease,
     Header,
     Layout,
-    PartFacts,
     Prediction,
 )
 from lora_trainer.families.base_files import gguf_file
@@ -28,30 +27,12 @@ from lora_trainer.families.base_files.base_folder import part_file
 from lora_trainer.families.base_files.unet_file import UNET, UNetTraits, read_numbers
 from lora_trainer.families.text.clip import ClipPart, ClipSize
 from lora_trainer.families.traits import OPENRAIL
-from lora_trainer.families.unet import UNetFamily
+from lora_trainer.families.unet import VAE, VAE_PARAMETERS, UNetFamily
 
-# The public releases: configuration and sizes, so that a plan needs no download.
 ARCHITECTURE: Mapping[str, Any] = {
-    "_class_name": "UNet2DConditionModel",
-    "in_channels": 4,
-    "out_channels": 4,
-    "down_block_types": [
-        "CrossAttnDownBlock2D",
-        "CrossAttnDownBlock2D",
-        "CrossAttnDownBlock2D",
-        "DownBlock2D",
-    ],
-    "up_block_types": [
-        "UpBlock2D",
-        "CrossAttnUpBlock2D",
-        "CrossAttnUpBlock2D",
-        "CrossAttnUpBlock2D",
-    ],
-    "block_out_channels": [320, 640, 1280, 1280],
-    "layers_per_block": 2,
+    **sd15.ARCHITECTURE,
     "cross_attention_dim": 1024,
     "attention_head_dim": [5, 10, 20, 20],
-    "norm_num_groups": 32,
     "use_linear_projection": True,
 }
 SCHEDULER: Mapping[str, Any] = {
@@ -79,13 +60,33 @@ TELLING_DEVIATION = 0.09
 ComfyUI tests the same weight."""
 
 
+def _release(source: str, prediction: Prediction) -> BaseRelease:
+    return BaseRelease(
+        ids=(source,),
+        architecture={**ARCHITECTURE, "sample_size": NATIVE_PX[prediction] // 8},
+        vae=VAE,
+        scheduler={**SCHEDULER, "prediction_type": prediction},
+        parameters={
+            "denoiser": 865_910_724,
+            "vae": VAE_PARAMETERS,
+            "text_encoder": 340_387_840,
+        },
+        max_tokens=77,
+        download_bytes=5_160_000_000,
+        licence=OPENRAIL,
+        prediction=prediction,
+    )
+
+
 class StableDiffusion2(UNetFamily):
     """The family of Stable Diffusion 2.0 and 2.1 and everything fine-tuned from them."""
 
     name = "sd2"
-    pipeline_class = "StableDiffusionPipeline"
-    released_unet = ARCHITECTURE
-    licences = {f"{owner}/{release}": OPENRAIL for owner in OWNERS for release in RELEASES}
+    published = tuple(
+        _release(f"{owner}/{name}", prediction)
+        for owner in OWNERS
+        for name, prediction in RELEASES.items()
+    )
     texts = (
         ClipPart(
             role="clip_h",
@@ -98,41 +99,8 @@ class StableDiffusion2(UNetFamily):
         """Return whether projections around attention are linear and no vector stands beside the timestep."""
         return traits.in_channels == 4 and traits.linear_projection and not traits.added_width
 
-    @cached_property
-    def releases(self) -> Mapping[str, BaseFacts]:
-        return {
-            source: self._release_facts(source, prediction)
-            for owner in OWNERS
-            for release, prediction in RELEASES.items()
-            for source in [f"{owner}/{release}"]
-        }
-
-    def _release_facts(self, source: str, prediction: Prediction) -> BaseFacts:
-        return BaseFacts(
-            family=self.name,
-            source=source,
-            layout=None,
-            resolution_px=NATIVE_PX[prediction],
-            bucket_step_px=64,
-            latent_channels=4,
-            vae_factor=8,
-            max_tokens=77,
-            prediction=prediction,
-            guidance=BY_TWO_PASSES,
-            patch=1,
-            clip_skips=self.clip_skips(None),
-            parts={
-                "denoiser": PartFacts(parameters=865_910_724),
-                "vae": PartFacts(parameters=83_653_863),
-                "text_encoder": PartFacts(parameters=340_387_840),
-            },
-            architecture={**ARCHITECTURE, "sample_size": NATIVE_PX[prediction] // 8},
-            scheduler={**SCHEDULER, "prediction_type": prediction},
-            download_bytes=5_160_000_000,
-        )
-
-    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
-        facts = super().facts(layout, source=source, identities=identities)
+    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
+        facts = super().facts(layout, source=source)
         single = part_file(layout, "denoiser")
         if single is None:
             return facts
@@ -149,13 +117,8 @@ class StableDiffusion2(UNetFamily):
         prediction = checkpoint_prediction(file)
         if prediction is None:
             return replace(facts, assumed=_assumed(file, facts.prediction))
-        release = next(
-            name
-            for name, release_prediction in RELEASES.items()
-            if release_prediction == prediction
-        )
-        source = self.releases[f"{OWNERS[0]}/{release}"]
-        return replace(source, parts=facts.parts, zero_terminal_snr=facts.zero_terminal_snr)
+        release = next(facts for facts in self.releases.values() if facts.prediction == prediction)
+        return replace(release, parts=facts.parts, zero_terminal_snr=facts.zero_terminal_snr)
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         if facts.prediction == "v_prediction":

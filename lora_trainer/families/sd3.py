@@ -7,92 +7,66 @@ denoiser's sizes, so one companion serves all releases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import Targets
-from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
-    AUTOENCODER_KL,
-    BY_TWO_PASSES,
-    DENOISER,
     AdapterFormats,
     AdapterNames,
-    AdapterTargets,
     BaseFacts,
+    BaseRelease,
     Conditioning,
-    FileFormat,
-    Guidance,
     Header,
     Layout,
-    NetworkTraits,
     OtherNames,
     Part,
     TextEncoder,
-    TextInputs,
 )
-from lora_trainer.families.base_files.base_folder import part_file
-from lora_trainer.families.base_files.sd3_file import file_architecture
-from lora_trainer.families.base_files.transformer_file import (
-    holds_vae,
-    part_tensors,
+from lora_trainer.families.base_files.base_folder import (
+    AGAIN,
+    components,
+    part_file,
+    read_header,
+    text_file,
 )
+from lora_trainer.families.base_files.transformer_file import ENCODER_PREFIX, denoiser_shapes
+from lora_trainer.families.base_files.vae_file import holds_vae
 from lora_trainer.families.flow import (
-    BaseRelease,
+    FLUX_VAE,
+    FLUX_VAE_PARAMETERS,
+    JOINT_ATTENTION,
+    JOINT_FEED_FORWARD,
     FlowFamily,
-    text_name,
-    transformer_name,
+    target_endings,
 )
-from lora_trainer.families.text.clip_and_t5 import (
-    ENCODERS,
-    T5,
-    encoders_of,
-    holds_encoders,
-    load_encoder,
-)
-from lora_trainer.families.text.text_layers import CLIP_G, CLIP_L, T5_XXL
-from lora_trainer.families.traits import INDEXED_BLOCK, STABILITY
-from lora_trainer.families.transformer_names import other_names
+from lora_trainer.families.text.clip import read_padding_as_text
+from lora_trainer.families.text.text_layers import CLIP_G, CLIP_L_PROJECTED, T5_XXL, TextNetwork
+from lora_trainer.families.text.transformers_encoder import TransformersEncoder
+from lora_trainer.families.traits import STABILITY
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import DiffusionPipeline
     from torch import Tensor, nn
 
-ATTENTION = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-    "attn2.to_q",
-    "attn2.to_k",
-    "attn2.to_v",
-    "attn2.to_out.0",
+CLIP_TOKENS = 77
+T5 = "text_encoder_3"
+T5_TOKENS = 256
+ENDINGS = target_endings(
+    (*JOINT_ATTENTION, *(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))),
+    transformer=JOINT_FEED_FORWARD,
+    modulation=("norm1.linear", "norm1_context.linear"),
 )
-TRANSFORMER = (
-    *ATTENTION,
-    "ff.net.0.proj",
-    "ff.net.2",
-    "ff_context.net.0.proj",
-    "ff_context.net.2",
-)
-MODULATION = ("norm1.linear", "norm1_context.linear")
-ENDINGS: Mapping[Targets, tuple[str, ...]] = {
-    "attention": ATTENTION,
-    "transformer": TRANSFORMER,
-    "all": (*TRANSFORMER, *MODULATION),
-}
 # The last block drops its text output. Its text query therefore changes nothing, and ComfyUI stores shift
 # and scale of its text modulation in the other order, so an adapter of it would do the wrong thing there.
 UNUSED_IN_LAST_BLOCK = ("attn.add_q_proj", "norm1_context.linear")
 LATENT_CHANNELS = 16
+TEXT_NETWORKS = (CLIP_L_PROJECTED, CLIP_G, T5_XXL)
+"""CLIP-L's projection is the identity, which files of it leave out."""
 
 MEDIUM: Mapping[str, Any] = {
     "_class_name": "SD3Transformer2DModel",
@@ -133,20 +107,55 @@ def _release(
 ) -> BaseRelease:
     parameters: Mapping[Part, int] = {
         "denoiser": denoiser,  # with the position table: a buffer that takes file space and memory too
-        "vae": 83_819_683,
-        "text_encoder": 123_650_304 + 694_659_840 + 4_762_310_656,  # CLIP-L, bigG, T5-XXL
+        "vae": FLUX_VAE_PARAMETERS,
+        "text_encoder": sum(network.parameters for network in TEXT_NETWORKS),
     }
     return BaseRelease(
         ids=(f"stabilityai/{name}",),
         architecture=architecture,
-        vae={"latent_channels": LATENT_CHANNELS, "block_out_channels": [128, 256, 512, 512]},
+        vae=FLUX_VAE,
         scheduler={"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0},
         parameters=parameters,
-        max_tokens=T5.tokens,
+        max_tokens=T5_TOKENS,
         download_bytes=2 * sum(parameters.values()),
+        licence=STABILITY,
         variant=variant,
         distilled=variant.endswith("turbo"),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SD3TextEncoder(TransformersEncoder):
+    """CLIP-L and bigG side by side, then T5 along the sequence (Esser et al. 2024, figure 2).
+
+    A folder whose model_index.json has `text_encoder_3: [null, null]` is used without T5: its 256 tokens are zeros.
+    """
+
+    width: int = T5_XXL.width
+
+    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        return {
+            name: self.tokens_of(name, prompts, length=T5_TOKENS if name == T5 else CLIP_TOKENS)[0]
+            for name in self.networks
+        }
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Return `text` [B, 77 + 256, width of T5] and `pooled` [B, widths of both CLIPs]."""
+        import torch
+        from torch.nn.functional import pad
+
+        clips = [
+            self.run(name, tokens[name], output_hidden_states=True)
+            for name in ("text_encoder", "text_encoder_2")
+        ]
+        clip = torch.cat([output.hidden_states[-2] for output in clips], dim=-1)
+        # Zeros as StableDiffusion3Pipeline._get_t5_prompt_embeds has them without a third encoder.
+        t5 = clip.new_zeros((len(clip), T5_TOKENS, self.width))
+        if T5 in self.networks:  # without a mask: the base was trained on unmasked padding
+            t5 = self.run(T5, tokens[T5])[0]
+        # CLIP's 768 + 1280 channels get zeros up to the 4096 of T5, so that both are tokens of one sequence.
+        text = torch.cat([pad(clip, (0, t5.shape[-1] - clip.shape[-1])), t5], dim=-2)
+        return {"text": text, "pooled": torch.cat([output.text_embeds for output in clips], dim=-1)}
 
 
 class StableDiffusion3(FlowFamily):
@@ -155,28 +164,20 @@ class StableDiffusion3(FlowFamily):
     name = "sd3"
     pipeline_class = "StableDiffusion3Pipeline"
     denoiser_class = "SD3Transformer2DModel"
-    text_folders = tuple(encoder.component for encoder in ENCODERS)
-    text = TextInputs(
-        layers={"text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "text_encoder_3": T5_XXL},
-        roles={
-            "text_encoder": "clip_l",
-            "text_encoder_2": "clip_g",
-            "text_encoder_3": "t5xxl",
-        },
-        multiple=1,
-        one_length=False,
-        encoder_files=True,
+    text_networks = TEXT_NETWORKS
+    text_encoder_class = SD3TextEncoder
+    endings = ENDINGS
+    unused_in_last_block = UNUSED_IN_LAST_BLOCK
+    file_marks = (
+        frozenset(
+            {"x_embedder.proj.weight", "joint_blocks.0.context_block.adaLN_modulation.1.weight"}
+        ),
+        frozenset({"pos_embed.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"}),
     )
-    native_latents = 128
-    patch = 2
-    traits = NetworkTraits(
-        # ComfyUI runs it in fp16 as it is, without a clamp.
-        precisions=("bf16", "fp16", "fp32"),
-        block_pattern=INDEXED_BLOCK,
-        quantization_skip=(),
-        vae_peak=AUTOENCODER_KL,
+    traits = replace(
+        FlowFamily.traits,
+        precisions=("bf16", "fp16", "fp32"),  # ComfyUI runs it in fp16 as it is, without a clamp
     )
-    tokenizer_folders = tuple(encoder.tokenizer for encoder in ENCODERS)
     formats = AdapterFormats(
         written=("diffusers", "comfyui"),
         refused={
@@ -192,13 +193,12 @@ class StableDiffusion3(FlowFamily):
             "stable-diffusion-3-medium-diffusers", FIRST_MEDIUM, 2_084_951_104, variant="3-medium"
         ),
     )
-    licences = {source: STABILITY for release in published for source in release.ids}
 
     # ---- facts
 
-    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
+    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         """Read facts; only its name marks a distilled release, so a renamed one counts as undistilled."""
-        facts = super().facts(layout, source=source, identities=identities)
+        facts = super().facts(layout, source=source)
         if facts.architecture["in_channels"] != facts.latent_channels:
             raise InputError(
                 f"the denoiser of {source} takes {facts.architecture['in_channels']} channels, its VAE "
@@ -207,27 +207,20 @@ class StableDiffusion3(FlowFamily):
             )
         turbo = "turbo" in Path(source).name.lower()
         release = facts.variant + ("-turbo" if turbo else "")
-        with_t5 = T5 in encoders_of(layout)
+        with_t5 = T5 in self.encoders(layout)
         return replace(
             facts, distilled=turbo, variant=release if with_t5 else f"{release} without T5"
         )
 
     def max_tokens(self, layout: Layout) -> int:
         # The longest limit counts: each CLIP truncates the same prompt at its own 77 tokens.
-        return encoders_of(layout)[-1].tokens
-
-    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
-        return BY_TWO_PASSES
+        return T5_TOKENS if T5 in self.encoders(layout) else CLIP_TOKENS
 
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
     ) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of `text` and `pooled`: each text is padded to the limits of its encoders."""
-        tokens = ENCODERS[0].tokens + T5.tokens
-        return {
-            "text": (1, tokens, int(architecture["joint_attention_dim"])),
-            "pooled": (1, int(architecture["pooled_projection_dim"])),
-        }
+        return super().prompt_shapes(architecture, text_tokens=CLIP_TOKENS + T5_TOKENS)
 
     def architecture(self, layout: Layout) -> Mapping[str, Any]:
         configured, single = super().architecture(layout), part_file(layout, "denoiser")
@@ -242,27 +235,28 @@ class StableDiffusion3(FlowFamily):
         return ("medium" if architecture.get("dual_attention_layers") else "large"), False
 
     def detect_file(self, header: Header) -> frozenset[Part]:
-        parts: set[Part] = set()
-        tensors, vae = part_tensors(header, "denoiser"), part_tensors(header, "vae")
-        for first, block in (
-            ("x_embedder.proj.weight", "joint_blocks.0.context_block.adaLN_modulation.1.weight"),
-            ("pos_embed.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"),
-        ):
-            patches = tensors.get(first)
-            # [width, latent channels, 2, 2]. A slice does not raise for a damaged tensor of fewer dimensions.
-            if block in tensors and patches and patches.shape[1:2] == (LATENT_CHANNELS,):
-                parts.add("denoiser")
+        parts, shapes = set(super().detect_file(header)), denoiser_shapes(header)
+        patches = shapes.get("x_embedder.proj.weight", shapes.get("pos_embed.proj.weight", ()))
+        # [width, latent channels, 2, 2]. A slice does not raise for a damaged tensor of fewer dimensions.
+        if patches[1:2] != (LATENT_CHANNELS,):
+            parts.discard("denoiser")
         # Other families' VAEs have the same shape: accept one beside an SD 3 denoiser or alone in its file.
-        if holds_vae(header, latent_channels=LATENT_CHANNELS) and (
-            parts or len(vae) == len(header)
+        if "denoiser" not in parts and not holds_vae(
+            header, latent_channels=LATENT_CHANNELS, alone=True
         ):
-            parts.add("vae")
-        if holds_encoders(header):
+            parts.discard("vae")
+        # A checkpoint without T5 uses its companion's encoders.
+        prefixes = [ENCODER_PREFIX.format(role=network.role) for network in TEXT_NETWORKS]
+        if all(any(name.startswith(prefix) for name in header) for prefix in prefixes):
             parts.add("text_encoder")
         return frozenset(parts)
 
-    def encoders(self, layout: Layout) -> tuple[str, ...]:
-        return tuple(encoder.component for encoder in encoders_of(layout))
+    def encoders(self, layout: Layout) -> Mapping[str, TextNetwork]:
+        """Return the encoders of a base; a folder whose model_index.json has no T5 gives the two CLIPs."""
+        has_t5 = text_file(layout, T5) or T5 in components(layout.folder)
+        return {
+            name: network for name, network in self.text_folders.items() if has_t5 or name != T5
+        }
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
         # A header shows only heads x channels; the heads of all releases have 64 channels.
@@ -284,31 +278,11 @@ class StableDiffusion3(FlowFamily):
     def load_text_encoder(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> TextEncoder:
-        width = int(facts.architecture["joint_attention_dim"])
-        return load_encoder(self, facts.located, width=width, dtype=dtype, device=device)
-
-    def plain_pipeline(
-        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
-    ) -> DiffusionPipeline:
-        import torch
-        from diffusers import StableDiffusion3Pipeline
-
-        layout, cpu = facts.located, torch.device("cpu")
-        # from_pretrained raises for a missing component unless it is passed as None.
-        absent = (
-            dict.fromkeys((T5.component, T5.tokenizer)) if T5 not in encoders_of(layout) else {}
-        )
-        pipeline: DiffusionPipeline = StableDiffusion3Pipeline.from_pretrained(
-            layout.folder,
-            transformer=self.load_denoiser(facts, dtype=dtype, device=cpu),
-            vae=self.load_vae(layout, dtype=dtype),
-            use_safetensors=True,
-            **self._spiece_tokenizers(layout),
-            **self._text_in_files(facts, dtype=dtype),
-            dtype=dtype,
-            **absent,
-        )
-        return pipeline.to(device)
+        encoder = super().load_text_encoder(facts, dtype=dtype, device=device)
+        assert isinstance(encoder, SD3TextEncoder)
+        for component in ("text_encoder", "text_encoder_2"):
+            read_padding_as_text(encoder.tokenizers[component])
+        return replace(encoder, width=int(facts.architecture["joint_attention_dim"]))
 
     # ---- training and files
 
@@ -326,20 +300,6 @@ class StableDiffusion3(FlowFamily):
         )[0]
         return prediction
 
-    def targets(self, targets: Targets) -> tuple[str, ...]:
-        return ENDINGS[targets]
-
-    def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
-        config: Any = network.config
-        last = f"transformer_blocks.{config.num_layers - 1}."
-        unused = {last + ending for ending in UNUSED_IN_LAST_BLOCK}
-        return [name for name in super().lora_targets(network, targets) if name not in unused]
-
-    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
-        if component != DENOISER:
-            return text_name(format, component, module, roles=self.text.roles)
-        return transformer_name(module)
-
     def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
         """Return names; of the last norms diffusers has scale before shift, the original code the reverse.
 
@@ -352,25 +312,61 @@ class StableDiffusion3(FlowFamily):
             and len(shape) == 2
             and shape[0] == 2 * shape[1]
         }
-        return other_names(transformer_names.SD3, shapes, swapped={"norm_out.linear", *text_norm})
+        return replace(
+            super().layer_names(shapes), swapped=frozenset({"norm_out.linear", *text_norm})
+        )
 
     # ---- images
-
-    def prompt_arguments(
-        self, prompt: str, negative: str, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": guidance_scale}
 
     def sampler_arguments(
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
     ) -> Mapping[str, Any]:
         return {
-            "prompt_embeds": conditioning["text"],
+            **super().sampler_arguments(conditioning, negative, guidance_scale=guidance_scale),
             "pooled_prompt_embeds": conditioning["pooled"],
-            "negative_prompt_embeds": negative["text"],
             "negative_pooled_prompt_embeds": negative["pooled"],
-            "guidance_scale": guidance_scale,
         }
+
+
+_IN_FILE = (
+    "joint_blocks",
+    "x_block.attn2.qkv",
+    "x_block.attn.ln_q",
+    "pos_embed",
+    "y_embedder.mlp.0.weight",
+)
+_IN_DIFFUSERS = (
+    *("transformer_blocks", "attn2.to_q", "attn.norm_q", "pos_embed.pos_embed"),
+    "time_text_embed.text_embedder.linear_1.weight",
+)
+"""Names in a file of the blocks, layers in them, the table of positions and the embedder of the pooled text."""
+
+
+def file_architecture(file: Path, *, head_channels: int) -> Mapping[str, Any]:
+    """Derive the configuration from the shapes in a file; raises InputError when tensors are missing."""
+    shapes = denoiser_shapes(read_header(file))
+    start, dual_layer, norm, positions, pooled = (
+        _IN_DIFFUSERS if "pos_embed.proj.weight" in shapes else _IN_FILE
+    )
+    blocks = {int(match[1]) for name in shapes if (match := re.match(rf"{start}\.(\d+)\.", name))}
+    dual = {block for block in blocks if f"{start}.{block}.{dual_layer}.weight" in shapes}
+    normed = f"{start}.0.{norm}.weight" in shapes
+    try:
+        # The text is projected to the width of the tokens, so this layer's rows give it.
+        width, text_width = shapes["context_embedder.weight"]
+        return {
+            "num_layers": max(blocks) + 1,
+            "num_attention_heads": width // head_channels,
+            "joint_attention_dim": text_width,
+            "caption_projection_dim": width,
+            "pooled_projection_dim": shapes[pooled][1],
+            # The table is [1, side * side, width].
+            "pos_embed_max_size": math.isqrt(shapes[positions][1]),
+            "dual_attention_layers": sorted(dual),
+            "qk_norm": "rms_norm" if normed else None,
+        }
+    except (KeyError, IndexError, ValueError) as error:
+        raise InputError(f"the denoiser in {file} lacks tensors ({error})", fix=AGAIN) from None
 
 
 FAMILY = StableDiffusion3()

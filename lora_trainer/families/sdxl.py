@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import (
-    BY_TWO_PASSES,
     DENOISER,
     AdapterNames,
     AdapterTargets,
     BaseFacts,
+    BaseRelease,
     Conditioning,
     FileFormat,
     Layout,
-    PartFacts,
     Prediction,
 )
 from lora_trainer.families.base_files.base_folder import components
@@ -31,12 +29,11 @@ from lora_trainer.families.base_files.unet_file import UNetTraits
 from lora_trainer.families.base_files.unet_layers import ldm_module
 from lora_trainer.families.text import clip
 from lora_trainer.families.traits import OPENRAIL
-from lora_trainer.families.unet import UNetFamily
+from lora_trainer.families.unet import VAE, VAE_PARAMETERS, UNetFamily
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# The public 1.0 release: its configuration and sizes, so that a plan needs no download.
 ARCHITECTURE: Mapping[str, Any] = {
     "_class_name": "UNet2DConditionModel",
     "sample_size": 128,
@@ -81,13 +78,36 @@ REFINER_TRAITS = UNetTraits(
 )
 
 
+def _release(source: str, prediction: Prediction, download_bytes: int) -> BaseRelease:
+    return BaseRelease(
+        ids=(source,),
+        architecture=ARCHITECTURE,
+        vae=VAE,
+        scheduler=SCHEDULER,
+        parameters={
+            "denoiser": 2_567_463_684,
+            "vae": VAE_PARAMETERS,
+            "text_encoder": 817_720_320,
+        },
+        max_tokens=77,
+        download_bytes=download_bytes,
+        licence=OPENRAIL if source == BASE else None,
+        prediction=prediction,
+        zero_terminal_snr=prediction == "v_prediction",
+    )
+
+
 class StableDiffusionXL(UNetFamily):
     """The family of SDXL 1.0 and everything fine-tuned from it, without the refiner."""
 
     name = "sdxl"
     pipeline_class = "StableDiffusionXLPipeline"
-    released_unet = ARCHITECTURE
-    licences = {BASE: OPENRAIL}
+    absent_components = {"feature_extractor": None, "image_encoder": None, "add_watermarker": False}
+    published = tuple(_release(source, *release) for source, release in IDS.items())
+    metadata = AdapterNames(
+        kohya="sdxl_base_v1-0",  # A1111 recognises SDXL LoRAs by the start "sdxl_"
+        modelspec="stable-diffusion-xl-v1-base/lora",
+    )
     checkpoints = {BASE: ("Illustrious", "Pony", "NoobAI")}
     texts = (
         clip.ClipPart(
@@ -116,46 +136,16 @@ class StableDiffusionXL(UNetFamily):
 
     # ---- facts
 
-    @cached_property
-    def releases(self) -> Mapping[str, BaseFacts]:
-        return {source: self._release_facts(source, *release) for source, release in IDS.items()}
-
-    def _release_facts(self, source: str, prediction: Prediction, download_bytes: int) -> BaseFacts:
-        return BaseFacts(
-            family=self.name,
-            source=source,
-            layout=None,
-            resolution_px=1024,
-            # 8 pixels a latent, halved twice more in the U-Net (SD 1 and 2: three times, hence 64).
-            bucket_step_px=32,
-            latent_channels=4,
-            vae_factor=8,
-            max_tokens=77,
-            prediction=prediction,
-            guidance=BY_TWO_PASSES,
-            patch=1,
-            clip_skips=self.clip_skips(None),
-            parts={
-                "denoiser": PartFacts(parameters=2_567_463_684),
-                "vae": PartFacts(parameters=83_653_863),
-                "text_encoder": PartFacts(parameters=817_720_320),
-            },
-            architecture=ARCHITECTURE,
-            scheduler=SCHEDULER,
-            zero_terminal_snr=prediction == "v_prediction",
-            download_bytes=download_bytes,
-        )
-
     def detect(self, folder: Path) -> bool:
         return super().detect(folder) or _is_refiner(folder)
 
-    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
+    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         if _is_refiner(layout.folder):
             raise InputError(
                 f"{layout.folder} is a refiner: it has no first text encoder, and adapters are not trained on it",
                 fix=f"give the base model, such as {BASE}",
             )
-        facts = super().facts(layout, source=source, identities=identities)
+        facts = super().facts(layout, source=source)
         _check(facts, layout)
         # Some velocity fine-tunes were published with the scheduler of SDXL base, which states epsilon.
         release = self.releases.get(source)
@@ -170,10 +160,6 @@ class StableDiffusionXL(UNetFamily):
     def clip_skips(self, layout: Layout | None) -> Mapping[int, int]:
         """Return one layer: SDXL always reads the layer before the last, which 2 means in other programs."""
         return {1: 1, 2: 1}
-
-    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
-        # A1111 recognises SDXL LoRAs by the start "sdxl_".
-        return AdapterNames(kohya="sdxl_base_v1-0", modelspec="stable-diffusion-xl-v1-base/lora")
 
     def trained_size(self, part: clip.ClipPart, facts: BaseFacts) -> clip.ClipSize:
         """Return the size without the last layer that `lora_targets` leaves out."""
@@ -215,17 +201,15 @@ class StableDiffusionXL(UNetFamily):
     # ---- images
 
     def sampler_arguments(
-        self, conditioning: Conditioning, negative: Conditioning
+        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
     ) -> Mapping[str, Any]:
         """Return the pipeline's arguments; the pipeline fills in the image's own size and no crop."""
+        arguments = super().sampler_arguments(conditioning, negative, guidance_scale=guidance_scale)
         return {
-            **super().sampler_arguments(conditioning, negative),
+            **arguments,
             "pooled_prompt_embeds": conditioning["pooled"],
             "negative_pooled_prompt_embeds": negative["pooled"],
         }
-
-    def pipeline_extras(self) -> Mapping[str, Any]:
-        return {"feature_extractor": None, "image_encoder": None, "add_watermarker": False}
 
 
 FAMILY = StableDiffusionXL()

@@ -21,6 +21,7 @@ from lora_trainer.families.base_files.base_folder import (
 )
 from lora_trainer.families.base_files.open_companion import DOWNLOAD_BYTES, open_companion
 from lora_trainer.families.base_files.transformer_file import ENCODER_PREFIX
+from lora_trainer.families.text.text_layers import BY_ROLE
 
 # Parts of the names that trainers give to adapters' tensors; the last ones are GLoRA's and IA3's.
 _ADAPTER_MARKS = (
@@ -36,27 +37,6 @@ _ADAPTER_MARKS = (
     ),
 )
 LORA = "a LoRA"
-ENCODER_KINDS = {"t5xxl": "t5"}
-"""Start of an encoder's role -> kind of text encoder, where they differ."""
-ENCODER_WIDTHS = {
-    "clip_l": 768,
-    "clip_g": 1280,
-    "clip_h": 1024,
-    "t5xxl": 4096,
-    "qwen3_4b": 2560,
-    "qwen25_7b": 3584,
-    "gemma2_2b": 2304,
-}
-ENCODER_PARAMETERS = {
-    "clip_l": 123_060_480,
-    "clip_g": 694_659_840,
-    "clip_h": 340_387_840,
-    "t5xxl": 4_762_310_656,
-    "qwen3_4b": 4_022_468_096,
-    "qwen25_7b": 7_070_619_136,
-    "gemma2_2b": 2_614_341_888,
-}
-"""Width and parameters of each text encoder as released, by ComfyUI's name of it."""
 
 
 def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFacts:
@@ -100,7 +80,7 @@ def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFac
     bytes_each = round(companion.download_bytes / sum(sizes.values()))
     present_count = sum(size for part, size in sizes.items() if part not in absent)
     if "text_encoder" in absent:
-        present_count += sum(ENCODER_PARAMETERS[family.text.roles[component]] for component in text)
+        present_count += sum(BY_ROLE[family.text.roles[component]].parameters for component in text)
     return replace(
         facts,
         source=settings.model,
@@ -165,9 +145,8 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     header = read_header(file)
     refuse_quantised(file, header)
     encoder = signatures.text_encoder(header)
-    roles = {component: role.partition("_")[0] for component, role in family.text.roles.items()}
     # CLIP-L and bigG are both "clip" here; their widths tell them apart below.
-    kinds = {component: ENCODER_KINDS.get(role, role) for component, role in roles.items()}
+    kinds = {component: BY_ROLE[role].kind for component, role in family.text.roles.items()}
     name, kind, width = encoder or ("", "", 0)
     fitting = [component for component in kinds if kinds[component] == kind]
     if len(fitting) > 1 or (fitting and folder is not None):
@@ -192,7 +171,7 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
 
 def _encoder_width(role: str, component: str, folder: Path | None) -> int:
     if folder is None:
-        return ENCODER_WIDTHS[role]
+        return BY_ROLE[role].width
     config = read_json(folder / component / "config.json")
     # Qwen2.5-VL nests its language model's numbers; d_model is T5's word for the width.
     inner = config.get("text_config", config)

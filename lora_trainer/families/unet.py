@@ -19,25 +19,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lora_trainer.common.errors import InputError
 from lora_trainer.config.config import Targets
 from lora_trainer.families.base import (
     AUTOENCODER_KL,
-    BY_TWO_PASSES,
     DENOISER,
     AdapterFormats,
     AdapterTargets,
     BaseFacts,
+    BaseRelease,
     Conditioning,
     Family,
     FileFormat,
     Header,
-    ImageEncoder,
     Layout,
     NetworkTraits,
     OtherNames,
     Part,
     PartFacts,
-    Sampler,
+    Prediction,
     TextEncoder,
     TextInputs,
     WeightPlace,
@@ -45,11 +45,14 @@ from lora_trainer.families.base import (
 from lora_trainer.families.base_files import unet_file
 from lora_trainer.families.base_files.base_folder import (
     components,
+    level_count,
     part_file,
+    part_files,
     part_folder,
     read_json,
     tokenizer_files,
     weights,
+    whole_number,
 )
 from lora_trainer.families.base_files.unet_config import UNET_CLASS, read_unet
 from lora_trainer.families.base_files.unet_file import UNetTraits, config_traits, header_traits
@@ -61,18 +64,9 @@ from lora_trainer.families.base_files.unet_parts import (
     count_text,
     count_unet,
     count_vae,
-    levels,
-    number,
     training_marks,
 )
-from lora_trainer.families.images.unet_images import (
-    UNetSampler,
-    VaeEncoder,
-    in_float32,
-    load_vae,
-    sampling_scheduler,
-    stated_prediction,
-)
+from lora_trainer.families.base_files.vae_file import holds_vae
 from lora_trainer.families.text import clip
 from lora_trainer.families.text.chunks import Chunks
 from lora_trainer.families.text.text_layers import clip_layers
@@ -82,6 +76,8 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from torch import Tensor, nn
 
+VAE: Mapping[str, Any] = {"latent_channels": 4, "block_out_channels": [128, 256, 512, 512]}
+VAE_PARAMETERS = 83_653_863
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 # proj_in and proj_out are 1x1 convolutions in SD 1 and linear in SD 2 and SDXL (`use_linear_projection`).
 TRANSFORMER = (*ATTENTION, "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
@@ -104,12 +100,16 @@ ENDINGS: Mapping[Targets, tuple[str, ...]] = {
 class UNetFamily(Family):
     """A family whose denoiser is a `UNet2DConditionModel` that predicts noise or velocity."""
 
-    pipeline_class: str
-    """diffusers' text-to-image pipeline."""
-    released_unet: Mapping[str, Any]
-    """diffusers' configuration of the releases' U-Net; it fixes the block numbers in checkpoint names."""
     texts: tuple[clip.ClipPart, ...]
     """The CLIP encoders, in the order of the pipeline."""
+    pipeline_class = "StableDiffusionPipeline"
+    absent_components: ClassVar[Mapping[str, Any]] = {
+        "safety_checker": None,
+        "feature_extractor": None,
+        "requires_safety_checker": False,
+    }
+    """Arguments that switch off the pipeline's optional components."""
+    denoiser_folder = "unet"
     text_encoder_class: ClassVar[type[clip.ClipEncoder]] = clip.ClipEncoder
     formats = AdapterFormats(
         written=("kohya", "diffusers"),
@@ -156,12 +156,12 @@ class UNetFamily(Family):
         return None
 
     def sampler_arguments(
-        self, conditioning: Conditioning, negative: Conditioning
+        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
     ) -> Mapping[str, Any]:
-        """Return the pipeline's arguments for encoded prompts on the device, in the denoiser's dtype."""
         return {
             "prompt_embeds": conditioning["text"],
             "negative_prompt_embeds": negative["text"],
+            "guidance_scale": guidance_scale,
         }
 
     # ---- facts
@@ -175,62 +175,56 @@ class UNetFamily(Family):
         return traits is not None and self.owns(traits)
 
     def detect_file(self, header: Header) -> frozenset[Part]:
-        traits, vae = header_traits(header), unet_file.vae_shape(header)
+        traits = header_traits(header)
         if traits is None:
             # The VAEs of SD 1, SD 2 and SDXL have equal tensors; they differ in the scale, which no file
             # states. A VAE alone in its file therefore belongs to each of these families.
-            alone = vae is not None and vae[0] == 4 and unet_file.only_vae(header)
+            alone = holds_vae(header, latent_channels=4, alone=True)
             return frozenset({"vae"} if alone else ())
         if not self.owns(traits):
             return frozenset()
         parts: set[Part] = {"denoiser"}
-        if vae is not None and vae[0] == 4:
+        if holds_vae(header, latent_channels=4):
             parts.add("vae")
         # With one of SDXL's two encoders missing, both come from the companion: the part is all or nothing.
-        if all(_starts(header, part.checkpoint) for part in self.texts):
+        if all(any(name.startswith(part.checkpoint) for name in header) for part in self.texts):
             parts.add("text_encoder")
         return frozenset(parts)
 
-    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
-        unet = _unet_config(layout)
+    def sizes_px(self, architecture: Mapping[str, Any], vae_factor: int) -> tuple[int, int]:
+        # sample_size is the side of the latents: 64 in SD 1, 96 in SD 2.1, 128 in SDXL. Each level but the
+        # last halves the latents, and the way up must meet the same sizes again.
+        step_px = vae_factor * 2 ** (level_count(architecture) - 1)
+        return whole_number(architecture, "sample_size") * vae_factor, step_px
+
+    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
+        # Files of other programs may leave the class out.
+        config = read_json(part_folder(layout, "denoiser", "unet") / "config.json")
+        unet = {"_class_name": UNET_CLASS, **config}
         vae = read_json(part_folder(layout, "vae", "vae") / "config.json")
         scheduler = read_json(layout.folder / "scheduler" / "scheduler_config.json")
         text = read_json(layout.folder / self.texts[0].component / "config.json")
         for part in self.texts:
             tokenizer_files(layout.folder / part.tokenizer)  # raises where there is none
         marks = training_marks(part_file(layout, "denoiser"))
-        vae_factor = 2 ** (len(levels(vae)) - 1)
-        counted = {
-            "denoiser": count_unet(layout, unet, parameters_of=self._parameters_of),
-            "vae": count_vae(layout, vae),
-            "text_encoder": sum(count_text(layout, part) for part in self.texts),
-        }
-        return BaseFacts(
-            family=self.name,
-            source=source,
-            layout=layout,
-            # sample_size is the side of the latents: 64 in SD 1, 96 in SD 2.1, 128 in SDXL.
-            resolution_px=number(unet, "sample_size") * vae_factor,
-            # Each level but the last halves the latents, and the way up must meet the same sizes again.
-            bucket_step_px=vae_factor * 2 ** (len(levels(unet)) - 1),
-            latent_channels=number(vae, "latent_channels"),
-            vae_factor=vae_factor,
-            max_tokens=number(text, "max_position_embeddings"),
+        release = BaseRelease(
+            ids=(source,),
+            architecture=unet,
+            vae=vae,
+            scheduler=scheduler,
+            parameters={
+                "denoiser": count_unet(layout, unet, parameters_of=self._parameters_of),
+                "vae": count_vae(layout, vae),
+                "text_encoder": sum(count_text(layout, part) for part in self.texts),
+            },
+            max_tokens=whole_number(text, "max_position_embeddings"),
             prediction="v_prediction"
             if V_PREDICTION in marks
             else stated_prediction(scheduler, layout.folder),
-            guidance=BY_TWO_PASSES,
-            patch=1,
-            clip_skips=self.clip_skips(layout),
-            parts={
-                part: PartFacts(parameters=count, identity=identities.get(part, ""))
-                for part, count in counted.items()
-            },
-            architecture=unet,
-            scheduler=scheduler,
             zero_terminal_snr=ZERO_TERMINAL_SNR in marks
             or bool(scheduler.get("rescale_betas_zero_snr", False)),
         )
+        return self.facts_of(release, source=source, layout=layout)
 
     def clip_skips(self, layout: Layout | None) -> Mapping[int, int]:
         """Return by `base.clip_skip` the layer of the text encoder that it means, counted from the last (1)."""
@@ -250,7 +244,7 @@ class UNetFamily(Family):
         return sum(parameter.numel() for parameter in network.parameters())
 
     def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
-        facts, marks = super().facts_from_file(file, header), training_marks(file)
+        facts, marks = next(iter(self.releases.values())), training_marks(file)
         sizes = (header[name].shape for name in unet_file.unet_names(header).values())
         denoiser = PartFacts(parameters=sum(map(math.prod, sizes)))
         return replace(
@@ -265,8 +259,10 @@ class UNetFamily(Family):
         folders = [layout.folder / part.component for part in self.texts]
         tokenizers = [layout.folder / part.tokenizer for part in self.texts]
         return {
-            "denoiser": _files(layout, "denoiser", "unet"),
-            "vae": _files(layout, "vae", "vae"),
+            "denoiser": part_files(
+                part_folder(layout, "denoiser", "unet"), part_file(layout, "denoiser")
+            ),
+            "vae": part_files(part_folder(layout, "vae", "vae"), part_file(layout, "vae")),
             "text_encoder": (
                 *((single,) if single else (file for each in folders for file in weights(each))),
                 *(folder / "config.json" for folder in folders),
@@ -298,9 +294,6 @@ class UNetFamily(Family):
         return replace(size, layers=size.layers - (facts.clip_skip - 1))
 
     # ---- networks
-
-    def load_image_encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
-        return VaeEncoder(vae=load_vae(facts.located).to(device))
 
     def load_text_encoder(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
@@ -370,32 +363,24 @@ class UNetFamily(Family):
         return prefix + (module.replace(".", "_") if format == "kohya" else module)
 
     def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
-        return OtherNames(layers=checkpoint_names(shapes, architecture=self.released_unet))
+        return OtherNames(
+            layers=checkpoint_names(shapes, architecture=self.published[0].architecture)
+        )
 
     # ---- images
 
-    def build_sampler(
-        self,
-        facts: BaseFacts,
-        *,
-        denoiser: nn.Module,
-        device: torch.device,
-        decode_on: torch.device | None = None,
-    ) -> Sampler:
-        # None keeps from_pretrained from loading the text encoders: the sampler gets encoded prompts.
-        absent = {name: None for part in self.texts for name in (part.component, part.tokenizer)}
-        # Without a VAE the pipeline runs on the denoiser's device; the VAE moves there only to decode.
-        pipeline = self._pipeline(facts, unet=denoiser, vae=None, **absent)
-        # A pipeline without a VAE assumes 8 pixels a latent; the embedded miniature base has its own number.
-        pipeline.vae_scale_factor = facts.vae_factor
-        pipeline.set_progress_bar_config(disable=True)
-        vae = load_vae(facts.located)
-        return UNetSampler(
-            pipeline=pipeline,
-            vae=vae,
-            device=device,
-            decode_on=decode_on or device,
-            arguments=self.sampler_arguments,
+    def text_components(self) -> tuple[str, ...]:
+        return tuple(name for part in self.texts for name in (part.component, part.tokenizer))
+
+    def build_pipeline(self, facts: BaseFacts, **components: Any) -> Any:
+        import diffusers
+
+        return getattr(diffusers, self.pipeline_class).from_pretrained(
+            facts.located.folder,
+            scheduler=sampling_scheduler(facts),
+            use_safetensors=True,
+            **self.absent_components,
+            **components,
         )
 
     def plain_pipeline(
@@ -403,9 +388,11 @@ class UNetFamily(Family):
     ) -> DiffusionPipeline:
         text = self.load_text_encoder(facts, dtype=dtype, device=device)
         assert isinstance(text, clip.ClipEncoder)
-        vae = load_vae(facts.located).to(device)
-        vae.decode = in_float32(vae.decode)
-        pipeline: DiffusionPipeline = self._pipeline(
+        vae = self.load_vae(facts.located).to(device)
+        decode = vae.decode
+        # The VAE is float32, and the pipeline passes latents in its own, narrower dtype.
+        vae.decode = lambda latents, *args, **options: decode(latents.float(), *args, **options)
+        pipeline: DiffusionPipeline = self.build_pipeline(
             facts,
             unet=self.load_denoiser(facts, dtype=dtype, device=device).eval(),
             vae=vae,
@@ -425,7 +412,9 @@ class UNetFamily(Family):
     ) -> Mapping[str, Any]:
         """Return the pipeline's arguments; chunked prompts are encoded with the pipeline's own encoders."""
         if facts.chunks == 1:
-            return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": guidance_scale}
+            return super().pipeline_arguments(
+                pipeline, facts, prompt, negative, guidance_scale=guidance_scale
+            )
         encoder = self.text_encoder_class(
             networks={part.component: getattr(pipeline, part.component) for part in self.texts},
             tokenizers={part.component: getattr(pipeline, part.tokenizer) for part in self.texts},
@@ -441,39 +430,40 @@ class UNetFamily(Family):
             }
             for text in (prompt, negative)
         ]
-        return {**self.sampler_arguments(*texts), "guidance_scale": guidance_scale}
-
-    def _pipeline(self, facts: BaseFacts, **components: Any) -> Any:
-        import diffusers
-
-        extras = self.pipeline_extras()
-        return getattr(diffusers, self.pipeline_class).from_pretrained(
-            facts.located.folder,
-            scheduler=sampling_scheduler(facts),
-            use_safetensors=True,
-            **components,
-            **extras,
-        )
-
-    def pipeline_extras(self) -> Mapping[str, Any]:
-        """Return arguments that switch off the pipeline's optional components."""
-        return {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-
-
-def _unet_config(layout: Layout) -> Mapping[str, Any]:
-    """Return the U-Net's configuration; files of other programs may leave the class out."""
-    config = read_json(part_folder(layout, "denoiser", "unet") / "config.json")
-    return {"_class_name": UNET_CLASS, **config}
-
-
-def _files(layout: Layout, part: Part, subfolder: str) -> tuple[Path, ...]:
-    folder, single = part_folder(layout, part, subfolder), part_file(layout, part)
-    return (*((single,) if single else weights(folder)), folder / "config.json")
+        return self.sampler_arguments(*texts, guidance_scale=guidance_scale)
 
 
 def _chunks(facts: BaseFacts) -> Chunks:
     return Chunks(count=facts.chunks, width=facts.max_tokens)
 
 
-def _starts(header: Header, prefix: str) -> bool:
-    return any(name.startswith(prefix) for name in header)
+def sampling_scheduler(facts: BaseFacts) -> Any:
+    """Return the base's own sampler, or DDIM where the base's sampler cannot start from pure noise."""
+    import diffusers
+
+    # A base may name a scheduler that this diffusers does not have.
+    kind: Any = getattr(
+        diffusers, str(facts.scheduler.get("_class_name", "")), diffusers.DDIMScheduler
+    )
+    config = facts.scheduler_config()
+    if "rescale_betas_zero_snr" not in kind._get_init_keys(kind):
+        # A class without the parameter (PNDM, Stable Diffusion 1's) would warn and start from a level with
+        # signal in it. DDIM can, and is the sampler of Lin et al. 2023 (arXiv 2305.08891).
+        if facts.zero_terminal_snr:
+            kind = diffusers.DDIMScheduler
+        else:
+            config.pop("rescale_betas_zero_snr")
+    return kind.from_config(config)
+
+
+def stated_prediction(scheduler: Mapping[str, Any], folder: Path) -> Prediction:
+    """Return the prediction type in a scheduler's configuration; raises InputError for `sample`."""
+    prediction = scheduler.get("prediction_type", "epsilon")  # absent in the oldest releases
+    if prediction == "epsilon":
+        return "epsilon"
+    if prediction == "v_prediction":
+        return "v_prediction"
+    raise InputError(
+        f"{folder / 'scheduler'}: prediction_type={prediction!r}, allowed are epsilon and v_prediction",
+        fix="use a base model that predicts epsilon or v_prediction",
+    )

@@ -12,64 +12,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.config.config import Targets
-from lora_trainer.families import transformer_names
 from lora_trainer.families.base import (
-    AUTOENCODER_KL,
-    BY_TWO_PASSES,
-    DENOISER,
     AdapterFormats,
     AdapterNames,
     Assumption,
     BaseFacts,
+    BaseRelease,
     Conditioning,
-    FileFormat,
-    Guidance,
     Header,
     Layout,
-    NetworkTraits,
-    OtherNames,
     Part,
-    TextEncoder,
-    TextInputs,
 )
 from lora_trainer.families.base_files.base_folder import part_file
-from lora_trainer.families.base_files.transformer_file import (
-    check_companion,
-    holds_vae,
-    part_tensors,
-)
-from lora_trainer.families.flow import (
-    WITHOUT_FP16,
-    BaseRelease,
-    FlowFamily,
-    text_name,
-    transformer_name,
-)
-from lora_trainer.families.text.qwen3 import (
-    MAX_TOKENS,
-    UNREAD,
-    PromptFormat,
-    load_qwen3,
-    text_config,
-    unpadded,
+from lora_trainer.families.flow import FLUX_VAE, FLUX_VAE_PARAMETERS, FlowFamily, target_endings
+from lora_trainer.families.text.language_models import (
+    QWEN3_TOKENS,
+    QWEN3_UNREAD,
+    Qwen3Encoder,
+    qwen3_config,
 )
 from lora_trainer.families.text.text_layers import QWEN3_4B
-from lora_trainer.families.traits import APACHE, INDEXED_BLOCK
-from lora_trainer.families.transformer_names import other_names
+from lora_trainer.families.traits import APACHE
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
-PROMPT = PromptFormat(layers=(-2,), padded=False, thinking=True)
-ATTENTION = tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
-TRANSFORMER = (*ATTENTION, *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")))
-ENDINGS: Mapping[Targets, tuple[str, ...]] = {
-    "attention": ATTENTION,
-    "transformer": TRANSFORMER,
-    "all": (*TRANSFORMER, "adaLN_modulation.0"),
-}
+ENDINGS = target_endings(
+    tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    transformer=tuple(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
+    modulation=("adaLN_modulation.0",),
+)
 SHIFTS: Mapping[str, float] = {"base": 6.0, "turbo": 3.0, "de-turbo": 3.0}
 """The scheduler's shift by release: De-Turbo is a Turbo that was trained back to a base."""
 RELEASED = re.compile(r"z[-_ ]?image([-_ ]?base)?([-_ ](bf16|fp16|fp32|fp8\w*))?")
@@ -94,11 +66,10 @@ ARCHITECTURE: Mapping[str, Any] = {
     "axes_dims": [32, 48, 48],
     "axes_lens": [1536, 512, 512],
 }
-VAE: Mapping[str, Any] = {"latent_channels": 16, "block_out_channels": [128, 256, 512, 512]}
 PARAMETERS: Mapping[Part, int] = {
     "denoiser": 6_154_908_736,
-    "vae": 83_819_683,
-    "text_encoder": 4_022_468_096,
+    "vae": FLUX_VAE_PARAMETERS,
+    "text_encoder": QWEN3_4B.parameters,
 }
 
 
@@ -106,14 +77,15 @@ def _release(name: str, release: str, *, download_bytes: int) -> BaseRelease:
     return BaseRelease(
         ids=(f"Tongyi-MAI/{name}",),
         architecture=ARCHITECTURE,
-        vae=VAE,
+        vae=FLUX_VAE,
         scheduler={
             "num_train_timesteps": 1000,
             "use_dynamic_shifting": False,
             "shift": SHIFTS[release],
         },
         parameters=PARAMETERS,
-        max_tokens=MAX_TOKENS,
+        max_tokens=QWEN3_TOKENS,
+        licence=APACHE,
         download_bytes=download_bytes,
         variant=release,
         distilled=release == "turbo",
@@ -129,6 +101,14 @@ def _release_in_name(name: str) -> str | None:
     return "base" if RELEASED.fullmatch(Path(name.lower()).stem) else None
 
 
+class ZImageEncoder(Qwen3Encoder):
+    """Qwen3 with thinking on; the hidden states before its last layer."""
+
+    layers = (-2,)
+    padded = False
+    thinking = True
+
+
 class ZImage(FlowFamily):
     """The family of Z-Image (Z-Image team 2025, arXiv 2511.22699) and its fine-tunes."""
 
@@ -142,77 +122,45 @@ class ZImage(FlowFamily):
     )
     pipeline_class = "ZImagePipeline"
     denoiser_class = "ZImageTransformer2DModel"
-    text_folders = ("text_encoder",)
-    text = TextInputs(
-        layers={"text_encoder": QWEN3_4B},
-        roles={"text_encoder": "qwen3_4b"},
-        multiple=32,  # diffusers' SEQ_MULTI_OF
-        one_length=False,
-        encoder_files=True,
-    )
-    native_latents = 128
-    patch = 2
-    traits = NetworkTraits(
-        precisions=WITHOUT_FP16,
-        block_pattern=INDEXED_BLOCK,
-        quantization_skip=(),
-        vae_peak=AUTOENCODER_KL,
-    )
-    unread_text = UNREAD
-    tokenizer_folders = ("tokenizer",)
+    text_networks = (QWEN3_4B,)
+    text_encoder_class = ZImageEncoder
+    unread_text = QWEN3_UNREAD
+    text_width = "cap_feat_dim"
+    masked_text = True
+    text_multiple = 32  # diffusers' SEQ_MULTI_OF
+    endings = ENDINGS
+    # Lumina 2 has the same blocks but no caption padding token, hence cap_pad_token in both sets.
+    file_marks = (IN_FILE, IN_DIFFUSERS)
+    comfyui_prefix = "diffusion_model."
+    metadata = AdapterNames(kohya="zimage", modelspec="Z-Image/lora")
     published = (
         _release("Z-Image", "base", download_bytes=20_540_000_000),
         # Its denoiser is published in fp32.
         _release("Z-Image-Turbo", "turbo", download_bytes=32_850_000_000),
     )
-    licences = {source: APACHE for release in published for source in release.ids}
 
     # ---- facts
-
-    def max_tokens(self, layout: Layout) -> int:
-        return MAX_TOKENS
-
-    def targets(self, targets: Targets) -> tuple[str, ...]:
-        return ENDINGS[targets]
-
-    def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
-        return BY_TWO_PASSES
-
-    def prompt_shapes(
-        self, architecture: Mapping[str, Any], *, text_tokens: int
-    ) -> Mapping[str, tuple[int, ...]]:
-        width = int(architecture["cap_feat_dim"])
-        return {"text": (1, text_tokens, width), "text_mask": (1, text_tokens)}
-
-    def detect_file(self, header: Header) -> frozenset[Part]:
-        tensors = part_tensors(header, "denoiser")
-        # Lumina 2 has the same blocks but no caption padding token, hence cap_pad_token in both sets.
-        is_zimage = tensors.keys() >= IN_FILE or tensors.keys() >= IN_DIFFUSERS
-        parts: set[Part] = {"vae"} if holds_vae(header, latent_channels=16) else set()
-        return frozenset(parts | {"denoiser"} if is_zimage else parts)
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
         named_release = _release_in_name(file.name)
         # False is 0, the base; True is 1, the Turbo.
         return self.published[named_release == "turbo"]
 
-    def architecture(self, layout: Layout) -> Mapping[str, Any]:
-        config, text = super().architecture(layout), text_config(layout.folder)
-        if (single := part_file(layout, "denoiser")) is not None:
-            check_companion(
-                single,
-                shapes={"cap_embedder.1.weight": (config["dim"], text["hidden_size"])},
-                blocks={"layers": config["n_layers"], "noise_refiner": config["n_refiner_layers"]},
-            )
-        return config
+    def companion_sizes(
+        self, config: Mapping[str, Any], layout: Layout
+    ) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, int]]:
+        width = qwen3_config(layout.folder)["hidden_size"]
+        blocks = {"layers": config["n_layers"], "noise_refiner": config["n_refiner_layers"]}
+        return {"cap_embedder.1.weight": (config["dim"], width)}, blocks
 
-    def facts(self, layout: Layout, *, source: str, identities: Mapping[str, str]) -> BaseFacts:
+    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         """Read facts; base and Turbo have equal tensors, so names and the scheduler's shift decide.
 
         A folder is a Turbo by its name or by its scheduler's shift. A single file is the release in its
         name and gets that release's shift; without a release in its name it counts as its companion's.
         """
-        facts = super().facts(layout, source=source, identities=identities)
+        qwen3_config(layout.folder)  # raises for another text encoder
+        facts = super().facts(layout, source=source)
         single = part_file(layout, "denoiser")
         named_release = _release_in_name((single or Path(source)).name)
         companion_release = "turbo" if facts.scheduler.get("shift") == SHIFTS["turbo"] else "base"
@@ -236,15 +184,7 @@ class ZImage(FlowFamily):
             ),
         )
 
-    def adapter_names(self, facts: BaseFacts) -> AdapterNames:
-        return AdapterNames(kohya="zimage", modelspec="Z-Image/lora")
-
-    # ---- networks
-
-    def load_text_encoder(
-        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
-    ) -> TextEncoder:
-        return load_qwen3(self, facts.located, format=PROMPT, dtype=dtype, device=device)
+    # ---- training
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
@@ -259,16 +199,6 @@ class ZImage(FlowFamily):
         )[0]
         return -torch.stack(images).squeeze(2)  # towards the image -> noise - image
 
-    # ---- files
-
-    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
-        if component != DENOISER:
-            return text_name(format, component, module, roles=self.text.roles)
-        return f"diffusion_model.{module}" if format == "comfyui" else transformer_name(module)
-
-    def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
-        return other_names(transformer_names.ZIMAGE, shapes)
-
     # ---- images
 
     def sampler_arguments(
@@ -281,12 +211,21 @@ class ZImage(FlowFamily):
             "guidance_scale": guidance_scale - 1.0,
         }
 
-    def prompt_arguments(
-        self, prompt: str, negative: str, *, guidance_scale: float
+    def pipeline_arguments(
+        self, pipeline: Any, facts: BaseFacts, prompt: str, negative: str, *, guidance_scale: float
     ) -> Mapping[str, Any]:
         """Return the plain pipeline's arguments; its guidance scale is one less than ours."""
         scale = guidance_scale - 1.0
         return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": scale}
+
+
+def unpadded(text: Tensor, mask: Tensor) -> list[Tensor]:
+    """Split texts [B, L, D] into tensors [length, D] without padding; `mask` [B, L] is 1 on real tokens."""
+    if len(text) == 1 or mask.is_meta:
+        # A single text has no padding. Reading the mask would synchronise with the device, and a meta
+        # tensor has no values to read.
+        return list(text)
+    return [states[:length] for states, length in zip(text, mask.sum(1).tolist(), strict=True)]
 
 
 FAMILY = ZImage()

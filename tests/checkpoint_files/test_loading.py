@@ -47,7 +47,7 @@ def encoder_copies(name: str, folder: Path) -> list[str]:
     family = families.family(name)
     assert isinstance(family, FlowFamily)
     files = []
-    for number, component in enumerate(reversed(family.text_folders)):
+    for number, component in enumerate(reversed([*family.text_folders])):
         (source,) = weights(base_of(name) / component)
         files.append(str(shutil.copy(source, folder / f"{number}.safetensors")))
     return files

@@ -36,7 +36,7 @@ def facts_of(name: str) -> BaseFacts:
 def facts_at(folder: Path) -> BaseFacts:
     """Return the facts of a diffusers folder."""
     layout = Layout(folder=folder)
-    return families.detect(folder).facts(layout, source="tiny", identities={})
+    return families.detect(folder).facts(layout, source="tiny")
 
 
 def copy_of(name: str, folder: Path) -> Path:

@@ -60,7 +60,7 @@ def tiny_base() -> Path:
 def tiny_facts() -> BaseFacts:
     """Return the facts of the tiny base."""
     family = families.detect(tiny_base())
-    return family.facts(Layout(folder=tiny_base()), source="tiny", identities={})
+    return family.facts(Layout(folder=tiny_base()), source="tiny")
 
 
 @cache

@@ -26,12 +26,12 @@ def annotated(kind: type) -> set[str]:
 @pytest.mark.parametrize(("kind", "text"), [(FlowFamily, TRANSFORMERS), (UNetFamily, U_NETS)])
 def test_every_member_to_fill_is_named(kind: type[Family], text: str) -> None:
     wanted = annotated(kind) | kind.__abstractmethods__
-    assert len(wanted) > 6
+    assert len(wanted) > 4
     assert not {name for name in wanted if not re.search(rf"\b{name}\b", text)}
 
 
 def test_the_quoted_error_is_the_one_python_gives() -> None:
-    quoted = re.search(r"abstract methods ([\w,\s]+)```", TRANSFORMERS)
+    quoted = re.search(r"abstract methods? ([\w,\s]+)```", TRANSFORMERS)
     assert quoted is not None
     assert re.findall(r"\w+", quoted[1]) == sorted(FlowFamily.__abstractmethods__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import BaseFacts, Layout, TensorInfo
-from lora_trainer.families.base_files.transformer_file import (
-    holds_vae,
-    parameters_in,
-    part_tensors,
-)
-from lora_trainer.families.flux import FAMILY, RELEASES
-from lora_trainer.families.images.flow_images import pack, position_ids, unpack
+from lora_trainer.families.base import BaseFacts, Layout
+from lora_trainer.families.base_files.base_folder import read_header, weights
+from lora_trainer.families.flux import FAMILY
+from lora_trainer.families.latent_images import pack, position_ids, unpack
 from tests.fakes.bases.flux import write_base
 from tests.fakes.low_rank import draw
 
@@ -51,7 +46,7 @@ SHIFTS: Mapping[str, Mapping[str, Any]] = {
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> BaseFacts:
     folder = write_base(tmp_path_factory.mktemp("flow") / "base")
-    return FAMILY.facts(Layout(folder=folder), source="tiny", identities={})
+    return FAMILY.facts(Layout(folder=folder), source="tiny")
 
 
 # ---- the base's own shift
@@ -60,7 +55,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> BaseFacts:
 @pytest.mark.parametrize("size_px", [(512, 512), (1024, 1024), (1344, 768), (256, 2048)])
 @pytest.mark.parametrize("name", SHIFTS)
 def test_the_shift_is_that_of_the_pipelines_scheduler(name: str, size_px: tuple[int, int]) -> None:
-    known = FAMILY.releases.get(RELEASES[0].ids[0])
+    known = FAMILY.releases.get(FAMILY.published[0].ids[0])
     assert known is not None
     facts = replace(known, scheduler=SHIFTS[name])
     width, height = size_px
@@ -78,14 +73,6 @@ def test_the_shift_is_that_of_the_pipelines_scheduler(name: str, size_px: tuple[
     scheduler.set_timesteps(sigmas=even, mu=mu)
     expected = scheduler.sigmas[:-1].numpy()
     np.testing.assert_allclose(shift * even / (1 + (shift - 1) * even), expected, atol=1e-6)
-
-
-def test_flux_at_1024_px_is_shifted_by_what_is_published() -> None:
-    dev, schnell = (FAMILY.releases.get(release.ids[0]) for release in RELEASES)
-    assert dev is not None
-    assert schnell is not None
-    assert dev.flow_shift(width_px=1024, height_px=1024) == pytest.approx(math.exp(1.15))
-    assert schnell.flow_shift(width_px=1024, height_px=1024) == 1.0
 
 
 # ---- packing
@@ -132,13 +119,13 @@ def test_a_part_in_a_folder_of_its_own_is_used(facts: BaseFacts, tmp_path: Path,
     other = write_base(tmp_path / "other", seed=7)
     own = other / {"vae": "vae", "denoiser": "transformer"}[part]
     layout = Layout(folder=facts.located.folder, files={part: own})  # type: ignore[dict-item]  # a part
-    mixed = FAMILY.facts(layout, source="mixed", identities={})
+    mixed = FAMILY.facts(layout, source="mixed")
     assert own / "config.json" in FAMILY.parts(layout)[part]
     loaders: Mapping[str, Callable[[BaseFacts], nn.Module]] = {
         "vae": lambda found: FAMILY.load_vae(found.located),
         "denoiser": lambda found: FAMILY.load_denoiser(found, dtype=torch.float32, device=CPU),
     }
-    whole = FAMILY.facts(Layout(folder=other), source="other", identities={})
+    whole = FAMILY.facts(Layout(folder=other), source="other")
     used, theirs, ours = (loaders[part](found).state_dict() for found in (mixed, whole, facts))
     assert all(torch.equal(used[name], theirs[name]) for name in used)
     assert not all(torch.equal(used[name], ours[name]) for name in used)
@@ -157,7 +144,7 @@ def test_a_tensor_that_is_missing_is_never_made_up(tmp_path: Path, file: str, te
     state = load_file(folder / file)
     del state[tensor]
     save_file(state, folder / file, metadata={"format": "pt"})
-    facts = FAMILY.facts(Layout(folder=folder), source="cut", identities={})
+    facts = FAMILY.facts(Layout(folder=folder), source="cut")
     load: Mapping[str, Callable[[], object]] = {
         "transformer": lambda: FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU),
         "vae": lambda: FAMILY.load_image_encoder(facts, device=CPU),
@@ -170,37 +157,20 @@ def test_a_tensor_that_is_missing_is_never_made_up(tmp_path: Path, file: str, te
 # ---- files of one part or all
 
 
-def header(**shapes: tuple[int, ...]) -> dict[str, TensorInfo]:
-    return {
-        name.replace("__", "."): TensorInfo(dtype="BF16", shape=shape)
-        for name, shape in shapes.items()
-    }
-
-
-@pytest.mark.parametrize("vae", ["vae__", "first_stage_model__"])
-def test_an_all_in_one_file_is_taken_apart(vae: str) -> None:
-    found = header(
-        model__diffusion_model__img_in__weight=(4, 2),
-        text_encoders__t5xxl__shared__weight=(9, 9),
-        **{f"{vae}encoder__conv_in__weight": (8, 3, 3, 3), f"{vae}decoder__conv_in__weight": (8, 16, 3, 3)},
-    )  # fmt: skip
-    assert list(part_tensors(found, "denoiser")) == ["img_in.weight"]
-    assert set(part_tensors(found, "vae")) == {"encoder.conv_in.weight", "decoder.conv_in.weight"}
-    assert holds_vae(found, latent_channels=16)
-    assert not holds_vae(found, latent_channels=4)
-
-
-def test_a_file_of_one_part_has_no_prefix(tmp_path: Path) -> None:
-    alone = header(img_in__weight=(4, 2), text_encoders__clip__weight=(1,))
-    assert list(part_tensors(alone, "denoiser")) == ["img_in.weight"]
-    assert part_tensors(alone, "vae") == {}
-    assert not holds_vae(alone, latent_channels=16)
-    vae = header(encoder__conv_in__weight=(8, 3, 3, 3), decoder__conv_in__weight=(8, 16, 3, 3))
-    assert part_tensors(vae, "denoiser") == {}
-    assert holds_vae(vae, latent_channels=16)
-    save_file(
-        {"img_in.weight": torch.zeros(4, 2), "decoder.conv_in.weight": torch.zeros(5)},
-        tmp_path / "file.safetensors",
+@pytest.mark.parametrize("vae", ["vae.", "first_stage_model.", None])
+@pytest.mark.parametrize("prefix", ["model.diffusion_model.", "diffusion_model.", ""])
+def test_a_file_is_taken_apart(facts: BaseFacts, tmp_path: Path, prefix: str, vae: str) -> None:
+    """The parts of an all-in-one file, and a file of the denoiser alone."""
+    (source,) = weights(facts.located.folder / "transformer")
+    (image,) = weights(facts.located.folder / "vae")
+    tensors = {prefix + name: value for name, value in load_file(source).items()}
+    tensors["text_encoders.t5xxl.shared.weight"] = torch.zeros(9, 9)
+    if vae:
+        tensors |= {vae + name: value for name, value in load_file(image).items()}
+    save_file(tensors, tmp_path / "all.safetensors")
+    parts = {"denoiser", "vae"} if vae else {"denoiser"}
+    assert FAMILY.detect_file(read_header(tmp_path / "all.safetensors")) == parts
+    located = Layout(
+        folder=facts.located.folder, files=dict.fromkeys(parts, tmp_path / "all.safetensors")
     )
-    assert parameters_in(tmp_path / "file.safetensors", "denoiser") == 8
-    assert parameters_in(tmp_path / "file.safetensors", "vae") == 5
+    assert FAMILY.facts(located, source="all").parts == facts.parts

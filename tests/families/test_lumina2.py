@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import Lumina2Pipeline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2Model
 
 from lora_trainer.config.config import BaseSettings
 from lora_trainer.families.base import BaseFacts, Layout
@@ -38,22 +36,7 @@ def pipeline(base: Path) -> Any:
 
 
 def facts_of(folder: Path, **files: Path) -> BaseFacts:
-    return FAMILY.facts(Layout(folder=folder, files=files), source="tiny", identities={})  # type: ignore[arg-type]  # names of parts
-
-
-def test_the_release_has_the_sizes_of_its_configuration() -> None:
-    facts = FAMILY.releases.get("Alpha-VLLM/Lumina-Image-2.0")
-    assert facts is not None
-    assert (facts.resolution_px, facts.bucket_step_px, facts.vae_factor) == (1024, 64, 8)
-    assert facts.flow_shift(width_px=1024, height_px=1024) == 6.0
-    with torch.device("meta"):
-        built = {
-            "denoiser": FAMILY.empty_denoiser(facts.architecture),
-            "text_encoder": Gemma2Model(Gemma2Config()),  # whose defaults are the 2B's
-        }
-    for part, network in built.items():
-        weights = sum(parameter.numel() for parameter in network.parameters())
-        assert facts.parts[part].parameters == weights
+    return FAMILY.facts(Layout(folder=folder, files=files), source="tiny")  # type: ignore[arg-type]  # names of parts
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, "", "a " * 300])
@@ -100,33 +83,6 @@ def test_the_loss_is_that_of_the_pipelines_velocity(base: Path, pipeline: Any) -
         theirs = ((-answer - (noise[index] - x[index])) ** 2).mean()
         torch.testing.assert_close(ours[index], theirs, atol=1e-5, rtol=1e-5)
     assert ours[0] != pytest.approx(float(ours[1]), rel=1e-3)
-
-
-@pytest.mark.parametrize("guidance_scale", [1.0, 5.0])
-def test_images_are_the_plain_pipelines(base: Path, guidance_scale: float) -> None:
-    facts = facts_of(base)
-    encoder = FAMILY.load_text_encoder(facts, dtype=torch.float32, device=CPU)
-    denoiser = FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)
-    ours = FAMILY.build_sampler(facts, denoiser=denoiser, device=CPU).image(
-        encoder.encode_prompts([PROMPT]),
-        encoder.encode_prompts([""]),
-        seed=3,
-        size_px=(64, 80),
-        steps=3,
-        guidance_scale=guidance_scale,
-    )
-    plain = FAMILY.plain_pipeline(facts, dtype=torch.float32, device=CPU)
-    plain.set_progress_bar_config(disable=True)
-    theirs = plain(
-        prompt=PROMPT,
-        width=64,
-        height=80,
-        num_inference_steps=3,
-        guidance_scale=guidance_scale,
-        generator=torch.Generator().manual_seed(3),
-    ).images[0]
-    assert ours.size == (64, 80) and np.asarray(theirs).std() > 5
-    assert np.abs(np.asarray(ours, dtype=int) - np.asarray(theirs, dtype=int)).max() <= 1
 
 
 def as_comfyui(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from lora_trainer.families import flux
 from lora_trainer.families.base_files import open_companion
 from lora_trainer.families.base_files.base_folder import read_json, weights
 from lora_trainer.families.locate import describe, locate
-from lora_trainer.families.single_files import ENCODER_PARAMETERS
+from lora_trainer.families.text.text_layers import BY_ROLE
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
@@ -33,8 +33,8 @@ from tests.fakes.runs import Toy, events, run_cli, toy
 SDXL, CHROMA = "stabilityai/stable-diffusion-xl-base-1.0", "lodestones/Chroma1-HD"
 TABLE = read_json(open_companion.FILE)
 CHECKPOINTS: Mapping[str, tuple[Shapes, str]] = {
-    "flux1-dev": (layouts.flux(), flux.RELEASES[0].ids[0]),
-    "flux1-schnell": (layouts.flux(guidance=False), flux.RELEASES[1].ids[0]),
+    "flux1-dev": (layouts.flux(), flux.FAMILY.published[0].ids[0]),
+    "flux1-schnell": (layouts.flux(guidance=False), flux.FAMILY.published[1].ids[0]),
     "sd3.5_medium": (layouts.sd3(), "stabilityai/stable-diffusion-3.5-medium"),
     "sd3.5_large": (
         layouts.sd3(depth=38, dual=0, positions=192),
@@ -72,12 +72,12 @@ def test_a_configuration_builds_the_released_network(name: str) -> None:
     with torch.device("meta"):
         if "_class_name" in config:
             vae = getattr(diffusers, config["_class_name"]).from_config(config)
-            assert parameters(vae) == flux.VAE_PARAMETERS
+            assert parameters(vae) == 83_819_683
             return
         kind = getattr(transformers, config["architectures"][0])
         network = kind(kind.config_class(**config))
     projection = 768 * 768 if name == "clip_l_projected" else 0
-    assert parameters(network) == ENCODER_PARAMETERS[name.removesuffix("_projected")] + projection
+    assert parameters(network) == BY_ROLE[name.removesuffix("_projected")].parameters + projection
 
 
 @pytest.mark.parametrize(
@@ -174,14 +174,13 @@ def test_a_training_is_that_with_the_folder(
     scheduler = read_json(base / "scheduler" / "scheduler_config.json")
     vae_config = read_json(base / "vae" / "config.json")
     tiny = replace(
-        flux.RELEASES[0],
+        flux.FAMILY.published[0],
         architecture=architecture,
         scheduler=scheduler,
         vae=vae_config,
         parameters={name: part.parameters for name, part in facts_of("flux").parts.items()},
     )
     releases = (tiny,)
-    monkeypatch.setattr(flux, "RELEASES", releases)
     monkeypatch.setattr(flux.Flux, "published", releases)
     monkeypatch.setattr(flux, "FAMILY", flux.Flux())  # whose releases are not cached yet
     place = toy(tmp_path / "place")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,51 +10,9 @@ from safetensors.torch import save_file
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import Layout, Prediction
-from lora_trainer.families.base_files.unet_parts import clip_parameters
-from lora_trainer.families.sd2 import FAMILY, RELEASES, TELLING_WEIGHT, checkpoint_prediction
+from lora_trainer.families.sd2 import FAMILY, TELLING_WEIGHT, checkpoint_prediction
 from tests.fakes.family_bases import CPU, base_of, facts_of
 from tests.fakes.ldm_file import write_checkpoint
-
-OPEN_CLIP_H = {
-    "vocab_size": 49408,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 23,
-    "max_position_embeddings": 77,
-}
-
-
-@pytest.mark.parametrize("owner", ["stabilityai", "sd2-community"])
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_releases_are_known_by_name(owner: str, release: str) -> None:
-    facts = FAMILY.releases.get(f"{owner}/{release}")
-    assert facts is not None
-    base = release.endswith("base")
-    assert facts.prediction == ("epsilon" if base else "v_prediction")
-    assert facts.resolution_px == 8 * facts.architecture["sample_size"] == (512 if base else 768)
-    assert FAMILY.releases.get(f"somebody/{release}") is None
-
-
-def test_the_sizes_of_the_release_are_exact() -> None:
-    facts = FAMILY.releases.get(next(iter(FAMILY.releases)))
-    assert facts is not None
-    with torch.device("meta"):
-        network = FAMILY.empty_denoiser(facts.architecture)
-    assert sum(p.numel() for p in network.parameters()) == facts.parts["denoiser"].parameters
-    assert clip_parameters(FAMILY.texts[0], OPEN_CLIP_H) == facts.parts["text_encoder"].parameters
-
-
-@pytest.mark.parametrize(
-    ("prediction", "version", "architecture"),
-    [
-        ("epsilon", "sd_v2", "stable-diffusion-v2-512/lora"),
-        ("v_prediction", "sd_v2_v", "stable-diffusion-v2-768-v/lora"),
-    ],
-)
-def test_names_in_metadata(prediction: Prediction, version: str, architecture: str) -> None:
-    facts = replace(facts_of("sd2"), prediction=prediction)
-    assert FAMILY.adapter_names(facts).kohya == version
-    assert FAMILY.adapter_names(facts).modelspec == architecture
 
 
 def test_the_text_is_the_last_layer_of_a_shortened_encoder() -> None:
@@ -97,7 +54,7 @@ def test_it_wins_over_the_companion_s_scheduler(
 
     def facts(weight: str) -> tuple[Prediction, int]:
         monkeypatch.setattr(told, weight)
-        found = FAMILY.facts(layout, source="x", identities={})
+        found = FAMILY.facts(layout, source="x")
         return found.prediction, found.resolution_px
 
     assert facts("absent") == ("v_prediction", 16), "the companion's"

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
-from peft import LoraConfig
-from peft.tuners.lora import Linear as LoraLinear
+from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
@@ -52,7 +50,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
 
 
 def facts_of(layout: Layout, *, source: str = "base") -> BaseFacts:
-    return FAMILY.facts(layout, source=source, identities={})
+    return FAMILY.facts(layout, source=source)
 
 
 def encoded(facts: BaseFacts, prompts: list[str]) -> dict[str, Tensor]:
@@ -70,42 +68,6 @@ def batch(base: Base) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 # ---- facts
-
-
-def test_facts_are_those_of_the_pipeline(base: Base) -> None:
-    facts, pipeline = base.facts, base.pipeline
-    assert FAMILY.detect(base.folder)
-    assert facts.vae_factor == pipeline.vae_scale_factor == 2
-    assert facts.latent_channels == pipeline.transformer.config.in_channels
-    assert (facts.max_tokens, facts.prediction, facts.variant) == (256, "flow", "medium")
-    assert facts.bucket_step_px % (pipeline.vae_scale_factor * pipeline.patch_size) == 0
-    counted = {
-        "denoiser": pipeline.transformer.state_dict(),
-        "vae": pipeline.vae.state_dict(),
-    }
-    for part, state in counted.items():
-        assert facts.parts[part].parameters == sum(value.numel() for value in state.values())
-    texts = (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3)
-    assert facts.parts["text_encoder"].parameters == sum(
-        weight.numel() for network in texts for weight in network.parameters()
-    )
-    assert facts.flow_shift(width_px=256, height_px=64) == pipeline.scheduler.shift == 3.0
-
-
-@pytest.mark.parametrize("release", FAMILY.published, ids=lambda release: release.variant)
-def test_known_releases_have_the_parameters_of_their_architecture(release: Any) -> None:
-    with torch.device("meta"):
-        network = SD3Transformer2DModel.from_config(dict(release.architecture))
-    facts = FAMILY.releases.get(release.ids[0])
-    assert facts is not None and facts.resolution_px == 1024 and facts.bucket_step_px == 64
-    tensors = network.state_dict().values()
-    assert facts.parts["denoiser"].parameters == sum(tensor.numel() for tensor in tensors)
-    expected = {"2243": "medium", "8056": "large", "2028": "3-medium"}
-    millions = str(sum(weight.numel() for weight in network.parameters()))[:4]
-    assert facts.variant.removesuffix("-turbo") == expected[millions]
-    assert facts.distilled == facts.source.endswith("turbo")
-    assert FAMILY.release(release.architecture, Layout(folder=Path()))[0] == expected[millions]
-    json.dumps(dict(release.architecture))  # the planner's cost table is keyed by it
 
 
 def test_versions_are_those_that_sd_scripts_writes(base: Base, tmp_path: Path) -> None:
@@ -163,7 +125,7 @@ def test_images_are_encoded_and_decoded_as_the_pipeline_does(base: Base) -> None
     torch.testing.assert_close(torch.stack([one.mean for one in latents]), mean)
     std = torch.stack([one.std for one in latents])
     torch.testing.assert_close(std, posterior.std * config.scaling_factor)
-    back = FAMILY.latents_to_decode(base.pipeline, vae, mean, SIZE_PX)
+    back = FAMILY.latents_to_decode(vae, mean, SIZE_PX)
     torch.testing.assert_close(back, posterior.mean)
 
 
@@ -199,59 +161,7 @@ def test_loss_is_that_of_the_training_script(base: Base, precondition_outputs: b
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_every_target_learns(base: Base) -> None:
-    latents, noise, conditioning = batch(base)
-    denoiser = FAMILY.load_denoiser(base.facts, dtype=torch.float32, device=CPU)
-    names = FAMILY.lora_targets(denoiser, "all")
-    for name in names:
-        denoiser.get_submodule(name).requires_grad_(True)
-    prediction = FAMILY.predict(denoiser, latents, torch.tensor([300.0, 700.0]), conditioning)
-    (prediction - noise).square().mean().backward()
-    idle = [name for name in names if not denoiser.get_submodule(name).weight.grad.any()]
-    assert not idle
-
-
-def test_targets_are_blocks_and_grow(base: Base) -> None:
-    attention, transformer, everything = (
-        FAMILY.lora_targets(base.denoiser, targets)
-        for targets in ("attention", "transformer", "all")
-    )
-    assert set(attention) < set(transformer) < set(everything)
-    assert all(isinstance(base.denoiser.get_submodule(name), nn.Linear) for name in everything)
-    assert all(name.startswith("transformer_blocks.") for name in everything)
-    assert "transformer_blocks.0.attn2.to_q" in attention
-    assert "transformer_blocks.0.ff_context.net.0.proj" in transformer
-    assert "transformer_blocks.0.norm1_context.linear" in everything
-    # ComfyUI would apply an adapter here with scale and shift exchanged.
-    assert "transformer_blocks.1.norm1_context.linear" not in everything
-
-
 # ---- files
-
-
-def test_a_file_is_read_by_the_pipeline_as_the_live_adapter(base: Base, tmp_path: Path) -> None:
-    latents, _, conditioning = batch(base)
-    live = FAMILY.load_denoiser(base.facts, dtype=torch.float32, device=CPU)
-    names = FAMILY.lora_targets(live, "all")
-    live.add_adapter(LoraConfig(r=4, lora_alpha=2, target_modules=names, init_lora_weights=False))
-    saved = {}
-    for name in names:
-        layer = live.get_submodule(name)
-        assert isinstance(layer, LoraLinear)
-        key = FAMILY.lora_key_name("diffusers", "denoiser", name)
-        saved[f"{key}.lora_A.weight"] = layer.lora_A["default"].weight.detach()
-        saved[f"{key}.lora_B.weight"] = layer.lora_B["default"].weight.detach() * 2 / 4
-    save_file(saved, tmp_path / "adapter.safetensors")
-    fresh = FAMILY.plain_pipeline(base.facts, dtype=torch.float32, device=CPU)
-    sigmas = torch.tensor([200.0, 800.0])
-    with torch.no_grad():
-        plain = FAMILY.predict(fresh.transformer, latents, sigmas, conditioning)
-        fresh.load_lora_weights(tmp_path / "adapter.safetensors")
-        found = FAMILY.predict(fresh.transformer, latents, sigmas, conditioning)
-        wanted = FAMILY.predict(live, latents, sigmas, conditioning)
-    assert (wanted - plain).abs().max() > 1e-2
-    assert (wanted - found).abs().max() < 1e-4
-    assert set(FAMILY.formats.refused) == {"kohya"}
 
 
 # ---- images
@@ -267,22 +177,6 @@ def sampled(facts: BaseFacts, *, guidance_scale: float) -> np.ndarray:
         prompt, negative, seed=5, size_px=SIZE_PX, steps=3, guidance_scale=guidance_scale
     )
     return np.asarray(image, dtype=np.int16)
-
-
-@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
-def test_sampler_gives_the_pipelines_image(base: Base, guidance_scale: float) -> None:
-    image = base.pipeline(
-        PROMPTS[0],
-        negative_prompt="",
-        guidance_scale=guidance_scale,
-        generator=torch.Generator().manual_seed(5),
-        width=SIZE_PX[0],
-        height=SIZE_PX[1],
-        num_inference_steps=3,
-    ).images[0]
-    wanted = np.asarray(image, dtype=np.int16)
-    assert wanted.std() > 5
-    assert np.abs(sampled(base.facts, guidance_scale=guidance_scale) - wanted).max() <= 1
 
 
 # ---- single files
@@ -464,14 +358,6 @@ def test_other_files_are_not_taken_for_a_base(checkpoint: Path) -> None:
 
 
 # ---- what is refused
-
-
-def test_a_missing_part_is_named(base: Base, tmp_path: Path) -> None:
-    folder = tmp_path / "base"
-    shutil.copytree(base.folder, folder)
-    shutil.rmtree(folder / "text_encoder_3")
-    with pytest.raises(InputError, match="text_encoder_3 has no weights"):
-        facts_of(Layout(folder=folder))
 
 
 def test_an_inpainting_denoiser_is_refused(base: Base, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def facts_from(
     name: str, file: Path, parts: Iterable[Part] = PARTS, *, companion: Path | None = None
 ) -> BaseFacts:
     layout = Layout(folder=companion or base_of(name), files=dict.fromkeys(parts, file))
-    return of(name).facts(layout, source="file", identities={})
+    return of(name).facts(layout, source="file")
 
 
 def weights_of(name: str, facts: BaseFacts) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def test_a_folder_loads_to_diffusers_own_weights(name: str) -> None:
 def test_a_folder_that_lacks_tensors_is_refused(name: str, tmp_path: Path) -> None:
     folder = copy_of(name, tmp_path / "base")
     changed(folder / "unet/diffusion_pytorch_model.safetensors", dict.popitem)
-    facts = of(name).facts(Layout(folder=folder), source="folder", identities={})
+    facts = of(name).facts(Layout(folder=folder), source="folder")
     with pytest.raises(InputError, match="not that of its config.json"):
         of(name).load_denoiser(facts, dtype=torch.bfloat16, device=CPU)
 

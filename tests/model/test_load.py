@@ -197,7 +197,7 @@ def test_a_single_file_takes_the_rest_from_its_companion(
     monkeypatch.setattr(
         type(families.family("sd15")),
         "facts",
-        lambda self, layout, *, source, identities: seen.append((layout, source)),
+        lambda self, layout, *, source: seen.append((layout, source)),
     )
     describe(base(single, companion=str(base_of("sd15"))))
     files = {"denoiser": single, "vae": single}

@@ -20,7 +20,6 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.config.base_precision import QUANTIZATIONS, BaseMatmul, Quantization, weight_bytes
 from lora_trainer.config.config import AdapterSettings
 from lora_trainer.families.base import DENOISER, Conditioning, Family
-from lora_trainer.families.flow import public_architectures
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.tensors import update
 from lora_trainer.network import quantize as quantizing
@@ -220,7 +219,7 @@ def test_a_family_keeps_its_embeddings_and_most_of_its_weights_are_quantised(nam
     """On the default release's true size, without a weight."""
     family = families.family(name)
     with torch.device("meta"):
-        network = family.empty_denoiser(public_architectures(family)[0])
+        network = family.empty_denoiser(family.published[0].architecture)
     found = quantizable(network, skip=family.traits.quantization_skip)
     linears = {
         key: layer.in_features * layer.out_features

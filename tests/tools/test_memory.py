@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.families.flow import public_architectures
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file import stream
 from lora_trainer.tools import adapters
@@ -97,7 +96,7 @@ def _hashing_holds_little(monkeypatch: pytest.MonkeyPatch) -> None:
 def _names_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The empty network of the public release, built for its names, is as large as it is real."""
     family = families.family("sd15")
-    names = adapters._names_in(family, public_architectures(family)[0])
+    names = adapters._names_in(family, family.published[0].architecture)
     monkeypatch.setattr(adapters, "_names_of", lambda *_: names)
 
 

@@ -9,17 +9,17 @@ import json
 import math
 import struct
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import Header, Layout, Part, TensorInfo
 from lora_trainer.families.base_files import gguf_file
+from lora_trainer.families.facts import Header, Layout, Part, TensorInfo
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
 MAX_HEADER_BYTES = 16_000_000
 """Largest header read of a safetensors file; the format allows 100 MB, the largest base models need 1 MB."""
@@ -29,6 +29,7 @@ MAX_KEY_LENGTH = 1_000
 READ_BYTES = 2**28
 """How much of a file is mapped at a time while its tensors are read."""
 AGAIN = "download the base model again"
+COMPANION = "name the base model it was made from with --set base.companion=..."
 CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
 _VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "spiece.model"})
@@ -60,6 +61,28 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"base model file {file} is not a JSON object", fix=AGAIN)
     return value
+
+
+def whole_number(config: Mapping[str, Any], key: str) -> int:
+    """Return an integer of a configuration; raises InputError when it is missing or no integer."""
+    if not isinstance(value := config.get(key), int):
+        raise _wrong_value(config, key, allowed="a whole number")
+    return value
+
+
+def level_count(config: Mapping[str, Any]) -> int:
+    """Return the number of a network's resolution levels; raises InputError for no list of channels."""
+    key = "block_out_channels"
+    channels = config.get(key)
+    if not (isinstance(channels, list) and channels and all(isinstance(n, int) for n in channels)):
+        raise _wrong_value(config, key, allowed="a list of whole numbers")
+    return len(channels)
+
+
+def _wrong_value(config: Mapping[str, Any], key: str, *, allowed: str) -> InputError:
+    network = config.get("_class_name", "a text encoder")
+    found = f"config.json of {network} has {key}={config.get(key)!r}, allowed is {allowed}"
+    return InputError(found, fix=AGAIN)
 
 
 def components(folder: Path) -> Mapping[str, str]:
@@ -115,6 +138,11 @@ def weights(folder: Path) -> tuple[Path, ...]:
         f"base model part {folder} has {contents}; allowed is {_STEMS[0]}.safetensors or {_STEMS[1]}.safetensors",
         fix="download the safetensors version of the base model",
     )
+
+
+def part_files(folder: Path, single: Path | None) -> tuple[Path, ...]:
+    """Return the files of a part: its weights, in one file or in its folder, and its configuration."""
+    return (*((single,) if single else weights(folder)), folder / "config.json")
 
 
 def variant(folder: Path) -> str | None:
@@ -271,6 +299,53 @@ def _scaled(file: Path, name: str, stored: Tensor, scale: Tensor) -> Tensor:
             fix="use the bf16 or fp16 version of this model",
         )
     return stored.float() * rows.reshape(-1, *[1] * (stored.dim() - 1))
+
+
+def whole(kind: Any, folder: Path, **settings: Any) -> nn.Module:
+    """Load a network of diffusers or transformers from its folder; raises InputError when tensors are missing.
+
+    Both libraries would leave missing tensors random or uninitialised and only log a warning.
+    """
+    network: nn.Module
+    network, report = kind.from_pretrained(
+        folder, output_loading_info=True, use_safetensors=True, **settings
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise InputError(
+            f"base model part {folder} lacks {len(missing)} tensors, first {missing[0]}", fix=AGAIN
+        )
+    return network
+
+
+def converted(
+    file: Path, convert: Callable[[], Mapping[str, Tensor]], fix: str = AGAIN
+) -> dict[str, Tensor]:
+    """Return what one of diffusers' conversions returns; raises InputError where it misses tensors."""
+    try:
+        return dict(convert())
+    except (KeyError, IndexError, AttributeError, RuntimeError) as error:
+        raise InputError(f"{file} lacks tensors of its layout ({error})", fix=fix) from None
+
+
+def fill(
+    network: nn.Module,
+    tensors: Mapping[str, Tensor],
+    *,
+    file: Path,
+    part: str,
+    config: str = "its companion's config.json",
+    fix: str = COMPANION,
+) -> nn.Module:
+    """Make the tensors a network's parameters; raises InputError when names or shapes differ."""
+    try:
+        # The parameters are on meta: assign=True makes the file's tensors the parameters, without a copy.
+        network.load_state_dict(dict(tensors), strict=True, assign=True)
+    except RuntimeError as error:
+        detail = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"the {part} in {file} is not that of {config} ({detail})", fix=fix
+        ) from None
+    return network
 
 
 def is_crowded(header: bytes) -> bool:

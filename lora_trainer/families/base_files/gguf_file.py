@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import MachineError
-from lora_trainer.families.base import TensorInfo
+from lora_trainer.families.facts import TensorInfo
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ from tempfile import mkdtemp
 from typing import Any
 
 from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, user_cache_folder
-from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.base_files.base_folder import read_json
+from lora_trainer.families.facts import BaseFacts
 
 FILE = Path(__file__).with_name("open_companions.json")
 DOWNLOAD_BYTES = 3_700_000

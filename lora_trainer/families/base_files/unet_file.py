@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import Header
 from lora_trainer.families.base_files.base_folder import (
     AGAIN,
+    converted,
+    fill,
     read_header,
     read_tensors,
     weights,
 )
+from lora_trainer.families.facts import Header
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +37,6 @@ UNET_MODULES = (
     *("time_embedding.", "add_embedding."),
 )
 """Starts of tensor names in a file of a U-Net alone, in the checkpoints' layout or diffusers'."""
-VAE = "first_stage_model."
-VAE_PREFIXES = (VAE, "vae.")
-VAE_MODULES = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
-VAE_EXTRAS = ("loss.", "model_ema.")
-"""Starts of tensors that VAE training code left in files of a VAE alone."""
-
 _NUMBERS: Mapping[str, str] = {"F16": "<e", "BF16": "<f", "F32": "<f", "F64": "<d"}
 
 
@@ -104,31 +100,6 @@ def unet_names(header: Header) -> dict[str, str]:
     return {name: name for name in header if name.startswith(UNET_MODULES)}
 
 
-def vae_names(header: Header) -> dict[str, str]:
-    """Return the VAE's tensors, name without prefix -> name in the file."""
-    prefixes = (
-        prefix for prefix in VAE_PREFIXES if any(name.startswith(prefix) for name in header)
-    )
-    prefix = next(prefixes, "")
-    starts = tuple(prefix + start for start in VAE_MODULES)
-    return {name.removeprefix(prefix): name for name in header if name.startswith(starts)}
-
-
-def vae_shape(header: Header) -> tuple[int, int] | None:
-    """Return (latent channels, channels of the first level) of an image VAE in a file, else None."""
-    shapes = {name: header[full].shape for name, full in vae_names(header).items()}
-    decoder = shapes.get("decoder.conv_in.weight", ())
-    encoder = shapes.get("encoder.conv_in.weight", ())
-    return (decoder[1], encoder[0]) if len(decoder) == len(encoder) == 4 else None
-
-
-def only_vae(header: Header) -> bool:
-    """Return whether a file holds a VAE and nothing else."""
-    rest = header.keys() - set(vae_names(header).values())
-    extras = (*VAE_EXTRAS, *(VAE + extra for extra in VAE_EXTRAS))
-    return all(name.startswith(extras) for name in rest)
-
-
 def read_numbers(file: Path, name: str) -> tuple[float, ...]:
     """Return the values of a small floating-point tensor, () where the file has no tensor of that name.
 
@@ -159,9 +130,7 @@ def load_unet_folder(folder: Path, network: Any, *, dtype: torch.dtype) -> nn.Mo
     for file in weights(folder):
         tensors |= read_tensors(file, {name: name for name in read_header(file)}, dtype=dtype)
     network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
-    return _filled(
-        network, tensors, file=folder, part="denoiser", config="its config.json", fix=AGAIN
-    )
+    return fill(network, tensors, file=folder, part="denoiser", config="its config.json", fix=AGAIN)
 
 
 def load_unet(file: Path, network: nn.Module, *, dtype: torch.dtype) -> nn.Module:
@@ -172,23 +141,8 @@ def load_unet(file: Path, network: nn.Module, *, dtype: torch.dtype) -> nn.Modul
     tensors = read_tensors(file, names, dtype=dtype)
     if "input_blocks.0.0.weight" in tensors:
         prefixed = {UNET + name: tensor for name, tensor in tensors.items()}
-        tensors = _converted(file, lambda: convert_ldm_unet_checkpoint(prefixed, network.config))
-    return _filled(network, tensors, file=file, part="denoiser")
-
-
-def load_vae(file: Path, network: Any, *, dtype: torch.dtype) -> Any:
-    """Fill a VAE on `meta` with the weights of a file; raises InputError when the weights do not fit."""
-    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
-
-    tensors = read_tensors(file, vae_names(read_header(file)), dtype=dtype)
-    if not any(".down_blocks." in name for name in tensors):
-        prefixed = {VAE + name: tensor for name, tensor in tensors.items()}
-        tensors = _converted(file, lambda: convert_ldm_vae_checkpoint(prefixed, network.config))
-    else:
-        network._fix_state_dict_keys_on_load(
-            tensors
-        )  # old diffusers files: attention's former names
-    return _filled(network, tensors, file=file, part="vae")
+        tensors = converted(file, lambda: convert_ldm_unet_checkpoint(prefixed, network.config))
+    return fill(network, tensors, file=file, part="denoiser")
 
 
 def load_clip(file: Path, kind: Any, config: Any, *, prefix: str, dtype: torch.dtype) -> nn.Module:
@@ -203,7 +157,7 @@ def load_clip(file: Path, kind: Any, config: Any, *, prefix: str, dtype: torch.d
     tensors = read_tensors(file, names, dtype=dtype)
     if prefix.endswith(".model."):
         full = tensors
-        tensors = _converted(
+        tensors = converted(
             file, lambda: convert_open_clip_checkpoint(network, full, prefix=prefix)
         )
     bare = {
@@ -211,39 +165,12 @@ def load_clip(file: Path, kind: Any, config: Any, *, prefix: str, dtype: torch.d
     }
     short_names = {name: name.removeprefix("text_model.") for name in network.state_dict()}
     # Files also hold layers beyond the configured number, projections and position ids: all unused here.
-    return _filled(
+    return fill(
         network,
         {name: bare[short] for name, short in short_names.items() if short in bare},
         file=file,
         part="text_encoder",
     )
-
-
-def _converted(file: Path, convert: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    try:
-        return convert()
-    except (KeyError, IndexError, AttributeError) as error:  # diffusers' errors on absent tensors
-        raise InputError(f"{file} lacks tensors of its layout ({error})", fix=AGAIN) from None
-
-
-def _filled(
-    network: nn.Module,
-    tensors: Mapping[str, Tensor],
-    *,
-    file: Path,
-    part: str,
-    config: str = "its companion's config.json",
-    fix: str = "name the base model it was made from with --set base.companion=...",
-) -> nn.Module:
-    try:
-        # The parameters are on meta: assign=True makes the file's tensors the parameters, without a copy.
-        network.load_state_dict(dict(tensors), strict=True, assign=True)
-    except RuntimeError as error:
-        detail = " ".join(str(error).split())[:300]
-        raise InputError(
-            f"the {part} in {file} is not that of {config} ({detail})", fix=fix
-        ) from None
-    return network
 
 
 def _first(shapes: Mapping[str, tuple[int, ...]], ending: str) -> tuple[int, ...]:

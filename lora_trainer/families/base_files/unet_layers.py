@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
-from lora_trainer.families.base import DENOISER, Header, WeightPlace
 from lora_trainer.families.base_files.unet_config import UNet, read_unet
 from lora_trainer.families.base_files.unet_file import unet_names
+from lora_trainer.families.facts import DENOISER, Header, WeightPlace
 from lora_trainer.families.text.clip import TEXT_MODEL, ClipPart
 
 _ENDS: Mapping[str, str] = {
@@ -39,14 +40,33 @@ _MIDDLE = ("resnets.0", "attentions.0", "resnets.1")
 
 def ldm_module(module: str, *, architecture: Mapping[str, Any]) -> str:
     """Return the checkpoint's name of diffusers' module; raises KeyError for a module of another U-Net."""
-    return _ldm_name(module, dict(_blocks(read_unet(architecture))))
+    return _renamed(module, dict(_blocks(read_unet(architecture))), _ENDS, _RESNET)
 
 
-def _ldm_name(module: str, blocks: Mapping[str, str]) -> str:
-    if module in _ENDS:
-        return _ENDS[module]
-    block, inner = _split(module, blocks)
-    return _joined(blocks[block], _RESNET[inner] if inner and "resnets" in block else inner)
+def diffusers_module(ldm: str, *, architecture: Mapping[str, Any]) -> str:
+    """Return diffusers' name of a checkpoint's module: the inverse of `ldm_module`; raises KeyError likewise."""
+    blocks, ends, layers = (
+        {theirs: ours for ours, theirs in pairs}
+        for pairs in (_blocks(read_unet(architecture)), _ENDS.items(), _RESNET.items())
+    )
+    return _renamed(ldm, blocks, ends, layers)
+
+
+def _renamed(
+    module: str, blocks: Mapping[str, str], ends: Mapping[str, str], layers: Mapping[str, str]
+) -> str:
+    """Rename by tables of blocks, of layers outside blocks and of layers in resnets."""
+    if module in ends:
+        return ends[module]
+    parts = module.split(".")
+    # The longest matching block wins: `input_blocks.3.0.op` is a whole block (a downsampler).
+    for count in range(len(parts), 0, -1):
+        block, inner = ".".join(parts[:count]), ".".join(parts[count:])
+        if block in blocks:
+            is_resnet = "resnets" in block + blocks[block]
+            renamed = layers[inner] if inner and is_resnet else inner
+            return f"{blocks[block]}.{renamed}" if renamed else blocks[block]
+    raise KeyError(module)
 
 
 def checkpoint_names(
@@ -56,23 +76,9 @@ def checkpoint_names(
     blocks = dict(_blocks(read_unet(architecture)))
     modules_by_name: dict[str, tuple[str, ...]] = {}
     for module in modules:
-        try:
-            modules_by_name[_ldm_name(module, blocks)] = (module,)
-        except KeyError:
-            continue
+        with suppress(KeyError):
+            modules_by_name[_renamed(module, blocks, _ENDS, _RESNET)] = (module,)
     return modules_by_name
-
-
-def diffusers_module(ldm: str, *, architecture: Mapping[str, Any]) -> str:
-    """Return diffusers' name of a checkpoint's module: the inverse of `ldm_module`; raises KeyError likewise."""
-    ends = {theirs: ours for ours, theirs in _ENDS.items()}
-    if ldm in ends:
-        return ends[ldm]
-    blocks = {theirs: ours for ours, theirs in _blocks(read_unet(architecture))}
-    block, inner = _split(ldm, blocks)
-    layers = {theirs: ours for ours, theirs in _RESNET.items()}
-    is_resnet = inner and "resnets" in blocks[block]
-    return _joined(blocks[block], layers[inner] if is_resnet else inner)
 
 
 def _blocks(unet: UNet) -> Iterator[tuple[str, str]]:
@@ -101,22 +107,6 @@ def _blocks(unet: UNet) -> Iterator[tuple[str, str]]:
         if up < last:  # in the same block as the level's last resnet, behind its transformer
             sampler = f"output_blocks.{number - 1}.{1 + attention}.conv"
             yield f"up_blocks.{up}.upsamplers.0.conv", sampler
-
-
-def _split(module: str, blocks: Mapping[str, str]) -> tuple[str, str]:
-    """Split a module into (block, name inside the block).
-
-    The longest matching block wins: `input_blocks.3.0.op` is a whole block (a downsampler).
-    """
-    parts = module.split(".")
-    for count in range(len(parts), 0, -1):
-        if (block := ".".join(parts[:count])) in blocks:
-            return block, ".".join(parts[count:])
-    raise KeyError(module)
-
-
-def _joined(block: str, inner: str) -> str:
-    return f"{block}.{inner}" if inner else block
 
 
 WEIGHT = ".weight"
@@ -153,15 +143,10 @@ def _unet_places(header: Header) -> Iterator[tuple[str, WeightPlace]]:
         module = name.removesuffix(WEIGHT)
         if module == name:
             continue
-        try:
-            ours = (
-                module
-                if architecture is None
-                else diffusers_module(module, architecture=architecture)
-            )
-        except KeyError:
-            continue  # a tensor of the file that is no module of the U-Net
-        yield f"{DENOISER}.{ours}", WeightPlace(tensor=full)
+        with suppress(KeyError):  # a tensor of the file that is no module of the U-Net
+            if architecture is not None:
+                module = diffusers_module(module, architecture=architecture)
+            yield f"{DENOISER}.{module}", WeightPlace(tensor=full)
 
 
 def _architecture(names: Iterable[str]) -> Mapping[str, Any]:
@@ -196,17 +181,13 @@ def _text_places(header: Header, text: ClipPart) -> Iterator[tuple[str, WeightPl
         name = full.removeprefix(text.checkpoint)
         if name == full or not info.shape:
             continue
-        modules = (
-            _open_clip_modules(name, height=info.shape[0]) if open_clip else _clip_module(name)
-        )
-        for module, rows in modules:
+        if not open_clip:
+            if name.endswith(WEIGHT):
+                module = name.removeprefix(TEXT_MODEL).removesuffix(WEIGHT)
+                yield f"{text.component}.{module}", WeightPlace(tensor=full)
+            continue
+        for module, rows in _open_clip_modules(name, height=info.shape[0]):
             yield f"{text.component}.{module}", WeightPlace(tensor=full, rows=rows)
-
-
-def _clip_module(name: str) -> Iterator[tuple[str, None]]:
-    module = name.removeprefix(TEXT_MODEL).removesuffix(WEIGHT)
-    if name.endswith(WEIGHT):
-        yield module, None
 
 
 def _open_clip_modules(name: str, *, height: int) -> Iterator[tuple[str, tuple[int, int] | None]]:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import Header, Layout
 from lora_trainer.families.base_files import unet_file
 from lora_trainer.families.base_files.base_folder import (
-    AGAIN,
+    COMPANION,
     count_parameters,
     part_file,
     part_folder,
@@ -24,6 +23,8 @@ from lora_trainer.families.base_files.base_folder import (
     weights,
 )
 from lora_trainer.families.base_files.unet_file import config_traits, header_traits
+from lora_trainer.families.base_files.vae_file import vae_names, vae_shape
+from lora_trainer.families.facts import Header, Layout
 from lora_trainer.families.text.clip import ClipPart, ClipSize
 
 V_PREDICTION = "v_pred"
@@ -31,32 +32,6 @@ ZERO_TERMINAL_SNR = "ztsnr"
 DEFAULT_SCALE = 0.18215
 """diffusers' default scaling_factor, which the oldest VAE configurations leave out."""
 _OTHER_VAE = "use a VAE made for this base model"
-_WRONG_COMPANION = "name the base model it was made from with --set base.companion=..."
-
-
-def number(config: Mapping[str, Any], key: str) -> int:
-    """Return an integer of a configuration; raises InputError when it is missing or no integer."""
-    value = config.get(key)
-    if not isinstance(value, int):
-        raise InputError(
-            f"{_title(config)} has {key}={value!r}, allowed is a whole number", fix=AGAIN
-        )
-    return value
-
-
-def levels(config: Mapping[str, Any]) -> list[int]:
-    """Return the channels of each resolution level; raises InputError when the list is missing or empty."""
-    value = config.get("block_out_channels")
-    if not isinstance(value, list) or not value or not all(isinstance(n, int) for n in value):
-        raise InputError(
-            f"{_title(config)} has block_out_channels={value!r}, allowed is a list of whole numbers",
-            fix=AGAIN,
-        )
-    return value
-
-
-def _title(config: Mapping[str, Any]) -> str:
-    return f"config.json of {config.get('_class_name', 'a text encoder')}"
 
 
 def training_marks(single: Path | None) -> frozenset[str]:
@@ -86,7 +61,7 @@ def count_unet(
         raise InputError(
             f"the denoiser in {single} has {count:,} parameters, "
             f"its companion's in {layout.folder} {companion_count:,}",
-            fix=_WRONG_COMPANION,
+            fix=COMPANION,
         )
     return count
 
@@ -100,8 +75,8 @@ def count_vae(layout: Layout, config: Mapping[str, Any]) -> int:
         return count_parameters(weights(folder))
     header = read_header(single)
     file_shape, base_shape = (
-        unet_file.vae_shape(header),
-        (number(config, "latent_channels"), *levels(config)[:1]),
+        vae_shape(header),
+        (int(config["latent_channels"]), *config["block_out_channels"][:1]),
     )
     if file_shape != base_shape:
         contents = (
@@ -112,7 +87,7 @@ def count_vae(layout: Layout, config: Mapping[str, Any]) -> int:
         raise InputError(
             f"{single} holds {contents}; the base model's has {base_shape}", fix=_OTHER_VAE
         )
-    return _elements(header, unet_file.vae_names(header).values())
+    return _elements(header, vae_names(header).values())
 
 
 def _check_scale(
@@ -120,7 +95,7 @@ def _check_scale(
 ) -> None:
     """Raise InputError for latents of another scale or number of channels: training would silently go wrong."""
     used, base = [
-        (number(each, "latent_channels"), float(each.get("scaling_factor", DEFAULT_SCALE)))
+        (int(each["latent_channels"]), float(each.get("scaling_factor", DEFAULT_SCALE)))
         for each in (config, base_config)
     ]
     # SDXL's VAE fits a Stable Diffusion 1 base in every shape, but its latents (scaled by 0.13025
@@ -147,7 +122,7 @@ def count_text(layout: Layout, part: ClipPart) -> int:
         raise InputError(
             f"{part.component} in {single} has {count:,} parameters, "
             f"its companion's in {layout.folder} {needed_count:,}",
-            fix=_WRONG_COMPANION,
+            fix=COMPANION,
         )
     return needed_count
 
@@ -158,22 +133,22 @@ def clip_size(layout: Layout | None, part: ClipPart) -> ClipSize:
         return part.released
     config = read_json(layout.folder / part.component / "config.json")
     return ClipSize(
-        layers=number(config, "num_hidden_layers"),
-        width=number(config, "hidden_size"),
-        inner=number(config, "intermediate_size"),
+        layers=int(config["num_hidden_layers"]),
+        width=int(config["hidden_size"]),
+        inner=int(config["intermediate_size"]),
     )
 
 
 def clip_parameters(part: ClipPart, config: Mapping[str, Any]) -> int:
     """Count a CLIP text encoder's parameters from its configuration."""
-    width, inner = number(config, "hidden_size"), number(config, "intermediate_size")
-    positions = number(config, "vocab_size") + number(config, "max_position_embeddings")
+    width, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+    positions = int(config["vocab_size"]) + int(config["max_position_embeddings"])
     # Query, key, value and output are square and have biases.
     attention = 4 * (width + 1) * width
     layer = attention + 2 * width * inner + inner + width + 4 * width  # two norms
     # The projection has no bias; the 2 x width below are the final norm.
-    projection = width * number(config, "projection_dim") if "Projection" in part.network else 0
-    return positions * width + number(config, "num_hidden_layers") * layer + 2 * width + projection
+    projection = width * int(config["projection_dim"]) if "Projection" in part.network else 0
+    return positions * width + int(config["num_hidden_layers"]) * layer + 2 * width + projection
 
 
 def _elements(header: Header, names: Iterable[str]) -> int:

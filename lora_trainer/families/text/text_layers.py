@@ -1,4 +1,6 @@
-"""The layers of text encoders that adapter files may change: names and shapes [out, in], without torch.
+"""The text encoders of the releases: class, sizes, and the layers that adapter files may change, without torch.
+
+Layers have names and shapes [out, in].
 
 Names are those of transformers without the prefixes `text_model.`, `model.` and `language_model.`, which
 some versions of transformers and some trainers add and others leave out.
@@ -6,7 +8,25 @@ some versions of transformers and some trainers add and others leave out.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 Layers = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextNetwork:
+    """A text encoder as released.
+
+    `role` is ComfyUI's name of it, `kind` that of `signatures.toml`, `network` its class in transformers,
+    `width` the length of its hidden states; `parameters` are those that are loaded.
+    """
+
+    role: str
+    kind: str
+    network: str
+    width: int
+    parameters: int
+    layers: Layers
 
 
 def clip_layers(*, layers: int, width: int, inner: int) -> Layers:
@@ -45,11 +65,58 @@ def qwen_layers(*, layers: int, width: int, inner: int, queries: int, keys: int)
     return {f"layers.{n}.{name}": shape for n in range(layers) for name, shape in block.items()}
 
 
-CLIP_L = clip_layers(layers=12, width=768, inner=3072)
-CLIP_G = clip_layers(layers=32, width=1280, inner=5120)
-T5_XXL = t5_xxl_layers()
+CLIP_L = TextNetwork(
+    role="clip_l",
+    kind="clip",
+    network="CLIPTextModel",
+    width=768,
+    parameters=123_060_480,
+    layers=clip_layers(layers=12, width=768, inner=3072),
+)
+# Stable Diffusion 3 reads the pooled vector after the projection.
+CLIP_L_PROJECTED = replace(CLIP_L, network="CLIPTextModelWithProjection", parameters=123_650_304)
+CLIP_G = TextNetwork(
+    role="clip_g",
+    kind="clip",
+    network="CLIPTextModelWithProjection",
+    width=1280,
+    parameters=694_659_840,
+    layers=clip_layers(layers=32, width=1280, inner=5120),
+)
+T5_XXL = TextNetwork(
+    role="t5xxl",
+    kind="t5",
+    network="T5EncoderModel",
+    width=4096,
+    parameters=4_762_310_656,
+    layers=t5_xxl_layers(),
+)
 # Heads of 128 channels (Qwen) or 256 (Gemma): 32 and 8 of them in Qwen3-4B, 8 and 4 in Gemma 2, 28
 # and 4 in Qwen2.5-VL. `queries` is therefore not always `width`.
-QWEN3_4B = qwen_layers(layers=36, width=2560, inner=9728, queries=4096, keys=1024)
-GEMMA2_2B = qwen_layers(layers=26, width=2304, inner=9216, queries=2048, keys=1024)
-QWEN25_VL_7B = qwen_layers(layers=28, width=3584, inner=18944, queries=3584, keys=512)
+QWEN3_4B = TextNetwork(
+    role="qwen3_4b",
+    kind="qwen3",
+    network="Qwen3Model",
+    width=2560,
+    parameters=4_022_468_096,
+    layers=qwen_layers(layers=36, width=2560, inner=9728, queries=4096, keys=1024),
+)
+GEMMA2_2B = TextNetwork(
+    role="gemma2_2b",
+    kind="gemma2",
+    network="Gemma2Model",
+    width=2304,
+    parameters=2_614_341_888,
+    layers=qwen_layers(layers=26, width=2304, inner=9216, queries=2048, keys=1024),
+)
+QWEN25_VL_7B = TextNetwork(
+    role="qwen25_7b",
+    kind="qwen25",
+    network="Qwen2_5_VLForConditionalGeneration",
+    width=3584,
+    parameters=7_070_619_136,
+    layers=qwen_layers(layers=28, width=3584, inner=18944, queries=3584, keys=512),
+)
+BY_ROLE = {
+    network.role: network for network in (CLIP_L, CLIP_G, T5_XXL, QWEN3_4B, GEMMA2_2B, QWEN25_VL_7B)
+}

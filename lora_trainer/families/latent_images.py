@@ -1,8 +1,8 @@
-"""Images of the flow-matching families: latents as tokens, the VAE's posterior, samples.
+"""Images and latents: the VAE's posterior, samples from a denoiser in training, latents as tokens.
 
 Transformers like FLUX.1 read 2x2 squares of latents as tokens: float [B, C, H, W] to [B, H/2 W/2, 4 C] and
 back, channels before rows before columns. A family normalises latents, names the arguments of its pipeline
-and prepares latents for its VAE (`LatentDecoder`).
+and prepares latents for its VAE.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.gc_control import give_back_heap
-from lora_trainer.families.base import Conditioning, ImageEncoder, Latents, Sampler
+from lora_trainer.families.facts import Conditioning
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import DiffusionPipeline
     from PIL import Image
     from torch import Tensor, nn
 
@@ -48,33 +47,41 @@ def position_ids(latents: Tensor) -> Tensor:
     return torch.nn.functional.pad(grid, (1, 0))
 
 
-class LatentDecoder(Protocol):
-    """The members of a family that encoding and sampling use."""
+@dataclass(frozen=True, kw_only=True)
+class Latents:
+    """Posterior of one image: `mean` and `std`, float32 [channels, height, width], already scaled for the denoiser."""
 
-    def normalised(self, vae: nn.Module, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and deviation of a posterior, scaled for the denoiser."""
+    mean: Tensor
+    std: Tensor
+
+
+class LatentConventions(Protocol):
+    """How a family scales latents and calls its pipeline; its methods are described in base.py."""
+
+    video_vae: bool
+
+    def normalised(self, vae: Any, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor: ...
 
     def sampler_arguments(
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        """Return the pipeline's arguments for encoded prompts."""
-
-    def latents_to_decode(
-        self, pipeline: DiffusionPipeline, vae: nn.Module, latents: Tensor, size_px: tuple[int, int]
-    ) -> Tensor:
-        """Return the VAE's input, float32, for latents that the pipeline returned."""
+    ) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowImageEncoder(ImageEncoder):
-    """A VAE whose posterior the family normalises."""
+class ImageEncoder:
+    """A VAE whose posterior the family normalises; only caching uses it."""
 
     vae: Any
-    family: LatentDecoder
+    family: LatentConventions
 
     def encode_images(self, pixels: Tensor) -> list[Latents]:
+        """Encode float32 [B, 3, H, W] in [-1, 1]; raises InputError when a latent is not finite."""
         import torch
 
+        if self.family.video_vae:
+            pixels = pixels.unsqueeze(2)
         with torch.no_grad():
             posterior = self.vae.encode(pixels.to(self.vae.device)).latent_dist
             # The whole posterior, no sample of it: the cache keeps both, and each step draws its own latents.
@@ -89,14 +96,15 @@ class FlowImageEncoder(ImageEncoder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowSampler(Sampler):
-    """The base's own pipeline with the denoiser in training; the VAE decodes in float32."""
+class Sampler:
+    """The base's own pipeline with the denoiser in training, on encoded prompts; the VAE decodes in float32."""
 
     pipeline: Any
+    denoiser: nn.Module
     vae: Any
     device: torch.device
     decode_on: torch.device
-    family: LatentDecoder
+    family: LatentConventions
 
     def image(
         self,
@@ -108,6 +116,7 @@ class FlowSampler(Sampler):
         steps: int,
         guidance_scale: float,
     ) -> Image.Image:
+        """Return one RGB image of (width, height); equal to the plain pipeline's with a CPU generator of `seed`."""
         import torch
         from diffusers.image_processor import VaeImageProcessor
 
@@ -126,18 +135,18 @@ class FlowSampler(Sampler):
         try:
             vae = self.vae.to(self.decode_on)
             with torch.no_grad():
-                ready = self.family.latents_to_decode(self.pipeline, vae, latents, size_px)
-                pixels = vae.decode(ready.float(), return_dict=False)[0]
+                ready = self.family.latents_to_decode(vae, latents, size_px)
+                pixels = vae.decode(ready, return_dict=False)[0]
         finally:
             # Also after an error: training needs the memory, most of all when decoding ran out of it.
             self.vae.to("cpu")
-        if pixels.dim() == 5:  # a video VAE returns [B, C, frames, H, W] with one frame
+        if self.family.video_vae:  # [B, C, 1, H, W]
             pixels = pixels[:, :, 0]
         image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
         return image
 
     def _moved(self, conditioning: Conditioning) -> Conditioning:
-        dtype = next(self.pipeline.transformer.parameters()).dtype
+        dtype = next(self.denoiser.parameters()).dtype
         return {
             name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
             for name, tensor in conditioning.items()

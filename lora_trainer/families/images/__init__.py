@@ -1,1 +1,0 @@
-"""Latents, VAEs and samples, as families share them."""
