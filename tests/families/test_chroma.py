@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lora_trainer.families import flux
 from lora_trainer.families.base import BaseFacts, Conditioning, Layout, TextEncoder
-from lora_trainer.families.base_files.base_folder import read_header
 from lora_trainer.families.chroma import FAMILY
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.chroma import write_base
 from tests.fakes.bases.flux import WIDTH
-from tests.fakes.bases.flux_original import original_layout, split_at
 from tests.fakes.low_rank import draw
 
 CPU = torch.device("cpu")
@@ -46,50 +42,7 @@ def denoiser(facts: BaseFacts) -> nn.Module:
     return FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)
 
 
-# ---- facts
-
-
 # ---- text, which ends where it ends
-
-
-def test_a_text_is_as_long_as_its_tokens_and_one_of_padding(encoder: TextEncoder) -> None:
-    found = encoder.encode_prompts([SHORT])
-    tokens = encoder.count_tokens(SHORT) + 2  # the end, and one of padding
-    assert found["text"].shape == (1, tokens, WIDTH)
-    assert found["text_mask"].tolist() == [[1] * tokens]
-    assert found["text_mask"].dtype == torch.int64
-
-
-def test_texts_are_encoded_as_the_pipeline_does(facts: BaseFacts, encoder: TextEncoder) -> None:
-    pipeline = FAMILY.plain_pipeline(facts, dtype=torch.float32, device=CPU)
-    found = encoder.encode_prompts([SHORT, LONG])
-    with torch.no_grad():
-        text, _, mask, *_ = pipeline.encode_prompt([SHORT, LONG], device=CPU)
-    longest = found["text"].shape[1]
-    assert longest == encoder.count_tokens(LONG) + 2
-    assert torch.equal(found["text_mask"], mask[:, :longest].long())
-    assert not mask[:, longest:].any()
-    kept = mask[:, :longest, None]
-    torch.testing.assert_close(found["text"], text[:, :longest] * kept, atol=1e-5, rtol=0)
-
-
-def test_the_longest_text_has_no_room_for_padding(encoder: TextEncoder) -> None:
-    found = encoder.encode_prompts(["a " * 600])
-    assert found["text"].shape[1] == 512
-    assert bool(found["text_mask"].all())
-
-
-def test_padding_in_a_batch_changes_no_prediction(
-    denoiser: nn.Module, encoder: TextEncoder
-) -> None:
-    prompts = [LONG, SHORT, "", SHORT + " red"]
-    noisy = draw(4, 16, 4, 6)
-    times = torch.tensor([100.0, 400.0, 700.0, 999.0])
-    together = FAMILY.predict(denoiser, noisy, times, encoder.encode_prompts(prompts))
-    for row, prompt in enumerate(prompts):
-        here = slice(row, row + 1)
-        alone = FAMILY.predict(denoiser, noisy[here], times[here], encoder.encode_prompts([prompt]))
-        torch.testing.assert_close(together[here], alone, atol=1e-5, rtol=0)
 
 
 def test_a_text_longer_than_its_mask_is_cut_there(
@@ -160,42 +113,3 @@ def test_the_loss_is_the_flow_matching_loss_of_the_masked_network(
     velocity = masked_velocity(denoiser, (1 - level) * latents + level * noise, sigma, told)
     expected = ((velocity - (noise - latents)) ** 2).reshape(2, -1).mean(1)
     torch.testing.assert_close(losses, expected, atol=1e-5, rtol=0)
-
-
-# ---- adapters
-
-
-# ---- checkpoints of one file
-
-
-def write_file(file: Path, denoiser: nn.Module, *, prefix: str = "") -> Path:
-    state = original_layout(denoiser.state_dict())
-    save_file({prefix + name: tensor.contiguous() for name, tensor in state.items()}, file)
-    return file
-
-
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_a_checkpoint_of_one_file_is_the_network_it_was_made_from(
-    base: Path,
-    facts: BaseFacts,
-    denoiser: nn.Module,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    prefix: str,
-) -> None:
-    file = write_file(tmp_path / "chroma.safetensors", denoiser, prefix=prefix)
-    assert FAMILY.detect_file(read_header(file)) == {"denoiser"}
-    assert flux.FAMILY.detect_file(read_header(file)) == frozenset()
-    found = FAMILY.facts(Layout(folder=base, files={"denoiser": file}), source="tiny")
-    assert found.parts["denoiser"].parameters == facts.parts["denoiser"].parameters
-    split_at(monkeypatch, inner=32)
-    loaded = FAMILY.load_denoiser(found, dtype=torch.float32, device=CPU)
-    expected = denoiser.state_dict()
-    assert loaded.state_dict().keys() == expected.keys()
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, expected[name]), name
-    told = {"text": draw(1, 3, WIDTH), "text_mask": torch.ones(1, 3, dtype=torch.int64)}
-    noisy = draw(1, 16, 4, 6)
-    assert torch.equal(
-        FAMILY.predict(loaded, noisy, AT, told), FAMILY.predict(denoiser, noisy, AT, told)
-    )

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import BaseFacts, Conditioning, Layout, TensorInfo
-from lora_trainer.families.base_files.base_folder import read_header
+from lora_trainer.families.base import BaseFacts, Conditioning, Layout
 from lora_trainer.families.flux import FAMILY
 from lora_trainer.training.loss import add_noise, sample_losses, target
-from tests.fakes.bases.flux import WIDTH, write_base
-from tests.fakes.bases.flux_original import original_layout, split_at
+from tests.fakes.bases.flux import write_base
 from tests.fakes.low_rank import draw
+from tests.fakes.original_names import original_names, split_at
 
 CPU = torch.device("cpu")
 PROMPTS = ("a red square", "a photo of the blue one, on the left")
@@ -75,17 +71,6 @@ def test_schnell_is_told_from_dev_by_its_guidance(facts: BaseFacts, schnell: Pat
 # ---- what diffusers computes
 
 
-def test_texts_are_encoded_as_the_pipeline_does(
-    facts: BaseFacts, conditioning: Conditioning
-) -> None:
-    pipeline = FAMILY.plain_pipeline(facts, dtype=torch.float32, device=CPU)
-    with torch.no_grad():  # attention with gradients is another kernel, 1e-5 away
-        text, pooled, _ = pipeline.encode_prompt(list(PROMPTS), None, device=CPU)
-    assert conditioning["text"].shape == (2, 512, WIDTH)
-    torch.testing.assert_close(conditioning["text"], text, atol=1e-6, rtol=0)
-    torch.testing.assert_close(conditioning["pooled"], pooled, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.5])
 def test_the_loss_is_that_of_diffusers_training_script(
     facts: BaseFacts, denoiser: nn.Module, conditioning: Conditioning, guidance_scale: float
@@ -139,35 +124,9 @@ def test_wider_targets_stay_inside_the_blocks(denoiser: nn.Module) -> None:
 # ---- checkpoints of one file
 
 
-def write_file(file: Path, denoiser: nn.Module, *, prefix: str = "", **more: Tensor) -> Path:
-    state = {
-        f"{prefix}{name}": tensor for name, tensor in original_layout(denoiser.state_dict()).items()
-    }
-    save_file({name: tensor.contiguous() for name, tensor in {**state, **more}.items()}, file)
+def write_file(file: Path, denoiser: nn.Module) -> Path:
+    save_file(original_names("flux", denoiser.state_dict()), file)
     return file
-
-
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_a_checkpoint_of_one_file_is_the_network_it_was_made_from(
-    base: Path,
-    facts: BaseFacts,
-    denoiser: nn.Module,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    prefix: str,
-) -> None:
-    file = write_file(tmp_path / "dev.safetensors", denoiser, prefix=prefix)
-    assert FAMILY.detect_file(read_header(file)) == {"denoiser"}
-    found = folder_facts(base, denoiser=file)
-    assert found.parts["denoiser"].parameters == facts.parts["denoiser"].parameters
-    assert found.variant == "dev"
-    split_at(monkeypatch, inner=32)
-    loaded = FAMILY.load_denoiser(found, dtype=torch.float32, device=CPU)
-    expected = denoiser.state_dict()
-    assert loaded.state_dict().keys() == expected.keys()
-    assert loaded.training is denoiser.training is False
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, expected[name]), name
 
 
 def test_a_dev_file_beside_a_schnell_folder_is_dev_and_the_reverse(
@@ -186,96 +145,3 @@ def test_a_dev_file_beside_a_schnell_folder_is_dev_and_the_reverse(
     assert loaded.state_dict().keys() == denoiser.state_dict().keys()
     sampler = FAMILY.build_sampler(fast, denoiser=other, device=CPU)
     assert sampler.pipeline.scheduler.config.shift == 1.0  # type: ignore[attr-defined]  # FlowSampler
-
-
-def test_an_all_in_one_file_gives_the_denoiser_and_the_vae(
-    base: Path, facts: BaseFacts, denoiser: nn.Module, tmp_path: Path
-) -> None:
-    vae = FAMILY.load_vae(facts.located)
-    more = {f"vae.{name}": tensor for name, tensor in original_vae(vae.state_dict()).items()}
-    more["text_encoders.t5xxl.shared.weight"] = torch.zeros(3, 5)
-    file = write_file(
-        tmp_path / "all.safetensors", denoiser, prefix="model.diffusion_model.", **more
-    )
-    assert FAMILY.detect_file(read_header(file)) == {"denoiser", "vae"}
-    found = folder_facts(base, denoiser=file, vae=file)
-    for part in ("denoiser", "vae"):
-        assert found.parts[part].parameters == facts.parts[part].parameters
-    loaded = FAMILY.load_vae(found.located)
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, vae.state_dict()[name]), name
-
-
-@pytest.mark.parametrize("original", [True, False])
-def test_a_separate_vae_file_is_used(
-    base: Path, facts: BaseFacts, tmp_path: Path, original: bool
-) -> None:
-    vae = FAMILY.load_vae(facts.located)
-    state = {name: tensor + 1 for name, tensor in vae.state_dict().items()}
-    save_file(original_vae(state) if original else state, tmp_path / "ae.safetensors")
-    assert FAMILY.detect_file(read_header(tmp_path / "ae.safetensors")) == {"vae"}
-    found = folder_facts(base, vae=tmp_path / "ae.safetensors")
-    assert found.parts["vae"] == facts.parts["vae"]
-    loaded = FAMILY.load_vae(found.located)
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, state[name]), name
-
-
-def original_vae(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tiny VAE's tensors as the latent diffusion code names them."""
-    renamed = {}
-    for name, tensor in state.items():
-        changed = (
-            name.replace("encoder.down_blocks.", "encoder.down.")
-            .replace("decoder.up_blocks.0", "decoder.up.1")
-            .replace("decoder.up_blocks.1", "decoder.up.0")
-            .replace("mid_block.resnets.0", "mid.block_1")
-            .replace("mid_block.resnets.1", "mid.block_2")
-            .replace(".resnets.", ".block.")
-            .replace("downsamplers.0", "downsample")
-            .replace("upsamplers.0", "upsample")
-            .replace("conv_shortcut", "nin_shortcut")
-            .replace("conv_norm_out", "norm_out")
-        )
-        renamed[changed] = tensor
-    return renamed
-
-
-def test_fp8_is_cast(
-    base: Path, denoiser: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = {
-        name: tensor.to(torch.float8_e4m3fn)
-        for name, tensor in original_layout(denoiser.state_dict()).items()
-    }
-    save_file(small, tmp_path / "fp8.safetensors")
-    split_at(monkeypatch, inner=32)
-    loaded = FAMILY.load_denoiser(
-        folder_facts(base, denoiser=tmp_path / "fp8.safetensors"), dtype=torch.bfloat16, device=CPU
-    )
-    for name, tensor in loaded.state_dict().items():
-        expected = denoiser.state_dict()[name].to(torch.float8_e4m3fn).bfloat16()
-        assert torch.equal(tensor, expected), name
-
-
-def test_a_file_of_another_size_is_refused(
-    base: Path, denoiser: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = original_layout(denoiser.state_dict())
-    del state["double_blocks.0.img_mlp.0.bias"]
-    save_file(state, tmp_path / "cut.safetensors")
-    split_at(monkeypatch, inner=32)
-    found = folder_facts(base, denoiser=tmp_path / "cut.safetensors")
-    with pytest.raises(InputError, match="img_mlp"):
-        FAMILY.load_denoiser(found, dtype=torch.float32, device=CPU)
-
-
-def test_other_files_are_not_flux(denoiser: nn.Module, base: Path) -> None:
-    others: tuple[dict[str, Any], ...] = (
-        {},
-        {"model.diffusion_model.input_blocks.0.0.weight": (320, 4, 3, 3)},
-        {"double_blocks.0.img_attn.qkv.weight": (9, 3), "img_in.weight": (3, 64)},
-    )
-    for shapes in others:
-        header = {name: TensorInfo(dtype="F16", shape=shape) for name, shape in shapes.items()}
-        assert FAMILY.detect_file(header) == frozenset()

@@ -6,7 +6,6 @@ that each layer gets are those that an adapter file in the checkpoint's names is
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -22,12 +21,8 @@ from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora_file.fitting_base import released_names
 from lora_trainer.lora_file.names import file_names
 from lora_trainer.lora_file.read_tensors import read_tensors
+from tests.fakes.original_names import ORIGINAL
 
-ORIGINAL = re.compile(
-    r"(?:img_in|txt_in|time_in|vector_in|guidance_in|final_layer|x_embedder|t_embedder|y_embedder"
-    r"|context_embedder|distilled_guidance_layer|(?:double|single)_stream_modulation\w*|layers|\w+_refiner"
-    r"|double_blocks\.\d+\.(?:img|txt)_|single_blocks\.\d+\.(?:linear|modulation)|joint_blocks)"
-)
 CONVERTED = {
     "flux": "convert_flux_transformer_checkpoint_to_diffusers",
     "chroma": "convert_chroma_transformer_checkpoint_to_diffusers",

@@ -65,9 +65,6 @@ def batch(base: Base) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return draw(1, 2, 16, 12, 8), draw(2, 2, 16, 12, 8), encoded(base.facts, PROMPTS[:2])
 
 
-# ---- facts
-
-
 # ---- encoding
 
 
@@ -78,31 +75,6 @@ def test_the_template_is_the_pipelines(base: Base) -> None:
         0
     ]  # the tiny tokenizer keeps the meaning of the number
     assert len(base.pipeline.tokenizer(before).input_ids) == QWEN_VL_TEMPLATE_TOKENS
-
-
-def test_prompts_are_encoded_as_the_pipeline_does(base: Base) -> None:
-    found = encoded(base.facts, PROMPTS)
-    with torch.no_grad():
-        text, mask = base.pipeline.encode_prompt(PROMPTS)
-    torch.testing.assert_close(found["text"], text)
-    torch.testing.assert_close(found["text_mask"], mask)
-    assert len(set(mask.sum(1).tolist())) == 3
-    for name, shape in FAMILY.prompt_shapes(base.facts.architecture, text_tokens=99).items():
-        assert found[name].shape[2:] == shape[2:] and shape[:2] == (1, 99)
-
-
-def test_a_single_prompt_is_not_padded_and_a_long_one_is_cut(base: Base) -> None:
-    single, several = encoded(base.facts, PROMPTS[:1]), encoded(base.facts, PROMPTS)
-    length = single["text"].shape[1]
-    assert single["text_mask"].tolist() == [[1] * length]
-    torch.testing.assert_close(single["text"][0], several["text"][0, :length])
-    assert not several["text"][0, length:].any()
-    long = ["xyz " * 400]
-    found = encoded(base.facts, long)["text"]
-    with torch.no_grad():
-        wanted, _ = base.pipeline.encode_prompt(long, max_sequence_length=512)
-    assert found.shape[1] == base.facts.max_tokens == 512
-    torch.testing.assert_close(found, wanted)
 
 
 def test_images_are_encoded_and_decoded_as_the_pipeline_does(base: Base) -> None:
@@ -171,34 +143,7 @@ def test_padding_changes_no_prediction(base: Base) -> None:
     assert (wrong[0] - together[0]).abs().max() > 1e-3
 
 
-# ---- files
-
-
-# ---- images
-
-
 # ---- single files
-
-
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_a_transformer_file_gives_what_its_folder_gives(
-    base: Base, prefix: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "file.safetensors"
-    state = base.denoiser.state_dict()
-    save_file({prefix + name: tensor.clone() for name, tensor in state.items()}, file)
-    assert FAMILY.detect_file(read_header(file)) == {"denoiser"}
-    facts = facts_of(Layout(folder=base.folder, files={"denoiser": file}))
-    assert facts.parts == base.facts.parts
-    found = FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU)
-    assert not any(weight.requires_grad for weight in found.parameters())
-    for name, tensor in state.items():
-        torch.testing.assert_close(found.state_dict()[name], tensor, rtol=0, atol=0)
-    latents, _, conditioning = batch(base)
-    times = torch.tensor([200.0, 800.0])
-    with torch.no_grad():
-        wanted = FAMILY.predict(base.denoiser, latents, times, conditioning)
-        torch.testing.assert_close(FAMILY.predict(found, latents, times, conditioning), wanted)
 
 
 def test_fp8_weights_are_cast_and_a_pruned_file_is_as_deep_as_it_is(
@@ -279,23 +224,6 @@ def test_a_vae_file_gives_what_its_folder_gives(
     torch.testing.assert_close(decoded[0], decoded[1], rtol=0, atol=0)
 
 
-def test_other_files_are_not_taken_for_a_base(base: Base, tmp_path: Path) -> None:
-    file = tmp_path / "file.safetensors"
-    state = dict(base.denoiser.state_dict())
-
-    def parts(tensors: dict[str, Tensor]) -> frozenset[str]:
-        save_file(tensors, file)
-        return frozenset(FAMILY.detect_file(read_header(file)))
-
-    assert parts(state) == {"denoiser"}
-    assert not parts(state | {"__index_timestep_zero__": torch.zeros(1)})
-    assert not parts({name: tensor for name, tensor in state.items() if name != "img_in.weight"})
-    adapter = "transformer_blocks.0.img_mod.1.lora_A.weight"
-    assert not parts({adapter: torch.zeros(4, 16)})
-    other_video = {"conv1.weight": torch.zeros(96, 96, 1, 1, 1)}
-    assert not parts(other_video | {"decoder.middle.0.residual.0.gamma": torch.zeros(8, 1, 1, 1)})
-
-
 # ---- what is refused
 
 
@@ -326,12 +254,3 @@ def test_wrong_and_missing_parts_are_named(base: Base, tmp_path: Path) -> None:
     (folder / "text_encoder" / "model.safetensors").unlink()
     with pytest.raises(InputError, match="text_encoder has no weights"):
         facts_of(Layout(folder=folder))
-
-
-def test_files_that_do_not_fit_are_refused(base: Base, tmp_path: Path) -> None:
-    file = tmp_path / "file.safetensors"
-    state = dict(base.denoiser.state_dict())
-    layout = Layout(folder=base.folder, files={"denoiser": file})
-    save_file({name: state[name] for name in state if name != "proj_out.bias"}, file)
-    with pytest.raises(InputError, match=r"not that of its companion.*proj_out\.bias"):
-        FAMILY.load_denoiser(facts_of(layout), dtype=torch.float32, device=CPU)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from tests.fakes.bases.sd3 import write_base
 from tests.fakes.bases.tokenizers import t5_tokenizer
 from tests.fakes.family_bases import CPU, copy_of, facts_at
 from tests.fakes.hub import spiece
+from tests.fakes.ldm_file import vae_tensors
+from tests.fakes.original_names import original_names
 
 PROMPTS = ["a red square", "many words " * 60, ""]
 SIZE_PX = (48, 32)
@@ -86,18 +87,6 @@ def test_versions_are_those_that_sd_scripts_writes(base: Base, tmp_path: Path) -
 # ---- encoding
 
 
-def test_prompts_are_encoded_as_the_pipeline_does(base: Base) -> None:
-    found = encoded(base.facts, PROMPTS)
-    with torch.no_grad():
-        text, _, pooled, _ = base.pipeline.encode_prompt(
-            PROMPTS, None, None, do_classifier_free_guidance=False
-        )
-    torch.testing.assert_close(found["text"], text)
-    torch.testing.assert_close(found["pooled"], pooled)
-    for name, shape in FAMILY.prompt_shapes(base.facts.architecture, text_tokens=256).items():
-        assert found[name].shape[1:] == shape[1:]
-
-
 def test_a_base_without_t5_has_zeros_in_its_place(base: Base, tmp_path: Path) -> None:
     folder = write_base(tmp_path / "base", t5=False)
     facts = facts_of(Layout(folder=folder))
@@ -113,20 +102,6 @@ def test_a_base_without_t5_has_zeros_in_its_place(base: Base, tmp_path: Path) ->
     assert found[:, :77].any() and not found[:, 77:].any()
     torch.testing.assert_close(found, text)
     assert sampled(facts, guidance_scale=2.0) is not None
-
-
-def test_images_are_encoded_and_decoded_as_the_pipeline_does(base: Base) -> None:
-    vae, pixels = base.pipeline.vae, draw(3, 2, 3, 32, 48).clamp(-1, 1)
-    latents = FAMILY.load_image_encoder(base.facts, device=CPU).encode_images(pixels)
-    with torch.no_grad():
-        posterior = vae.encode(pixels).latent_dist
-    config = vae.config
-    mean = (posterior.mean - config.shift_factor) * config.scaling_factor
-    torch.testing.assert_close(torch.stack([one.mean for one in latents]), mean)
-    std = torch.stack([one.std for one in latents])
-    torch.testing.assert_close(std, posterior.std * config.scaling_factor)
-    back = FAMILY.latents_to_decode(vae, mean, SIZE_PX)
-    torch.testing.assert_close(back, posterior.mean)
 
 
 # ---- training
@@ -161,9 +136,6 @@ def test_loss_is_that_of_the_training_script(base: Base, precondition_outputs: b
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-# ---- files
-
-
 # ---- images
 
 
@@ -181,100 +153,15 @@ def sampled(facts: BaseFacts, *, guidance_scale: float) -> np.ndarray:
 
 # ---- single files
 
-_RENAMED = {
-    "attn.to_out.0": "x_block.attn.proj",
-    "attn.to_add_out": "context_block.attn.proj",
-    "attn2.to_out.0": "x_block.attn2.proj",
-    "attn.norm_q": "x_block.attn.ln_q",
-    "attn.norm_k": "x_block.attn.ln_k",
-    "attn.norm_added_q": "context_block.attn.ln_q",
-    "attn.norm_added_k": "context_block.attn.ln_k",
-    "attn2.norm_q": "x_block.attn2.ln_q",
-    "attn2.norm_k": "x_block.attn2.ln_k",
-    "norm1.linear": "x_block.adaLN_modulation.1",
-    "norm1_context.linear": "context_block.adaLN_modulation.1",
-    "ff.net.0.proj": "x_block.mlp.fc1",
-    "ff.net.2": "x_block.mlp.fc2",
-    "ff_context.net.0.proj": "context_block.mlp.fc1",
-    "ff_context.net.2": "context_block.mlp.fc2",
-}
-_FUSED = {
-    "x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "context_block.attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
-}
-_OUTSIDE = {
-    "pos_embed.proj": "x_embedder.proj",
-    "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
-    "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
-    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
-    "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
-    "context_embedder": "context_embedder",
-    "proj_out": "final_layer.linear",
-    "norm_out.linear": "final_layer.adaLN_modulation.1",
-}
-
-
-def comfyui_denoiser(state: Mapping[str, Tensor], *, blocks: int) -> dict[str, Tensor]:
-    """Return a denoiser under the names of the original code."""
-    swapped = {"norm_out.linear", f"transformer_blocks.{blocks - 1}.norm1_context.linear"}
-    found = {"pos_embed": state["pos_embed.pos_embed"]}
-
-    def put(name: str, sources: tuple[str, ...]) -> None:
-        for end in ("weight", "bias"):
-            tensors = [state[f"{one}.{end}"] for one in sources if f"{one}.{end}" in state]
-            if tensors:
-                joined = torch.cat(tensors)
-                halves = joined.chunk(2)
-                found[f"{name}.{end}"] = (
-                    torch.cat([halves[1], halves[0]]) if sources[0] in swapped else joined
-                )
-
-    for source, name in _OUTSIDE.items():
-        put(name, (source,))
-    for block in range(blocks):
-        inside = f"transformer_blocks.{block}."
-        for source, name in _RENAMED.items():
-            put(f"joint_blocks.{block}.{name}", (inside + source,))
-        for name, sources in _FUSED.items():
-            put(f"joint_blocks.{block}.{name}", tuple(inside + source for source in sources))
-    return found
-
-
-def ldm_vae(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a VAE of two levels under the names of the original code."""
-    renames = {
-        "encoder.down_blocks.": "encoder.down.",
-        "resnets.": "block.",
-        "downsamplers.0.": "downsample.",
-        "upsamplers.0.": "upsample.",
-        "conv_shortcut": "nin_shortcut",
-        "mid_block.block.0": "mid.block_1",
-        "mid_block.block.1": "mid.block_2",
-        "conv_norm_out": "norm_out",
-    }
-    found = {}
-    for name, tensor in state.items():
-        for before, after in renames.items():
-            name = name.replace(before, after)
-        for level in (0, 1):
-            name = (
-                name.replace(f"decoder.up_blocks.{level}.", f"decoder.up.{1 - level}.", 1)
-                if (f"decoder.up_blocks.{level}." in name)
-                else name
-            )
-        found[name] = tensor
-    return found
-
 
 @pytest.fixture(scope="module")
 def checkpoint(base: Base, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An all-in-one checkpoint of the tiny base."""
     tensors = {
         f"model.diffusion_model.{name}": tensor
-        for name, tensor in comfyui_denoiser(base.denoiser.state_dict(), blocks=2).items()
+        for name, tensor in original_names("sd3", base.denoiser.state_dict()).items()
     }
-    for name, tensor in ldm_vae(base.pipeline.vae.state_dict()).items():
+    for name, tensor in vae_tensors(base.folder).items():
         tensors[f"first_stage_model.{name}"] = tensor
     for folder, prefix in (
         ("text_encoder", "clip_l"),
@@ -321,20 +208,6 @@ def test_a_checkpoint_gives_what_its_folder_gives(
     assert pipeline.text_encoder_3 is not None
 
 
-def test_fp8_weights_are_cast(base: Base, tmp_path: Path) -> None:
-    state = comfyui_denoiser(base.denoiser.state_dict(), blocks=2)
-    file = tmp_path / "fp8.safetensors"
-    save_file({name: tensor.to(torch.float8_e4m3fn) for name, tensor in state.items()}, file)
-    parts = FAMILY.detect_file(read_header(file))
-    assert parts == {"denoiser"}
-    facts = facts_of(Layout(folder=base.folder, files={"denoiser": file}))
-    denoiser = FAMILY.load_denoiser(facts, dtype=torch.bfloat16, device=CPU)
-    weight = denoiser.get_submodule("transformer_blocks.0.attn.to_q").weight
-    assert weight.dtype == torch.bfloat16
-    original = base.denoiser.get_submodule("transformer_blocks.0.attn.to_q").weight
-    assert (weight.float() - original).abs().max() < 0.1
-
-
 def test_other_files_are_not_taken_for_a_base(checkpoint: Path) -> None:
     whole = read_header(checkpoint)
 
@@ -370,7 +243,7 @@ def test_an_inpainting_denoiser_is_refused(base: Base, tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_cannot_be_read_are_refused(base: Base, tmp_path: Path) -> None:
-    state = comfyui_denoiser(base.denoiser.state_dict(), blocks=2)
+    state = original_names("sd3", base.denoiser.state_dict())
     file = tmp_path / "file.safetensors"
     layout = Layout(folder=base.folder, files={"denoiser": file})
     save_file({name: state[name] for name in state if name != "y_embedder.mlp.0.weight"}, file)

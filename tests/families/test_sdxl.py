@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import BaseFacts, Conditioning, Geometry, Layout
-from lora_trainer.families.base_files.base_folder import read_header
-from lora_trainer.families.base_files.unet_layers import ldm_module
 from lora_trainer.families.sdxl import ARCHITECTURE, FAMILY
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.sdxl import write_base
@@ -104,16 +102,6 @@ def test_a_fine_tune_known_to_predict_velocity_does(base: Path) -> None:
 # ---- conditioning
 
 
-def test_texts_are_those_of_the_pipeline(facts: BaseFacts, texts: Conditioning) -> None:
-    text, _, pooled, _ = pipeline_of(facts).encode_prompt(
-        PROMPTS, do_classifier_free_guidance=False
-    )
-    torch.testing.assert_close(texts["text"], text, rtol=0, atol=1e-6)
-    torch.testing.assert_close(texts["pooled"], pooled, rtol=0, atol=1e-6)
-    assert texts["text"].shape == (2, 77, 20) and texts["pooled"].shape == (2, 16)
-    assert (texts["text"][0] - texts["text"][1]).abs().max() > 0.05, "the base is dead"
-
-
 def test_the_network_is_told_height_before_width(facts: BaseFacts) -> None:
     told = facts.geometry_conditioning(GEOMETRY)["time_ids"]
     assert told.tolist() == [[700, 900, 5, 3, 24, 16]]
@@ -165,9 +153,6 @@ def test_losses_are_those_of_diffusers_training_script(
 
 
 # ---- images
-
-
-# Euler is the release's own; in diffusers 0.42 it makes numpy warn.
 
 
 def test_a_vae_that_overflows_in_fp16_gives_finite_latents(copy: Path) -> None:
@@ -262,123 +247,6 @@ def test_a_release_sized_file_has_sd_scripts_names() -> None:
     assert "lora_unet_output_blocks_5_1_proj_out" in names
     name = FAMILY.lora_key_name("diffusers", "denoiser", "mid_block.attentions.0.proj_in")
     assert name == "unet.mid_block.attentions.0.proj_in"
-
-
-# ---- single-file checkpoints
-
-
-def sgm_unet(unet: nn.Module, architecture: Mapping[str, Any]) -> dict[str, Tensor]:
-    tensors = {}
-    for name, tensor in unet.state_dict().items():
-        module, _, parameter = name.rpartition(".")
-        renamed = ldm_module(module, architecture=architecture)
-        tensors[f"model.diffusion_model.{renamed}.{parameter}"] = tensor
-    return tensors
-
-
-def sgm_text(encoders: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Both encoders as a checkpoint has them: transformers' names, and OpenCLIP's with joined q, k, v."""
-    first, second = (
-        {name.removeprefix("text_model."): tensor for name, tensor in network.state_dict().items()}
-        for network in encoders.values()
-    )
-    tensors = {
-        f"conditioner.embedders.0.transformer.text_model.{name}": tensor
-        for name, tensor in first.items()
-    }
-    renamed = {
-        "token_embedding.weight": second["embeddings.token_embedding.weight"],
-        "positional_embedding": second["embeddings.position_embedding.weight"],
-        "text_projection": second["text_projection.weight"].T.contiguous(),
-        "ln_final.weight": second["final_layer_norm.weight"],
-        "ln_final.bias": second["final_layer_norm.bias"],
-        "logit_scale": torch.tensor(1.0),
-    }
-    for layer in range(2):
-        theirs, ours = f"transformer.resblocks.{layer}", f"encoder.layers.{layer}"
-        for kind in ("weight", "bias"):
-            joined = [second[f"{ours}.self_attn.{name}_proj.{kind}"] for name in "qkv"]
-            renamed[f"{theirs}.attn.in_proj_{kind}"] = torch.cat(joined)
-            for there, here in (
-                ("attn.out_proj", "self_attn.out_proj"),
-                ("ln_1", "layer_norm1"),
-                ("ln_2", "layer_norm2"),
-                ("mlp.c_fc", "mlp.fc1"),
-                ("mlp.c_proj", "mlp.fc2"),
-            ):
-                renamed[f"{theirs}.{there}.{kind}"] = second[f"{ours}.{here}.{kind}"]
-    named = {f"conditioner.embedders.1.model.{name}": tensor for name, tensor in renamed.items()}
-    return {name: tensor.contiguous().clone() for name, tensor in (tensors | named).items()}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with other weights than the base's, U-Net and text encoders."""
-    folder = tmp_path_factory.mktemp("single")
-    facts = facts_of(write_base(folder / "other", seed=7))
-    encoder = FAMILY.load_text_encoder(facts, dtype=torch.float32, device=CPU)
-    unet = unet_of(facts)
-    save_file(
-        {**sgm_unet(unet, facts.architecture), **sgm_text(encoder.networks)},
-        folder / "single.safetensors",
-    )
-    return folder / "single.safetensors"
-
-
-def test_a_checkpoint_is_read_as_the_folder_it_was_made_from(base: Path, checkpoint: Path) -> None:
-    assert FAMILY.detect_file(read_header(checkpoint)) == {"denoiser", "text_encoder"}
-    single = facts_of(base, denoiser=checkpoint, text_encoder=checkpoint)
-    folder = facts_of(checkpoint.parent / "other")
-    assert single.parts == folder.parts
-    found, wanted = (
-        FAMILY.load_text_encoder(each, dtype=torch.float32, device=CPU).encode_prompts(PROMPTS)
-        for each in (single, folder)
-    )
-    for name in ("text", "pooled"):
-        torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-6)
-    for (name, tensor), (other, expected) in zip(
-        sorted(unet_of(single).state_dict().items()),
-        sorted(unet_of(folder).state_dict().items()),
-        strict=True,
-    ):
-        assert name == other and torch.equal(tensor, expected)
-
-
-@pytest.mark.parametrize(
-    ("marks", "expected"),
-    [
-        ((), ("epsilon", False)),
-        (("v_pred",), ("v_prediction", False)),
-        (("v_pred", "ztsnr"), ("v_prediction", True)),
-    ],
-)
-def test_marker_tensors_say_what_a_checkpoint_predicts(
-    base: Path, checkpoint: Path, tmp_path: Path, marks: tuple[str, ...], expected: tuple[str, bool]
-) -> None:
-    tensors = load_file(checkpoint)
-    save_file({**tensors, **{mark: torch.zeros(0) for mark in marks}}, tmp_path / "v.safetensors")
-    facts = facts_of(base, denoiser=tmp_path / "v.safetensors")
-    assert (facts.prediction, facts.zero_terminal_snr) == expected
-    last = float(facts.alphas_cumprod()[-1])
-    assert (last < 1e-7) == expected[1]
-
-
-def test_checkpoints_of_relatives_are_not_of_this_family(checkpoint: Path) -> None:
-    header = dict(read_header(checkpoint))
-    first = "model.diffusion_model.input_blocks.0.0.weight"
-    inpainting = {**header, first: replace(header[first], shape=(4, 9, 3, 3))}
-    assert FAMILY.detect_file(inpainting) == frozenset()
-    without = {name: info for name, info in header.items() if "label_emb" not in name}
-    assert FAMILY.detect_file(without) == frozenset()
-    refiner = {
-        name: replace(info, shape=(384, 1280))
-        if name.endswith("attn2.to_k.weight")
-        else replace(info, shape=(1536, 2560))
-        if name.endswith("label_emb.0.0.weight")
-        else info
-        for name, info in header.items()
-    }
-    assert FAMILY.detect_file(refiner) == frozenset()
 
 
 # ---- refusals

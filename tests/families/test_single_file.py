@@ -308,32 +308,6 @@ def test_a_vae_among_other_things_is_no_vae_file(tmp_path: Path) -> None:
 # ---- what is no base
 
 
-@NAMES
-@pytest.mark.parametrize("channels", [5, 8, 9])
-def test_inpainting_and_editing_networks_are_not_taken(
-    name: str, channels: int, tmp_path: Path
-) -> None:
-    header = read_header(checkpoint(name, tmp_path))
-    header = {
-        **header,
-        "model.diffusion_model.input_blocks.0.0.weight": TensorInfo(
-            dtype="F16", shape=(8, channels, 3, 3)
-        ),
-    }
-    for other in UNETS:
-        assert of(other).detect_file(header) == set()
-
-
-def test_a_lora_is_not_taken_for_a_base() -> None:
-    stem = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
-    names = {
-        f"{stem}.lora_down.weight": (4, 768),
-        "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.lora_A.weight": (4, 768),
-    }
-    header = {name: TensorInfo(dtype="F16", shape=shape) for name, shape in names.items()}
-    assert not any(of(name).detect_file(header) for name in UNETS)
-
-
 TELLING = (
     "input_blocks.0.0.weight",
     "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight",

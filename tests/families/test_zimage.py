@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ from diffusers import ZImagePipeline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import BaseFacts, Layout
-from lora_trainer.families.base_files.base_folder import read_header
 from lora_trainer.families.zimage import FAMILY
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.bases.zimage import write_base
+from tests.fakes.original_names import original_names
 
 CPU = torch.device("cpu")
 PROMPT = "a red square"
@@ -62,33 +60,6 @@ def test_shift_and_name_tell_a_turbo(
     assert (facts.variant, facts.distilled) == ("turbo" if distilled else "base", distilled)
 
 
-# ---- encoding
-
-
-@pytest.mark.parametrize("prompt", [PROMPT, "", "a " * 600])
-def test_a_text_is_encoded_as_the_pipeline_does(base: Path, pipeline: Any, prompt: str) -> None:
-    encoder = FAMILY.load_text_encoder(facts_of(base), dtype=torch.float32, device=CPU)
-    ours = encoder.encode_prompts([prompt])
-    with torch.no_grad():
-        theirs = pipeline.encode_prompt([prompt], do_classifier_free_guidance=False)[0][0]
-    torch.testing.assert_close(ours["text"][0], theirs, atol=1e-5, rtol=1e-5)
-    length = len(theirs)
-    assert ours["text_mask"].tolist() == [[1] * length]
-    shapes = FAMILY.prompt_shapes(facts_of(base).architecture, text_tokens=length)
-    assert {name: tuple(tensor.shape) for name, tensor in ours.items()} == shapes
-
-
-def test_texts_of_a_batch_are_padded_with_zeros_and_a_mask(base: Path) -> None:
-    encoder = FAMILY.load_text_encoder(facts_of(base), dtype=torch.float32, device=CPU)
-    together = encoder.encode_prompts([PROMPT, LONG])
-    for index, prompt in enumerate([PROMPT, LONG]):
-        alone, length = encoder.encode_prompts([prompt]), int(together["text_mask"][index].sum())
-        assert alone["text"].shape[1] == length
-        torch.testing.assert_close(together["text"][index, :length], alone["text"][0])
-        assert not together["text"][index, length:].any()
-        assert not together["text_mask"][index, length:].any()
-
-
 # ---- training
 
 
@@ -121,53 +92,11 @@ def test_loss_is_that_of_the_training_script(base: Path, pipeline: Any) -> None:
     assert ours[0] != pytest.approx(float(ours[1]), rel=1e-3)
 
 
-# ---- images and files
-
-
 # ---- single files and refusals
-
-
-def as_comfyui(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what Z-Image's own code calls diffusers' tensors: q, k and v are one matrix."""
-    renamed = {
-        "all_final_layer.2-1.": "final_layer.",
-        "all_x_embedder.2-1.": "x_embedder.",
-        "attention.to_out.0": "attention.out",
-        "attention.norm_q": "attention.q_norm",
-        "attention.norm_k": "attention.k_norm",
-    }
-    found: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        for theirs, own in renamed.items():
-            name = name.replace(theirs, own)
-        found[name] = tensor
-    for name in [name for name in found if name.endswith(".to_q.weight")]:
-        block = name.removesuffix(".to_q.weight")
-        parts = [found.pop(f"{block}.to_{part}.weight") for part in "qkv"]
-        found[f"{block}.qkv.weight"] = torch.cat(parts)
-    return found
 
 
 def denoiser_state(base: Path) -> dict[str, Tensor]:
     return load_file(base / "transformer" / "diffusion_pytorch_model.safetensors")
-
-
-@pytest.mark.parametrize("layout", ["bare", "all in one", "diffusers"])
-def test_a_single_file_holds_the_same_denoiser(base: Path, tmp_path: Path, layout: str) -> None:
-    wanted = denoiser_state(base)
-    own = as_comfyui(wanted)
-    file = tmp_path / "denoiser.safetensors"
-    if layout == "all in one":
-        others = {"vae.decoder.conv_in.bias": torch.ones(8), "text_encoders.qwen3.x": torch.ones(1)}
-        save_file({**{f"model.diffusion_model.{name}": own[name] for name in own}, **others}, file)
-    else:
-        save_file(own if layout == "bare" else wanted, file)
-    assert FAMILY.detect_file(read_header(file)) == {"denoiser"}
-    facts = facts_of(base, denoiser=file)
-    assert facts.parts["denoiser"].parameters == sum(map(Tensor.numel, wanted.values()))
-    read = FAMILY.load_denoiser(facts, dtype=torch.float32, device=CPU).state_dict()
-    assert read.keys() == wanted.keys()
-    assert all(torch.equal(read[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +116,7 @@ def test_a_single_file_has_the_scheduler_of_its_release(
 ) -> None:
     """R3: a Turbo's file took shift 6 from the base release's folder beside it, instead of 3."""
     base, file = write_base(tmp_path / "base", shift=beside), tmp_path / f"{name}.safetensors"
-    save_file(as_comfyui(denoiser_state(base)), file)
+    save_file(original_names("zimage", denoiser_state(base)), file)
     facts = facts_of(base, source=str(file), denoiser=file)
     assert (facts.variant, facts.distilled) == (variant, variant == "turbo")
     assert facts.flow_shift(width_px=64, height_px=64) == shift
@@ -201,18 +130,3 @@ def test_a_single_file_has_the_scheduler_of_its_release(
     if facts.assumed is not None:
         other = "Z-Image" if variant == "turbo" else "Z-Image-Turbo"
         assert facts.assumed.setting.endswith(f"--set base.companion=Tongyi-MAI/{other}")
-
-
-def test_a_file_that_does_not_fit_names_the_companion(base: Path, tmp_path: Path) -> None:
-    state = as_comfyui(denoiser_state(base))
-    file = tmp_path / "denoiser.safetensors"
-    save_file({**state, "cap_embedder.1.weight": torch.zeros(16, 32)}, file)
-    with pytest.raises(InputError, match="cap_embedder") as caught:
-        facts_of(base, denoiser=file)
-    assert "base.companion" in str(caught.value.fix)
-    save_file({n: t for n, t in state.items() if not n.startswith("layers.1.")}, file)
-    with pytest.raises(InputError, match="layers"):
-        facts_of(base, denoiser=file)
-    save_file({n: t for n, t in state.items() if n != "layers.1.attention.out.weight"}, file)
-    with pytest.raises(InputError, match="companion"):
-        FAMILY.load_denoiser(facts_of(base, denoiser=file), dtype=torch.float32, device=CPU)

@@ -1,0 +1,95 @@
+"""Transformers in the layout of their releases, as ComfyUI and Civitai keep them: q, k and v are one matrix.
+
+The inverse of diffusers' conversions, which read these files back. Layers are renamed by the family's own table; norms,
+which adapters never name, by the rules here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from diffusers.loaders import single_file_utils
+from pytest import MonkeyPatch
+from torch import Tensor
+
+from lora_trainer import families
+
+ORIGINAL = re.compile(
+    r"(?:img_in|txt_in|time_in|vector_in|guidance_in|final_layer|x_embedder|t_embedder|y_embedder"
+    r"|context_embedder|distilled_guidance_layer|(?:double|single)_stream_modulation\w*|layers|\w+_refiner"
+    r"|double_blocks\.\d+\.(?:img|txt)_|single_blocks\.\d+\.(?:linear|modulation)|joint_blocks)"
+)
+"""Names of a release's own layers, of all names that stand for a layer in adapter files."""
+FLUX_NORMS = {
+    r"^single_transformer_blocks(.*)\.attn\.norm_([qk])\.weight": r"single_blocks\1.norm.\2",
+    r"^transformer_blocks(.*)\.attn\.norm_([qk])\.weight": r"double_blocks\1.img_attn.norm.\2",
+    r"^transformer_blocks(.*)\.attn\.norm_added_([qk])\.weight": r"double_blocks\1.txt_attn.norm.\2",
+    r"\.norm\.q$": ".norm.query_norm.scale",
+    r"\.norm\.k$": ".norm.key_norm.scale",
+    r"^(distilled_guidance_layer\.norms\..*)\.weight": r"\1.scale",
+}
+SIDE_BY_SIDE_NORMS = {r"attention\.norm_([qk])": r"attention.\1_norm"}
+NORMS: Mapping[str, Mapping[str, str]] = {
+    "flux": FLUX_NORMS,
+    "chroma": FLUX_NORMS,
+    "flux2": FLUX_NORMS,
+    "sd3": {
+        r"pos_embed\.pos_embed": "pos_embed",
+        r"^transformer_blocks(.*)\.attn\.norm_([qk])": r"joint_blocks\1.x_block.attn.ln_\2",
+        r"^transformer_blocks(.*)\.attn2\.norm_([qk])": r"joint_blocks\1.x_block.attn2.ln_\2",
+        r"^transformer_blocks(.*)\.attn\.norm_added_([qk])": r"joint_blocks\1.context_block.attn.ln_\2",
+    },
+    "zimage": SIDE_BY_SIDE_NORMS,
+    "lumina2": {
+        r"attn\.norm_([qk])": r"attention.\1_norm",
+        r"\.norm([12])(?:\.norm)?\.weight": r".attention_norm\1.weight",
+        r"^time_caption_embed\.timestep_embedder\.linear_1": "t_embedder.mlp.0",
+        r"^time_caption_embed\.timestep_embedder\.linear_2": "t_embedder.mlp.2",
+        r"^time_caption_embed\.caption_embedder": "cap_embedder",
+        r"^norm_out\.linear_1": "final_layer.adaLN_modulation.1",
+        r"^norm_out\.linear_2": "final_layer.linear",
+    },
+    "qwen": {},
+}
+
+
+def original_names(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a family's diffusers transformer as its release has them."""
+    ends = (".weight", ".bias")
+    shapes = {
+        key.removesuffix(".weight"): tuple(tensor.shape)
+        for key, tensor in state.items()
+        if key.endswith(".weight")
+    }
+    names = families.family(name).layer_names(shapes)
+    renamed: dict[str, Tensor] = {}
+    left = dict(state)
+    for own, layers in names.layers.items():
+        if not ORIGINAL.match(own):
+            continue
+        for end in ends:
+            parts = [left.pop(f"{layer}{end}") for layer in layers if f"{layer}{end}" in left]
+            if parts and layers[0] in names.swapped:
+                parts = list(reversed(parts[0].chunk(2)))
+            if parts:
+                renamed[own + end] = torch.cat(parts)
+    for key, tensor in left.items():
+        for pattern, new in NORMS[name].items():
+            key = re.sub(pattern, new, key)
+        renamed[key] = tensor.clone()
+    return renamed
+
+
+def split_at(patch: MonkeyPatch, *, inner: int) -> None:
+    """Let diffusers' conversion of FLUX.1, which knows one width only, split tensors of width `inner`."""
+    split = torch.split
+    known = 3072
+
+    def scaled(tensor: Tensor, sizes: object, dim: int = 0) -> tuple[Tensor, ...]:
+        if isinstance(sizes, tuple):
+            sizes = [size * inner // known for size in sizes]
+        return tuple(split(tensor, sizes, dim=dim))  # type: ignore[arg-type]  # what the caller gave
+
+    patch.setattr(single_file_utils.torch, "split", scaled)
