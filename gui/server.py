@@ -12,7 +12,7 @@ import warnings
 from typing import Any
 
 from lora_trainer.common.errors import MachineError
-from lora_trainer.reporting.report_style import CHARTS
+from lora_trainer.reporting.charts import CHARTS_CSS
 
 from .asset_files import FAVICON, style_sheets
 from .front import Front
@@ -64,7 +64,7 @@ def pages(work: Workplace) -> Any:
             site,
             path="/",
             theme=Default(font=TEXT_FONTS, font_mono=CODE_FONTS).set(**_theme()),
-            css=str(CHARTS),
+            css=CHARTS_CSS.read_text(encoding="utf-8"),
             css_paths=style_sheets(),
             head='<link rel="icon" href="/ui/mark.svg" type="image/svg+xml">',
             favicon_path=str(FAVICON),

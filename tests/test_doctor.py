@@ -79,6 +79,12 @@ def test_a_card_that_others_fill_is_warned_of() -> None:
     assert "2.00 GiB of 24.00 GiB free" in found and "close other programs" in found
 
 
+def test_a_card_below_the_smallest_presets_is_warned_of() -> None:
+    small = FakeCard(name="GTX 1650", total_bytes=4 * GIB, capability=(7, 5))
+    assert any("lower data.resolution" in line for line in warnings(with_cards(small)))
+    assert not warnings(with_cards(SMALL))
+
+
 def test_what_is_missing_is_named_with_its_command() -> None:
     here = with_cards(SMALL)
     here = replace(here, packages={**here.packages, "peft": None, "xformers": None})

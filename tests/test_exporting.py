@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from lora_trainer.common.events import read_jsonl
-from lora_trainer.run import job
+from lora_trainer.run import saving
 from tests.fakes.runs import Toy, toy
 from tests.fakes.sample_image import sample
 
@@ -38,7 +38,7 @@ def test_a_sample_that_cannot_be_read_costs_the_thumbnail_only(
             image.write_bytes(b"nothing")
         case "gone":
             image.unlink()
-    monkeypatch.setattr(job, "last_samples", lambda _: [image])
+    monkeypatch.setattr(saving, "last_samples", lambda _: [image])
     name = damage.replace(" ", "-")
     assert place.train("--name", name, steps=1, **SETTINGS) == 0
     run = place.runs / name

@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_from_an_earlier_state_has_the_same_best(
 
 def test_a_run_killed_while_it_writes_its_best_goes_on_to_the_same_bits(place: Toy) -> None:
     line = place.arguments("--name", "killed", steps=STEPS, **BEST)
-    point = ("lora_trainer.run.best_export", "write_atomic", 1, False)
+    point = ("lora_trainer.run.saving", "write_atomic", 1, False)
     done = python(DRIVER, json.dumps([[line, point]]))
     assert "-9" in done.stderr.split(), done.stderr[-2000:]
     run = place.runs / "killed"
@@ -166,27 +166,19 @@ def test_a_resume_agrees_that_it_has_ended(early: Path, place: Toy, tmp_path: Pa
     assert max(losses(run)) > max(losses(early))
 
 
-@pytest.mark.parametrize(
-    "setting", ["output.keep_best=true", "train.stop_after_validations=2"], ids=["best", "early"]
-)
-@pytest.mark.parametrize(
-    "without", ["data.validation_fraction=0", "data.validation_fraction=0.1"], ids=["none", "few"]
-)
-def test_without_held_out_pictures_it_is_refused_before_the_start(
-    setting: str, without: str, place: Toy, capsys: pytest.CaptureFixture[str]
+def test_the_plan_refuses_it_without_held_out_pictures_and_counts_the_kept_weights(
+    place: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ["plan", str(place.dataset), "--base", str(place.base), "--json"]
-    assert run_cli([*line, "--set", setting, "--set", without]) == 2
-    assert setting.partition("=")[0] in capsys.readouterr().err
-
-
-def test_the_plan_counts_the_kept_weights(place: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", str(place.dataset), "--base", str(place.base), "--json", "--set"]
+    for setting in ("output.keep_best=true", "train.stop_after_validations=2"):
+        for held_out in ("0", "0.1"):  # none, and too few
+            assert run_cli([*line, setting, "--set", f"data.validation_fraction={held_out}"]) == 2
+            assert setting.partition("=")[0] in capsys.readouterr().err
     peaks = []
     for word in ("false", "true"):
         capsys.readouterr()
-        line = ["plan", str(place.dataset), "--base", str(place.base), "--json"]
-        line += ["--set", f"output.keep_best={word}", "--set", "data.validation_fraction=0.2"]
-        assert run_cli(line) == 0
+        held_out = ["--set", "data.validation_fraction=0.2"]
+        assert run_cli([*line, f"output.keep_best={word}", *held_out]) == 0
         plan = json.loads(capsys.readouterr().out)
         peaks.append({item["name"]: item["bytes"] for item in plan["memory"]["items"]})
     without, kept = peaks

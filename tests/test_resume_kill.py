@@ -83,7 +83,7 @@ KILLS = {
     "after a state's rename": Kill("checkpoint.states:append_durably", 2, 4),
     "before pruning": Kill("checkpoint.states:_prune", 3, 6),
     "in pruning": Kill("checkpoint.states:remove_tree", 5, 6, after=True),
-    "before the final export": Kill("run.job:write_export", 3, 6),
+    "before the final export": Kill("run.saving:write_export", 3, 6),
     "in the report": Kill("run.train:write_report", 1, 6),
 }
 

@@ -1,233 +1,189 @@
-"""What plan, check, presets, inspect and doctor say: complete, and never broken by odd texts."""
+"""What plan, check, presets and inspect print for people: complete, and never broken by odd texts."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from rich.console import Console, RenderableType
+from PIL import Image
+from safetensors.numpy import save_file
 
-from lora_trainer.common.findings import Finding
+from lora_trainer.cli import main
 from lora_trainer.config.choices import PRIORITIES
 from lora_trainer.config.config import all_settings, setting_keys
-from lora_trainer.config.layers import TIERS, Origin, preset_families
-from lora_trainer.lora_file.inspect import Inspection, Problem, Spread
-from lora_trainer.run.answers import check_text, doctor_json, inspect_text, presets_text
-from lora_trainer.run.plan_text import plan_json, plan_text
-from lora_trainer.run.prepare import Prepared, Request, prepare
-from tests.fakes.runs import toy
+from lora_trainer.config.layers import TIERS, preset_families
+from tests.fakes.family_bases import base_of
+from tests.fakes.runs import SQUARES_PX, Toy, toy
 
-ODD = "[bold]odd[/] [/red] :cat:"
+ODD = "[bold]odd[] [red] :cat:"
+Said = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    place = toy(tmp_path_factory.mktemp("show"))
-    overrides = {"data.cache_dir": str(place.cache), "sampling.prompts": [ODD], "train.steps": 12}
-    return prepare(Request(dataset=place.dataset, overrides=overrides))
+def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return toy(tmp_path_factory.mktemp("show"))
 
 
-def text(shown: RenderableType, *, width: int = 400) -> str:
-    console = Console(width=width)
-    with console.capture() as captured:
-        console.print(shown, highlight=False)
-    return captured.get()
+@pytest.fixture
+def said(place: Toy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+    """Return what a command prints on a terminal of 400 columns, or of `width`."""
+    cache = f"data.cache_dir={place.cache}"
+
+    def said(command: str, *more: str | Path, width: int = 400) -> str:
+        monkeypatch.setattr(main.out, "width", width)
+        settings = ["--set", cache] if command in ("plan", "check") else []
+        capsys.readouterr()
+        assert main.run([command, *map(str, more), *settings]) == 0
+        out = capsys.readouterr().out
+        assert "\x1b" not in out
+        return out
+
+    return said
+
+
+def twelve_steps(place: Toy, *more: str) -> tuple[str | Path, ...]:
+    return (place.dataset, *more, "--set", "train.steps=12", "--set", f'sampling.prompts=["{ODD}"]')
+
+
+def settled(text: str) -> str:
+    """Return a text without sizes, as the free memory of this machine changes between two plans."""
+    return re.sub(r"[\d.]+ GiB", "", text)
 
 
 def row(shown: str, start: str) -> str:
     return next(line for line in shown.splitlines() if line.startswith(start))
 
 
-def test_plan_shows_every_setting_with_value_origin_and_reason(prepared: Prepared) -> None:
-    shown = text(plan_text(prepared, everything=True))
-    for key in setting_keys():
-        origin = prepared.plan.origins[key]
+def test_a_plan_shows_every_setting_with_value_origin_and_reason(place: Toy, said: Said) -> None:
+    shown = said("plan", *twelve_steps(place, "--all"))
+    plan: dict[str, Any] = json.loads(said("plan", *twelve_steps(place, "--json")))
+    for key, setting in plan["settings"].items():
         line = row(shown, f"{key} ")
-        assert origin.layer in line
-        assert origin.reason in line
-    assert "12" in row(shown, "train.steps ")
-    assert "px" in row(shown, "data.resolution ")
+        assert setting["origin"] in line and settled(setting["reason"]) in settled(line)
+    assert "12" in row(shown, "train.steps ") and "px" in row(shown, "data.resolution ")
+    assert ODD in row(shown, "sampling.prompts ")
+    narrow = said("plan", *twelve_steps(place, "--all"), width=80)
+    assert "…" not in narrow and all(row(narrow, f"{key} ") for key in setting_keys())
 
 
-def test_names_of_settings_are_whole_on_a_narrow_terminal(prepared: Prepared) -> None:
-    shown = text(plan_text(prepared, everything=True), width=80)
-    assert "…" not in shown
-    assert all(row(shown, f"{key} ") for key in setting_keys())
-
-
-def test_plan_shows_a_dozen_settings_and_those_the_user_set(prepared: Prepared) -> None:
+def test_a_plan_shows_a_dozen_settings_and_those_the_user_set(place: Toy, said: Said) -> None:
     """REALITY R19: more than 130 rows hid the dozen that were decided."""
-    lines = text(plan_text(prepared)).splitlines()
+    lines = said("plan", *twelve_steps(place)).splitlines()
+    plan = json.loads(said("plan", *twelve_steps(place, "--json")))["settings"]
     shown = {key for key in setting_keys() if any(line.startswith(f"{key} ") for line in lines)}
     headlines = {info.key for info in all_settings() if info.headline}
     typed = {"data.cache_dir", "sampling.prompts", "train.steps"}
     assert len(headlines) == 12 and typed <= shown
-    assert shown == headlines | {key for key in shown if prepared.plan.origins[key].is_users}
-    assert f"{len(setting_keys()) - len(shown)} more settings: --all" in lines
-
-
-def test_plan_shows_every_item_of_the_peak(prepared: Prepared) -> None:
-    shown = text(plan_text(prepared))
-    assert all(row(shown, item.name) for item in prepared.plan.memory.items)
-    assert row(shown, "predicted peak")
-
-
-def test_plan_tells_what_is_held_out_and_how_long_it_is(prepared: Prepared) -> None:
-    shown = text(plan_text(prepared))
-    assert f"{len(prepared.trained)} images trained" in row(shown, "data")
-    assert f"12 steps of {prepared.config.train.batch_size}" in row(shown, "length")
-
-
-def test_plan_says_the_whole_time_and_what_more_of_it_would_buy(prepared: Prepared) -> None:
-    shown = text(plan_text(prepared, ("--priority quality", prepared.plan)))
-    time = row(shown, "time")
-    assert "about" in time and "steps" in time and "s a step" in time
-    more = row(shown, "more time")
-    assert "--priority quality" in more and "12 steps" in more
-    assert "more time" not in text(plan_text(prepared))
-    told = plan_json(prepared, ("--priority quality", prepared.plan))["time"]
-    assert told["more"].startswith("--priority quality: ")
-    low, high = prepared.plan.seconds_per_step
-    assert 12 * low < told["run_s"][0] < told["run_s"][1] and told["run_s"][1] > 12 * high
-    assert sum(pair[0] for pair in told["parts_s"].values()) == pytest.approx(told["run_s"][0])
-
-
-def test_texts_of_the_user_are_shown_as_they_are(prepared: Prepared) -> None:
-    assert ODD in text(plan_text(prepared))
-
-
-def test_a_base_or_a_reason_with_brackets_is_shown_as_it_is(prepared: Prepared) -> None:
-    odd = f"bases/{ODD}"
-    origin = Origin(layer="planner", reason=odd)
-    plan = replace(prepared.plan, origins={**prepared.plan.origins, "hardware.device": origin})
-    changed = replace(prepared, facts=replace(prepared.facts, source=odd), plan=plan)
-    shown = text(plan_text(changed))
-    assert odd in row(shown, "base")
-    assert odd in row(shown, "device")
-
-
-def test_a_download_is_announced(prepared: Prepared) -> None:
-    assert "to download" not in text(plan_text(prepared))
-    facts = replace(prepared.facts, layout=None)
-    assert "to download" in row(text(plan_text(replace(prepared, facts=facts))), "base")
-
-
-def test_the_machine_readable_plan_says_the_same(prepared: Prepared) -> None:
-    plan = plan_json(prepared)
-    assert plan["settings"]["train.steps"]["value"] == 12
-    assert plan["time"]["steps"] == 12
-    assert plan["memory"]["peak_bytes"] == prepared.plan.memory.peak_bytes
-    assert [item["name"] for item in plan["memory"]["items"]] == [
-        item.name for item in prepared.plan.memory.items
+    assert {plan[key]["origin"] for key in shown - headlines} == {"command line", "preset cpu"}
+    assert f"{len(setting_keys()) - len(shown)} more settings: --all" in [
+        line.rstrip() for line in lines
     ]
 
 
-def test_remarks_end_the_plan(prepared: Prepared) -> None:
-    assert plan_json(prepared)["remarks"] == []
-    changed = replace(prepared, facts=replace(prepared.facts, distilled=True, source=ODD))
-    (remark,) = plan_json(changed)["remarks"]
-    assert remark["kind"] == "distilled" and remark["advice"]
-    last = text(plan_text(changed)).splitlines()[-1]
-    assert last == f"warning: {remark['what']}. {remark['advice']}" and ODD in last
+def test_a_plan_shows_time_length_and_every_item_of_the_peak(place: Toy, said: Said) -> None:
+    shown = said("plan", *twelve_steps(place))
+    plan = json.loads(said("plan", *twelve_steps(place, "--json")))
+    items = plan["memory"]["items"]
+    assert all(row(shown, item["name"]) for item in items)
+    assert row(shown, "predicted peak: ").rstrip().endswith(f"while {plan['memory']['phase']}")
+    assert sum(item["bytes"] for item in items) == plan["memory"]["peak_bytes"]
+    assert "6 images trained, 0 held out" in row(shown, "data")
+    assert "12 steps of 8 = 16.0 epochs" in row(shown, "length")
+    time = plan["time"]
+    low, high = time["seconds_per_step"]
+    assert 12 * low < time["run_s"][0] < time["run_s"][1] and time["run_s"][1] > 12 * high
+    assert sum(pair[0] for pair in time["parts_s"].values()) == pytest.approx(time["run_s"][0])
+    assert "about" in row(shown, "time") and "s a step" in row(shown, "time")
+    assert time["more"].startswith("--priority quality: ") and ", 12 steps, " in time["more"]
+    assert time["more"] in row(shown, "more time")
+    best = said("plan", *twelve_steps(place, "--priority", "quality"))
+    assert "more time" not in best, "nothing is better than that"
 
 
-def test_check_shows_score_buckets_and_every_finding(prepared: Prepared) -> None:
-    finding = Finding(
-        kind="odd", severity="warning", file=f"{ODD}.png", what="is odd", advice="look at it"
-    )
-    whole = replace(finding, file=None, what="the dataset is odd")
-    report = replace(prepared.report, findings=(finding, whole))
-    shown = text(check_text(report))
-    assert f"{report.score:.2f} of 1" in shown
-    assert all(f"{name} x{count}" in shown for name, count in report.buckets.items())
-    assert f"warning: {ODD}.png: is odd. look at it" in shown
-    assert "warning: the dataset is odd. look at it" in shown
-    assert "no findings" not in shown
-    assert "no findings" in text(check_text(replace(report, findings=())))
+def test_a_plan_ends_with_its_remarks_and_announces_a_download(place: Toy, said: Said) -> None:
+    asked = (place.dataset, "--vram", "24", "--base", "black-forest-labs/FLUX.1-schnell")
+    shown, plan = said("plan", *asked), json.loads(said("plan", *asked, "--json"))
+    remarks = plan["remarks"]
+    assert "distilled" in [remark["kind"] for remark in remarks]
+    assert all(f": {one['what']}. {one['advice']}" in shown for one in remarks)
+    last = shown.splitlines()[-len(remarks) :]
+    assert all(line.startswith(("warning: ", "note: ")) for line in last)
+    assert "to download" in row(shown, "base")
+    assert "to download" not in said("plan", *twelve_steps(place))
 
 
-def test_presets_shows_every_cell() -> None:
-    shown = text(presets_text()).splitlines()[1:]
-    expected = [
+def test_a_base_with_brackets_in_its_name_is_shown_as_it_is(
+    place: Toy, said: Said, tmp_path: Path
+) -> None:
+    base = shutil.copytree(base_of("sd15"), tmp_path / ODD)
+    assert ODD in row(said("plan", *twelve_steps(place), "--base", base), "base")
+
+
+def test_check_shows_score_buckets_and_every_finding(
+    place: Toy, said: Said, tmp_path: Path
+) -> None:
+    small = (toy(tmp_path, sizes=SQUARES_PX).dataset, "--set", "data.resolution=40")
+    report, shown = json.loads(said("check", *small, "--json")), said("check", *small)
+    assert report["findings"] == [] and "no findings" in shown
+    assert f"{report['score']:.2f} of 1" in row(shown, "score")
+    assert all(f"{name} x{count}" in shown for name, count in report["buckets"].items())
+    odd = shutil.copytree(place.dataset, tmp_path / "odd")
+    Image.new("RGB", (9, 9), "red").save(odd / f"{ODD}.png")
+    findings = json.loads(said("check", odd, "--json"))["findings"]
+    shown = said("check", odd)
+    assert ODD in shown and "no findings" not in shown
+    for one in findings:
+        where = f"{one['file']}: " if one["file"] else ""
+        assert f"{one['severity']}: {where}{one['what']}. {one['advice']}" in shown
+
+
+def test_presets_shows_every_cell(said: Said) -> None:
+    shown = said("presets").splitlines()[1:]
+    cells = [
         [family, tier, priority]
         for family in preset_families()
         for tier in TIERS
         for priority in PRIORITIES
     ]
-    assert [line.split()[:3] for line in shown] == expected
+    rows = [line.split() for line in shown]
+    assert [words[:3] for words in rows if words[:1] and words[0] in preset_families()] == cells
     assert all("=" in line or "unsupported: " in line for line in shown)
 
 
-def test_inspect_shows_what_the_file_says_and_its_problems() -> None:
-    inspection = Inspection(
-        family="sd15",
-        format="kohya",
-        rank=Spread(low=4, high=8),
-        alpha=None,
-        modules=12,
-        metadata={"title": ODD, "long": "x" * 101, "fits": "y" * 100},
-        problems=(Problem(kind="k", severity="warning", what=f"bad {ODD}", advice="do"),),
-    )
-    shown = text(inspect_text(inspection))
-    assert ODD in row(shown, "title")
+def write_lora(file: Path, ranks: list[int], **header: str) -> Path:
+    """Write a LoRA of FLUX.1 whose block n changes its layer by a matrix of norm n + 1."""
+    tensors = {}
+    for number, rank in enumerate(ranks):
+        name = f"transformer.transformer_blocks.{number}.attn.to_q.lora"
+        down, up = np.zeros((rank, 3072), np.float32), np.zeros((3072, rank), np.float32)
+        down[0, 0], up[0, 0] = 1, number + 1
+        tensors |= {f"{name}_A.weight": down, f"{name}_B.weight": up}
+    save_file(tensors, file, metadata=header)
+    return file
+
+
+def test_inspect_shows_the_file_its_header_and_the_blocks_that_change_most(
+    said: Said, tmp_path: Path
+) -> None:
+    file = write_lora(tmp_path / "a.safetensors", [4] * 14 + [8], title=ODD, long="x" * 101)
+    report, shown = json.loads(said("inspect", file, "--json")), said("inspect", file)
+    assert row(shown, "kind").split() == ["kind", "lora"]
+    assert row(shown, "rank").split() == ["rank", "4", "to", "8"]
+    assert row(shown, "modules").split() == ["modules", "15"]
+    assert row(shown, "title").split(None, 1)[1].rstrip() == ODD
     assert row(shown, "long").split()[1] == "x" * 97 + "..."
-    assert row(shown, "fits").split()[1] == "y" * 100
-    assert "12" in row(shown, "modules")
-    assert f"bad {ODD}" in shown
-
-
-def test_a_problem_of_a_file_reads_as_a_sentence() -> None:
-    inspection = Inspection(
-        family="sd15",
-        format="kohya",
-        rank=Spread(low=4, high=4),
-        alpha=None,
-        modules=1,
-        metadata={},
-        problems=(Problem(kind="k", severity="warning", what="no alpha", advice="add it"),),
-    )
-    shown = text(inspect_text(inspection))
-    assert "no alpha" in shown
-    assert "add it" in shown
-    assert "{" not in shown, "a Python value is no sentence"
-
-
-def test_inspect_shows_the_blocks_that_change_most() -> None:
-    norms = {f"up_blocks.{number}": float(number) for number in range(1, 16)}
-    inspection = Inspection(
-        family="sdxl",
-        format="comfyui",
-        rank=None,
-        alpha=Spread(low=0.5, high=0.5),
-        modules=15,
-        metadata={},
-        problems=(),
-        kinds=("loha", "oft"),
-        norms=norms,
-    )
-    shown = text(inspect_text(inspection))
-    assert "loha, oft" in row(shown, "kind")
-    assert row(shown, "rank").split()[1:] == ["not", "stated"]
-    assert row(shown, "alpha").split()[1] == "0.5"
-    whole = sum(norm**2 for norm in norms.values())
-    table = [line.split() for line in shown.splitlines() if line.startswith("up_blocks")]
-    assert table == [
-        [f"up_blocks.{number}", f"{number}", f"{number**2 / whole:.1%}"]
-        for number in range(15, 3, -1)
+    whole = sum(number**2 for number in range(1, 16))
+    blocks = [line.split() for line in shown.splitlines() if "_blocks." in line[:20]]
+    assert [words[1:] for words in blocks] == [
+        [f"{number}", f"{number**2 / whole:.1%}"] for number in range(15, 3, -1)
     ]
     assert "and 3 blocks with norms up to 3" in shown
-    assert "block " not in text(inspect_text(replace(inspection, norms={})))
-
-
-def test_doctor_gives_scripts_every_fact_with_its_reason(prepared: Prepared) -> None:
-    """Its sentences for people are in tests/test_doctor.py."""
-    found = doctor_json(prepared.hardware)
-    assert found["accelerator"] == prepared.hardware.accelerator().reason
-    for name, reason in prepared.hardware.reasons.items():
-        assert found[name].keys() == {"value", "reason"}
-        assert found[name]["reason"] == reason
-
-
-def test_no_output_of_these_needs_a_terminal(prepared: Prepared, tmp_path: Path) -> None:
-    assert "\x1b" not in text(plan_text(prepared)) + text(check_text(prepared.report))
+    assert report["problems"], "a file of so few layers"
+    for problem in report["problems"]:
+        assert f"{problem['severity']}: {problem['what']}. {problem['advice']}" in shown

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from signal import SIGINT
 from typing import Annotated, Any, Literal, TextIO
@@ -29,52 +29,63 @@ from lora_trainer.run.stop import StopFlag
 _NAMES = ", ".join(model.name for model in KNOWN)
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CaptionOptions:
+    """The options of `caption` that say which captions are written, by the names of `CaptionRequest`."""
+
+    model: Annotated[
+        str, Parameter(help=f"{_NAMES}; or the folder or Hub id of a model of the same kinds")
+    ] = DEFAULT
+    overwrite: Annotated[
+        bool,
+        Parameter(negative="", help="replace existing captions too; --undo restores the old ones"),
+    ] = False
+    images: Annotated[
+        list[str],
+        Parameter(negative="", consume_multiple=True, help="only these images of the dataset"),
+    ] = field(default_factory=list)
+    output: Annotated[
+        Path | None, Parameter(help="folder for the captions [default: beside the images]")
+    ] = None
+    prefix: Annotated[str, Parameter(help="words before each caption, as typed")] = ""
+    suffix: Annotated[
+        str, Parameter(help="words after each caption, as typed; include a comma if you want one")
+    ] = ""
+    trigger: Annotated[
+        str | None, Parameter(help="word to put first in captions that do not contain it")
+    ] = None
+    prompt: Annotated[
+        str | None,
+        Parameter(help="instruction for models that take one [default: describe in two sentences]"),
+    ] = None
+    max_tokens: Annotated[
+        int | None, Parameter(help="longest caption, in tokens [default: 150]")
+    ] = None
+    threshold: Annotated[
+        float | None, Parameter(help="for taggers: lowest probability of a tag [default: 0.35]")
+    ] = None
+    character_threshold: Annotated[
+        float | None,
+        Parameter(help="for taggers: lowest probability of a character's name [default: 0.85]"),
+    ] = None
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], Parameter(help="device that runs the model")
+    ] = "auto"
+
+
+CAPTIONED = CaptionOptions()
+
+
 def caption(
     dataset: Path,
     /,
     *,
-    model: Annotated[
-        str, Parameter(help=f"{_NAMES}; or the folder or Hub id of a model of the same kinds")
-    ] = DEFAULT,
-    overwrite: Annotated[
-        bool,
-        Parameter(negative="", help="replace existing captions too; --undo restores the old ones"),
-    ] = False,
+    options: CaptionOptions = CAPTIONED,
     only_missing: Annotated[
         bool,
         Parameter(negative="", help="keep existing captions [this is the default]"),
     ] = False,
-    images: Annotated[
-        list[str],
-        Parameter(negative="", consume_multiple=True, help="only these images of the dataset"),
-    ] = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
-    output: Annotated[
-        Path | None, Parameter(help="folder for the captions [default: beside the images]")
-    ] = None,
-    prefix: Annotated[str, Parameter(help="words before each caption, as typed")] = "",
-    suffix: Annotated[
-        str, Parameter(help="words after each caption, as typed; include a comma if you want one")
-    ] = "",
-    trigger: Annotated[
-        str | None, Parameter(help="word to put first in captions that do not contain it")
-    ] = None,
-    prompt: Annotated[
-        str | None,
-        Parameter(help="instruction for models that take one [default: describe in two sentences]"),
-    ] = None,
-    max_tokens: Annotated[
-        int | None, Parameter(help="longest caption, in tokens [default: 150]")
-    ] = None,
-    threshold: Annotated[
-        float | None, Parameter(help="for taggers: lowest probability of a tag [default: 0.35]")
-    ] = None,
-    character_threshold: Annotated[
-        float | None,
-        Parameter(help="for taggers: lowest probability of a character's name [default: 0.85]"),
-    ] = None,
-    device: Annotated[
-        Literal["auto", "cuda", "cpu"], Parameter(help="device that runs the model")
-    ] = "auto",
     undo: Annotated[
         bool, Parameter(negative="", help="undo the captions of the last call, and stop")
     ] = False,
@@ -84,29 +95,15 @@ def caption(
     json: Annotated[bool, Parameter(negative="", help="print one JSON object per line")] = False,
 ) -> None:
     """Let a model caption each image of DATASET that has no caption, as NAME.txt beside the image."""
-    if overwrite and only_missing:
+    if options.overwrite and only_missing:
         raise RequestError(
             "--overwrite and --only-missing contradict each other", fix="give one of them"
         )
     teller = ProgressPrinter(as_json=json)
     if undo:
-        teller.undone(take_back(output or dataset))
+        teller.undone(take_back(options.output or dataset))
         return
-    request = CaptionRequest(
-        dataset=dataset,
-        model=model,
-        overwrite=overwrite,
-        images=tuple(images),
-        output=output,
-        prefix=prefix,
-        suffix=suffix,
-        trigger=trigger,
-        prompt=prompt,
-        max_tokens=max_tokens,
-        threshold=threshold,
-        character_threshold=character_threshold,
-        device=device,
-    )
+    request = CaptionRequest(dataset=dataset, **{**vars(options), "images": tuple(options.images)})
     if dry_run:
         teller.planned(*look(request))
         return
@@ -158,15 +155,14 @@ class ProgressPrinter:
         names = [target.name for target in chosen.targets]
         if self._as_json:
             catalogued = captioner.catalogued
+            facts = ("licence", "download_gb", "memory_gib")
             self._row(
                 {
                     "event": "plan",
                     "model": captioner.source,
                     "writes": captioner.writes,
                     "on_this_machine": captioner.folder is not None,
-                    "licence": None if catalogued is None else catalogued.licence,
-                    "download_gb": None if catalogued is None else catalogued.download_gb,
-                    "memory_gib": None if catalogued is None else catalogued.memory_gib,
+                    **{name: getattr(catalogued, name, None) for name in facts},
                     "pictures": names,
                     "captioned": chosen.captioned,
                     "refused": [

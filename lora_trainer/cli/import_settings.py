@@ -35,7 +35,5 @@ def import_settings(
     if output is not None:
         write_atomic(output, writers[output.suffix.lower()](imported).encode())
     if json:
-        return Reply(value=imported.to_json(), as_json=True)
-    if output is None:
-        return Reply(value=settings_toml(imported), as_json=False)
-    return Reply(value=f"{report(imported)}\nwrote {output}", as_json=False)
+        return imported.to_json()
+    return settings_toml(imported) if output is None else f"{report(imported)}\nwrote {output}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = 
     from lora_trainer.run.prepare import Request, examine
 
     examined = examine(Request(dataset=dataset, overrides=overrides(set_, base=base)))
-    return Reply(value=examined.to_json() if json else check_text(examined.report), as_json=json)
+    return examined.to_json() if json else check_text(examined.report)
 
 
 def inspect(file: Path, /, *, json: Json = False) -> Reply:
@@ -31,14 +32,14 @@ def inspect(file: Path, /, *, json: Json = False) -> Reply:
     from lora_trainer.run.answers import inspect_text
 
     inspection = inspect_file(file)
-    return Reply(value=inspection.to_json() if json else inspect_text(inspection), as_json=json)
+    return inspection.to_json() if json else inspect_text(inspection)
 
 
 def presets() -> Reply:
     """List the presets: the settings of each hardware tier and priority."""
     from lora_trainer.run.answers import presets_text
 
-    return Reply(value=presets_text(), as_json=False)
+    return presets_text()
 
 
 def doctor(
@@ -65,8 +66,7 @@ def doctor(
         from lora_trainer.cache.lease import clear
 
         result = clear(cache_in(build_config(overrides(set_))))
-        cleared = {"folder": str(result.folder), "files": result.files, "bytes": result.bytes}
-        return Reply(value=cleared if json else cleared_text(result), as_json=json)
+        return {**asdict(result), "folder": str(result.folder)} if json else cleared_text(result)
     if set_ and not fix:
         raise RequestError(
             "--set has no effect without --clear-cache or --fix", fix="leave --set out, or add one"
@@ -81,10 +81,8 @@ def doctor(
     machine_checks = checks(hardware, cache=cache.root, environment=os.environ)
     if json:
         report = {**doctor_json(hardware), "checks": checks_json(machine_checks)}
-        return Reply(
-            value={**report, "repairs": checks_json(repairs)} if fix else report, as_json=True
-        )
-    return Reply(value=doctor_text([*machine_checks, *repairs]), as_json=False)
+        return {**report, "repairs": checks_json(repairs)} if fix else report
+    return doctor_text([*machine_checks, *repairs])
 
 
 def gui(

@@ -10,13 +10,12 @@ import io
 import json
 import os
 import sys
-from typing import Any
 
 from cyclopts import App, CycloptsError
 
 from lora_trainer import __version__
 from lora_trainer.cli.options import Reply, console
-from lora_trainer.cli.table import COMMANDS
+from lora_trainer.cli.table import COMMANDS, help_line
 from lora_trainer.cli.train_dataset import train
 from lora_trainer.common.errors import LoraTrainError, RequestError, exit_code
 from lora_trainer.common.redaction import without_secrets
@@ -38,8 +37,8 @@ app = App(
 out, err = console(), console(stderr=True)
 
 app.default(train)
-for name, command in COMMANDS.items():
-    app.command(command.where, name=name, help=command.does)
+for name, function in COMMANDS.items():
+    app.command(f"lora_trainer.cli.{function}", name=name, help=help_line(name))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,8 +61,7 @@ def run(arguments: list[str] | None = None) -> int:
         answer = app(
             arguments, exit_on_error=False, print_error=False, console=out, error_console=err
         )
-        if isinstance(answer, Reply):
-            _print(answer.value, as_json=answer.as_json)
+        _print(answer)
     except (CycloptsError, LoraTrainError) as error:
         return _told(error)
     except UnicodeEncodeError as error:  # a name written in a settings file
@@ -84,11 +82,11 @@ def _told(error: CycloptsError | LoraTrainError) -> int:
     return exit_code(error) if isinstance(error, LoraTrainError) else RequestError.exit_code
 
 
-def _print(value: Any, *, as_json: bool) -> None:
-    if as_json:
-        sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-    else:
-        out.print(value, highlight=False)
+def _print(answer: Reply) -> None:
+    if isinstance(answer, dict | list):
+        sys.stdout.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
+    elif answer is not None:
+        out.print(answer, highlight=False)
 
 
 def _refuse_undecodable(arguments: list[str]) -> None:

@@ -1,9 +1,4 @@
-"""`lora-train sample` and `validate`: images from a finished LoRA, and its score.
-
-Output of `validate` for people: the score, its parts and notes.
-
-The commands `sample` and `validate`: images from a finished LoRA, and its score.
-"""
+"""The commands `sample` and `validate`: images from a finished LoRA, and its score."""
 
 from __future__ import annotations
 
@@ -18,6 +13,11 @@ from rich.text import Text
 from lora_trainer.cli.options import Json, Reply, Sets, console, overrides
 from lora_trainer.common.quiet import quiet_libraries
 from lora_trainer.reporting.score import WEIGHTS, Validation
+
+Run = Annotated[Path, Parameter(help="a run folder or an adapter file")]
+TrainedOn = Annotated[
+    str | None, Parameter(help="base model to use [default: the one it was trained on]")
+]
 
 
 def validation_text(validation: Validation) -> RenderableType:
@@ -37,13 +37,11 @@ def validation_text(validation: Validation) -> RenderableType:
 
 
 def sample(
-    run: Annotated[Path, Parameter(help="a run folder or an adapter file")],
+    run: Run,
     /,
     *,
     prompt: Annotated[list[str], Parameter(negative="", help="prompt of an image, repeatable")],
-    base: Annotated[
-        str | None, Parameter(help="base model to use [default: the one it was trained on]")
-    ] = None,
+    base: TrainedOn = None,
     output: Annotated[Path, Parameter(help="folder for the images")] = Path("samples"),
     seed: Annotated[int, Parameter(help="seed of the first image")] = 1234,
     strength: Annotated[
@@ -63,13 +61,11 @@ def sample(
 
 
 def validate(
-    run: Annotated[Path, Parameter(help="a run folder or an adapter file")],
+    run: Run,
     dataset: Annotated[Path, Parameter(help="the images it was trained on")],
     /,
     *,
-    base: Annotated[
-        str | None, Parameter(help="base model to use [default: the one it was trained on]")
-    ] = None,
+    base: TrainedOn = None,
     clip: Annotated[
         str | None,
         Parameter(
@@ -84,13 +80,9 @@ def validate(
     from lora_trainer import api
     from lora_trainer.reporting.console import ConsoleListener
 
+    settings = overrides(set_)
     with ConsoleListener(console(stderr=True)) as listener:
         validation = api.validate(
-            run,
-            dataset,
-            base=base,
-            clip=clip,
-            settings=overrides(set_),
-            listeners=(listener,),
+            run, dataset, base=base, clip=clip, settings=settings, listeners=(listener,)
         )
-    return Reply(value=validation.to_json() if json else validation_text(validation), as_json=json)
+    return validation.to_json() if json else validation_text(validation)

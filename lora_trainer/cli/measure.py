@@ -1,11 +1,4 @@
-"""`lora-train profile` and `bench`: short trainings measured, and how the results are shown.
-
-Output of `bench` and `profile` as tables for people.
-
-Functions take finished results and return rich renderables; nothing is computed here.
-
-The commands `profile` and `bench`: measure short trainings.
-"""
+"""The commands `profile` and `bench`: measure short trainings, and show the results as tables for people."""
 
 from __future__ import annotations
 
@@ -18,17 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.cli.options import (
-    Base,
-    ConfigFile,
-    Json,
-    Preset,
-    Priorities,
-    Reply,
-    Sets,
-    console,
-    overrides,
-)
+from lora_trainer.cli.options import PLANNED, Json, PlanOptions, Reply, console
 from lora_trainer.common.dist_env import read_dist_env
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.quiet import quiet_libraries
@@ -39,20 +22,14 @@ if TYPE_CHECKING:
     from lora_trainer.measuring.profile import Profiled
 
 _SHOWN_OPERATIONS = 10
+_BENCH_COLUMNS = "s a step", "images/s", "against planned", "peak", "predicted", "cached images/s"
 
 
 def bench_table(rows: Sequence[BenchRow]) -> RenderableType:
     """Return the table of a bench, one row per training; failed trainings are listed below it."""
     table = Table(box=None, pad_edge=False)
     table.add_column("setting", no_wrap=True)
-    for title in (
-        "s a step",
-        "images/s",
-        "against planned",
-        "peak",
-        "predicted",
-        "cached images/s",
-    ):
+    for title in _BENCH_COLUMNS:
         table.add_column(title, justify="right")
     planned = rows[0].images_per_s if rows else None
     for row in rows:
@@ -98,11 +75,7 @@ def profile(
     dataset: Path,
     /,
     *,
-    preset: Preset = "auto",
-    priority: Priorities = "balanced",
-    base: Base = None,
-    config: ConfigFile = None,
-    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    options: PlanOptions = PLANNED,
     steps: Annotated[int, Parameter(help="optimizer steps to profile")] = 10,
     output: Annotated[Path, Parameter(help="folder for the run folder with the trace")] = Path(
         "runs"
@@ -116,32 +89,20 @@ def profile(
             fix="start it without the launcher",
         )
     quiet_libraries()
-    from lora_trainer.config.layers import read_config_file
     from lora_trainer.measuring.profile import profile_run
     from lora_trainer.reporting.console import ConsoleListener
-    from lora_trainer.run.prepare import Request
 
-    request = Request(
-        dataset=dataset,
-        preset=preset,
-        priority=priority,
-        settings_file=read_config_file(config),
-        overrides=overrides(set_, base=base),
-    )
+    request = options.request(dataset)
     with ConsoleListener(console(stderr=True)) as listener:
         profiled = profile_run(request, steps=steps, output=output, listeners=(listener,))
-    return Reply(value=profiled.to_json() if json else profile_text(profiled), as_json=json)
+    return profiled.to_json() if json else profile_text(profiled)
 
 
 def bench(
     dataset: Path,
     /,
     *,
-    preset: Preset = "auto",
-    priority: Priorities = "balanced",
-    base: Base = None,
-    config: ConfigFile = None,
-    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    options: PlanOptions = PLANNED,
     steps: Annotated[int, Parameter(help="optimizer steps of each training, after a warm-up")] = 8,
     only: Annotated[
         list[str], Parameter(negative="", help="setting to vary, repeatable [default: all]")
@@ -149,23 +110,14 @@ def bench(
     json: Json = False,
 ) -> Reply:
     """Measure short trainings that differ in one setting each: batch sizes, kernels, resolutions."""
-    from lora_trainer.config.layers import read_config_file
     from lora_trainer.measuring.bench import bench
-    from lora_trainer.run.prepare import Request
 
-    request = Request(
-        dataset=dataset,
-        preset=preset,
-        priority=priority,
-        settings_file=read_config_file(config),
-        overrides=overrides(set_, base=base),
-    )
     rows = bench(
-        request,
+        options.request(dataset),
         steps=steps,
         only=only,
         on_start=lambda variant, count: console(stderr=True).print(
             f"measuring {variant.name} (of {count})", style="dim", highlight=False
         ),
     )
-    return Reply(value=[row.to_json() for row in rows] if json else bench_table(rows), as_json=json)
+    return [row.to_json() for row in rows] if json else bench_table(rows)

@@ -1,22 +1,27 @@
-"""Options that several commands share, the settings typed on the command line, and a command's answer.
+"""Options that several commands share, and the settings typed on the command line.
 
-Inputs: words of the command line. Outputs: settings by key, and answers that `cli` prints. `--help` imports
+Inputs: words of the command line. Outputs: settings by key, and requests for a plan. `--help` imports
 this module, so it imports nothing slow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.choices import Concept, Priority
 
+if TYPE_CHECKING:
+    from lora_trainer.run.prepare import Request
+
+Reply = RenderableType | dict[str, Any] | list[dict[str, Any]] | None
+"""The answer of a command: text or a rich renderable, or a dict or list that is printed as JSON."""
 Sets = Annotated[
     list[str], Parameter(name="--set", negative="", help="section.key=value, repeatable")
 ]
@@ -27,29 +32,55 @@ Base = Annotated[
         "[default: by hardware]"
     ),
 ]
-Preset = Annotated[
-    str, Parameter(help="auto, a tier such as 10-12, or a settings file (JSON, TOML)")
-]
-Priorities = Annotated[
-    Priority, Parameter(help="what to prefer if not everything fits: quality, speed or a balance")
-]
 Kind = Annotated[
     Concept | None,
     Parameter(help="kind of concept the images show; decides some presets [default: any]"),
 ]
-ConfigFile = Annotated[
-    Path | None,
-    Parameter(name="--config", help="settings file (JSON, TOML) that overrides the preset"),
-]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="machine-readable output")]
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Reply:
-    """The answer of a command: text or a rich renderable, or the value to print as JSON."""
+class PlanOptions:
+    """The options by which a training is planned; `settings` are those typed, by key."""
 
-    value: Any
-    as_json: bool
+    preset: Annotated[
+        str, Parameter(help="auto, a tier such as 10-12, or a settings file (JSON, TOML)")
+    ] = "auto"
+    priority: Annotated[
+        Priority,
+        Parameter(help="what to prefer if not everything fits: quality, speed or a balance"),
+    ] = "balanced"
+    base: Base = None
+    config: Annotated[
+        Path | None, Parameter(help="settings file (JSON, TOML) that overrides the preset")
+    ] = None
+    set_: Sets = field(default_factory=list)
+
+    def keywords(self, **flags: Any) -> dict[str, Any]:
+        """Return the arguments of `api.plan` and `api.train`; `flags` are short names of settings."""
+        return {
+            "preset": self.preset,
+            "priority": self.priority,
+            "config_file": self.config,
+            "settings": overrides(self.set_, base=self.base, **flags),
+        }
+
+    def request(self, dataset: Path) -> Request:
+        """Return the request for a plan; raises RequestError."""
+        from lora_trainer.config.layers import read_config_file
+        from lora_trainer.run.prepare import Request
+
+        return Request(
+            dataset=dataset,
+            preset=self.preset,
+            priority=self.priority,
+            settings_file=read_config_file(self.config),
+            overrides=overrides(self.set_, base=self.base),
+        )
+
+
+PLANNED = PlanOptions()
 
 
 def console(*, stderr: bool = False) -> Console:

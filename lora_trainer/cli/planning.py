@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from lora_trainer.cli.options import (
-    Base,
-    ConfigFile,
-    Json,
-    Kind,
-    Preset,
-    Priorities,
-    Reply,
-    Sets,
-    overrides,
-)
+from lora_trainer.cli.options import PLANNED, Json, Kind, PlanOptions, Reply
 from lora_trainer.common.errors import RequestError
-
-if TYPE_CHECKING:
-    from lora_trainer.api import TrainingPlan
-
-Vram = Annotated[
-    float | None, Parameter(name="--vram", help="plan for a GPU with this many GiB of memory")
-]
 
 
 def plan(
     dataset: Path,
     /,
     *,
-    preset: Preset = "auto",
-    priority: Priorities = "balanced",
-    base: Base = None,
+    options: PlanOptions = PLANNED,
     kind: Kind = None,
-    config: ConfigFile = None,
-    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
-    vram: Vram = None,
+    vram: Annotated[
+        float | None, Parameter(help="plan for a GPU with this many GiB of memory")
+    ] = None,
     processes: Annotated[int, Parameter(help="plan for so many processes, one GPU each")] = 1,
     all_: Annotated[bool, Parameter(name="--all", negative="", help="show every setting")] = False,
     json: Json = False,
@@ -54,22 +35,8 @@ def plan(
             fix="give a GPU's memory in GiB, up to 1024, such as --vram 12",
         )
     from lora_trainer import api
-
-    result = api.plan(
-        dataset,
-        preset=preset,
-        priority=priority,
-        config_file=config,
-        settings=overrides(set_, base=base, kind=kind),
-        vram_gib=vram,
-        processes=processes,
-    )
-    return Reply(value=result.to_json(), as_json=True) if json else planned(result, everything=all_)
-
-
-def planned(result: TrainingPlan, *, everything: bool = False) -> Reply:
-    """Return the plan of a training for people."""
     from lora_trainer.run.plan_text import plan_text
 
-    text = plan_text(result.prepared, result.longer, everything=everything)
-    return Reply(value=text, as_json=False)
+    keywords = options.keywords(kind=kind)
+    result = api.plan(dataset, **keywords, vram_gib=vram, processes=processes)
+    return result.to_json() if json else plan_text(result.prepared, result.longer, everything=all_)

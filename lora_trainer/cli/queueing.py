@@ -1,5 +1,6 @@
-"""The commands of the training queue: `lora-train queue add|list|move|remove|run`.
+"""Queue trainings, which then run one after another on each GPU.
 
+The commands of the training queue: `lora-train queue add|list|move|remove|run`.
 Inputs: the words of a training's command. Outputs: an item in the queue of a runs folder, and its state as
 text or JSON. Nothing here trains or imports torch.
 """
@@ -26,14 +27,14 @@ from lora_trainer.run.plan_text import add_row
 from lora_trainer.run.stop import StopFlag, taking_signals
 
 Training = Mapping[str, Any]
-"""The parsed arguments of a training's command, by their names in `commands.training.train`."""
+"""The parsed arguments of a training's command, by their names in `train_dataset.train`."""
 
 Runs = Annotated[
     Path | None, Parameter(help="folder of the run folders and their queue [default: runs]")
 ]
 
 
-app = App(name="queue", help="Queue trainings, which then run one after another on each GPU.")
+app = App(name="queue", help=__doc__.partition("\n")[0])
 
 
 @app.command
@@ -51,7 +52,7 @@ def add(
     item = commands.add(folder, argv, label=label or _name(training))
     # The worker is a process of its own: the queue goes on after this terminal is closed.
     commands.ensure_worker(folder)
-    return Reply(value=item.id, as_json=False)
+    return item.id
 
 
 @app.command(name="list")
@@ -61,8 +62,8 @@ def list_items(*, runs: Runs = None, json: Json = False) -> Reply:
     commands.settle(folder)
     items = commands.items(folder)
     if json:
-        return Reply(value=[asdict(item) for item in items], as_json=True)
-    return Reply(value=_listing(items, worker=commands.worker_pid(folder)), as_json=False)
+        return [asdict(item) for item in items]
+    return _listing(items, worker=commands.worker_pid(folder))
 
 
 @app.command

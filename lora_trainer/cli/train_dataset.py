@@ -14,17 +14,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from lora_trainer.cli.options import (
-    Base,
-    ConfigFile,
-    Kind,
-    Preset,
-    Priorities,
-    Reply,
-    Sets,
-    console,
-    overrides,
-)
+from lora_trainer.cli.options import PLANNED, Kind, PlanOptions, Reply, console
 from lora_trainer.cli.table import COMMANDS
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.gc_control import made_to_stay
@@ -34,9 +24,7 @@ def train(
     dataset: Path,
     /,
     *,
-    preset: Preset = "auto",
-    priority: Priorities = "balanced",
-    base: Base = None,
+    options: PlanOptions = PLANNED,
     kind: Kind = None,
     output: Annotated[Path | None, Parameter(help="folder for run folders [default: runs]")] = None,
     name: Annotated[
@@ -46,8 +34,6 @@ def train(
         int | None, Parameter(help="optimizer steps [default: by the number of images]")
     ] = None,
     seed: Annotated[int | None, Parameter(help="seed of all random numbers [default: 42]")] = None,
-    config: ConfigFile = None,
-    set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     resume: Annotated[
         bool,
         Parameter(
@@ -59,17 +45,16 @@ def train(
         bool, Parameter(negative="", help="print the plan of the training and stop")
     ] = False,
     strict: Annotated[bool, Parameter(negative="", help="refuse a dataset with warnings")] = False,
-) -> Reply | None:
+) -> Reply:
     """Train a LoRA on the images in DATASET; the result is runs/NAME/NAME.safetensors and report.html."""
-    typed = overrides(set_, base=base, output=output, name=name, steps=steps, seed=seed, kind=kind)
+    keywords = options.keywords(output=output, name=name, steps=steps, seed=seed, kind=kind)
     from lora_trainer import api
 
     if dry_run:
-        from lora_trainer.cli.planning import planned
+        from lora_trainer.run.plan_text import plan_text
 
-        return planned(
-            api.plan(dataset, preset=preset, priority=priority, config_file=config, settings=typed)
-        )
+        plan = api.plan(dataset, **keywords)
+        return plan_text(plan.prepared, plan.longer)
     with made_to_stay():
         from lora_trainer.queue.items import download_listeners
         from lora_trainer.reporting.console import ConsoleListener
@@ -77,10 +62,7 @@ def train(
     with ConsoleListener(console()) as listener:
         api.train(
             dataset,
-            preset=preset,
-            priority=priority,
-            config_file=config,
-            settings=typed,
+            **keywords,
             resume=resume,
             resume_from=resume_from,
             strict=strict,
@@ -108,10 +90,8 @@ def read(words: Sequence[str]) -> Mapping[str, Any]:
     arguments = bound.arguments
     if command is not train or arguments.get("dry_run"):
         raise no_training
-    flags = {
-        name: arguments.get(name) for name in ("base", "output", "name", "steps", "seed", "kind")
-    }
-    assigned = overrides(arguments.get("set_", []), **flags)
+    flags = {name: arguments.get(name) for name in ("output", "name", "steps", "seed", "kind")}
+    assigned = arguments.get("options", PLANNED).keywords(**flags)["settings"]
     check_keys(assigned)
     refuse_secrets(assigned)  # the words are stored in the queue's file in plain text
     return {**arguments, "output": assigned.get("output.folder")}

@@ -41,7 +41,7 @@ from lora_trainer.reporting.score import (
     strength_part,
 )
 from lora_trainer.run.device import pinning
-from lora_trainer.run.final_scores import Found, measure_weights
+from lora_trainer.run.final_scores import measure_weights
 
 STRENGTHS = (0.0, 0.5, 1.0, 1.5)
 SAMPLES = 8
@@ -81,7 +81,8 @@ def validate(
     unrelated = _unrelated(plan.config.data.triggers, records)
     with pinning(plan, events):
         scene = build_evaluation(subject, plan, prompts=(*prompts, *unrelated), events=events)
-        findings = Found(notes=list(_notes(subject, scene, features)))
+        notes = list(_notes(subject, scene, features))
+        findings = Validation(file=subject.file.name, notes=notes)
         measure_weights(scene.weights, findings)
         if scene.weights.finite:
             _measure_losses(subject, scene, findings)
@@ -92,11 +93,10 @@ def validate(
         else:
             why = "the adapter holds NaN or infinity"
             findings.left_out |= dict.fromkeys(WEIGHTS.keys() - {"weights"}, why)
-    result = findings.result(subject.file.name)
     if subject.run is not None:
-        write_atomic(subject.run / VALIDATION_FILE, json_bytes(result.to_json()), durable=False)
+        write_atomic(subject.run / VALIDATION_FILE, json_bytes(findings.to_json()), durable=False)
         write_report(subject.run)
-    return result
+    return findings
 
 
 def _notes(subject: EvaluatedLora, scene: Evaluation, features: Features) -> Iterator[str]:
@@ -116,7 +116,7 @@ def _notes(subject: EvaluatedLora, scene: Evaluation, features: Features) -> Ite
         yield "no image is held out, so gain and strength are measured on trained images"
 
 
-def _measure_losses(subject: EvaluatedLora, scene: Evaluation, findings: Found) -> None:
+def _measure_losses(subject: EvaluatedLora, scene: Evaluation, findings: Validation) -> None:
     """Measure gain, strength and generalisation."""
     plan = scene.plan
     # Without the training's settings nobody knows which images were held out, so all of them are measured.
@@ -154,7 +154,7 @@ def _measure_samples(
     scene: Evaluation,
     features: Features,
     prompts: Sequence[str],
-    findings: Found,
+    findings: Validation,
 ) -> None:
     """Measure similarity and memorisation."""
     plan = scene.plan
@@ -194,7 +194,7 @@ def _measure_samples(
     findings.figures |= {"copy_ratio": after, "base_copy_ratio": before}
 
 
-def _measure_drift(scene: Evaluation, prompts: Sequence[str], findings: Found) -> None:
+def _measure_drift(scene: Evaluation, prompts: Sequence[str], findings: Validation) -> None:
     if not prompts:
         findings.left_out["drift"] = "every unrelated prompt contains the trigger"
         return

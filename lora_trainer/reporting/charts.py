@@ -1,17 +1,14 @@
 """Line charts as inline SVG, and the HTML they stand in, where no text can become markup.
 
-HTML and SVG in which text cannot become markup: every plain string is escaped where it enters.
+Inputs: tag names of this package, texts and attribute values from anywhere; points, labels and CSS classes
+of a chart. Output: `Html`, the only kind of string that is inserted as it stands, from `tag` or from a
+template beside this file: every plain string is escaped where it enters. Control characters and lone
+surrogates, which no document may hold, become the replacement character, and so do the signs that turn the
+direction of the words after them: a caption must not rearrange the sentence it stands in.
 
-Inputs: tag names of this package, texts and attribute values from anywhere. Output: `Html`, the
-only kind of string that is inserted as it stands. Control characters and lone surrogates, which
-no document may hold, become the replacement character, and so do the signs that turn the direction
-of the words after them: a caption must not rearrange the sentence it stands in.
-
-Line charts as inline SVG: axes with round ticks, marks, tooltips; no library, no script.
-
-Inputs: points, labels, CSS classes (colours live in the report's style sheet). Output: `Html`, each
-chart drawn twice, for a wide and a narrow window, so that its text keeps its size on a phone; the
-style sheet shows one. Values that are not finite break a line instead of bending it.
+A chart has axes with round ticks, marks and tooltips; no library, no script. It is drawn twice, for a wide and
+a narrow window, so that its text keeps its size on a phone; the style sheet (charts.css) shows one. Values that are
+not finite break a line instead of bending it.
 """
 
 from __future__ import annotations
@@ -21,6 +18,11 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 _FORBIDDEN = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff\u202a-\u202e\u2066-\u2069]"
@@ -33,14 +35,15 @@ class Html(str):
 
     __slots__ = ()
 
+    def __html__(self) -> str:
+        return self
+
 
 def text(value: object) -> Html:
     """Return `value` as text that is safe in an element and in a quoted attribute."""
-    return (
-        value
-        if isinstance(value, Html)
-        else Html(html.escape(_FORBIDDEN.sub("\ufffd", str(value))))
-    )
+    if hasattr(value, "__html__"):  # the protocol of jinja2 and its kind for markup
+        return Html(value)
+    return Html(html.escape(_FORBIDDEN.sub("\ufffd", str(value))))
 
 
 def tag(name: str, /, *children: str | None, **attributes: str | float | None) -> Html:
@@ -72,18 +75,24 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str | None]], *, class_: 
 
 
 Point = tuple[float, float]
-Format = Callable[[float], str]
+CHARTS_CSS = Path(__file__).with_name("charts.css")
+"""The style sheet of charts, for any page that has its colours."""
+LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 52, 10, 22, 38
+"""The margins of a chart, which hold the tick labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChartLine:
-    """A polyline with its legend entry; `dots` gives each point a circle with `tooltip` of it."""
+    """A polyline with its legend entry; with `dots` each point gets a circle with its `tooltip`.
+
+    As a level of a chart it is a horizontal line at the height of its only point.
+    """
 
     label: str
     css: str
     points: Sequence[Point]
     dots: bool = False
-    tooltip: Callable[[Point], str] | None = None
+    tooltip: Callable[[Point], str] = lambda point: ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +118,7 @@ class Strip:
 class Chart:
     """The curves of a chart; `top` bounds the y axis: points above it are drawn at the edge.
 
-    With `log` the y axis is logarithmic: values that are not positive break a line.
+    With `log` the y axis is logarithmic, for lines that are `positive`. Otherwise it starts at zero or below.
     """
 
     title: str
@@ -120,114 +129,101 @@ class Chart:
     marks: Sequence[Mark] = ()
     strips: Sequence[Strip] = ()
     top: float | None = None
-    from_zero: bool = True
     log: bool = False
-    x_format: Format = "{:,.0f}".format
-    y_format: Format | None = None
+    y_format: Callable[[float], str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A drawing area in CSS pixels; the margins hold the tick labels."""
+    """A drawing area in CSS pixels, and the class that shows it in a wide or in a narrow window."""
 
     width_px: int
     height_px: int
     css: str
-    left_px: int = 52
-    right_px: int = 10
-    top_px: int = 22
-    bottom_px: int = 38
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """Where data land in an SVG."""
+    """Where data land in an SVG of a size; `right` and `bottom` are where the margins begin."""
 
     size: Size
-    x_ticks: tuple[float, ...]
-    y_ticks: tuple[float, ...]
+    x_ticks: Sequence[float]
+    y_ticks: Sequence[float]
     x_range: Point
     y_range: Point
     log: bool = False
 
+    left, top = LEFT_PX, TOP_PX
+
+    @property
+    def right(self) -> int:
+        return self.size.width_px - RIGHT_PX
+
+    @property
+    def bottom(self) -> int:
+        return self.size.height_px - BOTTOM_PX
+
     def x(self, value: float) -> float:
-        inner = self.size.width_px - self.size.left_px - self.size.right_px
-        return self.size.left_px + inner * _fraction(value, self.x_range)
+        low, high = self.x_range
+        return self.left + (self.right - self.left) * (value - low) / (high - low)
 
     def y(self, value: float) -> float:
-        inner = self.size.height_px - self.size.top_px - self.size.bottom_px
-        bounds = self.y_range
+        """Return the height of a value in pixels from the top; one outside of the range is at the edge."""
+        low, high = self.y_range
+        value = max(min(value, high), low)
         if self.log:
-            value, bounds = math.log10(value), (math.log10(bounds[0]), math.log10(bounds[1]))
-        return self.size.height_px - self.size.bottom_px - inner * _fraction(value, bounds)
+            value, low, high = math.log10(value), math.log10(low), math.log10(high)
+        return self.bottom - (self.bottom - self.top) * (value - low) / (high - low)
 
-
-def _fraction(value: float, bounds: Point) -> float:
-    return (value - bounds[0]) / (bounds[1] - bounds[0])
+    def path(self, points: Sequence[Point]) -> str:
+        """Return the path of a line, thinned to as many points as there are pixels, with its gaps."""
+        paths = []
+        for run in finite_runs(points):
+            drawn = thinned(run, limit=self.size.width_px)
+            first, *rest = [f"{pixels(self.x(x))} {pixels(self.y(y))}" for x, y in drawn]
+            paths.append(f"M{first}" + ("L" + " ".join(rest) if rest else "h0.01"))
+        return "".join(paths)
 
 
 def draw(chart: Chart, *, sizes: Sequence[Size]) -> Html:
     """Return a figure with legend and one SVG per size, or a sentence when nothing can be drawn."""
-    if chart.log:
-        chart = replace(chart, lines=[_positive(line) for line in chart.lines])
-    if not any(True for line in chart.lines for run in finite_runs(line.points)):
+    if not is_drawable(chart):
         return tag("p", f"{chart.title}: nothing was recorded.", class_="quiet")
-    legend = (
-        tag("span", tag("i", class_=f"key {line.css}"), line.label)
-        for line in (*chart.lines, *chart.levels)
-        if line.label
-    )
-    caption = tag("figcaption", tag("b", chart.title), tag("span", *legend, class_="legend"))
-    return tag("figure", caption, *(_svg(chart, size=size) for size in sizes), class_="chart")
+    drawings = [(axes_of(chart, size=size), size) for size in sizes]
+    return render("chart.html", chart=chart, drawings=drawings)
 
 
-def _positive(line: ChartLine) -> ChartLine:
+def is_drawable(chart: Chart) -> bool:
+    """Whether a line of the chart has a finite point."""
+    return any(run for line in chart.lines for run in finite_runs(line.points))
+
+
+def positive(line: ChartLine) -> ChartLine:
+    """Return the line for a logarithmic axis, which breaks where it is not positive."""
     return replace(line, points=[(x, y if y > 0 else math.nan) for x, y in line.points])
-
-
-def _svg(chart: Chart, *, size: Size) -> Html:
-    axes = axes_of(chart, size=size)
-    return tag(
-        "svg",
-        tag("title", f"{chart.title} by {chart.x_label}"),
-        _grid(chart, axes),
-        *(_strip(strip, axes) for strip in chart.strips),
-        *(_level(level, axes) for level in chart.levels),
-        *(_mark(mark, axes) for mark in chart.marks),
-        *(_line(line, axes) for line in chart.lines),
-        viewBox=f"0 0 {size.width_px} {size.height_px}",
-        class_=size.css,
-        role="img",
-        # For a script that lets a stretch be chosen: where the x axis begins and ends, in pixels and in its unit.
-        data_x_px=f"{size.left_px} {size.width_px - size.right_px}",
-        data_x_range="{:.10g} {:.10g}".format(*axes.x_range),
-    )
 
 
 def axes_of(chart: Chart, *, size: Size) -> Axes:
     """Return axes that hold all finite points and levels, with round ticks that fit the size."""
-    points = [
-        point
-        for line in (*chart.lines, *chart.levels)
-        for run in finite_runs(line.points)
-        for point in run
-    ]
+    lines = (*chart.lines, *chart.levels)
+    points = [point for line in lines for run in finite_runs(line.points) for point in run]
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)
     if chart.top is not None and chart.top > low:
         high = min(high, chart.top)
-    if chart.from_zero and low > 0 and not chart.log:
-        low = 0.0
+    if not chart.log:
+        low = min(low, 0.0)
     x_range = (x_low, x_high) if x_high > x_low else (x_low - 1, x_high + 1)
-    many = max(2, size.height_px // 55)
-    y_ticks = log_ticks(low, high, count=many) if chart.log else round_ticks(low, high, count=many)
+    y_ticks = (log_ticks if chart.log else round_ticks)(
+        low, high, count=max(2, size.height_px // 55)
+    )
     x_ticks = round_ticks(*x_range, count=min(12, size.width_px // 60))
     return Axes(
         size=size,
         # Whole ones only: steps and timesteps are counts, and half a step would read as the next.
-        x_ticks=tuple(
+        x_ticks=[
             tick for tick in x_ticks if x_range[0] <= tick <= x_range[1] and tick.is_integer()
-        ),
+        ],
         y_ticks=y_ticks,
         x_range=x_range,
         y_range=(y_ticks[0], y_ticks[-1]),
@@ -264,7 +260,7 @@ def log_ticks(low: float, high: float, *, count: int) -> tuple[float, ...]:
     return tuple(ticks[below : above + 1])
 
 
-def tick_texts(ticks: Sequence[float], form: Format | None) -> list[str]:
+def tick_texts(ticks: Sequence[float], form: Callable[[float], str] | None) -> list[str]:
     """Return the ticks as text, by default all with as many decimals as the longest needs."""
     if form is not None:
         return [form(tick) for tick in ticks]
@@ -301,124 +297,26 @@ def thinned(points: Sequence[Point], *, limit: int) -> Sequence[Point]:
     return points_drawn
 
 
-def thinned_line(points: Sequence[Point], *, limit: int) -> list[Point]:
-    """Return about `limit` points of a line and its gaps, for one that is drawn more than once."""
-    if len(points) <= limit:
-        return list(points)
-    points_drawn: list[Point] = []
-    for run in finite_runs(points):
-        if points_drawn:
-            points_drawn.append((run[0][0], math.nan))
-        points_drawn += thinned(run, limit=max(2, limit * len(run) // len(points)))
-    return points_drawn
-
-
-def _grid(chart: Chart, axes: Axes) -> Html:
-    size = axes.size
-    bottom, right = size.height_px - size.bottom_px, size.width_px - size.right_px
-    y_words = tick_texts(axes.y_ticks, chart.y_format)
-    return tag(
-        "g",
-        *(_row(words, axes, y=axes.y(y)) for y, words in zip(axes.y_ticks, y_words, strict=True)),
-        *(_column(chart.x_format(tick), axes, x=axes.x(tick)) for tick in axes.x_ticks),
-        tag("line", x1=size.left_px, x2=right, y1=bottom, y2=bottom, class_="axis"),
-        tag("text", chart.y_label, x=size.left_px - 7, y=12, class_="end"),
-        tag("text", chart.x_label, x=right, y=size.height_px - 4, class_="end"),
-    )
-
-
-def _row(words: str, axes: Axes, *, y: float) -> Html:
-    left, right = axes.size.left_px, axes.size.width_px - axes.size.right_px
-    rule = tag("line", x1=left, x2=right, y1=_px(y), y2=_px(y), class_="rule")
-    return join((rule, tag("text", words, x=left - 7, y=_px(y + 4), class_="end")))
-
-
-def _column(words: str, axes: Axes, *, x: float) -> Html:
-    bottom = axes.size.height_px - axes.size.bottom_px
-    notch = tag("line", x1=_px(x), x2=_px(x), y1=bottom, y2=bottom + 4, class_="axis")
-    return join((notch, tag("text", words, x=_px(x), y=bottom + 17, class_="middle")))
-
-
-def _line(line: ChartLine, axes: Axes) -> Html:
-    path = "".join(_path(run, axes) for run in finite_runs(line.points))
-    dots = (
-        (_dot(line, point, axes) for run in finite_runs(line.points) for point in run)
-        if line.dots
-        else ()
-    )
-    return join((tag("path", d=path, class_=f"line {line.css}"), *dots))
-
-
-def _path(points: Sequence[Point], axes: Axes) -> str:
-    at = [
-        f"{_px(axes.x(x))} {_px(_inside(y, axes))}"
-        for x, y in thinned(points, limit=axes.size.width_px)
-    ]
-    return f"M{at[0]}" + ("L" + " ".join(at[1:]) if len(at) > 1 else "h0.01")
-
-
-def _inside(y: float, axes: Axes) -> float:
-    return axes.y(max(min(y, axes.y_range[1]), axes.y_range[0]))
-
-
-def _dot(line: ChartLine, point: Point, axes: Axes) -> Html:
-    title = tag("title", line.tooltip(point)) if line.tooltip else None
-    return tag(
-        "circle",
-        title,
-        cx=_px(axes.x(point[0])),
-        cy=_px(_inside(point[1], axes)),
-        r=3.2,
-        class_=line.css,
-    )
-
-
-def _level(level: ChartLine, axes: Axes) -> Html:
-    y = level.points[0][1]
-    title = tag("title", level.tooltip(level.points[0])) if level.tooltip else None
-    left, right = axes.size.left_px, axes.size.width_px - axes.size.right_px
-    return tag(
-        "line",
-        title,
-        x1=left,
-        x2=right,
-        y1=_px(axes.y(y)),
-        y2=_px(axes.y(y)),
-        class_=f"line {level.css}",
-    )
-
-
-def _mark(mark: Mark, axes: Axes) -> Html:
-    x, bottom = axes.x(mark.x), axes.size.height_px - axes.size.bottom_px
-    title = tag("title", mark.tooltip)
-    if mark.rule:
-        return tag(
-            "line",
-            title,
-            x1=_px(x),
-            x2=_px(x),
-            y1=axes.size.top_px,
-            y2=bottom,
-            class_=f"mark {mark.css}",
-        )
-    shape = f"M{_px(x)} {bottom - 7}l4.5 7h-9z"
-    return tag("path", title, d=shape, class_=f"mark {mark.css}")
-
-
-def _strip(strip: Strip, axes: Axes) -> Html:
-    start, end = axes.x(strip.start), axes.x(strip.end)
-    height = axes.size.height_px - axes.size.top_px - axes.size.bottom_px
-    title = tag("title", strip.tooltip)
-    return tag(
-        "rect",
-        title,
-        x=_px(start),
-        y=axes.size.top_px,
-        width=_px(end - start),
-        height=height,
-        class_="strip",
-    )
-
-
-def _px(value: float) -> str:
+def pixels(value: float) -> str:
+    """Return a place or length in pixels, to a tenth."""
     return f"{value:.1f}".removesuffix(".0")
+
+
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    finalize=lambda value: "" if value is None else text(value),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.filters |= {
+    "px": pixels,
+    "tick_texts": tick_texts,
+    "finite": lambda points: chain.from_iterable(finite_runs(points)),
+}
+
+
+def render(template: str, **values: Any) -> Html:
+    """Return a template of this folder filled in, every text in it escaped as `text` does."""
+    return Html(TEMPLATES.get_template(template).render(values))

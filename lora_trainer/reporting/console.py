@@ -104,7 +104,7 @@ class ConsoleListener:
             case "resumed":
                 self._say(f"resumed at step {fields['step']}: {fields['exactness']}")
                 for difference in fields["differences"]:
-                    self._say(f"  {difference}")
+                    self._say(difference)
             case "sample" | "saved" | "change" | "uploaded":
                 self._say(_event_line(event))
 

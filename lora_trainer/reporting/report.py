@@ -1,15 +1,9 @@
 """report.html: a run and the score of its LoRA, on one page that needs nothing else.
 
-The report's section on the score, from RUN/validation.json.
-
-Input: a run folder; output: a table of parts, or None where nothing was measured or the file cannot be
-read. docs/scores.md has the formulas.
-
-report.html: a run on one page that needs nothing else.
-
 Input: a run folder, nothing but it. Output: `report.html` in that folder: images inside, no script,
-no request (a content security policy tells the browser), the same bytes for the same folder. Texts
-from captions, names and messages are escaped where they enter (charts.py).
+no request (a content security policy tells the browser), the same bytes for the same folder. The template of the
+same name beside this file is the page; here are the facts that it shows. A text from a caption, a name or a
+message is escaped where it enters (charts.py). docs/scores.md has the formulas of the score.
 """
 
 from __future__ import annotations
@@ -18,6 +12,7 @@ import datetime
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import read_json_object, write_atomic
@@ -29,50 +24,13 @@ from lora_trainer.common.wording import (
     loss_text,
 )
 from lora_trainer.reporting import report_details
-from lora_trainer.reporting.charts import Html, join, tag
+from lora_trainer.reporting.charts import Html, render
 from lora_trainer.reporting.history import Row, RunHistory, mapping, number, read_history, sequence
-from lora_trainer.reporting.report_curves import curves, smoothed_losses
-from lora_trainer.reporting.report_style import CHARTS, STYLE
-from lora_trainer.reporting.sample_grid import inside, sample_grid
+from lora_trainer.reporting.report_curves import loss_curve, small_curves, smoothed_losses
+from lora_trainer.reporting.sample_grid import column_name, inside, sample_grid
 from lora_trainer.reporting.score import VALIDATION_FILE, WEIGHTS
 
-
-def section(folder: Path) -> Html | None:
-    """Return the score and its parts."""
-    try:
-        row = read_json_object(folder / VALIDATION_FILE)
-    except (OSError, RequestError):
-        return None
-    parts, left_out = mapping(row, "parts"), mapping(row, "left_out")
-    body = [
-        tag(
-            "tr",
-            tag("td", name),
-            tag("td", f"{weight:.2f}"),
-            tag("td", f"{value:.2f}" if math.isfinite(value := number(parts, name)) else ""),
-            tag("td", str(left_out.get(name, ""))),
-        )
-        for name, weight in WEIGHTS.items()
-    ]
-    head = tag(
-        "tr", *(tag("th", title) for title in ("part", "weight", "value", "left out because"))
-    )
-    remarks = [tag("p", str(note)) for note in sequence(row, "notes")]
-    return join((tag("p", _verdict(row)), tag("table", head, *body), *remarks))
-
-
-def _verdict(row: dict[str, object]) -> str:
-    score, missing = number(row, "score"), number(row, "weight_left_out")
-    name = str(row.get("file", "the adapter"))
-    if not math.isfinite(score):
-        return f"{name}: nothing could be measured"
-    if row.get("complete") is True:
-        return f"{name}: score {score:.2f} of 1"
-    return f"{name}: {score:.2f} of 1 from its parts so far, without {missing:.0%} of their weight"
-
-
 REPORT_FILE = "report.html"
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def write_report(run_folder: Path) -> Path:
@@ -87,53 +45,70 @@ def write_report(run_folder: Path) -> Path:
 
 def document(history: RunHistory) -> Html:
     """Return the whole page."""
-    name = str(history.run.get("name") or history.started.get("name") or history.folder.name)
-    kind, sentence = verdict(history)
-    head = (
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"{name} \u2013 training report"),
-        tag("style", STYLE, CHARTS),
-    )
-    body = (
-        tag("h1", name),
-        tag("p", sentence, class_=f"verdict {kind}"),
-        _advice(history),
-        tag("p", _about(history), class_="about"),
-        _figures(history),
-        *(join((tag("h2", title), content)) for title, content in _sections(history)),
-        _footer(history),
-    )
-    return join(
-        (
-            Html("<!doctype html>\n"),
-            tag("html", tag("head", *head), tag("body", tag("main", *body)), lang="en"),
-            "\n",
-        )
+    is_stopped = history.end is not None and history.end["event"] == "stopped"
+    return render(
+        REPORT_FILE,
+        name=str(history.run.get("name") or history.started.get("name") or history.folder.name),
+        verdict=verdict(history),
+        fix=_reason(history.end)[1] if history.end and is_stopped else "",
+        about=_about(history),
+        figures=list(_key_figures(history)),
+        grid=sample_grid(history),
+        column_name=column_name,
+        loss_curve=loss_curve(history),
+        small_curves=small_curves(history),
+        score=_score(history.folder),
+        unreadable_lines=history.unreadable_lines,
+        **report_details.details(history),
     )
 
 
-def _sections(history: RunHistory) -> Iterator[tuple[str, Html]]:
-    yield "Samples", sample_grid(history)
-    yield "Curves", curves(history)
-    if (worth := section(history.folder)) is not None:
-        yield "Worth", worth
-    yield "Problems", report_details.problems(history)
-    yield "Dataset", report_details.dataset(history)
-    yield "Settings", report_details.settings(history)
-    yield "Timings", report_details.timings(history)
-    yield "Environment", report_details.environment(history)
+def _score(folder: Path) -> dict[str, Any] | None:
+    """Return the score and its parts from RUN/validation.json, None without a readable one."""
+    try:
+        row = read_json_object(folder / VALIDATION_FILE)
+    except (OSError, RequestError):
+        return None
+    score, name = number(row, "score"), str(row.get("file", "the adapter"))
+    if not math.isfinite(score):
+        sentence = f"{name}: nothing could be measured"
+    elif row.get("complete") is True:
+        sentence = f"{name}: score {score:.2f} of 1"
+    else:
+        missing = f"without {number(row, 'weight_left_out'):.0%} of their weight"
+        sentence = f"{name}: {score:.2f} of 1 from its parts so far, {missing}"
+    parts, left_out = mapping(row, "parts"), mapping(row, "left_out")
+    values = {name: number(parts, name) for name in WEIGHTS}
+    return {
+        "verdict": sentence,
+        "parts": [
+            (
+                name,
+                f"{weight:.2f}",
+                f"{values[name]:.2f}" if math.isfinite(values[name]) else "",
+                left_out.get(name, ""),
+            )
+            for name, weight in WEIGHTS.items()
+        ],
+        "notes": sequence(row, "notes"),
+    }
 
 
 def verdict(history: RunHistory) -> tuple[str, str]:
     """Return (finished | stopped | failed | unfinished, one plain sentence)."""
-    end, validation = history.end, _validation_words(history)
+    end, base, last = history.end, history.base_validation, history.last_validation
+    compared = ""
+    if base is not None and last is not None:
+        compared = f"the validation loss is {against_base(last.loss, base.loss)}"
     if end is not None and end["event"] == "finished":
         early = f"; ended early, as {end['early']}" if end.get("early") else ""
-        return "finished", f"Finished: {validation or _unvalidated(history)}{early}."
-    progress = _progress(history)
-    also = f"; {validation}" if validation else ""
+        if last is None:
+            compared = f"{len(history.steps):,} steps; nothing was validated"
+        elif base is None:
+            compared = f"the validation loss is {loss_text(last.loss)}; the base was not validated"
+        return "finished", f"Finished: {compared}{early}."
+    progress = f"step {history.steps[-1].step if history.steps else 0:,} of {_planned(history)}"
+    also = f"; {compared}" if compared else ""
     if end is None:
         return "unfinished", f"Not finished: the record ends at {progress}{also}."
     kind = "stopped" if end.get("exit_code") in INTERRUPTED_EXIT_CODES else "failed"
@@ -146,38 +121,13 @@ def _reason(end: Row) -> tuple[str, str]:
     return sentence.rstrip("."), fix
 
 
-def _progress(history: RunHistory) -> str:
-    step = history.steps[-1].step if history.steps else 0
-    return f"step {step:,} of {_planned(history)}"
-
-
 def _planned(history: RunHistory) -> str:
     planned = number(history.started, "steps")
     return f"{planned:,.0f}" if math.isfinite(planned) else "an unknown number"
 
 
-def _validation_words(history: RunHistory) -> str:
-    base, last = history.base_validation, history.last_validation
-    if base is None or last is None:
-        return ""
-    return f"the validation loss is {against_base(last.loss, base.loss)}"
-
-
-def _unvalidated(history: RunHistory) -> str:
-    if history.last_validation is None:
-        return f"{len(history.steps):,} steps; nothing was validated"
-    loss = loss_text(history.last_validation.loss)
-    return f"the validation loss is {loss}; the base was not validated"
-
-
-def _advice(history: RunHistory) -> Html | None:
-    fix = _reason(history.end)[1] if history.end and history.end["event"] == "stopped" else ""
-    return tag("p", f"What to do: {fix}", class_="advice") if fix else None
-
-
 def _about(history: RunHistory) -> str:
-    started = history.started
-    base = mapping(history.run, "base")
+    started, base = history.started, mapping(history.run, "base")
     parts = [
         f"{started.get('family') or base.get('family') or 'unknown family'}",
         f"base {started.get('base') or base.get('source') or 'unknown'}",
@@ -191,47 +141,26 @@ def _about(history: RunHistory) -> str:
     return " \u00b7 ".join(parts)
 
 
-def _figures(history: RunHistory) -> Html:
-    return tag(
-        "dl",
-        *(
-            tag("div", tag("dt", title), tag("dd", value), tag("dd", detail), class_=title.lower())
-            for title, value, detail in _key_figures(history)
-        ),
-        class_="figures",
-    )
-
-
 def _key_figures(history: RunHistory) -> Iterator[tuple[str, str, str]]:
-    total_s = sum(history.phase_seconds.values())
-    sessions = f"in {history.sessions} sessions" if history.sessions > 1 else ""
-    training = (
-        f"training {duration_text(history.phase_seconds['train'])}"
-        if "train" in history.phase_seconds
-        else ""
-    )
+    """Yield title, value and detail of each figure at the top of the page."""
+    seconds = history.phase_seconds
+    times = [f"training {duration_text(seconds['train'])}"] if "train" in seconds else []
+    times += [f"in {history.sessions} sessions"] if history.sessions > 1 else []
     yield "Steps", f"{len(history.steps):,}", f"of {_planned(history)}"
-    yield "Time", duration_text(total_s), ", ".join(filter(None, (training, sessions)))
-    yield "Images", *_images(history)
-    yield "Training loss", *_loss(history)
-    yield "Validation loss", *_validation(history)
-    yield "File", *_file(history)
-
-
-def _images(history: RunHistory) -> tuple[str, str]:
+    yield "Time", duration_text(sum(seconds.values())), ", ".join(times)
     images = number(mapping(history.run, "dataset"), "images")
     batch = number(history.started, "batch_size")
     held_out = number(history.started, "validation_images")
     details = [f"batch {batch:.0f}"] if math.isfinite(batch) else []
     details += [f"{held_out:.0f} held out"] if held_out > 0 else []
-    return (f"{images:,.0f}" if math.isfinite(images) else "unknown"), ", ".join(details)
-
-
-def _loss(history: RunHistory) -> tuple[str, str]:
+    yield "Images", f"{images:,.0f}" if math.isfinite(images) else "unknown", ", ".join(details)
     losses, span_steps = smoothed_losses(history.steps)
-    if not losses:
-        return "none", "no step was trained"
-    return loss_text(losses[-1]), f"mean of about {span_steps} steps"
+    if losses:
+        yield "Training loss", loss_text(losses[-1]), f"mean of about {span_steps} steps"
+    else:
+        yield "Training loss", "none", "no step was trained"
+    yield "Validation loss", *_validation(history)
+    yield "File", *_file(history)
 
 
 def _validation(history: RunHistory) -> tuple[str, str]:
@@ -250,23 +179,12 @@ def _validation(history: RunHistory) -> tuple[str, str]:
 
 def _file(history: RunHistory) -> tuple[str, str]:
     names = [str(mark.fields["export"]) for mark in history.marks if mark.fields.get("export")]
-    final = (
-        history.end.get("export") if history.end and history.end["event"] == "finished" else None
-    )
-    name = str(final) if final else (names[-1] if names else "")
-    if not name:
+    if history.end and history.end["event"] == "finished" and history.end.get("export"):
+        names.append(str(history.end["export"]))
+    if not names:
         return "none", "nothing was exported"
     try:
-        size = bytes_text(inside(history.folder, name).stat().st_size)
+        size = bytes_text(inside(history.folder, names[-1]).stat().st_size)
     except (OSError, ValueError):
         size = "no longer in the run folder"
-    return name, size
-
-
-def _footer(history: RunHistory) -> Html | None:
-    if not history.unreadable_lines:
-        return None
-    count = history.unreadable_lines
-    lines = "1 line" if count == 1 else f"{count} lines"
-    text = f"{lines} of events.jsonl or problems.jsonl could not be read"
-    return tag("footer", f"{text}; the last line of a killed run is often torn.")
+    return names[-1], size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,12 +25,12 @@ from lora_trainer.reporting.charts import (
     Strip,
     axes_of,
     draw,
+    is_drawable,
     join,
-    table,
+    positive,
     tag,
-    thinned_line,
 )
-from lora_trainer.reporting.history import MarkRow, RunHistory, StepRow, ValidationRow, number
+from lora_trainer.reporting.history import MarkRow, RunHistory, StepRow, number
 from lora_trainer.reporting.status import Smoothed
 
 LARGE = (
@@ -41,6 +42,12 @@ SMALL = (
     Size(width_px=368, height_px=210, css="narrow"),
 )
 _MAX_STRIPS = 120
+_MARKS_LEGEND = {
+    "saved": "triangles: saves",
+    "memory": "dashed rules: recovered from out of memory",
+    "change": "dotted rules: changed settings",
+    "resumed": "green rules: resumes",
+}
 
 
 Smoothing = Literal["none", "some", "much"]
@@ -80,28 +87,53 @@ def loss_curve(history: RunHistory, view: LossView = WHOLE) -> Html:
         marks=tuple(mark for mark in history.marks if view.holds(mark.step)),
     )
     chart = _loss_chart(history, smoothed=smoothed, span_steps=span_steps, view=view)
+    kinds = {mark_css(mark) for mark in history.marks}
+    legend = "; ".join(words for kind, words in _MARKS_LEGEND.items() if kind in kinds)
+    if legend:
+        legend = f"{legend[0].upper()}{legend[1:]}. Point at anything for its figures."
+    notes = filter(None, (legend, *_notes(chart, history.steps)))
+    return join((draw(chart, sizes=LARGE), *(tag("p", note, class_="note") for note in notes)))
+
+
+def small_curves(history: RunHistory) -> Html:
+    """Return the charts of the learning rate and of the validation loss by timestep."""
+    rates = [(row.step, row.lr) for row in history.steps]
+    rate = Chart(
+        title="Learning rate",
+        x_label="step",
+        y_label="",
+        lines=[ChartLine(label="", css="train", points=rates)],
+        y_format=rate_text,
+    )
+    base, last = history.base_validation, history.last_validation
+    lines = [
+        _timestep_line(row.by_timestep, name=name, css=css)
+        for row, name, css in (
+            (base, "base", "base"),
+            (last, f"step {last.step:,}" if last else "", "validation"),
+        )
+        if row is not None
+    ]
+    title = "Validation loss by timestep"
+    noise = "timestep (0 clean, high noisy)"
+    by_timestep = Chart(title=title, x_label=noise, y_label="loss", lines=lines)
     return join(
         (
-            draw(chart, sizes=LARGE),
-            _marks_legend(history.marks),
-            *(tag("p", note, class_="note") for note in _notes(chart, history.steps)),
+            draw(rate, sizes=SMALL),
+            draw(by_timestep, sizes=SMALL)
+            if any(line.points for line in lines)
+            else tag("p", f"{title}: nothing was validated.", class_="quiet"),
         )
     )
 
 
-def curves(history: RunHistory) -> Html:
-    """Return the loss chart with its notes, and the two small charts beside each other."""
-    return join(
-        (
-            loss_curve(history),
-            _changes(history.marks),
-            tag(
-                "div",
-                draw(_rate_chart(history.steps), sizes=SMALL),
-                _by_timestep(history),
-                class_="columns",
-            ),
-        )
+def _timestep_line(points: Sequence[Point], *, name: str, css: str) -> ChartLine:
+    return ChartLine(
+        label=name,
+        css=css,
+        points=sorted(points),
+        dots=True,
+        tooltip=lambda point: f"timestep {point[0]:.0f}, {name}: {loss_text(point[1])}",
     )
 
 
@@ -118,25 +150,24 @@ def smoothed_losses(
 
 def axis_top(losses: Sequence[float], *, must_show: Sequence[float]) -> float | None:
     """Return where the loss axis may end: everything that must show, and 98 % of the raw losses."""
-    finite = sorted(loss for loss in losses if math.isfinite(loss))
-    values_shown = [value for value in must_show if math.isfinite(value)]
+    finite = sorted(filter(math.isfinite, losses))
     if not finite:
         return None
-    return max([finite[math.ceil(0.98 * len(finite)) - 1], *values_shown])
+    return max([finite[math.ceil(0.98 * len(finite)) - 1], *filter(math.isfinite, must_show)])
 
 
 def _loss_chart(
     history: RunHistory, *, smoothed: Sequence[float], span_steps: int, view: LossView
 ) -> Chart:
-    steps = history.steps
-    later = [row for row in history.validations if row.step]
-    validation: list[Point] = [(row.step, row.loss) for row in later]
-    raw: list[Point] = [(row.step, row.loss) for row in steps]
-    means: list[Point] = [(row.step, mean) for row, mean in zip(steps, smoothed, strict=True)]
-    lines = [ChartLine(label="training, each step", css="raw", points=_seen(raw))]
+    steps, base = history.steps, history.base_validation
+    losses = [row.loss for row in steps]
+    validation = [(float(row.step), row.loss) for row in history.validations if row.step]
+    lines = [ChartLine(label="training, each step", css="raw", points=_by_step(steps, losses))]
+    must_show = [loss for _, loss in validation]
     if span_steps > 1:
         label = f"training, mean of about {span_steps} steps"
-        lines.append(ChartLine(label=label, css="train", points=_seen(means)))
+        lines.append(ChartLine(label=label, css="train", points=_by_step(steps, smoothed)))
+        must_show += smoothed
     if validation:
         lines.append(
             ChartLine(
@@ -144,59 +175,39 @@ def _loss_chart(
                 css="validation",
                 points=validation,
                 dots=True,
-                tooltip=_validation_tip,
+                tooltip=lambda point: (
+                    f"step {point[0]:,.0f}: validation loss {loss_text(point[1])}"
+                ),
             )
         )
-    levels = _base_level(history)
-    means_shown = smoothed if span_steps > 1 else ()
-    must_show = [
-        *means_shown,
-        *(row.loss for row in later),
-        *(line.points[0][1] for line in levels),
-    ]
+    levels = []
+    if base is not None and steps and math.isfinite(base.loss):
+        tip = f"validation loss of the untouched base: {loss_text(base.loss)}"
+        level = [(float(steps[0].step), base.loss)]
+        label = "validation of the base"
+        levels.append(ChartLine(label=label, css="base", points=level, tooltip=lambda _: tip))
+        must_show.append(base.loss)
     return Chart(
         title="Loss",
         x_label="step",
         y_label="loss",
-        lines=lines,
+        lines=[positive(line) for line in lines] if view.log else lines,
         levels=levels,
         marks=[_mark(mark) for mark in history.marks],
         strips=_strips(steps, smoothed),
-        top=None if view.outliers else axis_top([row.loss for row in steps], must_show=must_show),
+        top=None if view.outliers else axis_top(losses, must_show=must_show),
         log=view.log,
     )
 
 
-def _seen(points: Sequence[Point]) -> list[Point]:
-    """Return the points that can be told apart at the largest size; they are drawn at two, each with its axes."""
-    return thinned_line(points, limit=LARGE[0].width_px)
-
-
-def _validation_tip(point: Point) -> str:
-    return f"step {point[0]:,.0f}: validation loss {loss_text(point[1])}"
-
-
-def _base_level(history: RunHistory) -> list[ChartLine]:
-    base = history.base_validation
-    if base is None or not history.steps or not math.isfinite(base.loss):
-        return []
-    tip = f"validation loss of the untouched base: {loss_text(base.loss)}"
-    first = float(history.steps[0].step)
-    return [
-        ChartLine(
-            label="validation of the base",
-            css="base",
-            points=[(first, base.loss)],
-            tooltip=lambda _: tip,
-        )
-    ]
+def _by_step(steps: Sequence[StepRow], values: Sequence[float]) -> list[Point]:
+    return [(float(row.step), value) for row, value in zip(steps, values, strict=True)]
 
 
 def _strips(steps: Sequence[StepRow], smoothed: Sequence[float]) -> list[Strip]:
     if len(steps) < 2:
         return []
-    stride = math.ceil(len(steps) / _MAX_STRIPS)
-    chosen = [*range(0, len(steps), stride)]
+    chosen = range(0, len(steps), math.ceil(len(steps) / _MAX_STRIPS))
     middles = [(steps[a].step + steps[b].step) / 2 for a, b in pairwise(chosen)]
     edges = [steps[0].step, *middles, steps[-1].step]
     return [
@@ -217,18 +228,24 @@ def _mark(mark: MarkRow) -> Mark:
     fields = mark.fields
     if mark.kind == "saved":
         names = " and ".join(str(fields[key]) for key in ("export", "state") if fields.get(key))
-        return Mark(
-            x=mark.step, css="saved", tooltip=f"step {mark.step:,}: saved {names} ({_size(mark)})"
-        )
-    if mark.kind == "resumed":
-        tip = f"step {mark.step:,}: resumed, {fields.get('exactness')}"
-        return Mark(x=mark.step, css="resumed", tooltip=tip, rule=True)
+        size_bytes = fields.get("bytes")
+        size = bytes_text(size_bytes) if isinstance(size_bytes, int) else "size unknown"
+        event = f"saved {names} ({size})"
+    elif mark.kind == "resumed":
+        event = f"resumed, {fields.get('exactness')}"
+    else:
+        event = "{key} {old} -> {new}: {reason}".format_map(defaultdict(lambda: None, fields))
     return Mark(
         x=mark.step,
-        css="memory" if is_recovery(mark) else "change",
-        tooltip=f"step {mark.step:,}: {change_text(mark)}",
-        rule=True,
+        css=mark_css(mark),
+        tooltip=f"step {mark.step:,}: {event}",
+        rule=mark.kind != "saved",
     )
+
+
+def mark_css(mark: MarkRow) -> str:
+    """Return the CSS class of a mark: its kind, or `memory`."""
+    return "memory" if is_recovery(mark) else mark.kind
 
 
 def is_recovery(mark: MarkRow) -> bool:
@@ -240,110 +257,14 @@ def is_recovery(mark: MarkRow) -> bool:
     return not (key == "memory.micro_batch" and grown)  # that is the way back
 
 
-def _size(mark: MarkRow) -> str:
-    size_bytes = mark.fields.get("bytes")
-    return bytes_text(size_bytes) if isinstance(size_bytes, int) else "size unknown"
-
-
-def change_text(mark: MarkRow) -> str:
-    """Return `memory.micro_batch 8 -> 4: out of memory`."""
-    fields = mark.fields
-    return f"{fields.get('key')} {fields.get('old')} -> {fields.get('new')}: {fields.get('reason')}"
-
-
-def _marks_legend(marks: Sequence[MarkRow]) -> Html | None:
-    kinds = {"memory" if is_recovery(mark) else mark.kind for mark in marks}
-    words = {
-        "saved": "triangles: saves",
-        "memory": "dashed rules: recovered from out of memory",
-        "change": "dotted rules: changed settings",
-        "resumed": "green rules: resumes",
-    }
-    legend = "; ".join(word for kind, word in words.items() if kind in kinds)
-    return (
-        tag(
-            "p",
-            f"{legend[:1].upper()}{legend[1:]}. Point at anything for its figures.",
-            class_="note",
-        )
-        if legend
-        else None
-    )
-
-
 def _notes(chart: Chart, steps: Sequence[StepRow]) -> Iterator[str]:
     finite = [row for row in steps if math.isfinite(row.loss)]
     if len(finite) < len(steps):
         count = len(steps) - len(finite)
         yield f"Steps whose loss is not a number: {count}. The line is broken there."
-    top = axes_of(chart, size=LARGE[0]).y_range[1] if finite else math.inf
+    top = axes_of(chart, size=LARGE[0]).y_range[1] if is_drawable(chart) else math.inf
     above = [row for row in finite if row.loss > top]
     if above:
         highest = max(above, key=lambda row: row.loss)
         where = f"the highest is {loss_text(highest.loss)} at step {highest.step:,}"
         yield f"Steps whose loss lies above the chart: {len(above)}; {where}."
-
-
-def _changes(marks: Sequence[MarkRow]) -> Html | None:
-    rows = [
-        (f"{mark.step:,}", _what(mark), str(mark.fields.get("reason") or _differences(mark)))
-        for mark in marks
-        if mark.kind != "saved"
-    ]
-    if not rows:
-        return None
-    return join(
-        (
-            tag("h3", "Changed on the way"),
-            table(("step", "what", "why"), rows, class_="records facts"),
-        )
-    )
-
-
-def _what(mark: MarkRow) -> Html:
-    fields = mark.fields
-    if mark.kind == "resumed":
-        return tag("span", f"resumed, {fields.get('exactness')}")
-    return tag(
-        "span",
-        tag("code", str(fields.get("key"))),
-        f" {fields.get('old')} \u2192 {fields.get('new')}",
-    )
-
-
-def _differences(mark: MarkRow) -> str:
-    differences = mark.fields.get("differences")
-    return "; ".join(map(str, differences)) if isinstance(differences, list) else ""
-
-
-def _rate_chart(steps: Sequence[StepRow]) -> Chart:
-    return Chart(
-        title="Learning rate",
-        x_label="step",
-        y_label="",
-        lines=[ChartLine(label="", css="train", points=[(row.step, row.lr) for row in steps])],
-        y_format=rate_text,
-    )
-
-
-def _by_timestep(history: RunHistory) -> Html:
-    base, last = history.base_validation, history.last_validation
-    rows = [
-        (row, name, css)
-        for row, name, css in ((base, "base", "base"), (last, "", "validation"))
-        if row is not None
-    ]
-    lines = [
-        _timestep_line(row, name=name or f"step {row.step:,}", css=css) for row, name, css in rows
-    ]
-    if not any(line.points for line in lines):
-        return tag("p", "Validation loss by timestep: nothing was validated.", class_="quiet")
-    title, noise = "Validation loss by timestep", "timestep (0 clean, high noisy)"
-    return draw(Chart(title=title, x_label=noise, y_label="loss", lines=lines), sizes=SMALL)
-
-
-def _timestep_line(row: ValidationRow, *, name: str, css: str) -> ChartLine:
-    def tip(point: Point) -> str:
-        return f"timestep {point[0]:.0f}, {name}: {loss_text(point[1])}"
-
-    return ChartLine(label=name, css=css, points=sorted(row.by_timestep), dots=True, tooltip=tip)

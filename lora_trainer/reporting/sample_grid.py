@@ -1,6 +1,6 @@
 """The sample images of a run as a grid: one row per prompt, one column per step, the base first.
 
-Inputs: the samples of a RunHistory; image files inside the run folder, no others. Output: `Html` with
+Inputs: the samples of a RunHistory; image files inside the run folder, no others. Output: cells with
 every image embedded. Large images are reduced, small ones enlarged without smoothing; a file that
 is missing or damaged is a cell that says so.
 """
@@ -16,7 +16,6 @@ from pathlib import Path
 
 from PIL import Image
 
-from lora_trainer.reporting.charts import Html, tag
 from lora_trainer.reporting.history import RunHistory, SampleImage
 
 MAX_COLUMNS = 12
@@ -27,56 +26,44 @@ PIXELATED_MAX_PX = 128
 _PREFERRED_PX = 128
 _JPEG_QUALITY = 88
 
-Row = tuple[str, str]
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCell:
+    """An image as a data URI with its size on the page; without one, `words` say why, `fault` more exactly."""
+
+    words: str
+    uri: str = ""
+    fault: str = ""
+    width_px: int = _PREFERRED_PX
+    height_px: int = 0
+    enlarged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cell:
-    content: Html
-    width_px: int
+class SampleGrid:
+    """The columns, the rows as (prompt, seed, cells), the number of steps without a column."""
+
+    steps: Sequence[int]
+    rows: Sequence[tuple[str, str, Sequence[SampleCell]]]
+    left_out: int
+
+    @property
+    def cell_px(self) -> int:
+        return max(cell.width_px for *_, cells in self.rows for cell in cells)
 
 
-def sample_grid(history: RunHistory) -> Html:
-    """Return the grid, or a sentence when the run made no samples."""
-    by_cell = {((image.prompt, image.seed), image.step): image for image in history.samples}
-    if not by_cell:
-        return tag(
-            "p", "No samples were made: sampling was off or did not come to it.", class_="quiet"
-        )
-    all_steps = sorted({step for _, step in by_cell})
+def sample_grid(history: RunHistory) -> SampleGrid | None:
+    """Return the grid, None when the run made no samples."""
+    images = {(image.prompt, image.seed, image.step): image for image in history.samples}
+    if not images:
+        return None
+    all_steps = sorted({step for *_, step in images})
     steps = spread(all_steps, limit=MAX_COLUMNS)
-    rows = list(dict.fromkeys(row for row, _ in by_cell))
-    cells = {
-        key: _cell(image, folder=history.folder)
-        for key, image in by_cell.items()
-        if key[1] in steps
-    }
-    head = tag(
-        "div",
-        tag("div", "prompt", role="columnheader", class_="corner"),
-        *(tag("div", _column_name(step), role="columnheader") for step in steps),
-        role="row",
-    )
-    body = (
-        _row(row, cells=[cells.get((row, step), _missing("not sampled")) for step in steps])
-        for row in rows
-    )
-    style = f"--steps:{len(steps)};--cell:{max(cell.width_px for cell in cells.values())}px"
-    grid = tag(
-        "div",
-        head,
-        *body,
-        role="table",
-        class_="samples",
-        style=style,
-        aria_label="samples",
-        tabindex=0,  # it scrolls sideways, by the arrow keys too
-    )
-    left_out = len(all_steps) - len(steps)
-    note = (
-        f"{left_out} of {len(all_steps)} sampled steps are not shown; all images are in samples/."
-    )
-    return tag("div", grid, tag("p", note, class_="note") if left_out else None)
+    rows = [
+        (prompt, seed, [_cell(images.get((prompt, seed, step)), history.folder) for step in steps])
+        for prompt, seed in dict.fromkeys((prompt, seed) for prompt, seed, _ in images)
+    ]
+    return SampleGrid(steps=steps, rows=rows, left_out=len(all_steps) - len(steps))
 
 
 def spread(steps: Sequence[int], *, limit: int) -> list[int]:
@@ -86,35 +73,30 @@ def spread(steps: Sequence[int], *, limit: int) -> list[int]:
     return [steps[round(index * (len(steps) - 1) / (limit - 1))] for index in range(limit)]
 
 
-def _column_name(step: int) -> str:
+def column_name(step: int) -> str:
+    """Return a step in words; step 0 is the untouched base."""
     return f"step {step:,}" if step else "base"
 
 
-def _row(row: Row, *, cells: Sequence[_Cell]) -> Html:
-    prompt, seed = row
-    head = tag(
-        "div",
-        prompt or "(empty prompt)",
-        tag("small", f"seed {seed}"),
-        role="rowheader",
-        dir="auto",
-    )
-    return tag("div", head, *(tag("div", cell.content, role="cell") for cell in cells), role="row")
-
-
-def _cell(image: SampleImage, *, folder: Path) -> _Cell:
+def _cell(image: SampleImage | None, folder: Path) -> SampleCell:
+    if image is None:
+        return SampleCell(words="not sampled")
     try:
-        return _picture(
-            inside(folder, image.file), alt=f"{_column_name(image.step)}: {image.prompt}"
-        )
+        data = inside(folder, image.file).read_bytes()
+        with Image.open(io.BytesIO(data)) as picture:
+            picture.load()
+            width, height = shown_size(*picture.size)
+            return SampleCell(
+                words=f"{column_name(image.step)}: {image.prompt}",
+                uri=_data_uri(data, picture),
+                width_px=width,
+                height_px=height,
+                # The width decides alone: an image is enlarged as a whole or not at all.
+                enlarged=width > picture.width,
+            )
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         # Pillow raises SyntaxError for some damaged PNG chunks.
-        return _missing("unreadable", detail=f"{image.file}: {type(error).__name__}")
-
-
-def _missing(reason: str, *, detail: str | None = None) -> _Cell:
-    content = tag("div", reason, class_="missing", title=detail)
-    return _Cell(content=content, width_px=_PREFERRED_PX)
+        return SampleCell(words="unreadable", fault=f"{image.file}: {type(error).__name__}")
 
 
 def inside(folder: Path, file: str) -> Path:
@@ -123,19 +105,6 @@ def inside(folder: Path, file: str) -> Path:
     if not path.is_relative_to(folder.resolve()):
         raise ValueError(f"{file} is outside of the run folder")
     return path
-
-
-def _picture(path: Path, *, alt: str) -> _Cell:
-    data = path.read_bytes()
-    with Image.open(io.BytesIO(data)) as picture:
-        picture.load()
-        width, height = shown_size(*picture.size)
-        # The width decides alone: an image is enlarged as a whole or not at all.
-        enlarged = width > picture.width
-        uri = _data_uri(data, picture)
-    css = "pixels" if enlarged else None
-    content = tag("img", src=uri, alt=alt, title=alt, width=width, height=height, class_=css)
-    return _Cell(content=content, width_px=width)
 
 
 def shown_size(width_px: int, height_px: int) -> tuple[int, int]:

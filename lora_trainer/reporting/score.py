@@ -162,15 +162,18 @@ def _clipped(value: float) -> float:
 VALIDATION_FILE = "validation.json"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Validation:
-    """One adapter file's validation: parts in [0, 1], `left_out` reasons by part, measured figures, remarks."""
+    """One adapter file's validation: parts in [0, 1], `left_out` reasons by part, measured figures, remarks.
+
+    Parts are added as they are measured.
+    """
 
     file: str
-    parts: Mapping[str, float]
-    left_out: Mapping[str, str]
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    notes: Sequence[str] = ()
+    parts: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def score(self) -> float | None:

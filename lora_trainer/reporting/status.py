@@ -85,9 +85,8 @@ class TimeLeft:
             self._step = fields["resumed_from"] or 0
             self._round_step = dict.fromkeys(self._every, self._step)
         elif event.kind in self._every:
-            if not fields.get(
-                "asked"
-            ):  # a prompt of somebody's own says nothing about the next round
+            # A prompt of somebody's own says nothing about the next round.
+            if not fields.get("asked"):
                 self._round_s[event.kind] = fields["seconds"]
                 self._round_step[event.kind] = fields["step"]
             if self.recent:
@@ -215,11 +214,13 @@ class StatusWriter:
         """Show that the process lives; cheap enough for every micro-batch."""
         now_s = self.clock()
         last = self._written
-        changed = last is None or (last.state, last.exit_code) != (
-            self.status.state,
-            self.status.exit_code,
-        )
-        if changed or at_once or last is None or abs(now_s - last.heartbeat_s) >= INTERVAL_S:
+        now = self.status
+        if (
+            last is None
+            or at_once
+            or (last.state, last.exit_code) != (now.state, now.exit_code)
+            or abs(now_s - last.heartbeat_s) >= INTERVAL_S
+        ):
             self.status = replace(self.status, heartbeat_s=now_s)
             self._written = self.status
             self._write()
@@ -249,81 +250,63 @@ def after(status: Status, event: Event) -> Status:
     """Return the status once `event` has happened; the end of a run is final."""
     fields = event.fields
     if event.kind == "run_started":
-        return replace(
-            status,
-            state="starting",
+        # All but the process, of which a run may have had others before.
+        return Status(
+            pid=status.pid,
+            pid_started_s=status.pid_started_s,
+            heartbeat_s=status.heartbeat_s,
+            left_s=status.left_s,
+            message=status.message,
             name=fields["name"],
             step=fields["resumed_from"] or 0,
             steps=fields["steps"],
-            phase="",
-            done=0,
-            total=0,
-            exit_code=None,
         )
     if status.exit_code is not None:
         return status
-    if event.kind == "phase":
-        return _in_phase(status, event)
-    if event.kind == "step":
-        return _after_step(status, event)
-    if (
-        event.kind == "sample" and status.phase == "sample"
-    ):  # made between steps: the next one begins
-        return replace(
-            status, phase="train", done=status.step, total=status.steps, message="training"
-        )
-    if event.kind == "finished":
-        return replace(
-            status,
-            state="finished",
-            step=fields["step"],
-            message=_ended(fields),
-            exit_code=0,
-        )
-    if event.kind == "stopped":
-        interrupted = fields["exit_code"] in INTERRUPTED_EXIT_CODES
-        return replace(
-            status,
-            state="stopped" if interrupted else "failed",
-            step=fields["step"],
-            message=one_line(fields["reason"]),
-            exit_code=fields["exit_code"],
-        )
+    match event.kind:
+        case "phase":
+            return _in_phase(status, fields)
+        case "step" if status.phase in STOPPING:  # steps on their way are still told of
+            return replace(status, step=fields["step"])
+        case "step":
+            status = replace(status, state="training", step=fields["step"])
+            loss = loss_text(measured(fields["loss"]))
+            return _training(status, f"step {status.step} of {status.steps}, loss {loss}")
+        case "sample" if status.phase == "sample":  # made between steps: the next one begins
+            return _training(status, "training")
+        case "finished":
+            early = f" early: {fields['early']}" if fields.get("early") else ""
+            message = f"finished{early}"
+            return replace(
+                status, state="finished", step=fields["step"], message=message, exit_code=0
+            )
+        case "stopped":
+            code = fields["exit_code"]
+            return replace(
+                status,
+                state="stopped" if code in INTERRUPTED_EXIT_CODES else "failed",
+                step=fields["step"],
+                message=one_line(fields["reason"]),
+                exit_code=code,
+            )
     return status
 
 
-def _ended(fields: Mapping[str, Any]) -> str:
-    early = fields.get("early")
-    return f"finished early: {early}" if early else "finished"
+def _training(status: Status, message: str) -> Status:
+    return replace(status, phase="train", done=status.step, total=status.steps, message=message)
 
 
-def _in_phase(status: Status, event: Event) -> Status:
-    phase = event.fields["phase"]
+def _in_phase(status: Status, fields: Mapping[str, Any]) -> Status:
+    phase = fields["phase"]
     if status.phase in STOPPING and phase not in STOPPING:
         return status
     return replace(
         status,
         state=_PHASE_STATES.get(phase, status.state),
         phase=phase,
-        done=event.fields["done"],
-        total=event.fields["total"],
-        message=one_line(event.fields["message"] or phase),
-    )
-
-
-def _after_step(status: Status, event: Event) -> Status:
-    step = event.fields["step"]
-    if status.phase in STOPPING:  # steps on their way are still told of
-        return replace(status, step=step)
-    message = f"step {step} of {status.steps}, loss {loss_text(measured(event.fields['loss']))}"
-    return replace(
-        status,
-        state="training",
-        step=step,
-        phase="train",
-        done=step,
-        total=status.steps,
-        message=message,
+        done=fields["done"],
+        total=fields["total"],
+        message=one_line(fields["message"] or phase),
     )
 
 
@@ -337,17 +320,17 @@ class RunStatus:
     state: Seen
     stage: State
     name: str
-    step: int
-    steps: int
-    phase: str
-    done: int
-    total: int
-    message: str
-    heartbeat_s: float
-    left_s: float
-    exit_code: int | None
-    pid: int | None
-    pid_started_s: float | None
+    step: int = 0
+    steps: int = 0
+    phase: str = ""
+    done: int = 0
+    total: int = 0
+    message: str = ""
+    heartbeat_s: float = 0.0
+    left_s: float = math.nan
+    exit_code: int | None = None
+    pid: int | None = None
+    pid_started_s: float | None = None
 
 
 def read_status(run_folder: Path) -> RunStatus:
@@ -359,23 +342,15 @@ def read_status(run_folder: Path) -> RunStatus:
         status = _read(run_folder)
         alive = is_alive(pid=status.pid, started_s=status.pid_started_s)
     except _UNREADABLE as error:
-        return _unreadable(run_folder, f"{STATUS_FILE} cannot be read: {one_line(str(error))}")
-    return RunStatus(
-        state=_seen(status, alive=alive),
-        stage=status.state,
-        name=status.name,
-        step=status.step,
-        steps=status.steps,
-        phase=status.phase,
-        done=status.done,
-        total=status.total,
-        message=status.message,
-        heartbeat_s=status.heartbeat_s,
-        left_s=measured(status.left_s),
-        exit_code=status.exit_code,
-        pid=status.pid if alive else None,
-        pid_started_s=status.pid_started_s if alive else None,
-    )
+        message = f"{STATUS_FILE} cannot be read: {one_line(str(error))}"
+        name = run_folder.name
+        return RunStatus(state="interrupted", stage="starting", name=name, message=message)
+    facts = asdict(status) | {"stage": status.state, "left_s": measured(status.left_s)}
+    if status.state not in ("finished", "stopped", "failed"):
+        facts["state"] = "running" if alive else "interrupted"
+    if not alive:
+        facts["pid"] = facts["pid_started_s"] = None
+    return RunStatus(**facts)
 
 
 def wrote_status(run_folder: Path, *, pid: int, started_s: float) -> bool:
@@ -398,30 +373,6 @@ def _read(run_folder: Path) -> Status:
     if not isinstance(status.left_s, int | float | None):
         raise TypeError("left_s is no number")
     return status
-
-
-def _seen(status: Status, *, alive: bool) -> Seen:
-    if status.state in ("finished", "stopped", "failed"):
-        return status.state
-    return "running" if alive else "interrupted"
-
-
-def _unreadable(run_folder: Path, message: str) -> RunStatus:
-    blank: dict[str, Any] = {
-        "step": 0,
-        "steps": 0,
-        "phase": "",
-        "done": 0,
-        "total": 0,
-        "heartbeat_s": 0.0,
-        "left_s": math.nan,
-        "exit_code": None,
-        "pid": None,
-        "pid_started_s": None,
-    }
-    return RunStatus(
-        state="interrupted", stage="starting", name=run_folder.name, message=message, **blank
-    )
 
 
 def is_alive(*, pid: int, started_s: float) -> bool:

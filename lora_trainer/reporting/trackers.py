@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -23,61 +23,44 @@ from lora_trainer.reporting.status import Smoothed, measured
 
 _GIB_BYTES = 1 << 30
 _SCALARS = (str, bool, int, float, type(None))
-PACKAGES: Mapping[str, str] = {
-    "aim": "aim",
-    "clearml": "clearml",
-    "comet_ml": "comet-ml",
-    "dvclive": "dvclive",
-    "mlflow": "mlflow",
-    "swanlab": "swanlab",
-    "tensorboard": "tensorboard",
-    "trackio": "trackio",
-    "wandb": "wandb",
-}
+_NAMES = (
+    "aim",
+    "clearml",
+    "comet_ml",
+    "dvclive",
+    "mlflow",
+    "swanlab",
+    "tensorboard",
+    "trackio",
+    "wandb",
+)
+PACKAGES: Mapping[str, str] = {name: name.replace("_", "-") for name in _NAMES}
 """Tracker name of accelerate -> the package that has to be installed."""
 LogImage = Callable[[str, Image.Image, int], Any]
 """Logs one image under a tag at a step."""
 
 
-class Loggable(Protocol):
-    """The interface of a tracker; `accelerate.Accelerator` and each of its trackers have it."""
-
-    def log(self, values: dict[str, float], step: int | None) -> Any: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackerProblem:
-    """A tracker that cannot be used, in the words of `EventStream.problem`."""
-
-    what: str
-    fix: str
-
-
 def usable_trackers(
     names: Iterable[str], *, packages: Mapping[str, str | None]
-) -> tuple[tuple[str, ...], tuple[TrackerProblem, ...]]:
-    """Split `names` into those that can start and one problem for each of the others.
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Split `names` into those that can start, and (what, fix) of a problem for each of the others.
 
     `packages` gives installed versions by package name, None or no entry where one is missing.
     """
     usable: list[str] = []
-    problems: list[TrackerProblem] = []
+    problems: list[tuple[str, str]] = []
     for name in dict.fromkeys(names):
         package = PACKAGES.get(name)
         if package is None:
             what = f"logging.trackers names {name!r}, which is not one of {', '.join(PACKAGES)}."
             what = (what + did_you_mean(name, PACKAGES)).rstrip(".")
-            problems.append(TrackerProblem(what=what, fix="correct logging.trackers"))
+            problems.append((what, "correct logging.trackers"))
         elif packages.get(package) is None:
             what = f"tracker {name} is left out: the package {package} is not installed"
-            problems.append(
-                TrackerProblem(
-                    what=what, fix=f"pip install {package}, or drop it from logging.trackers"
-                )
-            )
+            problems.append((what, f"pip install {package}, or drop it from logging.trackers"))
         else:
             usable.append(name)
-    return tuple(usable), tuple(problems)
+    return usable, problems
 
 
 @dataclass
@@ -87,7 +70,7 @@ class TrackerListener:
     The first failure is reported and silences it; `close` is called once when the run ends.
     """
 
-    tracker: Loggable
+    tracker: Any  # of accelerate; each service has a class of its own
     events: EventStream
     name: str = "tracker"
     close: Callable[[], Any] | None = None
@@ -99,18 +82,15 @@ class TrackerListener:
     def __call__(self, event: Event) -> None:
         if self._silent:
             return
-        if event.kind == "step":
-            self._log(self._step_scalars(event.fields), step=event.fields["step"])
-        elif event.kind == "validation":
-            self._log(_validation_scalars(event.fields), step=event.fields["step"])
+        if event.kind in ("step", "validation"):
+            scalars = self._step_scalars if event.kind == "step" else _validation_scalars
+            values, step = scalars(event.fields), event.fields["step"]
+            self.attempt(partial(self.tracker.log, values, step=step))
         elif event.kind == "sample" and self.log_image is not None:
             self.attempt(partial(self._log_images, event.fields, self.log_image))
         elif event.kind in ("finished", "stopped") and self.close is not None:
             self.attempt(self.close)
             self._silent = True
-
-    def _log(self, values: dict[str, float], *, step: int) -> None:
-        self.attempt(lambda: self.tracker.log(values, step=step))
 
     def _log_images(self, fields: Mapping[str, Any], log_image: LogImage) -> None:
         for index, image_row in enumerate(fields["images"]):
@@ -197,9 +177,8 @@ def start_trackers(
             folder=run_folder,
         )
         started = listener.attempt(tracker.start)
-        if (
-            started and name != "tensorboard"
-        ):  # there, each start would add two time-stamped folders
+        # In TensorBoard each start would add two time-stamped folders.
+        if started and name != "tensorboard":
             started = listener.attempt(partial(tracker.store_init_configuration, table))
         if started:
             events.subscribe(listener)

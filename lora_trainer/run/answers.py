@@ -34,12 +34,8 @@ def check_text(report: DatasetReport) -> RenderableType:
     add_row(head, "images", str(report.images))
     add_row(head, "score", f"{report.score:.2f} of 1 ({parts})")
     add_row(head, "buckets", buckets)
-    lines: list[RenderableType] = [head]
-    for finding in report.findings:
-        lines.append(Text(finding_line(finding), style=STYLES[finding.severity]))
-    if not report.findings:
-        lines.append(Text("no findings"))
-    return Group(*lines)
+    findings = [Text(finding_line(each), style=STYLES[each.severity]) for each in report.findings]
+    return Group(head, *(findings or [Text("no findings")]))
 
 
 def inspect_text(inspection: Inspection) -> RenderableType:
@@ -78,10 +74,8 @@ def _norms_text(norms: Mapping[str, float]) -> Iterable[RenderableType]:
     largest = sorted(norms, key=lambda block: norms[block], reverse=True)
     whole = math.fsum(norm**2 for norm in norms.values()) or 1.0
     for block in largest[:BLOCKS_SHOWN]:
-        share = f"{norms[block] ** 2 / whole:.1%}"
-        add_row(
-            table, block, *(Text(text, justify="right") for text in (f"{norms[block]:.4g}", share))
-        )
+        numbers = f"{norms[block]:.4g}", f"{norms[block] ** 2 / whole:.1%}"
+        add_row(table, block, *(Text(number, justify="right") for number in numbers))
     yield ""
     yield table
     rest = largest[BLOCKS_SHOWN:]
@@ -100,11 +94,8 @@ def presets_text() -> RenderableType:
                 reason = presets.unsupported(tier, priority)
                 cell = presets.cells.get(f"{tier}/{priority}", {})
                 values = {**presets.tiers[tier], **presets.priorities[priority], **cell}
-                text = (
-                    f"unsupported: {reason}"
-                    if reason
-                    else ", ".join(f"{k}={v}" for k, v in values.items())
-                )
+                sets = ", ".join(f"{key}={value}" for key, value in values.items())
+                text = f"unsupported: {reason}" if reason else sets
                 add_row(table, family, tier, priority, text)
     return table
 
@@ -113,12 +104,7 @@ def doctor_json(hardware: Hardware) -> dict[str, Any]:
     """Return the facts about this machine as plain values, each with its reason."""
     return {
         "gpus": [
-            {
-                "name": gpu.name,
-                "total_bytes": gpu.total_bytes,
-                "free_bytes": gpu.free_bytes,
-                "driver": gpu.driver,
-            }
+            {name: getattr(gpu, name) for name in ("name", "total_bytes", "free_bytes", "driver")}
             for gpu in hardware.gpus
         ],
         "gpu_reason": hardware.gpu_reason,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -48,23 +49,15 @@ def refuse_small_cache(prepared: Prepared, cache_needs: Needs) -> None:
 
 
 def fill_caches(job: TrainingJob, cache: Cache) -> Needs:
-    prepared, config, family = job.prepared, job.prepared.config, job.prepared.family
-    device = planned_device(prepared)
+    prepared = job.prepared
     cache_needs = job.cache_needs or plan_cache(prepared, job.prompts)
-    text_dtype = DTYPES[config.memory.text_encoder_precision]
+    devices = tuple(dict.fromkeys((encoder_device(prepared), planned_device(prepared), CPU)))
+    encoders, events = _encoders(prepared), job.events
     began = time.monotonic()
-    encode = partial(
-        fill,
-        cache=cache,
-        settings=config.data,
-        load_image_encoder=lambda place: family.load_image_encoder(prepared.facts, device=place),
-        load_text_encoder=partial(_caching_text_encoder, prepared, text_dtype),
-        devices=tuple(dict.fromkeys((encoder_device(prepared), device, CPU))),
-        texts_as=texts_as(prepared),
-        events=job.events,
-        stop=job.stop,
-    )
-    results = [encode(share) for share in shares(cache_needs, job.ranks)]
+    results = [
+        fill(share, cache, devices=devices, events=events, stop=job.stop, **encoders)
+        for share in shares(cache_needs, job.ranks)
+    ]
     job.events.emit(
         "cached",
         latents=sum(part.latents for part in results),
@@ -85,8 +78,7 @@ def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> CacheKey:
     for the training. Raises MachineError where the host's free memory is too small for them.
     """
     prepared = job.prepared
-    entry = texts_as(prepared)
-    key = entry.key(prompt)
+    key = texts_as(prepared).key(prompt)
     if cache.has(key):
         return key
     dtype = DTYPES[prepared.config.memory.text_encoder_precision]
@@ -101,19 +93,21 @@ def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> CacheKey:
     # The phases of caching stay unsaid: the run is between two steps of its training.
     events = EventStream()
     events.subscribe(lambda event: _pass_on_problem(event, job.events))
-    fill(
-        Needs(latents={}, texts={key.digest: (prompt, key)}, sources={}),
-        cache,
-        settings=prepared.config.data,
-        load_image_encoder=lambda place: prepared.family.load_image_encoder(
-            prepared.facts, device=place
-        ),
-        load_text_encoder=partial(_caching_text_encoder, prepared, dtype),
-        devices=(CPU,),
-        texts_as=entry,
-        events=events,
-    )
+    only = Needs(latents={}, texts={key.digest: (prompt, key)}, sources={})
+    fill(only, cache, devices=(CPU,), events=events, **_encoders(prepared))
     return key
+
+
+def _encoders(prepared: Prepared) -> dict[str, Any]:
+    """Return the arguments of `fill` that say how images and texts are encoded."""
+    dtype = DTYPES[prepared.config.memory.text_encoder_precision]
+    load_image_encoder = prepared.family.load_image_encoder
+    return {
+        "settings": prepared.config.data,
+        "load_image_encoder": lambda place: load_image_encoder(prepared.facts, device=place),
+        "load_text_encoder": partial(_caching_text_encoder, prepared, dtype),
+        "texts_as": texts_as(prepared),
+    }
 
 
 def _pass_on_problem(event: Event, events: EventStream) -> None:

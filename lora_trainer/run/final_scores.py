@@ -1,31 +1,20 @@
-"""Scores of every finished LoRA: the size and rank of its updates, and the gain over the base.
+"""The scores of every finished LoRA at the end of its run: size and rank of its updates, gain over the base.
 
-The size of an adapter's updates relative to the weights they change, and the share of their rank in use.
-
-Input: the base's networks and the adapter's tensors; output a number per module. Memory stays small: one
-module at a time, and for a plain LoRA only the small products of its factors.
-
-Collects the measured parts of an adapter, and derives parts from its weights.
-
-Input: figures; output: parts, reasons for parts left out, and at the end a Validation.
-
-Measures every finished adapter at the end of its run: weights, ranks and the gain over the base.
-
-Input: the networks with the adapter in them and the losses the run has logged; output:
-RUN/validation.json and an event. No pass of the model is needed; `lora-train validate` does the rest.
+Input: the base's networks with the adapter in them and the losses that the run has logged; output: parts and
+figures of a Validation, RUN/validation.json and an event. No pass of the model is needed, and memory stays small:
+one module at a time, for a plain LoRA only the small products of its factors. `lora-train validate` does the rest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lora_trainer.common.errors import LoraTrainError, first_line
 from lora_trainer.common.events import read_events
@@ -34,7 +23,7 @@ from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.lora_hooks import change_of, layer_of
 from lora_trainer.lora.low_rank import NotLowRank, product, singular
-from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors
+from lora_trainer.lora.tensors import AdapterTensors
 from lora_trainer.network.quantize import frozen_weight
 from lora_trainer.reporting.history import ValidationRow, validation_row
 from lora_trainer.reporting.score import (
@@ -92,68 +81,21 @@ def weight_figures(networks: Mapping[str, nn.Module], tensors: AdapterTensors) -
         if not all(bool(tensor.isfinite().all()) for tensor in module.tensors.values()):
             norms[key] = math.inf
             continue
-        weight = float(torch.linalg.vector_norm(frozen_weight(layer), dtype=torch.float32))
-        norm = _plain_norm(module)
-        if norm is None:
-            norm = float(torch.linalg.vector_norm(change_of(layer, module)))
-        norms[key] = norm / weight if weight > 0 else (math.inf if norm > 0 else 0.0)
+        # In float64, which MPS has not. The norm of a product is that of its singular values.
+        on_host = {name: tensor.detach().cpu() for name, tensor in module.tensors.items()}
         try:
-            used[key] = rank_used(module)
+            values = singular(product(replace(module, tensors=on_host))).values
+            norm = float(torch.linalg.vector_norm(values))
+            used[key] = effective_rank(values.tolist()) / len(values)
         except NotLowRank as error:
+            norm = float(torch.linalg.vector_norm(change_of(layer, module)))
             why_not = str(error)
+        weight = float(torch.linalg.vector_norm(frozen_weight(layer), dtype=torch.float32))
+        norms[key] = norm / weight if weight > 0 else (math.inf if norm > 0 else 0.0)
     return WeightFigures(relative_norms=norms, ranks_used=used, why_not=why_not)
 
 
-def rank_used(module: ModuleTensors) -> float:
-    """Return the effective rank over the largest possible rank; raises NotLowRank."""
-    thin = product(_on_cpu(module))
-    values = singular(thin).values
-    return effective_rank(values.tolist()) / len(values)
-
-
-def _plain_norm(module: ModuleTensors) -> float | None:
-    """Return |up down| of a plain LoRA from the factors' Gram matrices, None for other kinds.
-
-    |up down|^2 = sum((up^T up) * (down down^T)) needs rank x rank numbers instead of a full weight; in
-    float64, as the sum cancels.
-    """
-    if module.kind != "lora" or module.dora:
-        return None
-    up, down = (_double(module.tensors[name]).flatten(1) for name in ("up", "down"))
-    squared = ((up.T @ up) * (down @ down.T)).sum()
-    return float(squared.clamp(min=0).sqrt()) * abs(module.scale)
-
-
-def _double(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().to(torch.float64)  # MPS has no float64
-
-
-def _on_cpu(module: ModuleTensors) -> ModuleTensors:
-    tensors = {name: tensor.detach().cpu() for name, tensor in module.tensors.items()}
-    return ModuleTensors(kind=module.kind, tensors=tensors, rank=module.rank, scale=module.scale)
-
-
-@dataclass(kw_only=True)
-class Found:
-    """Parts in [0, 1], the reason for each part left out, figures and remarks."""
-
-    parts: dict[str, float] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def result(self, file: str) -> Validation:
-        """Return these findings as the validation of the file of this name."""
-        return Validation(
-            file=file,
-            parts=self.parts,
-            left_out=self.left_out,
-            figures=self.figures,
-            notes=self.notes,
-        )
-
-
-def measure_weights(weights: WeightFigures, findings: Found) -> None:
+def measure_weights(weights: WeightFigures, findings: Validation) -> None:
     """Add the parts that need only the adapter's tensors: weights and rank."""
     norms = list(weights.relative_norms.values())
     findings.parts["weights"] = weights_part(norms)
@@ -203,7 +145,7 @@ def validate_at_the_end(
 def _measured(
     folder: RunFolder, inside: Mapping[str, nn.Module], adapter: Adapter, file: Path, end: Progress
 ) -> Validation:
-    findings = Found()
+    findings = Validation(file=file.name)
     measure_weights(weight_figures(inside, adapter.tensors()), findings)
     rows = [
         validation_row(row)
@@ -213,10 +155,10 @@ def _measured(
     _measure_gain(rows, end.step, findings)
     for name in WEIGHTS.keys() - findings.parts.keys() - findings.left_out.keys():
         findings.left_out[name] = BY_COMMAND
-    return findings.result(file.name)
+    return findings
 
 
-def _measure_gain(rows: list[ValidationRow], step: int, findings: Found) -> None:
+def _measure_gain(rows: list[ValidationRow], step: int, findings: Validation) -> None:
     base = next((row for row in rows if row.step == 0), None)
     last = next((row for row in reversed(rows) if row.step == step > 0), None)
     if base is None or last is None or not base.by_timestep:

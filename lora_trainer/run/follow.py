@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -19,7 +18,6 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import flatten
-from lora_trainer.families.hub_files import OnBytes
 from lora_trainer.families.locate import identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, detect, hardware_from
 from lora_trainer.run.device import pinning, planned_device, setup_torch
@@ -31,20 +29,6 @@ from lora_trainer.run.stop import StopFlag, taking_signals
 from lora_trainer.training.cores import SharedCores
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.loop import report_lag
-
-
-@dataclass(frozen=True, kw_only=True)
-class Orders:
-    """The leader's decisions, as JSON for the other processes."""
-
-    settings: dict[str, Any]
-    at_once: dict[str, int]
-    sharing: int
-    hardware: dict[str, Any]
-    fingerprint: str
-    identities: dict[str, str]
-    prompts: list[str]
-    folder: str
 
 
 def gather(
@@ -60,20 +44,20 @@ def gather(
         return
     ranks.monitor.timeout_s = prepared.config.hardware.process_timeout_s
     ranks.monitor.record(events)
-    orders = Orders(
-        settings=flatten(prepared.config),
-        at_once={
+    orders = {
+        "settings": flatten(prepared.config),
+        "at_once": {
             f"{width}x{height}": count
             for (width, height), count in prepared.plan.images_at_once.items()
         },
-        sharing=ranks.dist_env.local_count,
-        hardware=asdict(prepared.hardware),
-        fingerprint=prepared.dataset.fingerprint,
-        identities={name: part.identity for name, part in prepared.facts.parts.items()},
-        prompts=list(prompts),
-        folder=str(folder.path),
-    )
-    ranks.monitor.give("orders", json.dumps(asdict(orders)))
+        "sharing": ranks.dist_env.local_count,
+        "hardware": asdict(prepared.hardware),
+        "fingerprint": prepared.dataset.fingerprint,
+        "identities": _identities(prepared),
+        "prompts": list(prompts),
+        "folder": str(folder.path),
+    }
+    ranks.monitor.give("orders", json.dumps(orders))
     _connect(ranks, prepared)
     if ranks.share_gpus:
         events.problem(
@@ -86,29 +70,29 @@ def gather(
 def follow(request_here: Request, ranks: ProcessGroup) -> Path:
     """Do a share of a training that another process leads: same settings, data and base; writes no files."""
     assert ranks.monitor is not None
-    orders = Orders(**json.loads(ranks.monitor.take("orders")))
-    ranks.monitor.timeout_s = float(orders.settings["hardware.process_timeout_s"])
+    orders = json.loads(ranks.monitor.take("orders"))
+    ranks.monitor.timeout_s = float(orders["settings"]["hardware.process_timeout_s"])
     request = Request(
         dataset=request_here.dataset,
-        run_settings=orders.settings,
-        run_at_once=orders.at_once,
+        run_settings=orders["settings"],
+        run_at_once=orders["at_once"],
         processes=request_here.processes,
-        sharing=orders.sharing,
+        sharing=orders["sharing"],
         fetches=True,
     )
     # GPUs are detected here, as this process may be on another machine than the leader.
-    hardware = replace(hardware_from(orders.hardware), gpus=detect().gpus)
+    hardware = replace(hardware_from(orders["hardware"]), gpus=detect().gpus)
     prepared = prepare_with_base(request, hardware=hardware)
-    identities = {name: part.identity for name, part in prepared.facts.parts.items()}
-    if (prepared.dataset.fingerprint, identities) != (orders.fingerprint, orders.identities):
-        part = "base" if identities != orders.identities else "dataset"
+    identities = _identities(prepared)
+    if (prepared.dataset.fingerprint, identities) != (orders["fingerprint"], orders["identities"]):
+        part = "base" if identities != orders["identities"] else "dataset"
         raise InputError(
             f"process {ranks.dist_env.rank} finds another {part} under the same name than process 0",
             fix="give all machines the same files",
         )
     setup_torch(prepared)
     _connect(ranks, prepared)
-    events, folder = EventStream(), Path(orders.folder)
+    events, folder = EventStream(), Path(orders["folder"])
     events.subscribe(ranks.monitor.tell)
     stop = StopFlag()
     with (
@@ -121,7 +105,7 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
             TrainingJob(
                 prepared=prepared,
                 folder=RunFolder(path=folder, lock=FileLock(folder / ".not-ours")),
-                prompts=orders.prompts,
+                prompts=orders["prompts"],
                 state=None,
                 events=events,
                 stop=stop,
@@ -132,13 +116,17 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
     return folder
 
 
+def _identities(prepared: Prepared) -> dict[str, str]:
+    return {name: part.identity for name, part in prepared.facts.parts.items()}
+
+
 def _connect(ranks: ProcessGroup, prepared: Prepared) -> None:
     device = planned_device(prepared)
     ranks.connect(device, lag=report_lag(device))
 
 
 def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> Prepared:
-    """Plan a run with its base on this machine, downloading it if needed.
+    """Plan a run with its base on this machine, its parts identified by content, downloading it if needed.
 
     After a download the run is planned again, because the files tell more than the base's name: captions
     are counted with its tokenizer.
@@ -147,19 +135,13 @@ def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> 
     if prepared.facts.layout is None:
         locate(prepared.config.base, on_bytes=request.on_bytes)
         prepared = prepare(request, hardware=hardware)
-    return _with_base(prepared, request.on_bytes)
-
-
-def _with_base(prepared: Prepared, on_bytes: OnBytes) -> Prepared:
-    """Return `prepared` with the base on this machine and its parts identified by content."""
     config = prepared.config
     facts = with_choices(
-        locate(config.base, on_bytes=on_bytes),
+        locate(config.base, on_bytes=request.on_bytes),
         config.base,
         zero_terminal_snr=prepared.facts.zero_terminal_snr,
     )
-    facts = replace(facts, chunks=prepared.facts.chunks)
     memo = HashMemo.load(prepared.cache_root)
-    facts = identified(facts, memo)
+    facts = identified(replace(facts, chunks=prepared.facts.chunks), memo)
     memo.save()
     return replace(prepared, facts=facts)

@@ -11,18 +11,25 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-from lora_trainer.common.errors import MachineError, RequestError
+from jinja2 import Template
+
+from lora_trainer import families
+from lora_trainer.common.errors import LoraTrainError, MachineError, RequestError
 from lora_trainer.common.events import EventStream
+from lora_trainer.common.files import read_json_object
 from lora_trainer.common.redaction import public_text
-from lora_trainer.config.config import OutputSettings
-from lora_trainer.families.base import BaseFacts, Family, FileFormat
 from lora_trainer.lora_file.embedding import embedding_path
-from lora_trainer.lora_file.formats import AdapterContents
+from lora_trainer.lora_file.fitting_base import check_usable
+from lora_trainer.lora_file.problems import key_format
 from lora_trainer.reporting.sample_files import last_samples, sample_prompt
+
+if TYPE_CHECKING:
+    from lora_trainer.lora_file.read import Contents
 
 CARD = "README.md"
 TAGS = ("text-to-image", "diffusers", "lora", "template:sd-lora")
@@ -34,16 +41,6 @@ _WRITING_LOGIN = (
     f"make a token that may write on https://huggingface.co/settings/tokens, then {LOGIN}"
 )
 _REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
-
-
-class HubApi(Protocol):
-    """The part of `huggingface_hub.HfApi` that is used."""
-
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any: ...
-
-    def file_exists(self, repo_id: str, filename: str) -> bool: ...
-
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,41 +67,41 @@ class HubUpload:
     embedding: Path | None = None
 
 
-def release_of(
-    run_folder: Path,
-    *,
-    file: Path,
-    title: str,
-    settings: OutputSettings,
-    trigger: str | None,
-    family: Family,
-    facts: BaseFacts,
-    format: FileFormat,
-    contents: AdapterContents,
-) -> HubUpload:
-    """Gather the files of a run to upload, the images of its last step among them."""
-    assert settings.hub_repo is not None
+def release_of_file(file: Path, *, repository: str, private: bool) -> HubUpload:
+    """Gather what is uploaded of a file; raises InputError for one that is no LoRA of a known family."""
+    contents, fit = check_usable(file, names=None)
+    kinds = {part.kind for part in contents.parts.values() if part.kind is not None}
+    dora = any("magnitude" in part.entries for part in contents.parts.values())
+    format = key_format(contents.parts)
+    source = _base_source(file, contents)
+    words = embedding_path(file)
+    texts = contents.metadata
     return HubUpload(
-        repository=settings.hub_repo,
-        private=settings.hub_private,
+        repository=repository,
+        private=private,
         file=file,
-        title=title,
-        samples=tuple(last_samples(run_folder / "samples")),
-        base=hub_id(facts),
-        base_name=Path(facts.source).name,
-        trigger=trigger,
-        description=settings.description,
-        license=settings.license,
-        in_diffusers=contents.kinds == {"lora"} and (format == "diffusers" or not contents.dora),
-        embedding=words if (words := embedding_path(file)).is_file() else None,
-        in_programs=format == family.formats.written[0] or format != "diffusers",
+        title=texts.get("modelspec.title") or file.stem,
+        samples=tuple(last_samples(file.parent / "samples")),
+        base=source if is_repository(source) and not Path(source).exists() else None,
+        base_name=Path(source).name or fit.family,
+        trigger=texts.get("modelspec.trigger_phrase") or None,
+        description=texts.get("modelspec.description", ""),
+        license=texts.get("modelspec.license", ""),
+        in_diffusers=kinds == {"lora"} and (format == "diffusers" or not dora),
+        in_programs=format == families.family(fit.family).formats.written[0]
+        or format != "diffusers",
+        embedding=words if words.is_file() else None,
     )
 
 
-def hub_id(facts: BaseFacts) -> str | None:
-    """Return the base's Hub id, None for a base that lies on this machine only."""
-    local = Path(facts.source).exists() or (facts.layout is not None and facts.layout.files)
-    return facts.source if not local and is_repository(facts.source) else None
+def _base_source(file: Path, contents: Contents) -> str:
+    """Return the base as the run's record names it, else as the header does; it may be a path."""
+    try:
+        record = read_json_object(file.parent / "run.json").get("base")
+    except RequestError:  # a file that lies elsewhere
+        record = None
+    source = record.get("source") if isinstance(record, dict) else None
+    return source if isinstance(source, str) else contents.metadata.get("ss_sd_model_name", "")
 
 
 def is_repository(name: str) -> bool:
@@ -128,7 +125,7 @@ def check_upload(repository: str, *, asked_by: str = "--set output.hub_repo") ->
         raise MachineError(f"{repository} needs a login to the Hugging Face Hub", fix=LOGIN)
 
 
-def push(release: HubUpload, *, api: HubApi | None = None) -> str:
+def push(release: HubUpload) -> str:
     """Upload and return the repository's address; raises as `check_upload`, and MachineError for the rest.
 
     A model card that somebody has put there is left alone.
@@ -136,9 +133,8 @@ def push(release: HubUpload, *, api: HubApi | None = None) -> str:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # re-exported
 
-    if api is None:
-        check_upload(release.repository)
-        api = HfApi()
+    check_upload(release.repository)
+    api = HfApi()
     try:
         api.create_repo(release.repository, private=release.private, exist_ok=True)
         with TemporaryDirectory() as folder:
@@ -150,37 +146,30 @@ def push(release: HubUpload, *, api: HubApi | None = None) -> str:
             )
     except HfHubHTTPError as error:
         status = error.response.status_code
-        if status == 403:
-            raise MachineError(
-                f"{release.file.name} was not uploaded to {release.repository}: {WRITE_REFUSED} "
-                "(the Hub answers 403)",
-                fix=_WRITING_LOGIN,
-            ) from None
-        raise MachineError(
-            f"{release.file.name} was not uploaded to {release.repository} (the Hub answers {status})",
-            fix=LOGIN if status == 401 else retry(release),
-        ) from None
+        fixes = {401: LOGIN, 403: _WRITING_LOGIN}
+        answer = f"the Hub answers {status}"
+        reason = f": {WRITE_REFUSED} ({answer})" if status == 403 else f" ({answer})"
+        raise _not_uploaded(release, reason, fixes.get(status)) from None
     except (HTTPError, OSError) as error:
-        raise MachineError(
-            f"{release.file.name} was not uploaded to {release.repository} ({type(error).__name__})",
-            fix=retry(release),
-        ) from None
+        raise _not_uploaded(release, f" ({type(error).__name__})", None) from None
     return f"{constants.ENDPOINT}/{release.repository}"
 
 
-def push_finished(release: HubUpload, events: EventStream, *, api: HubApi | None = None) -> None:
-    """Upload the result of a finished run; a failure is a problem that says how to try again."""
+def _not_uploaded(release: HubUpload, reason: str, fix: str | None) -> MachineError:
+    return MachineError(
+        f"{release.file.name} was not uploaded to {release.repository}{reason}",
+        fix=fix or f"try again with `hf upload {release.repository} {release.file}`",
+    )
+
+
+def push_finished(file: Path, *, repository: str, private: bool, events: EventStream) -> None:
+    """Upload the LoRA of a finished run; a failure is a problem that says how to try again."""
     try:
-        address = push(release, api=api)
-    except (MachineError, RequestError) as error:
+        address = push(release_of_file(file, repository=repository, private=private))
+    except LoraTrainError as error:
         events.problem(error.found, fix=error.fix, code="HUB-01")
     else:
-        events.emit("uploaded", address=address, private=release.private)
-
-
-def retry(release: HubUpload) -> str:
-    """Return the command that uploads the file by hand."""
-    return f"try again with `hf upload {release.repository} {release.file}`"
+        events.emit("uploaded", address=address, private=private)
 
 
 def _stage(release: HubUpload, folder: Path, *, card: bool) -> None:
@@ -217,45 +206,18 @@ def model_card(release: HubUpload) -> str:
         license=release.license or None,
         widget=gallery or None,
     )
-    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(_sections(release)) + "\n"
-
-
-def _sections(release: HubUpload) -> list[str]:
-    base = release.base or release.base_name
-    sections = [f"# {release.title}"]
-    if release.description:
-        sections.append(public_text(release.description))
-    if release.samples:
-        sections.append("<Gallery />")
-    if release.trigger:
-        sections.append(f"## Trigger\n\nPut `{release.trigger}` into the prompt.")
-    sections.append(
-        f"## Use\n\nThe base model is {f'[{base}](https://huggingface.co/{base})' if release.base else base}."
-    )
-    if release.in_diffusers and release.base:
-        sections.append(_snippet(release))
-    if release.in_programs:
-        programs = (
-            "ComfyUI, Forge, A1111 or InvokeAI" if release.in_diffusers else "ComfyUI or Forge"
-        )
-        sections.append(f"In {programs}: put `{release.file.name}` into the folder of LoRAs.")
-    if release.embedding is not None:
-        name = release.embedding.stem
-        sections.append(
-            f"It was trained with new tokens, which are in `embeddings/{name}.safetensors`: put that into "
-            f"the folder of embeddings, and write `{name}` (in ComfyUI `embedding:{name}`) into the "
-            f"prompt for the trigger."
-        )
-    return sections
-
-
-def _snippet(release: HubUpload) -> str:
     prompt = sample_prompt(release.samples[0]) if release.samples else (release.trigger or "")
-    return f"""```python
-import torch
-from diffusers import DiffusionPipeline
-
-pipeline = DiffusionPipeline.from_pretrained({json.dumps(release.base)}, dtype=torch.bfloat16)
-pipeline.load_lora_weights({json.dumps(release.repository)}, weight_name={json.dumps(release.file.name)})
-image = pipeline.to("cuda")({json.dumps(public_text(prompt), ensure_ascii=False)}).images[0]
-```"""
+    template = Template(
+        Path(__file__).with_name("model_card.md").read_text(encoding="utf-8"),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return str(
+        template.render(
+            yaml=data.to_yaml(),
+            release=release,
+            description=public_text(release.description),
+            prompt=public_text(prompt),
+            python=partial(json.dumps, ensure_ascii=False),
+        )
+    )

@@ -45,6 +45,14 @@ class MachineCheck:
     fix: str = ""
 
 
+def ok(sentence: str, fix: str = "") -> MachineCheck:
+    return MachineCheck(mark="ok", sentence=sentence, fix=fix)
+
+
+def warn(sentence: str, fix: str) -> MachineCheck:
+    return MachineCheck(mark="warn", sentence=sentence, fix=fix)
+
+
 def checks(
     hardware: Hardware, *, cache: Path, environment: Mapping[str, str]
 ) -> list[MachineCheck]:
@@ -61,31 +69,22 @@ def checks(
 
 def _training(hardware: Hardware) -> Iterator[MachineCheck]:
     accelerator = hardware.accelerator()
-    gpu = accelerator.value
+    gpu, several = accelerator.value, len(hardware.gpus)
     if gpu is None:
-        why = "torch can use none of the GPUs" if hardware.gpus else accelerator.reason
-        yield MachineCheck(
-            mark="warn",
-            sentence=f"Trainings run on the CPU, because there is no usable GPU: {why}.",
-            fix="the embedded base trains here in minutes; other bases need a GPU with 6 GiB or more"
-            if not hardware.gpus
-            else "see below",
-        )
+        why, fix = accelerator.reason, "see below"
+        if several:
+            why = "torch can use none of the GPUs"
+        else:
+            fix = "the embedded base trains here in minutes; other bases need a GPU with 6 GiB or more"
+        yield warn(f"Trainings run on the CPU, because there is no usable GPU: {why}.", fix)
         return
     precision = "bf16" if gpu.has_bf16 else "fp16, as it does not compute bf16 itself"
-    several = len(hardware.gpus)
     why = f", the best of {several} for this torch" if several > 1 else ""
-    yield MachineCheck(
-        mark="ok",
-        sentence=f"Trainings run on {gpu.name}{why}, in {precision}, with the presets for "
-        f"{tier(gpu.total_bytes)} GiB.",
-    )
+    presets = f"with the presets for {tier(gpu.total_bytes)} GiB"
+    yield ok(f"Trainings run on {gpu.name}{why}, in {precision}, {presets}.")
     if problem := tier_problem(gpu.total_bytes):
-        yield MachineCheck(
-            mark="warn",
-            sentence=f"{_capital(problem)}.",
-            fix="lower data.resolution or adapter.rank if a plan does not fit",
-        )
+        fix = "lower data.resolution or adapter.rank if a plan does not fit"
+        yield warn(f"{_capital(problem)}.", fix)
 
 
 def _gpus(hardware: Hardware) -> Iterator[MachineCheck]:
@@ -93,37 +92,30 @@ def _gpus(hardware: Hardware) -> Iterator[MachineCheck]:
         if problem := hardware.against(gpu):
             reason, _, command = problem.partition("pip install ")
             fix = f"pip install {command}" if command else "use another GPU"
-            yield MachineCheck(mark="warn", sentence=f"{reason.rstrip(' :;')}.", fix=fix)
+            yield warn(f"{reason.rstrip(' :;')}.", fix)
             continue
-        described = (
-            f"GPU {gpu.index} is {gpu.name}, {gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free"
-        )
-        used = 1 - gpu.free_bytes / gpu.total_bytes
-        yield MachineCheck(
-            mark="warn" if used > _USED_BY_OTHERS else "ok",
-            sentence=f"{described}{_details(gpu)}.",
-            fix="close other programs that use it, because plans use only free memory"
-            if used > _USED_BY_OTHERS
-            else "",
-        )
+        free = f"{gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free"
+        described = f"GPU {gpu.index} is {gpu.name}, {free}{_details(gpu)}."
+        if 1 - gpu.free_bytes / gpu.total_bytes > _USED_BY_OTHERS:
+            fix = "close other programs that use it, because plans use only free memory"
+            yield warn(described, fix)
+        else:
+            yield ok(described)
         if hardware.pinnable_bytes is not None and gpu.can.pins:
-            yield MachineCheck(
-                mark="ok",
-                sentence=f"Of the machine's memory {gib(hardware.pinnable_bytes)} may be pinned for copies "
-                f"to it ({hardware.reasons.get('pinnable_bytes', 'as set')}); unpinned copies are slower.",
+            reason = hardware.reasons.get("pinnable_bytes", "as set")
+            yield ok(
+                f"Of the machine's memory {gib(hardware.pinnable_bytes)} may be pinned for copies "
+                f"to it ({reason}); unpinned copies are slower."
             )
         if gpu.spills:
-            yield MachineCheck(
-                mark="ok",
-                sentence="When its memory is full, its driver uses host memory, which makes trainings ten "
-                "times slower; plans stay below that limit.",
+            yield ok(
+                "When its memory is full, its driver uses host memory, which makes trainings ten "
+                "times slower; plans stay below that limit."
             )
         lacking = [wish.partition("=")[2] for wish in gpu.can.lacks if wish.startswith("optimizer")]
         if lacking:
-            yield MachineCheck(
-                mark="ok",
-                sentence=f"{_capital(gpu.can.says)} has no {', '.join(lacking)}: adamw is used instead.",
-            )
+            names = ", ".join(lacking)
+            yield ok(f"{_capital(gpu.can.says)} has no {names}: adamw is used instead.")
 
 
 def _details(gpu: Gpu) -> str:
@@ -136,86 +128,59 @@ def _details(gpu: Gpu) -> str:
 def _machine(hardware: Hardware) -> Iterator[MachineCheck]:
     cores = f"{hardware.cpu_threads} core{'' if hardware.cpu_threads == 1 else 's'}"
     reason = hardware.reasons.get("cpu_threads", "")
-    yield MachineCheck(
-        mark="ok",
-        sentence=f"The CPU is {hardware.cpu_name}; trainings use {cores} of it ({reason}).",
-    )
+    yield ok(f"The CPU is {hardware.cpu_name}; trainings use {cores} of it ({reason}).")
     total, free = hardware.ram_total_bytes, hardware.ram_free_bytes
-    little = total < _LITTLE_MEMORY_BYTES
-    yield MachineCheck(
-        mark="warn" if little else "ok",
-        sentence=f"{gib(free)} of {gib(total)} of memory are free "
-        f"({hardware.reasons.get('ram_total_bytes', 'memory of the machine')}).",
-        fix="parts of large bases stay in it during training: 32 GiB are enough for most"
-        if little
-        else "",
-    )
+    reason = hardware.reasons.get("ram_total_bytes", "memory of the machine")
+    memory = f"{gib(free)} of {gib(total)} of memory are free ({reason})."
+    if total < _LITTLE_MEMORY_BYTES:
+        fix = "parts of large bases stay in it during training: 32 GiB are enough for most"
+        yield warn(memory, fix)
+    else:
+        yield ok(memory)
 
 
 def _packages(hardware: Hardware) -> Iterator[MachineCheck]:
-    build, notes = hardware.build, package_notes(hardware.packages)
-    version = f"Python {platform.python_version()} on {platform.system() or sys.platform}"
-    if build is not None:
-        yield MachineCheck(
-            mark="ok", sentence=f"lora-train {__version__} runs on {version} with {build}."
-        )
-    missing = []
-    for name, note in notes.items():
-        reason, _, command = note.partition(": ")
-        if is_optional(name) and hardware.packages[name] is None:
-            missing.append(name)
-            continue
-        yield MachineCheck(
-            mark="warn",
-            sentence=f"{name} {hardware.packages[name] or ''}".rstrip()
-            + f" ({PURPOSES[name]}): {reason}.",
-            fix=command,
-        )
-    if not any(not is_optional(name) for name in notes):
-        yield MachineCheck(mark="ok", sentence="All required packages are installed.")
-    gpu = hardware.accelerator().value
+    notes, gpu = package_notes(hardware.packages), hardware.accelerator().value
+    if hardware.build is not None:
+        version = f"Python {platform.python_version()} on {platform.system() or sys.platform}"
+        yield ok(f"lora-train {__version__} runs on {version} with {hardware.build}.")
+    missing = [name for name in notes if is_optional(name) and hardware.packages[name] is None]
+    for name in [name for name in notes if name not in missing]:
+        reason, _, command = notes[name].partition(": ")
+        package = f"{name} {hardware.packages[name] or ''}".rstrip()
+        yield warn(f"{package} ({PURPOSES[name]}): {reason}.", command)
+    if all(is_optional(name) for name in notes):
+        yield ok("All required packages are installed.")
     for name in missing:
         if name in ("xformers", "triton") and (gpu is None or not gpu.can.compiles):
             continue  # useful on NVIDIA's GPUs only
         purpose = PURPOSES[name].removeprefix("optional: ")
-        yield MachineCheck(
-            mark="ok",
-            sentence=f"{name} is not installed and not required: {purpose}.",
-            fix=f"to install it: pip install {name}",
-        )
+        sentence = f"{name} is not installed and not required: {purpose}."
+        yield ok(sentence, f"to install it: pip install {name}")
 
 
 def _disk(hardware: Hardware, cache: Path) -> Iterator[MachineCheck]:
     try:
         free_bytes = hardware.disk_free_bytes(cache)
     except OSError as error:
-        yield MachineCheck(
-            mark="warn",
-            sentence=f"The cache folder {cache} cannot be read: {error.strerror or error}.",
-            fix="choose another one with --set data.cache_dir=FOLDER",
-        )
+        reason = error.strerror or error
+        fix = "choose another one with --set data.cache_dir=FOLDER"
+        yield warn(f"The cache folder {cache} cannot be read: {reason}.", fix)
         return
-    little = free_bytes < _LITTLE_DISK_BYTES
-    yield MachineCheck(
-        mark="warn" if little else "ok",
-        sentence=f"Encoded images and captions are stored in {cache}, where {gib(free_bytes)} are free.",
-        fix="lora-train doctor --clear-cache empties it" if little else "",
-    )
+    stored = f"Encoded images and captions are stored in {cache}, where {gib(free_bytes)} are free."
+    if free_bytes < _LITTLE_DISK_BYTES:
+        yield warn(stored, "lora-train doctor --clear-cache empties it")
+    else:
+        yield ok(stored)
 
 
 def _network(environment: Mapping[str, str]) -> Iterator[MachineCheck]:
     if environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        yield MachineCheck(
-            mark="ok",
-            sentence="Nothing is downloaded, because HF_HUB_OFFLINE is set.",
-            fix="unset it to download base models that are not on this machine",
-        )
+        fix = "unset it to download base models that are not on this machine"
+        yield ok("Nothing is downloaded, because HF_HUB_OFFLINE is set.", fix)
     if sys.platform != "win32" and shutil.which("cc") is None and shutil.which("gcc") is None:
-        yield MachineCheck(
-            mark="ok",
-            sentence="There is no C compiler, so hardware.compile=blocks cannot be used.",
-            fix="install gcc to use it",
-        )
+        sentence = "There is no C compiler, so hardware.compile=blocks cannot be used."
+        yield ok(sentence, "install gcc to use it")
 
 
 def doctor_text(results: list[MachineCheck]) -> RenderableType:

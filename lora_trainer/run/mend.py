@@ -18,14 +18,14 @@ from lora_trainer.cache.store import DAMAGED_FOLDER
 from lora_trainer.common import memo
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import TEMPORARY_PREFIX, CappedFolder
-from lora_trainer.run.machine_report import MachineCheck
+from lora_trainer.run.machine_report import MachineCheck, ok, warn
 from lora_trainer.run.run_folder import EVENTS_FILE, STATES, claim, has_no_record
 
 
 def mend(cache: CappedFolder, runs: Path) -> list[MachineCheck]:
     """Mend a cache and the runs beside it; each change is one sentence, and no change is one too."""
     repairs = [*_cache(cache), *_runs(runs)]
-    return repairs or [MachineCheck(mark="ok", sentence="Nothing had to be mended.")]
+    return repairs or [ok("Nothing had to be mended.")]
 
 
 def _cache(cache: CappedFolder) -> Iterator[MachineCheck]:
@@ -43,9 +43,7 @@ def _cache(cache: CappedFolder) -> Iterator[MachineCheck]:
             word = "entry" if len(damaged) == 1 else "entries"
             yield from _done(_removed(damaged), f"damaged {word}", root)
     except MachineError as error:
-        yield MachineCheck(
-            mark="warn", sentence=f"The cache was left alone: {error.found}.", fix=error.fix
-        )
+        yield warn(f"The cache was left alone: {error.found}.", error.fix)
 
 
 def _runs(runs: Path) -> Iterator[MachineCheck]:
@@ -70,16 +68,14 @@ def _runs(runs: Path) -> Iterator[MachineCheck]:
             with suppress(OSError):  # another training may have claimed the folder just now
                 (path / ".lock").unlink()
                 path.rmdir()
-            yield MachineCheck(
-                mark="ok", sentence=f"Removed {path}, a run that ended before its first step."
-            )
+            yield ok(f"Removed {path}, a run that ended before its first step.")
         else:
             yield from _done(removed, f"unfinished file{_s(removed)}", path)
 
 
 def _done(number: int, noun: str, folder: Path) -> Iterator[MachineCheck]:
     if number:
-        yield MachineCheck(mark="ok", sentence=f"Removed {number:,} {noun} from {folder}.")
+        yield ok(f"Removed {number:,} {noun} from {folder}.")
 
 
 def _s(number: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -39,34 +40,28 @@ def oom_fallbacks(
 
     `sharing` processes of this training share the machine's memory.
     """
-    return tuple(_oom_fallbacks(denoiser, settings, device, sharing))
-
-
-def _oom_fallbacks(
-    denoiser: nn.Module, settings: MemorySettings[Decided], device: torch.device, sharing: int
-) -> Iterator[OomFallback]:
     planned: Checkpointing = settings.gradient_checkpointing
     on_host = device.type == "cpu"
     stronger = CHECKPOINTING[CHECKPOINTING.index(planned) :]
     if on_host:
         stronger = tuple(kind for kind in stronger if kind != "offloaded")
-    for old, new in zip(stronger, stronger[1:], strict=False):
-        yield OomFallback(
+    fallbacks = [
+        OomFallback(
             key="memory.gradient_checkpointing",
             old=old,
             new=new,
             apply=partial(apply_checkpointing, denoiser, new),
         )
-    if on_host or settings.streamed_blocks:
-        return
-    blocks = _room_for(denoiser, free_bytes=spare_ram_bytes() // sharing)
-    if blocks:
-        yield OomFallback(
-            key="memory.streamed_blocks",
-            old=0,
-            new=blocks,
-            apply=partial(_stream, denoiser, blocks, device),
-        )
+        for old, new in pairwise(stronger)
+    ]
+    if not (on_host or settings.streamed_blocks):
+        blocks = _room_for(denoiser, free_bytes=spare_ram_bytes() // sharing)
+        if blocks:
+            stream = partial(stream_blocks, denoiser, count=blocks, device=device)
+            fallbacks.append(
+                OomFallback(key="memory.streamed_blocks", old=0, new=blocks, apply=stream)
+            )
+    return tuple(fallbacks)
 
 
 def _room_for(denoiser: nn.Module, *, free_bytes: int) -> int:
@@ -79,10 +74,6 @@ def _room_for(denoiser: nn.Module, *, free_bytes: int) -> int:
         count for count in range(len(sizes), 0, -1) if moved_bytes(sizes, count) <= free_bytes
     )
     return next(fitting, 0)
-
-
-def _stream(denoiser: nn.Module, count: int, device: torch.device) -> None:
-    stream_blocks(denoiser, count=count, device=device)
 
 
 @contextmanager

@@ -20,48 +20,52 @@ from lora_trainer.run.prepare import Prepared
 def run_warnings(prepared: Prepared) -> tuple[Finding, ...]:
     """Return warnings about the base, the GPU and the exported file; the dataset's are in `prepared.report`."""
     config, facts = prepared.config, prepared.facts
-    findings = []
+    return (
+        *_base(prepared),
+        *_processes(prepared),
+        *_enlarged(prepared),
+        *_long(prepared),
+        *_wide(config.adapter),
+        *_dequantized(prepared),
+        *optimizer_remarks(
+            config, shapes=adapter_shapes(prepared.family, facts, targets=config.adapter.targets)
+        ),
+        *_card_and_file(prepared),
+    )
+
+
+def _base(prepared: Prepared) -> Iterator[Finding]:
+    facts = prepared.facts
     if facts.assumed is not None:
-        findings.append(
-            warning("release", None, facts.assumed.sentence, advice=facts.assumed.setting)
+        yield warning("release", None, facts.assumed.sentence, advice=facts.assumed.setting)
+    if facts.distilled and prepared.config.base.assistant is None:
+        what = f"{facts.source} is distilled: training weakens its ability to draw in few steps"
+        advice = (
+            "train on the undistilled release, "
+            "or give an assistant adapter with --set base.assistant=FILE"
         )
-    if facts.distilled and config.base.assistant is None:
-        findings.append(
-            warning(
-                "distilled",
-                None,
-                f"{facts.source} is distilled: training weakens its ability to draw in few steps",
-                advice="train on the undistilled release, "
-                "or give an assistant adapter with --set base.assistant=FILE",
-            )
-        )
-    batch, processes = config.train.batch_size, prepared.processes
+        yield warning("distilled", None, what, advice=advice)
+
+
+def _processes(prepared: Prepared) -> Iterator[Finding]:
+    batch, processes = prepared.config.train.batch_size, prepared.processes
     if batch % processes:
         busy, full = min(batch, processes), full_batch(batch, count=processes)
-        findings.append(
-            warning(
-                "processes",
-                None,
-                f"train.batch_size={batch} does not divide by {processes} processes: "
-                + (f"only {busy} have work" if busy < processes else "some wait for the others"),
-                advice=f"train.batch_size={full} would use all of them in every step",
-            )
-        )
-    findings += _enlarged(prepared)
-    findings += _long(prepared)
-    findings += _wide(config.adapter)
-    findings += _dequantized(prepared)
-    shapes = adapter_shapes(prepared.family, facts, targets=config.adapter.targets)
-    findings += optimizer_remarks(config, shapes=shapes)
+        idle = f"only {busy} have work" if busy < processes else "some wait for the others"
+        what = f"train.batch_size={batch} does not divide by {processes} processes: {idle}"
+        advice = f"train.batch_size={full} would use all of them in every step"
+        yield warning("processes", None, what, advice=advice)
+
+
+def _card_and_file(prepared: Prepared) -> Iterator[Finding]:
     card = prepared.hardware.accelerator(sharing=prepared.sharing).value
     if too_small := tier_problem(card.total_bytes if card else None):
         advice = "lower data.resolution or adapter.rank if the run does not fit"
-        findings.append(warning("card", None, too_small, advice=advice))
-    format: FileFormat = config.output.format
+        yield warning("card", None, too_small, advice=advice)
+    format: FileFormat = prepared.config.output.format
     advice = "choose another output.format or adapter if that matters to you"
-    for missed in format_notes(format, planned_contents(config.adapter)):
-        findings.append(warning("format", None, f"output.format={format}: {missed}", advice=advice))
-    return tuple(findings)
+    for missed in format_notes(format, planned_contents(prepared.config.adapter)):
+        yield warning("format", None, f"output.format={format}: {missed}", advice=advice)
 
 
 def _long(prepared: Prepared) -> Iterator[Finding]:

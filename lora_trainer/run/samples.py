@@ -10,9 +10,10 @@ file does: a plain diffusers pipeline with the file of that step gives the same 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,13 +23,14 @@ from PIL.PngImagePlugin import PngInfo
 from lora_trainer.cache.cache_plan import Entries
 from lora_trainer.cache.keys import CacheKey
 from lora_trainer.common.errors import LoraTrainError, StoppedBySignal, first_line
-from lora_trainer.common.events import EventStream
 from lora_trainer.common.gc_control import give_back_heap
-from lora_trainer.config.config import SamplingSettings
 from lora_trainer.families.base import Conditioning, Sampler
-from lora_trainer.lora.adapter import Adapter
 from lora_trainer.network.out_of_memory import is_out_of_memory
-from lora_trainer.reporting.control import SampleRequest
+from lora_trainer.reporting.control import Control, SampleRequest
+from lora_trainer.run.build import TrainComponents
+from lora_trainer.run.caching import encode_prompt, texts_as
+from lora_trainer.run.device import DTYPES, encoder_device
+from lora_trainer.run.job import TrainingJob
 from lora_trainer.training.progress import Progress
 
 
@@ -43,73 +45,59 @@ class _Drawing:
 
 
 @dataclass(kw_only=True)
-class _Due:
-    """The images due at this step: of the run's `own` prompts, of the `asked` prompt unless it is empty."""
-
-    own: bool = True
-    asked: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SampleAction:
-    """Writes samples/step-XXXXXXXX/NN.png every `every_steps`, at step 0, at the end, and when `asked()`.
+    """Writes samples/step-XXXXXXXX/NN.png every so many steps, at step 0, at the end, and when somebody asks.
 
-    `asked()` returns each request once, None when there is none. The prompt that a request brings becomes
-    asked-00.png with the seed of the first prompt; `encode` puts its text into the cache.
-
-    `sampler` is asked when images are made, and gives the same one each time. `chosen()` puts the
-    weights to be shown in force, `without()` takes away the memory that only training needs; `embed` is the
-    model's: text encoders that are trained along run on the prompts' tokens with the adapter of the
-    moment.
+    The prompt that a request brings becomes asked-00.png with the seed of the first prompt.
     """
 
     what: ClassVar = "the sample images"
-    sampler: Callable[[], Sampler]
-    adapter: Adapter
-    without: Callable[[], AbstractContextManager[None]]
-    embed: Callable[[Conditioning], Conditioning]
-    precision: torch.dtype
+    job: TrainingJob
+    parts: TrainComponents
     entries: Entries
-    prompts: Sequence[tuple[str, CacheKey]]
-    negative: CacheKey
-    settings: SamplingSettings
-    every_steps: int
-    size_px: tuple[int, int]
-    folder: Path
-    events: EventStream
-    asked: Callable[[], SampleRequest | None]
-    encode: Callable[[str], CacheKey]
-    stop: Callable[[], int | None] = lambda: None
-    chosen: Callable[[], AbstractContextManager[None]] = nullcontext
-    # Kept from `due` to the call, which is repeated when the device is out of memory.
-    _due: _Due = field(default_factory=_Due)
+    # The images due at this step: of the run's own prompts, of the prompt that somebody asked for. They are kept
+    # from `due` to the call, which is repeated when the device is out of memory.
+    _own_due: bool = field(default=True, init=False)
+    _asked_due: str = field(default="", init=False)
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """The family's sampler on the networks in training, built when the first images are made."""
+        return self.job.prepared.family.build_sampler(
+            self.job.prepared.facts,
+            denoiser=self.parts.model.denoiser,
+            device=self.parts.model.device,
+            decode_on=encoder_device(self.job.prepared),
+        )
 
     def due(self, progress: Progress) -> bool:
         if progress.stopping:
             return False
-        regular = self.every_steps > 0 and (
-            progress.step % self.every_steps == 0 or progress.ending
-        )
+        every = self.job.prepared.config.sampling.every_steps
+        regular = every > 0 and (progress.step % every == 0 or progress.ending)
         request = self._request(progress.step)
-        self._due.asked = request.prompt if request is not None else ""
-        self._due.own = regular or request == SampleRequest()
-        return self._due.own or bool(self._due.asked)
+        self._asked_due = request.prompt if request is not None else ""
+        self._own_due = regular or request == SampleRequest()
+        return self._own_due or bool(self._asked_due)
 
     def __call__(self, progress: Progress) -> None:
         """Make the images; a failure is a problem of the samples, never of the training (TRN-03).
 
         Raises RuntimeError when the device is out of memory: with less in its caches they may fit.
         """
-        target, began_s = self.folder / f"step-{progress.step:08d}", time.monotonic()
+        target = self.job.folder.path / "samples" / f"step-{progress.step:08d}"
+        began_s = time.monotonic()
         give_back_heap()  # decoding makes tensors larger than what a step on a processor has left
+        assistant = self.parts.networks.assistant
+        precision = DTYPES[self.job.prepared.config.output.precision]
         try:
             target.mkdir(parents=True, exist_ok=True)
             # Text encoders are loaded before memory is needed for images, and let go.
             drawings = [*self._own(), *self._asked(target, step=progress.step)]
             with (
-                self.chosen(),
-                self.adapter.rounded(self.precision),
-                self.without(),
+                self.parts.chosen(),
+                self.parts.adapter.rounded(precision),
+                assistant.off() if assistant else nullcontext(),
                 torch.no_grad(),
             ):
                 images = self._images(target, drawings, step=progress.step)
@@ -118,101 +106,94 @@ class SampleAction:
         except Exception as error:  # noqa: BLE001 - a pipeline may raise anything, none of it the training's
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 raise
-            self.events.problem(
-                f"no sample images at step {progress.step}: {first_line(error)}",
-                fix="free memory or disk, or use --set sampling.every_steps=0",
-                code="TRN-03",
-            )
+            what = f"no sample images at step {progress.step}: {first_line(error)}"
+            self._problem(what, fix="free memory or disk, or use --set sampling.every_steps=0")
         else:
             seconds = time.monotonic() - began_s
-            asked = {} if self._due.own else {"asked": True}
-            self.events.emit("sample", step=progress.step, images=images, seconds=seconds, **asked)
+            asked = {} if self._own_due else {"asked": True}
+            self.job.events.emit(
+                "sample", step=progress.step, images=images, seconds=seconds, **asked
+            )
+
+    def _problem(self, what: str, *, fix: str) -> None:
+        self.job.events.problem(what, fix=fix, code="TRN-03")
 
     def _request(self, step: int) -> SampleRequest | None:
         try:
-            return self.asked()
+            return Control(self.job.folder.path).take_samples()
         except LoraTrainError as error:
-            self.events.problem(
-                f"no sample images were asked for at step {step}: {error.found}",
-                fix=error.fix,
-                code="TRN-03",
-            )
+            what = f"no sample images were asked for at step {step}: {error.found}"
+            self._problem(what, fix=error.fix)
             return None
 
     def _own(self) -> list[_Drawing]:
-        if not self._due.own:
+        if not self._own_due:
             return []
+        seed, key = self.job.prepared.config.sampling.seed, texts_as(self.job.prepared).key
         return [
-            _Drawing(
-                prompt=prompt, key=key, seed=self.settings.seed + index, file=f"{index:02d}.png"
-            )
-            for index, (prompt, key) in enumerate(self.prompts)
+            _Drawing(prompt=prompt, key=key(prompt), seed=seed + index, file=f"{index:02d}.png")
+            for index, prompt in enumerate(self.job.prompts)
         ]
 
     def _asked(self, target: Path, *, step: int) -> list[_Drawing]:
         """Return the drawing of the prompt that somebody asked for; one that cannot be encoded is a problem."""
-        prompt = self._due.asked
-        if not prompt or self.stop() is not None:
+        prompt = self._asked_due
+        if not prompt or self.job.stop() is not None:
             return []
-        message = "reading the prompt"
-        self.events.emit("phase", phase="sample", message=message, done=0, total=0)
+        self.job.events.emit("phase", phase="sample", message="reading the prompt", done=0, total=0)
         try:
-            key = self.encode(prompt)
+            key = encode_prompt(self.job, self.entries.cache, prompt)
         except LoraTrainError as error:
-            self.events.problem(
-                f"no sample image of {prompt[:60]!r} at step {step}: {error.found}",
-                fix=error.fix,
-                code="TRN-03",
-            )
+            what = f"no sample image of {prompt[:60]!r} at step {step}: {error.found}"
+            self._problem(what, fix=error.fix)
             return []
         # A resumed run may come to a step again, with another prompt asked for.
         number = len(list(target.glob("asked-*.png")))
-        file = f"asked-{number:02d}.png"
-        return [_Drawing(prompt=prompt, key=key, seed=self.settings.seed, file=file)]
+        seed = self.job.prepared.config.sampling.seed
+        return [_Drawing(prompt=prompt, key=key, seed=seed, file=f"asked-{number:02d}.png")]
 
     def _images(
-        self, target: Path, drawings: Sequence[_Drawing], *, step: int
+        self, target: Path, drawings: list[_Drawing], *, step: int
     ) -> list[Mapping[str, str | int]]:
         """Make the images; those left when somebody asks to stop are not made, as saving is waiting."""
         images: list[Mapping[str, str | int]] = []
         for index, drawing in enumerate(drawings):
-            if self.stop() is not None:
-                self.events.problem(
+            if self.job.stop() is not None:
+                self.job.events.problem(
                     f"{len(images)} of {len(drawings)} sample images at step {step}: asked to stop",
                     fix="nothing to do: the next samples are whole",
                     severity="note",
                     code="CKP-07",
                 )
                 break
-            self.events.emit(
-                "phase",
-                phase="sample",
-                message="sample images",
-                done=index,
-                total=len(drawings),
+            self.job.events.emit(
+                "phase", phase="sample", message="sample images", done=index, total=len(drawings)
             )
             images.append(self._write(target, drawing))
         return images
 
     def _write(self, target: Path, drawing: _Drawing) -> Mapping[str, str | int]:
+        prepared = self.job.prepared
+        settings, side_px = prepared.config.sampling, prepared.config.data.resolution
         prompt, seed, file = drawing.prompt, drawing.seed, target / drawing.file
-        image = self.sampler().image(
+        image = self.sampler.image(
             self._text(drawing.key),
-            self._text(self.negative),
+            self._text(texts_as(prepared).key(settings.negative_prompt)),
             seed=seed,
-            size_px=self.size_px,
-            steps=self.settings.steps,
-            guidance_scale=self.settings.guidance_scale,
+            size_px=(side_px, side_px),
+            steps=settings.steps,
+            guidance_scale=settings.guidance_scale,
         )
         info = PngInfo()
         width, height = image.size
         info.add_text(
             "parameters",
-            f"{prompt}\nNegative prompt: {self.settings.negative_prompt}\nSteps: {self.settings.steps}, "
-            f"CFG scale: {self.settings.guidance_scale:g}, Seed: {seed}, Size: {width}x{height}",
+            f"{prompt}\nNegative prompt: {settings.negative_prompt}\nSteps: {settings.steps}, "
+            f"CFG scale: {settings.guidance_scale:g}, Seed: {seed}, Size: {width}x{height}",
         )
         image.save(file, pnginfo=info)
         return {"prompt": prompt, "seed": seed, "file": f"samples/{target.name}/{file.name}"}
 
     def _text(self, key: CacheKey) -> Conditioning:
-        return self.embed(self.entries.read(key))
+        """Return a prompt's texts; text encoders that are trained along run on its tokens as they are now."""
+        return self.parts.model.embed(self.entries.read(key))

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from lora_trainer.cache.cache_plan import Needs
 from lora_trainer.checkpoint.states import TrainingState, freeze, state_bytes, state_of
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import read_events
 from lora_trainer.common.gc_control import made_to_stay
-from lora_trainer.config.config import RunConfig
+from lora_trainer.config.config import Checkpointing, RunConfig
+from lora_trainer.hardware.device_calls import kind_of
 from lora_trainer.lora_file.write import final_export_name
-from lora_trainer.run.best_export import BestExport
+from lora_trainer.network.gradient_checkpointing import apply_checkpointing
+from lora_trainer.network.quantize import dequantize_products
+from lora_trainer.planning.optimizer_facts import OPTIMIZERS
+from lora_trainer.planning.run_time import VALIDATION_QUANTILES
 from lora_trainer.run.build import (
     TrainComponents,
     afterwards,
@@ -24,25 +30,31 @@ from lora_trainer.run.build import (
 )
 from lora_trainer.run.caching import fill_caches, open_cache
 from lora_trainer.run.final_scores import validate_at_the_end
-from lora_trainer.run.job import TrainingJob, export, upload
+from lora_trainer.run.hub_upload import push_finished
+from lora_trainer.run.job import TrainingJob
 from lora_trainer.run.oom_fallbacks import oom_as_error, oom_fallbacks
-from lora_trainer.run.plain_way import plain_way
 from lora_trainer.run.prepare import Prepared
-from lora_trainer.run.run_folder import EVENTS_FILE, RunFolder, cut_events
-from lora_trainer.run.save_and_sample import (
-    learning_action,
-    sample_action,
-    save_action,
-    validate_action,
+from lora_trainer.run.run_folder import EVENTS_FILE, cut_events
+from lora_trainer.run.samples import SampleAction
+from lora_trainer.run.saving import BestExport, exporter, save_action
+from lora_trainer.training.actions import (
+    CompareAction,
+    FixedLosses,
+    LearningAction,
+    ValidateAction,
 )
-from lora_trainer.training.actions import CompareAction
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState
+from lora_trainer.training.learning_check import LearningContext, look_step
 from lora_trainer.training.loop import run
 from lora_trainer.training.optimizers import learning_rate
 from lora_trainer.training.progress import Action, Progress
-from lora_trainer.training.training import Training
+from lora_trainer.training.training import OomFallback, PlainWay, Training
+
+LEARNING_PICTURES, LEARNING_QUANTILES = 2, 4
+PLAIN: Checkpointing = "full"
+"""torch's own checkpointing of whole blocks."""
 
 
 def train_job(job: TrainingJob) -> Path:
@@ -90,7 +102,7 @@ def train_job(job: TrainingJob) -> Path:
             *job.watchers,
             validate_action(job, cache_needs, feeder, parts),
             learning_action(job, cache_needs, feeder, parts),
-            sample_action(job, feeder.entries, parts),
+            SampleAction(job=job, parts=parts, entries=feeder.entries),
             CompareAction(saves=saves, ranks=job.ranks),
             saves,
         ],
@@ -106,37 +118,38 @@ def train_job(job: TrainingJob) -> Path:
     events.emit("phase", phase="export", message=file.name, done=0, total=0)
     with oom_as_error("exporting", events=events):
         with parts.chosen():
-            export(job, parts.adapter, file, end)
+            exporter(job, parts.adapter, file, end)()
         # Copied and written at once: the writer's thread has ended with its block above.
         best.prepared(end, lambda _, tensor: tensor.detach().cpu().clone())()
     seconds = time.monotonic() - began
     if config.output.measure:
         with parts.chosen():
             validate_at_the_end(job, parts.networks, parts.adapter, file, end)
-    base_loss, last_loss = _validation_losses(job.folder)
+    # The first validation loss is the base's; they are read from the whole run with its resumes.
+    rows = [
+        row for row in read_events(job.folder.path / EVENTS_FILE) if row["event"] == "validation"
+    ]
+    losses = [row["loss"] for row in rows if "loss" in row] or [None]
+    early, best_step = "", end.guard.best
+    if end.step != config.train.steps:
+        early = (
+            f"the validation loss has not fallen for {best_step.stale} validations; "
+            f"it was lowest at step {best_step.step}"
+        )
     events.emit(
         "finished",
         step=end.step,
-        early=_early(end, config),
+        early=early,
         seconds=seconds,
         export=file.name,
-        validation_loss=last_loss,
-        base_validation_loss=base_loss,
+        validation_loss=losses[-1],
+        base_validation_loss=losses[0],
     )
-    upload(job, parts.adapter, file)
+    if (repository := config.output.hub_repo) is not None:
+        private = config.output.hub_private
+        push_finished(file, repository=repository, private=private, events=events)
     job.ranks.end_together()
     return file
-
-
-def _early(end: Progress, config: RunConfig) -> str:
-    """Return why a training ended before its last step, empty if it did not."""
-    if end.step == config.train.steps:
-        return ""
-    best = end.guard.best
-    return (
-        f"the validation loss has not fallen for {best.stale} validations; "
-        f"it was lowest at step {best.step}"
-    )
 
 
 def follow_job(job: TrainingJob) -> None:
@@ -231,13 +244,6 @@ def _training(
     )
 
 
-def _validation_losses(folder: RunFolder) -> tuple[float | None, float | None]:
-    """Return the first validation loss (the base's) and the last, from the whole run with its resumes."""
-    rows = read_events(folder.path / EVENTS_FILE)
-    losses = [row["loss"] for row in rows if row["event"] == "validation" and "loss" in row]
-    return (losses[0], losses[-1]) if losses else (None, None)
-
-
 def _latents_at_once(prepared: Prepared) -> dict[tuple[int, int], int]:
     """Return the planned micro-batch by (height, width) of the latents."""
     factor = prepared.facts.vae_factor
@@ -245,3 +251,90 @@ def _latents_at_once(prepared: Prepared) -> dict[tuple[int, int], int]:
         (height_px // factor, width_px // factor): count
         for (width_px, height_px), count in prepared.plan.images_at_once.items()
     }
+
+
+def validate_action(
+    job: TrainingJob, cache_needs: Needs, feeder: TrainingDataLoader, parts: TrainComponents
+) -> ValidateAction:
+    """Return the action that validates on the held-out images; it does nothing without any."""
+    config = job.prepared.config
+    held_out = [record.sample_ids()[0] for record in job.prepared.held_out]
+    keys = [(sample, cache_needs.sources[sample]) for sample in held_out]
+    batches = feeder.validation(keys, quantiles=VALIDATION_QUANTILES) if keys else ()
+    return ValidateAction(
+        fixed=FixedLosses(batches=batches, model=parts.model, ranks=job.ranks),
+        chosen=parts.chosen,
+        every_steps=config.train.validate_every_steps,
+        events=job.events,
+        watch_plateaus=config.train.lower_on_plateau,
+        watch_best=config.output.keep_best or config.train.stop_after_validations is not None,
+        on_best=parts.adapter.keep_as_best if parts.adapter.best else lambda: None,
+    )
+
+
+def learning_action(
+    job: TrainingJob, cache_needs: Needs, feeder: TrainingDataLoader, parts: TrainComponents
+) -> LearningAction:
+    """Return the action that detects a run that learns nothing, from a few of its training images."""
+    config = job.prepared.config
+    steps, settings = config.train.steps, config.optimizer
+    step = None
+    # Some optimizers find their rate themselves, at an unknown step.
+    if OPTIMIZERS[settings.name].rate is None:
+        step = look_step(steps=steps, batch_size=config.train.batch_size)
+    rates, batches = learning_rate(settings, steps=steps), []
+    if step is not None:
+        trained = [record.sample_ids()[0] for record in job.prepared.trained]
+        keys = [(sample, cache_needs.sources[sample]) for sample in trained[:LEARNING_PICTURES]]
+        batches = feeder.validation(keys, quantiles=LEARNING_QUANTILES)
+    rate_sums = [sum(rates(index) for index in range(count)) for count in (step or 0, steps)]
+    return LearningAction(
+        fixed=FixedLosses(batches=batches, model=parts.model, ranks=job.ranks),
+        step=step,
+        so_far=rate_sums[0] / rate_sums[1] if rate_sums[1] else 0.0,
+        about=LearningContext(
+            device=kind_of(parts.model.device).name,
+            rate=settings.learning_rate,
+            rate_sum=rate_sums[0],
+            loss_scale=None,
+            alpha_over_rank=parts.adapter.alpha / parts.adapter.rank,
+        ),
+        events=job.events,
+    )
+
+
+def plain_way(config: RunConfig, parts: TrainComponents, *, sharing: int) -> PlainWay:
+    """Return the plain way of a training whose networks are as planned; nothing is applied yet.
+
+    It undoes memory and speed features: every change gives the same adapter up to rounding and takes no more
+    device memory than planned.
+    """
+    planned = config.memory.model_copy(update={"gradient_checkpointing": PLAIN})
+    return PlainWay(
+        changes=tuple(_changes(config, parts)),
+        remedies=oom_fallbacks(
+            parts.networks.denoiser, planned, device=parts.model.device, sharing=sharing
+        ),
+    )
+
+
+def _changes(config: RunConfig, parts: TrainComponents) -> Iterator[OomFallback]:
+    memory, networks = config.memory, parts.networks
+    kind = memory.gradient_checkpointing
+    recompute = partial(apply_checkpointing, networks.denoiser, PLAIN)
+    if kind != PLAIN:
+        yield OomFallback(key="memory.gradient_checkpointing", old=kind, new=PLAIN, apply=recompute)
+    if networks.int8 is not None and not networks.int8.against_forward:
+        yield OomFallback(
+            key="memory.base_matmul",
+            old="int8",
+            new="dequantized",
+            apply=partial(dequantize_products, networks.denoiser),
+        )
+    if parts.streamed is not None:
+        yield OomFallback(
+            key="copies of streamed blocks",
+            old="ahead",
+            new="when due",
+            apply=parts.streamed.copy_when_due,
+        )

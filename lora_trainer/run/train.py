@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lora_trainer import __version__
 from lora_trainer.cache.lease import in_use
@@ -25,7 +25,6 @@ from lora_trainer.common.events import EventStream, JsonlWriter, Listener
 from lora_trainer.common.redaction import without_secrets
 from lora_trainer.config.config import Config, build_config, flatten
 from lora_trainer.dataset.run_dataset import bucket_counts
-from lora_trainer.families.base import Layout
 from lora_trainer.hardware import torch_allocator
 from lora_trainer.planning.search import gib
 from lora_trainer.reporting.control import Control
@@ -113,15 +112,16 @@ def _lead(
     prompts = prepared.sample_prompts
     # Everything that can refuse the run comes before its folder is claimed, so that a refused request
     # leaves no folder and does not touch the run it would resume.
-    parent_and_name = _place(prepared)
+    output = prepared.config.output
+    name = checked_name(_dataset_name(request) if output.name == "auto" else output.name)
     _refuse_small_disk(prepared)
     cache_needs = plan_cache(prepared, prompts)
     refuse_small_cache(prepared, cache_needs)
-    if prepared.config.output.hub_repo is not None:
-        check_upload(prepared.config.output.hub_repo)
+    if output.hub_repo is not None:
+        check_upload(output.hub_repo)
     environment = setup_torch(prepared)
     resumption = _resumption(before, prepared, environment) if before else None
-    folder = claim(previous) if previous is not None else create(*parent_and_name)
+    folder = claim(previous) if previous is not None else create(Path(output.folder), name)
     with (
         folder,
         _recorded(folder, prepared, listeners, ranks, train_request) as (events, stop),
@@ -144,17 +144,13 @@ def _lead(
         )
         _announce(job, resumption)
         write_run(folder, _run_record(job, train_request, environment))
-        try:
-            with (
-                _end_recorded(folder, events),
-                in_use(prepared.cache_root),
-                SharedCores(events=events),
-                Notices(prepared=prepared, events=events),
-            ):
-                file = train_job(job)
-        except LoraTrainError:
-            write_report(folder.path)
-            raise
+        with (
+            _end_recorded(folder, events),
+            in_use(prepared.cache_root),
+            SharedCores(events=events),
+            Notices(prepared=prepared, events=events),
+        ):
+            file = train_job(job)
         events.emit("phase", phase="report", message="report.html", done=0, total=0)
         write_report(folder.path)
         return file
@@ -179,11 +175,12 @@ class _DownloadPhase:
 
 @contextmanager
 def _end_recorded(folder: RunFolder, events: EventStream) -> Iterator[None]:
-    """Record an error that ends the run in its events and status."""
+    """Record an error that ends the run in its events, status and report."""
     try:
         yield
     except LoraTrainError as error:
         _record_end(folder, events, str(error), code=exit_code(error))
+        write_report(folder.path)
         raise
 
 
@@ -220,20 +217,14 @@ def _previous(train_request: TrainRequest) -> Path | None:
         return train_request.resume_from
     if not train_request.resume:
         return None
-    overrides = train_request.request.overrides
-    typed = overrides.get("output.name", "auto")
-    name = (
-        train_request.request.dataset.resolve().name
-        if typed == "auto"
-        else checked_name(str(typed))
-    )
-    return Path(overrides.get("output.folder", Config().output.folder)) / name
+    request = train_request.request
+    typed = request.overrides.get("output.name", "auto")
+    name = _dataset_name(request) if typed == "auto" else checked_name(str(typed))
+    return Path(request.overrides.get("output.folder", Config().output.folder)) / name
 
 
-def _place(prepared: Prepared) -> tuple[Path, str]:
-    output = prepared.config.output
-    name = prepared.dataset.folder.resolve().name if output.name == "auto" else output.name
-    return Path(output.folder), checked_name(name)
+def _dataset_name(request: Request) -> str:
+    return request.dataset.resolve().name
 
 
 def _refuse_problems(prepared: Prepared) -> None:
@@ -249,10 +240,8 @@ def _refuse_problems(prepared: Prepared) -> None:
 def _refuse_small_disk(prepared: Prepared) -> None:
     """Raise MachineError when states and exports are predicted not to fit (FAULTS CKP-06)."""
     folder, disk = Path(prepared.config.output.folder), prepared.plan.disk_bytes
-    needed_bytes, free_bytes = (
-        disk["states"] + disk["exports"],
-        prepared.hardware.disk_free_bytes(folder),
-    )
+    needed_bytes = disk["states"] + disk["exports"]
+    free_bytes = prepared.hardware.disk_free_bytes(folder)
     if needed_bytes > free_bytes:
         raise MachineError(
             f"{folder} has {gib(free_bytes)} free, but the run needs {gib(needed_bytes)} for states and exports",
@@ -288,13 +277,11 @@ def _recorded(
     events = EventStream()
     for listener in listeners:
         events.subscribe(listener)
-    silent = {"phase", "problem"}
-    events.subscribe(
-        JsonlWriter(folder.path / EVENTS_FILE, lambda kind: kind not in silent, events)
-    )
-    events.subscribe(
-        JsonlWriter(folder.path / PROBLEMS_FILE, lambda kind: kind == "problem", events)
-    )
+    for name, kinds in (
+        (EVENTS_FILE, lambda kind: kind not in ("phase", "problem")),
+        (PROBLEMS_FILE, lambda kind: kind == "problem"),
+    ):
+        events.subscribe(JsonlWriter(folder.path / name, kinds, events))
     status = StatusWriter(folder.path, events)
     events.subscribe(status)
     if ranks.monitor is not None:
@@ -306,8 +293,8 @@ def _recorded(
         usable, problems = usable_trackers(
             prepared.config.logging.trackers, packages=prepared.hardware.packages
         )
-        for problem in problems:
-            events.problem(problem.what, fix=problem.fix, severity="note")
+        for what, fix in problems:
+            events.problem(what, fix=fix, severity="note")
         start_trackers(
             usable, run_folder=folder.path, settings=flatten(prepared.config), events=events
         )
@@ -315,12 +302,11 @@ def _recorded(
             yield events, stop
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resumption:
+class Resumption(NamedTuple):
     """How exactly a resumed run repeats the original, and the differences."""
 
     exactness: str
-    differences: tuple[str, ...]
+    differences: list[str]
     same_data: bool
 
 
@@ -334,18 +320,14 @@ def _resumption(
         environment=before["environment"]["exactness"],
         environment_now=environment,
     )
-    changed = []
     same_data = before["dataset"]["fingerprint"] == prepared.dataset.fingerprint
-    if not same_data:
-        changed.append("dataset: images or captions changed")
-    for name, part in prepared.facts.parts.items():
-        if before["base"]["identities"].get(name) != part.identity:
-            changed.append(f"base: the {name} has other weights")
-    return Resumption(
-        exactness="CHANGED" if changed else exactness,
-        differences=(*differences, *changed),
-        same_data=same_data,
-    )
+    changed = [] if same_data else ["dataset: images or captions changed"]
+    changed += [
+        f"base: the {name} has other weights"
+        for name, part in prepared.facts.parts.items()
+        if before["base"]["identities"].get(name) != part.identity
+    ]
+    return Resumption("CHANGED" if changed else exactness, [*differences, *changed], same_data)
 
 
 def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
@@ -359,7 +341,7 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
             "resumed",
             step=resumed,
             exactness=resumption.exactness,
-            differences=list(resumption.differences),
+            differences=resumption.differences,
         )
     job.events.emit(
         "run_started",
@@ -397,7 +379,9 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
 def _run_record(
     job: TrainingJob, train_request: TrainRequest, environment: dict[str, Any]
 ) -> dict[str, Any]:
-    prepared = job.prepared
+    prepared, layout = job.prepared, job.prepared.facts.located
+    # Of the base only the name of its file or folder: its path may reveal private names.
+    base = layout.files.get("denoiser", layout.folder)
     return {
         "name": job.folder.name,
         "version": __version__,
@@ -408,7 +392,7 @@ def _run_record(
         "base": {
             "family": prepared.family.name,
             "source": prepared.facts.source,
-            "path": _shown_path(prepared.facts.located),
+            "path": base.name,
             "identities": {name: part.identity for name, part in prepared.facts.parts.items()},
         },
         "plan": {key: value for key, value in plan_json(prepared).items() if key != "settings"},
@@ -427,8 +411,3 @@ def _run_record(
             "held_out": [record.name for record in prepared.held_out],
         },
     }
-
-
-def _shown_path(layout: Layout) -> str:
-    """Return the name of the base's file or folder without its path, which may reveal private names."""
-    return layout.files["denoiser"].name if "denoiser" in layout.files else layout.folder.name

@@ -31,7 +31,7 @@ class OomFallback:
     key: str
     old: Any
     new: Any
-    apply: Callable[[], None]
+    apply: Callable[[], object]
 
 
 First = Hashable

@@ -26,6 +26,7 @@ PROMPTS = (
     "zorble at night, stars",
     HOSTILE_CAPTION,
 )
+RECORD = Path(__file__).with_name("run_folder.json")
 START_S = 1_795_000_000.0
 TIMESTEPS = (62, 187, 312, 437, 562, 687, 812, 937)
 
@@ -272,119 +273,14 @@ def _draw_sample(path: Path, *, row: int, progress: float, px: int) -> None:
 
 
 def _run_json(run: FakeRun) -> dict[str, Any]:
-    settings = flatten(Config())
-    chosen = _chosen(run)
-    settings.update({key: value for key, (value, _, _) in chosen.items()})
-    origins = {key: {"layer": "default", "reason": ""} for key in settings}
-    origins.update(
-        {key: {"layer": layer, "reason": reason} for key, (_, layer, reason) in chosen.items()}
-    )
-    return {
-        "name": "zorble",
-        "started_at_s": START_S,
-        "command": [
-            "lora-train",
-            "datasets/zorble",
-            "--steps",
-            str(run.steps),
-            "--set",
-            "data.trigger=zorble thing",
-        ],
-        "settings": settings,
-        "origins": origins,
-        "base": {
-            "family": "sd15",
-            "source": "embedded",
-            "path": "base",
-            "identities": {"denoiser": "ab" * 32},
-        },
-        "plan": {
-            "memory": {
-                "items": [],
-                "peak_bytes": 1_310_000_000,
-                "limit_bytes": None,
-                "fits": True,
-                "images_at_once": {},
-            },
-            "decisions": [],
-        },
-        "environment": {
-            "exactness": {"torch": "2.13.0", "threads": 2, "device": "cpu"},
-            "lora_train": "0.1.0",
-            "python": "3.11.9",
-            "packages": {
-                "torch": "2.13.0",
-                "diffusers": "0.42.1",
-                "peft": "0.21.2",
-                "xformers": None,
-            },
-            "hardware": {
-                "cpu_name": "Example CPU @ 2.60GHz",
-                "cpu_threads": 2,
-                "ram_total_bytes": 8_321_499_136,
-                "gpus": [],
-                "gpu_reason": "no NVIDIA driver (libnvidia-ml.so.1 not found)",
-            },
-        },
-        "dataset": _dataset(),
-    }
-
-
-def _chosen(run: FakeRun) -> dict[str, tuple[Any, str, str]]:
-    return {
-        "train.steps": (run.steps, "command line", ""),
-        "train.batch_size": (8, "preset sd15/cpu", ""),
-        "data.trigger": ("zorble thing", "command line", ""),
-        "data.resolution": (64, "planner", "the base's own resolution"),
-        "adapter.alpha": (16.0, "planner", "alpha = rank"),
-        "optimizer.learning_rate": (2e-3, "preset sd15/cpu", ""),
-        "memory.micro_batch": (8, "planner", "the whole batch fits: 1.2 GiB of 5.9 GiB free"),
-        "train.precision": ("fp32", "planner", "CPUs train in fp32"),
-        "hardware.threads": (2, "planner", "physical cores this process may use"),
-        "sampling.prompts": (list(PROMPTS), "planner", "the first captions"),
-    }
-
-
-def _dataset() -> dict[str, Any]:
-    return {
-        "name": "zorble",
-        "images": 16,
-        "fingerprint": "cd" * 32,
-        "score": 0.81,
-        "parts": {
-            "resolution": 1.0,
-            "sharpness": 0.92,
-            "exposure": 0.88,
-            "near_duplicates": 0.75,
-            "aspect": 1.0,
-            "captions": 0.4,
-        },
-        "buckets": {"64x64": 9, "56x72": 4, "72x56": 3},
-        "held_out": ["zorble_04.png", "zorble_11.png"],
-        "findings": [
-            {
-                "kind": "near_duplicate",
-                "severity": "warning",
-                "file": "zorble_07.png",
-                "what": "looks like zorble_03.png (distance 3 of 64)",
-                "advice": "keep one of the two",
-            },
-            {
-                "kind": "caption_missing",
-                "severity": "note",
-                "file": "night/zorble_02.webp",
-                "what": "no caption file; the trigger alone is used",
-                "advice": "write night/zorble_02.txt",
-            },
-            {
-                "kind": "caption_tokens",
-                "severity": "warning",
-                "file": "<b onmouseover=alert(2)>.png",
-                "what": "93 tokens; the text encoder reads 75",
-                "advice": "shorten the caption",
-            },
-        ],
-    }
+    """Return run.json: that of run_folder.json, which has the settings that are not at their default."""
+    record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    record["command"][3] = str(run.steps)
+    own = {"train.steps": run.steps, "sampling.prompts": list(PROMPTS)}
+    record["settings"] = flatten(Config()) | record["settings"] | own
+    defaults = {key: {"layer": "default", "reason": ""} for key in record["settings"]}
+    record["origins"] = defaults | record["origins"]
+    return record
 
 
 def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -19,7 +19,6 @@ from lora_trainer.gui.expert_text import text_of, value_of
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.cli import main
-from lora_trainer.cli.options import overrides
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import SettingInfo, all_settings, build_config, flatten
 from lora_trainer.config.forms import Kind
@@ -78,9 +77,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def understood(words: launch.Words) -> dict[str, Any]:
     """Return the settings that the real command line reads in these words."""
     _, bound, _ = main.app.parse_args(list(words), exit_on_error=False, print_error=False)
-    found = dict(bound.arguments)
-    flags = {name: found.get(name) for name in ("base", "name")}
-    return overrides(found.get("set_", []), **flags)
+    name = bound.arguments.get("name")
+    settings: dict[str, Any] = bound.arguments["options"].keywords(name=name)["settings"]
+    return settings
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))

@@ -17,6 +17,7 @@ from lora_trainer.gui.drafts import Draft
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.cli import main
+from lora_trainer.cli.options import PLANNED
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import parse_assignment
 
@@ -39,7 +40,11 @@ def work(tmp_path: Path) -> Workplace:
 def parsed(words: launch.Words) -> tuple[str, dict[str, Any]]:
     """Return what the real command line understands: the command and its arguments."""
     command, bound, _ = main.app.parse_args(list(words), exit_on_error=False, print_error=False)
-    return command.__name__, dict(bound.arguments)
+    arguments = dict(bound.arguments)
+    options = vars(arguments.pop("options", PLANNED)).items()
+    return command.__name__, arguments | {
+        name: value for name, value in options if value != getattr(PLANNED, name)
+    }
 
 
 def test_empty_draft_leaves_everything_to_the_trainer(images: Path, work: Workplace) -> None:
@@ -89,7 +94,7 @@ def test_text_of_a_draft_is_a_value_and_never_a_flag(
 ) -> None:
     draft = replace(EMPTY, dataset=str(images), base=text, settings={"data.trigger": text})
     _, arguments = parsed(launch.train_words(draft, work))
-    assert set(arguments) == {"dataset", "priority", "base", "output", "set_"}
+    assert set(arguments) == {"dataset", "base", "output", "set_"}
     assert arguments["base"] == text.strip()
     assert parse_assignment(arguments["set_"][0]) == ("data.trigger", text)
 

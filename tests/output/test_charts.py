@@ -1,169 +1,179 @@
-"""The charts' arithmetic: round ticks, thinning, gaps, positions."""
+"""The loss chart as it is drawn: round ticks, thinning, gaps, positions, words on everything."""
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lora_trainer.reporting.charts import (
-    Chart,
-    ChartLine,
-    Mark,
-    Size,
-    Strip,
-    axes_of,
-    draw,
-    finite_runs,
-    log_ticks,
-    round_ticks,
-    thinned,
-    thinned_line,
-    tick_texts,
-)
+from lora_trainer.reporting.history import read_history
+from lora_trainer.reporting.report_curves import LossView, loss_curve
+from tests.fakes.run_folder import fake_run
 
-SIZE = Size(width_px=400, height_px=200, css="wide")
+RAW = LossView(smoothing="none", outliers=True)
+LOG = LossView(smoothing="none", outliers=True, log=True)
+WIDTH_PX, HEIGHT_PX, LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 1040, 330, 52, 1030, 22, 292
 numbers = st.floats(-1e6, 1e6).map(lambda value: round(value, 6))
 
 
-def chart(points: list[tuple[float, float]], *, top: float | None = None) -> Chart:
-    line = ChartLine(label="a", css="train", points=points)
-    return Chart(title="t", x_label="x", y_label="y", lines=[line], top=top)
+@dataclass
+class Drawn:
+    """A chart in its wide window: the texts of its ticks with their places in pixels, and its raw line."""
+
+    svg: str
+    rest: str
+
+    def ticks(self, css: str, axis: str) -> dict[str, float]:
+        pattern = rf'<text [^>]*\b{axis}="([\d.]+)"[^>]* class="{css}">([^<]*)<'
+        texts = {text: float(place) for place, text in re.findall(pattern, self.svg)}
+        return {text: place for text, place in texts.items() if text not in ("loss", "step")}
+
+    @property
+    def y(self) -> dict[float, float]:
+        """Places of the y axis by value; a text stands 4 px below its rule."""
+        return {float(text): place - 4 for text, place in self.ticks("end", "y").items()}
+
+    @property
+    def path(self) -> str:
+        return re.findall(r'<path d="([^"]*)" class="line raw">', self.svg)[0]
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        return [(float(x), float(y)) for x, y in re.findall(r"([\d.]+) ([\d.]+)", self.path)]
 
 
-@given(numbers, numbers, st.integers(2, 12))
-def test_ticks_are_round_enclose_and_are_few(one: float, other: float, count: int) -> None:
-    low, high = sorted((one, other))
-    ticks = round_ticks(low, high, count=count)
+def drawn(losses: Sequence[float | None], view: LossView = RAW) -> Drawn:
+    rows = [{"event": "step", "step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    with TemporaryDirectory() as name:
+        (Path(name) / "events.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        svg, _, rest = loss_curve(read_history(Path(name)), view).partition("</svg>")
+    return Drawn(svg, rest)
+
+
+@given(numbers, numbers)
+@example(one=0.0, other=0.0)
+@example(one=0.1, other=1e5)
+def test_ticks_are_round_enclose_and_are_few(one: float, other: float) -> None:
+    places = drawn([one, other]).y
+    ticks = sorted(places)
     step = ticks[1] - ticks[0]
     mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
     assert min(abs(mantissa - allowed) for allowed in (1, 2, 5, 10)) < 1e-6
-    slack = 1e-6 * max(1.0, abs(low), abs(high))
-    assert ticks[0] <= low + slack and ticks[-1] >= high - slack
-    assert 2 <= len(ticks) <= count + 2
+    slack = 1e-6 * max(1.0, abs(one), abs(other))
+    assert ticks[0] <= min(one, other, 0) + slack and ticks[-1] >= max(one, other) - slack
+    assert 2 <= len(ticks) <= HEIGHT_PX // 55 + 2
+    assert (places[ticks[0]], places[ticks[-1]]) == (BOTTOM_PX, TOP_PX)
 
 
-@given(st.floats(1e-6, 1e6), st.floats(1.0, 1e4), st.integers(2, 12))
-@example(low=999999.9999999999, factor=1.0, count=2)
-def test_logarithmic_ticks_enclose(low: float, factor: float, count: int) -> None:
-    ticks = log_ticks(low, low * factor, count=count)
-    assert len(ticks) >= 2 and list(ticks) == sorted(set(ticks))
+@given(st.floats(1e-6, 1e6), st.floats(1.0, 1e4))
+@example(low=999999.9999999999, factor=1.0)
+def test_logarithmic_ticks_enclose(low: float, factor: float) -> None:
+    ticks = list(drawn([low, low * factor], LOG).y)
+    assert len(ticks) >= 2 and ticks == sorted(set(ticks))
     assert ticks[0] <= low * (1 + 1e-9) and ticks[-1] >= low * factor * (1 - 1e-9)
 
 
 def test_a_logarithmic_axis_gives_each_power_of_ten_the_same_height() -> None:
-    points = [(1.0, 0.01), (2.0, 0.1), (3.0, 0.0), (4.0, 1.0)]
-    axes = axes_of(replace(chart(points[:2] + points[3:]), log=True), size=SIZE)
-    at = [axes.y(value) for value in (0.01, 0.1, 1.0)]
-    assert at[0] - at[1] == pytest.approx(at[1] - at[2]) and at[0] > at[2]
-    drawn = draw(replace(chart(points), log=True), sizes=[SIZE])
-    assert drawn.count("M") == 2  # nothing is drawn through the zero
+    chart = drawn([0.01, 0.1, 0.0, 1.0], LOG)
+    at = [y for _, y in chart.points]
+    assert at[0] - at[1] == pytest.approx(at[1] - at[2], abs=0.2) and at[0] > at[2]
+    assert chart.path.count("M") == 2  # nothing is drawn through the zero
+    assert drawn([0.0, -1.0], LOG).svg.startswith(
+        '<p class="quiet">Loss: nothing was recorded.</p>'
+    )
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "expected"),
+    ("losses", "texts"),
     [
-        (0.0, 0.14, (0.0, 0.05, 0.1, 0.15)),
-        (0.0, 2e-3, (0.0, 0.0005, 0.001, 0.0015, 0.002)),
-        (1.0, 1.0, (0.5, 1.0, 1.5)),
-        (0.0, 0.0, (-0.5, 0.0, 0.5)),
+        ([0.0, 0.1], ["0.00", "0.02", "0.04", "0.06", "0.08", "0.10"]),
+        ([0.0, 140.0], ["0", "50", "100", "150"]),
     ],
 )
-def test_ticks_of_known_ranges(low: float, high: float, expected: tuple[float, ...]) -> None:
-    ticks = round_ticks(low, high, count=4)
-    assert set(expected) <= set(ticks) or ticks == pytest.approx(expected)
+def test_ticks_share_their_decimals(losses: list[float], texts: list[str]) -> None:
+    assert list(drawn(losses).ticks("end", "y")) == texts
 
 
-def test_ticks_share_their_decimals() -> None:
-    assert tick_texts((0.0, 0.05, 0.1), None) == ["0.00", "0.05", "0.10"]
-    assert tick_texts((0.0, 50.0), None) == ["0", "50"]
-    assert tick_texts((1.0,), lambda value: f"<{value}>") == ["<1.0>"]
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 7, 300])
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 300, 2000])
 def test_no_step_is_named_twice_below_a_chart(steps: int) -> None:
-    size = Size(width_px=1040, height_px=330, css="wide")
-    axes = axes_of(chart([(float(step), 0.1) for step in range(1, steps + 1)]), size=size)
-    texts = tick_texts(axes.x_ticks, "{:,.0f}".format)
+    texts = re.findall(r'class="middle">([\d,]+)<', drawn([0.1] * steps).svg)
     assert len(texts) == len(set(texts)) >= min(steps, 3)
+    assert steps < 2000 or texts[-1] == "2,000"
 
 
-@given(st.lists(st.tuples(st.just(0.0), st.sampled_from([1.0, math.nan, math.inf, -math.inf]))))
-def test_gaps_split_lines_and_lose_no_point(points: list[tuple[float, float]]) -> None:
-    runs = list(finite_runs(points))
-    assert all(runs) and all(math.isfinite(y) for run in runs for _, y in run)
-    assert sum(map(len, runs)) == sum(1 for _, y in points if math.isfinite(y))
+@settings(max_examples=15)
+@given(st.integers(0, 10**6), st.integers(1041, 3000))
+def test_a_line_of_more_points_than_pixels_keeps_its_order_and_extremes(
+    seed: int, count: int
+) -> None:
+    draw_number = random.Random(seed).gauss
+    values = [draw_number(0, 1) for _ in range(count)]
+    chart = drawn(values)
+    xs, ys = zip(*chart.points, strict=True)
+    assert len(xs) <= WIDTH_PX + 2 and list(xs) == sorted(xs)
+    places = sorted(chart.y.items())
+    (low, bottom), (high, top) = places[0], places[-1]
+    for extreme, place in ((min(values), max(ys)), (max(values), min(ys))):
+        assert place == pytest.approx(
+            bottom + (top - bottom) * (extreme - low) / (high - low), abs=0.1
+        )
 
 
-@given(st.lists(numbers, min_size=1, max_size=400), st.integers(4, 60))
-def test_thinning_keeps_order_and_extremes(values: list[float], limit: int) -> None:
-    points = [(float(index), value) for index, value in enumerate(values)]
-    kept = thinned(points, limit=limit)
-    assert len(kept) <= max(limit + 2, 2) and list(kept) == sorted(kept)
-    assert {min(values), max(values)} <= {y for _, y in kept}
+@given(st.lists(st.sampled_from([1.0, None]), max_size=9))
+def test_gaps_split_a_line_and_lose_no_point(values: list[float | None]) -> None:
+    losses = [1.0, *values]
+    path, finite = drawn(losses).path, [loss is not None for loss in losses]
+    starts = sum(now and not before for before, now in zip([False, *finite], finite, strict=False))
+    assert path.count("M") == starts
+    assert len(path.replace("L", " ").replace("M", " ").split()) == 2 * sum(finite)
 
 
-def test_a_thinned_line_keeps_its_gaps_and_its_extremes() -> None:
-    points = [(float(x), math.nan if x in (300, 301) else math.sin(x)) for x in range(1000)]
-    points[700] = (700.0, 5.0)
-    kept = thinned_line(points, limit=100)
-    assert len(kept) < 110
-    before, after = finite_runs(kept)
-    assert before[-1][0] < 300 and after[0][0] > 301
-    assert (700.0, 5.0) in after
-    assert thinned_line(points[:50], limit=100) == points[:50]
-
-
-def test_axis_starts_at_zero_and_spans_the_data() -> None:
-    axes = axes_of(chart([(1, 0.4), (11, 0.9)]), size=SIZE)
-    assert axes.y_range[0] == 0.0 and axes.y_range[1] >= 0.9
-    assert axes.x(1) == SIZE.left_px and axes.x(11) == SIZE.width_px - SIZE.right_px
-    assert axes.y(0.0) == SIZE.height_px - SIZE.bottom_px > axes.y(0.9) >= SIZE.top_px
-
-
-def test_what_lies_above_the_top_stays_inside_the_picture() -> None:
-    bounded = chart([(0, 0.1), (1, 80.0), (2, 0.1)], top=0.2)
-    axes = axes_of(bounded, size=SIZE)
-    assert axes.y_range[1] < 1
-    assert f"{axes.x(1):.0f} {SIZE.top_px}" in draw(bounded, sizes=[SIZE])
-
-
-@pytest.mark.parametrize("points", [[(5.0, 0.3)], [(5.0, 0.0)], [(5.0, 0.3), (5.0, 0.3)]])
-def test_single_points_can_be_drawn(points: list[tuple[float, float]]) -> None:
-    drawn = draw(chart(points), sizes=[SIZE])
-    assert "<path" in drawn and "nan" not in drawn and "inf" not in drawn
-
-
-@pytest.mark.parametrize("points", [[], [(1.0, math.nan)]])
-def test_nothing_to_draw_is_said(points: list[tuple[float, float]]) -> None:
-    assert draw(chart(points), sizes=[SIZE]) == '<p class="quiet">t: nothing was recorded.</p>'
-
-
-def test_marks_levels_strips_and_dots_carry_their_words() -> None:
-    full = Chart(
-        title="t",
-        x_label="x",
-        y_label="y",
-        lines=[
-            ChartLine(
-                label="<a>",
-                css="v",
-                points=[(0, 1), (4, 2)],
-                dots=True,
-                tooltip=lambda point: f"dot {point[0]:g} & {point[1]:g}",
-            )
-        ],
-        levels=[ChartLine(label="level", css="base", points=[(0, 1.5)], tooltip=lambda _: "tip")],
-        marks=[
-            Mark(x=2, css="saved", tooltip="mark"),
-            Mark(x=3, css="change", tooltip="rule", rule=True),
-        ],
-        strips=[Strip(start=0, end=1, tooltip="strip")],
+def test_the_axis_spans_the_data_and_what_lies_above_the_top_stays_inside() -> None:
+    chart = drawn([0.4, 0.5, 0.9])
+    assert (min(chart.y), max(chart.y)) == (0.0, 1.0)
+    assert [x for x, _ in chart.points] == [LEFT_PX, (LEFT_PX + RIGHT_PX) / 2, RIGHT_PX]
+    losses = [0.05] + [0.1] * 48 + [80.0]
+    bounded = drawn(losses, LossView(smoothing="none"))
+    assert max(bounded.y) < 1 and min(y for _, y in bounded.points) == TOP_PX
+    assert (
+        "Steps whose loss lies above the chart: 1; the highest is 80.0000 at step 50"
+        in bounded.rest
     )
-    drawn = draw(full, sizes=[SIZE, SIZE])
-    assert drawn.count("<svg") == 2 and drawn.count("&lt;a&gt;") == 1
-    for words in ("dot 0 &amp; 1", "dot 4 &amp; 2", "tip", "mark", "rule", "strip"):
-        assert drawn.count(f"<title>{words}</title>") == 2
+
+
+@pytest.mark.parametrize("losses", [[0.3], [0.0], [], [None]])
+def test_a_point_or_nothing_can_be_drawn(losses: list[float | None]) -> None:
+    chart = drawn(losses)
+    if losses and losses[0] is not None:
+        assert chart.path.endswith("h0.01") and "nan" not in chart.svg and "inf" not in chart.svg
+    else:
+        assert chart.svg.startswith('<p class="quiet">Loss: nothing was recorded.</p>')
+
+
+def test_marks_levels_strips_and_dots_carry_their_words(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", steps=20)
+    for event in run.events:
+        if event["event"] == "change":
+            event["reason"] = "<b>"
+    curve = loss_curve(read_history(run.write()))
+    assert curve.count("<svg") == 2 and curve.count("<span>") == 4, "one legend of four lines"
+    for words in (
+        "step 20: validation loss 0.0555",
+        "validation loss of the untouched base: 0.1337",
+        "step 10: memory.micro_batch 8 -&gt; 4: &lt;b&gt;",
+    ):
+        assert curve.count(f"<title>{words}</title>") == 2
+    assert (
+        len(re.findall(r"<title>step 6: saved zorble-step\S+ and \S+ \(.*?\)</title>", curve)) == 2
+    )
+    assert len(re.findall(r"<title>step 7: loss \S+, smoothed \S+, learning rate", curve)) == 2
+    assert "Triangles: saves; dashed rules: recovered from out of memory." in curve

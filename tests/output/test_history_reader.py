@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,8 +14,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import write_atomic
-from lora_trainer.reporting import history
-from lora_trainer.reporting.history import RECENT_ROWS, HistoryReader, read_history
+from lora_trainer.reporting.history import HistoryReader, read_history
 from tests.fakes.run_folder import fake_run
 
 STEPS = st.integers(min_value=0, max_value=6)
@@ -103,45 +100,19 @@ def _fresh_recent(folder: Path) -> list[Any]:
     return list(reader.recent())
 
 
-def test_every_prefix_of_a_resumed_run(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "whole", steps=6)
-    folder = run.write()
-    data = (folder / "events.jsonl").read_bytes()
-    live = tmp_path / "live"
-    live.mkdir()
-    kept = HistoryReader(live)
-    for start in range(0, len(data), 97):
-        with (live / "events.jsonl").open("ab") as file:
-            file.write(data[start : start + 97])
-        assert repr(kept.read()) == repr(read_history(live))
-    assert [row.step for row in kept.read().steps] == [1, 2, 3, 4, 5, 6]
-
-
 def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = fake_run(tmp_path / "run", steps=50).write()
     reader = HistoryReader(folder)
     reader.read()
-    with counted(monkeypatch) as parsed:
-        reader.read()
-        assert parsed == []
-        with (folder / "events.jsonl").open("ab") as file:
-            file.write(b'{"event": "step", "step": 51, "loss": 0.5}\n{"event": "st')
-        assert reader.read().steps[-1].loss == 0.5
-        assert len(parsed) == 2
-
-
-@contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
-    parsed: list[bytes] = []
-    original = history._row
-
-    def counting(line: bytes) -> dict[str, Any] | None:
-        parsed.append(line)
-        return original(line)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(history, "_row", counting)
-        yield parsed
+    parsed: list[str] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda line: (parsed.append(line), loads(line))[1])
+    reader.read()
+    assert parsed == []
+    with (folder / "events.jsonl").open("ab") as file:
+        file.write(b'{"event": "step", "step": 51, "loss": 0.5}\n{"event": "st')
+    assert reader.read().steps[-1].loss == 0.5
+    assert len(parsed) == 2
 
 
 def test_a_row_that_was_whole_before_its_line_ended_and_goes_on_is_none(tmp_path: Path) -> None:
@@ -158,22 +129,15 @@ def test_a_row_that_was_whole_before_its_line_ended_and_goes_on_is_none(tmp_path
         assert (history.sessions, history.unreadable_lines) == (sessions, unreadable)
 
 
-def test_a_replaced_file_is_another_one_even_if_it_ends_alike(tmp_path: Path) -> None:
-    reader = HistoryReader(tmp_path)
-    file = tmp_path / "events.jsonl"
-    rest = '{"event": "cached"}\n' * 1000
-    for loss in (0.1, 0.2):
-        row = json.dumps({"event": "step", "step": 1, "loss": loss})
-        write_atomic(file, f"{row}\n{rest}".encode(), durable=False)
-        assert reader.read().steps[0].loss == loss
-
-
 def test_a_resume_that_rewrites_the_file_forgets_the_steps_after_it(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", steps=20).write()
     reader = HistoryReader(folder)
     assert len(reader.read().steps) == 20
     file = folder / "events.jsonl"
     rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    changed = [row | {"loss": 0.5} if row.get("step") == 1 else row for row in rows]
+    write_atomic(file, "".join(json.dumps(row) + "\n" for row in changed).encode(), durable=False)
+    assert reader.read().steps[0].loss == 0.5, "another file, even if it ends alike"
     kept = [row for row in rows if row.get("step", 0) <= 8 and row["event"] != "finished"]
     text = "".join(json.dumps(row) + "\n" for row in kept)
     write_atomic(file, text.encode(), durable=False)
@@ -208,6 +172,6 @@ def test_recent_rows_are_the_newest_without_steps_and_in_order_of_time(tmp_path:
     reader = HistoryReader(folder)
     reader.read()
     times = [row["time"] for row in reader.recent()]
-    assert len(times) == RECENT_ROWS
+    assert len(times) == 200
     assert times == sorted(times)
     assert (times[-1], reader.recent()[-1]["event"]) == (599, "problem")

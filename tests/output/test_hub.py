@@ -2,45 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from safetensors.numpy import save_file
 
-from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.events import Event, EventStream
-from lora_trainer.config.config import OutputSettings
-from lora_trainer.families import family
-from lora_trainer.families.base import Layout
-from lora_trainer.lora_file.embedding import embedding_path
-from lora_trainer.lora_file.formats import AdapterContents
-from lora_trainer.run import hub_upload
-from lora_trainer.run.hub_upload import (
-    HubUpload,
-    check_upload,
-    hub_id,
-    model_card,
-    push,
-    push_finished,
-    release_of,
-)
+from tests.fakes.runs import Toy, events, problems, run_cli, toy
 from tests.fakes.sample_image import sample
-from tests.fakes.stable_diffusion import sd15_facts
 
-LORA = AdapterContents(kinds=frozenset({"lora"}), dora=False, text=False)
+BASE = "stable-diffusion-v1-5/stable-diffusion-v1-5"
+HEADER = {
+    "modelspec.title": "Zibbo",
+    "modelspec.trigger_phrase": "zibbo",
+    "modelspec.description": "A creature.",
+    "modelspec.license": "mit",
+    "ss_sd_model_name": BASE,
+}
+KOHYA = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
+DIFFUSERS = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+LORA = {f"{KOHYA}.lora_down.weight": (4, 320), f"{KOHYA}.lora_up.weight": (320, 4)}
+KINDS: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
+    "lora": (LORA, "In ComfyUI, Forge, A1111 or InvokeAI: put"),
+    "dora": (LORA | {f"{KOHYA}.dora_scale": (320, 1)}, "In ComfyUI or Forge: put"),
+    "dora of diffusers": (
+        {
+            f"{DIFFUSERS}.lora_A.weight": (4, 320),
+            f"{DIFFUSERS}.lora_B.weight": (320, 4),
+            f"{DIFFUSERS}.lora_magnitude_vector": (320,),
+        },
+        "",
+    ),
+    "loha": (
+        {
+            f"{KOHYA}.hada_{name}": (320, 4) if name.endswith("a") else (4, 320)
+            for name in ("w1_a", "w1_b", "w2_a", "w2_b")
+        },
+        "In ComfyUI or Forge: put",
+    ),
+}
+"""A file of each kind, and the sentence of its card that says which programs can read it."""
 
 
-class FakeHub:
+class FakeHub(SimpleNamespace):
     """Records what it is asked for, and what lies in the folder at that moment."""
 
     def __init__(self, *, has_card: bool = False, fails: Exception | None = None) -> None:
-        self.has_card, self.fails = has_card, fails
-        self.created: dict[str, Any] = {}
-        self.uploaded: dict[str, bytes] = {}
+        super().__init__(has_card=has_card, fails=fails, created={}, uploaded={})
 
     def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
         if self.fails:
@@ -48,7 +62,7 @@ class FakeHub:
         self.created = {"repo_id": repo_id, "private": private, "exist_ok": exist_ok}
 
     def file_exists(self, repo_id: str, filename: str) -> bool:
-        return self.has_card and filename == "README.md"
+        return bool(self.has_card) and filename == "README.md"
 
     def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
         root = Path(folder_path)
@@ -65,193 +79,176 @@ def run(tmp_path: Path) -> Path:
     sample(folder / "samples" / "step-00000200" / "01.png", "from /home/jane/secret")
     (folder / "states").mkdir()
     (folder / "states" / "state.safetensors").write_bytes(b"state")
-    (folder / "run.json").write_text('{"token": "hf_abcdefghijklmnopqrst"}', encoding="utf-8")
-    (folder / "zibbo.safetensors").write_bytes(b"adapter")
+    record = {"token": "hf_abcdefghijklmnopqrst", "base": {"source": BASE}}
+    (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    write_lora(folder / "zibbo.safetensors", LORA)
     return folder
 
 
-def release(run: Path, **changes: Any) -> HubUpload:
-    made = release_of(
-        run,
-        file=run / "zibbo.safetensors",
-        title="zibbo",
-        settings=OutputSettings(hub_repo="jane/zibbo", license="mit", description="A creature."),
-        trigger="zibbo",
-        family=family("sd15"),
-        facts=replace(sd15_facts(), source="stable-diffusion-v1-5/stable-diffusion-v1-5"),
-        format="kohya",
-        contents=LORA,
-    )
-    return replace(made, **changes)
+def write_lora(file: Path, shapes: dict[str, tuple[int, ...]], **header: str) -> None:
+    tensors = {name: np.ones(shape, dtype=np.float32) for name, shape in shapes.items()}
+    texts = {f"modelspec.{name}": text for name, text in header.items()}
+    save_file(tensors, file, metadata=HEADER | texts)
 
 
-def card_of(text: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = yaml.safe_load(text.split("---\n")[1])
-    return found
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    """Return the Hub that answers instead of the real one, where somebody is logged in."""
+    hub = FakeHub()
+    # A class, as a library that is imported meanwhile may name it in an annotation.
+    api = type("HfApi", (), {"__new__": lambda _: hub})
+    monkeypatch.setattr("huggingface_hub.HfApi", api)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_token")
+    return hub
 
 
-def test_file_images_and_card_are_uploaded_and_nothing_else(run: Path) -> None:
-    api = FakeHub()
-    address = push(release(run), api=api)
-    assert address == "https://huggingface.co/jane/zibbo"
-    assert api.created == {"repo_id": "jane/zibbo", "private": True, "exist_ok": True}
-    assert api.uploaded.keys() == {
-        *("README.md", "zibbo.safetensors", "samples/00.png", "samples/01.png"),
-    }
-    assert api.uploaded["zibbo.safetensors"] == b"adapter"
-    newest = run / "samples" / "step-00000200" / "00.png"
-    assert api.uploaded["samples/00.png"] == newest.read_bytes()
+def publish(run: Path, *more: str) -> int:
+    file = str(run / "zibbo.safetensors")
+    return run_cli(["publish", file, "--repository", "jane/zibbo", *more])
 
 
-def test_new_tokens_are_uploaded_with_their_adapter(run: Path) -> None:
-    words = embedding_path(run / "zibbo.safetensors")
+def card(run: Path, hub: FakeHub) -> tuple[str, dict[str, Any]]:
+    """Return the published card's text, and what the Hub reads of its head."""
+    assert publish(run) == 0
+    text = hub.uploaded["README.md"].decode()
+    return text, dict(yaml.safe_load(text.split("---\n")[1]))
+
+
+def test_file_images_and_card_are_uploaded_and_nothing_else(
+    run: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = run / "embeddings" / "zibbo_emb.safetensors"
     words.parent.mkdir()
     words.write_bytes(b"vectors")
-    api = FakeHub()
-    push(release(run), api=api)
-    assert api.uploaded["embeddings/zibbo_emb.safetensors"] == b"vectors"
-    assert b"`embedding:zibbo_emb`" in api.uploaded["README.md"]
+    assert publish(run) == 0
+    assert capsys.readouterr().out == "published at https://huggingface.co/jane/zibbo\n"
+    assert hub.created == {"repo_id": "jane/zibbo", "private": True, "exist_ok": True}
+    assert hub.uploaded.keys() == {
+        "README.md",
+        "zibbo.safetensors",
+        "embeddings/zibbo_emb.safetensors",
+        "samples/00.png",
+        "samples/01.png",
+    }
+    assert hub.uploaded["zibbo.safetensors"] == (run / "zibbo.safetensors").read_bytes()
+    newest = run / "samples" / "step-00000200" / "00.png"
+    assert hub.uploaded["samples/00.png"] == newest.read_bytes()
+    assert b"`embedding:zibbo_emb`" in hub.uploaded["README.md"]
 
 
-def test_a_repository_is_public_only_when_asked(run: Path) -> None:
-    api = FakeHub()
-    push(release(run, private=False), api=api)
-    assert api.created["private"] is False
+def test_a_card_that_somebody_wrote_is_left_alone_and_public_is_only_when_asked(
+    run: Path, hub: FakeHub
+) -> None:
+    hub.has_card = True
+    assert publish(run, "--public") == 0
+    assert "README.md" not in hub.uploaded and "zibbo.safetensors" in hub.uploaded
+    assert hub.created["private"] is False
 
 
-def test_a_card_that_somebody_wrote_is_left_alone(run: Path) -> None:
-    api = FakeHub(has_card=True)
-    push(release(run), api=api)
-    assert "README.md" not in api.uploaded and "zibbo.safetensors" in api.uploaded
-
-
-def test_the_card_is_what_the_hub_reads(run: Path) -> None:
-    text = model_card(release(run))
-    card = card_of(text)
-    assert card["tags"] == ["text-to-image", "diffusers", "lora", "template:sd-lora"]
-    assert card["base_model"] == "stable-diffusion-v1-5/stable-diffusion-v1-5"
-    assert (card["instance_prompt"], card["license"]) == ("zibbo", "mit")
-    assert card["library_name"] == "diffusers"
-    assert card["widget"] == [
+def test_the_card_is_what_the_hub_reads(run: Path, hub: FakeHub) -> None:
+    text, head = card(run, hub)
+    assert head["tags"] == ["text-to-image", "diffusers", "lora", "template:sd-lora"]
+    assert head["base_model"] == BASE and head["library_name"] == "diffusers"
+    assert (head["instance_prompt"], head["license"]) == ("zibbo", "mit")
+    assert head["widget"] == [
         {"text": "zibbo in a hat", "output": {"url": "samples/00.png"}},
         {"text": "from [path]", "output": {"url": "samples/01.png"}},
     ]
-    assert "<Gallery />" in text and "A creature." in text and "Put `zibbo`" in text
-    assert 'load_lora_weights("jane/zibbo", weight_name="zibbo.safetensors")' in text
-    assert '"zibbo in a hat"' in text and "jane/secret" not in text
-
-
-def test_the_snippet_is_python(run: Path) -> None:
-    text = model_card(release(run, trigger='a "quoted" \\ trigger', samples=()))
+    for words in ("# Zibbo\n", "\n\n<Gallery />\n\n", "A creature.", "Put `zibbo`"):
+        assert words in text
     (code,) = (block.removeprefix("python\n") for block in text.split("```") if "import" in block)
     compile(code, "snippet", "exec")
+    assert '"jane/zibbo", weight_name="zibbo.safetensors"\n)' in code
+    assert '"zibbo in a hat"' in code and "jane/secret" not in text and "\n\n\n" not in text
 
 
-def test_no_snippet_for_what_diffusers_cannot_load_or_find(run: Path) -> None:
-    assert "```" not in model_card(release(run, in_diffusers=False))
-    local = model_card(release(run, base=None, base_name="my-base.safetensors"))
-    assert "```" not in local and "my-base.safetensors" in local
-    assert "base_model" not in card_of(local)
+def test_the_snippet_of_a_lora_without_samples_quotes_its_trigger(run: Path, hub: FakeHub) -> None:
+    shutil.rmtree(run / "samples")
+    write_lora(run / "zibbo.safetensors", LORA, trigger_phrase='a "quoted" \\ trigger')
+    text, head = card(run, hub)
+    (code,) = (block.removeprefix("python\n") for block in text.split("```") if "import" in block)
+    compile(code, "snippet", "exec")
+    assert "widget" not in head and "<Gallery" not in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_card_knows_who_can_read_the_file(kind: str, run: Path, hub: FakeHub) -> None:
+    shapes, programs = KINDS[kind]
+    write_lora(run / "zibbo.safetensors", shapes)
+    text, _ = card(run, hub)
+    assert ("```" in text) == (kind in ("lora", "dora of diffusers"))
+    assert programs in text and ("put `zibbo.safetensors`" in text) == bool(programs)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "dora", "format", "expected"),
-    [
-        ({"lora"}, False, "kohya", (True, True)),
-        ({"lora"}, True, "kohya", (False, True)),
-        ({"lora"}, True, "diffusers", (True, False)),
-        ({"loha"}, False, "kohya", (False, True)),
-    ],
+    ("source", "base"), [("owner/base", "owner/base"), ("/models/base", None), ("base", None)]
 )
-def test_the_card_knows_who_can_read_the_file(
-    run: Path, kinds: set[str], dora: bool, format: Any, expected: tuple[bool, bool]
+def test_a_base_that_is_not_on_the_hub_is_not_linked(
+    source: str,
+    base: str | None,
+    run: Path,
+    hub: FakeHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = release_of(
-        run,
-        file=run / "zibbo.safetensors",
-        title="zibbo",
-        settings=OutputSettings(hub_repo="jane/zibbo"),
-        trigger=None,
-        family=family("sd15"),
-        facts=sd15_facts(),
-        format=format,
-        contents=AdapterContents(kinds=frozenset(kinds), dora=dora, text=False),
-    )
-    assert (made.in_diffusers, made.in_programs) == expected
-
-
-def test_bases_that_are_not_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = replace(sd15_facts(), source="owner/base")
-    assert hub_id(facts) == "owner/base"
-    assert hub_id(replace(facts, source="/models/base")) is None
-    assert hub_id(replace(facts, source="base")) is None
-    single = Layout(folder=tmp_path, files={"denoiser": tmp_path / "a.safetensors"})
-    assert hub_id(replace(facts, layout=single)) is None
-    (tmp_path / "owner" / "base").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert hub_id(facts) is None, "a folder of that name is what the user meant"
+    (run / "run.json").write_text(json.dumps({"base": {"source": source}}), encoding="utf-8")
+    text, head = card(run, hub)
+    assert (head.get("base_model"), "```" in text) == (base, base is not None)
+    (tmp_path / "owner" / "base").mkdir(parents=True)
+    text, head = card(run, hub)
+    assert "base_model" not in head and "```" not in text, "a folder of that name is meant"
+    assert "The base model is base." in text
 
 
 # ---- what can go wrong
 
 
-def test_without_a_login_nothing_is_trained_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    with pytest.raises(MachineError, match="needs a login") as raised:
-        check_upload("jane/zibbo")
-    assert "hf auth login" in raised.value.fix
-
-
-@pytest.mark.parametrize("name", ["zibbo", "a/b/c", "jane/", "/zibbo", "jane zibbo/x", "../x"])
-def test_names_that_are_no_repository(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
-    with pytest.raises(RequestError, match="owner/name"):
-        check_upload(name)
-    check_upload("jane/zibbo-1.0_x")
-
-
-class _Response:
-    def __init__(self, status_code: int) -> None:
-        self.status_code = status_code
-        self.headers: dict[str, str] = {}
-        self.request = None
-
-
 def http_error(status: int) -> HfHubHTTPError:
-    return HfHubHTTPError("no", response=_Response(status))  # type: ignore[arg-type]
+    response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
+    return HfHubHTTPError("no", response=response)
 
 
 @pytest.mark.parametrize(
     ("error", "fix"),
     [
-        (http_error(403), "hf auth login"),
+        (http_error(401), "hf auth login"),
+        (http_error(403), "make a token that may write"),
         (http_error(500), "hf upload jane/zibbo"),
         (OfflineModeIsEnabled("offline"), "hf upload jane/zibbo"),
         (OSError("no route"), "hf upload jane/zibbo"),
     ],
 )
-def test_a_failed_upload_is_a_problem_of_a_finished_run(
-    error: Exception, fix: str, run: Path
+def test_an_upload_that_fails_says_what_to_do(
+    error: Exception, fix: str, run: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[Event] = []
-    events = EventStream([seen.append])
-    push_finished(release(run), events, api=FakeHub(fails=error))
-    (event,) = seen
-    assert event.kind == "problem" and "was not uploaded" in event.fields["what"]
-    assert fix in event.fields["fix"]
-    with pytest.raises(MachineError):
-        push(release(run), api=FakeHub(fails=error))
+    hub.fails = error
+    assert publish(run) == 4
+    told = capsys.readouterr().err
+    assert "was not uploaded" in told and fix in told and told.count("\n") == 1
 
 
-def test_a_finished_upload_is_told(run: Path) -> None:
-    seen: list[Event] = []
-    push_finished(release(run), EventStream([seen.append]), api=FakeHub())
-    assert [event.kind for event in seen] == ["uploaded"]
-    assert seen[0].fields == {"address": "https://huggingface.co/jane/zibbo", "private": True}
-
-
-def test_the_real_client_is_what_the_protocol_says() -> None:
-    from huggingface_hub import HfApi
-
-    api: hub_upload.HubApi = HfApi()
-    assert callable(api.upload_folder)
+def test_a_finished_training_is_uploaded_and_a_failure_is_its_problem(
+    tmp_path: Path,
+    hub: FakeHub,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place: Toy = toy(tmp_path).with_base()
+    asked: dict[str, Any] = {"output__hub_repo": "jane/toy", "sampling__every_steps": 0}
+    hub.fails = OSError("no route")
+    assert place.train(**asked) == 0
+    assert "was not uploaded" in problems(place.run)[-1]["what"]
+    hub.fails = None
+    assert place.train("--resume", **asked) == 0
+    (uploaded,) = events(place.run, "uploaded")
+    assert uploaded["address"] == "https://huggingface.co/jane/toy" and uploaded["private"]
+    assert hub.uploaded.keys() == {"README.md", "toy.safetensors"}
+    # Without a login, or with a name that no repository can have, nothing is trained in vain.
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    for repository, code in (("jane/toy", 4), ("toy", 2), ("a/b/c", 2), ("/toy", 2), ("../x", 2)):
+        capsys.readouterr()
+        assert place.train("--name", "new", **asked | {"output__hub_repo": repository}) == code
+        told = capsys.readouterr().err
+        assert ("hf auth login" if code == 4 else "owner/name") in told
+    assert not (place.runs / "new").exists()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.reporting.control import Control
-from lora_trainer.reporting.status import (
-    Status,
-    StatusWriter,
-    after,
-    end_process,
-    read_status,
-)
+from lora_trainer.reporting.status import StatusWriter, end_process, read_status
 from tests.fakes.run_folder import fake_run, relay
 
 
@@ -69,26 +64,17 @@ def test_states_of_a_whole_run(tmp_path: Path) -> None:
 def test_what_the_file_holds(tmp_path: Path) -> None:
     events, _ = writer(tmp_path)
     start(events, resumed_from=4)
-    assert content(tmp_path) == {
-        "state": "starting",
-        "pid": os.getpid(),
-        "pid_started_s": psutil.Process().create_time(),
-        "name": "zorble",
-        "step": 4,
-        "steps": 9,
-        "phase": "",
-        "done": 0,
-        "total": 0,
-        "message": "",
-        "heartbeat_s": 1000.0,
-        "left_s": None,
-        "exit_code": None,
-    }
+    now = {"pid": os.getpid(), "pid_started_s": psutil.Process().create_time()}
+    assert content(tmp_path) == now | {
+        "state": "starting", "name": "zorble", "step": 4, "steps": 9, "phase": "", "done": 0, "total": 0,
+        "message": "", "heartbeat_s": 1000.0, "left_s": None, "exit_code": None,
+    }  # fmt: skip
 
 
 def test_at_most_twice_a_second_but_the_newest_when_it_writes(tmp_path: Path) -> None:
     events, clock = writer(tmp_path)
     start(events)
+    assert content(tmp_path)["step"] == 0
     step(events, 1)
     for number in range(2, 5):
         clock.now_s += 0.1
@@ -98,50 +84,33 @@ def test_at_most_twice_a_second_but_the_newest_when_it_writes(tmp_path: Path) ->
     step(events, 5)
     assert content(tmp_path)["step"] == 5
     assert content(tmp_path)["message"] == "step 5 of 9, loss 0.1000"
-
-
-def test_a_clock_set_back_does_not_silence_it(tmp_path: Path) -> None:
-    events, clock = writer(tmp_path)
-    start(events)
-    step(events, 1)
-    clock.now_s -= 3600
-    step(events, 2)
-    assert content(tmp_path)["step"] == 2
-
-
-def test_state_changes_are_never_late(tmp_path: Path) -> None:
-    events, _ = writer(tmp_path)
-    start(events)
-    step(events, 1)
-    step(events, 2)
-    events.emit("stopped", reason="asked\nto stop", exit_code=143, step=2)
-    assert (content(tmp_path)["state"], content(tmp_path)["step"]) == ("stopped", 2)
-    assert content(tmp_path)["message"] == "asked to stop"
+    clock.now_s -= 3600  # a clock set back does not silence it
+    step(events, 6, loss=None)
+    assert content(tmp_path)["step"] == 6
+    assert content(tmp_path)["message"] == "step 6 of 9, loss not a number"
+    step(events, 7)  # and a change of state is never late
+    events.emit("stopped", reason="asked\nto stop", exit_code=143, step=7)
+    assert [content(tmp_path)[key] for key in ("state", "step", "message")] == [
+        "stopped",
+        7,
+        "asked to stop",
+    ]
 
 
 @pytest.mark.parametrize(
     ("code", "state"),
-    [
-        (0, "stopped"),
-        (130, "stopped"),
-        (143, "stopped"),
-        (1, "failed"),
-        (3, "failed"),
-        (5, "failed"),
-    ],
+    [(0, "stopped"), (130, "stopped"), (143, "stopped")] + [(n, "failed") for n in (1, 3, 5)],
 )
-def test_exit_code_tells_a_stop_from_a_failure(tmp_path: Path, code: int, state: str) -> None:
-    events, _ = writer(tmp_path)
+def test_exit_code_tells_a_stop_from_a_failure_and_the_end_is_final(
+    tmp_path: Path, code: int, state: str
+) -> None:
+    events, clock = writer(tmp_path)
     start(events)
     events.emit("stopped", reason="r", exit_code=code, step=0)
-    assert (content(tmp_path)["state"], content(tmp_path)["exit_code"]) == (state, code)
+    clock.now_s += 9
+    events.emit("phase", phase="report", message="x", done=0, total=0)
+    assert [content(tmp_path)[key] for key in ("state", "exit_code", "phase")] == [state, code, ""]
     assert read_status(tmp_path).state == state
-
-
-def test_the_end_is_final() -> None:
-    ended = Status(state="finished", pid=1, pid_started_s=1.0, heartbeat_s=1.0, exit_code=0)
-    late = Event(kind="phase", fields={"phase": "report", "message": "x"}, time_s=2.0)
-    assert after(ended, late) == ended
 
 
 def test_what_begins_is_named_at_once(tmp_path: Path) -> None:
@@ -164,22 +133,6 @@ def test_the_steps_after_sample_images_are_no_sampling(tmp_path: Path) -> None:
     assert content(tmp_path)["phase"] == "sample"
     events.emit("sample", step=1, images=[])
     assert [content(tmp_path)[key] for key in ("phase", "done", "total")] == ["train", 1, 9]
-
-
-def test_beat_moves_the_heartbeat_between_events(tmp_path: Path) -> None:
-    clock, events = Clock(), EventStream()
-    status = StatusWriter(tmp_path, events, clock=clock)
-    status.beat()
-    clock.now_s += 60
-    status.beat()
-    assert content(tmp_path)["heartbeat_s"] == 1060.0
-
-
-def test_loss_that_is_no_number(tmp_path: Path) -> None:
-    events, _ = writer(tmp_path)
-    start(events)
-    step(events, 1, loss=None)
-    assert content(tmp_path)["message"] == "step 1 of 9, loss not a number"
 
 
 def test_a_disk_that_refuses_is_one_problem_and_no_error(tmp_path: Path) -> None:
@@ -209,24 +162,21 @@ def test_running_while_the_process_lives(tmp_path: Path) -> None:
 
 def alive(folder: Path, **changed: Any) -> None:
     own = psutil.Process()
-    status = Status(
-        state="training", pid=own.pid, pid_started_s=own.create_time(), heartbeat_s=1.0, step=7
-    )
-    (folder / "status.json").write_text(json.dumps(asdict(replace(status, **changed))))
+    status = {"state": "training", "pid": own.pid, "pid_started_s": own.create_time()}
+    status |= {"heartbeat_s": 1.0, "step": 7, **changed}
+    (folder / "status.json").write_text(json.dumps(status))
 
 
-def test_reused_pid_is_interrupted(tmp_path: Path) -> None:
-    alive(tmp_path, pid_started_s=psutil.Process().create_time() - 60)
+def test_only_a_living_process_runs(tmp_path: Path) -> None:
+    alive(tmp_path, pid_started_s=psutil.Process().create_time() - 60)  # its number is used again
     status = read_status(tmp_path)
-    assert (status.state, status.stage, status.step, status.pid) == (
-        "interrupted",
-        "training",
-        7,
-        None,
-    )
-
-
-def test_dead_and_unreaped_processes_are_interrupted(tmp_path: Path) -> None:
+    assert (status.state, status.stage, status.step) == ("interrupted", "training", 7)
+    assert status.pid is None
+    alive(tmp_path, state="finished", exit_code=0, pid_started_s=1.0)
+    assert read_status(tmp_path).state == "finished"
+    assert read_status(tmp_path / "nothing").state == "interrupted"
+    alive(tmp_path, steps="<b>")
+    assert "is no number" in read_status(tmp_path).message
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     alive(tmp_path, pid=child.pid, pid_started_s=psutil.Process(child.pid).create_time())
     assert read_status(tmp_path).state == "running"
@@ -236,11 +186,6 @@ def test_dead_and_unreaped_processes_are_interrupted(tmp_path: Path) -> None:
         assert read_status(tmp_path).state == "interrupted"
     child.communicate()
     assert read_status(tmp_path).state == "interrupted"
-
-
-def test_finished_stays_finished_after_its_process(tmp_path: Path) -> None:
-    alive(tmp_path, state="finished", exit_code=0, pid_started_s=1.0)
-    assert read_status(tmp_path).state == "finished"
 
 
 @given(
@@ -276,13 +221,6 @@ def test_how_far_a_phase_is_and_that_nothing_but_the_end_follows_a_stop(tmp_path
     assert content(tmp_path)["phase"] == "quit"
 
 
-def test_counts_that_are_no_numbers_make_a_file_unreadable(tmp_path: Path) -> None:
-    alive(tmp_path)
-    written = content(tmp_path)
-    (tmp_path / "status.json").write_text(json.dumps(written | {"steps": "<b>"}))
-    assert "is no number" in read_status(tmp_path).message
-
-
 def test_only_the_process_that_trains_is_ended(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         started_s = psutil.Process(child.pid).create_time()
@@ -297,29 +235,70 @@ def test_only_the_process_that_trains_is_ended(tmp_path: Path) -> None:
     assert read_status(tmp_path).state == "interrupted"
 
 
-def test_requests_made_before_a_process_began_are_forgotten(tmp_path: Path) -> None:
+def test_requests_wait_until_done_or_older_than_the_process(tmp_path: Path) -> None:
     control = Control(tmp_path)
+    assert control.pending() == set()
     control.forget_before(1.0)
     control.request("stop")
     control.request("save")
-    os.utime(tmp_path / "control" / "stop", (100.0, 100.0))
-    assert control.asked_at_s("stop") == 100.0
-    assert control.asked_at_s("sample") is None
-    control.forget_before(101.0)
-    assert control.pending() == {"save"}
-
-
-def test_missing_status_is_interrupted(tmp_path: Path) -> None:
-    assert read_status(tmp_path / "nothing").state == "interrupted"
-
-
-def test_control_requests_wait_until_done(tmp_path: Path) -> None:
-    control = Control(tmp_path)
-    assert control.pending() == set()
-    control.request("save")
-    control.request("stop")
     (tmp_path / "control" / "stop~").touch()
     assert control.pending() == {"save", "stop"}
+    os.utime(tmp_path / "control" / "stop", (100.0, 100.0))
+    assert (control.asked_at_s("stop"), control.asked_at_s("sample")) == (100.0, None)
+    control.forget_before(101.0)
+    assert control.pending() == {"save"}
     control.done("save")
     control.done("save")
-    assert control.pending() == {"stop"}
+    assert control.pending() == set()
+
+
+# ---- the time that is left
+
+
+def timed(folder: Path, *, steps: int, **every_steps: int) -> tuple[EventStream, Clock]:
+    events, clock = writer(folder)
+    events.clock = clock
+    events.emit("run_started", name="z", steps=steps, resumed_from=None, every_steps=every_steps)
+    assert math.isnan(read_status(folder).left_s)
+    return events, clock
+
+
+def test_time_left_is_the_median_plus_side_costs(tmp_path: Path) -> None:
+    events, clock = timed(tmp_path, steps=298)
+    for number in range(1, 101):
+        seconds = 1.0 if number != 95 else 61.0  # one hiccup must not count in the median
+        clock.now_s += seconds
+        events.emit("step", step=number, loss=0.1, seconds=seconds)
+        if number % 10 == 0 and number < 100:
+            clock.now_s += 5.0
+    assert read_status(tmp_path).left_s == pytest.approx(198 + 90)
+
+
+def test_late_losses_in_bunches_cost_nothing(tmp_path: Path) -> None:
+    events, clock = timed(tmp_path, steps=100)
+    for number in range(1, 41):
+        clock.now_s = 1000.0 + 4.0 * math.ceil(number / 4)
+        events.emit("step", step=number, loss=0.1, seconds=1.0)
+    events.emit("phase", phase="sample", message="", done=0, total=1)
+    assert 60.0 <= read_status(tmp_path).left_s < 60 * 1.03
+
+
+def test_time_left_counts_the_rounds_that_are_due(tmp_path: Path) -> None:
+    """At each step of a run in equal steps, time left is the truth: also before the first round is repeated."""
+    events, clock = timed(tmp_path, steps=100, sample=40, validation=30)
+    promised_end_s = []
+
+    def between(number: int) -> None:
+        for kind, every, seconds in (("validation", 30, 8.0), ("sample", 40, 25.0)):
+            if number % every == 0 or number == 100:
+                clock.now_s += seconds
+                events.emit(kind, step=number, seconds=seconds)
+
+    between(0)
+    for number in range(1, 101):
+        clock.now_s += 2.0
+        events.emit("step", step=number, loss=0.1, seconds=2.0)
+        promised_end_s.append(clock.now_s + read_status(tmp_path).left_s)
+        between(number)
+    assert promised_end_s == pytest.approx([clock.now_s] * 100)
+    assert read_status(tmp_path).left_s == 0.0

@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lora_trainer.common.events import Event, EventStream
-from lora_trainer.reporting.trackers import (
-    PACKAGES,
-    TrackerListener,
-    start_trackers,
-    usable_trackers,
-)
+from lora_trainer.reporting.trackers import TrackerListener, start_trackers, usable_trackers
 from tests.fakes.run_folder import fake_run, relay
 
 STEP: dict[str, Any] = {
@@ -36,15 +32,16 @@ STEP: dict[str, Any] = {
 class FakeTracker:
     """Keeps what it is given; raises from the call numbered `fails_at` on."""
 
-    def __init__(self, *, fails_at: int | None = None) -> None:
+    def __init__(self, *, fails_at: int | None = None, error: BaseException | None = None) -> None:
         self.calls: list[tuple[dict[str, float], int | None]] = []
         self.fails_at = fails_at
+        self.error = error or ConnectionError("the dashboard\nis down")
         self.closed = 0
 
     def log(self, values: dict[str, float], step: int | None) -> None:
         self.calls.append((values, step))
         if self.fails_at is not None and len(self.calls) >= self.fails_at:
-            raise ConnectionError("the dashboard\nis down")
+            raise self.error
 
     def finish(self) -> None:
         self.closed += 1
@@ -87,32 +84,6 @@ def test_tags_of_a_step_and_a_validation() -> None:
     assert tracker.calls[2] == (validation, 4)
 
 
-def test_sample_images_are_logged_by_place(tmp_path: Path) -> None:
-    for index, colour in enumerate(("red", "blue")):
-        Image.new("RGB", (4, 4), colour).save(tmp_path / f"{index}.png")
-    logged: list[tuple[str, Any, int]] = []
-    events = EventStream()
-    listener = TrackerListener(
-        FakeTracker(),
-        events,
-        log_image=lambda tag, image, step: logged.append((tag, image.getpixel((0, 0)), step)),
-        folder=tmp_path,
-    )
-    events.subscribe(listener)
-    events.emit("sample", step=5, images=[{"file": "0.png"}, {"file": "1.png"}])
-    assert logged == [("samples/00", (255, 0, 0), 5), ("samples/01", (0, 0, 255), 5)]
-
-
-def test_a_sample_image_that_is_gone_is_one_problem(tmp_path: Path) -> None:
-    events, problems = EventStream(), []
-    events.subscribe(lambda event: problems.append(event) if event.kind == "problem" else None)
-    events.subscribe(
-        TrackerListener(FakeTracker(), events, log_image=lambda *_: None, folder=tmp_path)
-    )
-    events.emit("sample", step=5, images=[{"file": "0.png"}])
-    assert [problem.fields["code"] for problem in problems] == ["TRN-05"]
-
-
 def test_figures_that_are_not_there_are_left_out() -> None:
     tracker = FakeTracker()
     events, _ = listening(tracker)
@@ -123,12 +94,17 @@ def test_figures_that_are_not_there_are_left_out() -> None:
     assert tracker.calls[1][0]["loss/average"] == 0.5
 
 
-def test_other_events_are_not_logged() -> None:
+@given(st.lists(st.floats(0.01, 10), min_size=1))
+def test_the_average_stays_within_what_it_saw_and_follows_the_newest(losses: list[float]) -> None:
     tracker = FakeTracker()
     events, _ = listening(tracker)
-    events.emit("phase", phase="load", message="", done=0, total=0)
-    events.problem("x", fix="y")
-    assert tracker.calls == []
+    for loss in losses:
+        events.emit("step", **{**STEP, "loss": loss})
+    averages = [values["loss/average"] for values, _ in tracker.calls]
+    assert averages[0] == pytest.approx(losses[0])  # no bias at the start
+    for before, now, loss in zip(averages, averages[1:], losses[1:], strict=False):
+        assert (now - before) * (loss - before) >= 0
+    assert min(losses) * (1 - 1e-9) <= averages[-1] <= max(losses) * (1 + 1e-9)
 
 
 def test_a_failing_tracker_is_one_problem_and_training_goes_on(tmp_path: Path) -> None:
@@ -146,79 +122,61 @@ def test_a_failing_tracker_is_one_problem_and_training_goes_on(tmp_path: Path) -
     assert len(tracker.calls) == 5 and len(healthy.calls) == 20 + 11
 
 
-def test_closed_once_at_the_end() -> None:
+def test_closed_once_at_the_end_and_an_interrupt_is_not_swallowed(tmp_path: Path) -> None:
     tracker = FakeTracker()
     events, problems = listening(tracker)
+    events.emit("phase", phase="load", message="", done=0, total=0)
     events.emit("stopped", step=1, reason="r", exit_code=130)
     events.emit("finished", step=1)
     events.emit("step", **STEP)
     assert tracker.closed == 1 and not tracker.calls and not problems
-
-
-def test_an_interrupt_is_not_swallowed() -> None:
-    class Interrupted(FakeTracker):
-        def log(self, values: dict[str, float], step: int | None) -> None:
-            raise KeyboardInterrupt
-
-    events, _ = listening(Interrupted())
+    # A sample image that is gone is one problem, after which the tracker is left alone.
+    events.subscribe(TrackerListener(tracker, events, log_image=lambda *_: None, folder=tmp_path))
+    events.emit("sample", step=5, images=[{"file": "gone.png"}])
+    events.emit("step", **STEP)
+    assert [event.fields["code"] for event in problems] == ["TRN-05"] and not tracker.calls
+    events, _ = listening(FakeTracker(fails_at=1, error=KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         events.emit("step", **STEP)
 
 
-def test_usable_trackers() -> None:
+def test_a_tracker_that_cannot_be_used_is_one_problem(tmp_path: Path) -> None:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
     names = ("tensorboard", "wandb", "tensorbord", "tensorboard", "aim")
     packages = {"tensorboard": "2.21.0", "wandb": None}
     usable, problems = usable_trackers(names, packages=packages)
-    assert usable == ("tensorboard",)
-    assert [problem.what.split(" ")[1] for problem in problems] == ["wandb", "names", "aim"]
-    assert "pip install wandb" in problems[0].fix
-    assert problems[1].what.endswith("Did you mean 'tensorboard'?")
+    assert usable == ["tensorboard"]
+    assert [what.split(" ")[1] for what, _ in problems] == ["wandb", "names", "aim"]
+    assert "pip install wandb" in problems[0][1]
+    assert problems[1][0].endswith("Did you mean 'tensorboard'?")
+    every = {name: "1" for name in ("comet-ml", *LOGGER_TYPE_TO_CLASS)}
+    assert usable_trackers(LOGGER_TYPE_TO_CLASS, packages=every)[1] == []
+    (tmp_path / "tensorboard").write_text("in the way")
+    events, seen = EventStream(), []
+    events.subscribe(lambda event: seen.append(event) if event.kind == "problem" else None)
+    start_trackers(usable, run_folder=tmp_path, settings={}, events=events)
+    assert len(seen) == 1 and len(events.listeners) == 1
 
 
-def test_no_trackers_start_nothing(tmp_path: Path) -> None:
-    events = EventStream()
-    start_trackers((), run_folder=tmp_path, settings={}, events=events)
-    assert events.listeners == [] and not list(tmp_path.iterdir())
-
-
-def test_every_tracker_of_accelerate_is_known() -> None:
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    assert set(PACKAGES) == set(LOGGER_TYPE_TO_CLASS)
-
-
-def test_tensorboard_gets_the_run(tmp_path: Path) -> None:
+def test_tensorboard_gets_the_run_with_its_images(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing import event_accumulator as reader  # type: ignore[import-untyped]  # ships no types
 
-    events = EventStream()
+    events, problems = EventStream(), []
     run = fake_run(tmp_path, steps=6)
     run.write()
-    start_trackers(
-        ("tensorboard",), run_folder=run.folder, settings={"train.steps": 6}, events=events
-    )
+    settings = {"train.steps": 6, "sampling.prompts": ["a"]}
+    start_trackers(["tensorboard"], run_folder=run.folder, settings=settings, events=events)
+    events.subscribe(lambda event: problems.append(event) if event.kind == "problem" else None)
+    run.events = [event for event in run.events if event["event"] != "problem"]
     relay(run, events)
     written = reader.EventAccumulator(str(run.folder / "tensorboard")).Reload()
-    losses = written.Scalars("loss/validation")
-    assert [entry.step for entry in losses] == list(range(7))
+    assert [entry.step for entry in written.Scalars("loss/validation")] == list(range(7))
     assert len(written.Scalars("loss/current")) == 6
+    assert [image.step for image in written.Images("samples/00")] == [0, 2, 4, 6]
+    assert (written.Images("samples/01")[0].width, written.Images("samples/01")[0].height) == (
+        64,
+        64,
+    )
+    assert not problems
     assert not [path for path in (run.folder / "tensorboard").iterdir() if path.is_dir()]
-
-
-def test_tensorboard_gets_the_sample_images(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing import event_accumulator as reader  # type: ignore[import-untyped]  # ships no types
-
-    events = EventStream()
-    start_trackers(("tensorboard",), run_folder=tmp_path, settings={}, events=events)
-    Image.new("RGB", (6, 4), "red").save(tmp_path / "a.png")
-    events.emit("sample", step=2, images=[{"file": "a.png"}])
-    events.emit("finished", step=2)
-    (image,) = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("samples/00")
-    assert (image.step, image.width, image.height) == (2, 6, 4)
-
-
-def test_unwritable_folder_is_one_problem(tmp_path: Path) -> None:
-    (tmp_path / "tensorboard").write_text("in the way")
-    events, problems = EventStream(), []
-    events.subscribe(lambda event: problems.append(event) if event.kind == "problem" else None)
-    start_trackers(("tensorboard",), run_folder=tmp_path, settings={}, events=events)
-    assert len(problems) == 1 and len(events.listeners) == 1

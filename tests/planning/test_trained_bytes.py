@@ -25,7 +25,7 @@ from lora_trainer.planning.weight_bytes import (
     pinned_bytes,
     state_bytes,
 )
-from lora_trainer.run.job import copied
+from lora_trainer.run.saving import copied
 from lora_trainer.training.optimizers import build_optimizer
 
 SIZES = (1, 255, EIGHT_BIT_ELEMENTS - 1, EIGHT_BIT_ELEMENTS, 5000, PAGED_ELEMENTS)

@@ -107,7 +107,7 @@ def test_trn_02_a_run_that_ran_out_of_memory_once_ends_with_the_same_adapter(
     [
         (build, "load_networks", "loading"),
         (build, "inject", "loading"),
-        (session, "export", "exporting"),
+        (session, "exporter", "exporting"),
     ],
     ids=["base", "adapter", "export"],
 )

@@ -20,7 +20,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.redaction import secret_values, without_secrets
 from lora_trainer.config.config import build_config
-from tests.fakes.runs import ROOT, Toy, contents, toy
+from tests.fakes.runs import ROOT, Toy, contents, run_cli, toy
 
 Figure = Callable[..., None]
 ENVIRONMENT: Mapping[str, str] = {
@@ -122,48 +122,34 @@ def header_of(file: Path) -> dict[str, str]:
         return dict(opened.metadata())
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_sec_04_a_secret_on_the_command_line_is_refused_and_not_repeated(
-    kind: str,
+def test_sec_04_a_secret_that_is_typed_or_in_a_settings_file_is_refused_and_not_repeated(
     place: Toy,
+    tmp_path: Path,
     figure: Figure,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from tests.fakes.runs import run_cli
-
     monkeypatch.setenv("WANDB_API_KEY", ENVIRONMENT["WANDB_API_KEY"])
-    words, secret = REFUSED[kind]
-    before = contents(place.folder)
-    capsys.readouterr()
-    arguments = place.arguments("--output", str(place.folder / "none"), steps=None)
-    if words[0] == "--base":
-        del arguments[1:3]
-    at = arguments.index("--output")
-    del arguments[at : at + 2]
-    assert run_cli([*arguments, *words]) in (2, 3)
-    said = capsys.readouterr()
-    assert secret not in said.out + said.err
-    assert "error: " in said.err
-    assert contents(place.folder) == before
-    figure("secrets", planted=1, found=0)
-
-
-def test_sec_04_a_secret_in_a_settings_file_is_refused_and_not_repeated(
-    place: Toy, tmp_path: Path, figure: Figure, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tests.fakes.runs import run_cli
-
-    rows = {
+    files = {
         "token.toml": '[output]\ndescription = "hf_kkkkSECRETkkkkSECRET"\n',
         "key.json": '{"wandb_api_key": "hf_llllSECRETllllSECRET"}',
     }
-    for name, text in rows.items():
+    cases = list(REFUSED.values())
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
-        assert run_cli(place.arguments("--config", str(tmp_path / name))) == 2
+        cases.append((["--config", str(tmp_path / name)], "SECRET"))
+    before = contents(place.folder)
+    for words, secret in cases:
+        arguments = place.arguments(steps=None)
+        if words[0] == "--base":
+            del arguments[1:3]
+        capsys.readouterr()
+        assert run_cli([*arguments, *words]) in (2, 3), words
         said = capsys.readouterr()
-        assert "SECRET" not in said.out + said.err
-    figure("secrets", planted=len(rows), found=0)
+        assert secret not in said.out + said.err
+        assert "error: " in said.err
+    assert contents(place.folder) == before
+    figure("secrets", planted=len(cases), found=0)
 
 
 def test_sec_04_a_failure_that_quotes_a_password_is_told_without_it() -> None:
@@ -176,19 +162,16 @@ def test_sec_04_a_failure_that_quotes_a_password_is_told_without_it() -> None:
     assert "abcdefghijklmnop1234" not in told[1]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_sec_04_ordinary_texts_are_left_alone() -> None:
+    for text in (
         "a hat, and/or a scarf, sk-8 board",
         "mail jane@example.com",
         "see https://example.com/a@b",
         "https://civitai.com/models/1?modelVersionId=2",
         "hf_short",
-    ],
-)
-def test_sec_04_ordinary_texts_are_left_alone(text: str) -> None:
-    assert without_secrets(text) == text
-    assert build_config({"output.description": text}).output.description == text
+    ):
+        assert without_secrets(text) == text
+        assert build_config({"output.description": text}).output.description == text
 
 
 def test_sec_04_variables_that_are_named_as_secrets_are() -> None:
@@ -268,9 +251,8 @@ def test_sec_04_mod_01_no_pickle_can_be_loaded_and_no_shell_started(figure: Figu
     assert not found
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_sec_04_mod_01_the_search_finds_each_danger() -> None:
+    for line in (
         "import pickle",
         "from joblib import load",
         "torch.load(file)",
@@ -283,20 +265,15 @@ def test_sec_04_mod_01_no_pickle_can_be_loaded_and_no_shell_started(figure: Figu
         "eval(text)",
         "AutoModel.from_pretrained(folder)",
         "AutoTokenizer.from_pretrained(folder, trust_remote_code=True)",
-    ],
-)
-def test_sec_04_mod_01_the_search_finds_each_danger(line: str) -> None:
-    assert len(dangers(line)) == 1
-    harmless = "network.eval(); torch.load(file, weights_only=True); numpy.load(file)"
-    assert not dangers(harmless)
+    ):
+        assert len(dangers(line)) == 1, line
+    assert not dangers("network.eval(); torch.load(file, weights_only=True); numpy.load(file)")
 
 
 # ---- texts as texts
 
 
-@pytest.mark.parametrize(
-    "name", ["; touch marker", "$(touch marker)", "`touch marker`", "| touch marker", "--strict"]
-)
+@pytest.mark.parametrize("name", ["; touch marker|`touch marker`$(touch marker)", "--strict"])
 def test_sec_03_names_are_names_and_never_commands(name: str, place: Toy) -> None:
     quiet = {"sampling__every_steps": 0, "train__validate_every_steps": 0, "logging__trackers": []}
     assert place.train(f"--name={name}", steps=1, output__save_every_steps=0, **quiet) == 0

@@ -31,43 +31,32 @@ SIZES = st.one_of(
 OPERATIONS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 10**6)), max_size=60)
 
 
-def taken(sizes: Sequence[int], *, expandable: bool) -> tuple[int, int]:
+@pytest.mark.parametrize(
+    ("expandable", "sizes", "allocated", "reserved"),
+    [
+        (False, [1], 512, 2 * MIB),
+        (False, [513, MIB], KIB + MIB, 2 * MIB),
+        (False, [MIB, MIB, 1], 2 * MIB + 512, 4 * MIB),
+        (False, [MIB + 1], MIB + 512, 20 * MIB),
+        (False, [9 * MIB, 9 * MIB], 18 * MIB, 20 * MIB),
+        (False, [10 * MIB - 1], 10 * MIB, 10 * MIB),
+        (False, [11 * MIB], 12 * MIB, 12 * MIB),  # what is left is not split off up to 1 MiB
+        (False, [int(10.9 * MIB)], int(10.9 * MIB) // 512 * 512 + 512, 12 * MIB),
+        (False, [72 * MIB, 72 * MIB], 144 * MIB, 144 * MIB),
+        (True, [1], 512, 2 * MIB),
+        (True, [MIB, MIB, 1], 2 * MIB + 512, 4 * MIB),
+        (True, [MIB + 1], MIB + 512, 20 * MIB),
+        (True, [11 * MIB, 11 * MIB], 22 * MIB, 40 * MIB),
+        (True, [72 * MIB, 72 * MIB], 144 * MIB, 160 * MIB),
+    ],
+)
+def test_segments_or_pages_for_each_request(
+    expandable: bool, sizes: list[int], allocated: int, reserved: int
+) -> None:
     allocator = CachingAllocator(expandable=expandable)
     for size in sizes:
         allocator.allocate(size)
-    return allocator.allocated_bytes, allocator.reserved_bytes
-
-
-@pytest.mark.parametrize(
-    ("sizes", "allocated", "reserved"),
-    [
-        ([1], 512, 2 * MIB),
-        ([513, MIB], KIB + MIB, 2 * MIB),
-        ([MIB, MIB, 1], 2 * MIB + 512, 4 * MIB),
-        ([MIB + 1], MIB + 512, 20 * MIB),
-        ([9 * MIB, 9 * MIB], 18 * MIB, 20 * MIB),
-        ([10 * MIB - 1], 10 * MIB, 10 * MIB),
-        ([11 * MIB], 12 * MIB, 12 * MIB),  # what is left is not split off up to 1 MiB
-        ([int(10.9 * MIB)], int(10.9 * MIB) // 512 * 512 + 512, 12 * MIB),
-        ([72 * MIB, 72 * MIB], 144 * MIB, 144 * MIB),
-    ],
-)
-def test_segments_for_each_request(sizes: list[int], allocated: int, reserved: int) -> None:
-    assert taken(sizes, expandable=False) == (allocated, reserved)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "allocated", "reserved"),
-    [
-        ([1], 512, 2 * MIB),
-        ([MIB, MIB, 1], 2 * MIB + 512, 4 * MIB),
-        ([MIB + 1], MIB + 512, 20 * MIB),
-        ([11 * MIB, 11 * MIB], 22 * MIB, 40 * MIB),
-        ([72 * MIB, 72 * MIB], 144 * MIB, 160 * MIB),
-    ],
-)
-def test_pages_of_an_expandable_segment(sizes: list[int], allocated: int, reserved: int) -> None:
-    assert taken(sizes, expandable=True) == (allocated, reserved)
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (allocated, reserved)
 
 
 def test_the_smallest_free_block_that_is_large_enough_is_taken_and_split() -> None:

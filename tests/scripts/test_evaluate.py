@@ -47,22 +47,16 @@ def test_lab_values_are_those_of_the_standard(scripts: dict[str, ModuleType]) ->
     np.testing.assert_allclose(scripts["colour_measure"].lab(colours), wanted, atol=0.02)
 
 
-def test_every_palette_colour_is_its_own_nearest(scripts: dict[str, ModuleType]) -> None:
+def test_each_colour_is_its_own_nearest_and_the_larger_one_names_an_object(
+    scripts: dict[str, ModuleType],
+) -> None:
     measure, colours = scripts["colour_measure"], scripts["scenes"].COLOURS
     indices = measure.nearest(measure.lab(np.array(list(colours.values()))))
     assert [measure.NAMES[index] for index in indices] == list(colours)
-
-
-def test_an_empty_picture_has_no_object(scripts: dict[str, ModuleType]) -> None:
-    colours = scripts["scenes"].COLOURS
-    seen = scripts["colour_measure"].look(Image.new("RGB", (64, 64), colours["green"]))
-    assert (seen.object_colour, seen.background_colour) == (None, "green")
-
-
-def test_the_larger_colour_of_an_object_names_it(scripts: dict[str, ModuleType]) -> None:
-    colours = scripts["scenes"].COLOURS
     image = Image.new("RGB", (64, 64), colours["yellow"])
+    seen = measure.look(image)
+    assert (seen.object_colour, seen.background_colour) == (None, "yellow")
     image.paste(colours["blue"], (16, 16, 48, 40))
     image.paste(colours["red"], (16, 40, 48, 48))
-    seen = scripts["colour_measure"].look(image)
+    seen = measure.look(image)
     assert (seen.object_colour, seen.background_colour) == ("blue", "yellow")

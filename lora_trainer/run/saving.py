@@ -1,0 +1,256 @@
+"""The files that a run leaves of its adapter: resume states, rolling exports, the best step's, the final one.
+
+Input: the adapter at a step of a job; output: files with their header. An export is copied while training waits,
+and written by any thread while it goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from lora_trainer.checkpoint.codec import Copy
+from lora_trainer.checkpoint.writer import Export, StateWriter
+from lora_trainer.common.events import EventStream
+from lora_trainer.common.files import json_bytes, write_atomic
+from lora_trainer.common.memo import HashMemo
+from lora_trainer.config.config import flatten
+from lora_trainer.dataset.run_dataset import bucket_bounds, bucket_counts, mean_aspect_error
+from lora_trainer.lora.adapter import Adapter
+from lora_trainer.lora.tensors import AdapterTensors
+from lora_trainer.lora_file.embedding import WORD, embedding_path, write_embedding
+from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary, file_hashes, metadata
+from lora_trainer.lora_file.write import (
+    best_export_name,
+    prune_exports,
+    step_export_name,
+    write_export,
+)
+from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.sample_files import last_samples, thumbnail_jpeg
+from lora_trainer.run.build import TrainComponents
+from lora_trainer.run.job import TrainingJob
+from lora_trainer.run.run_folder import BEST_RECORD
+from lora_trainer.training.actions import SaveAction
+from lora_trainer.training.progress import Progress
+
+
+def uncopied(name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor itself, for an export that is written while nothing trains."""
+    return tensor
+
+
+def exporter(
+    job: TrainingJob, adapter: Adapter, file: Path, progress: Progress, copy: Copy = uncopied
+) -> Callable[[], None]:
+    """Copy the adapter's current weights; return a function that writes them to `file`, new tokens beside it.
+
+    It raises as `write_export` and `write_embedding`. It may run in any thread while training goes on, so the
+    sample images for the thumbnail are listed now.
+    """
+    images = last_samples(job.folder.path / "samples")
+    tensors = copied(adapter.tensors(), copy)
+    words = {
+        name: copy(f"export.new_tokens.{name}", tensor) for name, tensor in adapter.words().items()
+    }
+
+    def write() -> None:
+        info = _export_info(job, tensors, progress, images)
+        if words:  # first, so that a crash leaves no adapter without its new tokens
+            _write_words(job, words, embedding_path(file), info)
+        write_export(
+            file,
+            tensors,
+            family=job.prepared.family,
+            info=info,
+            format=job.prepared.config.output.format,
+            precision=job.prepared.config.output.precision,
+        )
+
+    return write
+
+
+def copied(tensors: AdapterTensors, copy: Copy) -> AdapterTensors:
+    """Return copies of the tensors in memory that training does not change."""
+    return {
+        key: replace(
+            module,
+            tensors={
+                name: copy(f"export.{key}.{name}", tensor)
+                for name, tensor in module.tensors.items()
+            },
+        )
+        for key, module in tensors.items()
+    }
+
+
+def _write_words(
+    job: TrainingJob, words: Mapping[str, Tensor], file: Path, info: ExportInfo
+) -> None:
+    keys = job.prepared.family.text.new_token_keys
+    architecture, _, _ = info.architecture.rpartition("/")
+    header = {
+        key: value for key, value in metadata(info).items() if key.startswith("modelspec.")
+    } | {
+        "modelspec.architecture": f"{architecture}/textual-inversion",
+        WORD: info.trigger or "",
+    }
+    header["modelspec.usage_hint"] = (
+        f"Belongs to {info.title}: load both, and use this word in the prompt."
+    )
+    vectors = {keys[component]: values.cpu().numpy() for component, values in words.items()}
+    write_embedding(file, vectors, metadata=header)
+
+
+def _export_info(
+    job: TrainingJob, tensors: AdapterTensors, progress: Progress, images: Sequence[Path]
+) -> ExportInfo:
+    prepared, output = job.prepared, job.prepared.config.output
+    by_repeats: dict[int, list[str]] = {}
+    for record in prepared.trained:
+        by_repeats.setdefault(record.repeats, []).append(record.caption)
+    name = prepared.dataset.folder.resolve().name
+    # The memo of the start of the run: its file has the hash of a base that was read then.
+    memo = HashMemo.load(prepared.cache_root)
+    base, vae = prepared.config.base.model, prepared.config.base.vae
+    widths = Counter((module.rank, module.rank * module.scale) for module in tensors.values())
+    # Layers may differ in rank and alpha; the header has room for one pair, so the most common one.
+    ((rank, alpha), _), *_ = widths.most_common(1)
+    return ExportInfo(
+        title=job.folder.name,
+        rank=rank,
+        alpha=alpha,
+        base_name=Path(prepared.facts.source).name,
+        base_identity=prepared.facts.parts["denoiser"].identity,
+        base_model_version=prepared.family.adapter_names(prepared.facts).kohya,
+        architecture=prepared.family.adapter_names(prepared.facts).modelspec,
+        prediction=prepared.facts.prediction,
+        settings=flatten(prepared.config),
+        subsets=tuple(
+            SubsetSummary(
+                folder=name if len(by_repeats) == 1 else f"{repeats}_{name}",
+                repeats=repeats,
+                captions=tuple(captions),
+            )
+            for repeats, captions in by_repeats.items()
+        ),
+        buckets=bucket_counts(prepared.trained, prepared.placements),
+        step=progress.step,
+        images_seen=progress.images,
+        started_at_s=job.started_at_s,
+        saved_at_s=time.time(),
+        trigger=", ".join(prepared.config.data.triggers) or None,
+        description=output.description,
+        author=output.author,
+        license=output.license,
+        thumbnail_jpeg=_thumbnail(images[0], job.events) if images else None,
+        regularisation_per_epoch=prepared.regularisation_per_epoch,
+        zero_terminal_snr=prepared.facts.zero_terminal_snr,
+        base_hashes=file_hashes(Path(base).expanduser(), memo),
+        vae_hashes=None if vae is None else file_hashes(Path(vae).expanduser(), memo),
+        bucket_bounds_px=bucket_bounds(prepared.config, prepared.facts),
+        mean_aspect_error=mean_aspect_error(prepared.trained, prepared.placements)
+        if prepared.config.data.buckets
+        else None,
+    )
+
+
+def _thumbnail(image: Path, events: EventStream) -> bytes | None:
+    """Return the thumbnail of a sample image; None and an event if the image cannot be read."""
+    try:
+        return thumbnail_jpeg(image)
+    except OSError as error:
+        events.problem(
+            f"the exported file has no thumbnail: {image.parent.name}/{image.name} cannot be read "
+            f"({error.strerror or type(error).__name__})",
+            fix="no action needed: the adapter itself is complete",
+            severity="note",
+        )
+        return None
+
+
+@dataclass(kw_only=True)
+class BestExport:
+    """Writes NAME-best.safetensors of the step with the lowest validation loss, once for each new best step.
+
+    The adapter keeps those weights in its state, so the file follows from the resume state alone: a run that was
+    killed writes what it would have written. best.json says of which step the file is.
+    """
+
+    job: TrainingJob
+    adapter: Adapter
+    written_step: int = 0
+
+    def prepared(self, progress: Progress, copy: Copy) -> Callable[[], None]:
+        """Copy the best weights; return the function that writes them, in any thread, or one that does nothing."""
+        best = progress.guard.best
+        if not self.adapter.best or best.step in (0, self.written_step):
+            return lambda: None
+        folder, batch_size = self.job.folder, self.job.prepared.config.train.batch_size
+        file = folder.path / best_export_name(folder.name)
+        then = replace(progress, step=best.step, images=best.step * batch_size)
+        with self.adapter.at_best():
+            write_file = exporter(
+                self.job, self.adapter, file, then, lambda name, value: copy(f"best.{name}", value)
+            )
+
+        def write() -> None:
+            write_file()
+            record = {
+                "step": best.step,
+                "from": "the lowest validation loss",
+                "file": file.name,
+                "marked_at_s": time.time(),
+            }
+            write_atomic(folder.path / BEST_RECORD, json_bytes(record))
+            self.written_step = best.step
+
+        return write
+
+
+def save_action(
+    job: TrainingJob, writer: StateWriter, parts: TrainComponents, best: BestExport
+) -> SaveAction:
+    """Return the action that saves resume states, rolling exports and the best step's export."""
+    config, folder, control = job.prepared.config, job.folder, Control(job.folder.path)
+    every_epochs = config.output.save_every_epochs
+
+    def export_step(progress: Progress, copy: Copy) -> Export:
+        file = folder.path / step_export_name(folder.name, step=progress.step)
+        with parts.chosen():
+            write = exporter(job, parts.adapter, file, progress, copy)
+        write_best = best.prepared(progress, copy)
+
+        def write_and_prune() -> str:
+            write()
+            write_best()
+            prune_exports(folder.path, name=folder.name, keep_last=config.output.keep_last)
+            return file.name
+
+        return write_and_prune
+
+    def save_requested() -> bool:
+        """Say whether the user has put a file `save` into control/, once for each."""
+        requested = "save" in control.pending()
+        if requested:
+            control.done("save")
+        return requested
+
+    return SaveAction(
+        writer=writer,
+        adapter=parts.adapter,
+        optimizer=parts.optimizer,
+        scaler=parts.scaler,
+        export=export_step,
+        every_steps=config.output.save_every_steps,
+        every_images=None
+        if every_epochs is None
+        else every_epochs * job.prepared.samples_per_epoch,
+        batch_size=config.train.batch_size,
+        save_requested=save_requested,
+    )
