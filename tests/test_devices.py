@@ -26,12 +26,10 @@ from lora_trainer.run.prepare import Prepared
 from lora_trainer.training import optimizers
 from lora_trainer.training.optimizers import make_optimizer
 from tests.fakes.nvml import GIB, FakeCard, FakeNvml
+from tests.fakes.plans import FLUX, SDXL, machine, planned
 from tests.fakes.runs import ROOT
 from tests.fakes.torch_builds import FakeGpu, fake_torch
-from tests.planning.test_memory_choice import machine, planned
 
-SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
-FLUX = "black-forest-labs/FLUX.1-dev"
 CU130 = TorchBuild(version="2.13.0+cu130", kind="cuda", toolkit="13.0")
 OLD = FakeCard(
     name="NVIDIA GeForce GTX 1080 Ti", total_bytes=11 * GIB, free_bytes=11 * GIB, capability=(6, 1)
@@ -119,7 +117,7 @@ def test_a_card_without_kernels_is_refused_in_a_line_with_the_command(
     assert found.value is None
     assert card.name in found.reason and found.reason.endswith(command)
     with pytest.raises(MachineError, match=re.escape(command)):
-        planned(SDXL, here, hardware__device="cuda")
+        planned(SDXL, here, overrides={"hardware.device": "cuda"})
 
 
 @pytest.mark.parametrize(
@@ -260,9 +258,9 @@ def test_memory_that_is_shared_holds_nothing_back_in_itself() -> None:
     memory = made.config.memory
     assert (memory.streamed_blocks, memory.text_encoder_offload) == (0, False)
     assert made.host is None
-    for setting in ("memory__streamed_blocks", "memory__text_encoder_offload"):
+    for setting in ("memory.streamed_blocks", "memory.text_encoder_offload"):
         with pytest.raises(RequestError, match="shares the machine's"):
-            planned(SDXL, MPS, **{setting: 2 if "blocks" in setting else True})
+            planned(SDXL, MPS, overrides={setting: 2 if "blocks" in setting else True})
 
 
 @OTHERS
@@ -273,12 +271,12 @@ def test_what_a_kind_lacks_is_refused_where_it_was_typed(here: Hardware, kind: s
         key, _, value = wish.partition("=")
         typed: Any = True if value == "True" else value
         with pytest.raises(MachineError, match=re.escape(why)):
-            planned(SDXL, here, **{key.replace(".", "__"): typed})
+            planned(SDXL, here, overrides={key: typed})
 
 
 def test_a_preset_gives_way_to_what_the_gpu_has() -> None:
     here = replace(MPS, packages={**MPS.packages, "bitsandbytes": "0.50"})
-    made = planned(FLUX, here)
+    made = planned(FLUX, here, preset_tier="10-12")
     assert made.config.optimizer.name == "adamw"
     assert "no 8-bit optimizer" in made.origins["optimizer.name"].reason
 

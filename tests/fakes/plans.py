@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from lora_trainer.config.layers import resolve
+from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.layers import Origin, resolve
 from lora_trainer.families import family, known_base
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware.machine import GIB, MOST_SPARED_BYTES, Hardware, tier
-from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.hardware.machine import GIB, Gpu, Hardware, tier
 from lora_trainer.planning.loads import Load, RememberedCosts
-from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput
 from tests.fakes.stable_diffusion import sd15_facts
@@ -34,12 +34,28 @@ MACHINE = Hardware(
     cpu_name="A Processor",
     cpu_threads=6,
     ram_total_bytes=64 * GIB,
-    ram_free_bytes=28 * GIB + MOST_SPARED_BYTES,
+    ram_free_bytes=32 * GIB,
     packages={"torch": "2.13.0", "xformers": None, **LIBRARIES},
     reasons={"cpu_threads": "6 physical cores among 12 usable processors"},
     expandable_segments=True,
 )
 WITHOUT_CARD = replace(MACHINE, gpus=(), gpu_reason="no NVIDIA driver")
+LOAD = Load(
+    device="cuda",
+    precision="bf16",
+    base_precision="bf16",
+    adapter=AdapterSettings(rank=16, targets="attention"),
+    text_precision="fp32",
+    text_offload=False,
+    optimizer="adamw",
+    micro_batch=1,
+    checkpointing="none",
+    streamed_blocks=0,
+    bucket_px=(512, 512),
+    samples=False,
+    sample_side_px=512,
+    prepared_samples=4,
+)
 
 
 def machine(gib: float = 12, *, ram_gib: float = 28, packages: Any = (), **gpu: Any) -> Hardware:
@@ -48,7 +64,7 @@ def machine(gib: float = 12, *, ram_gib: float = 28, packages: Any = (), **gpu: 
     return replace(
         MACHINE,
         gpus=(replace(CARD, **{"total_bytes": size, "free_bytes": size, **gpu}),),
-        ram_free_bytes=int(ram_gib * GIB) + MOST_SPARED_BYTES,
+        ram_free_bytes=int((ram_gib + 4) * GIB),  # the margin of 4 GiB is not planned with
         packages={**MACHINE.packages, **dict(packages)},
     )
 
@@ -60,23 +76,27 @@ def request(
     overrides: dict[str, Any] | None = None,
     priority: Any = "balanced",
     preset_tier: str = "",
+    layers: dict[str, str] | None = None,
     **changes: Any,
 ) -> PlanInput:
-    """Return the input of a plan for 20 images; `base` is a Hub id or facts, None: Stable Diffusion 1.5."""
+    """Return the input of a plan for 20 images; `base` is a Hub id or facts, None: Stable Diffusion 1.5.
+
+    `layers` maps settings to the layers that are said to have set them.
+    """
     facts = known_base(base) if isinstance(base, str) else base or sd15_facts()
     assert facts is not None
-    whole_bytes = hardware.gpus[0].total_bytes if hardware.gpus else None
     resolved = resolve(
         family=facts.family,
-        tier=preset_tier or tier(whole_bytes),
+        tier=preset_tier or tier(hardware.gpus[0].total_bytes if hardware.gpus else None),
         priority=priority,
         preset="auto",
         config_file=None,
         overrides=overrides or {},
     )
+    set_by = {key: Origin(layer=layer) for key, layer in (layers or {}).items()}
     plain = PlanInput(
         decided={"output.format": ("kohya", "known before")},
-        resolved=resolved,
+        resolved=replace(resolved, origins={**resolved.origins, **set_by}),
         facts=facts,
         family=family(facts.family),
         hardware=hardware,
@@ -92,21 +112,21 @@ def planned(base: str | BaseFacts | None = None, hardware: Hardware = MACHINE, *
     return plan(request(base, hardware, **how))
 
 
-def costs_of(base: str | BaseFacts | None = None) -> RememberedCosts:
+@cache
+def costs_of(base: str | None = None) -> RememberedCosts:
     """Return the costs of a base."""
     return request(base).costs
 
 
 def load_of(**changes: Any) -> Load:
-    """Return the load of a small LoRA at 512 px on a GPU, with changes; `rank=8` and such are of the adapter."""
-    load = planned(overrides={"adapter.targets": "attention", "sampling.every_steps": 0}).load
-    fields = {name: changes.pop(name) for name in list(changes) if hasattr(load, name)}
-    plain = {"base_precision": "bf16", "precision": "bf16", "micro_batch": 1, **fields}
-    return replace(load, adapter=load.adapter.model_copy(update=changes), **plain)
+    """Return `LOAD` with changes; `rank=8` and such are of its adapter."""
+    fields = {name: changes.pop(name) for name in list(changes) if hasattr(LOAD, name)}
+    adapter = AdapterSettings(**{"rank": 16, "targets": "attention", **changes})
+    return replace(LOAD, **{"adapter": adapter, **fields})
 
 
-def bytes_by_name(items: tuple[MemoryItem, ...]) -> dict[str, int]:
-    """Return the bytes of memory items by their names, which are unique."""
+def bytes_by_name(items: Any) -> dict[str, int]:
+    """Return the bytes of memory items by their names, which are unique; each has a note."""
     assert len({item.name for item in items}) == len(items) and all(item.note for item in items)
     return {item.name: item.bytes for item in items}
 
@@ -114,3 +134,8 @@ def bytes_by_name(items: tuple[MemoryItem, ...]) -> dict[str, int]:
 def reason(made: Plan, key: str) -> str:
     """Return the reason of a planned setting."""
     return made.origins[key].reason
+
+
+def middle(range_s: tuple[float, float]) -> float:
+    """Return the seconds to expect of (shortest, longest)."""
+    return (range_s[0] * range_s[1]) ** 0.5

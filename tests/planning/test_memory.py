@@ -1,8 +1,7 @@
-"""The predicted peak: its parts, its phases, and how it compares with published measurements."""
+"""Predicted memory, item by item, on the device and beside it: what each setting takes."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,70 +9,59 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config.base_precision import BasePrecision
-from lora_trainer.config.config import CHECKPOINTING, AdapterSettings, Checkpointing, Precision
-from lora_trainer.costs.cost_table import sample_cost
-from lora_trainer.costs.sample_cost import SampleCost, Workload
-from lora_trainer.families import family as load_family
-from lora_trainer.families import known_base
-from lora_trainer.families.base import BaseFacts, Family, PartFacts
-from lora_trainer.families.base_files.base_folder import READ_BYTES
-from lora_trainer.lora.adapter_size import adapter_parameters, total_elements
-from lora_trainer.planning.loads import (
-    CUBLAS_BYTES,
-    HOPPER_CUBLAS_BYTES,
-    KERNELS_BYTES,
-    MIB,
-    PAGES_BYTES,
-    DeviceSurroundings,
-    Load,
-    RememberedCosts,
+from lora_trainer.config.config import CHECKPOINTING, Checkpointing
+from lora_trainer.families import family
+from lora_trainer.families.base import PartFacts
+from lora_trainer.hardware.machine import GIB
+from lora_trainer.hardware.torch_allocator import RESERVED_BYTES
+from lora_trainer.planning.host_memory import predict_host
+from lora_trainer.planning.loads import RememberedCosts
+from lora_trainer.planning.memory import predict
+from tests.fakes.plans import (
+    FLUX,
+    MACHINE,
+    bytes_by_name,
+    costs_of,
+    load_of,
+    machine,
+    planned,
 )
-from lora_trainer.planning.memory import GIB, Prediction, predict
-from tests.fakes.stable_diffusion import SD15, WideCosts, mini_facts, sd15_facts
+from tests.fakes.stable_diffusion import WideCosts, mini_facts, sd15_facts
 
-LOAD = Load(
-    device="cuda",
-    precision="bf16",
-    base_precision="bf16",
-    adapter=AdapterSettings(rank=16, targets="attention"),
-    text_precision="fp32",
-    text_offload=False,
-    optimizer="adamw",
-    micro_batch=1,
-    checkpointing="none",
-    streamed_blocks=0,
-    bucket_px=(512, 512),
-    samples=False,
-    sample_side_px=512,
-    prepared_samples=4,
-)
+SD15 = family("sd15")
+MIB = 2**20
+LORA = 3_188_736
+"""Parameters of rank 16 on the attention of SD1.5: its four attention matrices of 16 blocks."""
+CHANGES = 4 * 93_511_680
+"""Bytes in fp32 of whole weight changes of these layers."""
+TEXT_LORA = 16 * 12 * (4 * 2 * 768 + 2 * (768 + 3072))
+"""Parameters of its text encoder: 12 layers of four 768 x 768 and two 768 x 3072."""
 OUTSIDE_THE_ALLOCATOR = ("runtime", "library workspaces", "allocator slack")
-COSTS = RememberedCosts(family=SD15, facts=sd15_facts())
 
 
-def adapter(**settings: Any) -> AdapterSettings:
-    return AdapterSettings(**{"rank": 16, "targets": "attention", **settings})
+def predicted(**changes: Any) -> Any:
+    return predict(load_of(**changes), costs_of())
 
 
-def predicted(**changes: Any) -> Prediction:
-    return predict(replace(LOAD, **changes), COSTS)
+def items(phase: str = "training", **changes: Any) -> dict[str, int]:
+    return bytes_by_name(predicted(**changes).by_phase[phase])
 
 
-def items(prediction: Prediction) -> dict[str, int]:
-    return {item.name: item.bytes for item in prediction.items}
+def flux(phase: str = "training", **changes: Any) -> dict[str, int]:
+    same = {"checkpointing": "full", "bucket_px": (1024, 1024), "sample_side_px": 1024}
+    made = predict(load_of(**{**same, **changes}), costs_of(FLUX))
+    return bytes_by_name(made.by_phase[phase])  # type: ignore[index]
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("samples", [False, True])
-def test_the_items_of_the_highest_phase_add_up_to_the_peak(
-    checkpointing: Checkpointing, samples: bool
-) -> None:
+def test_the_highest_phase_is_the_peak(checkpointing: Checkpointing, samples: bool) -> None:
     made = predicted(checkpointing=checkpointing, samples=samples)
-    assert sum(items(made).values()) == made.peak_bytes == max(made.phases.values())
-    assert ("sampling" in made.phases) == samples
-    assert all(item.note and item.bytes >= 0 for item in made.items)
-    assert len(items(made)) == len(made.items), "names are unique"
+    sums = {phase: sum(bytes_by_name(each).values()) for phase, each in made.by_phase.items()}
+    assert sums == made.phases
+    assert made.peak_bytes == max(sums.values()) == sums[made.peak_phase]
+    assert made.items == made.by_phase[made.peak_phase]
+    assert ("sampling" in sums) == samples
 
 
 @pytest.mark.parametrize(
@@ -87,34 +75,70 @@ def test_sd15_agrees_with_a_tracer_and_with_a_published_measurement(
     Both count what the allocator hands out, so the CUDA context and the slack stay out; and both run
     the adapter as peft does. Ours takes less.
     """
-    load = replace(LOAD, checkpointing=checkpointing)
+    load = load_of(checkpointing=checkpointing)
     wide = predict(load, WideCosts(family=SD15, facts=sd15_facts()))
-    made = items(wide)
-    in_use_gib = sum(made[name] for name in made if name not in OUTSIDE_THE_ALLOCATOR) / GIB
+    sizes = bytes_by_name(wide.items)
+    in_use_gib = sum(sizes[name] for name in sizes if name not in OUTSIDE_THE_ALLOCATOR) / GIB
     assert in_use_gib == pytest.approx(traced_gib, rel=0.05)
     assert in_use_gib == pytest.approx(published_gib, rel=0.2)
     assert wide.peak_bytes / GIB > published_gib
     assert predicted(checkpointing=checkpointing).peak_bytes < wide.peak_bytes
 
 
-def test_bytes_per_parameter_of_weights_adapter_and_optimizer() -> None:
-    parameters = total_elements(COSTS.adapter_tensors(LOAD.adapter))
-    adamw, eight_bit = items(predicted()), items(predicted(optimizer="adamw8bit"))
-    assert adamw["base weights"] == 2 * 859_520_964
-    assert (
-        items(predicted(precision="fp32", base_precision="fp32"))["base weights"] == 4 * 859_520_964
-    )
-    assert adamw["adapter weights"] == adamw["adapter gradients"] == 4 * parameters
-    assert adamw["optimizer states"] == 8 * parameters
-    assert eight_bit["optimizer states"] == pytest.approx(2 * parameters, rel=0.05)
+FP32 = {"precision": "fp32", "base_precision": "fp32"}
 
 
-def test_activations_scale_with_the_micro_batch_and_weights_do_not() -> None:
-    one, four = items(predicted()), items(predicted(micro_batch=4))
-    for name in ("activations", "adapter inputs", "largest temporary"):
-        assert four[name] == 4 * one[name]
-    for name in ("base weights", "adapter weights", "optimizer states"):
-        assert four[name] == one[name]
+@pytest.mark.parametrize(
+    ("changes", "name", "size"),
+    [
+        ({}, "base weights", 2 * 859_520_964),
+        (FP32, "base weights", 4 * 859_520_964),
+        ({}, "adapter weights", 4 * LORA),
+        ({}, "adapter gradients", 4 * LORA),
+        ({}, "optimizer states", 8 * LORA),
+        ({"averaged": True}, "adapter average", 4 * LORA),
+        ({"keeps_best": True}, "best adapter", 4 * LORA),
+        ({"optimizer": "schedulefree_adamw"}, "averaged weights", 4 * LORA),
+        ({"init": "pissa"}, "adapter's start", 4 * LORA),
+        ({"init": "pissa"}, "optimizer states", 8 * LORA),
+        ({"text_encoder": True}, "adapter weights", 4 * (LORA + TEXT_LORA)),
+        ({"text_encoder": True}, "optimizer states", 8 * (LORA + TEXT_LORA)),
+        ({"text_encoder": True}, "text encoder weights", 2 * 123_060_480),
+        ({"text_encoder": True, **FP32}, "text encoder weights", 4 * 123_060_480),
+        ({"text_encoder": True, "micro_batch": 3}, "text encoder activations", 3 * 123_060_480),
+        ({"new_tokens": 2}, "adapter gradients", 4 * (LORA + 2 * 768)),
+        ({"new_tokens": 2}, "text encoder weights", 2 * 123_060_480),
+        ({"kind": "loha"}, "adapter weights", 2 * 4 * LORA),
+        ({"kind": "loha"}, "rebuilt weights", CHANGES),
+        ({"kind": "loha", "micro_batch": 2}, "rebuilt weights", CHANGES),
+        ({"kind": "lokr", "checkpointing": "full"}, "rebuilt weights", CHANGES // 8),
+        (
+            {"kind": "loha", "text_encoder": True},
+            "rebuilt weights",
+            CHANGES + 4 * 12 * (4 * 768 * 768 + 2 * 768 * 3072),
+        ),
+        ({"as_base": 0.5, "micro_batch": 2}, "base's prediction", 2 * 4 * 4 * 64 * 64),
+        ({"device": "cpu"}, "copies for saving", (4 + 8 + 4) * LORA),
+        ({"device": "cpu", "keeps_best": True}, "copies for saving", (4 + 8 + 4 + 8) * LORA),
+        ({"device": "cpu", "samples": True}, "VAE weights", 4 * 83_653_863),
+    ],
+    ids=str,
+)
+def test_bytes_of_an_item_of_training(changes: dict[str, Any], name: str, size: int) -> None:
+    assert items(**changes)[name] == size
+
+
+def test_nothing_else_is_counted_in_a_plain_training() -> None:
+    plain = {
+        *("base weights", "adapter weights", "adapter gradients", "optimizer states"),
+        *("activations", "adapter inputs", "largest temporary", "inputs", *OUTSIDE_THE_ALLOCATOR),
+    }
+    for changes in ({}, {"dora": True}, {"rslora": True}, {"kind": "oft"}):
+        assert items(**changes).keys() == plain
+    assert items(samples=True).keys() == plain, "the VAE waits in the machine's memory"
+    on_processor = {"prepared batches", "copies for saving", "runtime", "allocator slack"}
+    beside = plain - {"inputs", *OUTSIDE_THE_ALLOCATOR}
+    assert items(device="cpu").keys() == beside | on_processor
 
 
 @given(
@@ -122,392 +146,248 @@ def test_activations_scale_with_the_micro_batch_and_weights_do_not() -> None:
     rank=st.sampled_from([4, 16, 64]),
     side_px=st.sampled_from([256, 320, 512]),
 )
-def test_more_of_anything_never_takes_less(micro_batch: int, rank: int, side_px: int) -> None:
-    asked = {
-        "micro_batch": micro_batch,
-        "adapter": adapter(rank=rank),
-        "bucket_px": (side_px, side_px),
-    }
+def test_more_of_anything_takes_more(micro_batch: int, rank: int, side_px: int) -> None:
+    asked = {"micro_batch": micro_batch, "rank": rank, "bucket_px": (side_px, side_px)}
     base = predicted(**asked).peak_bytes
     assert predicted(**{**asked, "micro_batch": micro_batch + 1}).peak_bytes > base
-    assert predicted(**{**asked, "adapter": adapter(rank=rank * 2)}).peak_bytes > base
+    assert predicted(**{**asked, "rank": rank * 2}).peak_bytes > base
     assert predicted(**{**asked, "bucket_px": (side_px, side_px + 64)}).peak_bytes > base
     assert predicted(**{**asked, "checkpointing": "full"}).peak_bytes < base
     assert predicted(**{**asked, "optimizer": "adamw8bit"}).peak_bytes < base
+    one, more = items(**{**asked, "micro_batch": 1}), items(**asked)
+    for name in ("activations", "adapter inputs", "largest temporary", "inputs"):
+        assert more[name] == micro_batch * one[name]
 
 
-def test_encoding_images_may_be_the_highest_phase() -> None:
-    small = replace(mini_facts(), parts={**sd15_facts().parts, "denoiser": PartFacts(parameters=1)})
-    load = replace(LOAD, bucket_px=(512, 512), checkpointing="full")
-    made = predict(load, RememberedCosts(family=SD15, facts=small))
+def test_phases_before_training() -> None:
+    text = {**sd15_facts().parts, "text_encoder": PartFacts(parameters=2_000_000_000)}
+    costs = RememberedCosts(family=SD15, facts=replace(sd15_facts(), parts=text))
+    for precision, size in (("fp32", 8e9), ("bf16", 4e9)):
+        made = predict(load_of(text_precision=precision), costs)
+        alone = bytes_by_name(made.by_phase["texts"])
+        assert (alone["text encoder weights"], alone["text encoding"]) == (size, int(size / 24))
+        assert alone.keys() - {"text encoder weights", "text encoding"} == {*OUTSIDE_THE_ALLOCATOR}
+    offloaded = predict(load_of(text_offload=True), costs)
+    assert bytes_by_name(offloaded.by_phase["texts"])["text encoder layer"] == 1_000_000_000
+    assert offloaded.phases["training"] == predict(load_of(), costs).phases["training"]
+    small = {**sd15_facts().parts, "denoiser": PartFacts(parameters=1)}
+    tiny = RememberedCosts(family=SD15, facts=replace(mini_facts(), parts=small))
+    made = predict(load_of(checkpointing="full"), tiny)
     assert made.peak_phase == "images"
-    assert items(made)["image encoding"] == 4 * 640 * 512 * 512
-    assert items(made)["VAE weights"] == 4 * 83_653_863
+    sizes = bytes_by_name(made.items)
+    assert (sizes["image encoding"], sizes["VAE weights"]) == (4 * 640 * 512**2, 4 * 83_653_863)
 
 
-def with_text(parameters: int) -> BaseFacts:
-    text = PartFacts(parameters=parameters)
-    return replace(mini_facts(), parts={**sd15_facts().parts, "text_encoder": text})
+def test_a_processor_reads_the_base_into_the_memory_it_trains_in() -> None:
+    loading = items("loading", device="cpu")
+    assert loading["base weights"] == 2 * 859_520_964
+    assert loading.keys() - items(device="cpu").keys() == {"file being read"}
+    assert "loading" not in predicted().phases
+    assert loading["runtime"] != items()["runtime"]
 
 
-def test_text_encoders_are_alone_on_the_device_in_their_own_dtype() -> None:
-    facts = with_text(2_000_000_000)
-    full = predict(LOAD, RememberedCosts(family=SD15, facts=facts))
-    half = predict(
-        replace(LOAD, text_precision="bf16"),
-        RememberedCosts(family=SD15, facts=facts),
-    )
-    for made, size in ((full, 8e9), (half, 4e9)):
-        found = {item.name: item.bytes for item in made.by_phase["texts"]}
-        assert found["text encoder weights"] == size
-        assert found["text encoding"] == int(size / 24)
-        assert not {"base weights", "adapter weights"} & found.keys()
-    assert "text encoder weights" not in {item.name for item in full.by_phase["images"]}
+def test_drawing_keeps_the_training_in_place_and_has_its_own_size() -> None:
+    made = items("sampling", samples=True, sample_side_px=1024, checkpointing="full")
+    assert {"base weights", "optimizer states", "VAE weights"} <= made.keys()
+    assert "activations" not in made
+    assert made["sample image"] == 4 * 768 * 1024**2
+    for device, elements in (("cpu", 960), ("mps", 768)):  # oneDNN lays tensors out anew
+        sizes = items("sampling", samples=True, device=device)
+        assert sizes["sample image"] == 4 * elements * 512**2
+    wide = items("sampling", samples=True, bucket_px=(1024, 1024), micro_batch=4)
+    assert wide["sample image"] == items("sampling", samples=True)["sample image"]
 
 
-def test_offloaded_text_encoders_take_the_room_of_their_largest_layer() -> None:
-    costs = RememberedCosts(family=SD15, facts=with_text(2_000_000_000))
-    whole = predict(LOAD, costs)
-    offloaded = predict(replace(LOAD, text_offload=True), costs)
-    layers = [item.bytes for item in offloaded.by_phase["texts"] if "layer" in item.name]
-    assert layers == [8_000_000_000 // 8]
-    assert offloaded.phases["training"] == whole.phases["training"]
-
-
-@pytest.mark.parametrize(("precision", "element_bytes"), [("bf16", 2), ("fp32", 4)])
-def test_trained_text_encoders_stay_and_keep_activations_per_image(
-    precision: Precision, element_bytes: int
-) -> None:
-    parameters = sd15_facts().parts["text_encoder"].parameters
-    along = adapter(text_encoder=True)
-    one = items(predicted(adapter=along, precision=precision))
-    three = items(predicted(adapter=along, precision=precision, micro_batch=3))
-    assert one["text encoder weights"] == three["text encoder weights"]
-    assert one["text encoder weights"] == element_bytes * parameters, "in the base's dtype"
-    assert one["text encoder activations"] > 0
-    assert three["text encoder activations"] == 3 * one["text encoder activations"]
-    made = predicted(adapter=along, precision=precision, samples=True)
-    without = predicted(precision=precision, samples=True)
-    for phase in ("training", "sampling"):
-        assert made.phases[phase] - without.phases[phase] > one["text encoder weights"]
-    assert made.phases["texts"] == without.phases["texts"]
-    assert not [name for name in items(predicted(precision=precision)) if "text" in name]
-
-
-def test_text_encoders_whose_words_are_learned_stay_too() -> None:
-    words = items(predicted(adapter=adapter(new_tokens=2)))
-    none, along = items(predicted()), items(predicted(adapter=adapter(text_encoder=True)))
-    for name in ("text encoder weights", "text encoder activations"):
-        assert words[name] == along[name] > 0
-    for name in ("adapter weights", "adapter gradients"):
-        assert words[name] - none[name] == 4 * 2 * 768, "two vectors as wide as the encoder"
-
-
-@pytest.mark.parametrize("kind", ["loha", "lokr"])
-def test_rebuilt_weights_are_kept_whole_or_piece_by_piece(kind: str) -> None:
-    """Both build the change of every adapted weight in fp32, and autograd keeps what it is made of."""
-    shapes = COSTS.adapter_shapes("attention")
-    elements = sum(fan_in * out for fan_in, out in shapes.values())
-    kept = items(predicted(adapter=adapter(kind=kind)))
-    again = items(predicted(adapter=adapter(kind=kind), micro_batch=2))
-    recomputed = items(predicted(adapter=adapter(kind=kind), checkpointing="full"))
-    assert kept["rebuilt weights"] == again["rebuilt weights"] == 4 * elements
-    assert recomputed["rebuilt weights"] == 4 * elements // 8
-    assert predicted(adapter=adapter(kind=kind)).peak_bytes > predicted().peak_bytes
-
-
-@pytest.mark.parametrize("settings", [{}, {"dora": True}, {"rslora": True}, {"kind": "oft"}])
-def test_other_kinds_rebuild_nothing(settings: dict[str, Any]) -> None:
-    made = items(predicted(adapter=adapter(**settings)))
-    assert not {"rebuilt weights", "adapter's start"} & made.keys()
-
-
-def test_pissa_keeps_where_it_began() -> None:
-    plain, pissa = items(predicted()), items(predicted(adapter=adapter(init="pissa")))
-    assert pissa["adapter's start"] == plain["adapter weights"]
-    assert pissa["adapter weights"] == plain["adapter weights"]
-    assert pissa["optimizer states"] == plain["optimizer states"], "what is frozen has no moments"
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"kind": "loha"},
-        {"kind": "lokr"},
-        {"kind": "oft"},
-        {"dora": True},
-        {"rank_pattern": {"attn2": 4}},
-        {"targets": "all", "conv_rank": 2},
-    ],
-    ids=str,
-)
-def test_every_kind_counts_its_own_parameters(settings: dict[str, Any]) -> None:
-    changed = adapter(**settings)
-    shapes = COSTS.adapter_shapes(changed.targets)
-    parameters = adapter_parameters(shapes, changed)
-    assert parameters != adapter_parameters(shapes, adapter(targets=changed.targets))
-    made = items(predicted(adapter=changed))
-    assert made["adapter weights"] == made["adapter gradients"] == 4 * parameters
-    assert made["optimizer states"] == 8 * parameters
-
-
-def test_sampling_keeps_the_training_in_place() -> None:
-    made = predicted(samples=True, checkpointing="full", sample_side_px=1024)
-    found = items(made)
-    assert {"base weights", "optimizer states", "sample image"} <= set(found)
-    assert found["sample image"] == 4 * 768 * 1024 * 1024
-    assert found["VAE weights"] == 4 * 83_653_863
-    assert "activations" not in found
-
-
-def test_what_is_no_tensor_is_named() -> None:
+def test_memory_outside_of_tensors_is_named() -> None:
     """R5: libraries, a desktop that grows and the allocator's holes, not a share of everything."""
-    screen = DeviceSurroundings(desktop_bytes=400 * MIB, cublas_bytes=HOPPER_CUBLAS_BYTES)
-    plain, beside = items(predicted()), items(predicted(beside=screen))
-    assert plain["library workspaces"] == 2 * CUBLAS_BYTES + KERNELS_BYTES
-    assert beside["library workspaces"] == 2 * HOPPER_CUBLAS_BYTES + KERNELS_BYTES
-    assert "desktop" not in plain and beside["desktop"] == 400 * MIB
-    more = replace(LOAD, micro_batch=8, optimizer="adamw8bit")
-    assert (
-        items(predicted(micro_batch=8))["allocator slack"]
-        == predict(more, COSTS).by_phase["training"][-1].bytes
-    ), "what only lies there makes no holes"
+    for capability, cublas_bytes in (((8, 6), 8320 * 2**10), ((9, 0), 32 * MIB)):
+        made = planned(hardware=machine(24, compute_capability=capability)).memory
+        libraries = bytes_by_name(made.items)["library workspaces"]
+        assert libraries == 2 * cublas_bytes + 64 * MIB
+    resting = items(micro_batch=8, optimizer="adamw8bit")
+    assert resting["allocator slack"] == items(micro_batch=8)["allocator slack"]
+    segments = planned(hardware=replace(MACHINE, expandable_segments=False)).load.beside
+    for kind in CHECKPOINTING:
+        sizes = flux(checkpointing=kind)
+        names = ("activations", "largest temporary", "inputs", "adapter gradients")
+        holes = min(sum(sizes[name] for name in names) // 10, sizes["largest temporary"])
+        assert sizes["allocator slack"] == 128 * MIB + holes
+        assert flux(checkpointing=kind, beside=segments)["allocator slack"] > 128 * MIB + holes
 
 
-@pytest.mark.parametrize("kind", CHECKPOINTING)
-def test_holes_are_bounded_by_what_moves_and_in_growing_segments_by_what_a_block_makes(
-    kind: Checkpointing,
-) -> None:
-    sizes = trained(flux(checkpointing=kind))
-    names = ("activations", "largest temporary", "inputs", "adapter gradients")
-    moved = sum(sizes[name] for name in names)
-    assert sizes["allocator slack"] <= PAGES_BYTES + sizes["largest temporary"]
-    assert sizes["allocator slack"] <= PAGES_BYTES + 0.1 * moved
-    segments = trained(flux(checkpointing=kind, beside=DeviceSurroundings(expandable=False)))
-    assert segments["allocator slack"] > sizes["allocator slack"]
+def test_dropout_and_wide_adapters_copy_inputs() -> None:
+    plain = items()
+    assert plain["adapter inputs"] == 0
+    for changes in ({"dora": True}, {"init": "pissa"}, {"kind": "loha"}, {"kind": "oft"}):
+        made = items(**changes)
+        assert made["adapter inputs"] > made["activations"] / 4
+    copies = items(dora=True)
+    assert items(dora=True, dropout=0.1) == copies, "dropout replaces the fp32 copies"
+    assert items(dora=True, dropout=0.1, **FP32)["dropped inputs"] > 0
+    for precision, share in (("bf16", 0.5), ("fp32", 1.0)):
+        same = {"dropout": 0.1, "precision": precision, "base_precision": precision}
+        one, two = (items(micro_batch=count, **same)["dropped inputs"] for count in (1, 2))
+        assert one == pytest.approx(share * copies["adapter inputs"], rel=0.2)
+        assert two == pytest.approx(2 * one, rel=1e-6)
+        assert 0 < items(checkpointing="full", **same)["dropped inputs"] < one / 4
 
 
-def test_fits_compares_with_the_limit() -> None:
-    peak = predicted().peak_bytes
-    for limit, fits in ((peak, True), (peak - 1, False), (None, True)):
-        made = predict(LOAD, COSTS, limit_bytes=limit)
-        assert made.fits is fits
-        assert made.limit_bytes == limit
+def test_masks_are_inputs_and_a_processor_keeps_all_that_waits() -> None:
+    one = items()["inputs"]
+    assert one > 3 * 4 * 4 * 64 * 64, "latents, noise and target of one sample, and its text"
+    assert items(masked=True)["inputs"] == one + 4 * 64 * 64
+    assert items(micro_batch=2, prepared_samples=8)["inputs"] == 2 * one
+    assert items(device="cpu", prepared_samples=8)["prepared batches"] == 8 * one
 
 
-def test_the_processor_has_another_runtime_than_the_card() -> None:
-    assert items(predicted(device="cpu"))["runtime"] != items(predicted())["runtime"]
-
-
-def test_a_processor_loads_and_keeps_what_a_card_has_the_machine_for() -> None:
-    """The base's file is read in parts; the VAE of the sample images stays between them."""
-    card, processor = (predicted(device=device, samples=True) for device in ("cuda", "cpu"))
-    assert "loading" not in card.phases
-    loading = {item.name: item.bytes for item in processor.by_phase["loading"]}
-    assert loading["file being read"] == READ_BYTES
-    assert loading["base weights"] == 2 * sd15_facts().parts["denoiser"].parameters
-    assert "VAE weights" not in loading.keys() | trained(card).keys()
-    assert trained(processor)["VAE weights"] == 4 * sd15_facts().parts["vae"].parameters
-    assert "VAE weights" not in trained(predicted(device="cpu", samples=False))
-
-
-def test_convolutions_of_a_processor_lay_their_tensors_out_anew() -> None:
-    """oneDNN: decoding then takes 960 elements a pixel instead of 768 (tests/families/test_vae_memory.py)."""
-    card, processor, apple = (
-        {
-            item.name: item.bytes
-            for item in predicted(device=device, samples=True).by_phase["sampling"]
-        }
-        for device in ("cuda", "cpu", "mps")
-    )
-    side_px = LOAD.sample_side_px
-    assert card["sample image"] == apple["sample image"] == 4 * 768 * side_px**2
-    assert processor["sample image"] == 4 * 960 * side_px**2
-
-
-def test_a_workload_is_computed_once_alone_and_once_in_company(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[Workload] = []
-
-    def counting(family: Family, facts: BaseFacts, workload: Workload) -> SampleCost:
-        calls.append(workload)
-        return sample_cost(family, facts, workload)
-
-    monkeypatch.setattr("lora_trainer.planning.loads.sample_cost", counting)
-    remembered = RememberedCosts(family=SD15, facts=sd15_facts())
-    for micro_batch in (1, 2, 3):
-        load = replace(LOAD, micro_batch=micro_batch)
-        predict(load, remembered)
-    assert len(calls) == 2
-
-
-# ---- how the base is kept
-
-FLUX = known_base("black-forest-labs/FLUX.1-dev")
-assert FLUX is not None
-FLUX_COSTS = RememberedCosts(family=load_family("flux"), facts=FLUX)
-
-
-def trained(made: Prediction) -> dict[str, int]:
-    return {item.name: item.bytes for item in made.by_phase["training"]}
-
-
-def flux(**changes: Any) -> Prediction:
-    load = replace(LOAD, checkpointing="full", bucket_px=(1024, 1024), sample_side_px=1024)
-    return predict(replace(load, **changes), FLUX_COSTS)
-
-
-def test_a_quantised_base_keeps_what_is_not_in_blocks() -> None:
-    """99.4 % of FLUX.1 is in linear layers of blocks, half a byte each and a thirty-second more."""
-    whole, int8, nf4 = (trained(flux(base_precision=kind)) for kind in ("bf16", "int8", "nf4"))
-    assert whole["base weights"] == 2 * 11_901_408_320
-    assert int8["base blocks"] == pytest.approx(11.83e9, rel=2e-3)
-    assert nf4["base blocks"] == pytest.approx(11.83e9 * 4.13 / 8, rel=2e-3)
-    assert int8["rest of the base"] == nf4["rest of the base"] == pytest.approx(134e6, rel=0.01)
-    assert int8["dequantised layer"] == 2 * 3072 * 6 * 3072, "a modulation, in bf16"
-    assert "dequantised layer" not in whole
-
-
-@pytest.mark.parametrize("kind", ["bf16", "int8", "nf4"])
-def test_streamed_blocks_leave_two_buffers_behind(kind: BasePrecision) -> None:
-    name = "base weights" if kind == "bf16" else "base blocks"
-    peaks = [flux(base_precision=kind, streamed_blocks=count) for count in (0, 10, 30, 57)]
-    sizes = [made.phases["training"] for made in peaks]
-    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
-    whole, all_streamed = trained(peaks[0]), trained(peaks[-1])
-    left = all_streamed[name] + all_streamed["streaming buffers"]
-    assert left < 0.07 * whole[name], "two of 57 blocks, and what is in none"
-
-
-def test_every_second_step_of_recomputing_takes_less() -> None:
-    peaks = [flux(checkpointing=kind).phases["training"] for kind in CHECKPOINTING]
-    assert peaks == sorted(peaks, reverse=True)
-    assert len(set(peaks)) == len(CHECKPOINTING)
-
-
-def test_large_paged_states_are_not_on_the_card() -> None:
+def test_large_paged_states_lie_in_the_machine() -> None:
     """bitsandbytes pages tensors of 100,000 elements and more: at rank 16 none of SD1.5's."""
-    for rank, any_paged in ((16, False), (128, True)):
-        chosen = adapter(rank=rank)
+    for device, rank, any_paged in (("cuda", 16, False), ("cuda", 128, True), ("cpu", 128, False)):
+        same: dict[str, Any] = {"device": device, "rank": rank}
         paged, eight = (
-            items(predicted(optimizer=name, adapter=chosen))["optimizer states"]
+            items(optimizer=name, **same)["optimizer states"]
             for name in ("paged_adamw8bit", "adamw8bit")
         )
-        tensors = COSTS.adapter_tensors(chosen)
-        sizes = ((math.prod(shape), count) for shape, count in tensors.items())
-        large = sum(size * count for size, count in sizes if size >= 100_000)
-        assert eight - paged == 2 * large
-        assert bool(large) is any_paged
+        tensors = costs_of().adapter_tensors(load_of(rank=rank).adapter)
+        large = sum(a * b * count for (a, b), count in tensors.items() if a * b >= 100_000)
+        assert bool(large and device == "cuda") is any_paged
+        assert eight - paged == (2 * large if any_paged else 0)
         assert paged > 0
-
-
-def test_nothing_is_paged_without_a_card() -> None:
-    """The optimizer is then the plain one, and all its states lie where everything does."""
-    wide = adapter(rank=128)
-    paged, eight = (
-        items(predicted(device="cpu", optimizer=name, adapter=wide))["optimizer states"]
-        for name in ("paged_adamw8bit", "adamw8bit")
-    )
-    assert paged == eight
-
-
-def test_a_card_gets_the_inputs_of_one_pass_and_a_processor_has_all_that_wait() -> None:
-    card, processor = (
-        {
-            (count, ahead): trained(
-                predicted(device=device, micro_batch=count, prepared_samples=ahead)
-            )
-            for count, ahead in ((1, 4), (2, 4), (2, 8))
-        }
-        for device in ("cuda", "cpu")
-    )
-    one = card[1, 4]["inputs"]
-    assert one > 3 * 4 * 4 * 64 * 64, "latents, noise and target of one sample, and its text"
-    assert card[2, 4]["inputs"] == card[2, 8]["inputs"] == 2 * one
-    assert "prepared batches" not in card[2, 8]
-    assert processor[2, 8]["prepared batches"] == 8 * one
-    assert processor[1, 4]["prepared batches"] == 4 * one
-
-
-def test_a_processor_keeps_the_copies_for_saving_beside_everything_else() -> None:
-    parameters = total_elements(COSTS.adapter_tensors(LOAD.adapter))
-    made = trained(predicted(device="cpu"))
-    assert made["copies for saving"] == (4 + 8 + 4) * parameters
-    assert "copies for saving" not in trained(predicted())
-
-
-@pytest.mark.parametrize("kind", ["lora", "loha"])
-def test_adapters_of_text_encoders_count_like_those_of_the_denoiser(kind: str) -> None:
-    """SD1.5: 12 layers of four 768 x 768 and two 768 x 3072."""
-    alone, along = (
-        items(predicted(adapter=adapter(kind=kind, text_encoder=text))) for text in (False, True)
-    )
-    pairs = 2 if kind == "loha" else 1
-    text = pairs * 16 * 12 * (4 * 2 * 768 + 2 * (768 + 3072))
-    for name, element_bytes in (
-        ("adapter weights", 4),
-        ("adapter gradients", 4),
-        ("optimizer states", 8),
-    ):
-        assert along[name] - alone[name] == element_bytes * text
-    if kind == "loha":
-        elements = 12 * (4 * 768 * 768 + 2 * 768 * 3072)
-        assert along["rebuilt weights"] - alone["rebuilt weights"] == 4 * elements
-
-
-def test_a_sample_image_has_its_own_size() -> None:
-    """A pass without gradients over the sample's size, whatever the largest bucket is."""
-    small, large = (
-        predicted(samples=True, sample_side_px=512, bucket_px=(side, side)) for side in (512, 1024)
-    )
-    assert small.phases["sampling"] == large.phases["sampling"]
-
-
-def test_a_running_average_is_as_large_as_the_masters() -> None:
-    made = items(predicted(averaged=True))
-    assert made["adapter average"] == made["adapter weights"] > 0
-    assert "adapter average" not in items(predicted())
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_dropped_inputs_are_copies_in_the_dtype_of_the_base(precision: Precision) -> None:
-    kept = {"precision": precision, "base_precision": precision}
-    dropping = adapter(dropout=0.1)
-    made = items(predicted(adapter=dropping, **kept))
-    copies = items(predicted(adapter=adapter(dora=True)))["adapter inputs"]
-    share = 1.0 if precision == "fp32" else 0.5
-    assert made["dropped inputs"] == pytest.approx(share * copies, rel=0.2)
-    assert "dropped inputs" not in items(predicted(**kept))
-    two = items(predicted(adapter=dropping, micro_batch=2, **kept))
-    assert two["dropped inputs"] == pytest.approx(2 * made["dropped inputs"], rel=1e-6)
-    full = items(predicted(adapter=dropping, checkpointing="full", **kept))
-    assert 0 < full["dropped inputs"] < made["dropped inputs"] / 4
-
-
-def test_a_wide_adapter_reads_copies_and_drops_in_their_place() -> None:
-    plain = items(predicted())
-    assert plain["adapter inputs"] == 0
-    for values in ({"dora": True}, {"init": "pissa"}, {"kind": "loha"}, {"kind": "oft"}):
-        made = items(predicted(adapter=adapter(**values)))
-        assert made["adapter inputs"] > made["activations"] / 4
-    dora = items(predicted(adapter=adapter(dora=True)))
-    assert items(predicted(adapter=adapter(dora=True, dropout=0.1))) == dora
-    fp32 = {"precision": "fp32", "base_precision": "fp32"}
-    assert items(predicted(adapter=adapter(dora=True, dropout=0.1), **fp32))["dropped inputs"] > 0
-
-
-def test_masks_and_priors_add_what_they_hold() -> None:
-    plain, latent_area = predicted(), 64 * 64
-    masked = items(predicted(masked=True))
-    assert masked["inputs"] == items(plain)["inputs"] + 4 * latent_area
-    held = items(predicted(as_base=0.5, micro_batch=2))
-    assert held["base's prediction"] == 2 * 4 * 4 * latent_area
-    assert "base's prediction" not in items(plain)
+    wide = {"optimizer": "paged_adamw8bit", "rank": 64}
+    parameters = flux(**wide)["adapter weights"] // 4
+    assert beside(**wide)["optimizer states"] == 2 * parameters, "all, without their scales"
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_a_pass_without_gradients_peaks_below_training(checkpointing: Checkpointing) -> None:
     """So the base's own prediction, which is made first, needs no room but its result's."""
-    cost = COSTS.sample_cost(replace(LOAD, checkpointing=checkpointing).workload())
+    cost = costs_of().sample_cost(load_of(checkpointing=checkpointing).workload())
     assert cost.forward_bytes <= cost.saved_bytes + cost.temporary_bytes
+
+
+# ---- a large base
+
+
+def test_a_quantised_base_keeps_what_is_not_in_blocks() -> None:
+    """99.4 % of FLUX.1 is in linear layers of blocks, half a byte each and a thirty-second more."""
+    whole, int8, nf4 = (flux(base_precision=kind) for kind in ("bf16", "int8", "nf4"))
+    assert whole["base weights"] == 2 * 11_901_408_320
+    assert int8["base blocks"] == pytest.approx(11.83e9, rel=2e-3)
+    assert nf4["base blocks"] == pytest.approx(11.83e9 * 4.13 / 8, rel=2e-3)
+    assert int8["rest of the base"] == nf4["rest of the base"] == pytest.approx(134e6, rel=0.01)
+    assert int8["dequantised layer"] == 2 * 3072 * 6 * 3072, "a modulation, in bf16"
+    products = flux(base_precision="int8", base_matmul="int8")["dequantised layer"]
+    assert products > int8["dequantised layer"], "the buffers of an int8 product are larger"
+    assert "dequantised layer" not in whole
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "nf4"])
+def test_streamed_blocks_leave_two_buffers_behind(kind: str) -> None:
+    name = "base weights" if kind == "bf16" else "base blocks"
+    made = [flux(base_precision=kind, streamed_blocks=count) for count in (0, 10, 30, 57)]
+    sizes = [sum(each.values()) for each in made]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    left = made[-1][name] + made[-1]["streaming buffers"]
+    assert left < 0.07 * made[0][name], "two of 57 blocks, and weights outside of blocks"
+
+
+def test_each_level_of_checkpointing_takes_less() -> None:
+    peaks = [sum(flux(checkpointing=kind).values()) for kind in CHECKPOINTING]
+    assert peaks == sorted(set(peaks), reverse=True) and len(peaks) == len(CHECKPOINTING)
+
+
+# ---- beside the GPU
+
+
+def host(*, pinnable_bytes: int | None = None, limit_bytes: int = 16 * GIB, **changes: Any) -> Any:
+    plain: dict[str, Any] = {
+        "checkpointing": "full",
+        "bucket_px": (1024, 1024),
+        "text_precision": "bf16",
+        "optimizer": "adamw8bit",
+        "micro_batch": 2,
+    }
+    load = load_of(**{**plain, **changes})
+    limits = {"limit_bytes": limit_bytes, "pinnable_bytes": pinnable_bytes}
+    return predict_host(load, costs_of(FLUX), **limits)
+
+
+def beside(**how: Any) -> dict[str, int]:
+    return bytes_by_name(host(**how).items)
+
+
+ALWAYS = {"runtime", "cached latents and texts", "prepared batches", "copies for saving"}
+OFFLOADED = {"streamed_blocks": 20, "checkpointing": "offloaded"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({}, set()),
+        ({"optimizer": "paged_adamw8bit"}, set()),  # all are too small to page
+        ({"samples": True}, {"VAE weights"}),
+        (OFFLOADED, {"streamed blocks", "offloaded activations"}),
+        ({"streamed_blocks": 57, "text_offload": True}, {"streamed blocks"}),
+    ],
+    ids=str,
+)
+def test_what_waits_beside_the_gpu(changes: dict[str, Any], more: set[str]) -> None:
+    made = host(**changes)
+    assert bytes_by_name(made.items).keys() == ALWAYS | more
+    assert sum(beside(**changes).values()) == made.bytes
+
+
+def test_bytes_of_what_waits_beside_the_gpu() -> None:
+    assert beside()["runtime"] == 2 * GIB
+    assert beside(samples=True)["VAE weights"] == 4 * 83_819_683
+    assert beside(streamed_blocks=57)["streamed blocks"] == pytest.approx(23.66e9, rel=1e-3)
+    eight = beside(prepared_samples=8)["prepared batches"]
+    assert eight == 2 * beside()["prepared batches"] > 0
+    one, two = (
+        beside(checkpointing="offloaded", micro_batch=count)["offloaded activations"]
+        for count in (1, 2)
+    )
+    offloading = load_of(checkpointing="offloaded", bucket_px=(1024, 1024), micro_batch=2)
+    cost = costs_of(FLUX).sample_cost(offloading.workload())
+    assert two == 2 * 2 * cost.host_bytes, "two images, each tensor up to the next power of two"
+    assert two == pytest.approx(2 * one, rel=0.01)
+    saved, parameters = beside()["copies for saving"], flux()["adapter weights"] // 4
+    assert 10 * parameters < saved < 2 * 11 * parameters, "masters, two moments, export, rounded up"
+
+
+def test_texts_and_quantising_have_the_machine_to_themselves() -> None:
+    assert beside(text_offload=True)["text encoders"] == 2 * 4_885_371_136
+    for kind in ("int8", "nf4"):
+        few = beside(streamed_blocks=10, base_precision=kind)
+        assert few.keys() == {"runtime", "base while it is quantised"}
+        assert few["base while it is quantised"] > 0.5 * 11.9e9
+        assert "base while it is quantised" not in beside(base_precision=kind)
+
+
+def test_blocks_are_pinned_before_offloaded_inputs_and_room_is_left_for_batches() -> None:
+    names = ("streamed blocks", "offloaded activations")
+    streamed, inputs = (beside(**OFFLOADED)[name] for name in names)
+    share = (GIB // 2 - RESERVED_BYTES) / streamed
+    for pinnable_bytes, shares in (
+        (None, (", pinned", ", pinned")),
+        (RESERVED_BYTES + streamed + inputs // 4, (", pinned", ", 25% of it pinned")),
+        (GIB // 2, (f", {share:.0%} of it pinned", ", 0% of it pinned")),
+    ):
+        made = host(pinnable_bytes=pinnable_bytes, **OFFLOADED)
+        notes = {item.name: item.note for item in made.items}
+        for name, words in zip(names, shares, strict=True):
+            assert words in notes[name]
+        assert made.bytes == host(**OFFLOADED).bytes, "it waits there all the same"
+
+
+def test_files_pass_through_the_cache_of_the_system() -> None:
+    made = host()
+    assert made.loading_bytes == 2 * 11_901_408_320 > made.limit_bytes
+    assert made.fits and made.loads_slowly
+    assert not host(limit_bytes=made.bytes - 1).fits
+    assert not host(limit_bytes=28 * GIB).loads_slowly
+
+
+def test_costs_are_those_of_a_sample_alone_or_in_company() -> None:
+    """So a search asks for two of them, however many micro-batches it tries."""
+    assert len({load_of(micro_batch=count).workload() for count in (1, 2, 3)}) == 2

@@ -1,4 +1,4 @@
-"""What is chosen to make large bases fit: the fastest or the most precise, within GPU and machine."""
+"""Which load is chosen: it fits, the batch stays, nothing asked for is raised, and the reason is said."""
 
 from __future__ import annotations
 
@@ -6,292 +6,193 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from lora_trainer.common.errors import MachineError, RequestError, exit_code
-from lora_trainer.config.config import flatten
-from lora_trainer.config.layers import Priority, resolve
-from lora_trainer.families import family, known_base
-from lora_trainer.hardware.machine import (
-    DISPLAY_MARGIN_BYTES,
-    GIB,
-    MOST_SPARED_BYTES,
-    SPILL_MARGIN_BYTES,
-    Hardware,
+from lora_trainer.config.config import CHECKPOINTING, build_config, flatten, parse_assignment
+from lora_trainer.hardware.machine import GIB, Hardware
+from lora_trainer.planning.plan import Plan
+from tests.fakes.plans import (
+    CARD,
+    FLUX,
+    MACHINE,
+    QWEN,
+    SDXL,
+    WITHOUT_CARD,
+    bytes_by_name,
+    machine,
+    middle,
+    planned,
+    reason,
 )
-from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.memory import Prediction
-from lora_trainer.planning.plan import Plan, plan
-from lora_trainer.planning.plan_input import PlanInput
 
-FLUX = "black-forest-labs/FLUX.1-dev"
-QWEN = "Qwen/Qwen-Image"
-SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
 RANKS = {"bf16": 0, "int8": 1, "fp8": 2, "nf4": 3}
+BATCH, MICRO, LEVEL = "train.batch_size", "memory.micro_batch", "memory.gradient_checkpointing"
+BASE, MATMUL, STREAMED = "memory.base_precision", "memory.base_matmul", "memory.streamed_blocks"
+OFFLOAD, SAMPLES = "memory.text_encoder_offload", "sampling.every_steps"
+SIZES = ((512, 512), (448, 576))
 
 
-def machine(card_gib: float, *, ram_gib: float = 28, bitsandbytes: str | None = "0.50") -> Hardware:
-    """Return one whose plans may use `ram_gib`: what is free but for the margin."""
-    card = Gpu(
-        index=0,
-        name="NVIDIA GeForce RTX 3060",
-        total_bytes=int(card_gib * GIB),
-        free_bytes=int(card_gib * GIB),
-        compute_capability=(8, 6),
-        driver="570",
-    )
-    return Hardware(
-        gpus=(card,),
-        gpu_reason="one",
-        cpu_name="",
-        cpu_threads=8,
-        ram_total_bytes=64 * GIB,
-        ram_free_bytes=int(ram_gib * GIB) + MOST_SPARED_BYTES,
-        packages={"torch": "2.13", "bitsandbytes": bitsandbytes},
-        reasons={"cpu_threads": "8 cores"},
-        expandable_segments=True,
-    )
-
-
-def planned(
-    source: str,
-    hardware: Hardware,
-    *,
-    priority: Priority = "balanced",
-    buckets: tuple[tuple[int, int], ...] = ((1024, 1024),),
-    **overrides: Any,
-) -> Plan:
-    facts = known_base(source)
-    assert facts is not None
-    settings = {key.replace("__", "."): value for key, value in overrides.items()}
-    return plan(
-        PlanInput(
-            decided={"output.format": ("kohya", "known before")},
-            resolved=resolve(
-                family=facts.family,
-                tier="10-12",
-                priority=priority,
-                preset="auto",
-                config_file=None,
-                overrides=settings,
-            ),
-            facts=facts,
-            family=family(facts.family),
-            hardware=hardware,
-            images=20,
-            samples_per_epoch=20,
-            buckets=buckets,
-        )
-    )
+def free(gib: float, **how: Any) -> Plan:
+    """Plan Stable Diffusion 1.5 for a GPU of 12 GiB with so much of it free."""
+    hardware = replace(MACHINE, gpus=(replace(CARD, free_bytes=int(gib * GIB)),))
+    return planned(None, hardware, **{"buckets": SIZES, **how})
 
 
 def kept(made: Plan) -> tuple[str, int]:
-    memory = made.config.memory
-    return str(memory.base_precision), memory.streamed_blocks
+    return str(made.config.memory.base_precision), made.config.memory.streamed_blocks
 
 
-def reason(made: Plan, key: str) -> str:
-    return made.origins[f"memory.{key}"].reason
+def step_s(made: Plan) -> float:
+    return middle(made.seconds_per_step)
 
 
-def middle_s(made: Plan) -> float:
-    low, high = made.seconds_per_step
-    return (low * high) ** 0.5
+# ---- a small base
 
 
-def test_streaming_keeps_a_large_base_whole_where_the_machine_has_the_memory() -> None:
-    made = planned(FLUX, machine(12))
-    precision, streamed = kept(made)
-    assert precision == "bf16"
-    assert 30 < streamed < 57
-    assert made.host is not None and made.host.fits
-    assert "all 57 blocks on the GPU would take 2" in reason(made, "streamed_blocks")
-    assert "int8" in reason(made, "base_precision") and "nf4" in reason(made, "base_precision")
-
-
-def desktop_bytes(made: Prediction) -> int:
-    return sum(item.bytes for item in made.items if item.name == "desktop")
-
-
-def test_a_driver_that_spills_leaves_the_margin_that_the_allocator_is_bound_to() -> None:
-    """What is planned must fit under the bound that `run/device.py` sets."""
-    plain = machine(12)
-    spilling = replace(plain, gpus=(replace(plain.gpus[0], spills=True),))
-    screen = replace(plain, gpus=(replace(plain.gpus[0], display=True),))
-    for found, left_bytes in (
-        (plain, 0),
-        (screen, DISPLAY_MARGIN_BYTES),
-        (spilling, SPILL_MARGIN_BYTES),
-    ):
-        made = planned(SDXL, found).memory
-        assert made.limit_bytes == 12 * GIB
-        assert desktop_bytes(made) == left_bytes
-    asked = planned(SDXL, spilling, hardware__vram_limit_gib=8).memory
-    assert (asked.limit_bytes, desktop_bytes(asked)) == (8 * GIB, 0), "that is left anyway"
-    asked = planned(SDXL, spilling, hardware__vram_limit_gib=11.9).memory
-    assert asked.limit_bytes == int(11.9 * GIB)
-    assert asked.limit_bytes - desktop_bytes(asked) == 12 * GIB - SPILL_MARGIN_BYTES
-
-
-def test_a_machine_with_less_memory_means_fewer_bits() -> None:
-    """The pinned copy has to be there; nf4 is the last resort."""
-    plans = [planned(FLUX, machine(7.5, ram_gib=ram)) for ram in (28, 16, 11.2)]
-    for made in plans:
-        said = reason(made, "base_precision")
-        alone = said.count("does not fit") == 2
-        assert ("only where clearly faster" in said) is not alone, "a rule decided where two fit"
-    assert "does not fit" in said and alone
-    ranks = [RANKS[kept(made)[0]] for made in plans]
-    assert ranks == sorted(ranks)
-    assert ranks[0] == 0 and ranks[-1] > 0
-
-
-def test_a_machine_that_cannot_hold_the_text_encoder_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(MachineError, match="of the machine's memory beside the GPU") as caught:
-        planned(QWEN, machine(12, ram_gib=12))
-    assert exit_code(caught.value) == 4
-
-
-def test_without_bitsandbytes_there_is_no_nf4() -> None:
-    made = planned(FLUX, machine(12, bitsandbytes=None), optimizer__name="adamw")
-    assert "nf4" not in reason(made, "base_precision")
-    with pytest.raises(MachineError, match="nf4 needs bitsandbytes"):
-        planned(FLUX, machine(12, bitsandbytes=None), memory__base_precision="nf4")
-
-
-@pytest.mark.parametrize("source", [FLUX, QWEN, SDXL])
-@pytest.mark.parametrize("card_gib", [5.5, 8, 12, 24])
-@pytest.mark.parametrize("ram_gib", [17, 28])
-def test_speed_is_never_slower_and_quality_never_less_precise(
-    source: str, card_gib: float, ram_gib: float
-) -> None:
-    same: dict[str, Any] = {
-        "data__resolution": 1024,
-        "adapter__rank": 16,
-        "sampling__every_steps": 0,
-    }
-    made = {
-        priority: planned(source, machine(card_gib, ram_gib=ram_gib), priority=priority, **same)
-        for priority in ("speed", "balanced", "quality")
-    }
-    times = [middle_s(made[priority]) for priority in ("speed", "balanced", "quality")]
-    assert times == sorted(times)
-    ranks = [RANKS[kept(made[priority])[0]] for priority in ("quality", "balanced", "speed")]
-    assert ranks == sorted(ranks)
-
-
-def test_more_memory_is_never_slower() -> None:
-    times = [
-        middle_s(planned(FLUX, machine(card_gib, ram_gib=64), sampling__every_steps=0))
-        for card_gib in (5.5, 8, 10, 12, 16, 24, 40, 60)
+def test_less_memory_means_smaller_micro_batches_then_recomputing_then_streaming() -> None:
+    made = [
+        free(gib, overrides={BATCH: 4}).config.memory
+        for gib in (12, 5.5, 5, 3.7, 3.3, 2.8, 2.5, 2.45)
     ]
-    assert times == sorted(times, reverse=True)
-    assert times[-1] < times[0]
+    assert [(each.micro_batch, each.gradient_checkpointing) for each in made] == [
+        (4, "none"), (3, "none"), (2, "none"), (1, "none"),
+        (2, "selective"), (1, "full"), (1, "full"), (1, "full"),
+    ]  # fmt: skip
+    streamed = [each.streamed_blocks for each in made]
+    assert streamed[:6] == [0] * 6
+    assert 0 < streamed[6] < streamed[7] <= 16
 
 
-def test_a_card_with_room_for_everything_streams_and_recomputes_nothing() -> None:
-    made = planned(FLUX, machine(80))
-    assert kept(made) == ("bf16", 0)
-    assert made.config.memory.gradient_checkpointing == "none"
-    assert made.config.memory.text_encoder_offload is False
-    assert reason(made, "streamed_blocks") == "all blocks fit on the device"
-
-
-def test_text_encoders_are_offloaded_where_they_alone_are_too_large() -> None:
-    """T5-XXL takes 9.1 GiB in bf16."""
-    assert planned(FLUX, machine(12)).config.memory.text_encoder_offload is False
-    small = planned(FLUX, machine(8))
-    assert small.config.memory.text_encoder_offload is True
-    assert "text encoders would take 10." in reason(small, "text_encoder_offload")
-    asked = planned(FLUX, machine(24), memory__text_encoder_offload=True)
-    assert asked.config.memory.text_encoder_offload is True
-    lowered = planned(FLUX, machine(8), memory__text_encoder_offload=False)
-    assert lowered.config.memory.text_encoder_offload is True
-    assert reason(lowered, "text_encoder_offload").startswith("instead of false: text encoders")
-
-
-def test_smaller_buckets_hold_more_images_at_once() -> None:
-    """Each as many as fit; the plan's micro-batch is that of the smallest bucket."""
-    buckets = ((1024, 1024), (512, 1024), (512, 512))
-    made = planned(
-        SDXL,
-        machine(13),
-        buckets=buckets,
-        train__batch_size=8,
-        memory__gradient_checkpointing="light",
-        memory__streamed_blocks=0,
-        sampling__every_steps=0,
-    )
-    counts = [made.images_at_once[bucket] for bucket in buckets]
-    assert counts == sorted(counts) and counts[0] < counts[-1]
-    assert made.config.memory.micro_batch == max(counts)
+@given(
+    gib=st.floats(2.9, 14),
+    batch_size=st.integers(1, 6),
+    micro_batch=st.sampled_from(["auto", 1, 2, 6]),
+    checkpointing=st.sampled_from(["auto", *CHECKPOINTING, True, False]),
+    streamed=st.sampled_from(["auto", 0, 4]),
+    precision=st.sampled_from(["auto", "bf16", "int8", "nf4"]),
+)
+def test_it_fits_the_batch_stays_and_nothing_asked_for_is_raised(
+    gib: float,
+    batch_size: int,
+    micro_batch: int | str,
+    checkpointing: str | bool,
+    streamed: int | str,
+    precision: str,
+) -> None:
+    assume(streamed != 4 or checkpointing not in ("none", False))
+    micro = min(micro_batch, batch_size) if isinstance(micro_batch, int) else micro_batch
+    asked = {BATCH: batch_size, MICRO: micro, LEVEL: checkpointing, STREAMED: streamed}
+    asked[BASE] = precision
+    before = flatten(build_config(asked))
+    made = free(gib, overrides=asked)
+    after = flatten(made.config)
     assert made.memory.fits
-    if counts[0] < 8:
-        assert f"{counts[0] + 1} of 1024x1024 px would take" in reason(made, "micro_batch")
+    assert made.memory.limit_bytes == int(gib * GIB)
+    assert after[BATCH] == batch_size
+    assert 1 <= after[MICRO] <= (batch_size if micro == "auto" else int(micro))
+    assert max(made.images_at_once.values()) == after[MICRO]
+    levels = [CHECKPOINTING.index(each[LEVEL]) for each in (before, after) if each[LEVEL] != "auto"]
+    assert levels == sorted(levels)
+    assert after[STREAMED] >= (4 if streamed == 4 else 0)
+    assert precision in ("auto", after[BASE]), "a value that changes the result stays"
+    for key in asked:
+        assert (made.origins[key].layer == "planner") == (after[key] != before[key])
 
 
-def test_what_does_not_go_with_streaming_is_refused() -> None:
-    with pytest.raises(RequestError, match="60 blocks") as caught:
-        planned(QWEN, machine(24), memory__streamed_blocks=61)
-    assert caught.value.fix == "use a number from 0 to 60"
-    with pytest.raises(RequestError, match="weights do not move with streamed blocks"):
-        planned(FLUX, machine(24), memory__streamed_blocks=9, base__assistant="a.safetensors")
-    with pytest.raises(RequestError, match="needs a GPU with memory of its own"):
-        planned(SDXL, machine(24), memory__streamed_blocks=9, hardware__device="cpu")
-    with pytest.raises(RequestError, match="needs a GPU with memory of its own"):
-        planned(SDXL, machine(24), memory__text_encoder_offload=True, hardware__device="cpu")
+def test_a_lowered_value_says_the_bytes_of_the_one_asked_for() -> None:
+    made = free(3.1, overrides={LEVEL: False, BATCH: 2})
+    (decision,) = [each for each in made.decisions if each.key == LEVEL]
+    assert decision.value == "selective"
+    assert decision.reason.startswith("instead of none: light would take 3.62 GiB")
+    assert "3.10 GiB free on NVIDIA GeForce RTX 3060" in decision.reason
+    assert 0 < decision.bytes <= 3.1 * GIB
 
 
-def test_an_assistant_keeps_blocks_on_the_card() -> None:
-    made = planned(FLUX, machine(12), base__assistant="a.safetensors")
-    precision, streamed = kept(made)
-    assert (precision, streamed) == ("nf4", 0)
+def test_sample_images_are_given_up_before_the_run_is() -> None:
+    made = free(3.0)
+    assert made.config.sampling.every_steps == 0
+    assert "sample images would take" in reason(made, SAMPLES)
+    assert "sampling" not in made.memory.phases
 
 
-def test_on_a_processor_the_base_stays_whole_unless_asked() -> None:
-    asked = {"hardware__device": "cpu", "data__resolution": 512}
-    plain = planned(SDXL, machine(24), **asked)
-    assert kept(plain) == ("fp32", 0)
-    assert plain.host is None
-    assert kept(planned(SDXL, machine(24), **asked, memory__base_precision="int8")) == ("int8", 0)
-    beside = planned(SDXL, machine(24), **asked, memory__gradient_checkpointing="offloaded")
-    assert beside.config.memory.gradient_checkpointing == "full"
+@pytest.mark.parametrize(
+    ("gib", "overrides"),
+    [
+        (2.2, {}),
+        (2.2, {"data.resolution": 1024}),
+        (2.9, {"adapter.rank": 512}),
+        (2.5, {"train.precision": "fp32"}),
+        (2.4, {"adapter.rank": 64, BATCH: 8}),
+        (2.2, {BASE: "bf16", LEVEL: "offloaded"}),
+    ],
+)
+def test_when_nothing_fits_the_setting_it_names_does(gib: float, overrides: dict[str, Any]) -> None:
+    # no buckets: the square of the resolution is planned for
+    with pytest.raises(MachineError, match="needs at least") as caught:
+        free(gib, overrides=overrides, buckets=())
+    assert exit_code(caught.value) == 4
+    key, value = parse_assignment(caught.value.fix.split()[2].rstrip(","))
+    assert free(gib, overrides={**overrides, key: value}, buckets=()).memory.fits
 
 
-def test_a_typed_precision_stays_and_the_error_names_one_that_fits() -> None:
-    tight = machine(6, ram_gib=14)
-    assert kept(planned(FLUX, tight))[0] != "bf16"
-    with pytest.raises(MachineError) as caught:
-        planned(FLUX, tight, memory__base_precision="bf16")
-    named = caught.value.fix.split()[2].rstrip(",").partition("=")
-    assert named[0] == "memory.base_precision"
-    assert planned(FLUX, tight, memory__base_precision=named[2]).memory.fits
+def test_when_nothing_helps_it_says_how_much_would() -> None:
+    with pytest.raises(MachineError, match=r"a GPU with 2\.\d\d GiB free") as caught:
+        free(1.5)
+    assert "1.50 GiB free on NVIDIA GeForce RTX 3060" in str(caught.value)
 
 
-def test_every_setting_is_settled_and_unchanged_ones_keep_their_origin() -> None:
-    asked: dict[str, Any] = {
-        "memory__base_precision": "int8",
-        "memory__streamed_blocks": 40,
-        "memory__gradient_checkpointing": "full",
-        "memory__text_encoder_offload": True,
-        "memory__micro_batch": 1,
-    }
-    made = planned(FLUX, machine(24), **asked)
-    values = flatten(made.config)
-    for name, value in asked.items():
-        key = name.replace("__", ".")
-        assert values[key] == value
-        assert made.origins[key].layer == "command line"
+def test_the_largest_bucket_decides_and_smaller_ones_hold_more_images() -> None:
+    def peak_bytes(*buckets: tuple[int, int]) -> int:
+        return free(12, overrides={BATCH: 2}, buckets=buckets).memory.peak_bytes
+
+    mixed = peak_bytes((256, 256), (512, 512), (320, 320))
+    assert mixed == peak_bytes((512, 512)) == peak_bytes() > peak_bytes((256, 256))
+    buckets = ((1024, 1024), (512, 1024), (512, 512))
+    asked = {BATCH: 8, LEVEL: "light", STREAMED: 0, SAMPLES: 0}
+    made = planned(SDXL, machine(13), buckets=buckets, overrides=asked)
+    counts = [made.images_at_once[bucket] for bucket in buckets]
+    assert counts == sorted(counts) and counts[0] < counts[-1] == made.config.memory.micro_batch
+    assert made.memory.fits
+    assert f"{counts[0] + 1} of 1024x1024 px would take" in reason(made, MICRO)
 
 
-def test_the_memory_of_the_machine_is_itemised() -> None:
-    made = planned(FLUX, machine(12, ram_gib=30))
-    assert made.host is not None
-    items = {item.name: item.bytes for item in made.host.items}
-    assert sum(items.values()) == made.host.bytes
-    assert items["streamed blocks"] > 10e9
-    assert made.host.loading_bytes == 2 * 11_901_408_320
-    assert not made.host.loads_slowly
-    assert replace(made.host, limit_bytes=20 * GIB).loads_slowly
+def test_a_run_planned_before_there_were_int8_products_goes_on_without() -> None:
+    first = free(12, overrides={LEVEL: "selective", BATCH: 2})
+    asked = {key: value for key, value in flatten(first.config).items() if key[:6] == "memory"}
+    at_once = dict.fromkeys(first.images_at_once, 1)
+    older = free(12, overrides={**asked, MATMUL: "auto", BATCH: 2}, kept_at_once=at_once)
+    assert older.images_at_once == at_once
+    assert older.config.memory.gradient_checkpointing == "selective"
+    assert older.config.memory.base_matmul == "dequantized"
+    assert reason(older, MATMUL) == "the run began without it"
+
+
+# ---- limits
+
+
+@pytest.mark.parametrize(
+    ("gpu", "allowed_gib", "limit_gib", "left_mib"),
+    [
+        ({}, None, 12, 0),
+        ({}, 4.0, 4, 0),
+        ({}, 40.0, 12, 0),
+        ({"display": True}, None, 12, 400),
+        ({"spills": True}, None, 12, 600),
+        ({"spills": True}, 8.0, 8, 0),  # that is left anyway
+        ({"spills": True}, 11.9, 11.9, 600 - 102.4),
+    ],
+)
+def test_memory_that_a_plan_may_use(
+    gpu: dict[str, Any], allowed_gib: float | None, limit_gib: float, left_mib: float
+) -> None:
+    """What is planned must fit under the bound that `run/device.py` sets."""
+    asked = {"hardware.vram_limit_gib": allowed_gib}
+    made = planned(None, machine(12, **gpu), overrides=asked).memory
+    assert made.limit_bytes == int(limit_gib * GIB)
+    desktop_bytes = bytes_by_name(made.items).get("desktop", 0)
+    assert desktop_bytes == pytest.approx(left_mib * 2**20, abs=2)
 
 
 @pytest.mark.parametrize(
@@ -300,27 +201,212 @@ def test_the_memory_of_the_machine_is_itemised() -> None:
 def test_a_plan_leaves_the_machine_a_margin(total_gib: int, spared_gib: float) -> None:
     """FLUX.1 on 12 GiB took 20.61 of 20.72 GiB of free memory: the machine would have swapped."""
     free_bytes = int(20.72 * GIB)
-    found = replace(machine(12), ram_total_bytes=total_gib * GIB, ram_free_bytes=free_bytes)
-    made = planned(FLUX, found)
+    hardware = replace(machine(12), ram_total_bytes=total_gib * GIB, ram_free_bytes=free_bytes)
+    made = planned(FLUX, hardware)
     assert made.host is not None
     assert made.host.bytes <= made.host.limit_bytes
-    assert found.ram_free_bytes - made.host.limit_bytes == pytest.approx(spared_gib * GIB, abs=1)
+    assert free_bytes - made.host.limit_bytes == pytest.approx(spared_gib * GIB, abs=1)
+
+
+# ---- a large base
+
+
+def test_streaming_keeps_a_large_base_whole_where_the_machine_has_the_memory() -> None:
+    made = planned(FLUX)
+    precision, streamed = kept(made)
+    assert precision == "bf16"
+    assert 30 < streamed < 57
+    assert made.host is not None and made.host.fits
+    assert bytes_by_name(made.host.items)["streamed blocks"] > 10e9
+    assert "all 57 blocks on the GPU would take 2" in reason(made, STREAMED)
+    assert "int8" in reason(made, BASE) and "nf4" in reason(made, BASE)
+    assert kept(planned(FLUX, overrides={"base.assistant": "a.safetensors"})) == ("nf4", 0)
+    roomy = planned(FLUX, machine(80))
+    assert kept(roomy) == ("bf16", 0)
+    assert roomy.config.memory.gradient_checkpointing == "none"
+    assert roomy.config.memory.text_encoder_offload is False
+    assert reason(roomy, STREAMED) == "all blocks fit on the device"
+
+
+def test_a_machine_with_less_memory_means_fewer_bits() -> None:
+    """The pinned copy has to be there; nf4 is the last resort."""
+    plans = [planned(FLUX, machine(7.5, ram_gib=ram)) for ram in (28, 16, 11.2)]
+    for made in plans:
+        alone = reason(made, BASE).count("does not fit") == 2
+        decided = "only where clearly faster" in reason(made, BASE)
+        assert decided is not alone, "a rule decided where two fit"
+    assert alone
+    ranks = [RANKS[kept(made)[0]] for made in plans]
+    assert ranks == sorted(ranks)
+    assert ranks[0] == 0 < ranks[-1]
+    with pytest.raises(MachineError, match="of the machine's memory beside the GPU") as caught:
+        planned(QWEN, machine(12, ram_gib=12))
+    assert exit_code(caught.value) == 4
+
+
+def test_without_bitsandbytes_there_is_no_nf4() -> None:
+    without = machine(packages={"bitsandbytes": None})
+    made = planned(FLUX, without, overrides={"optimizer.name": "adamw"})
+    assert "nf4" not in reason(made, BASE)
+    with pytest.raises(MachineError, match="nf4 needs bitsandbytes"):
+        planned(FLUX, without, overrides={BASE: "nf4"})
+
+
+@pytest.mark.parametrize("source", [FLUX, QWEN, SDXL])
+@pytest.mark.parametrize("gib", [5.5, 8, 12, 24])
+@pytest.mark.parametrize("ram_gib", [17, 28])
+def test_speed_is_never_slower_and_quality_never_less_precise(
+    source: str, gib: float, ram_gib: float
+) -> None:
+    same = {"data.resolution": 1024, "adapter.rank": 16, SAMPLES: 0}
+    hardware = machine(gib, ram_gib=ram_gib)
+    made = [
+        planned(source, hardware, priority=priority, preset_tier="10-12", overrides=same)
+        for priority in ("speed", "balanced", "quality")
+    ]
+    times = [step_s(each) for each in made]
+    assert times == sorted(times)
+    ranks = [RANKS[kept(each)[0]] for each in made]
+    assert ranks == sorted(ranks, reverse=True)
+
+
+def test_more_memory_is_never_slower() -> None:
+    times = [
+        step_s(planned(FLUX, machine(gib, ram_gib=60), overrides={SAMPLES: 0}, preset_tier="10-12"))
+        for gib in (5.5, 8, 10, 12, 16, 24, 40, 60)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[0]
+
+
+def test_text_encoders_are_offloaded_where_they_alone_are_too_large() -> None:
+    """T5-XXL takes 9.1 GiB in bf16."""
+    for gib, asked, offloaded, why in (
+        (12, "auto", False, "text encoders fit on the device"),
+        (8, "auto", True, "text encoders would take 10."),
+        (24, True, True, ""),
+        (8, False, True, "instead of false: text encoders would take 10."),
+    ):
+        made = planned(FLUX, machine(gib), overrides={OFFLOAD: asked})
+        assert made.config.memory.text_encoder_offload is offloaded
+        assert reason(made, OFFLOAD).startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "words"),
+    [
+        (QWEN, {STREAMED: 61}, "60 blocks.* Fix: use a number from 0 to 60"),
+        (
+            FLUX,
+            {STREAMED: 9, "base.assistant": "a.safetensors"},
+            "weights do not move with streamed blocks",
+        ),
+        (SDXL, {STREAMED: 9, "hardware.device": "cpu"}, "needs a GPU with memory of its own"),
+        (SDXL, {OFFLOAD: True, "hardware.device": "cpu"}, "needs a GPU with memory of its own"),
+    ],
+)
+def test_streaming_that_cannot_be_is_refused(
+    source: str, asked: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        planned(source, machine(24), overrides=asked)
+
+
+def test_on_a_processor_the_base_stays_whole_unless_asked() -> None:
+    for asked, base, level in (
+        ({}, "fp32", None),
+        ({BASE: "int8"}, "int8", None),
+        ({LEVEL: "offloaded"}, "fp32", "full"),
+    ):
+        made = planned(SDXL, overrides={"hardware.device": "cpu", "data.resolution": 512, **asked})
+        assert kept(made) == (base, 0)
+        assert made.config.memory.gradient_checkpointing == level or level is None
+        assert made.host is None
+
+
+def test_a_typed_precision_stays_and_the_error_names_one_that_fits() -> None:
+    tight = machine(6, ram_gib=14)
+    assert kept(planned(FLUX, tight))[0] != "bf16"
+    with pytest.raises(MachineError) as caught:
+        planned(FLUX, tight, overrides={BASE: "bf16"})
+    key, value = parse_assignment(caught.value.fix.split()[2].rstrip(","))
+    assert key == BASE
+    assert planned(FLUX, tight, overrides={BASE: value}).memory.fits
+
+
+def test_settings_of_memory_that_were_typed_keep_their_origin() -> None:
+    asked = {BASE: "int8", STREAMED: 40, LEVEL: "full", OFFLOAD: True, MICRO: 1}
+    made = planned(FLUX, machine(24), overrides=asked)
+    assert asked.items() <= flatten(made.config).items()
+    assert {made.origins[key].layer for key in asked} == {"command line"}
 
 
 def test_blocks_that_cannot_be_pinned_are_priced_and_fewer_bits_may_be_the_better_way() -> None:
     """WSL2 lets a process pin half a GiB; streaming then takes what its slow copies take."""
-    free = machine(12)
-    bound = replace(free, pinnable_bytes=GIB // 2)
-    asked: dict[str, Any] = {"memory__base_precision": "bf16", "memory__streamed_blocks": 40}
-    with_pins, without = (planned(FLUX, each, **asked) for each in (free, bound))
-    streamed = next(item for item in with_pins.host.items if item.name == "streamed blocks")  # type: ignore[union-attr]  # a plan for a GPU
-    copied = 2 * (streamed.bytes - GIB // 2)
+    bound = replace(MACHINE, pinnable_bytes=GIB // 2)
+    asked = {BASE: "bf16", STREAMED: 40}
+    with_pins, without = (planned(FLUX, each, overrides=asked) for each in (MACHINE, bound))
+    assert with_pins.host is not None
+    copied_bytes = 2 * (bytes_by_name(with_pins.host.items)["streamed blocks"] - GIB // 2)
     for slow, fast, rate in zip(
         without.seconds_per_step, with_pins.seconds_per_step, (8.8e9, 2.4e9), strict=True
     ):
-        assert slow - fast > 0.9 * copied / rate - 0.2 * fast
+        assert slow - fast > 0.9 * copied_bytes / rate - 0.2 * fast
     assert "GB of unpinned memory" in without.time_note
     assert "unpinned" not in with_pins.time_note
-    assert kept(planned(FLUX, free))[0] == "bf16"
-    chosen = planned(FLUX, bound)
-    assert middle_s(chosen) <= middle_s(without)
+    assert kept(planned(FLUX))[0] == "bf16"
+    assert step_s(planned(FLUX, bound)) <= step_s(without)
+
+
+# ---- int8 products
+
+
+def gpu(name: str, capability: tuple[int, int] | None = (8, 6), gib: int = 24) -> Hardware:
+    return machine(gib, name=name, compute_capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "source", "asked", "value", "why"),
+    [
+        (gpu("RTX 3090"), FLUX, {}, "int8", "s a step with int8 products"),
+        (gpu("A100"), FLUX, {}, "dequantized", "not clearly faster"),
+        (gpu("H100"), FLUX, {}, "dequantized", "not clearly faster"),
+        (gpu("RTX 3090"), SDXL, {}, "dequantized", "not clearly faster"),
+        (gpu("RTX 2080", (7, 5)), FLUX, {}, "dequantized", "RTX 2080 has no fast int8 products"),
+        (gpu("RTX 3090", None), FLUX, {}, "dequantized", "RTX 3090 has no fast int8 products"),
+        (gpu("RTX 3090"), FLUX, {BASE: "fp8"}, "dequantized", "the base is in fp8"),
+        (WITHOUT_CARD, None, {}, "dequantized", "chosen on a GPU only"),
+        (WITHOUT_CARD, None, {MATMUL: "int8"}, "int8", ""),
+    ],
+)
+def test_auto_takes_int8_products_that_are_predicted_to_be_clearly_faster(
+    hardware: Hardware, source: str | None, asked: dict[str, Any], value: str, why: str
+) -> None:
+    """Wide layers on GPUs whose int8 rate is four times the other; elsewhere the rounding costs more."""
+    blocks = {} if hardware is WITHOUT_CARD else {STREAMED: 0}
+    made = planned(source, hardware, overrides={BASE: "int8", **blocks, **asked})
+    assert made.config.memory.base_matmul == made.load.base_matmul == value
+    assert why in reason(made, MATMUL)
+
+
+def test_int8_products_make_the_step_that_is_predicted() -> None:
+    seconds = {
+        value: planned(
+            FLUX, gpu("RTX 3090"), overrides={BASE: "int8", MATMUL: value}
+        ).seconds_per_step[1]
+        for value in ("auto", "int8", "dequantized")
+    }
+    assert seconds["auto"] == seconds["int8"] < seconds["dequantized"] / 1.1
+    quality = planned(FLUX, gpu("RTX 3090"), priority="quality", overrides={BASE: "int8"})
+    assert reason(quality, MATMUL).startswith("quality: int8 products would round")
+
+
+def test_products_never_make_a_base_int8_unless_they_are_asked_for() -> None:
+    roomy = gpu("RTX 3090", gib=96)
+    memory = planned(FLUX, roomy, priority="speed").config.memory
+    assert (memory.base_precision, memory.base_matmul) == ("bf16", "dequantized")
+    asked = planned(FLUX, roomy, priority="speed", overrides={MATMUL: "int8"})
+    assert asked.config.memory.base_precision == "int8"
+    assert "base_matmul=int8" in reason(asked, BASE)
+    with pytest.raises(MachineError, match=r"8\.0 or higher, but that of RTX 2080 is 7\.5"):
+        planned(FLUX, gpu("RTX 2080", (7, 5)), overrides={MATMUL: "int8"})

@@ -2,128 +2,109 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lora_trainer.config.layers import resolve
-from lora_trainer.hardware.machine import GIB, Gpu
-from lora_trainer.planning.plan import Plan, plan
-from lora_trainer.planning.speedups import MOST_SHAPES, PAYS_FROM, pass_shapes
-from tests.planning.test_plan import MACHINE, WITHOUT_CARD, request
+from lora_trainer.planning.plan import Plan
+from lora_trainer.planning.speedups import pass_shapes
+from tests.fakes.plans import WITHOUT_CARD, machine, planned, reason
 
-COMPILE, GRAPHS = "hardware.compile", "hardware.cuda_graphs"
-FAST = Gpu(
-    index=0,
-    name="NVIDIA H100",
-    total_bytes=80 * GIB,
-    free_bytes=79 * GIB,
-    compute_capability=(9, 0),
-    driver="570",
-)
-WITH_TRITON = replace(MACHINE, gpus=(FAST,), packages={**MACHINE.packages, "triton": "3.5"})
+COMPILE, GRAPHS, STEPS = "hardware.compile", "hardware.cuda_graphs", "train.steps"
+LEVEL = "memory.gradient_checkpointing"
+OFF = {COMPILE: "none", GRAPHS: False}
+FAST: dict[str, Any] = {
+    "name": "NVIDIA H100",
+    "compute_capability": (9, 0),
+    "packages": {"triton": "3.5"},
+}
+H100 = machine(80, **FAST)
 
 
-def planned(priority: Any = "speed", hardware: Any = WITH_TRITON, **overrides: Any) -> Plan:
-    settings = {"train.batch_size": 1, "train.steps": 2000, **overrides}
+def quick(hardware: Any = H100, *, priority: str = "speed", **settings: Any) -> Plan:
+    """Plan Stable Diffusion 1.5 in steps that wait for kernels to start."""
     buckets = settings.pop("buckets", ((512, 512),))
-    given = request(hardware=hardware, free_gib=79, buckets=buckets)
-    resolved = resolve(
-        family="sd15",
-        tier="16-24",
-        priority=priority,
-        preset="auto",
-        config_file=None,
-        overrides=settings,
-    )
-    return plan(replace(given, resolved=resolved, hardware=hardware))
+    overrides = {"train.batch_size": 1, STEPS: 2000, **settings}
+    return planned(None, hardware, priority=priority, overrides=overrides, buckets=buckets)
 
 
-def settled(made: Plan, key: str) -> tuple[Any, str]:
-    value = getattr(made.config.hardware, key.partition(".")[2])
-    return value, made.origins[key].reason
+def settled(made: Plan, key: str) -> Any:
+    return getattr(made.config.hardware, key.partition(".")[2])
 
 
-def test_a_launch_bound_base_on_a_fast_card_is_recorded() -> None:
-    made = planned()
-    use, reason = settled(made, GRAPHS)
-    assert use is True and "1 shapes" in reason and "2000 steps save" in reason
-    names = {item.name for items in made.memory.by_phase.values() for item in items}
-    assert "recorded steps" in names
-    assert "recorded steps" not in str(planned(priority="balanced").memory)
+def test_a_launch_bound_base_on_a_fast_gpu_is_recorded() -> None:
+    made = quick()
+    assert settled(made, GRAPHS) is True
+    assert "1 shapes" in reason(made, GRAPHS) and "2000 steps save" in reason(made, GRAPHS)
+    for phase in ("training", "sampling"):
+        assert "recorded steps" in {item.name for item in made.memory.by_phase[phase]}  # type: ignore[index]
+    assert "recorded steps" not in str(quick(priority="balanced").memory)
 
 
 def test_a_long_run_pays_for_a_compiler_and_a_short_one_does_not() -> None:
-    long, short = planned(**{"train.steps": 200_000}), planned(**{"train.steps": 100})
-    assert settled(long, COMPILE)[0] == "blocks"
-    value, reason = settled(short, COMPILE)
-    assert value == "none" and "100 steps save" in reason
-    assert PAYS_FROM > 1, "estimates are no promises"
+    long, short = quick(**{STEPS: 200_000}), quick(**{STEPS: 100})
+    assert (settled(long, COMPILE), settled(short, COMPILE)) == ("blocks", "none")
+    assert "100 steps save" in reason(short, COMPILE)
 
 
 @pytest.mark.parametrize(
-    ("priority", "hardware", "reason"),
+    ("priority", "hardware", "why"),
     [
-        ("balanced", WITH_TRITON, "priority speed"),
-        ("quality", WITH_TRITON, "priority speed"),
+        ("balanced", H100, "priority speed"),
+        ("quality", H100, "priority speed"),
         ("speed", WITHOUT_CARD, "chosen on a GPU only"),
     ],
 )
-def test_nothing_is_tried_unasked_elsewhere(priority: Any, hardware: Any, reason: str) -> None:
-    made = planned(priority, hardware, **{"train.steps": 200_000})
-    for key, none in ((COMPILE, "none"), (GRAPHS, False)):
-        value, why = settled(made, key)
-        assert value == none and reason in why
+def test_nothing_is_tried_unasked_elsewhere(priority: str, hardware: Any, why: str) -> None:
+    made = quick(hardware, priority=priority, **{STEPS: 200_000})
+    for key, off in OFF.items():
+        assert settled(made, key) == off and why in reason(made, key)
 
 
-OBSTACLES: list[tuple[str, dict[str, Any], str]] = [
-    (COMPILE, {"adapter.dora": True}, "DoRA"),
-    (COMPILE, {"adapter.kind": "lokr"}, "lokr"),
-    (COMPILE, {"adapter.init": "pissa"}, "pissa"),
-    (COMPILE, {"adapter.rank_dropout": 0.1}, "dropout"),
-    (GRAPHS, {"train.deterministic": True}, "deterministic"),
-    (GRAPHS, {"memory.streamed_blocks": 3, "memory.gradient_checkpointing": "full"}, "streamed"),
-    (GRAPHS, {"memory.gradient_checkpointing": "offloaded"}, "host memory"),
-    (GRAPHS, {"memory.base_precision": "nf4"}, "nf4"),
-    (GRAPHS, {"adapter.text_encoder": True}, "text encoders"),
-]
-
-
-@pytest.mark.parametrize(("key", "settings", "reason"), OBSTACLES)
-@pytest.mark.parametrize("asked", ["auto", "asked"])
-def test_what_cannot_be_is_left_out_with_its_reason(
-    key: str, settings: dict[str, Any], reason: str, asked: str
+@pytest.mark.parametrize(
+    ("key", "settings", "why"),
+    [
+        (COMPILE, {"adapter.dora": True}, "DoRA"),
+        (COMPILE, {"adapter.kind": "lokr"}, "lokr"),
+        (COMPILE, {"adapter.init": "pissa"}, "pissa"),
+        (COMPILE, {"adapter.rank_dropout": 0.1}, "dropout"),
+        (GRAPHS, {"train.deterministic": True}, "deterministic"),
+        (GRAPHS, {"memory.streamed_blocks": 3, LEVEL: "full"}, "streamed"),
+        (GRAPHS, {LEVEL: "offloaded"}, "host memory"),
+        (GRAPHS, {"memory.base_precision": "nf4"}, "nf4"),
+        (GRAPHS, {"adapter.text_encoder": True}, "text encoders"),
+    ],
+)
+def test_a_speedup_that_cannot_be_is_left_out_with_its_reason(
+    key: str, settings: dict[str, Any], why: str
 ) -> None:
-    wanted: Any = "auto" if asked == "auto" else {COMPILE: "blocks", GRAPHS: True}[key]
-    made = planned(**{"train.steps": 200_000, **settings, key: wanted})
-    value, why = settled(made, key)
-    assert value in ("none", False) and reason in why
-    assert ("instead of" in why) is (asked == "asked")
+    for wish in ("auto", {COMPILE: "blocks", GRAPHS: True}[key]):
+        made = quick(**{STEPS: 200_000, **settings, key: wish})
+        assert settled(made, key) == OFF[key] and why in reason(made, key)
+        assert ("instead of" in reason(made, key)) is (wish != "auto")
 
 
-def test_what_is_asked_for_is_done_where_it_can_be() -> None:
-    made = planned("quality", **{COMPILE: "blocks", GRAPHS: True, "train.steps": 1})
-    assert settled(made, COMPILE)[0] == "blocks" and settled(made, GRAPHS)[0] is True
-    on_cpu = planned("quality", WITHOUT_CARD, **{COMPILE: "blocks", GRAPHS: True})
-    assert settled(on_cpu, COMPILE)[0] == "blocks"
-    assert settled(on_cpu, GRAPHS) == (False, "instead of true: there is no GPU")
-    refused = planned(**{COMPILE: "none", GRAPHS: False, "train.steps": 200_000})
-    assert settled(refused, COMPILE)[0] == "none" and settled(refused, GRAPHS)[0] is False
+def test_a_wish_is_followed_where_it_can_be() -> None:
+    asked = {COMPILE: "blocks", GRAPHS: True, STEPS: 1}
+    made, on_cpu = (quick(each, priority="quality", **asked) for each in (H100, WITHOUT_CARD))
+    assert (settled(made, COMPILE), settled(made, GRAPHS)) == ("blocks", True)
+    assert (settled(on_cpu, COMPILE), settled(on_cpu, GRAPHS)) == ("blocks", False)
+    assert reason(on_cpu, GRAPHS) == "instead of true: there is no GPU"
+    refused = quick(**OFF, **{STEPS: 200_000})
+    assert {key: settled(refused, key) for key in OFF} == OFF
 
 
 def test_a_recording_that_does_not_fit_is_left_out() -> None:
-    free = int(planned(**{GRAPHS: False}).memory.peak_bytes * 1.02)
-    small = replace(WITH_TRITON, gpus=(replace(FAST, free_bytes=free),))
-    value, reason = settled(planned(hardware=small, **{GRAPHS: True}), GRAPHS)
-    assert value is False and "GiB predicted" in reason
+    size = quick(**{GRAPHS: False}).memory.peak_bytes * 1.02
+    made = quick(machine(80, **FAST, free_bytes=int(size)), **{GRAPHS: True})
+    assert settled(made, GRAPHS) is False and "GiB predicted" in reason(made, GRAPHS)
 
 
 def test_too_many_shapes_are_not_tried_unasked() -> None:
-    buckets = tuple((64 * (4 + k), 512) for k in range(MOST_SHAPES + 1))
-    for key in (COMPILE, GRAPHS):
-        value, reason = settled(planned(buckets=buckets, **{"train.steps": 200_000}), key)
-        assert value in ("none", False) and f"more than {MOST_SHAPES}" in reason
+    buckets = tuple((64 * (4 + k), 512) for k in range(17))
+    made = quick(buckets=buckets, **{STEPS: 200_000})
+    for key, off in OFF.items():
+        assert settled(made, key) == off and "more than 16" in reason(made, key)
 
 
 def test_shapes_of_passes() -> None:
@@ -131,5 +112,5 @@ def test_shapes_of_passes() -> None:
     assert pass_shapes({(8, 8): 4}, batch_size=4) == [(8, 8, 4)]
     assert pass_shapes({(8, 8): 4}, batch_size=6) == [(8, 8, 4), (8, 8, 2)]
     assert pass_shapes({(8, 8): 2}, batch_size=6, processes=2) == [(8, 8, 2), (8, 8, 1)]
-    found = pass_shapes({(8, 8): 2, (6, 10): 1}, batch_size=4)
-    assert found == [(8, 8, 2), (6, 10, 1), (8, 8, 1)], "full groups of large buckets first"
+    shapes = pass_shapes({(8, 8): 2, (6, 10): 1}, batch_size=4)
+    assert shapes == [(8, 8, 2), (6, 10, 1), (8, 8, 1)], "full groups of large buckets first"
