@@ -28,14 +28,32 @@ Card = dict[str, Any]
 _TOKEN = re.compile(r"hf_[A-Za-z0-9_]{8,200}")
 _TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _CAPITALS = {"xl": "XL", "base": "base", "medium": "medium", "large": "large"}
+_GOOD_FOR = {
+    "stabilityai/stable-diffusion-xl-base-1.0": "Comics, anime, people, styles: most checkpoints are of this kind",
+    "black-forest-labs/FLUX.1-dev": "Photos and people, long prompts",
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": "Small and quick, older checkpoints",
+    "Tongyi-MAI/Z-Image": "Photos and people, text in images",
+    "Qwen/Qwen-Image": "Text in images, exact prompts; large",
+    "lodestones/Chroma1-HD": "Photos and drawings, long prompts",
+    "black-forest-labs/FLUX.2-klein-base-4B": "Photos and drawings, small for its kind",
+    "black-forest-labs/FLUX.2-klein-base-9B": "Photos and drawings, long prompts",
+    "black-forest-labs/FLUX.1-schnell": "Images in few steps",
+    "Alpha-VLLM/Lumina-Image-2.0": "Drawings and photos, small",
+    "stabilityai/stable-diffusion-3.5-large": "Photos and styles, long prompts",
+    "stabilityai/stable-diffusion-3.5-medium": "Photos and styles, smaller",
+    "stabilityai/stable-diffusion-3-medium-diffusers": "Older; 3.5 medium took its place",
+}
+"""What each release is good for; those that most people use come first. Others are seldom used."""
+_IN_SIGHT = 3
+RECOMMENDED = next(iter(_GOOD_FOR))
 _PIPELINE_FILE = "model_index.json"
 
 
 def choices() -> list[Choice]:
     """Return what can be chosen, the automatic choice first."""
     return [
-        ("chosen for this machine", "auto"),
-        ("embedded miniature, to try things out", EMBEDDED),
+        ("automatic", "auto"),
+        ("miniature, to try things out", EMBEDDED),
         *(
             (f"{source}, {bytes_text(size)} on this machine", source)
             for source, size in sorted(_downloaded().items())
@@ -44,19 +62,24 @@ def choices() -> list[Choice]:
 
 
 def cards(released: list[Card]) -> list[Card]:
-    """Return the cards of the releases: name, owner, what there is to download."""
+    """Return the cards of the releases: name, what it is good for, what there is to download.
+
+    Those on this machine come first; all but those and the usual ones are folded away.
+    """
     here = _downloaded()
+    order = list(_GOOD_FOR)
     found = [
         {
             "source": row["source"],
             "name": title(str(row["source"])),
-            "owner": str(row["source"]).partition("/")[0],
+            "good_for": _GOOD_FOR.get(row["source"], "Seldom used"),
+            "recommended": row["source"] == RECOMMENDED,
+            "folded": row["source"] not in (*here, *order[:_IN_SIGHT]),
             "said": f"{bytes_text(here[row['source']])}, on this machine"
             if row["source"] in here
             else f"{bytes_text(row['download_bytes'])} to download",
             "here": row["source"] in here,
-            "family": row["family"],
-            "size": f"{row['parameters'] / 1e9:.1f} billion parameters, {row['resolution_px']}\u00a0px",
+            "size": f"Images of {row['resolution_px']} px",
             "licence": row["licence"],
             "allows": row["allows"],
             "gated": row["gated"] and row["source"] not in here,
@@ -64,7 +87,8 @@ def cards(released: list[Card]) -> list[Card]:
         }
         for row in released
     ]
-    return sorted(found, key=lambda card: not card["here"])
+    known = {source: place for place, source in enumerate(order)}
+    return sorted(found, key=lambda card: (not card["here"], known.get(card["source"], len(known))))
 
 
 def title(source: str) -> str:
@@ -97,8 +121,6 @@ def releases() -> list[Card]:
             rows.append(
                 {
                     "source": source,
-                    "family": name,
-                    "parameters": facts.parts["denoiser"].parameters,
                     "licence": licence.name if licence else "",
                     "allows": licence.allows if licence else "",
                     "gated": licence.is_gated if licence else False,
@@ -123,7 +145,7 @@ def sign_in(token: str) -> str:
     word = token.strip()
     if not _TOKEN.fullmatch(word):
         raise RequestError(
-            "this is no token of the Hub", fix="copy the whole token, which begins with hf_"
+            "this is no token of Hugging Face", fix="copy the whole token, which begins with hf_"
         )
     if any(os.environ.get(name) not in (None, "", word) for name in _TOKEN_VARIABLES):
         raise RequestError(

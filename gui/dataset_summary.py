@@ -69,8 +69,8 @@ KINDS = {
 _NOT_LISTED = frozenset({"score"})
 
 
-def summary(folder: Path, values: Mapping[str, Any]) -> Html:
-    """Return the report of a dataset."""
+def summary(folder: Path, values: Mapping[str, Any]) -> tuple[Html, bool]:
+    """Return the report of a dataset, and whether it warns of nothing."""
     count = int(number(values, "images"))
     findings = [
         row
@@ -78,7 +78,8 @@ def summary(folder: Path, values: Mapping[str, Any]) -> Html:
         if isinstance(row, dict) and row.get("kind") not in _NOT_LISTED
     ]
     counted = "1 image" if count == 1 else f"{count:,} images"
-    return tag(
+    is_good = not any(row.get("severity") in ("warning", "error") for row in findings)
+    report = tag(
         "div",
         tag("h2", tag("span", counted), ", ", tag("span", _verdict(values, findings))),
         tag("ul", *_groups(folder, findings), class_="findings") if findings else None,
@@ -96,6 +97,7 @@ def summary(folder: Path, values: Mapping[str, Any]) -> Html:
         ),
         class_="summary",
     )
+    return report, is_good
 
 
 def _verdict(values: Mapping[str, Any], findings: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""What the page Doctor says: what this machine trains with, what is missing, where things lie.
+"""What the page Machine says: what this machine trains with, what is missing, where things lie.
 
 Inputs: what `lora-train doctor` finds, the environment, folders. Outputs: escaped markup. No token
 is ever read into it, only whether there is one.
@@ -91,7 +91,7 @@ def machine(found: Hardware) -> Html:
     cores = f"{found.cpu_threads} core{'' if found.cpu_threads == 1 else 's'} to use"
     return tag(
         "section",
-        tag("h2", "This machine"),
+        tag("h2", "Processor and GPU"),
         tag("p", tag("b", where), " ", tag("span", f"({device.reason})", class_="quiet")),
         table(("part", "memory", ""), [*cards, (found.cpu_name, memory, cores)]),
     )
@@ -115,7 +115,7 @@ def packages(found: Hardware) -> Html:
         "section",
         tag("h2", "Packages"),
         tag("p", said, class_="error" if wrong else None),
-        table(("package", "version", "for", "to change it, type"), rows),
+        table(("package", "version", "for", "to change it, type in a terminal"), rows),
     )
 
 
@@ -161,10 +161,10 @@ def network(links: Hub) -> Html:
             "set HF_HUB_OFFLINE=1 before the start to forbid it."
         )
     token = (
-        "Logged in to the Hugging Face Hub; the token is neither shown nor written to logs."
+        "Signed in to Hugging Face; the token is neither shown nor written to logs."
         if links.token
-        else "Not logged in to the Hugging Face Hub. Only models with a licence to accept need it: "
-        "hf auth login"
+        else "Not signed in to Hugging Face. Only models with terms to accept need it: choose one on the "
+        "page Train, which asks for it."
     )
     return tag("section", tag("h2", "Network"), tag("p", offline), tag("p", token))
 

@@ -68,6 +68,7 @@ def view(work: Workplace, followed: Followed) -> Html:
     top = tag(
         "div",
         tag("h1", "Your trainings"),
+        link_button("Compare two", "/compare", icon_name="images", kind="big"),
         link_button("Train a LoRA", "/train?draft=new", icon_name="plus", kind="big primary"),
         class_="top",
     )
@@ -182,7 +183,7 @@ def _now(work: Workplace, run: RunEntry, seen: LiveTraining) -> Html:
             tag(
                 "p",
                 link_button("Open", link, kind="primary"),
-                _action("stop", "Stop", run),
+                _action("stop", "Stop, keeping everything", run),
                 class_="actions",
             ),
             class_="text",

@@ -17,8 +17,9 @@ from lora_trainer.reporting.charts import Html, join, table, tag
 from lora_trainer.reporting.sample_files import last_samples
 
 from . import lora_files, state
+from .bases import title
 from .lora_files import PREVIEW_SUFFIX, Entry, Header, LoraFile
-from .markup import delete_button, link_button, share_buttons
+from .markup import delete_button, link_button, share_buttons, try_out_notice, use_in_comfyui
 from .media import REPORT, run_url, thumb_url
 
 PAGE = "/library"
@@ -80,23 +81,26 @@ def _card(entry: Entry) -> Html:
     return tag(
         "article",
         tag("a", _picture(file, header), href=url, tabindex="-1"),
-        tag("h2", tag("a", file.path.stem, href=url, translate="no")),
+        tag("h2", tag("a", _name(entry), href=url, translate="no")),
         tag("p", header.title, class_="quiet", translate="no")
-        if _says_more(header, file)
+        if header.title not in ("", file.path.stem, _name(entry))
         else None,
         tag("p", file.note, class_="note", translate="no") if file.note else None,
         tag("p", header.problem, class_="error") if header.problem else None,
-        tag("p", "Marked as the best of its run.") if file.best else None,
-        tag("p", "Its run still trains.") if entry.training else None,
+        tag("p", "It still trains.") if entry.training else None,
         tag("dl", *_facts(entry)),
         _saves(entry),
-        tag("p", *_run_links(file), tag("a", "Download", href=_download(file)), class_="links"),
+        tag("p", *_run_links(file), class_="links"),
+        tag(
+            "p",
+            *(
+                link_button(label, url, icon_name="download", kind=kind)
+                for label, url, kind in _downloads(file, entry)
+            ),
+            class_="actions",
+        ),
         class_="lora",
     )
-
-
-def _says_more(header: Header, file: LoraFile) -> bool:
-    return header.title not in ("", file.path.stem)
 
 
 def _picture(file: LoraFile, header: Header) -> Html:
@@ -110,29 +114,51 @@ def _picture(file: LoraFile, header: Header) -> Html:
 def _facts(entry: Entry) -> Iterator[Html]:
     header = entry.header
     steps = entry.file.step or header.steps
+    if entry.is_best:
+        yield tag("div", tag("dt", "best"), tag("dd", f"step {steps:,}" if steps else ""))
     facts = {
-        "base": header.base,
+        "base": title(header.base),
         "trigger": header.trigger,
         "rank": header.rank,
-        "steps": f"{steps:,}" if steps else None,
-        "validation": entry.validation,
+        "steps": f"{steps:,}" if steps and not entry.is_best else None,
+        "error": entry.validation,
         "size": bytes_text(entry.file.size_bytes),
         "written": day(entry.file),
     }
     for name, value in facts.items():
         if value not in ("", None):
-            kept = None if name == "validation" else "no"
+            kept = None if name == "error" else "no"
             yield tag("div", tag("dt", name), tag("dd", str(value), translate=kept))
 
 
 def _run_links(file: LoraFile) -> Iterator[Html]:
-    yield tag("a", f"Run {file.run}", href=state.page_url(file.run))
+    yield tag("a", f"Training {file.run}", href=state.page_url(file.run))
     if (file.path.parent / REPORT).is_file():
         yield tag("a", "Report", href=run_url(file.run, REPORT), target="_blank")
 
 
-def _download(file: LoraFile) -> str:
-    return run_url(file.run, file.path.name)
+def _name(entry: Entry) -> str:
+    """Return the name of a LoRA: a save that is the one to take has that of its training."""
+    file = entry.file
+    return file.run if file.trained and file.step and not file.earlier else file.path.stem
+
+
+def _downloads(file: LoraFile, entry: Entry | None) -> Iterator[tuple[str, str, str]]:
+    """Yield label, address and kind of the downloads beside a file: the best one, the file, the last one.
+
+    `entry` is what its training wrote; None for the file of a tool.
+    """
+    if entry is None:
+        yield "Download", run_url(file.run, file.path.name), "primary"
+        return
+    last = next((save for save in entry.saves if save.last), entry.file)
+    for each in dict.fromkeys((entry.file, file, last)):
+        label = f"Download {_step(each)}"
+        if each is entry.file:
+            label = f"Download {_step(each)} (best)" if entry.is_best else label
+        elif each == last:
+            label = f"Download {_step(each)} (last)"
+        yield label, run_url(each.run, each.path.name), "primary" if each is entry.file else ""
 
 
 def _saves(entry: Entry) -> Html | None:
@@ -143,7 +169,7 @@ def _saves(entry: Entry) -> Html | None:
 
 
 def _earlier(count: int) -> str:
-    return "1 other save of this run" if count == 1 else f"{count} other saves of this run"
+    return "1 other step of it" if count == 1 else f"{count} other steps of it"
 
 
 def _step(file: LoraFile) -> str:
@@ -158,8 +184,10 @@ def day(file: LoraFile) -> str:
 
 def head(file: LoraFile, header: Header) -> Html:
     """Return the top of the page of one file."""
-    validation = lora_files.validation(file.path.parent) if file.trained else ""
-    entry = Entry(file=file, header=header, validation=validation)
+    result = lora_files.result_of(file.path.parent) if file.trained else None
+    entry = Entry(file=file, header=header)
+    if result is not None and result.file.path == file.path:
+        entry = result
     return tag(
         "div",
         tag("p", tag("a", "\u2190 All LoRAs", href=PAGE)),
@@ -168,16 +196,20 @@ def head(file: LoraFile, header: Header) -> Html:
             _picture(file, header),
             tag(
                 "div",
-                tag("h1", file.path.stem, translate="no"),
-                tag("p", header.title, translate="no") if _says_more(header, file) else None,
+                tag("h1", _name(entry), translate="no"),
+                tag("p", header.title, translate="no")
+                if header.title not in ("", file.path.stem, file.run)
+                else None,
                 tag("p", file.note, class_="note", translate="no") if file.note else None,
                 tag("p", header.problem, class_="error") if header.problem else None,
                 tag("dl", *_facts(entry)),
                 tag("p", *_run_links(file), class_="links"),
+                try_out_notice(file.run) if header.is_try_out else None,
                 tag(
                     "p",
-                    link_button(
-                        "Download", _download(file), icon_name="download", kind="big primary"
+                    *(
+                        link_button(label, url, icon_name="download", kind=f"big {kind}".strip())
+                        for label, url, kind in _downloads(file, result)
                     ),
                     *(
                         share_buttons(file.ref, for_others=not header.is_try_out)
@@ -187,6 +219,7 @@ def head(file: LoraFile, header: Header) -> Html:
                     delete_button("lora", file.ref, name=file.path.stem, then=PAGE),
                     class_="actions",
                 ),
+                None if header.is_try_out or header.problem else use_in_comfyui(header.trigger),
             ),
             class_="lora-head",
         ),

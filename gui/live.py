@@ -38,8 +38,8 @@ class LiveTraining:
 
     @property
     def percent(self) -> int:
-        """How much is done, rounded down: 100 is for what has ended."""
-        return int(100 * self.fraction)
+        """How much is done, rounded; 100 is for what has ended."""
+        return min(99, round(100 * self.fraction))
 
 
 def running(work: Workplace, followed: Followed) -> Mapping[str, LiveTraining]:

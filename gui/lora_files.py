@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from lora_trainer.reporting.status import read_status
 from . import state
 from .bases import EMBEDDED
 from .lora_names import read_names, write_names
-from .run_best import read_best
+from .run_best import read_best, recommended
 from .workplace import Workplace
 
 SUFFIX = ".safetensors"
@@ -48,7 +48,7 @@ Stamp = tuple[int, int]
 class LoraFile:
     """An adapter file of a run folder.
 
-    `trained` says that the run's training wrote it, not a tool; `step` is that of a save during it.
+    `trained` says that the run's training wrote it, not a tool, after `step` steps; `last` is its result.
     `best` is the one that somebody marked as such, `earlier` are the names it had, `note` what was noted.
     """
 
@@ -56,6 +56,7 @@ class LoraFile:
     path: Path
     trained: bool
     best: bool
+    last: bool
     step: int | None
     size_bytes: int
     changed_ns: int
@@ -121,12 +122,16 @@ class Header:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One LoRA of the library: the file that counts, and the saves during its training."""
+    """One LoRA of the library: the file to take, the others of its training, from the last one on.
+
+    `is_best`: somebody, or its loss on the held-out images, found it best.
+    """
 
     file: LoraFile
     header: Header
     saves: tuple[LoraFile, ...] = ()
     validation: str = ""
+    is_best: bool = False
     training: bool = False
 
 
@@ -247,26 +252,33 @@ def _searched(entry: Entry) -> str:
 
 
 def _entries_of(folder: Path, run: state.RunEntry) -> Iterator[Entry]:
-    """Yield the result of a run with its saves, then the files that tools made of it."""
-    files = list(_files(folder))
-    trained = sorted((file for file in files if file.trained), key=_worth)
-    best = next(iter(trained), None)
-    for file in files:
-        if file is best:
-            yield Entry(
-                file=file,
-                header=read_header(file),
-                saves=tuple(trained[1:]),
-                validation=validation(folder),
-                training=run.status.state == "running",
-            )
-        elif not file.trained:
+    """Yield what the training of a run wrote as one, then each file that tools made of it."""
+    if (result := result_of(folder)) is not None:
+        yield replace(result, training=run.status.state == "running")
+    for file in _files(folder):
+        if not file.trained:
             yield Entry(file=file, header=read_header(file))
 
 
-def _worth(file: LoraFile) -> tuple[bool, int]:
-    """Order what a training wrote: the one marked best, the result, saves from the last one on."""
-    return not file.best, -(file.step if file.step is not None else _AFTER_ALL_STEPS)
+def result_of(folder: Path) -> Entry | None:
+    """Return what the training of a run wrote, the file to take before the others; None for nothing yet."""
+    trained = [file for file in _files(folder) if file.trained]
+    if not trained:
+        return None
+    losses = dict(_validations(folder))
+    losses[_AFTER_ALL_STEPS] = losses[max(losses)] if losses else math.nan
+    trained.sort(key=lambda file: -(file.step or _AFTER_ALL_STEPS))
+    by_step = {file.step or _AFTER_ALL_STEPS: file.path.name for file in trained if not file.best}
+    take = recommended(by_step, losses, read_best(folder))
+    file = next((file for file in trained if take and file.path.name == take.file), trained[0])
+    loss = losses.get(file.step or _AFTER_ALL_STEPS, math.nan)
+    return Entry(
+        file=file,
+        header=read_header(file),
+        saves=tuple(other for other in trained if other is not file),
+        validation=against_base(loss, losses[0]) if math.isfinite(loss) and 0 in losses else "",
+        is_best=take is not None and take.is_found,
+    )
 
 
 def _files(folder: Path) -> Iterator[LoraFile]:
@@ -276,7 +288,7 @@ def _files(folder: Path) -> Iterator[LoraFile]:
     except OSError:  # it was removed meanwhile
         return
     name = str(_record(folder).get("name") or folder.name)
-    best, names = read_best(folder), read_names(folder)
+    best, names, status = read_best(folder), read_names(folder), read_status(folder)
     for path in paths:
         if path.suffix != SUFFIX or path.name.startswith(".") or path.is_symlink():
             continue
@@ -291,11 +303,14 @@ def _files(folder: Path) -> Iterator[LoraFile]:
             is_result = f"{name}{SUFFIX}" in (path.name, *earlier)
             own = is_best or is_result or (rolling is not None and rolling["name"] == name)
             step = int(rolling["step"]) if rolling and own else None
+            if is_result and status.state == "finished":
+                step = status.step
             yield LoraFile(
                 run=folder.name,
                 path=path,
                 trained=own,
                 best=is_best,
+                last=is_result,
                 step=best.step if best is not None and is_best else step,
                 size_bytes=stat.st_size,
                 changed_ns=stat.st_mtime_ns,
@@ -328,32 +343,31 @@ def _record(folder: Path) -> Mapping[str, Any]:
         return {}
 
 
-def validation(folder: Path) -> str:
-    """Compare the last validation of a run with that of its base, in words."""
+def _validations(folder: Path) -> Mapping[int, float]:
+    """Return the losses of a run on its held-out images by step, the base's at 0."""
     file = folder / "events.jsonl"
     try:
         stat = file.stat()
     except OSError:
-        return ""
-    return _validation_text(file, (stat.st_mtime_ns, stat.st_size))
+        return {}
+    return _losses_in(file, (stat.st_mtime_ns, stat.st_size))
 
 
 @lru_cache(maxsize=_MAX_HEADERS)
-def _validation_text(file: Path, stamp: Stamp) -> str:
+def _losses_in(file: Path, stamp: Stamp) -> Mapping[int, float]:
     """Read only the lines of validations, which are few: a list reads the events of all runs."""
-    losses: dict[float, float] = {}
+    losses: dict[int, float] = {}
     try:
         lines = [line for line in file.read_bytes().splitlines() if b'"validation"' in line]
     except OSError:
-        return ""
+        return {}
     for line in lines:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and row.get("event") == "validation":
-            losses[number(row, "step")] = number(row, "loss")
-    last = max((step for step in losses if math.isfinite(step)), default=0)
-    if not last or 0 not in losses:
-        return ""
-    return against_base(losses[last], losses[0])
+            step, loss = number(row, "step"), number(row, "loss")
+            if math.isfinite(step) and math.isfinite(loss):
+                losses[int(step)] = loss
+    return losses

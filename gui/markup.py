@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from urllib.parse import urlencode
 
 from lora_trainer.reporting.charts import Html, join, tag
 
@@ -26,7 +27,7 @@ STATE_ICONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """An entry of the bar: a page, its address, its icon; `tool` ones stand at the end, icon only."""
+    """An entry of the bar: a page, its address, its icon; `tool` ones stand at the end, small."""
 
     name: str
     path: str
@@ -41,8 +42,8 @@ PLACES = (
     Place(name="Queue", path="/queue", icon="list-ordered"),
     Place(name="LoRAs", path="/library", icon="layers"),
     Place(name="Trash", path="/trash", icon="trash-2", tool=True),
-    Place(name="Settings", path="/settings", icon="settings", tool=True),
-    Place(name="Doctor", path="/doctor", icon="stethoscope", tool=True),
+    Place(name="All settings", path="/settings", icon="settings", tool=True),
+    Place(name="Machine", path="/doctor", icon="stethoscope", tool=True),
 )
 
 
@@ -90,12 +91,39 @@ def share_buttons(ref: str, *, for_others: bool) -> tuple[Html, ...]:
         attributes={"data-share": "copy", "data-ref": ref},
     )
     publish = button(
-        "Publish",
+        "Publish to Hugging Face",
         icon_name="upload",
         kind="big",
         attributes={"data-share": "publish", "data-ref": ref},
     )
     return (copy, publish) if for_others else (publish,)
+
+
+def try_out_notice(run: str) -> Html:
+    """Return where the LoRA of a run on the built-in base can be used, and the way to one for other programs."""
+    return tag(
+        "p",
+        tag("b", "A try-out on the miniature: "),
+        "its LoRA works here, not in ComfyUI, Forge or A1111.",
+        " ",
+        tag("a", "Train it for ComfyUI", href="/train?" + urlencode({"again": run})),
+        class_="notice warning",
+    )
+
+
+def use_in_comfyui(trigger: str) -> Html:
+    """Return in a sentence how ComfyUI gets to use a LoRA file."""
+    word = [", and write ", tag("code", trigger), " in the prompt."] if trigger else ["."]
+    return tag(
+        "p",
+        tag("b", "Use it in ComfyUI: "),
+        "put the file into the folder ",
+        tag("code", "ComfyUI/models/loras"),
+        ", load it with the node ",
+        tag("code", "Load LoRA"),
+        *word,
+        class_="comfyui",
+    )
 
 
 def delete_button(kind: str, ref: str, *, name: str, then: str) -> Html:
@@ -147,11 +175,22 @@ def drop_zone() -> Html:
     return tag(
         "section",
         tag("div", icon("image-plus"), "Drop your images here", class_="what"),
-        button("Choose images", icon_name="upload", attributes={"data-for": "files"}),
-        button("Choose a folder", icon_name="folder-open", attributes={"data-for": "folder"}),
+        button(
+            "Choose images",
+            icon_name="upload",
+            kind="big primary",
+            attributes={"data-for": "files"},
+        ),
+        button(
+            "Choose a folder",
+            icon_name="folder-open",
+            kind="big primary",
+            attributes={"data-for": "folder"},
+        ),
         _chooser("files", accept="image/*,.txt,.zip"),
         _chooser("folder", webkitdirectory=""),
         tag("progress", max=1, value=0, hidden="", aria_label="of the files that are here"),
+        tag("p", "10 to 30 good images are a fine start.", class_="quiet"),
         tag("p", class_="said quiet", role="status"),
         class_="drop",
         aria_label="Your images",
@@ -191,10 +230,9 @@ def _links(page: str, *, tool: bool) -> Iterable[Html]:
             yield tag(
                 "a",
                 icon(place.icon),
-                None if tool else tag("span", place.name),
+                tag("span", place.name),
                 href=place.path,
-                title=place.name,
-                aria_label=place.name if tool else None,
+                class_="tool" if tool else None,
                 aria_current="page" if place.name == page else None,
             )
 
@@ -211,7 +249,7 @@ def _language_choice() -> Html:
         "location.reload();"
     )
     choice = tag("select", *names, aria_label="Language", onchange=choose)
-    return tag("span", icon("languages"), choice, class_="language", title="Language")
+    return tag("span", icon("languages"), tag("span", "Language"), choice, class_="language tool")
 
 
 def _mark() -> Html:

@@ -42,6 +42,7 @@ COURSE = {
     "prompts": "sampling.prompts",
     "resolution": "data.resolution",
     "rank": "adapter.rank",
+    "learning_rate": "optimizer.learning_rate",
 }
 """The settings that the page Train fills in from the plan, by the names of assets/course.js."""
 _REST = ("work", "working memory {size}")
@@ -76,7 +77,7 @@ def plan(values: Values) -> Html:
         memory_bar(values),
         details(values),
     )
-    return tag("div", line(values), demo(values), remarks(values), folded, class_="plan")
+    return tag("div", line(values), remarks(values), folded, class_="plan")
 
 
 def course(values: Values, draft: Draft, taken: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,6 +96,8 @@ def course(values: Values, draft: Draft, taken: Mapping[str, Any]) -> dict[str, 
         "prompts": text_of(setting(COURSE["prompts"]), prompts),
         "resolution": str(_value(settings, COURSE["resolution"])),
         "rank": str(_value(settings, COURSE["rank"])),
+        "learning_rate": str(_value(settings, COURSE["learning_rate"])),
+        "batch": _value(settings, "train.batch_size"),
         "taken": dict(taken),
         "own": [name for name, key in COURSE.items() if key in draft.settings],
     }
@@ -114,20 +117,6 @@ def line(values: Values) -> Html:
             class_="fit" if fits else "fit error",
         ),
         class_="plan-line",
-    )
-
-
-def demo(values: Values) -> Html | None:
-    """Return what the built-in base is not for; nothing for any other."""
-    if values.get("base") != EMBEDDED:
-        return None
-    return tag(
-        "p",
-        tag("b", "This is a try-out. "),
-        "The built-in miniature base draws images of 64 pixels, on any machine and without a "
-        "download. The result is not for ComfyUI, Forge or A1111. ",
-        tag("a", "Choose a base for those", href="#bases"),
-        class_="notice warning",
     )
 
 

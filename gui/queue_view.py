@@ -233,7 +233,9 @@ def _reason(work: Workplace, item: Item, *, resumes: bool) -> Html | None:
 def _command(item: Item) -> Html | None:
     if not item.argv:
         return None
-    return _details("command", item, "Command", tag("code", command_line(item.argv)))
+    return _details(
+        "command", item, "The same for a terminal", tag("code", command_line(item.argv))
+    )
 
 
 def _details(kind: str, item: Item, title: str, content: Html) -> Html:

@@ -87,12 +87,12 @@ def clone(work: Workplace, run: str, *, mended: bool = False) -> drafts.Draft:
         settings=chosen_settings(record),
         step=2 if dataset is not None else 1,
     )
-    mend = mend_of(look(folder, read_status(folder), now_s=time.time()), draft.settings)
+    mend = mend_of(look(folder, read_status(folder), now_s=time.time()), record)
     if mended and mend is not None:
         key = mend.setting.key
         draft = (
             expert_edit.changed(draft, key=key, text=mend.text)
-            if mend.text
+            if not mend.is_usual
             else draft.without_setting(key)
         )
     drafts.save(work, draft)

@@ -6,6 +6,7 @@ that no pruning of rolling exports removes, and best.json, which says of which s
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -32,10 +33,14 @@ from .lora_names import name_now, read_names
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """Which step was found best, and the file that holds it."""
+    """The step of a run to take, and the file that holds it.
+
+    `is_found`: by somebody or by its loss on the held-out images; else it is only the last one.
+    """
 
     step: int
     file: str
+    is_found: bool = True
 
 
 def best_name(folder: Path) -> str:
@@ -66,6 +71,27 @@ def _is_export(folder: Path, name: str) -> bool:
     return plain and (folder / name).is_file() and not (folder / name).is_symlink()
 
 
+def recommended(
+    files: Mapping[int, str], losses: Mapping[int, float], marked: Best | None
+) -> Best | None:
+    """Return the LoRA to take of a run, None without any file.
+
+    It is the one that somebody found best, else the one of the lowest loss on the held-out images of those whose
+    file is still there, else the last. `files` are the LoRAs and `losses` those of the validations, by step.
+    """
+    if marked is not None or not files:
+        return marked
+    kept = [step for step in files if step in losses]
+    step = min(kept, key=lambda step: losses[step]) if kept else max(files)
+    return Best(step=step, file=files[step], is_found=bool(kept) and len(files) > 1)
+
+
+def losses(history: RunHistory) -> Mapping[int, float]:
+    """Return the losses on the held-out images by step, without the base's."""
+    rows = [row for row in history.validations if math.isfinite(row.loss)]
+    return {row.step: row.loss for row in rows if row.step}
+
+
 def read_best(folder: Path) -> Best | None:
     """Return which step was found best; None if none was, or its file is gone."""
     file = name_now(folder, read_names(folder), best_name(folder))
@@ -88,7 +114,7 @@ def mark_best(folder: Path, history: RunHistory, step: int) -> Best:
         steps = ", ".join(f"{known:,}" for known in sorted(found)) or "none yet"
         raise RequestError(
             f"no LoRA file of step {step:,} is there, only of: {steps}",
-            fix="choose one of these, or press Save now at the step that is to be kept",
+            fix="choose one of these, or press Save a LoRA file now at the step that is to be kept",
         )
     target = folder / best_name(folder)
     temporary = folder / f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-best"

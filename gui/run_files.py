@@ -46,11 +46,11 @@ def _row(
     marked = best is not None and best.step == step
     button = tag(
         "button",
-        "\u2605 The best" if marked else "\u2606 Use this as the best",
+        "\u2605 Marked as the best" if marked else "\u2606 Mark this as the best",
         type="button",
         data_best=step,
         disabled="" if marked else None,
-        aria_label=f"Use step {step} as the best",
+        aria_label=f"Mark step {step} as the best",
     )
     link = tag("a", name, href=run_url(folder.name, name), download=name, translate="no")
     of = f"the best: step {step:,}" if best_of_all else f"step {step:,}"

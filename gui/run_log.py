@@ -23,6 +23,15 @@ _EXACTNESS = {
 }
 
 
+_PARTS = {
+    "gain": "what it learned",
+    "weights": "its weights in order",
+    "rank": "its rank in use",
+    "strength": "its strength",
+    "generalisation": "on images it never saw",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """One record in words; `fix` says what to do about it, `severity` how bad it is."""
@@ -128,8 +137,12 @@ def _words(row: Row) -> str:
         case "uploaded":
             return f"Uploaded to {row.get('address')}"
         case "measured":
-            parts = (f"{name} {value}" for name, value in mapping(row, "parts").items())
-            return f"Measured, of 1 each: {', '.join(parts)}"
+            named = mapping(row, "parts").items()
+            parts = (
+                f"{_PARTS.get(name, name)} {number({name: value}, name):.2f}"
+                for name, value in named
+            )
+            return f"How good the file is, of 1 each: {', '.join(parts)}"
         case "finished":
             early = f", early, as {row['early']}" if row.get("early") else ""
             return f"Finished: {row.get('export')}{early}"

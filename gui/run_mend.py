@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.config.config import SettingInfo, all_settings
+from lora_trainer.reporting.history import mapping
 
+from .expert_text import text_of
+from .run_settings import chosen_settings, preset_values
 from .run_state import Look
 
 _SET = re.compile(r"--set[ =](?P<key>[a-z_]+\.[a-z0-9_]+)=(?P<value>[^\s,;]+)")
@@ -20,35 +23,40 @@ _SET = re.compile(r"--set[ =](?P<key>[a-z_]+\.[a-z0-9_]+)=(?P<value>[^\s,;]+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Mend:
-    """A setting that is to be typed as `text`, or left to the preset where that is empty."""
+    """A setting that is to be typed as `text`, or left to the preset, whose value that is."""
 
     setting: SettingInfo
-    text: str = ""
+    text: str
+    is_usual: bool = False
 
     @property
     def label(self) -> str:
         """What the button says."""
         name = self.setting.label.lower()
-        return (
-            f"Train again with {name} {self.text}"
-            if self.text
-            else f"Train again with the usual {name}"
-        )
+        if self.is_usual:
+            if self.text in ("", "auto"):
+                return f"Train again, {name} as usual"
+            return f"Train again with the usual {name}, {self.text}"
+        return f"Train again with {name} {self.text}"
 
 
-def mend_of(seen: Look, chosen: Mapping[str, Any]) -> Mend | None:
+def mend_of(seen: Look, record: Mapping[str, Any]) -> Mend | None:
     """Return what the message of a failed run advises to change; None where it names no setting.
 
-    A setting in `chosen` that the message names is left to the preset where that is advised.
+    `record` is run.json. A setting somebody chose that the message names is left to the preset where that is advised.
     """
     if seen.status.state != "failed":
         return None
     what, _, fix = seen.status.message.partition(" Fix: ")
     known = {info.key: info for info in all_settings()}
     if "leave" in fix:
+        chosen = chosen_settings(record)
         named = [key for key in chosen if key in known and key in f"{what} {fix}"]
         if named:
-            return Mend(setting=known[named[0]])
+            usual = preset_values(mapping(record, "plan")).get(named[0])
+            return Mend(
+                setting=known[named[0]], text=text_of(known[named[0]], usual), is_usual=True
+            )
     advised = _SET.search(fix)
     if advised is None or advised["key"] not in known:
         return None

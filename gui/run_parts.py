@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
@@ -19,7 +20,7 @@ from lora_trainer.run.run_folder import BEST_RECORD
 
 from . import launch, state
 from .media import REPORT
-from .run_best import exports, read_best
+from .run_best import exports, losses, read_best, recommended
 from .run_files import files_html
 from .run_follow import Records
 from .run_log import log
@@ -45,6 +46,7 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
     folder, history = seen.folder, records.history
     exported, best = exports(folder, history), read_best(folder)
     files = (dict(exported), best, (folder / REPORT).is_file())
+    best_step = shown_best(folder, history)
     shown = head(seen, history)
 
     def with_machine() -> Html:
@@ -56,7 +58,9 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
         "head": Part(key=shown, draw=with_machine),
         "buttons": Part(key=possible(seen), draw=lambda: possible(seen)),
         "where": _where(seen),
-        "chart": Part(key=_chart_key(history), draw=lambda: _chart(history)),
+        "chart": Part(
+            key=(*_chart_key(history), best_step), draw=lambda: _chart(history, best_step)
+        ),
         "samples": Part(
             key=(len(history.samples), history.sessions, *files),
             draw=lambda: sample_sheet(folder, history, exported=exported, best=best),
@@ -65,6 +69,12 @@ def parts(seen: Look, records: Records) -> Mapping[str, Part]:
         "settings": Part(key=history.run, draw=lambda: settings_html(history.run)),
         "files": Part(key=files, draw=lambda: files_html(folder, exported=exported, best=best)),
     }
+
+
+def shown_best(folder: Path, history: RunHistory) -> int:
+    """Return the step that the chart marks as the best of those with a file, 0 for none."""
+    take = recommended(exports(folder, history), losses(history), read_best(folder))
+    return take.step if take is not None and take.is_found else 0
 
 
 def damaged_parts(seen: Look, reason: str) -> Mapping[str, Part]:
@@ -100,15 +110,15 @@ def _where(seen: Look) -> Part:
     return Part(key=unknown, draw=lambda: unknown)
 
 
-def _chart(history: RunHistory) -> dict[str, Any]:
+def _chart(history: RunHistory, best: int) -> dict[str, Any]:
     """Return the chart as it is at first, and whether there is one to look at more closely."""
     if not history.steps:
         said = tag("p", "The curve of the loss begins with the first step.", class_="quiet")
         return {"drawn": said, "steps": 0}
-    return {"drawn": loss_curve(history), "steps": history.steps[-1].step}
+    return {"drawn": loss_curve(history, LossView(best=best)), "steps": history.steps[-1].step}
 
 
-def chart_view(asked: Mapping[str, Any]) -> LossView:
+def chart_view(asked: Mapping[str, Any], *, best: int = 0) -> LossView:
     """Return how a page asks to see the chart; raises RequestError for an answer it does not offer."""
     smoothing: Any = asked.get("smoothing")
     first, last = asked.get("first"), asked.get("last")
@@ -120,10 +130,11 @@ def chart_view(asked: Mapping[str, Any]) -> LossView:
         outliers=asked.get("outliers") is True,
         first=first,
         last=last,
+        best=best,
     )
 
 
-def _chart_key(history: RunHistory) -> object:
+def _chart_key(history: RunHistory) -> tuple[object, ...]:
     """Return a key that changes about as often as a new step can be seen in the chart."""
     count = len(history.steps)
     stride = max(1, count // _REDRAWS)

@@ -14,7 +14,7 @@ from typing import Any
 from lora_trainer.reporting.history import RunHistory, SampleImage
 
 from .media import run_url
-from .run_best import Best
+from .run_best import Best, losses, recommended
 
 _IMAGE = re.compile(r"samples/step-\d{8,}/(asked-)?\d{2,}\.png")
 
@@ -22,7 +22,11 @@ _IMAGE = re.compile(r"samples/step-\d{8,}/(asked-)?\d{2,}\.png")
 def sample_sheet(
     folder: Path, history: RunHistory, *, exported: Mapping[int, str], best: Best | None
 ) -> dict[str, Any]:
-    """Return prompts, steps and the images where they meet; a missing image is null."""
+    """Return prompts, steps and the images where they meet; a missing image is null.
+
+    `best` is the step that somebody marked; without one the step that did best is shown as such.
+    """
+    take = recommended(exported, losses(history), best)
     newest = {(image.prompt, image.seed, image.step): image for image in history.samples}
     rows = list(dict.fromkeys((image.prompt, image.seed) for image in history.samples))
     steps = sorted({image.step for image in history.samples})
@@ -33,8 +37,9 @@ def sample_sheet(
             {
                 "step": step,
                 "name": f"step {step:,}" if step else "base",
-                "exported": step in exported,
-                "best": best is not None and best.step == step,
+                "file": run_url(folder.name, exported[step]) if step in exported else None,
+                "best": take is not None and take.is_found and take.step == step,
+                "marked": best is not None and best.step == step,
             }
             for step in steps
         ],

@@ -102,6 +102,17 @@ def chosen_settings(record: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
+def compared_settings(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of a run by their labels, without those of its name, its machine and its samples."""
+    left_out = (*_NOT_CLONED[1:], *_OF_THE_MACHINE, "output.", "sampling.")
+    values = mapping(record, "settings")
+    return {
+        info.label: value_text(values[info.key])
+        for info in all_settings()
+        if info.key in values and not info.key.startswith(left_out)
+    }
+
+
 def _titled(title: str, rows: Sequence[Sequence[str]]) -> Html | None:
     return join((tag("h3", title), table(_HEAD, rows, class_="settings"))) if rows else None
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from lora_trainer.common.errors import MachineError, TrainingStopped
-from lora_trainer.common.wording import against_base, bytes_text, duration_text, loss_text
+from lora_trainer.common.wording import bytes_text, duration_text
 from lora_trainer.queue import commands
 from lora_trainer.queue.commands import Download, Item
 from lora_trainer.reporting.control import Control
@@ -50,7 +50,8 @@ _STARTING = (
     (frozenset({"", "scan", "plan"}), "Check your images"),
     (frozenset({"cache"}), "Prepare the images and captions"),
     (frozenset({"load"}), "Load the base model"),
-    (frozenset({"train", "sample"}), "Train the first step"),
+    (frozenset({"sample"}), "Draw what the base makes of the prompts"),
+    (frozenset({"train"}), "Train the first step"),
 )
 _PHASES_OF_STAGES = {"caching": "cache", "training": "train"}
 _COUNTED = frozenset({"cache", "sample", "scan"})
@@ -175,7 +176,7 @@ def sentence(seen: Look, history: RunHistory) -> str:
             return f"Waits in the queue to be resumed from {where}."
         return f"Resuming from {where}."
     if status.state == "finished":
-        return _finished(status.step, history)
+        return f"Finished after {status.step:,} steps."
     if status.state == "stopped":
         return f"Stopped at {where}, its state saved; Resume goes on from there."
     if status.state == "failed":
@@ -325,14 +326,6 @@ def _goes_on_from(history: RunHistory) -> str:
     if step is None:
         return "nothing was saved yet, so a resume begins at the start"
     return f"a resume goes on from step {step:,}, the last saved state"
-
-
-def _finished(steps: int, history: RunHistory) -> str:
-    base, last = history.base_validation, history.last_validation
-    if base is None or last is None:
-        return f"Finished after {steps:,} steps."
-    against = against_base(last.loss, base.loss)
-    return f"Finished after {steps:,} steps; validation loss {loss_text(last.loss)}, {against}."
 
 
 def left_text(seconds: float) -> str:

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
-import psutil
-
 from lora_trainer.common.wording import (
     against_base,
     bytes_text,
@@ -23,20 +21,28 @@ from lora_trainer.common.wording import (
 )
 from lora_trainer.hardware.card_state import CardState
 from lora_trainer.reporting.charts import Html, tag
-from lora_trainer.reporting.history import RunHistory, ValidationRow, mapping, number, sequence
+from lora_trainer.reporting.history import RunHistory, mapping, number, sequence
 from lora_trainer.reporting.status import RunStatus
 
 from .bases import EMBEDDED
-from .markup import icon, link_button, progress, share_buttons
+from .markup import (
+    icon,
+    link_button,
+    progress,
+    share_buttons,
+    try_out_notice,
+    use_in_comfyui,
+)
 from .media import run_url
-from .run_best import exports, read_best
+from .run_best import exports, losses, read_best, recommended
 from .run_mend import mend_of
-from .run_settings import chosen_settings
 from .run_state import Look, Stage, explained, left_text, remarks, sentence, starting, step_s
 
 _LOSS_STEPS = 20
 _AS_GOOD = 1.02
 """Losses that differ by less are within the noise of a few held-out images."""
+_LEARNED_WELL, _LEARNED = 0.1, 0.02
+"""How much below the base's a loss is, as a fraction, that somebody may expect to see."""
 _MARGIN = 1.08
 """How much wider a memory bar is than the largest figure on it."""
 
@@ -68,19 +74,13 @@ def head(seen: Look, history: RunHistory, machine: str = "") -> Html:
 
 
 def machine_now(status: RunStatus, cards: Sequence[CardState]) -> str:
-    """Return load, temperature and power of the GPUs that a run trains on, and the memory in use of the machine.
+    """Return load, temperature and power of the GPUs that a run trains on; an empty text where there is none.
 
     A driver that does not tell who uses a GPU, as in a container, leaves all of them.
     """
     used = [card for card in cards if status.pid in card.users]
-    lines = [_card_now(card) for card in used or cards]
-    memory_now = psutil.virtual_memory()
-    used_bytes = memory_now.total - memory_now.available
-    used_text, total_text = bytes_text(used_bytes), bytes_text(memory_now.total)
-    gpus = ". ".join(filter(None, lines))
-    if not gpus:
-        return f"{used_text} of {total_text} of RAM in use."
-    return f"{gpus}. {used_text} of {total_text} of RAM in use."
+    lines = filter(None, map(_card_now, used or cards))
+    return " ".join(f"{line}." for line in lines)
 
 
 def _card_now(card: CardState) -> str:
@@ -115,52 +115,60 @@ def _stage(stage: Stage) -> Html:
 
 
 def next_steps(seen: Look, history: RunHistory) -> Html | None:
-    """Return what can be done with the LoRA of a finished run, and which step did best."""
+    """Return what can be done with the LoRA of a finished run, how well it learned, and which step did best."""
     if seen.status.state != "finished":
         return None
     files = exports(seen.folder, history)
-    offered = _offered(seen, history, files)
-    if offered is None:
+    measured = losses(history)
+    take = recommended(files, measured, read_best(seen.folder))
+    if take is None:
         return None
-    run = seen.folder.name
-    step, name = offered
-    ref = f"{run}/{name}"
-    page = "/library?" + urlencode({"file": ref})
+    run, is_try_out = seen.folder.name, mapping(history.run, "base").get("source") == EMBEDDED
+    ref = f"{run}/{take.file}"
+    trigger = mapping(history.run, "settings").get("data.trigger")
     return tag(
         "div",
+        tag("p", judgement(history, measured[take.step])) if take.step in measured else None,
+        try_out_notice(run) if is_try_out else None,
         tag(
             "p",
             link_button(
-                f"Download the LoRA of step {step:,}",
-                run_url(run, name),
+                f"Download step {take.step:,} (best)"
+                if take.is_found
+                else f"Download step {take.step:,}",
+                run_url(run, take.file),
                 icon_name="download",
                 kind="big primary",
             ),
-            link_button("Try it", page, icon_name="sparkles", kind="big"),
-            *share_buttons(ref, for_others=not _is_try_out(history)),
+            link_button(
+                "Try it", "/library?" + urlencode({"file": ref}), icon_name="sparkles", kind="big"
+            ),
+            *share_buttons(ref, for_others=not is_try_out),
             _again(run),
             class_="actions",
         ),
-        tag("p", _best_step(history, files), _other_steps(run, files, step)),
-        try_out(history),
+        None if is_try_out else use_in_comfyui(str(trigger or "")),
+        tag("p", _best_step(history, files), _other_steps(run, files, take.step)),
         class_="next",
     )
 
 
-def _offered(seen: Look, history: RunHistory, files: Mapping[int, str]) -> tuple[int, str] | None:
-    """Return step and file of the LoRA to take; `files` are the LoRAs by step.
-
-    It is the one that somebody found best, else the one that did best on the held-out images of those whose
-    file is still there, else the last.
-    """
-    best = read_best(seen.folder)
-    if best is not None:
-        return best.step, best.file
-    if not files:
-        return None
-    kept = [row for row in _measured(history) if row.step in files]
-    step = min(kept, key=lambda row: row.loss).step if kept else max(files)
-    return step, files[step]
+def judgement(history: RunHistory, loss: float) -> str:
+    """Return in a plain sentence how well a run learned, from the loss of its best step on the held-out images."""
+    base = history.base_validation
+    if base is None or not base.loss > 0:
+        return "Nothing was kept aside to measure how well it learned: look at the samples."
+    gain, error = 1 - loss / base.loss, against_base(loss, base.loss)
+    if gain >= _LEARNED_WELL:
+        return f"It learned well: on images it never saw, its error is {error}."
+    if gain >= _LEARNED:
+        return f"It learned: on images it never saw, its error is {error}."
+    if gain > -_LEARNED:
+        return "It changed little: on images it never saw, its error is about the base's."
+    return (
+        f"It learned its images by heart: on images it never saw, its error is {error}. "
+        "Train it shorter, or with more images."
+    )
 
 
 def _other_steps(run: str, files: Mapping[int, str], offered: int) -> Html | None:
@@ -191,57 +199,37 @@ def again_alone(seen: Look, history: RunHistory) -> Html | None:
     if seen.status.state not in {"failed", "stopped"} or seen.goes_on_soon:
         return None
     run = seen.folder.name
-    mend = mend_of(seen, chosen_settings(history.run))
-    mended = None
+    mend = mend_of(seen, history.run)
+    mended, opens = None, None
     if mend is not None:
         address = "/train?" + urlencode({"again": run, "mended": "1"})
         mended = link_button(mend.label, address, icon_name="sparkles", kind="big primary")
-    return tag("p", mended, _again(run), class_="actions next")
-
-
-def _is_try_out(history: RunHistory) -> bool:
-    return mapping(history.run, "base").get("source") == EMBEDDED
-
-
-def try_out(history: RunHistory) -> Html | None:
-    """Return where the LoRA of the built-in base can be used; nothing for any other base."""
-    if not _is_try_out(history):
-        return None
-    return tag(
-        "p",
-        "A try-out on the built-in miniature base: its LoRA works here, not in ComfyUI, Forge or A1111.",
-        class_="notice",
-    )
+        opens = tag("p", "Both open the page Train, filled in: nothing starts yet.", class_="quiet")
+    return tag("div", tag("p", mended, _again(run), class_="actions"), opens, class_="next")
 
 
 def _best_step(history: RunHistory, files: Mapping[int, str]) -> str:
     """Return which step did best on the held-out images, and where to look at it; `files` are the LoRAs by step."""
-    measured = _measured(history)
+    measured = losses(history)
     if not measured:
         return "Compare the samples below: an earlier step may look better than the last one."
-    last = measured[-1]
-    kept = [row for row in measured if row.step in files]
+    kept = {step: loss for step, loss in measured.items() if step in files}
     if not kept:
         return "No LoRA file is left of a step that was measured; compare the samples below."
-    best = min(kept, key=lambda row: row.loss)
-    if best.step == last.step:
-        said = f"The last step did best on the images kept aside: loss {loss_text(last.loss)}."
-    else:
-        said = (
-            f"Step {best.step:,} did best on the images kept aside (loss {loss_text(best.loss)}, "
-            f"at the end {loss_text(last.loss)}): {_samples_of(best.step, history)}."
-        )
-    lowest = min(measured, key=lambda row: row.loss)
-    if best.loss <= _AS_GOOD * lowest.loss:
+    best = min(kept, key=lambda step: kept[step])
+    equal = [f"{step:,}" for step, loss in kept.items() if loss <= _AS_GOOD * kept[best]]
+    said = (
+        f"Step {best:,} did best on the images kept aside: {_samples_of(best, history)}."
+        if len(equal) == 1
+        else f"Steps {', '.join(equal)} are practically equal on the images kept aside: choose by eye."
+    )
+    lowest = min(measured, key=lambda step: measured[step])
+    if kept[best] <= _AS_GOOD * measured[lowest]:
         return said
     return (
-        f"{said} Around step {lowest.step:,} the loss was lower ({loss_text(lowest.loss)}), but "
+        f"{said} Around step {lowest:,} the loss was lower ({loss_text(measured[lowest])}), but "
         "no LoRA file of it was kept; the setting Keep best keeps it."
     )
-
-
-def _measured(history: RunHistory) -> list[ValidationRow]:
-    return [row for row in history.validations if math.isfinite(row.loss) and row.step]
 
 
 def _samples_of(step: int, history: RunHistory) -> str:
@@ -279,7 +267,7 @@ def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
     if status.state == "running" and not seen.stopping:
         left = left_text(status.left_s)
         if left:
-            yield "Time left", left, ""
+            yield "Time left", left, "with samples and saves"
     elif history.phase_seconds:
         yield "Took", duration_text(math.fsum(history.phase_seconds.values())), ""
     pace_s = step_s(history)
@@ -289,7 +277,9 @@ def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
 
 
 def _percent(seen: Look) -> int:
-    return int(100 * seen.status.step / seen.status.steps)
+    """Return how much is done, rounded; 100 is for what has ended."""
+    share = round(100 * seen.status.step / seen.status.steps)
+    return min(share, 99) if seen.status.step < seen.status.steps else share
 
 
 def _losses(history: RunHistory) -> Iterator[Figure]:
@@ -299,7 +289,7 @@ def _losses(history: RunHistory) -> Iterator[Figure]:
     base, last = history.base_validation, history.last_validation
     if last is not None:
         against = against_base(last.loss, base.loss) if base is not None else ""
-        yield "Validation loss", loss_text(last.loss), against
+        yield "Validation loss", loss_text(last.loss), f"step {last.step:,}: {against}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +320,7 @@ def memory(history: RunHistory) -> Memory | None:
         else _highest(row.host_bytes for row in history.steps)
     )
     found = Memory(
-        now_of="VRAM of the whole card now {size}" if on_card else "Memory now {size}",
+        now_of="on the GPU, with all that uses it, now {size}" if on_card else "now {size}",
         now_bytes=last.vram_used_bytes if on_card else last.host_bytes,
         highest_bytes=highest,
         predicted_bytes=number(planned, "peak_bytes"),
@@ -362,7 +352,7 @@ def _memory_bar(history: RunHistory, *, goes: bool) -> Html | None:
     known = [now_bytes, found.highest_bytes, found.predicted_bytes, found.limit_bytes]
     scale = _MARGIN * _highest(known)
     highest = bytes_text(found.highest_bytes)
-    words = [f"This training at most {highest}"]
+    words = [f"this training at most {highest}"]
     if goes:
         words = [
             found.now_of.format(size=bytes_text(now_bytes)),
@@ -385,8 +375,8 @@ def _memory_bar(history: RunHistory, *, goes: bool) -> Html | None:
     sentence_ = ", ".join(words)
     return tag(
         "div",
+        tag("p", tag("b", "Memory: "), *_listed(words), ".", class_="quiet"),
         tag("div", *spans, *lines, class_="meter", role="img", aria_label=sentence_),
-        tag("p", *_listed(words), ".", class_="quiet"),
         class_="usage",
     )
 

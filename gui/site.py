@@ -52,8 +52,8 @@ PAGES = (
     Page(name="LoRAs", path="library", build=library_page.build),
     Page(name="Compare", path="compare", build=compare_page.build),
     Page(name="Trash", path="trash", build=trash_page.build),
-    Page(name="Settings", path="settings", build=expert.build),
-    Page(name="Doctor", path="doctor", build=doctor_page.build),
+    Page(name="All settings", path="settings", build=expert.build),
+    Page(name="Machine", path="doctor", build=doctor_page.build),
 )
 KIT = Page(name="Kit", path="_kit", build=kit.build)
 

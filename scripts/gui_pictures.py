@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -68,7 +69,7 @@ class Picture:
 
 EMPTY = (
     Picture(name="home-empty", path="/", ready=".drop"),
-    Picture(name="train-empty", path="/train?draft=new", ready="button:has-text('Browse'):enabled"),
+    Picture(name="train-empty", path="/train?draft=new", ready=".drop button"),
     Picture(name="datasets-empty", path="/datasets", ready=".ds-open"),
     Picture(name="queue-empty", path="/queue", ready="#queue .empty"),
     Picture(name="trash-empty", path="/trash", ready="text=The trash is empty"),
@@ -81,7 +82,11 @@ BUSY = (
     Picture(name="home-busy", path="/", ready="h2:has-text('Training now')"),
     Picture(name="train-images", path="/train?draft=new&folder={images}", ready=".ds-card img"),
     Picture(name="train-findings", path="/train?draft=new&folder={mixed}", ready=".ds-card img"),
-    Picture(name="train-plan", path="/train?draft=new&example=1", ready=".base-card .fits.slow"),
+    Picture(
+        name="train-plan",
+        path="/train?draft=new&example=1",
+        ready="button:has-text('Add to queue')",
+    ),
     Picture(
         name="train-bases",
         path="/train?draft=new&example=1",
@@ -124,7 +129,14 @@ BUSY = (
     Picture(name="run-error", path="/run?run=no-effect", ready=".run-head .failed"),
     Picture(name="compare", path="/compare?a=zibbo&b=zibbo-again", ready="img"),
     Picture(name="library", path="/library", ready=".lora"),
-    Picture(name="library-file", path="/library?file=zibbo/zibbo.safetensors", ready=".lora-head"),
+    Picture(
+        name="library-file",
+        path="/library?file=zibbo/zibbo-step00000240.safetensors",
+        ready=".lora-head",
+    ),
+)
+FOR_OTHERS = (
+    Picture(name="run-comfyui", path="/run?run=zibbo-large", ready=".run-chart svg:visible"),
 )
 
 
@@ -161,6 +173,14 @@ def main() -> None:
                     [picture for picture in STARTING if only in picture.name],
                     images,
                 )
+                for_other_programs(runs)
+                take(
+                    browser,
+                    server,
+                    [picture for picture in FOR_OTHERS if only in picture.name],
+                    images,
+                )
+                shutil.rmtree(runs / "zibbo-large")
                 reached(runs / "zibbo-again", "sample", step=60)
                 take(browser, server, [picture for picture in BUSY if only in picture.name], images)
             finally:
@@ -177,6 +197,15 @@ def with_findings(folder: Path) -> None:
         caption.unlink()
     image = min(folder.glob("*.png"))
     shutil.copyfile(image, image.with_name("again.png"))
+
+
+def for_other_programs(runs: Path) -> None:
+    """Copy the finished run as one of a base that ComfyUI has; only its record names that base."""
+    folder = shutil.copytree(runs / "zibbo", runs / "zibbo-large", dirs_exist_ok=True)
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    record["base"]["source"] = "stabilityai/stable-diffusion-xl-base-1.0"
+    record["settings"]["data.trigger"] = "zibbo"
+    (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
 
 
 def throw_away(runs: Path) -> None:
@@ -243,6 +272,7 @@ def take(browser: Any, server: GuiServer, pictures: Sequence[Picture], images: P
                 page.wait_for_function(SHOWN)
                 if picture.click:
                     page.locator(picture.click).click()
+                    page.mouse.move(0, 0)
                 if picture.scroll_to:
                     place = page.locator(picture.scroll_to).first
                     place.evaluate(

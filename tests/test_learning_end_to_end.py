@@ -114,7 +114,7 @@ def test_an_optimizer_that_changes_nothing(other: Toy, monkeypatch: pytest.Monke
 def test_a_rate_far_too_low(other: Toy) -> None:
     assert other.train(optimizer__learning_rate=1e-9, **LOOKED_AT) == 5
     reason = ended(other)
-    assert "after 50 steps the loss is as it was at every noise level" in reason
+    assert "after 50 steps the loss is as it was at the start" in reason
     assert "the learning rate, 1e-09, is far too low" in reason
 
 

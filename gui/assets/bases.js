@@ -1,73 +1,84 @@
-// The base models as cards: what each is, its licence, what there is to download, whether it fits this machine.
-// One card after another is planned, so that the page can be used meanwhile. A gated one leads to the Hub.
+// The base models as cards: what each is good for, its licence, what there is to download, whether it fits this
+// machine. One card after another is planned, so that the page can be used meanwhile; a folded one when it is unfolded.
+// Above the cards stands what the chosen one lacks: a gated one leads to Hugging Face, a try-out to a base that other
+// programs have.
 import { make } from "/ui/dialog.js";
 import { browse } from "/ui/browse.js";
 import { signIn } from "/ui/sign_in.js";
 
-const OWN = [
-  { source: "auto", name: "Chosen for this machine", owner: "lora-train", said: "The smallest full base on a GPU, else the miniature" },
-  { source: "embedded", name: "Miniature", owner: "built in", said: "Nothing to download", size: "To try things out, 64 px", licence: "Apache 2.0", allows: "free for every use" },
-];
-
-const OWN_FILE = { source: "", name: "Your own model", owner: "a file or folder on this machine", said: "Browse \u2026", size: "A checkpoint from Civitai or the Hub" };
+const AUTO = { source: "auto", name: "Automatic", said: "Chosen for this machine" };
+const MINIATURE = { source: "embedded", name: "Miniature", good_for: "To try things out, 64 px", said: "Nothing to download", licence: "Apache 2.0", allows: "free for every use", folded: true };
+const OWN_FILE = { source: "", name: "Your own model", good_for: "A checkpoint from Civitai or of your own", said: "Browse \u2026 Its kind is recognised, and nothing is downloaded." };
 
 export async function mount(place, server, act) {
-  const gate = make("div", { className: "gate notice", hidden: true });
-  place.after(gate);
+  const lacks = make("div", { className: "gate notice warning", hidden: true });
+  place.before(lacks);
   const draft = await draftId();
   const answer = await server.bases_list({ draft });
-  const list = [...OWN, ...(answer?.cards ?? [])];
+  const [first, ...others] = answer?.cards ?? [];
+  const list = [AUTO, ...(first ? [first] : []), OWN_FILE, ...others, MINIATURE];
   let signedIn = answer?.signed_in;
-  const choose = (source) => {
-    for (const button of place.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.source === source));
-    const row = list.find((each) => each.source === source);
-    gate.hidden = !row?.gated;
-    if (row?.gated) gate.replaceChildren(...gateOf(row, signedIn, () => signIn(server, { may: "read", done: ({ name }, shown) => {
+  let chosen = answer?.chosen ?? "auto";
+  const say = () => {
+    const row = list.find((each) => each.source === chosen);
+    const words = row?.gated ? gateOf(row, signedIn, () => signIn(server, { may: "read", done: ({ name }, shown) => {
       shown.end(`You are signed in as ${name}.`);
       signedIn = true;
-      choose(source);
-    } })));
+      say();
+    } })) : row === MINIATURE || row?.isTryOut ? tryOut(list.find((each) => each.recommended)) : [];
+    lacks.hidden = !words.length;
+    lacks.replaceChildren(...words);
   };
-  const cards = new Map(list.map((row) => [row.source, card(row, () => { choose(row.source); act({ source: row.source }); })]));
-  const own = card(OWN_FILE, () => browse(server, "base", (source) => { chooseOwn(source); act({ source }); }));
-  const chooseOwn = (source) => {
-    choose("");
-    own.setAttribute("aria-pressed", "true");
-    own.querySelector(".fits").textContent = source;
+  const choose = (source) => {
+    chosen = source;
+    const shown = cards.has(source) ? source : "";
+    for (const button of cards.values()) button.setAttribute("aria-pressed", String(button.dataset.source === shown));
+    if (!shown) cards.get("").querySelector(".fits").textContent = source;
+    say();
   };
-  place.replaceChildren(...[...cards.values()].slice(0, 1), own, ...[...cards.values()].slice(1));
+  const pick = (source) => { choose(source); act({ source }); };
+  const cards = new Map(list.map((row) => [row.source, card(row, () => (row.source ? pick(row.source) : browse(server, "base", pick)))]));
+  place.replaceChildren(...cards.values());
   const all = make("button", { type: "button", className: "all-bases", textContent: "Show all base models" });
   all.setAttribute("aria-expanded", "false");
   all.onclick = () => {
     const open = place.classList.toggle("open");
     all.setAttribute("aria-expanded", String(open));
     all.textContent = open ? "Show fewer" : "Show all base models";
+    if (open) plan(list.filter((row) => row.folded));
   };
   place.after(all);
-  const chosen = answer?.chosen ?? "auto";
-  if (cards.has(chosen)) choose(chosen);
-  else chooseOwn(chosen);
-  // A plan that a base is too large for has a button to leave it.
+  choose(chosen);
+  // A plan that a base is too large for has a button to leave it, and a try-out one to a base for other programs.
   document.addEventListener("click", ({ target }) => {
     const button = target.closest?.("[data-base]");
     if (button && place.isConnected) cards.get(button.dataset.base)?.click();
   });
   if (answer?.error) place.append(make("p", { className: "error notice", textContent: answer.error }));
-  for (const source of cards.keys()) {
-    if (!place.isConnected) return;
-    const fit = await server.base_fits({ draft, source });
-    if (!fit) return; // the server was ended
-    Object.assign(cards.get(source).querySelector(".fits"), { textContent: fit.said, title: fit.why, className: `fits ${fit.fits}` });
-    if (source === "auto" && fit.picks) cards.get(source).querySelector("small").textContent = fit.picks;
-  }
+  const plan = async (rows) => {
+    for (const row of rows) {
+      if (!place.isConnected) return;
+      const told = cards.get(row.source).querySelector(".fits");
+      if (!row.source || told.textContent) continue;
+      const fit = await server.base_fits({ draft, source: row.source });
+      if (!fit) return; // the server was ended
+      Object.assign(told, { textContent: fit.said, title: fit.why, className: `fits ${fit.fits}` });
+      if (row !== AUTO || !fit.picks) continue;
+      cards.get("auto").querySelector("b").replaceChildren("Automatic: ", make("span", { textContent: fit.picks }));
+      row.isTryOut = fit.is_try_out;
+      say();
+    }
+  };
+  await plan(list.filter((row) => !row.folded));
 }
 
-function card({ source, name, owner, said, here, size, licence, allows, gated, family, checkpoints }, onclick) {
+function card({ source, name, good_for: goodFor, recommended, folded, said, here, size, licence, allows, gated, checkpoints }, onclick) {
   const line = (textContent, className) => textContent && make("span", { textContent, className });
-  const button = make("button", { type: "button", className: "base-card", onclick },
-    emblem(family ?? source), make("b", { textContent: name }), make("small", { textContent: owner }),
-    ...[checkpoints && line(`Also for ${checkpoints}`, ""), line(size, "quiet"), line(said, here ? "good" : "quiet"), licence && terms(licence, allows),
-      gated && line("Accept its terms on the Hub first", "slow"), make("span", { className: "fits quiet" })].filter(Boolean));
+  const button = make("button", { type: "button", className: folded ? "base-card folded" : "base-card", onclick },
+    ...[recommended && make("mark", { className: "badge", textContent: "Recommended for ComfyUI" }), make("b", { textContent: name }),
+      line(goodFor, ""), checkpoints && line(`Also for ${checkpoints}`, ""),
+      line(size, "quiet"), line(said, here ? "good" : "quiet"), licence && terms(licence, allows),
+      gated && line("Accept its terms on Hugging Face first", "slow"), make("span", { className: "fits quiet" })].filter(Boolean));
   button.dataset.source = source;
   return button;
 }
@@ -76,22 +87,20 @@ function terms(licence, allows) {
   return make("span", { className: "quiet" }, make("span", { textContent: licence, translate: false }), ": ", make("span", { textContent: allows }));
 }
 
-/** Return a pattern of its own for each word: two discs before a slope of colours. */
-function emblem(word) {
-  let seed = 7;
-  for (const sign of word) seed = (seed * 31 + sign.codePointAt(0)) % 99991;
-  const mark = make("i", { className: "emblem" });
-  mark.setAttribute("aria-hidden", "true");
-  const numbers = { hue: (seed * 137) % 360, turn: `${(seed >> 2) % 180}deg`, x: `${15 + (seed % 7) * 6}%`, y: `${20 + (seed % 5) * 15}%`, z: `${60 + (seed % 6) * 6}%` };
-  for (const [name, value] of Object.entries(numbers)) mark.style.setProperty(`--${name}`, value);
-  return mark;
+function tryOut(recommended) {
+  const words = make("p", {}, make("b", { textContent: "This is a try-out with the miniature: images of 64 pixels, not for ComfyUI." }), " ",
+    make("span", { textContent: "For a LoRA that works in ComfyUI, Forge or A1111 choose a base below." }));
+  if (!recommended) return [words];
+  const take = make("button", { type: "button" }, `Take ${recommended.name}`);
+  take.dataset.base = recommended.source;
+  return [words, take];
 }
 
 function gateOf({ name, source }, signedIn, ask) {
-  const page = make("a", { href: `https://huggingface.co/${source}`, target: "_blank", rel: "noopener", textContent: "its page on the Hub" });
+  const page = make("a", { href: `https://huggingface.co/${source}`, target: "_blank", rel: "noopener", textContent: "its page on Hugging Face" });
   const words = make("p", {}, make("b", { textContent: `${name} asks you to accept its terms.` }), " ", "Do that once on ", page,
     signedIn ? ". You are signed in on this machine." : ", then sign in here, so that it can be downloaded.");
-  return signedIn ? [words] : [words, make("button", { type: "button", textContent: "Sign in to the Hub", onclick: ask })];
+  return signedIn ? [words] : [words, make("button", { type: "button", textContent: "Sign in to Hugging Face", onclick: ask })];
 }
 
 /** Return the draft of the page; its id comes into the address when the page is filled. */

@@ -11,16 +11,20 @@ export async function mount(place, server) {
     place.replaceChildren(said);
     return;
   }
+  const differences = make("p", { className: "differences" });
   const rows = make("div", { className: "pairs" });
   const asked = new URL(location.href).searchParams;
-  const draw = () => show(rows, said, sides);
+  const draw = () => { show(rows, said, sides); differ(differences, sides); };
   const first = asked.get("a");
   const sides = [
     new Side("First", "a", runs, first, server, draw),
     new Side("Second", "b", runs, asked.get("b") ?? runs.find((name) => name !== (first ?? runs[0])), server, draw),
   ];
-  place.replaceChildren(make("div", { className: "sides" }, ...sides.map((side) => side.node)), said, rows);
-  await Promise.all(sides.map((side) => side.load()));
+  place.replaceChildren(make("div", { className: "sides" }, ...sides.map((side) => side.node)), differences, said, rows);
+  await Promise.all(sides.map((side) => side.read()));
+  const drawn = sides.map((side) => side.drawn());
+  const common = drawn[0].findLast((step) => drawn[1].includes(step));
+  for (const side of sides) side.fill(common);
 }
 
 /** One of the two: which run, which step of it, and its sheet of samples. */
@@ -36,16 +40,30 @@ class Side {
   }
 
   async load() {
+    if (await this.read()) this.fill();
+  }
+
+  /** Ask for the sheet; false where another training was chosen meanwhile. */
+  async read() {
     const name = this.run.value;
     const sheet = (await this.server.compare_sheet({ run: name })) ?? { error: "The program does not answer; is it still running?" };
-    if (name !== this.run.value) return; // another one was chosen meanwhile
+    if (name !== this.run.value) return false;
     this.sheet = sheet;
-    const steps = sheet.steps ?? [];
+    return true;
+  }
+
+  /** Return the steps at which the first prompt was drawn. */
+  drawn() {
+    return (this.sheet.steps ?? []).filter((_, index) => this.sheet.images[0]?.[index]).map(({ step }) => step);
+  }
+
+  /** Offer the steps: first the one in the address, else the one that both have, else the best, else the last. */
+  fill(common) {
+    const steps = this.sheet.steps ?? [];
     this.step.replaceChildren(...steps.map((step, index) => make("option", { value: index, textContent: step.best ? `${step.name}, the best` : step.name })));
-    const wished = new URL(location.href).searchParams.get(`${this.key}-step`);
-    const at = steps.findIndex((step) => String(step.step) === wished);
-    const best = steps.findIndex((step) => step.best);
-    this.step.value = at >= 0 ? at : best >= 0 ? best : steps.findLastIndex((_, index) => sheet.images[0]?.[index]);
+    const asked = new URL(location.href).searchParams.get(`${this.key}-step`);
+    const wished = [Number(asked ?? NaN), common, steps.find((step) => step.best)?.step, this.drawn().at(-1)];
+    this.step.value = wished.map((at) => steps.findIndex(({ step }) => step === at)).find((index) => index >= 0) ?? 0;
     this.chosen();
   }
 
@@ -84,4 +102,13 @@ function show(rows, said, sides) {
   rows.replaceChildren(...shared.map((prompt) => make("figure", {},
     make("figcaption", { textContent: prompt.text || "(empty prompt)", dir: "auto", translate: !prompt.text }),
     ...sides.map((side) => side.picture(prompt)))));
+}
+
+/** Name the settings in which the two differ. */
+function differ(place, sides) {
+  const [one, other] = sides.map((side) => side.sheet?.settings ?? {});
+  const names = [...new Set([...Object.keys(one), ...Object.keys(other)])].filter((name) => one[name] !== other[name]);
+  place.replaceChildren(make("b", { textContent: names.length ? "What differs" : "Their settings are the same" }),
+    ...names.map((name) => make("span", {}, make("span", { textContent: name }), ": ",
+      make("span", { textContent: `${one[name] ?? "\u2013"} | ${other[name] ?? "\u2013"}`, translate: false }))));
 }

@@ -10,15 +10,16 @@ export function mount(place, { get, set, asked, onchange }) {
   const said = make("p", { className: "said" });
   said.setAttribute("role", "status");
   const prompts = make("textarea", { rows: 4, maxLength: 20000 });
-  const sizes = { resolution: number(), rank: number() };
-  const automatic = { steps: reset("steps"), resolution: reset("resolution"), rank: reset("rank"), prompts: reset("prompts") };
+  const sizes = { resolution: number(), rank: number(), learning_rate: number() };
+  const automatic = Object.fromEntries(["steps", "prompts", ...Object.keys(sizes)].map((name) => [name, reset(name)]));
   place.replaceChildren(
     make("fieldset", { className: "length" }, make("legend", { textContent: "How long, and how large" }),
       make("div", { className: "either" }, make("label", {}, "Steps", steps), make("span", { className: "quiet", textContent: "or" }),
         make("label", {}, "Times through your images", epochs)),
       said, automatic.steps,
       make("div", { className: "either" }, make("label", {}, "Size of the images, px", sizes.resolution), automatic.resolution,
-        make("label", {}, "Rank: how much it can learn", sizes.rank), automatic.rank)),
+        make("label", {}, "Rank: how much it can learn", sizes.rank), automatic.rank,
+        make("label", {}, "Learning rate", sizes.learning_rate), automatic.learning_rate)),
     make("div", { className: "prompts" }, make("label", {}, "What the samples show, one a line", prompts),
       make("p", { className: "quiet", textContent: "While it trains, an image is drawn for each line, so that you see what it has learned." }),
       automatic.prompts),
@@ -27,7 +28,7 @@ export function mount(place, { get, set, asked, onchange }) {
   place.unsent = unsent; // for the button Train: an older plan may take the place of `changed` as it is pressed
   let typing = null; // the field with a text that has not been sent
   place.addEventListener("input", (event) => { typing = event.target; });
-  steps.oninput = () => say(epochs, Math.round(10 * steps.value * ratio()) / 10);
+  steps.oninput = () => say(epochs, times(steps.value));
   epochs.oninput = () => say(steps, Math.max(1, Math.round(epochs.value / ratio())));
   for (const field of [steps, epochs]) field.onchange = () => change("steps", field.value.trim() && steps.value.trim());
   for (const [name, field] of Object.entries(sizes)) field.onchange = () => change(name, field.value.trim());
@@ -37,22 +38,26 @@ export function mount(place, { get, set, asked, onchange }) {
 
   function ratio() { return get()?.epochs_per_step ?? 0; }
 
+  /** Return how often each image is seen: a whole number, but where that is none. */
+  function times(count) {
+    const exact = count * ratio();
+    return exact < 2 ? Math.round(10 * exact) / 10 : Math.round(exact);
+  }
+
   function say(other, value) {
     other.value = (other === steps ? epochs : steps).value.trim() && ratio() ? value : "";
     sentence();
   }
 
   function sentence() {
-    const { images, held_out: kept } = get() ?? {};
+    const { images, held_out: kept, batch } = get() ?? {};
     const count = Number(steps.value);
     if (!images || !count) { said.textContent = "Left empty, it is chosen for your images."; return; }
-    const times = count * ratio();
-    const [length, all] = [count, images].map((number) => number.toLocaleString("en"));
-    const aside = kept === 1 ? " 1 more is kept aside to measure how well it learns."
-      : kept ? ` ${kept} more are kept aside to measure how well it learns.` : "";
-    const often = times >= 1.95 ? `${length} steps = ${Math.round(times).toLocaleString("en")} times each of the ${all} images.`
-      : times >= 0.95 ? `${length} steps = once each of the ${all} images.` : `${length} steps = some of the ${all} images.`;
-    said.replaceChildren(often, make("span", { textContent: aside }));
+    const [length, all, often] = [count, images, times(count)].map((number) => number.toLocaleString("en"));
+    const aside = kept ? ` ${kept} more kept aside, to measure how well it learns; the setting Validation fraction 0 trains on all.` : "";
+    const how = count * ratio() < 0.95 ? `${length} steps of ${batch} = some of the ${all} images.`
+      : `${length} steps of ${batch} = each of the ${all} images about ${often}\u00d7.`;
+    said.replaceChildren(how, make("span", { textContent: aside }));
   }
 
   function change(name, text) {
@@ -79,7 +84,7 @@ export function mount(place, { get, set, asked, onchange }) {
     if (Object.keys(unsent).length) return send();
     if (![steps, epochs].includes(typing)) {
       steps.value = value.steps;
-      epochs.value = Math.round(10 * value.steps * ratio()) / 10;
+      epochs.value = times(value.steps);
     }
     if (typing !== prompts) prompts.value = value.prompts;
     for (const [name, field] of Object.entries(sizes)) if (typing !== field) field.value = value[name];

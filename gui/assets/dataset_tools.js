@@ -85,8 +85,8 @@ class Tools {
     this.redo = button("Redo", () => desk.redo());
     this.search = field("Find", { type: "search", placeholder: "name or caption", oninput: redraw });
     this.order = choice("Order", [["name", "by name"], ["worst", "worst first"], ["best", "best first"]], redraw);
-    this.size = choice("Trained at", SIZES, () => this.remember());
-    this.trigger = field("Trigger word", { maxlength: 100, onchange: () => this.remember() });
+    this.size = choice("Size for the check", SIZES, () => this.remember());
+    this.trigger = field("Trigger word for the check", { maxlength: 100, onchange: () => this.remember() });
     this.crop = button("Show crop", () => this.toggleCrop(), { "aria-pressed": "false" });
     this.filters = make("div", { class: "ds-line", role: "group", "aria-label": "Filter by remark" });
     this.tags = make("div", { class: "ds-tags", role: "group", "aria-label": "Filter by tag" });
@@ -96,21 +96,22 @@ class Tools {
     this.backChosen = button("Put selected back", () => desk.putBack([...desk.chosen]));
     this.bulkPlace = make("div", { class: "ds-folded" });
     this.node = make("div", { class: "ds-tools" }, this.head, this.status, this.message, this.notesBox,
-      make("div", { class: "ds-line" }, this.undo, this.redo, this.search.node, this.order.node,
-        this.size.node, this.trigger.node, this.crop),
-      this.filters, this.tagBox,
-      make("div", { class: "ds-line" }, this.counter,
-        button("Select all shown", () => desk.selectAll(true)),
-        button("Select none", () => desk.selectAll(false)), this.excludeChosen, this.backChosen));
+      make("div", { class: "ds-line" }, this.undo, this.redo, this.search.node),
+      make("details", { class: "ds-more", open: matchMedia("(min-width: 40rem)").matches ? "" : null }, make("summary", {}, "Sort, select and filter"),
+        make("div", { class: "ds-line" }, this.order.node, this.size.node, this.trigger.node, this.crop),
+        this.filters, this.tagBox,
+        make("div", { class: "ds-line" }, this.counter,
+          button("Select all shown", () => desk.selectAll(true)),
+          button("Select none", () => desk.selectAll(false)), this.excludeChosen, this.backChosen)));
   }
 
   show(data) {
-    const buckets = Object.entries(data.check.buckets).map(([name, count]) => `${name} \u00d7 ${count}`);
+    const buckets = Object.entries(data.check.buckets).map(([name, count]) => `${count} at ${name.replace("x", "\u00d7")} px`);
     const images = data.pictures.length === 1 ? "1 image" : `${data.pictures.length.toLocaleString("en")} images`;
-    this.head.replaceChildren(images, ...(data.check.score === null ? [] : [make("span", {}, `, score ${data.check.score.toFixed(2)} of 1`)]));
+    this.head.replaceChildren(images, ...(data.check.score === null ? [] : [make("span", {}, data.check.score >= 0.8 ? ", good to train on" : data.check.score >= 0.6 ? ", usable, with weak points" : ", worth improving first")]));
     const error = data.problem || data.check.error;
     if (!this.desk.examining) {
-      this.status.textContent = error || (buckets.length ? `Trained in ${buckets.join(", ")}` : "");
+      this.status.textContent = error || (buckets.length ? `Trained as: ${buckets.join(", ")}` : "");
     }
     this.status.classList.toggle("ds-error", Boolean(error));
     for (const [node, title, word, none] of [[this.undo, data.undo, "Undo", "nothing to undo"], [this.redo, data.redo, "Redo", "nothing to redo"]]) {

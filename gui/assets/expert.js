@@ -144,7 +144,7 @@ function layOut() {
     presetNote,
   );
   root.replaceChildren(
-    make("h1", {}, "Settings"),
+    make("h1", {}, "All settings"),
     whose,
     summary,
     tools,

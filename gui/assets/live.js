@@ -84,13 +84,12 @@ function nameOf(run) {
 }
 
 function bell() {
-  const button = Object.assign(document.createElement("button"), { type: "button", className: "bare", title: "Tell me when it ends" });
-  button.setAttribute("aria-label", "Tell me when it ends");
+  const button = Object.assign(document.createElement("button"), { type: "button", className: "bare tool", title: "Tell me when it ends" });
   const icon = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   icon.setAttribute("class", "icon");
   icon.append(document.createElementNS("http://www.w3.org/2000/svg", "use"));
   icon.firstChild.setAttribute("href", "/ui/icons.svg#bell");
-  button.append(icon);
+  button.append(icon, Object.assign(document.createElement("span"), { textContent: "Notify me" }));
   button.onclick = async () => { await Notification.requestPermission(); button.remove(); };
   return button;
 }

@@ -1,4 +1,4 @@
-// The button "Sample now" of a training that goes on: a dialog that asks for the prompt.
+// The button "Draw samples now" of a training that goes on: a dialog that asks for the prompt.
 import { dialog, make } from "/ui/dialog.js";
 
 export function mount(element, server) {
@@ -7,7 +7,7 @@ export function mount(element, server) {
     const run = new URL(location.href).searchParams.get("run") ?? "";
     const { prompt: first } = (await server.first_prompt({ run })) ?? {};
     const prompt = make("textarea", { rows: 3, maxLength: 2000, value: first ?? "", dir: "auto" });
-    dialog("Sample now", {
+    dialog("Draw samples now", {
       fields: [make("label", {}, "Prompt", prompt)],
       note: "Drawn after the step that runs; the training itself stays the same. Left empty, the training's own prompts are drawn. Another prompt takes longer, because it has to be read first.",
       act: "Make samples",

@@ -94,21 +94,22 @@ function largeCell(at, isNow) {
 
 const said = make("p", { role: "status", class: "line" });
 const table = make("div", { class: "sheet-scroll", tabindex: "0", "aria-label": "samples" });
+const sideways = make("p", { class: "quiet sideways" }, "Swipe the table sideways: it has more steps.");
 const help = make(
   "p",
   { class: "quiet" },
-  "The star ☆ beside a step keeps its LoRA as the best one, under a name of its own. Click an image to enlarge it; the arrow keys then show other prompts and steps.",
+  "The arrow beside a step downloads its LoRA. Steps without one have no file: they were only drawn, or their file made room for newer ones. Click an image to enlarge it.",
 );
 const compareButton = button("Compare two pictures", () => openCompare());
 const newest = make("div", { class: "newest" });
 const everyStep = make("div", { class: "steps-head", id: "every-step" }, make("h3", {}, "Samples of every step"), compareButton);
-mount.append(newest, everyStep, help, table, said);
+mount.append(newest, everyStep, help, sideways, table, said);
 
 function draw() {
   sheet = props.value;
   const empty = !sheet || sheet.prompts.length === 0;
   drawNewest(empty);
-  help.hidden = everyStep.hidden = empty;
+  help.hidden = everyStep.hidden = sideways.hidden = empty;
   if (empty) {
     table.replaceChildren(make("p", { class: "quiet" }, "No sample images yet."));
     return;
@@ -126,15 +127,19 @@ function draw() {
 }
 
 function column(step) {
-  const label = step.best ? `${step.name} is the best` : `Use ${step.name} as the best`;
-  if (!step.exported && !step.best) return make("th", { scope: "col" }, step.name); // no LoRA file of it is there
-  const star = button(step.best ? "\u2605" : "\u2606", () => useAsBest(step), {
-    class: "star",
-    "aria-label": label,
-    title: label,
-    disabled: step.best ? "" : null,
-  });
-  return make("th", { scope: "col", class: step.best ? "best" : null }, step.name, " ", star);
+  const best = step.best ? [" ", make("mark", { class: "badge" }, "best")] : [];
+  const label = `Download the LoRA of ${step.name}`;
+  const file = step.file ? [" ", make("a", { href: step.file, download: "", "aria-label": label, title: label }, icon("download"))] : [];
+  return make("th", { scope: "col" }, step.name, ...best, ...file);
+}
+
+function icon(name) {
+  const [svg, use] = ["svg", "use"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
+  svg.setAttribute("class", "icon");
+  svg.setAttribute("aria-hidden", "true");
+  use.setAttribute("href", `/ui/icons.svg#${name}`);
+  svg.append(use);
+  return svg;
 }
 
 function row(prompt, index) {
@@ -169,7 +174,7 @@ async function useAsBest(step) {
     said.textContent = answer.said;
     said.classList.toggle("error", answer.refused);
     if (!answer.refused) {
-      sheet.steps.forEach((other) => (other.best = other.step === step.step));
+      sheet.steps.forEach((other) => (other.best = other.marked = other.step === step.step));
       trigger("click"); // the files name the best one too
       draw();
     }
@@ -204,7 +209,7 @@ const zoom = make(
   ),
   make(
     "p",
-    { class: "quiet" },
+    { class: "quiet keys" },
     "Keys: left and right another prompt, up a later step, down an earlier one, Escape closes.",
   ),
 );
@@ -227,9 +232,9 @@ function showCell() {
   const hasBase = sheet.steps[0].step === 0 && address({ ...cell, step: 0 }) !== null;
   baseButton.disabled = !hasBase;
   baseButton.title = hasBase ? "" : "the base model has not drawn this prompt";
-  bestButton.textContent = step.best ? "\u2605 The best" : "\u2606 Use this step as the best";
-  bestButton.disabled = step.best || !step.exported;
-  bestButton.title = step.exported ? "" : "no LoRA file of this step is there";
+  bestButton.textContent = step.marked ? "\u2605 Marked as the best" : "\u2606 Mark this step as the best";
+  bestButton.disabled = step.marked || !step.file;
+  bestButton.title = step.file ? "" : "no LoRA file of this step is there";
 }
 
 function move(prompts, steps) {
@@ -275,7 +280,7 @@ const compare = make(
   make("div", { class: "bar sides" }, sides[0].form, sides[1].form),
   make(
     "p",
-    { class: "quiet" },
+    { class: "quiet keys" },
     "Drag the slider, or press left and right while it is chosen. Escape closes.",
   ),
 );

@@ -13,8 +13,9 @@ from lora_trainer.reporting.history import read_history
 from .. import state
 from ..home_view import newest_samples
 from ..posted import Posted
-from ..run_best import read_best
+from ..run_best import exports, read_best
 from ..run_samples import sample_sheet
+from ..run_settings import compared_settings
 from ..workplace import Workplace
 from .gradio_events import answering, html, module
 
@@ -31,7 +32,10 @@ def build(work: Workplace) -> None:
     def compare_sheet(posted: Posted) -> dict[str, Any]:
         folder = state.run_folder(work.runs, posted.text("run"))
         history = read_history(folder)
-        return sample_sheet(folder, history, exported={}, best=read_best(folder))
+        sheet = sample_sheet(
+            folder, history, exported=exports(folder, history), best=read_best(folder)
+        )
+        return {**sheet, "settings": compared_settings(history.run)}
 
     html("<h1>Compare two trainings</h1>")
     html(

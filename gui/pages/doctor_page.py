@@ -1,4 +1,4 @@
-"""The page Doctor: what this machine has, what is missing, where things lie, and the cache.
+"""The page Machine: what this machine has, what is missing, where things lie, and the cache.
 
 Input: the workplace. The page looks when it is opened; only the cache can be changed here.
 """
@@ -21,7 +21,7 @@ from .gradio_events import PRIVATE, QUIET, html
 
 def build(work: Workplace) -> None:
     """Lay the page out."""
-    html("<h1>Doctor</h1>")
+    html("<h1>Machine</h1>")
     report = html("<p>Looking\u2026</p>", elem_classes="doctor")
     ask = gr.Button("Clear the cache\u2026", scale=0, min_width=180)
     with gr.Column(visible=False) as confirm:

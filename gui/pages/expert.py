@@ -1,4 +1,4 @@
-"""The page Settings: every setting of a draft, with what is in force and where it comes from.
+"""The page All settings: every setting of a draft, with what is in force and where it comes from.
 
 Inputs: the draft in the address, else the newest one; what is typed. Outputs: the draft's file, which
 the page Train shows too. The form is drawn by assets/expert*.js from JSON, so that a hundred fields

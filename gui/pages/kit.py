@@ -83,6 +83,7 @@ def components() -> Html:
         stages_html(_STAGES),
         note_html("A remark."),
         tag("p", "A warning.", class_="notice warning"),
+        tag("p", tag("mark", "best", class_="badge")),
         error_html("A refusal says what was found and what to do."),
         drop_zone(),
         tag("h2", "Fields"),

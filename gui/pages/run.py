@@ -24,16 +24,16 @@ from ..asset_files import asset
 from ..markup import error_html, note_html
 from ..posted import Posted
 from ..run_follow import Followed
-from ..run_parts import Part, chart_view, damaged_parts, parts, stamp
+from ..run_parts import Part, chart_view, damaged_parts, parts, shown_best, stamp
 from ..run_state import look
 from ..workplace import Workplace
 from . import share, trash_page
 from .gradio_events import PRIVATE, QUIET, TICK_S, answering, html, looked_at, module
 
 _BUTTONS = {
-    "sample": "Sample now",
-    "save": "Save now",
-    "stop": "Stop",
+    "sample": "Draw samples now",
+    "save": "Save a LoRA file now",
+    "stop": "Stop, keeping everything",
     "force": "Force stop",
     "end": "End the process",
     "resume": "Resume",
@@ -190,9 +190,10 @@ def _draw_chart(work: Workplace, followed: Followed) -> Callable[[Any], dict[str
     def draw_chart(asked: Any) -> dict[str, str]:
         values = asked if isinstance(asked, dict) else {}
         try:
-            view = chart_view(values)
             folder = state.run_folder(work.runs, str(values.get("run")))
-            return {"drawn": loss_curve(followed.read(folder).history, view)}
+            history = followed.read(folder).history
+            view = chart_view(values, best=shown_best(folder, history))
+            return {"drawn": loss_curve(history, view)}
         except (LoraTrainError, OSError) as error:
             return {"drawn": error_html(str(error))}
 

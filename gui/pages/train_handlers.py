@@ -202,9 +202,11 @@ def base_cards(work: Workplace, plans: Plans) -> list[Callable[[Any], dict[str, 
         fits, said = plan_view.pace(answer.values)
         why = plan_view.fit_sentence(mapping(answer.values, "memory"))
         base = str(answer.values.get("base"))
-        if base == bases.EMBEDDED:
+        is_try_out = base == bases.EMBEDDED
+        if is_try_out:
             fits, said = "slow", "A try-out, not for ComfyUI or Forge"
-        return {"fits": fits, "said": said, "why": why, "picks": bases.title(base)}
+        picks = bases.title(base)
+        return {"fits": fits, "said": said, "why": why, "picks": picks, "is_try_out": is_try_out}
 
     return [bases_list, base_fits, answering(hub_sign_in), *browsing(work)]
 
@@ -327,8 +329,9 @@ def _report(work: Workplace, draft: Draft) -> list[Any]:
         return [error_html(str(error)), {"folder": ""}, gr.Button(visible=False)]
     if answer.values is None:
         return [error_html(answer.error), {"folder": ""}, gr.Button(visible=False)]
-    report = summary(folder, answer.values)
-    return [report, {"folder": str(folder)}, gr.Button(visible=True)]
+    report, is_good = summary(folder, answer.values)
+    on = "Looks good, next step" if is_good else "Continue anyway"
+    return [report, {"folder": str(folder)}, gr.Button(on, visible=True)]
 
 
 def _plan(work: Workplace, draft: Draft, course: Any) -> list[Any]:
@@ -345,9 +348,17 @@ def _plan(work: Workplace, draft: Draft, course: Any) -> list[Any]:
     return [
         plan_view.plan(answer.values),
         plan_view.course(answer.values, draft, course.get("changed", {})),
-        gr.Button(interactive=True),
+        gr.Button(_train_label(work, answer.values), interactive=True),
         plan_view.brief(answer.values),
     ]
+
+
+def _train_label(work: Workplace, values: Mapping[str, Any]) -> str:
+    """Return what the button does with a plan: another training that goes on comes first."""
+    waits = any(not item.has_ended for item in commands.items(work.runs))
+    if waits or commands.outside(work.runs, ()):
+        return "Add to queue"
+    return "Train a try-out" if values.get("base") == bases.EMBEDDED else "Train"
 
 
 def _no_plan(draft: Draft, line: str) -> list[Any]:
@@ -357,7 +368,7 @@ def _no_plan(draft: Draft, line: str) -> list[Any]:
         attributes: dict[str, str | float | None] = {"data-base": "auto"}
         plan = join([plan, button("Choose a base for this machine", attributes=attributes)])
     why = note_html(f"Train waits for a plan that works: {line.partition(' Fix: ')[0]}")
-    return [plan, gr.skip(), gr.Button(interactive=False), why]
+    return [plan, gr.skip(), gr.Button("Train", interactive=False), why]
 
 
 def _item(work: Workplace, draft: Draft) -> commands.Item | None:

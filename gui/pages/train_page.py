@@ -74,8 +74,7 @@ _REMEMBER = """(id) => {
 }"""
 _BASES_HEAD = (
     '<h2 id="bases">The base model it learns on</h2><p class="quiet">Take the kind of model that you draw with: '
-    "the LoRA works with every checkpoint made from it, in ComfyUI and in most cases in Forge. "
-    "The miniature is for trying things out here.</p>"
+    "the LoRA works with every checkpoint made from it.</p>"
 )
 _KINDS = {
     "person": "A person or character",
@@ -127,7 +126,7 @@ def build(work: Workplace) -> None:
     with gr.Walkthrough(selected=IMAGES) as walk:
         with gr.Step("Images", id=IMAGES):
             dataset, look, report, images, good = _images_step(work)
-        with gr.Step("Check", id=CHECK):
+        with gr.Step("Settings", id=CHECK):
             (
                 concept,
                 base,
@@ -175,12 +174,14 @@ def build(work: Workplace) -> None:
 
 def _images_step(work: Workplace) -> tuple[Any, ...]:
     html(drop_zone(), js_on_load=_DROP)
-    with gr.Row(elem_classes="or-typed"):
+    with (
+        gr.Accordion("Images that are already on the computer that trains", open=False),
+        gr.Row(elem_classes="or-typed"),
+    ):
         dataset = gr.Textbox(
             label="Folder with your images",
             placeholder="/path/to/a/folder/with/images",
-            info="Used where it is; captions that you change are saved beside the images. "
-            "10 to 30 good images are a fine start.",
+            info="Used where it is; captions that you change are saved beside the images.",
             max_lines=1,
             scale=5,
             elem_id="dataset",
@@ -191,7 +192,7 @@ def _images_step(work: Workplace) -> tuple[Any, ...]:
             server_functions=browsing(work),
             elem_classes="browse",
         )
-        look = gr.Button("Look at the images", variant="primary", scale=1, min_width=200)
+        look = gr.Button("Look at the images", scale=1, min_width=200)
     report = html()
     desk = DatasetDesk(work=work)
     images = html(
@@ -214,6 +215,14 @@ def _check_step(work: Workplace) -> tuple[Any, ...]:
         js_on_load=_BASES,
         server_functions=base_cards(work, Plans(work)),
     )
+    base = gr.Dropdown(
+        label="Or another one",
+        choices=[("automatic", "auto")],
+        value="auto",
+        allow_custom_value=True,
+        info="A model that is on this machine, its folder or file, or a name on Hugging Face such as owner/name.",
+        elem_classes="other-base",
+    )
     concept = gr.Radio(
         label="What do your images show?",
         choices=[(about, word) for word, about in _KINDS.items()],
@@ -225,25 +234,27 @@ def _check_step(work: Workplace) -> tuple[Any, ...]:
         choices=[(_ABOUT[value], value) for value in PRIORITIES],
         value="balanced",
     )
+    with gr.Row():
+        trigger = gr.Textbox(
+            label="Trigger word (optional)",
+            info="A rare word that calls it up later in a prompt. While it trains the word goes before each "
+            "caption that lacks it, and into the samples' prompts; your files stay as they are.",
+            max_lines=1,
+            scale=2,
+            min_width=300,
+        )
+        name = gr.Textbox(
+            label="Name (optional)",
+            info="Of the training and its file.",
+            max_lines=1,
+            min_width=300,
+        )
     plan = html(note_html("The plan appears here."))
     course = html(value={}, html_template='<div class="course" hidden></div>', js_on_load=_COURSE)
     with gr.Row():
-        base = gr.Dropdown(
-            label="Base model",
-            choices=[("chosen for this machine", "auto")],
-            value="auto",
-            allow_custom_value=True,
-            info="One of these, a Hub id such as owner/name, a folder or a .safetensors file.",
-        )
-        trigger = gr.Textbox(
-            label="Trigger word (optional)",
-            info="A rare word that will call up what you train, put in front of every caption.",
-            max_lines=1,
-        )
-        name = gr.Textbox(label="Name (optional)", info="Of the run and its file.", max_lines=1)
+        back = gr.Button("Back to the images", min_width=180, scale=0)
+        settings_link = gr.Button("Show all settings", link="/settings", min_width=160, scale=0)
     with gr.Row(elem_classes="go-on"):
-        back = gr.Button("Back", min_width=120)
-        settings_link = gr.Button("Show all settings", link="/settings", min_width=160)
         beside_train = html(elem_classes="beside-train")
         train = gr.Button("Train", variant="primary", min_width=160)
     return (

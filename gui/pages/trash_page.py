@@ -21,7 +21,11 @@ from ..workplace import Workplace
 from .gradio_events import QUIET, answering, html, module
 
 _MOUNT = module("trash.js", "module.mount(element, server);")
-_KINDS = {"run": "a run", "lora": "a LoRA", "dataset": "a dataset"}
+_KINDS = {
+    "run": "Training with its LoRAs and samples, deleted {when}",
+    "lora": "LoRA file, deleted {when}",
+    "dataset": "Images that were uploaded, deleted {when}",
+}
 
 
 def attach(work: Workplace) -> None:
@@ -91,7 +95,7 @@ def _row(thrown: trash.Thrown) -> Html:
         tag(
             "div",
             tag("h2", thrown.name, translate="no"),
-            tag("p", f"{_KINDS.get(thrown.kind, thrown.kind)}, deleted {when}", class_="quiet"),
+            tag("p", _KINDS.get(thrown.kind, "{when}").format(when=when), class_="quiet"),
         ),
         button(
             "Put back",

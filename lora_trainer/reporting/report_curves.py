@@ -44,6 +44,7 @@ SMALL = (
 _MAX_STRIPS = 120
 _MARKS_LEGEND = {
     "saved": "triangles: saves",
+    "best": "solid green rule: step {best:,}, the best of the saved steps",
     "memory": "dashed rules: recovered from out of memory",
     "change": "dotted rules: changed settings",
     "resumed": "green rules: resumes",
@@ -57,13 +58,14 @@ SMOOTHING: Mapping[Smoothing, float] = {"none": 0.0, "some": 1 / 20, "much": 1 /
 
 @dataclass(frozen=True, kw_only=True)
 class LossView:
-    """How the loss chart is looked at: from step `first` to `last`, both included."""
+    """How the loss chart is looked at: from step `first` to `last`, both included; `best` is marked, 0: none."""
 
     smoothing: Smoothing = "some"
     log: bool = False
     outliers: bool = False
     first: int = 0
     last: int = sys.maxsize
+    best: int = 0
 
     def holds(self, step: int) -> bool:
         return self.first <= step <= self.last
@@ -87,8 +89,9 @@ def loss_curve(history: RunHistory, view: LossView = WHOLE) -> Html:
         marks=tuple(mark for mark in history.marks if view.holds(mark.step)),
     )
     chart = _loss_chart(history, smoothed=smoothed, span_steps=span_steps, view=view)
-    kinds = {mark_css(mark) for mark in history.marks}
-    legend = "; ".join(words for kind, words in _MARKS_LEGEND.items() if kind in kinds)
+    kinds = {mark.css for mark in chart.marks}
+    words = (words for kind, words in _MARKS_LEGEND.items() if kind in kinds)
+    legend = "; ".join(words).format(best=view.best)
     if legend:
         legend = f"{legend[0].upper()}{legend[1:]}. Point at anything for its figures."
     notes = filter(None, (legend, *_notes(chart, history.steps)))
@@ -193,7 +196,7 @@ def _loss_chart(
         y_label="loss",
         lines=[positive(line) for line in lines] if view.log else lines,
         levels=levels,
-        marks=[_mark(mark) for mark in history.marks],
+        marks=[*map(_mark, history.marks), *_best_mark(view)],
         strips=_strips(steps, smoothed),
         top=None if view.outliers else axis_top(losses, must_show=must_show),
         log=view.log,
@@ -237,15 +240,22 @@ def _mark(mark: MarkRow) -> Mark:
         event = "{key} {old} -> {new}: {reason}".format_map(defaultdict(lambda: None, fields))
     return Mark(
         x=mark.step,
-        css=mark_css(mark),
+        css=_mark_css(mark),
         tooltip=f"step {mark.step:,}: {event}",
         rule=mark.kind != "saved",
     )
 
 
-def mark_css(mark: MarkRow) -> str:
+def _mark_css(mark: MarkRow) -> str:
     """Return the CSS class of a mark: its kind, or `memory`."""
     return "memory" if is_recovery(mark) else mark.kind
+
+
+def _best_mark(view: LossView) -> list[Mark]:
+    if not view.best or not view.holds(view.best):
+        return []
+    tip = f"step {view.best:,}: the best of the saved steps"
+    return [Mark(x=view.best, css="best", tooltip=tip, rule=True)]
 
 
 def is_recovery(mark: MarkRow) -> bool:

@@ -117,13 +117,13 @@ def without_movement(step: int, about: LearningContext) -> TrainingStopped:
 def without_effect(step: int, about: LearningContext, *, change: float) -> TrainingStopped:
     """Return the error of a run whose losses have not changed by a step, with the likely cause."""
     symptom = (
-        f"nothing is learned: after {step} steps the loss is as it was at every noise level, and the whole run "
-        f"would change it by {100 * change:.2g} % at most"
+        f"nothing is learned: after {step} steps the loss is as it was at the start, and the whole run "
+        f"would change it by less than {max(0.01, 100 * change):.2g} %"
     )
     if about.alpha_over_rank < 0.01:
         cause = f"the adapter's update is scaled by only {about.alpha_over_rank:g} (adapter.alpha / adapter.rank)"
         fix = "leave adapter.alpha out; it then equals adapter.rank"
     else:
         cause = f"the learning rate, {about.rate:g}, is far too low"
-        fix = "raise optimizer.learning_rate a hundredfold, or leave it out for the preset's"
+        fix = "leave optimizer.learning_rate out for the preset's, which suits most images"
     return TrainingStopped(f"{symptom}; likely cause: {cause}", fix=fix)

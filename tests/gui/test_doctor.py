@@ -84,8 +84,8 @@ def test_folders_say_what_they_hold_and_what_is_free(work: Workplace, entry: Pat
 def test_offline_and_login_are_said_in_words() -> None:
     off = doctor.network(doctor.Hub(offline=True, token=True, folder=Path()))
     on = doctor.network(doctor.Hub(offline=False, token=False, folder=Path()))
-    assert "nothing is downloaded" in off and "Logged in" in off
-    assert "are downloaded when" in on and "hf auth login" in on
+    assert "nothing is downloaded" in off and "Signed in" in off
+    assert "are downloaded when" in on and "page Train" in on
 
 
 def test_a_token_is_never_part_of_the_page(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_finished_lora_is_copied_and_published(place: Place, page: Any, run: P
     loras = place.runs.parent / "ComfyUI" / "models" / "loras"
     loras.mkdir(parents=True)
     place.open(page, "/run?run=done")
-    page.get_by_text("did best on the images kept aside").wait_for()
+    page.get_by_text("on the images kept aside").wait_for()
     page.get_by_role("button", name="Copy to ComfyUI or Forge").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("The program, or its folder of LoRAs").fill(str(place.runs))
@@ -84,7 +84,7 @@ def test_a_finished_lora_is_copied_and_published(place: Place, page: Any, run: P
     assert dialog.get_by_label("The program, or").input_value() == str(loras)
     page.keyboard.press("Escape")
     dialog.wait_for(state="detached")
-    page.get_by_role("button", name="Publish").click()
+    page.get_by_role("button", name="Publish to").click()
     dialog.get_by_text("Make a token that may write").wait_for()
     dialog.get_by_label("Token").fill(TOKEN)
     page.keyboard.press("Enter")
@@ -113,6 +113,8 @@ def test_a_run_is_trained_again_with_changes(place: Place, page: Any, run: Path)
     page.get_by_role("link", name="Train again with changes").click()
     page.locator(".plan-line", has_text="Fits:").wait_for()
     assert page.get_by_label("Trigger word").input_value() == "zorble thing"
+    page.get_by_role("button", name="Back to the images").click()
+    page.get_by_role("button", name="Images that are already").click()
     assert page.get_by_label("Folder with your images").input_value().endswith("/example")
     page.wait_for_function("new URL(location.href).searchParams.get('draft')")
     assert "again=" not in page.url, "else each reload makes another draft"

@@ -28,7 +28,7 @@ from tests.fakes.runs import ROOT
 from tests.gui.conftest import LAPTOP, StartGui
 
 axe_core = pytest.importorskip("axe_playwright_python.base", reason="axe-core is not installed")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PHONE = {"width": 390, "height": 844}
 Look = tuple[dict[str, int], str]
@@ -57,6 +57,8 @@ class Shown:
         return server.url(self.path.format(dataset=ROOT / "datasets" / "example"))
 
 
+NOT_PLANNED = ".base-card:not(.folded, [data-source='']) .fits:empty"
+"""A card of a base that the page still asks about, one card after another."""
 EMPTY = (
     Shown(name="home, empty", path="/", ready=".drop"),
     Shown(name="train, empty", path="/train?draft=new", ready=".base-card, .drop"),
@@ -70,7 +72,11 @@ EMPTY = (
 FILLED = (
     Shown(name="home", path="/", ready=".home img"),
     Shown(name="train, images", path="/train?draft=new&folder={dataset}", ready="text=Looks good"),
-    Shown(name="train, plan", path="/train?draft=new&example=1", ready="text=Fits:"),
+    Shown(
+        name="train, plan",
+        path="/train?draft=new&example=1",
+        ready=f"body:has(.plan-line):has(.base-card):not(:has({NOT_PLANNED}))",
+    ),
     Shown(name="settings", path="/settings", ready="[id='set-adapter.rank']"),
     Shown(name="a running run", path="/run?run=live", ready="table.sheet img"),
     Shown(name="a finished run", path="/run?run=done", ready="table.sheet img"),

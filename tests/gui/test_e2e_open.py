@@ -16,7 +16,7 @@ def test_the_printed_link_opens(page: Any, gui_server: Any, tmp_path: Path) -> N
     fake_run(tmp_path / "runs" / "blue owl", steps=3).write()
     server = gui_server(tmp_path / "runs")
     page.goto(server.link)
-    page.get_by_role("link", name="Doctor").first.wait_for()
+    page.get_by_role("link", name="Machine").first.wait_for()
     assert "key" not in page.url
     page.goto(server.url("/doctor"))
     page.get_by_role("link", name="Datasets").first.wait_for()

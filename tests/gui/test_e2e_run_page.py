@@ -119,14 +119,17 @@ def test_samples_are_enlarged_walked_through_and_compared(page: Any, place: Plac
 def test_a_star_keeps_the_lora_of_a_step(page: Any, place: Place) -> None:
     folder = place.runs / "old & <b>"
     opened(place, page, "old%20%26%20%3Cb%3E")
-    page.get_by_role("button", name="Use step 20 as the best").click()
-    assert page.get_by_role("button", name="Use step 10 as the best").count() == 0, "no file of it"
-    page.get_by_role("button", name="step 20 is the best").wait_for()
+    assert page.get_by_role("link", name="Download the LoRA of step 10").count() == 0, "no file"
+    page.get_by_role("button", name=f"step 20: {PROMPTS[1]}").first.click()
+    page.get_by_role("button", name="Mark this step as the best").click()
+    page.get_by_role("button", name="Marked as the best").first.wait_for()
+    page.keyboard.press("Escape")
+    page.locator("table.sheet th", has_text="step 20").get_by_text("best").wait_for()
     best = folder / "old & <b>-best.safetensors"
     assert best.read_bytes() == b"twenty"
     page.get_by_role("tab", name="Files and report").click()
     page.get_by_text("the best: step 20").wait_for()
-    page.get_by_role("button", name="Use step 30 as the best").last.click()
+    page.get_by_role("button", name="Mark step 30 as the best").click()
     page.get_by_text("the best: step 30").wait_for()
     assert json.loads((folder / "best.json").read_text())["step"] == 30
     with page.expect_download() as download:
@@ -135,10 +138,10 @@ def test_a_star_keeps_the_lora_of_a_step(page: Any, place: Place) -> None:
 
 
 def ask_for_samples(page: Any, live: Path) -> None:
-    """Press Sample now, ask for a prompt, and draw it as the training would: at one step only."""
+    """Press Draw samples now, ask for a prompt, and draw it as the training would: at one step only."""
     page.locator(".sample-now[data-ready]").wait_for(state="attached")
-    page.get_by_role("button", name="Sample now").click()
-    asking = page.get_by_role("dialog", name="Sample now")
+    page.get_by_role("button", name="Draw samples now").click()
+    asking = page.get_by_role("dialog", name="Draw samples now")
     prompt = asking.get_by_label("Prompt")
     prompt.wait_for()
     assert prompt.input_value() == PROMPTS[0]

@@ -61,6 +61,11 @@ FOCUSED = """() => {
 }"""
 
 
+THERE = "Images that are already on the computer that trains"
+ON = re.compile("Looks good|Continue anyway")
+STARTS = re.compile("^(Train a try-out|Add to queue)$")
+
+
 @dataclass(frozen=True)
 class Place:
     """The runs folder of one module, its images and the server."""
@@ -92,9 +97,10 @@ def fill(page: Any, place: Place, *, name: str, settings: dict[str, Any]) -> Non
     page.goto(place.server.url("/train?draft=new"))
     # The draft has its id in the address once the page is filled from it.
     page.wait_for_function("/draft=[0-9a-f]{12}/.test(location.search)")
+    page.get_by_role("button", name=THERE).click()
     page.get_by_label("Folder with your images").fill(str(place.images))
     page.get_by_role("button", name="Look at the images").click()
-    page.get_by_role("button", name="Looks good").click(timeout=WITHIN_MS)
+    page.get_by_role("button", name=ON).click(timeout=WITHIN_MS)
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     page.get_by_label("Name (optional)").fill(name)
     page.get_by_label("Name (optional)").blur()
@@ -109,7 +115,7 @@ def set_in_draft(place: Place, settings: dict[str, Any]) -> None:
 
 
 def train(page: Any) -> None:
-    page.get_by_role("button", name="Train", exact=True).click()
+    page.get_by_role("button", name=STARTS).click()
     page.wait_for_url("**/run?run=*", timeout=WITHIN_MS)
 
 
@@ -124,7 +130,7 @@ def training(place: Place, name: str, *, beyond: int = 0) -> Callable[[], bool]:
 def test_three_clicks_lead_from_images_to_a_finished_lora(page: Any, place: Place) -> None:
     page.goto(place.server.link)
     page.get_by_role("link", name="Train", exact=True).click()
-    page.get_by_label("Folder with your images").wait_for()
+    page.get_by_role("button", name="Choose images").wait_for()
     fill(page, place, name="first", settings=SHORT)
     train(page)
     page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
@@ -144,12 +150,12 @@ def test_the_example_is_trained_and_downloaded_by_keys_alone(
     press(page, "A", "Try it with 16 example images")
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     set_in_draft(mine, SHORT)
-    press(page, "BUTTON", "Train")
+    press(page, "BUTTON", "Train a try-out")
     page.wait_for_url("**/run?run=*", timeout=WITHIN_MS)
     page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
-    page.get_by_role("link", name="Download the LoRA").wait_for()
+    page.get_by_role("link", name="Download step 4").first.wait_for()
     with page.expect_download() as download:
-        press(page, "A", "Download the LoRA of step 4")
+        press(page, "A", "Download step 4")
     (lora,) = mine.runs.glob(f"*/{download.value.suggested_filename}")
     assert Path(download.value.path()).read_bytes() == lora.read_bytes()
 
@@ -176,7 +182,7 @@ def test_dropped_images_train_after_three_clicks_without_typing(
     page.goto(mine.server.link)
     page.get_by_text("Drop your images here").wait_for()
     page.locator("input[name=files]").set_input_files(images)  # 1: the files of "Choose images"
-    page.get_by_role("button", name="Looks good").click(timeout=WITHIN_MS)  # 2
+    page.get_by_role("button", name=ON).click(timeout=WITHIN_MS)  # 2
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     set_in_draft(mine, SHORT)
     train(page)  # 3
@@ -198,7 +204,7 @@ def test_length_and_samples_are_proposed_and_what_is_typed_is_trained(
     page.keyboard.press("Space")
     page.wait_for_function("() => document.querySelector('.kinds :checked').value === 'style'")
     steps.fill("4")
-    page.get_by_text("4 steps = ").wait_for()
+    page.get_by_text("4 steps of ").wait_for()
     page.keyboard.press("Tab")
     page.locator(".plan-line").get_by_text(", 4 steps").wait_for()
     page.get_by_role("button", name="Choose for me").first.click()
@@ -225,12 +231,13 @@ def test_a_gated_base_leads_to_a_sign_in_and_one_too_large_back_to_one_that_fits
         page.goto(server.link)
         page.goto(server.url("/train?example=1"))
         page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
-        gated = page.locator(".base-card").filter(has_text="Accept its terms on the Hub first")
+        gated = page.locator(".base-card").filter(has_text="Accept its terms on Hugging Face first")
+        page.get_by_role("button", name="Show all base models").click()
         gated.filter(has_text="Does not fit").first.click(timeout=WITHIN_MS)
-        page.get_by_role("button", name="Sign in to the Hub").click()
+        page.get_by_role("button", name="Sign in to Hugging Face").click()
         page.get_by_label("Token").fill("password")
         page.get_by_role("button", name="Sign in", exact=True).click()
-        page.get_by_text("this is no token of the Hub").wait_for()
+        page.get_by_text("this is no token of Hugging Face").wait_for()
         page.get_by_label("Token").fill(TOKEN)
         page.get_by_role("button", name="Sign in", exact=True).click()
         page.get_by_text("You are signed in as jane.").wait_for()
@@ -245,7 +252,7 @@ def test_a_gated_base_leads_to_a_sign_in_and_one_too_large_back_to_one_that_fits
         assert go.is_disabled()
         page.get_by_role("button", name="Choose a base for this machine").click()
         page.locator(".plan-line").wait_for()
-        page.wait_for_function("(button) => !button.disabled", arg=go.element_handle())
+        page.locator("button:enabled", has_text="Train a try-out").wait_for()
         assert page.get_by_text("Train waits for a plan").count() == 0
 
 
@@ -264,7 +271,7 @@ def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(
         page.goto(server.url("/train?example=1"))
         page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
         set_in_draft(place, SHORT | {"base.model": SD15})
-        page.get_by_role("button", name="Train", exact=True).click()
+        page.get_by_role("button", name="Train a try-out").click()
         stage = page.locator(".stages .now")
         stage.get_by_text(f"Download the base model {SD15}").wait_for(timeout=WITHIN_MS)
         stage.get_by_text(re.compile(r"^[0-9.]+ ([KM]i)?B of 10\.7 MiB$")).wait_for()
@@ -287,6 +294,7 @@ def test_what_was_filled_in_survives_a_reload_and_a_way_back(page: Any, place: P
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     assert page.get_by_label("Name (optional)").input_value() == "kept"
     page.get_by_role("button", name="Back").click()
+    page.get_by_role("button", name=THERE).click()
     box = page.get_by_label("Folder with your images")
     box.wait_for()
     assert box.input_value() == str(place.images)
@@ -301,12 +309,12 @@ def test_stop_saves_and_resume_goes_on(page: Any, place: Place) -> None:
     fill(page, place, name="paused", settings=LONG)
     train(page)
     until(training(place, "paused"), "the first step")
-    page.get_by_role("button", name="Stop", exact=True).click()
+    page.get_by_role("button", name="Stop, keeping everything", exact=True).click()
     until(lambda: state(place, "paused") == "stopped", "stopped")
     at = read_status(place.runs / "paused").step
     page.get_by_role("button", name="Resume", exact=True).click(timeout=WITHIN_MS)
     until(training(place, "paused", beyond=at), "a step after the resume")
-    page.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
+    page.get_by_role("button", name="Stop, keeping everything", exact=True).click(timeout=WITHIN_MS)
     until(lambda: state(place, "paused") == "stopped", "stopped again")
 
 
@@ -329,10 +337,14 @@ def test_a_killed_interface_loses_nothing_and_two_tabs_show_the_same(
     again = gui_server(mine.runs, port=mine.server.port)
     page.goto(address)
     page.reload()
-    page.get_by_role("button", name="Stop", exact=True).wait_for(timeout=WITHIN_MS)
+    page.get_by_role("button", name="Stop, keeping everything", exact=True).wait_for(
+        timeout=WITHIN_MS
+    )
     other = page.context.new_page()
     other.goto(page.url)
-    other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
+    other.get_by_role("button", name="Stop, keeping everything", exact=True).click(
+        timeout=WITHIN_MS
+    )
     until(lambda: state(mine, "alive") == "stopped", "stopped")
     for tab in (page, other):
         tab.get_by_role("button", name="Resume", exact=True).wait_for(timeout=WITHIN_MS)
@@ -346,12 +358,14 @@ def test_a_second_training_waits_for_the_first(page: Any, place: Place) -> None:
     train(page)
     until(training(place, "one"), "the first step")
     fill(page, place, name="two", settings=SHORT)
-    page.get_by_role("button", name="Train", exact=True).click()
+    page.get_by_role("button", name="Add to queue").click()
     page.get_by_text("1 before it").wait_for(timeout=WITHIN_MS)
     assert not (place.runs / "two").exists()
     other = page.context.new_page()
     other.goto(place.server.url("/run?run=one"))
-    other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
+    other.get_by_role("button", name="Stop, keeping everything", exact=True).click(
+        timeout=WITHIN_MS
+    )
     page.wait_for_url("**/run?run=two", timeout=WITHIN_MS)
     page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
     assert state(place, "one") == "stopped"

@@ -109,7 +109,7 @@ def test_a_card_links_to_file_run_report_and_saves(work: Workplace) -> None:
     assert "/library?file=a+b%2Fzorble.safetensors" in markup
     assert "/run?run=a%20b" in markup
     assert "/media/run/a%20b/report.html" in markup
-    assert "2 other saves of this run" in markup
+    assert "2 other steps of it" in markup
 
 
 def test_the_preview_is_the_file_beside_it_then_the_sample_of_its_step(work: Workplace) -> None:

@@ -22,7 +22,7 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     html = plan_view.plan(plan)
     assert "Fits: needs 2.0 GiB of 4.0 GiB at most" in html
     assert "About 60 s to 2 min" in html
-    assert "not for ComfyUI" in html
+    assert "not for ComfyUI" in plan_view.brief(plan)
     assert "not for ComfyUI" not in plan_view.plan({**plan, "base": "owner/name"})
     assert "&lt;n&gt;" in html
     assert "train.steps" in html

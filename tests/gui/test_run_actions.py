@@ -135,10 +135,17 @@ def test_a_run_is_trained_again_with_what_was_chosen_for_it(
     ("message", "chosen", "offered", "then"),
     [
         (
-            "the learning rate, 1e-12, is far too low. Fix: raise optimizer.learning_rate a "
-            "hundredfold, or leave it out for the preset's",
+            "the learning rate, 1e-12, is far too low. Fix: leave optimizer.learning_rate out "
+            "for the preset's, which suits most images",
             {"optimizer.learning_rate": 1e-12},
-            "Train again with the usual learning rate",
+            "Train again with the usual learning rate, 0.0001",
+            {},
+        ),
+        (
+            "the adapter's update is scaled by only 0.001 (adapter.alpha / adapter.rank). Fix: leave "
+            "adapter.alpha out; it then equals adapter.rank",
+            {"adapter.alpha": 0.01},
+            "Train again, alpha as usual",
             {},
         ),
         (

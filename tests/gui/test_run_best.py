@@ -31,7 +31,8 @@ def test_sheet_is_prompts_by_steps_with_the_base_first(folder: Path) -> None:
     sheet = sample_sheet(folder, history, exported=exports(folder, history), best=None)
     assert [prompt["text"] for prompt in sheet["prompts"]] == list(PROMPTS)
     assert [step["name"] for step in sheet["steps"]] == ["base", "step 10", "step 20", "step 30"]
-    assert [step["exported"] for step in sheet["steps"]] == [False, False, True, True]
+    assert [bool(step["file"]) for step in sheet["steps"]] == [False, False, True, True]
+    assert [step["best"] for step in sheet["steps"]] == [False, False, False, True]
     assert sheet["images"][1][2].startswith(
         "/media/run/my%20%3Crun%3E/samples/step-00000020/01.png?v="
     )
@@ -124,13 +125,13 @@ def test_files_have_downloads_a_report_and_say_which_is_the_best(folder: Path) -
     page = files_html(folder, exported=exports(folder, history), best=None)
     assert 'href="/media/run/my%20%3Crun%3E/zorble.safetensors"' in page
     assert page.index("step 30") < page.index("step 20")
-    assert page.count("Use this as the best") == 2
+    assert page.count("Mark this as the best") == 2
     assert "when the training ends" in page
     (folder / "report.html").write_text("x")
     best = mark_best(folder, history, 20)
     page = files_html(folder, exported=exports(folder, history), best=best)
     assert "the best: step 20" in page
-    assert page.count("Use this as the best") == 1
+    assert page.count("Mark this as the best") == 1
     assert "/report.html" in page
     assert "<run>" not in page
     assert "No LoRA file yet" in files_html(folder, exported={}, best=None)

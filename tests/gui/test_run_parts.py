@@ -66,7 +66,7 @@ def test_a_sample_or_a_star_changes_the_sheet(folder: Path) -> None:
     stamped = stamp(now(folder))
     use_as_best(Workplace(runs=folder.parent), "live", 333)
     assert stamp(now(folder)) != stamped
-    assert changed(folder, followed, before) == {"samples", "files"}
+    assert changed(folder, followed, before) == {"samples", "files", "chart"}
     append(folder, event="sample", step=600, images=[{"prompt": "p", "seed": 1, "file": "x"}])
     assert changed(folder, followed, before) == {"samples", "log"}
 

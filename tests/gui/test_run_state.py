@@ -66,7 +66,7 @@ def said(folder: Path) -> str:
         ({"phase": "novel", "message": "something new"}, "something new."),
         ({"phase": "stop"}, "Saving the state, step 12."),
         ({"phase": "quit"}, "Stopping at once, without saving."),
-        ({"state": "finished", "exit_code": 0}, "Finished after 12 steps; validation loss"),
+        ({"state": "finished", "exit_code": 0}, "Finished after 12 steps."),
         (
             {"state": "stopped", "exit_code": 143},
             "Stopped at step 12 of 30, its state saved; Resume goes on from there.",
