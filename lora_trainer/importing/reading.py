@@ -7,6 +7,7 @@ of this program, is refused and says why.
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,8 +17,8 @@ import yaml
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config, setting_keys
-from lora_trainer.importing.foreign_settings import Findings, Imported
-from lora_trainer.importing.rules import Foreign, Trainer, apply, flattened
+from lora_trainer.importing.foreign import Foreign, Imported
+from lora_trainer.importing.rules import Trainer, apply, flattened
 from lora_trainer.importing.trainers.ai_toolkit import AI_TOOLKIT
 from lora_trainer.importing.trainers.diffusion_pipe import DIFFUSION_PIPE, DIFFUSION_PIPE_DATASET
 from lora_trainer.importing.trainers.kohya_gui import KOHYA_GUI
@@ -57,14 +58,14 @@ def import_file(file: Path) -> Imported:
     foreign = Foreign(values=values, data=data, beside=file.parent)
     try:
         apply(trainer, foreign)
-        _finish(foreign.findings)
-        build_config(foreign.findings.values)
+        _finish(foreign)
+        build_config(foreign.settings)
     except RequestError as error:
         raise RequestError(
             f"{file} is of {trainer.name} and says what cannot be done here: {error.found}",
             fix=error.fix,
         ) from None
-    return foreign.findings.done(trainer.name, called=foreign.called)
+    return foreign.imported(trainer.name)
 
 
 def read_tables(file: Path) -> Mapping[str, Any]:
@@ -127,33 +128,22 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no annotation
 
 
 def _yaml(text: str) -> Any:
-    loader = _Loader(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
-
-
-def _json(text: str) -> Any:
-    return json.loads(text)
+    return yaml.load(text, Loader=_Loader)
 
 
 _PARSERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     ".toml": ("TOML", tomllib.loads),
-    ".json": ("JSON", _json),
+    ".json": ("JSON", json.loads),
     ".yaml": ("YAML", _yaml),
     ".yml": ("YAML", _yaml),
 }
 
 
-def _finish(findings: Findings) -> None:
+def _finish(foreign: Foreign) -> None:
     """Settle what trainers allow and settings here do not: saves after the end, a share of nothing."""
-    values = findings.values
-    steps, every = values.get("train.steps"), values.get("output.save_every_steps")
-    if steps and every and every > steps:
-        source = findings.sources["output.save_every_steps"]
-        findings.set(
-            "output.save_every_steps", 0, source, note=f"({every}: there is no save before the end)"
-        )
-    if "data.validation_fraction" not in values:
-        findings.set("data.validation_fraction", 0.0, note="nothing is held out there")
+    every = foreign.settings.get("output.save_every_steps")
+    if every and every > (foreign.settings.get("train.steps") or math.inf):
+        foreign.settings["output.save_every_steps"] = 0
+        foreign.sources["output.save_every_steps"] += f" ({every}: there is no save before the end)"
+    if "data.validation_fraction" not in foreign.settings:
+        foreign.set("data.validation_fraction", 0.0, note="nothing is held out there")

@@ -1,7 +1,7 @@
 """What trainers say in different words about the same things: adapters, timesteps, loss, text encoders.
 
-Input: what a trainer's reader has made out, and the foreign keys it stands in. Output: settings, and one
-line for each thing that is only approximated or missing here.
+Input: foreign keys, and where it takes more than reading them their values. Output: settings, and one line
+for each thing that is only approximated or missing here.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from lora_trainer.importing.foreign_settings import shown
-from lora_trainer.importing.rules import PRECISIONS, THERE, Foreign, carry
+from lora_trainer.common.errors import RequestError
+from lora_trainer.importing.foreign import THERE, Foreign, Sourced, shown
+from lora_trainer.importing.rules import DTYPES, words
 
 Distribution = Literal["uniform", "sigmoid", "logit_normal", "mode", "cosmap"]
+Shift = float | Literal["resolution"]
+_BOTH_TRAINED = ("lora", "both of its factors are trained")
 _KINDS: Mapping[str, tuple[str, str]] = {
-    "lora": ("lora", ""),
-    "locon": ("lora", ""),
-    "standard": ("lora", ""),
-    "dora": ("lora", ""),
-    "loha": ("loha", ""),
-    "lokr": ("lokr", ""),
-    "oft": ("oft", ""),
+    **dict.fromkeys(("lora", "locon", "standard", "dora"), ("lora", "")),
+    **{kind: (kind, "") for kind in ("loha", "lokr", "oft")},
     "oft_2": ("oft", ""),
     "diag-oft": ("oft", ""),
     "boft": ("oft", "one rotation in place of several, one after the other"),
     "dylora": ("lora", "all of its ranks are trained at once"),
-    "lora_fa": ("lora", "both of its factors are trained"),
-    "fa": ("lora", "both of its factors are trained"),
+    "lora_fa": _BOTH_TRAINED,
+    "fa": _BOTH_TRAINED,
     "lorm": ("lora", "a LoRA of the base as it is"),
     "glora": ("lora", "the update has no part that goes with the base's weights"),
     "ia3": ("lora", "factors on the outputs have no equivalent"),
@@ -38,125 +36,134 @@ _KINDS: Mapping[str, tuple[str, str]] = {
     "norm": ("lora", "norms are not trained"),
 }
 FULL_RANK = 1024
+WHOLE = 1e6
+"""A rank that stands for whole matrices."""
 
 
-def set_kind(foreign: Foreign, algorithm: str, source: str) -> str:
+def set_model(foreign: Foreign, name: str, key: str, models: Mapping[str, Any]) -> None:
+    """Set how the base is trained, from the names of the trainer's table; raises RequestError for others."""
+    if name not in (*models["flow"], *models["noise"]):
+        raise RequestError(
+            f"{key}={shown(name)} is a model that is not trained here; docs/models.md lists those that are",
+            fix=f"use a file for {', '.join((*models['noise'], *models['flow']))}",
+        )
+    foreign.is_flow = name in models["flow"]
+    foreign.trains_text = not foreign.is_flow
+
+
+def set_kind(foreign: Foreign, algorithm: str, key: str) -> str:
     """Set the kind of adapter from its name there; return ours."""
-    word = algorithm.lower()
-    kind, why = _KINDS.get(word, ("lora", "adapters here are lora, loha, lokr and oft"))
-    foreign.findings.set("adapter.kind", kind, source)
+    kind, why = _KINDS.get(
+        algorithm.lower(), ("lora", "adapters here are lora, loha, lokr and oft")
+    )
+    foreign.set("adapter.kind", kind, key)
     if why:
-        foreign.findings.is_nearest(source, f"{algorithm}: adapter.kind={kind}, {why}")
+        foreign.is_nearest(key, f"{algorithm}: adapter.kind={kind}, {why}")
     return kind
 
 
 def set_rank(
     foreign: Foreign,
+    key: str,
+    alpha_key: str,
     *,
-    rank: float | None,
-    source: str,
-    alpha: float | None,
-    alpha_source: str,
+    rank: float | None = None,
     default_rank: int,
     default_alpha: float | None,
 ) -> None:
-    """Set rank and alpha, or what they are there by default; `default_alpha` None: the rank."""
-    findings, kind = foreign.findings, foreign.findings.values.get("adapter.kind", "lora")
-    rank_names = (source,) if source in foreign.values else ()
+    """Set rank and alpha, or what they are there by default; `default_alpha` None: the rank.
+
+    `rank` is the rank if it is not the key's value.
+    """
+    rank = foreign.number(key) if rank is None else rank
+    alpha = foreign.number(alpha_key)
     chosen = default_rank if rank is None else int(rank)
-    if chosen > FULL_RANK:
+    if rank is not None and chosen > FULL_RANK:
         how = "whole matrices there, the highest rank here"
-        findings.is_nearest(source, f"{rank:g}: adapter.rank={FULL_RANK}, {how}")
-        alpha, chosen = None, FULL_RANK
-        default_alpha = None
+        foreign.is_nearest(key, f"{rank:g}: adapter.rank={FULL_RANK}, {how}")
+        alpha, default_alpha, chosen = None, None, FULL_RANK
     if chosen < 1:
-        findings.lacks(source, rank, "is no rank: what it is there by default is used", off=())
+        foreign.lacks(key, rank, "is no rank: what it is there by default is used")
         chosen = default_rank
-    findings.set("adapter.rank", chosen, *rank_names, note="" if rank_names else THERE)
-    alpha_names = (alpha_source,) if alpha_source in foreign.values else ()
-    if kind == "oft":
-        for name in alpha_names:
-            findings.stays(name, "a rotation has no alpha")
+    foreign.set("adapter.rank", chosen, key)
+    if foreign.settings["adapter.kind"] == "oft":
+        if alpha_key in foreign.values:
+            foreign.stays(alpha_key, "a rotation has no alpha")
         return
-    value = alpha if alpha else (chosen if default_alpha is None or alpha == 0 else default_alpha)
+    value = alpha or (chosen if default_alpha is None or alpha == 0 else default_alpha)
     if value > chosen * 100:
-        findings.is_nearest(
-            alpha_source, f"{value:g}: adapter.alpha={chosen * 100}, the most of this rank"
-        )
+        how = f"{value:g}: adapter.alpha={chosen * 100}, the most of this rank"
+        foreign.is_nearest(alpha_key, how)
         value = chosen * 100
-    findings.set("adapter.alpha", value, *alpha_names, note="" if alpha_names else THERE)
+    foreign.set("adapter.alpha", value, alpha_key)
 
 
-def set_dropout(foreign: Foreign, key: str, source: str, value: Any) -> None:
-    """Set one of the adapter's dropouts where this kind of adapter has it."""
-    findings, kind = foreign.findings, foreign.findings.values.get("adapter.kind", "lora")
-    refused = kind == "oft" or (key == "adapter.rank_dropout" and kind != "lora")
-    if refused:
-        findings.lacks(source, value, f"{kind} has no such dropout here")
-    elif value is None or value == "":
-        findings.stays(source, "is not given")
+def set_dropout(foreign: Foreign, setting: str, key: str) -> None:
+    """Set one of the adapter's dropouts where it is on, and this kind of adapter has it."""
+    kind, value = foreign.settings["adapter.kind"], foreign.on(key)
+    if not value:
+        return
+    if kind == "oft" or (setting == "adapter.rank_dropout" and kind != "lora"):
+        foreign.lacks(key, value, f"{kind} has no such dropout here")
     else:
-        carry(findings, key, source, value)
+        foreign.carry(setting, key)
 
 
 def set_text_encoder(
-    foreign: Foreign, *, trained: bool, source: str, rates: Sequence[tuple[str, float]] = ()
+    foreign: Foreign, *, trained: bool, key: str, rates: Sequence[tuple[str, float]] = ()
 ) -> None:
     """Set whether text encoders are trained, and at which rate; `rates` are by foreign key."""
-    findings = foreign.findings
-    names = (source,) if source in foreign.values else ()
-    note = "" if names else THERE
     if trained and foreign.trains_text is False:
-        if names:
-            why = "the text encoders of this base are not trained here"
-            findings.lacks(source, foreign.values[source], why)
+        why = "the text encoders of this base are not trained here"
+        if key in foreign.values:
+            foreign.lacks(key, foreign.values[key], why)
         else:
-            findings.is_nearest(
-                "text encoders", f"are trained {THERE}, those of this base are not here"
-            )
-        trained, names, note = False, (), "those of this base are not trained"
-    findings.set("adapter.text_encoder", trained, *names, note=note)
+            how = f"are trained {THERE}, those of this base are not here"
+            foreign.is_nearest("text encoders", how)
+        note = "those of this base are not trained"
+        trained, rates = False, ()
+        foreign.set("adapter.text_encoder", False, note=note)
+    else:
+        foreign.set("adapter.text_encoder", trained, key)
+    if not trained:
+        return
     for number, (name, rate) in enumerate(rates):
-        if not trained:
-            foreign.stay("text encoders are not trained", name)
-        elif findings.values.get("optimizer.name") == "prodigy":
-            foreign.stay("Prodigy finds one rate for everything", name)
+        if foreign.settings.get("optimizer.name") == "prodigy":
+            if name in foreign.values and name not in foreign.named:
+                foreign.stays(name, "Prodigy finds one rate for everything")
         elif number == 0:
-            carry(findings, "optimizer.text_encoder_learning_rate", name, rate)
+            foreign.carry("optimizer.text_encoder_learning_rate", name, rate)
         elif rate != rates[0][1]:
-            findings.lacks(name, rate, f"all text encoders have one rate, {rates[0][1]:g}")
-        else:
-            foreign.stay("is the rate of all text encoders", name)
+            foreign.lacks(name, rate, f"all text encoders have one rate, {rates[0][1]:g}")
+        elif name in foreign.values and name not in foreign.named:
+            foreign.stays(name, "is the rate of all text encoders")
 
 
 def set_timesteps(
     foreign: Foreign,
     distribution: Distribution,
-    source: str,
+    key: str,
     *,
-    mean: float = 0.0,
-    mean_source: str = THERE,
-    std: float = 1.0,
-    std_source: str = THERE,
-    shift: float | Literal["resolution"] = 1.0,
-    shift_source: str = THERE,
+    mean: Sourced = (0.0, THERE),
+    std: Sourced = (1.0, THERE),
+    shift: Sourced = (1.0, THERE),
 ) -> None:
     """Set which timesteps are drawn, and for flow matching how they are shifted towards noise."""
-    findings = foreign.findings
     if distribution in ("sigmoid", "logit_normal"):
-        distribution = "sigmoid" if (mean, std) == (0.0, 1.0) else "logit_normal"
-    _set(foreign, "objective.timestep_sampling", distribution, source)
+        distribution = "sigmoid" if (mean[0], std[0]) == (0.0, 1.0) else "logit_normal"
+    foreign.set("objective.timestep_sampling", distribution, key)
     if distribution == "logit_normal":
-        _carry(foreign, "objective.logit_mean", mean_source, mean)
-        _carry(foreign, "objective.logit_std", std_source, std)
+        for setting, (value, name) in (("logit_mean", mean), ("logit_std", std)):
+            foreign.carry(f"objective.{setting}", name, value)
+    value, name = shift
     if foreign.is_flow is False:
-        foreign.stay("is for flow matching", shift_source)
-    elif shift == "resolution":
-        _set(foreign, "objective.flow_shift", shift, shift_source)
-    elif shift > 0:
-        _carry(foreign, "objective.flow_shift", shift_source, shift)
+        return
+    if value == "resolution":
+        foreign.set("objective.flow_shift", value, name)
+    elif value > 0:
+        foreign.carry("objective.flow_shift", name, value)
     else:
-        findings.lacks(shift_source, shift, "is no shift: 1 is none")
+        foreign.lacks(name, value, "is no shift: 1 is none")
 
 
 def shift_by_tokens(
@@ -166,7 +173,7 @@ def shift_by_tokens(
 
     For bases whose own sampler, objective.flow_shift=resolution, shifts in another way.
     """
-    side = foreign.findings.values.get("data.resolution", 1024)
+    side = foreign.settings.get("data.resolution", 1024)
     tokens = (side // token_px) ** 2
     return float(f"{math.exp(low + (high - low) * (tokens - 256) / (most - 256)):.5g}")
 
@@ -175,70 +182,66 @@ def set_timestep_range(foreign: Foreign, low: str, high: str) -> None:
     """Set the trained timesteps from keys of the first one and of the one after the last."""
     first, end = foreign.number(low), foreign.number(high)
     if first:
-        carry(foreign.findings, "objective.min_timestep", low, int(first))
+        foreign.carry("objective.min_timestep", low, int(first))
     if end:
-        carry(foreign.findings, "objective.max_timestep", high, int(min(1000, end)) - 1)
-    foreign.stay("is not given", low, high)
+        foreign.carry("objective.max_timestep", high, int(min(1000, end)) - 1)
 
 
-def set_snr_weights(foreign: Foreign, gamma: float | None, source: str) -> None:
+def set_snr_weights(foreign: Foreign, key: str, *, gamma: float | None = None) -> None:
     """Set min-SNR weights where there is a gamma and the base is not trained by flow matching."""
-    findings = foreign.findings
+    gamma = foreign.number(key) if gamma is None else gamma
     if gamma and foreign.is_flow:
-        findings.stays(
-            source, "flow matching has no signal-to-noise weights: it does nothing there"
-        )
-        gamma = None
-    if gamma:
-        findings.set("objective.weighting", "min_snr", source)
-        carry(findings, "objective.min_snr_gamma", source, gamma)
-        return
-    foreign.stay("is off there", source)
-    if "objective.weighting" not in findings.values:
-        findings.set("objective.weighting", "none", note=THERE)
+        why = "flow matching has no signal-to-noise weights: it does nothing there"
+        foreign.stays(key, why)
+    elif gamma:
+        foreign.set("objective.weighting", "min_snr", key)
+        foreign.carry("objective.min_snr_gamma", key, gamma)
+    if "objective.weighting" not in foreign.settings:
+        foreign.set("objective.weighting", "none")
+
+
+def set_huber(foreign: Foreign, delta: float, *keys: str) -> None:
+    """Set the threshold of a Huber loss that is the same at all timesteps."""
+    foreign.set("objective.huber_delta", min(1.0, delta), *keys)
+    foreign.set("objective.huber_schedule", "constant")
 
 
 def set_batch(
-    foreign: Foreign, *, size: float | None, source: str, times: float | None, times_source: str
+    foreign: Foreign, key: str, times_key: str, *, images: float | None = None, default: int = 1
 ) -> None:
-    """Set the images per optimizer step: batch times accumulation."""
-    findings = foreign.findings
-    images, rounds = int(size or 1), int(times or 1)
-    names = [name for name in (source, times_source) if name in foreign.values]
-    if images < 1 or rounds < 1:
+    """Set the images per optimizer step: batch, `images` if it is not the key's value, times accumulation."""
+    size = int((foreign.number(key, default) if images is None else images) or 1)
+    rounds = int(foreign.number(times_key) or 1)
+    names = [name for name in (key, times_key) if name in foreign.values]
+    if size < 1 or rounds < 1:
         for name in names:
-            findings.lacks(name, foreign.values[name], "is no number of images")
-        images = rounds = 1
-        names = []
-    findings.set("train.batch_size", images * rounds, *names, note="" if names else THERE)
+            foreign.lacks(name, foreign.values[name], "is no number of images")
+        size, rounds, names = 1, 1, []
+    foreign.set("train.batch_size", size * rounds, *names)
     if rounds > 1:
-        findings.set("memory.micro_batch", images, *names)
+        foreign.set("memory.micro_batch", size, *names)
 
 
-def set_precision(foreign: Foreign, source: str, *, missing: str) -> None:
+def set_precision(foreign: Foreign, key: str, *, missing: str) -> None:
     """Set the dtype of base and activations."""
-    value = foreign.get(source, missing)
+    value = foreign.get(key, missing)
     try:
-        precision = PRECISIONS(value)
+        precision = words(DTYPES)(value)
     except ValueError as error:
-        foreign.findings.lacks(source, value, str(error))
+        foreign.lacks(key, value, str(error))
         return
-    if precision == "fp16" and foreign.is_flow:
+    if not (precision == "fp16" and foreign.is_flow):
+        foreign.set("train.precision", precision, key)
+    elif key in foreign.values:
         why = "what the plan chooses: bases of flow matching are not trained in fp16"
-        if source in foreign.values:
-            foreign.findings.is_nearest(source, f"{value}: train.precision is {why}")
-        return
-    foreign.findings.set("train.precision", precision, *foreign.there(source))
+        foreign.is_nearest(key, f"{value}: train.precision is {why}")
 
 
-def set_saves(
-    foreign: Foreign, *, every: float | None, source: str, unit: Literal["steps", "epochs"]
-) -> None:
+def set_saves(foreign: Foreign, key: str | None, unit: Literal["steps", "epochs"]) -> None:
     """Set how often the LoRA is saved on the way."""
-    if not every or every < 0:
-        foreign.stay("is not given", source)
-        return
-    carry(foreign.findings, f"output.save_every_{unit}", source, every)
+    every = foreign.number(key) if key else None
+    if key and every and every > 0:
+        foreign.carry(f"output.save_every_{unit}", key, every)
 
 
 def settle(foreign: Foreign) -> None:
@@ -248,39 +251,31 @@ def settle(foreign: Foreign) -> None:
         ("train.lower_on_plateau", False),
         ("train.tighten_on_spike", False),
     ):
-        if key not in foreign.findings.values:
-            foreign.findings.set(key, value, note="it is not there")
+        if key not in foreign.settings:
+            foreign.set(key, value, note="it is not there")
 
 
-def as_pairs(value: Any) -> dict[str, Any]:
-    """Return the options of an option: a table, `name=value` words in a list or a text."""
+def expand(foreign: Foreign, key: str) -> dict[str, Any]:
+    """Put the options of an option among the keys of the file, as `key.option`; return them.
+
+    They are a table, or `name=value` words in a list or a text.
+    """
+    value = foreign.values.get(key)
     if isinstance(value, Mapping):
-        return dict(value)
-    parts = value if isinstance(value, list) else _words(str(value or ""))
-    pairs = (str(part).strip("\"' ").partition("=") for part in parts)
-    return {name.strip(): text.strip() for name, _, text in pairs if name.strip()}
+        pairs = dict(value)
+    else:
+        parts = value if isinstance(value, list) else split_words(str(value or ""))
+        halves = (str(part).strip("\"' ").partition("=") for part in parts)
+        pairs = {name.strip(): text.strip() for name, _, text in halves if name.strip()}
+    if pairs:
+        del foreign.values[key]
+        foreign.values |= {f"{key}.{name}": option for name, option in pairs.items()}
+    return pairs
 
 
-def _words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return the words of a command line."""
     try:
         return shlex.split(text)
     except ValueError:
         return text.split()
-
-
-def refused_model(model_name: str, source: str) -> str:
-    """Return why a file is refused that trains a model of another kind."""
-    return f"{source}={shown(model_name)} is a model that is not trained here; docs/models.md lists those that are"
-
-
-def _set(foreign: Foreign, key: str, value: Any, source: str) -> None:
-    in_file = source in foreign.values
-    foreign.findings.set(key, value, *((source,) if in_file else ()), note="" if in_file else THERE)
-
-
-def _carry(foreign: Foreign, key: str, source: str, value: float) -> None:
-    if source in foreign.values:
-        carry(foreign.findings, key, source, value)
-    else:
-        foreign.findings.set(key, value, note=THERE)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lora_trainer.importing.foreign_settings import Imported
+from lora_trainer.importing.foreign import Imported
 
 
 def settings_toml(imported: Imported) -> str:

@@ -34,7 +34,7 @@ from lora_trainer.config.config import Config, build_config
 from lora_trainer.config.layers import resolve as resolve_settings
 from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.importing.foreign_settings import Imported
+from lora_trainer.importing.foreign import Imported
 from lora_trainer.importing.reading import import_file
 from lora_trainer.training.loss import ERRORS, loss_delta, loss_weight
 from lora_trainer.training.optimizers import learning_rate

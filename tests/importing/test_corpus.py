@@ -11,7 +11,7 @@ import pytest
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.config import build_config
 from lora_trainer.config.layers import read_settings_text
-from lora_trainer.importing.foreign_settings import Imported
+from lora_trainer.importing.foreign import Imported
 from lora_trainer.importing.reading import import_file, read_tables, recognised
 from lora_trainer.importing.writing import settings_json, settings_toml
 from tests.importing import cases_others, cases_sd_scripts

@@ -12,10 +12,9 @@ import pytest
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config
 from lora_trainer.config.layers import read_settings_file
-from lora_trainer.importing.foreign_settings import Imported
+from lora_trainer.importing.foreign import Imported
 from lora_trainer.importing.reading import import_file
-from lora_trainer.importing.trainers.sd_scripts_dataset import KEYS as DATASET_KEYS
-from lora_trainer.importing.trainers.sd_scripts_keys import KEYS
+from lora_trainer.importing.rules import rules_of
 from tests.fakes.runs import python, run_cli, write_dataset
 
 TRAINING = """
@@ -340,6 +339,8 @@ def test_a_training_file_brings_its_dataset_file(tmp_path: Path) -> None:
     assert lost.values["optimizer.learning_rate"] == 2e-6
 
 
+KEYS = {key: rule for key, rule in rules_of("sd_scripts").items() if "." not in key}
+DATASET_KEYS = rules_of("sd_scripts_dataset")
 SAMPLES: dict[str, Any] = {
     "lr_scheduler": "polynomial",
     "optimizer_type": "Nobody",

@@ -9,152 +9,113 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lora_trainer.importing.folders import ImageFolder, path_of, set_folders
-from lora_trainer.importing.rules import THERE, Foreign, carry, flattened
+from lora_trainer.importing.folders import (
+    FolderTable,
+    ImageFolder,
+    named_file,
+    path_of,
+    set_folders,
+    tables_of,
+)
+from lora_trainer.importing.foreign import THERE, Foreign
+from lora_trainer.importing.rules import flattened
 
 
 def _named_list(foreign: Foreign, list_key: str, file_key: str) -> list[Mapping[str, Any]]:
     """Return the tables that stand in the file, or in the file that it names."""
-    inside = foreign.data.get(list_key)
-    if isinstance(inside, list):
-        foreign.stay("its contents stand in the file", file_key)
-        return [table for table in inside if isinstance(table, Mapping)]
-    file_name = foreign.on(file_key)
-    if file_name is None:
-        return []
-    path = path_of(file_name)
-    for file in (foreign.beside / path, foreign.beside / path.name, foreign.beside.parent / path):
-        try:
-            tables = json.loads(file.read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(tables, list) and all(isinstance(table, Mapping) for table in tables):
-            foreign.extra |= flattened({list_key: tables})
-            foreign.findings.stays(file_key, f"{file.name} is read too")
-            return list(tables)
-    foreign.findings.lacks(
-        file_key, file_name, "no such JSON file here: put it beside the settings file"
+    tables = foreign.data.get(list_key)
+    if isinstance(tables, list):
+        return tables_of(tables)
+    tables = named_file(
+        foreign,
+        file_key,
+        json.loads,
+        lambda data: isinstance(data, list) and data == tables_of(data),
     )
-    return []
+    foreign.values |= flattened({list_key: tables}) if tables else {}
+    return tables or []
 
 
 def set_concepts(foreign: Foreign) -> None:
     """Set the concepts as folders of the dataset."""
-    findings, folders = foreign.findings, []
+    folders: list[ImageFolder] = []
     for number, concept in enumerate(_named_list(foreign, "concepts", "concept_file_name")):
         where = f"concepts[{number}]."
-        values = flattened(concept)
-        everything = {**foreign.values, **foreign.extra}
-
-        def told(name: str, *, where: str = where) -> str:
-            return f"{where}{name}"
-
+        values = FolderTable((flattened(concept), where))
         kind = str(values.get("type", "STANDARD")).upper()
         if values.get("enabled") is False or kind == "VALIDATION":
-            why = (
-                "is off there"
-                if kind != "VALIDATION"
-                else "is validated with only: keep it outside of the DATASET"
-            )
-            for key in everything:
-                if key.startswith(where):
-                    findings.stays(key, why)
-            continue
-        if not isinstance(values.get("path"), str) or not values["path"]:
-            continue
-        folder = ImageFolder(path=path_of(values["path"]), key=told("path"))
-        if kind == "PRIOR_PREDICTION":
-            folder.regularisation = True
-            findings.set("objective.prior", "base", told("type"))
-        elif "type" in values:
-            findings.stays(told("type"), "it is trained as all are")
-        _concept_fields(foreign, folder, values, where)
-        folders.append(folder)
-    foreign.stay("is not given", "concepts", "concept_file_name")
+            why = "is off there"
+            if kind == "VALIDATION":
+                why = "is validated with only: keep it outside of the DATASET"
+            for name in foreign.under(where):
+                foreign.stays(f"{where}{name}", why)
+        elif isinstance(values.get("path"), str) and values["path"]:
+            folder = ImageFolder(path=path_of(values["path"]), key=values.name("path"))
+            if kind == "PRIOR_PREDICTION":
+                folder.regularisation = True
+                foreign.set("objective.prior", "base", values.name("type"))
+            _concept_fields(foreign, folder, values)
+            folders.append(folder)
     set_folders(foreign, folders)
 
 
-def _concept_fields(
-    foreign: Foreign, folder: ImageFolder, values: Mapping[str, Any], where: str
-) -> None:
-    findings, folder_settings = foreign.findings, folder.settings
-
-    def stay(why: str, *names: str) -> None:
-        for name in names:
-            if name in values and f"{where}{name}" not in findings.named:
-                findings.stays(f"{where}{name}", why)
-
-    strategy = str(values.get("balancing_strategy", "REPEATS")).upper()
-    times = values.get("balancing", 1.0)
-    if strategy == "REPEATS" and isinstance(times, int | float) and times >= 1:
-        folder_settings["repeats"] = (
-            round(times),
-            f"{where}balancing" if "balancing" in values else THERE,
-        )
+def _concept_fields(foreign: Foreign, folder: ImageFolder, values: FolderTable) -> None:
+    folder.settings = {"repeats": (1, THERE)}
+    times, name = values.sourced("balancing", 1.0)
+    by_repeats = str(values.get("balancing_strategy", "REPEATS")).upper() == "REPEATS"
+    if by_repeats and isinstance(times, int | float) and times >= 1:
+        folder.settings["repeats"] = (round(times), name)
         if times != round(times):
-            findings.is_nearest(f"{where}balancing", f"{times:g}: {round(times)} repeats")
+            foreign.is_nearest(name, f"{times:g}: {round(times)} repeats")
     elif times not in (1, 1.0):
         why = "give repeats: a share of an epoch or a number of samples has no equivalent"
-        findings.lacks(f"{where}balancing", times, why)
-    if "repeats" not in folder_settings:
-        folder_settings["repeats"] = (1, THERE)
+        foreign.lacks(name, times, why)
     if values.get("loss_weight", 1.0) not in (1, 1.0):
-        folder_settings["weight"] = (values["loss_weight"], f"{where}loss_weight")
+        folder.settings["weight"] = values.sourced("loss_weight")
     if values.get("image.enable_random_flip"):
-        folder_settings["flip"] = (True, f"{where}image.enable_random_flip")
-    if values.get("include_subdirectories"):
-        findings.stays(f"{where}include_subdirectories", "subfolders are read, two levels deep")
+        folder.settings["flip"] = (True, values.name("image.enable_random_flip"))
     if values.get("image.enable_resolution_override"):
-        why = "all images are trained at data.resolution"
-        findings.lacks(
-            f"{where}image.resolution_override", values.get("image.resolution_override"), why
-        )
+        size, _ = values.sourced("image.resolution_override")
+        name = values.name("image.enable_resolution_override")
+        name = name.replace("enable_resolution", "resolution")
+        foreign.lacks(name, size, "all images are trained at data.resolution")
     if values.get("text.enable_tag_shuffling"):
-        folder_settings["shuffle_tags"] = (True, f"{where}text.enable_tag_shuffling")
-        keep = values.get("text.keep_tags_count", 1)
-        folder_settings["keep_tokens"] = (
-            keep,
-            f"{where}text.keep_tags_count" if "text.keep_tags_count" in values else THERE,
-        )
-        if values.get("text.tag_delimiter", ",") != ",":
-            findings.lacks(
-                f"{where}text.tag_delimiter",
-                values["text.tag_delimiter"],
-                "tags are parted by commas",
-            )
+        folder.settings["shuffle_tags"] = (True, values.name("text.enable_tag_shuffling"))
+        folder.settings["keep_tokens"] = values.sourced("text.keep_tags_count", 1)
+        mark, name = values.sourced("text.tag_delimiter", ",")
+        if mark != ",":
+            foreign.lacks(name, mark, "tags are parted by commas")
     if values.get("text.tag_dropout_enable"):
-        mode, name = (
-            str(values.get("text.tag_dropout_mode", "FULL")),
-            f"{where}text.tag_dropout_probability",
-        )
+        mode = str(values.get("text.tag_dropout_mode", "FULL"))
         field = "caption_dropout" if mode == "FULL" else "tag_dropout"
-        folder_settings[field] = (values.get("text.tag_dropout_probability", 0.0), name)
-    source = str(values.get("text.prompt_source", "sample"))
+        folder.settings[field] = values.sourced("text.tag_dropout_probability", 0.0)
+    source, name = values.sourced("text.prompt_source", "sample")
     if source == "filename":
         note = "an image with a caption file keeps that"
-        findings.set("data.caption_fallback", "file_name", f"{where}text.prompt_source", note=note)
+        foreign.set("data.caption_fallback", "file_name", name, note=note)
     elif source == "concept":
         why = "one text for all images: name the folder N_WORDS, or give data.trigger"
-        findings.lacks(f"{where}text.prompt_path", values.get("text.prompt_path"), why)
-    stay("is off there, or as it is here", *values)
+        path = name.replace("prompt_source", "prompt_path")
+        foreign.lacks(path, values.get("text.prompt_path"), why)
 
 
 def set_samples(foreign: Foreign) -> None:
     """Set prompts, and what the first of the samples says for all."""
-    findings = foreign.findings
-    samples = [one for one in _named_list(foreign, "samples", "sample_definition_file_name")
-               if one.get("enabled", True) is not False and one.get("prompt")]  # fmt: skip
-    if samples:
-        findings.set("sampling.prompts", [str(one["prompt"]) for one in samples], "samples")
-        first = samples[0]
-        for name, key in (("negative_prompt", "sampling.negative_prompt"), ("seed", "sampling.seed"),
-                          ("diffusion_steps", "sampling.steps"), ("cfg_scale", "sampling.guidance_scale")):  # fmt: skip
-            if first.get(name) not in (None, ""):
-                carry(findings, key, f"samples[0].{name}", first[name])
-    everything = {**foreign.values, **foreign.extra}
-    for key in everything:
-        if key.startswith("samples[") and key not in findings.named and key.rpartition(".")[2] in (
-            "enabled", "prompt", "negative_prompt", "seed", "diffusion_steps", "cfg_scale",
-        ):  # fmt: skip
-            findings.stays(key, "is in sampling.prompts, or the first sample says it for all")
-    foreign.stay("is not given", "samples", "sample_definition_file_name")
+    samples = [
+        (f"samples[{number}].", one)
+        for number, one in enumerate(_named_list(foreign, "samples", "sample_definition_file_name"))
+        if one.get("enabled", True) is not False and one.get("prompt")
+    ]
+    if not samples:
+        return
+    texts = [str(one["prompt"]) for _, one in samples]
+    foreign.set("sampling.prompts", texts, *(f"{where}prompt" for where, _ in samples))
+    where = samples[0][0]
+    for name, setting in (
+        ("negative_prompt", "sampling.negative_prompt"),
+        ("seed", "sampling.seed"),
+        ("diffusion_steps", "sampling.steps"),
+        ("cfg_scale", "sampling.guidance_scale"),
+    ):
+        if foreign.get(f"{where}{name}", None) is not None:
+            foreign.carry(setting, f"{where}{name}")

@@ -1,7 +1,7 @@
 """sd-scripts (kohya-ss): TOML files of a training, of a dataset, and the options its GUIs save.
 
-What its arguments mean together: the base's kind, adapter, optimizer, noise and length. Its defaults are set
-where the file leaves them out and they change the result.
+What its arguments mean together: the base's kind, adapter, optimizer and length. Its defaults are set where
+the file leaves them out and they change the result.
 """
 
 from __future__ import annotations
@@ -12,45 +12,47 @@ from typing import Any
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import CHUNK_TOKENS
 from lora_trainer.importing import shared
-from lora_trainer.importing.folders import set_length
+from lora_trainer.importing.folders import set_length, set_sizes
+from lora_trainer.importing.foreign import THERE, Foreign, as_number
 from lora_trainer.importing.foreign_optimizers import set_arguments, set_optimizer, set_schedule
-from lora_trainer.importing.rules import (
-    THERE,
-    Foreign,
-    Idle,
-    Lacks,
-    To,
-    Trainer,
-    as_number,
-    carry,
-    flattened,
-    refuse_unless_off,
-)
+from lora_trainer.importing.rules import Trainer, flattened
 from lora_trainer.importing.trainers import sd_scripts_dataset
-from lora_trainer.importing.trainers.sd_scripts_keys import KEYS, NETWORK_ARGUMENTS
 from lora_trainer.importing.trainers.sd_scripts_objective import read_objective
 
 NAME = "sd-scripts"
 DEFAULT_STEPS = 1600
 _FLOW_KEYS = ("ae", "clip_g", "t5xxl", "clip_l", "model_prediction_type", "timestep_sampling",
               "discrete_flow_shift", "training_shift", "guidance_scale", "sigmoid_scale")  # fmt: skip
-_LAYERS = ("algo", "preset", "conv_dim", "conv_alpha", "enable_conv")
 _OTHER_MODULES = ("lumina", "hunyuan", "anima", "lllite", "leco")
+_OF_LORA = {
+    "loraplus_lr_ratio": "optimizer.lora_plus_ratio",
+    "loraplus_unet_lr_ratio": "optimizer.lora_plus_ratio",
+    "dora_wd": "adapter.dora",
+    "rs_lora": "adapter.rslora",
+}
+"""Options of the network that plain LoRAs have here."""
+_AS_TEXT_OFF = ("", "0", "0.0", "false", "none")
 
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a training file, whose sections mean nothing."""
-    values: dict[str, Any] = {}
-    for name, value in data.items():
-        values |= value if isinstance(value, Mapping) else {name: value}
-    known = [name for name in values if name in KEYS]
+    values = without_sections(data)
+    known = values.keys() & SD_SCRIPTS.keys.keys()
     telling = {
         "network_module",
         "pretrained_model_name_or_path",
         "train_data_dir",
         "dataset_config",
     }
-    return values if len(known) * 2 > len(values) or telling & set(known) else None
+    return values if len(known) * 2 > len(values) or telling & known else None
+
+
+def without_sections(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of all sections, and of none."""
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        values |= value if isinstance(value, Mapping) else {name: value}
+    return values
 
 
 def _flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -70,22 +72,6 @@ def read_training(foreign: Foreign) -> None:
     shared.settle(foreign)
 
 
-def read_length(foreign: Foreign) -> None:
-    """Set the batch and the steps; call it when the dataset is read."""
-    if "train.batch_size" in foreign.findings.values:
-        _accumulate(foreign)
-    else:
-        shared.set_batch(
-            foreign,
-            size=foreign.number("train_batch_size"),
-            source="train_batch_size",
-            times=foreign.number("gradient_accumulation_steps"),
-            times_source="gradient_accumulation_steps",
-        )
-    set_length(foreign, epochs=foreign.number("max_train_epochs"), source="max_train_epochs")
-    _steps(foreign)
-
-
 def _base(foreign: Foreign) -> None:
     module = str(foreign.values.get("network_module", ""))
     if any(word in module for word in _OTHER_MODULES):
@@ -96,177 +82,111 @@ def _base(foreign: Foreign) -> None:
     is_flow = any(foreign.on(name) is not None for name in _FLOW_KEYS)
     is_flow |= module.rpartition("_")[2] in ("flux", "sd3")
     foreign.is_flow, foreign.trains_text = is_flow, not is_flow
-    kind = foreign.values.get("model_type")
-    if kind is not None:
-        refuse_unless_off(
-            foreign.findings, "model_type", kind, "is not trained here", ("flux", "chroma")
-        )
-        foreign.findings.stays("model_type", "the base's files say what it is")
+    if "model_type" in foreign.values:
+        kind = foreign.values["model_type"]
+        foreign.refuse("model_type", kind, "is not trained here", off=("flux", "chroma"))
     if foreign.on("v_parameterization"):
-        foreign.findings.set("base.prediction", "v_prediction", "v_parameterization")
-    else:
-        foreign.stay("the base's files say what it predicts", "v_parameterization")
-    if is_flow:
-        foreign.stay("flow matching has no such schedule of noise", "zero_terminal_snr")
-        foreign.stay("CLIP is read as the base was trained", "clip_skip")
-    else:
-        on = foreign.flag("zero_terminal_snr")
-        foreign.findings.set("objective.zero_terminal_snr", on, *foreign.there("zero_terminal_snr"))
-        skip = foreign.number("clip_skip")
-        if skip:
-            carry(foreign.findings, "base.clip_skip", "clip_skip", skip)
-        foreign.stay("is not given", "clip_skip")
+        foreign.set("base.prediction", "v_prediction", "v_parameterization")
+    if not is_flow:
+        zero = foreign.flag("zero_terminal_snr")
+        foreign.set("objective.zero_terminal_snr", zero, "zero_terminal_snr")
+        if foreign.number("clip_skip"):
+            foreign.carry("base.clip_skip", "clip_skip")
 
 
 def read_adapter(foreign: Foreign) -> None:
     """Set kind, rank, layers and dropouts of the adapter."""
-    module = str(foreign.get("network_module", "networks.lora"))
-    arguments = shared.as_pairs(foreign.values.get("network_args"))
+    module = foreign.word("network_module", "networks.lora")
+    arguments = shared.expand(foreign, "network_args")
     is_lycoris = module.startswith("lycoris") or (
         "algo" in arguments and "network_module" not in foreign.values
     )
     word = module.rpartition(".")[2].partition("_")[0]
     word = "lora_fa" if module.endswith("lora_fa") else word
     algorithm = str(arguments.get("algo", "lora")) if is_lycoris else word
-    if "network_module" in foreign.values or is_lycoris:
-        source = "network_module" if "network_module" in foreign.values else "network_args.algo"
-        kind = shared.set_kind(foreign, algorithm, source)
-    else:
-        kind = "lora"
-        foreign.findings.set("adapter.kind", kind, note=THERE)
-    shared.set_rank(
+    kind = shared.set_kind(
         foreign,
-        rank=foreign.number("network_dim"),
-        source="network_dim",
-        alpha=foreign.number("network_alpha"),
-        alpha_source="network_alpha",
-        default_rank=4,
-        default_alpha=1,
+        algorithm,
+        "network_module" if "network_module" in foreign.values else "network_args.algo",
     )
-    if foreign.on("network_dropout"):
-        shared.set_dropout(
-            foreign, "adapter.dropout", "network_dropout", foreign.number("network_dropout")
-        )
-    foreign.stay("is off there", "network_dropout")
+    shared.set_rank(foreign, "network_dim", "network_alpha", default_rank=4, default_alpha=1)
+    shared.set_dropout(foreign, "adapter.dropout", "network_dropout")
     for name, value in arguments.items():
         _network_argument(foreign, name, value, kind)
     _targets(foreign, arguments, is_lycoris=is_lycoris)
-    for name in ("factor", *_LAYERS):
-        if name in arguments and f"network_args.{name}" not in foreign.findings.named:
-            foreign.findings.stays(
-                f"network_args.{name}", "says the kind of adapter, or is of another kind"
-            )
     norm = foreign.number("scale_weight_norms")
-    if norm and (kind == "oft" or foreign.findings.values.get("adapter.dora")):
-        foreign.findings.lacks("scale_weight_norms", norm, "is not for this kind of adapter")
+    if norm and (kind == "oft" or foreign.settings.get("adapter.dora")):
+        foreign.lacks("scale_weight_norms", norm, "is not for this kind of adapter")
     elif norm:
-        carry(foreign.findings, "optimizer.max_weight_norm", "scale_weight_norms", norm)
-    foreign.stay("is off there", "scale_weight_norms")
+        foreign.carry("optimizer.max_weight_norm", "scale_weight_norms")
 
 
 def _network_argument(foreign: Foreign, name: str, value: Any, kind: str) -> None:
-    told, findings = f"network_args.{name}", foreign.findings
-    findings.named.add("network_args")
-    rule = NETWORK_ARGUMENTS.get(name)
-    if rule is None:
-        findings.unknown.append(told)
-    elif name in ("rank_dropout", "module_dropout", "dropout"):
-        number = as_number(value) if _is_number(value) else value
-        if number:
-            shared.set_dropout(foreign, f"adapter.{name}", told, number)
-        else:
-            findings.stays(told, "is off there")
-    elif name == "factor" and kind == "lokr":
-        carry(findings, "adapter.lokr_factor", told, value)
-    elif name in ("factor", *_LAYERS):
-        pass  # said when all of them are known
-    elif isinstance(rule, To):
-        if str(value).lower() in ("", "0", "0.0", "false", "none"):
-            findings.stays(told, "is off there")
-        elif kind != "lora":
-            findings.lacks(told, value, f"is for adapter.kind=lora, not {kind}")
-        else:
-            carry(findings, rule.key, told, value)
-    elif isinstance(rule, Idle):
-        findings.stays(told, rule.why)
-    elif isinstance(rule, Lacks):
-        findings.lacks(told, value, rule.why, off=("False", "false", "0", "0.0", "None", "all"))
+    key = f"network_args.{name}"
+    if name == "factor" and kind == "lokr":
+        foreign.carry("adapter.lokr_factor", key)
+    elif name not in (*_OF_LORA, "rank_dropout", "module_dropout", "dropout"):
+        return
+    elif str(value).lower() in _AS_TEXT_OFF:
+        foreign.stays(key, "is off there")
+    elif name not in _OF_LORA:
+        shared.set_dropout(foreign, f"adapter.{name}", key)
+    elif kind != "lora":
+        foreign.lacks(key, value, f"is for adapter.kind=lora, not {kind}")
+    else:
+        foreign.carry(_OF_LORA[name], key)
 
 
 def _targets(foreign: Foreign, arguments: Mapping[str, Any], *, is_lycoris: bool) -> None:
-    findings, preset = foreign.findings, str(arguments.get("preset", "full")).lower()
-    conv = arguments.get("conv_dim")
-    has_conv = conv not in (None, "", 0, "0") and not foreign.is_flow
-    name = "network_args.conv_dim"
+    preset = str(arguments.get("preset", "full")).lower()
+    conv, key = arguments.get("conv_dim"), "network_args.conv_dim"
     if is_lycoris and preset.startswith("attn-only"):
-        findings.set("adapter.targets", "attention", "network_args.preset")
-    elif has_conv or (
-        is_lycoris and conv is None and preset in ("full", "unet-only", "unet-convblock-only")
-    ):
-        everything = "transformer" if foreign.is_flow else "all"
-        source = name if has_conv else "network_args.preset" if "preset" in arguments else ""
-        findings.set("adapter.targets", everything, *((source,) if source else ()),
-                     note="" if source else THERE)  # fmt: skip
-        if has_conv:
-            carry(findings, "adapter.conv_rank", name, _within(conv))
+        foreign.set("adapter.targets", "attention", "network_args.preset")
+    elif conv not in (None, "", 0, "0") and not foreign.is_flow:
+        foreign.set("adapter.targets", "all", key)
+        whole = _is_number(conv) and as_number(conv) > shared.FULL_RANK
+        foreign.carry("adapter.conv_rank", key, shared.FULL_RANK if whole else conv)
+        if foreign.settings["adapter.kind"] != "oft":
             alpha = arguments.get("conv_alpha", 1)
-            if findings.values["adapter.kind"] != "oft":
-                carry(findings, "adapter.conv_alpha", "network_args.conv_alpha", alpha)
+            foreign.carry("adapter.conv_alpha", "network_args.conv_alpha", alpha)
+    elif is_lycoris and conv is None and preset in ("full", "unet-only", "unet-convblock-only"):
+        everything = "transformer" if foreign.is_flow else "all"
+        foreign.set("adapter.targets", everything, "network_args.preset")
     else:
-        findings.set("adapter.targets", "transformer", note=THERE)
-
-
-def _within(rank: Any) -> Any:
-    """Return a rank as it is, the highest there is for one that stands for whole matrices."""
-    return shared.FULL_RANK if _is_number(rank) and as_number(rank) > shared.FULL_RANK else rank
+        foreign.set("adapter.targets", "transformer")
 
 
 def read_optimizer(foreign: Foreign) -> float | None:
     """Set optimizer, rate and schedule; return the rate of the denoiser."""
-    findings = foreign.findings
     flags = {"use_8bit_adam": "AdamW8bit", "use_lion_optimizer": "Lion"}
-    flag = next((name for name in flags if foreign.on(name)), None)
-    source = flag or ("optimizer_type" if "optimizer_type" in foreign.values else THERE)
-    name = str(flags[flag] if flag else foreign.get("optimizer_type", "AdamW"))
-    rate_source = next((key for key in ("unet_lr", "learning_rate") if foreign.on(key)), THERE)
-    rate = foreign.number(rate_source) if rate_source != THERE else 2e-6
-    arguments = shared.as_pairs(foreign.values.get("optimizer_args"))
+    flag = foreign.first_on(*flags)
+    name = flags[flag] if flag else foreign.word("optimizer_type", "AdamW")
+    rate_key = foreign.first_on("unet_lr", "learning_rate") or THERE
+    rate = foreign.number(rate_key) if rate_key != THERE else 2e-6
+    arguments = shared.expand(foreign, "optimizer_args")
     relative = str(arguments.get("relative_step", "true")).lower() == "true"
-    set_optimizer(foreign, name, source, rate=rate, rate_source=rate_source, relative_step=relative)
-    set_arguments(foreign, "optimizer_args.", arguments)
-    findings.named.add("optimizer_args" if arguments else "")
-    foreign.stay("is not given", "optimizer_args")
-    foreign.stay("is off there", *flags)
-    foreign.stay("unet_lr and text_encoder_lr say more", "learning_rate")
-    foreign.stay("is not given", "unet_lr")
-    named = foreign.on("lr_scheduler_type")
-    schedule_source = "lr_scheduler_type" if named else "lr_scheduler"
-    schedule = str(named or foreign.get("lr_scheduler", "constant"))
+    set_optimizer(
+        foreign,
+        name,
+        flag or "optimizer_type",
+        rate=rate,
+        rate_key=rate_key,
+        relative_step=relative,
+    )
+    set_arguments(foreign, "optimizer_args.")
+    shared.expand(foreign, "lr_scheduler_args")
     set_schedule(
         foreign,
-        schedule,
-        schedule_source if schedule_source in foreign.values else THERE,
-        warmup=_warmup(foreign),
-        warmup_source="lr_warmup_steps" if "lr_warmup_steps" in foreign.values else THERE,
+        "lr_scheduler_type" if foreign.on("lr_scheduler_type") else "lr_scheduler",
+        "constant",
+        warmup=max(0.0, foreign.nonzero("lr_warmup_steps", 0)),
+        warmup_key="lr_warmup_steps",
         steps=_planned_steps(foreign),
-        cycles=foreign.number("lr_scheduler_num_cycles", 1) or 1,
-        power=foreign.number("lr_scheduler_power", 1) or 1,
+        cycles=foreign.nonzero("lr_scheduler_num_cycles", 1),
+        power=foreign.nonzero("lr_scheduler_power", 1),
         always_warms=False,
     )
-    foreign.stay(
-        "is of schedules with restarts or powers", "lr_scheduler_num_cycles", "lr_scheduler_power"
-    )
-    foreign.stay("lr_scheduler_type says more", "lr_scheduler")
-    foreign.stay("is not given", "lr_scheduler_type")
-    for name, value in shared.as_pairs(foreign.values.get("lr_scheduler_args")).items():
-        findings.lacks(f"lr_scheduler_args.{name}", value, "is no option of schedules here")
-        findings.named.add("lr_scheduler_args")
-    foreign.stay("is not given", "lr_scheduler_args")
     return rate
-
-
-def _warmup(foreign: Foreign) -> float:
-    return max(0.0, foreign.number("lr_warmup_steps", 0) or 0)
 
 
 def _planned_steps(foreign: Foreign) -> float | None:
@@ -277,58 +197,37 @@ def _planned_steps(foreign: Foreign) -> float | None:
 
 def _text_encoder(foreign: Foreign, rate: float | None) -> None:
     """There, text encoders are trained unless something says no."""
-    given = foreign.values.get("text_encoder_lr")
-    parts = given if isinstance(given, list) else [] if given in (None, "") else [given]
+    key, only = "text_encoder_lr", "network_train_text_encoder_only"
+    stated = foreign.values.get(key)
+    parts = stated if isinstance(stated, list) else [stated]
     rates = [as_number(part) for part in parts if _is_number(part)]
-    flags = ("network_train_unet_only", "cache_text_encoder_outputs")
-    off = next((name for name in flags if foreign.on(name)), None)
+    off = foreign.first_on("network_train_unet_only", "cache_text_encoder_outputs")
     if off or (rates and not any(rates)):
-        source = off or "text_encoder_lr"
-        shared.set_text_encoder(foreign, trained=False, source=source)
+        shared.set_text_encoder(foreign, trained=False, key=off or key)
     else:
-        source = "text_encoder_lr" if rates else "network_train_unet_only"
-        own = [
-            ("text_encoder_lr", number)
-            for number in rates[:1] or ([rate] if rate else [])
-            if number
-        ]
-        if not rates and own:
-            own = [("learning_rate", own[0][1])]
-        shared.set_text_encoder(foreign, trained=True, source=source, rates=own)
+        own = (key, rates[0]) if rates else ("learning_rate", rate)
+        source = key if rates else "network_train_unet_only"
+        own_rates = [(own[0], own[1])] if own[1] else []
+        shared.set_text_encoder(foreign, trained=True, key=source, rates=own_rates)
         if len(set(rates)) > 1:
-            foreign.findings.lacks(
-                "text_encoder_lr", rates[1:], "all text encoders have one rate, the first"
-            )
-    foreign.stay("text encoders are not trained", "text_encoder_lr", "network_train_unet_only")
-    if foreign.on("network_train_text_encoder_only"):
-        foreign.findings.lacks(
-            "network_train_text_encoder_only", True, "the denoiser is always trained"
-        )
-    foreign.stay("is off there", "network_train_text_encoder_only")
-    stop = foreign.number("stop_text_encoder_training")
-    steps = _planned_steps(foreign)
-    if stop and stop > 0 and steps and foreign.findings.values.get("adapter.text_encoder"):
+            foreign.lacks(key, rates[1:], "all text encoders have one rate, the first")
+    if foreign.on(only):
+        foreign.lacks(only, True, "the denoiser is always trained")
+    stop, steps = foreign.number("stop_text_encoder_training"), _planned_steps(foreign)
+    if stop and stop > 0 and steps and foreign.settings.get("adapter.text_encoder"):
         share = min(1.0, stop / steps)
-        foreign.findings.set("train.text_encoder_until", share, "stop_text_encoder_training")
-    foreign.stay("is off there", "stop_text_encoder_training")
+        foreign.set("train.text_encoder_until", share, "stop_text_encoder_training")
 
 
 def _dataset(foreign: Foreign) -> None:
     sd_scripts_dataset.read_training_options(foreign)
     length = foreign.number("max_token_length")
-    if foreign.is_flow:
-        foreign.stay("the base says how long prompts may be", "max_token_length")
-    elif length:
-        carry(foreign.findings, "data.caption_tokens", "max_token_length", int(length))
-    else:
-        foreign.findings.set(
-            "data.caption_tokens", CHUNK_TOKENS, *foreign.there("max_token_length")
-        )
-    if "resolution" in foreign.values and "data.resolution" not in foreign.findings.values:
-        if foreign.on("resolution"):
-            sd_scripts_dataset.set_size(foreign, "resolution", foreign.values["resolution"])
-        foreign.stay("is not given", "resolution")
-    foreign.stay("the dataset file says more", "resolution")
+    if length and not foreign.is_flow:
+        foreign.carry("data.caption_tokens", "max_token_length", int(length))
+    elif not foreign.is_flow:
+        foreign.set("data.caption_tokens", CHUNK_TOKENS, "max_token_length")
+    if foreign.on("resolution") and "data.resolution" not in foreign.settings:
+        set_sizes(foreign, [(foreign.values["resolution"], "resolution")])
 
 
 def read_precision(foreign: Foreign) -> None:
@@ -336,71 +235,47 @@ def read_precision(foreign: Foreign) -> None:
     shared.set_precision(foreign, "mixed_precision", missing="no")
     for name in ("fp8_base", "fp8_base_unet", "fp8_scaled"):
         if foreign.on(name):
-            foreign.findings.set("memory.base_precision", "fp8", name)
-        foreign.stay("is off there", name)
+            foreign.set("memory.base_precision", "fp8", name)
 
 
 def read_output(foreign: Foreign) -> None:
     """Set saves, samples, precision and words of the exported file."""
-    findings = foreign.findings
     for unit in ("epochs", "steps"):
         name, last_name = f"save_every_n_{unit}", f"save_last_n_{unit}"
+        shared.set_saves(foreign, name, "epochs" if unit == "epochs" else "steps")
         every, last = foreign.number(name), foreign.number(last_name)
-        shared.set_saves(
-            foreign, every=every, source=name, unit="epochs" if unit == "epochs" else "steps"
-        )
         if last and every:
-            findings.set("output.keep_last", max(1, int(last // every)), last_name, name)
-        foreign.stay("is not given", last_name)
-    precision = foreign.get("save_precision", None)
-    precision = None if precision is None else str(precision)
-    kinds = {"float": "fp32", "fp16": "fp16", "bf16": "bf16"}
-    if precision in kinds:
-        findings.set("output.precision", kinds[precision], "save_precision")
-    elif precision is not None:
-        findings.lacks("save_precision", precision, "is fp32, bf16 or fp16 here")
-    foreign.stay("is not given", "save_precision")
-    words = [name for name in ("metadata_description", "training_comment") if foreign.on(name)]
+            foreign.set("output.keep_last", max(1, int(last // every)), last_name, name)
+    words = foreign.first_on("metadata_description", "training_comment")
     if words:
-        carry(findings, "output.description", words[0], foreign.values[words[0]])
-    foreign.stay(
-        "is not given, or metadata_description is", "metadata_description", "training_comment"
-    )
+        foreign.carry("output.description", words)
     prompts = foreign.values.get("sample_prompts")
-    if isinstance(prompts, str) and prompts:
-        findings.lacks("sample_prompts", prompts, "write the prompts as sampling.prompts")
-    foreign.stay("is not given", "sample_prompts")
+    if isinstance(prompts, str):
+        foreign.lacks("sample_prompts", prompts, "write the prompts as sampling.prompts")
     every = foreign.number("validate_every_n_steps")
-    if every and findings.values.get("data.validation_fraction"):
-        carry(findings, "train.validate_every_steps", "validate_every_n_steps", every)
-    foreign.stay("nothing is held out for it", "validate_every_n_steps")
+    if every and foreign.settings.get("data.validation_fraction"):
+        foreign.carry("train.validate_every_steps", "validate_every_n_steps")
 
 
-def _accumulate(foreign: Foreign) -> None:
-    """Multiply the dataset file's batch, which stands in for the training's, by the accumulation."""
-    findings, name = foreign.findings, "gradient_accumulation_steps"
-    times = int(foreign.number(name, 1) or 1)
-    size = int(findings.values["train.batch_size"])
-    if times > 1:
-        source = findings.sources["train.batch_size"]
-        findings.set("train.batch_size", size * times, source, name)
-        findings.set("memory.micro_batch", size, source)
-    foreign.stay("every step is one batch", name)
-    foreign.stay("the dataset file says more", "train_batch_size")
-
-
-def _steps(foreign: Foreign) -> None:
-    findings = foreign.findings
-    if foreign.on("max_train_epochs"):
-        foreign.stay("max_train_epochs says more", "max_train_steps")
-        return
-    foreign.stay("is not given", "max_train_epochs")
+def read_length(foreign: Foreign) -> None:
+    """Set the batch and the steps; call it when the dataset is read."""
+    times_key = "gradient_accumulation_steps"
+    size = foreign.settings.get("train.batch_size")
+    if size is None:
+        shared.set_batch(foreign, "train_batch_size", times_key)
+    elif foreign.nonzero(times_key, 1) > 1:  # the dataset file's batch stands in for the training's
+        source = foreign.sources["train.batch_size"]
+        times = int(foreign.nonzero(times_key, 1))
+        foreign.set("train.batch_size", int(size) * times, source, times_key)
+        foreign.set("memory.micro_batch", int(size), source)
+    set_length(foreign, foreign.number("max_train_epochs"), "max_train_epochs")
     steps = foreign.number("max_train_steps")
+    if foreign.on("max_train_epochs"):
+        return
     if steps:
-        carry(findings, "train.steps", "max_train_steps", int(steps))
+        foreign.carry("train.steps", "max_train_steps", int(steps))
     else:
-        findings.set("train.steps", DEFAULT_STEPS, note=THERE)
-    foreign.stay("is not given", "max_train_steps")
+        foreign.set("train.steps", DEFAULT_STEPS)
 
 
 def _is_number(value: Any) -> bool:
@@ -411,12 +286,10 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-SD_SCRIPTS = Trainer(
-    name=NAME, flat=flat, keys={**KEYS, **sd_scripts_dataset.KEYS}, read=read_training
-)
+SD_SCRIPTS = Trainer(NAME, ("sd_scripts_dataset", "sd_scripts"), flat, read_training)
 SD_SCRIPTS_DATASET = Trainer(
-    name=f"{NAME} (a dataset file)",
-    flat=_flat_dataset,
-    keys=sd_scripts_dataset.KEYS,
-    read=sd_scripts_dataset.read_dataset,
+    f"{NAME} (a dataset file)",
+    ("sd_scripts_dataset",),
+    _flat_dataset,
+    sd_scripts_dataset.read_dataset,
 )

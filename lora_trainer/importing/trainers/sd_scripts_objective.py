@@ -5,133 +5,104 @@ Its FLUX and SD3 trainers draw sigmas in different ways; both are put into one d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
-
 from lora_trainer.importing import shared
-from lora_trainer.importing.rules import THERE, Foreign, carry
-
-_DRAWN: Mapping[str, shared.Distribution] = {"logit_normal": "logit_normal", "mode": "mode"}
+from lora_trainer.importing.foreign import THERE, Foreign
 
 
 def read_objective(foreign: Foreign) -> None:
     """Set weights, loss and timesteps."""
-    findings = foreign.findings
-    shared.set_snr_weights(foreign, foreign.number("min_snr_gamma"), "min_snr_gamma")
+    shared.set_snr_weights(foreign, "min_snr_gamma")
     if foreign.on("debiased_estimation_loss") and not foreign.is_flow:
-        findings.set("objective.weighting", "debiased", "debiased_estimation_loss")
+        foreign.set("objective.weighting", "debiased", "debiased_estimation_loss")
         if foreign.on("min_snr_gamma"):
             how = "these weights alone, there times those of min_snr_gamma"
-            findings.is_nearest("debiased_estimation_loss", how)
-    foreign.stay("is off there, or flow matching has no such weights", "debiased_estimation_loss")
+            foreign.is_nearest("debiased_estimation_loss", how)
     _loss(foreign)
-    if foreign.is_flow and not _is_sd3(foreign):
-        foreign.stay("does nothing there with FLUX and Chroma", "min_timestep", "max_timestep")
-    else:
-        shared.set_timestep_range(foreign, "min_timestep", "max_timestep")
-    if foreign.is_flow:
-        _flow(foreign)
-    else:
-        shared.set_timesteps(foreign, "uniform", THERE)
-        names = ("weighting_scheme", "timestep_sampling", "logit_mean", "logit_std", "mode_scale")
-        foreign.stay("is for flow matching", *names)
-
-
-def _is_sd3(foreign: Foreign) -> bool:
     module = str(foreign.values.get("network_module"))
-    return "training_shift" in foreign.values or module.endswith("sd3")
+    is_sd3 = "training_shift" in foreign.values or module.endswith("sd3")
+    if is_sd3 or not foreign.is_flow:
+        shared.set_timestep_range(foreign, "min_timestep", "max_timestep")
+    if not foreign.is_flow:
+        shared.set_timesteps(foreign, "uniform", THERE)
+        return
+    set_flow_weights(foreign)
+    if is_sd3:
+        shift = foreign.nonzero("training_shift", 1.0)
+        set_density(foreign, sign=1, shift=(shift, "training_shift"))
+    else:
+        _flux(foreign)
+    if foreign.settings["objective.timestep_sampling"] == "mode":
+        mode_scale = foreign.get("mode_scale", 1.29)
+        foreign.carry("objective.mode_scale", "mode_scale", mode_scale)
 
 
 def _loss(foreign: Foreign) -> None:
-    findings, kind = foreign.findings, str(foreign.get("loss_type", "l2"))
+    kind = foreign.word("loss_type", "l2")
     ours = {"l2": "mse", "huber": "huber", "smooth_l1": "smooth_l1"}.get(kind)
+    foreign.set("objective.loss", ours or "smooth_l1", "loss_type")
     if ours is None:
-        findings.is_nearest(
-            "loss_type", f"{kind}: smooth_l1 with objective.huber_delta=0.01, which is close"
-        )
-        findings.set("objective.loss", "smooth_l1", "loss_type")
-        findings.set("objective.huber_delta", 0.01, "loss_type")
-        findings.set("objective.huber_schedule", "constant", "loss_type")
-    else:
-        findings.set("objective.loss", ours, *foreign.there("loss_type"))
-    if ours in ("huber", "smooth_l1"):
-        delta, scale = foreign.number("huber_c", 0.1) or 0.1, foreign.number("huber_scale", 1.0)
-        schedule = str(foreign.get("huber_schedule", "snr"))
+        how = f"{kind}: smooth_l1 with objective.huber_delta=0.01, which is close"
+        foreign.is_nearest("loss_type", how)
+        shared.set_huber(foreign, 0.01, "loss_type")
+    elif ours != "mse":
+        delta, scale = foreign.nonzero("huber_c", 0.1), foreign.number("huber_scale", 1.0)
+        schedule = foreign.word("huber_schedule", "snr")
         if schedule == "constant":
             delta *= scale or 1.0
         elif schedule == "exponential" and scale not in (None, 1):
-            findings.lacks("huber_scale", scale, "the threshold without noise is 1")
-        foreign.stay("does nothing there with this huber_schedule", "huber_scale")
-        names = [name for name in ("huber_c", "huber_scale") if name in foreign.values]
-        findings.set("objective.huber_delta", min(1.0, delta), *names, note="" if names else THERE)
-        carry(findings, "objective.huber_schedule", "huber_schedule", schedule)
-    foreign.stay("is of loss_type huber and smooth_l1", "huber_c", "huber_scale", "huber_schedule")
+            foreign.lacks("huber_scale", scale, "the threshold without noise is 1")
+        foreign.set("objective.huber_delta", min(1.0, delta), "huber_c", "huber_scale")
+        foreign.carry("objective.huber_schedule", "huber_schedule", schedule)
 
 
-def _flow(foreign: Foreign) -> None:
-    """There, sigmas are drawn at descending indices: a mean above 0 is less noise, here it is more."""
-    findings = foreign.findings
-    is_sd3 = _is_sd3(foreign)
-    scheme = str(foreign.get("weighting_scheme", "uniform"))
-    sampling = "density" if is_sd3 else str(foreign.get("timestep_sampling", "sigma"))
-    shift_name = "training_shift" if is_sd3 else "discrete_flow_shift"
-    shift = foreign.number(shift_name, 1.0 if is_sd3 else 3.0) or 1.0
-    std, mean = foreign.number("logit_std", 1.0) or 1.0, foreign.number("logit_mean", 0.0) or 0.0
-    scale = foreign.number("sigmoid_scale", 1.0) or 1.0
+def set_flow_weights(foreign: Foreign) -> None:
+    """Set the weights of a flow-matching loss, which `weighting_scheme` names beside ways to draw timesteps."""
+    scheme = foreign.values.get("weighting_scheme")
     if scheme in ("sigma_sqrt", "cosmap"):
-        findings.set("objective.weighting", scheme, "weighting_scheme")
-    if sampling in ("sigma", "density"):
-        drawn = _DRAWN.get(scheme, "uniform")
-        mean = mean if is_sd3 else -mean
-        if drawn == "mode" and not is_sd3:
-            findings.is_nearest(
-                "weighting_scheme", "mode: its ends are swapped there, which matters little"
-            )
-        shared.set_timesteps(
-            foreign, drawn, "weighting_scheme", mean=mean, mean_source="logit_mean",
-            std=std, std_source="logit_std", shift=shift, shift_source=shift_name,
-        )  # fmt: skip
-        if drawn == "mode":
-            carry(findings, "objective.mode_scale", "mode_scale", foreign.get("mode_scale", 1.29))
-        foreign.stay("weighting_scheme says how timesteps are drawn", "timestep_sampling")
+        foreign.set("objective.weighting", scheme, "weighting_scheme")
+
+
+def set_density(foreign: Foreign, *, sign: float, shift: tuple[float, str] = (1.0, THERE)) -> None:
+    """Set the timesteps that `weighting_scheme` draws.
+
+    FLUX's sigmas are drawn at descending indices (`sign` -1): a mean above 0 is less noise there.
+    """
+    scheme = foreign.word("weighting_scheme", "none")
+    drawn: shared.Distribution = "uniform"
+    if scheme == "mode":
+        drawn = "mode"
+        if sign < 0:
+            how = "mode: its ends are swapped there, which matters little"
+            foreign.is_nearest("weighting_scheme", how)
+    elif scheme == "logit_normal":
+        drawn = "logit_normal"
+    mean = (sign * foreign.nonzero("logit_mean", 0.0), "logit_mean")
+    std = (foreign.nonzero("logit_std", 1.0), "logit_std")
+    shared.set_timesteps(foreign, drawn, "weighting_scheme", mean=mean, std=std, shift=shift)
+
+
+def _flux(foreign: Foreign) -> None:
+    sampling = foreign.word("timestep_sampling", "sigma")
+    shift = (foreign.nonzero("discrete_flow_shift", 3.0), "discrete_flow_shift")
+    by_size = sampling.endswith("_shift")
+    if sampling == "sigma":
+        set_density(foreign, sign=-1, shift=shift)
     else:
-        distribution: shared.Distribution = "uniform" if sampling == "uniform" else "sigmoid"
-        by_size = sampling.endswith("_shift")
         if sampling not in ("uniform", "sigmoid", "shift") and not by_size:
-            findings.is_nearest("timestep_sampling", f"{sampling}: sigmoid without a shift")
-        own: float | Literal["resolution"] = "resolution"
+            foreign.is_nearest("timestep_sampling", f"{sampling}: sigmoid without a shift")
+        own: shared.Shift = "resolution" if by_size else 1.0
         if by_size and foreign.values.get("model_type") == "chroma":
             own = shared.shift_by_tokens(foreign)
-            findings.is_nearest(
-                "timestep_sampling", f"{sampling}: {own:g}, that of this resolution"
-            )
+            foreign.is_nearest("timestep_sampling", f"{sampling}: {own:g}, that of this resolution")
         shared.set_timesteps(
-            foreign, distribution, "timestep_sampling", std=scale, std_source="sigmoid_scale",
-            shift=own if by_size else shift if sampling == "shift" else 1.0,
-            shift_source="timestep_sampling" if by_size or sampling != "shift" else shift_name,
-        )  # fmt: skip
-    if not is_sd3:
-        guidance = foreign.number("guidance_scale", 3.5)
-        if "guidance_scale" in foreign.values:
-            carry(findings, "objective.guidance_scale", "guidance_scale", guidance)
-        else:
-            findings.set("objective.guidance_scale", guidance, note=THERE)
-        kind = str(foreign.get("model_prediction_type", "sigma_scaled"))
-        if kind == "raw":
-            findings.stays("model_prediction_type", "the velocity is predicted as it is")
-        else:
-            how = f"{kind}: raw, the velocity as it is"
-            findings.is_nearest("model_prediction_type", how)
-    else:
-        foreign.stay(
-            "is of bases with a guidance embedding", "guidance_scale", "model_prediction_type"
+            foreign,
+            "uniform" if sampling == "uniform" else "sigmoid",
+            "timestep_sampling",
+            std=(foreign.nonzero("sigmoid_scale", 1.0), "sigmoid_scale"),
+            shift=shift if sampling == "shift" else (own, "timestep_sampling"),
         )
-    unused = (
-        "weighting_scheme",
-        "logit_mean",
-        "logit_std",
-        "mode_scale",
-        "sigmoid_scale",
-        shift_name,
-    )
-    foreign.stay(f"does nothing there with timestep_sampling={sampling}", *unused)
+    guidance = foreign.number("guidance_scale", 3.5)
+    foreign.carry("objective.guidance_scale", "guidance_scale", guidance)
+    kind = foreign.word("model_prediction_type", "sigma_scaled")
+    if kind != "raw":
+        foreign.is_nearest("model_prediction_type", f"{kind}: raw, the velocity as it is")

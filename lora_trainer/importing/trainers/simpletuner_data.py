@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
 from lora_trainer.importing.folders import (
+    FolderTable,
     ImageFolder,
     named_file,
     path_of,
     set_folders,
     set_length,
     set_resolutions,
+    tables_of,
 )
-from lora_trainer.importing.foreign_settings import Findings
-from lora_trainer.importing.rules import THERE, Foreign, carry, flattened
+from lora_trainer.importing.foreign import Foreign
+from lora_trainer.importing.rules import flattened
 
 LIST = "[]"
 """The name under which a file that holds a list is kept."""
@@ -26,104 +28,59 @@ LIST = "[]"
 
 def read_data(foreign: Foreign) -> None:
     """Set resolution, folders, batch and length."""
-    findings = foreign.findings
+    share = foreign.number("caption_dropout_probability", 0.1) or 0.0
+    foreign.set("data.caption_dropout", min(1.0, share), "caption_dropout_probability")
+    size = foreign.nonzero("resolution", 1024)
+    _resolution(foreign, size, foreign.values.get("resolution_type"), "resolution")
     tables = read_file(foreign, "data_backend_config")
-    share = foreign.number("caption_dropout_probability", 0.1)
-    findings.set(
-        "data.caption_dropout",
-        min(1.0, share or 0.0),
-        *foreign.there("caption_dropout_probability"),
-    )
-    size = foreign.number("resolution", 1024) or 1024
-    _resolution(foreign, size, str(foreign.get("resolution_type", "pixel_area")), "resolution")
     if isinstance(tables, list):
-        backends = [one for one in tables if isinstance(one, Mapping)]
-        foreign.extra |= flattened({"data_backends": backends})
-        read_tables(foreign, backends)
-    shared.set_batch(foreign, size=foreign.number("train_batch_size", 4), source="train_batch_size",
-                     times=foreign.number("gradient_accumulation_steps"),
-                     times_source="gradient_accumulation_steps")  # fmt: skip
-    foreign.stay("the backends say more", "resolution", "resolution_type", "caption_strategy", "instance_prompt",
-                 "prepend_instance_prompt", "only_instance_prompt", "masked_loss_probability")  # fmt: skip
-    steps, epochs = foreign.number("max_train_steps", 0), foreign.number("num_train_epochs", 1)
+        backends = tables_of(tables)
+        foreign.values |= flattened({"data_backends": backends})
+        _read_tables(foreign, backends)
+    shared.set_batch(foreign, "train_batch_size", "gradient_accumulation_steps", default=4)
+    steps = foreign.number("max_train_steps")
     if steps:
-        carry(findings, "train.steps", "max_train_steps", int(steps))
+        foreign.carry("train.steps", "max_train_steps", int(steps))
     else:
-        set_length(foreign, epochs=epochs, source="num_train_epochs")
-    foreign.stay("the other says how long it is", "max_train_steps", "num_train_epochs")
+        set_length(foreign, foreign.number("num_train_epochs", 1), "num_train_epochs")
 
 
-def _resolution(foreign: Foreign, size: float, kind: str, source: str) -> None:
+def _resolution(foreign: Foreign, size: float, kind: Any, key: str) -> None:
     side = math.sqrt(size) * 1000 if kind == "area" or size <= 16 else size
-    if source in {**foreign.values, **foreign.extra}:
-        set_resolutions(foreign, [(side, side)], source)
+    if key in foreign.values:
+        set_resolutions(foreign, [(side, side)], key)
     else:
-        foreign.findings.set("data.resolution", max(64, round(side / 64) * 64), note=THERE)
+        foreign.set("data.resolution", max(64, round(side / 64) * 64))
 
 
 def read_backends(foreign: Foreign) -> None:
     """Read a file of data backends by itself."""
-    read_tables(foreign, foreign.data[LIST])
+    _read_tables(foreign, foreign.data[LIST])
 
 
-def read_tables(foreign: Foreign, tables: list[Mapping[str, Any]]) -> None:
+def _read_tables(foreign: Foreign, tables: Sequence[Mapping[str, Any]]) -> None:
     """Set the backends that hold images as folders of the dataset."""
-    findings = foreign.findings
     folders: list[ImageFolder] = []
     moving = ""
-    for number, table in enumerate(tables):
-        where = f"data_backends[{number}]."
-        image_folder = table.get("instance_data_dir")
-        kind = str(table.get("dataset_type", "image"))
-        if (
-            kind not in ("image",)
-            or table.get("disabled")
-            or not isinstance(image_folder, str)
-            or not image_folder
-        ):
-            moving = kind if kind in ("video", "audio") and not table.get("disabled") else moving
-            why = "is no folder of images that is trained"
-            for key in table:
-                findings.stays(f"{where}{key}", why)
+    for number, one in enumerate(tables):
+        table = FolderTable((one, f"data_backends[{number}]."))
+        path, kind = table.get("instance_data_dir"), str(table.get("dataset_type", "image"))
+        is_folder = isinstance(path, str) and path and kind == "image"
+        if table.get("disabled") or not is_folder:
+            for name in table.names.values():
+                foreign.stays(name, "is no folder of images that is trained")
+            if kind in ("video", "audio") and not table.get("disabled"):
+                moving = kind
             continue
-        folder = ImageFolder(path=path_of(image_folder), key=f"{where}instance_data_dir")
+        folder = ImageFolder(path=path_of(path), key=table.name("instance_data_dir"))
         folder.regularisation = bool(table.get("is_regularisation_data"))
-        repeats = table.get("repeats", 0)
+        repeats, name = table.sourced("repeats", 0)
         if isinstance(repeats, int) and not isinstance(repeats, bool) and repeats >= 0:
-            folder.settings["repeats"] = (
-                # Repeats are further views there: 0 shows each image once (documentation/DATALOADER.md).
-                repeats + 1,
-                f"{where}repeats" if "repeats" in table else THERE,
-            )
-        _captions(table, folder, findings, where=where)
-        size = table.get("resolution")
-        if (
-            isinstance(size, int | float)
-            and not isinstance(size, bool)
-            and 0 < size <= 100_000
-            and not folders
-        ):
-            _resolution(
-                foreign,
-                float(size),
-                str(table.get("resolution_type", "pixel_area")),
-                f"{where}resolution",
-            )
-        aspect, crop = str(table.get("crop_aspect", "square")), table.get("crop", True)
+            # Repeats are further views there: 0 shows each image once (documentation/DATALOADER.md).
+            folder.settings["repeats"] = (repeats + 1, name)
+        _captions(foreign, folder, table)
         if not folders:
-            names = [f"{where}{key}" for key in ("crop", "crop_aspect") if key in table]
-            findings.set(
-                "data.buckets",
-                not (crop and aspect == "square"),
-                *names,
-                note="" if names else THERE,
-            )
-        for key in ("dataset_type", "disabled", "caption_strategy", "repeats", "resolution", "crop", "crop_aspect",
-                    "is_regularisation_data", "instance_prompt", "prepend_instance_prompt",
-                    "only_instance_prompt", "caption_dropout_probability"):  # fmt: skip
-            used = {part for _, part in folder.settings.values()}
-            if key in table and f"{where}{key}" not in {*findings.named, *used}:
-                findings.stays(f"{where}{key}", "is as the first backend has it, or as it is here")
+            _sizes(foreign, table)
         folders.append(folder)
     if moving and not folders:
         raise RequestError(
@@ -133,32 +90,31 @@ def read_tables(foreign: Foreign, tables: list[Mapping[str, Any]]) -> None:
     set_folders(foreign, folders)
 
 
-def _captions(
-    table: Mapping[str, Any], folder: ImageFolder, findings: Findings, *, where: str
-) -> None:
+def _sizes(foreign: Foreign, table: FolderTable) -> None:
+    """Set resolution and buckets as the first backend has them."""
+    size, name = table.sourced("resolution")
+    if isinstance(size, int | float) and not isinstance(size, bool) and 0 < size <= 100_000:
+        _resolution(foreign, float(size), table.get("resolution_type"), name)
+    square = table.get("crop", True) and str(table.get("crop_aspect", "square")) == "square"
+    foreign.set("data.buckets", not square, table.name("crop"), table.name("crop_aspect"))
+
+
+def _captions(foreign: Foreign, folder: ImageFolder, table: FolderTable) -> None:
     """Set where the captions of one backend come from."""
-    strategy = str(table.get("caption_strategy", "filename"))
-    if strategy in ("instanceprompt", "instance_prompt") or table.get("only_instance_prompt"):
+    strategy, name = table.sourced("caption_strategy", "filename")
+    prompt, prompt_name = table.sourced("instance_prompt")
+    by_prompt = strategy in ("instanceprompt", "instance_prompt")
+    if by_prompt or table.get("only_instance_prompt"):
         why = "one text for all images: name the folder N_WORDS, or give data.trigger"
-        findings.lacks(f"{where}instance_prompt", table.get("instance_prompt"), why)
-    elif table.get("prepend_instance_prompt") and table.get("instance_prompt"):
-        folder.settings["caption_prefix"] = (
-            table["instance_prompt"],
-            f"{where}instance_prompt",
-        )
+        foreign.lacks(prompt_name, prompt, why)
+    elif table.get("prepend_instance_prompt") and prompt:
+        folder.settings["caption_prefix"] = (prompt, prompt_name)
     if strategy == "filename":
-        findings.set(
-            "data.caption_fallback",
-            "file_name",
-            *([f"{where}caption_strategy"] if "caption_strategy" in table else []),
-            note="an image with a caption file keeps that",
-        )
+        note = "an image with a caption file keeps that"
+        foreign.set("data.caption_fallback", "file_name", name, note=note)
     elif strategy in ("parquet", "csv"):
-        findings.lacks(
-            f"{where}caption_strategy",
-            strategy,
-            f"name the table metadata.{strategy} and put it beside the images",
-        )
+        why = f"name the table metadata.{strategy} and put it beside the images"
+        foreign.lacks(name, strategy, why)
 
 
 def read_file(foreign: Foreign, option: str) -> Any:
