@@ -66,6 +66,7 @@ class Foreign:
     the folder it lies in, `called` what the file calls a key that is read under another name. `is_flow` says
     whether the base is trained by flow matching, `trains_text` whether its text encoders can be trained
     here; None: the file does not say which base it is. `is_schedule_free`: its optimizer has no schedule.
+    `untrained` has what stands before the keys of folders without a path.
     """
 
     values: dict[str, Any]
@@ -83,6 +84,7 @@ class Foreign:
     unknown: list[str] = field(default_factory=list)
     dataset: str | None = None
     named: set[str] = field(default_factory=set)
+    untrained: tuple[str, ...] = ()
 
     # ---- what the file has
 

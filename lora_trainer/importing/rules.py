@@ -6,6 +6,7 @@ A table is a TOML file in `trainers/`; a trainer may have several, of which late
 `values` (what its values mean, "*" for any other).
 `[[read]]`: keys that the trainer's own function reads, and why one of which it says nothing needs no setting.
 `[[nothing_to_set]]`, `[[no_equivalent]]`, `[[refused]]`: keys, and why. `off` has values that change nothing.
+`absent`: keys of earlier tables that this trainer does not have.
 
 Lists have `keys`, parted by blanks, and `under`, what stands before them. Further tables are looked up by the
 trainer's function.
@@ -71,7 +72,9 @@ def rules_of(*names: str) -> dict[str, Rule]:
     """Return the rules of some tables by key; later ones win."""
     rules: dict[str, Rule] = {}
     for name in names:
-        rules |= _rules(table_of(name))
+        table = table_of(name)
+        absent = table.get("absent", "").split()
+        rules = {key: rule for key, rule in rules.items() if key not in absent} | _rules(table)
     return rules
 
 
@@ -145,7 +148,7 @@ def apply(trainer: Trainer, foreign: Foreign) -> None:
             foreign.refuse(name, value, rule.why, off=rule.off)
         elif rule.kind == "no_equivalent":
             foreign.lacks(name, value, rule.why, off=rule.off)
-        elif rule.why and not is_one_of(value, OFF):
+        elif rule.why and not is_one_of(value, OFF) and not name.startswith(foreign.untrained):
             foreign.stays(name, rule.why)
         else:
             foreign.lacks(name, value, "means nothing beside the other options")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 
 from lora_trainer.config.config import setting_keys
 from lora_trainer.importing.foreign_optimizers import OPTIMIZERS, plain
-from lora_trainer.importing.reading import TRAINERS
+from lora_trainer.importing.reading import TRAINERS, import_file
 from lora_trainer.importing.rules import Rule, Trainer
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "importing.md"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs" / "importing.md"
+TABLES = sorted((ROOT / "lora_trainer" / "importing" / "trainers").glob("*.toml"))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
@@ -23,6 +26,33 @@ def test_rules_name_settings_and_say_why(trainer: Trainer) -> None:
             assert rule.setting in setting_keys(), name
         elif rule.kind != "read":
             assert len(rule.why) > 8 and "\n" not in rule.why, name
+
+
+@pytest.mark.parametrize("file", TABLES, ids=lambda file: file.stem)
+def test_a_key_stands_once_in_a_table(file: Path) -> None:
+    """Of two rules of one key the later would win unseen; a table may only replace those of earlier tables."""
+    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    lists = [
+        entry
+        for kind in ("read", "nothing_to_set", "no_equivalent", "refused")
+        for entry in table.get(kind, ())
+    ]
+    keys = [
+        f"{prefix}{key}"
+        for entry in lists
+        for prefix in entry.get("under", [""])
+        for key in entry["keys"].split()
+    ]
+    keys += [*table.get("carried", ()), *table.get("absent", "").split()]
+    assert [key for key, times in Counter(keys).items() if times > 1] == []
+
+
+def test_a_key_that_a_trainer_does_not_have_is_unknown(tmp_path: Path) -> None:
+    dit = {"dit": "z.safetensors", "network_module": "networks.lora_zimage"}
+    lines = [f'{key} = "{value}"' for key, value in dit.items()]
+    file = tmp_path / "their.toml"
+    file.write_text("\n".join([*lines, "flip_aug = true", "clip_skip = 2"]), encoding="utf-8")
+    assert set(import_file(file).unknown) == {"flip_aug", "clip_skip"}
 
 
 def test_the_docs_count_the_keys() -> None:

@@ -234,6 +234,8 @@ def _datasets(foreign: Foreign) -> None:
             folder = ImageFolder(path=path_of(table[folder_key]), key=table.name(folder_key))
             _folder_fields(foreign, folder, table)
             folders.append(folder)
+        else:
+            foreign.untrained += (f"datasets[{number}].",)
     set_folders(foreign, folders)
     if sizes:
         first = next(iter(sizes.values()))

@@ -182,8 +182,9 @@ def _read_tables(foreign: Foreign, data: Mapping[str, Any]) -> None:
     ]
     folders: list[ImageFolder] = []
     sizes: list[Sourced] = []
-    for table in tables:
+    for number, table in enumerate(tables):
         if not isinstance(table.get("path"), str):
+            foreign.untrained += (f"dataset.directory[{number}].",)
             continue
         folder = ImageFolder(path=path_of(table["path"]), key=table.name("path"))
         folder.settings = {

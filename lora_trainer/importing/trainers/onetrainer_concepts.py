@@ -56,6 +56,8 @@ def set_concepts(foreign: Foreign) -> None:
                 foreign.set("objective.prior", "base", values.name("type"))
             _concept_fields(foreign, folder, values)
             folders.append(folder)
+        else:
+            foreign.untrained += (where,)
     set_folders(foreign, folders)
 
 
