@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lora_trainer.checkpoint.states import LoopValues, TrainingState, save_state  # noqa: E402 - after sys.path
+from lora_trainer.checkpoint.states import LoopValues, TrainingState, freeze, write_state  # noqa: E402 - after sys.path
 from lora_trainer.checkpoint.writer import StateWriter  # noqa: E402 - after sys.path
 from lora_trainer.common.events import EventStream  # noqa: E402 - after sys.path
 
@@ -97,7 +97,7 @@ def measure(folder: Path, state: TrainingState, *, rounds: int) -> Rounds:
     def synchronous(step: int) -> None:
         _touch(state)
         found.synchronous.append(
-            _seconds(lambda: save_state(folder / "sync", _at(state, step), keep=2))
+            _seconds(lambda: write_state(folder / "sync", freeze(_at(state, step)), keep=2))
         )
 
     def background(step: int) -> None:

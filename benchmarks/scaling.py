@@ -42,8 +42,10 @@ from lora_trainer.training.distributed.process_group import ProcessGroup, joined
 from lora_trainer.training.guards import GuardState  # noqa: E402 - after sys.path
 from lora_trainer.training.loop import run  # noqa: E402 - after sys.path
 from lora_trainer.training.optimizers import build_optimizer  # noqa: E402 - after sys.path
-from lora_trainer.training.progress import Progress  # noqa: E402 - after sys.path
-from lora_trainer.training.training import Training  # noqa: E402 - after sys.path
+from lora_trainer.training.training import (
+    Progress,  # noqa: E402 - after sys.path
+    Training,  # noqa: E402 - after sys.path
+)
 
 CPU = torch.device("cpu")
 WORKERS = ("alone", "other", "first", "second")

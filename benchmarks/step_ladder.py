@@ -41,10 +41,14 @@ from benchmarks.gpu_day.cases import LADDER  # noqa: E402 - after sys.path
 from lora_trainer.common.errors import first_line  # noqa: E402 - after sys.path
 from lora_trainer.lora.adapter import Adapter  # noqa: E402 - after sys.path
 from lora_trainer.network.compiling import CompiledBlocks  # noqa: E402 - after sys.path
-from lora_trainer.network.cuda_graph import CudaCapture  # noqa: E402 - after sys.path
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing  # noqa: E402 - after sys.path
 from lora_trainer.network.out_of_memory import free_memory, is_lost  # noqa: E402 - after sys.path
-from lora_trainer.training.graphed import WARM_UPS, Speedups, StepGraphs  # noqa: E402 - after sys.path
+from lora_trainer.training.cuda_graphs import (  # noqa: E402 - after sys.path
+    WARM_UPS,
+    CudaCapture,  # noqa: E402 - after sys.path
+    StepGraphs,
+)
+from lora_trainer.training.training import Speedups  # noqa: E402 - after sys.path
 
 MIDDLING = [f"{name}:256:2:{dtype}" for name in NAMES for dtype in DTYPES]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}

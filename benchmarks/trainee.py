@@ -35,9 +35,8 @@ from lora_trainer.training.batch import Batch, collate
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import learning_rate
-from lora_trainer.training.progress import Action
 from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
-from lora_trainer.training.training import Training
+from lora_trainer.training.training import Action, Training
 
 IMAGES = 16
 SEED = 3

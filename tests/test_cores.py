@@ -20,11 +20,9 @@ from lora_trainer.training.cores import (
     Cores,
     CpuTimes,
     IdleTeams,
-    SharedCores,
-    Waiting,
-    after_interval,
     cpu_times,
     openmp,
+    shared_cores,
 )
 from tests.fakes.runs import events, toy, trajectory
 
@@ -56,20 +54,6 @@ def test_cores_that_threads_miss(cores: Cores, threads: int, now: CpuTimes, miss
     assert cores.missing(START, now, threads=threads) == pytest.approx(missing)
 
 
-def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
-    waiting = after_interval(Waiting(), 0.4)
-    assert not waiting.asleep
-    waiting = after_interval(waiting, 1.0)
-    assert waiting.asleep
-    for _ in range(CALM_INTERVALS - 1):
-        waiting = after_interval(waiting, 0.0)
-    waiting = after_interval(waiting, 0.3)  # others pause; that is no calm
-    for _ in range(CALM_INTERVALS - 1):
-        waiting = after_interval(waiting, 0.0)
-        assert waiting.asleep
-    assert not after_interval(waiting, 0.0).asleep
-
-
 def test_own_and_other_processor_time_are_told_apart() -> None:
     numbers = list(range(os.cpu_count() or 1))
     before = cpu_times(numbers)
@@ -92,9 +76,9 @@ def waits() -> int:
 
 
 @contextmanager
-def two_threads() -> Iterator[None]:
+def threads_of(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(count)
     yield
     torch.set_num_threads(before)
 
@@ -110,7 +94,7 @@ def test_with_idle_teams_threads_sleep_and_compute_the_same() -> None:
             y = x * x + x.sum()
         return waits() - before, y
 
-    with two_threads():
+    with threads_of(2):
         slept()
         _, spinning = slept()
         teams = IdleTeams(threads=2, processors=len(usable_processors()))
@@ -121,42 +105,37 @@ def test_with_idle_teams_threads_sleep_and_compute_the_same() -> None:
 
 
 @needs_libgomp
-def test_what_others_take_is_watched_and_told() -> None:
-    """Others take a core for three looks, then none; the process takes one core all the time."""
-    told: list[Event] = []
-    stream, watched = EventStream(), threading.Event()
-    stream.subscribe(told.append)
+@pytest.mark.skipif(len(usable_processors()) == 1, reason="there is nothing to share")
+def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
+    """Others take a core for three looks and pause, then half of one breaks the calm once."""
+    told: list[tuple[int, Event]] = []
+    stream, watched, numbers = EventStream(), threading.Event(), usable_processors()
+    others = len(numbers) - 1.0
+    taken = [*[others] * 3, *[0.0] * (CALM_INTERVALS - 1), others - 0.7, *[0.0] * CALM_INTERVALS]
     looks = 0
+    stream.subscribe(lambda event: told.append((looks, event)))
 
-    def measure(numbers: Sequence[int]) -> CpuTimes:
+    def measure(_: Sequence[int]) -> CpuTimes:
+        """The process takes one core all the time."""
         nonlocal looks
         looks += 1
-        if looks == 6 + CALM_INTERVALS:
+        if looks > len(taken) + 1:
             watched.set()
-        others_s = min(looks, 3) * (len(numbers) - 1.0)
-        return CpuTimes(at_s=looks, all_s=looks + others_s, own_s=looks)
+        return CpuTimes(at_s=looks, all_s=looks + sum(taken[: looks - 1]), own_s=looks)
 
-    numbers = usable_processors()
-    with two_threads(), SharedCores(events=stream, measure=measure, interval_s=0.001):
+    with threads_of(2), shared_cores(stream, measure=measure, interval_s=0.001):
         assert watched.wait(60)
-    if len(numbers) == 1:
-        assert not told
-        return
-    assert [(event.kind, event.fields["waiting"]) for event in told] == [
-        ("cores", "asleep"),
-        ("cores", "spinning"),
+    assert [(look, event.kind, event.fields["waiting"]) for look, event in told] == [
+        (2, "cores", "asleep"),
+        (len(taken) + 1, "cores", "spinning"),
     ]
-    assert told[0].fields["taken"] == len(numbers) - 1
-    left = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in left if name.startswith("lora-train-")]
+    assert told[0][1].fields["taken"] == others
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("lora-train-")]
 
 
 def test_one_thread_waits_for_nobody() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with SharedCores(events=EventStream()) as shared:
-        assert shared._thread is None
-    torch.set_num_threads(before)
+    with threads_of(1), shared_cores(EventStream(), measure=lambda _: pytest.fail("measured")):
+        assert not [t for t in threading.enumerate() if t.name == "lora-train-cores"]
 
 
 @needs_libgomp

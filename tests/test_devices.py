@@ -354,7 +354,7 @@ MAY_ASK = {
     "lora_trainer/hardware/devices.py": "the description itself",
     "lora_trainer/hardware/device_calls.py": "the calls of torch that differ by device",
     "lora_trainer/training/learning_check.py": "names a kind as the likely cause of learning nothing",
-    "lora_trainer/network/cuda_graph.py": "records CUDA graphs, which are torch.cuda's",
+    "lora_trainer/training/cuda_graphs.py": "records CUDA graphs, which are torch.cuda's",
     "lora_trainer/network/async_copies.py": "copies on a stream or behind an event, where there are streams",
     "lora_trainer/captioning/tagger.py": "onnxruntime's providers, not torch's devices",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from lora_trainer.common.events import read_jsonl
-from lora_trainer.network.out_of_memory import DeviceMemory, device_memory
+from lora_trainer.network.out_of_memory import device_memory
 from lora_trainer.run import train as run_module
 from lora_trainer.run.step_monitor import Notices
 from lora_trainer.training import loop, pace, slow_causes
@@ -103,8 +102,8 @@ def test_host_memory_that_grows_is_said_once(
     """Ten MiB a step; blocks of one step stand for those of twenty-five."""
     used = iter(range(10**9, 10**12, 10 * 2**20))
 
-    def leaking(device: torch.device) -> DeviceMemory:
-        return replace(device_memory(device), host_own_bytes=next(used))
+    def leaking(device: torch.device) -> dict[str, int]:
+        return device_memory(device) | {"host_own_bytes": next(used)}
 
     monkeypatch.setattr(pace, "BLOCK_STEPS", 1)
     monkeypatch.setattr(loop, "device_memory", leaking)

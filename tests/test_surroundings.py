@@ -12,7 +12,7 @@ import pytest
 from lora_trainer.config.config import Config, build_config
 from lora_trainer.hardware.card_state import CardState, card_state, card_states
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.training.pace import Slow
+from lora_trainer.training.pace import Slow, Timed
 from lora_trainer.training.slow_causes import (
     Cause,
     MachineState,
@@ -21,7 +21,11 @@ from lora_trainer.training.slow_causes import (
 )
 from tests.fakes.nvml import GIB, FakeCard, FakeNvml
 
-SLOW = Slow(factor=2.0, seconds=4.0, usual_s=2.0, wait_s=0.1, usual_wait_s=0.1)
+SLOW = Slow(
+    factor=2.0,
+    now=Timed(seconds=4.0, wait_s=0.1, latents=64),
+    usual=Timed(seconds=2.0, wait_s=0.1, latents=64),
+)
 US, OTHER = 4711, 4712
 CARD = CardState(
     total_bytes=12 * GIB,

@@ -27,14 +27,13 @@ from lora_trainer.common.events import Event, EventStream
 from lora_trainer.hardware.device_calls import synchronize
 from lora_trainer.network.block_swap import repeated_blocks, stream_blocks
 from lora_trainer.network.compiling import CompiledBlocks
-from lora_trainer.network.cuda_graph import Capture, CudaCapture
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.out_of_memory import free_memory
 from lora_trainer.network.quantize import quantize
-from lora_trainer.training.graphed import Speedups, StepGraphs
+from lora_trainer.training.cuda_graphs import CudaCapture, StepGraphs
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
-from lora_trainer.training.progress import Progress
+from lora_trainer.training.training import Progress, Speedups
 
 COMPARED = {False: 4, True: 14}
 """Steps that are compared; with two shapes enough to record both, give them back and record them anew."""
@@ -223,7 +222,7 @@ def _speedups(case: Case, way: Way, network: nn.Module, parameters: list[nn.Para
         backend: Any = "inductor" if on_gpu else "eager"
         speedups.compiled = CompiledBlocks(network, shapes=shapes, backend=backend)
     if way.recorded:
-        capture: Capture
+        capture: Any
         if on_gpu:
             capture = CudaCapture(case.device)
         else:

@@ -1,15 +1,12 @@
-"""Resume states as files: nested values and tensors, written whole and read back bit for bit.
+"""Resume states as files: nested values and tensors, written whole and read back bit for bit; no pickle.
 
-The few file operations a resume state is made of, each durable before it returns.
+First the few file operations a resume state is made of, each durable before it returns: every change that
+`states.py` makes on the disk goes through here and `common/files.py`, so that tests can stop or fail it at
+each one. All raise OSError.
 
-Every change that `states.py` makes on the disk goes through here and `common/files.py`, so that tests
-can stop or fail it at each one. All raise OSError.
-
-Nested Python values with tensors as JSON plus named tensors, and back, bit for bit; no pickle.
-
-Input is a state dict of an optimizer or a loop, output are values that JSON and safetensors can hold.
-Floats are written in hex (NaN and -0.0 survive), integers as text (JSON readers round large ones),
-and every object in the JSON has exactly one key, which names the type it stands for.
+Then nested Python values with tensors, a state dict of an optimizer or the loop's values, as JSON plus named
+tensors, and back. Floats are written in hex (NaN and -0.0 survive), integers as text (JSON readers round
+large ones), and every object in the JSON has exactly one key, which names the type it stands for.
 """
 
 from __future__ import annotations
@@ -108,32 +105,69 @@ def pack(value: Any, *, copy: Copy | None = None) -> Packed:
     A tensor that occurs twice is stored once and shared again after `unpack`; `copy` takes each as
     it is now, by default into new memory. Raises TypeError naming the place of anything else.
     """
-    packer = _Packer(tensors={}, names={}, copy=copy or (lambda _, tensor: snapshot(tensor)))
-    return Packed(tree=packer.pack(value, where=""), tensors=packer.tensors)
+    take = copy or (lambda _, tensor: snapshot(tensor))
+    tensors: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+
+    def named(tensor: Tensor, where: str) -> str:
+        if id(tensor) not in names:
+            name = where or "value"
+            while name in tensors:  # {1: ...} beside {"1": ...}
+                name += "'"
+            names[id(tensor)] = name
+            tensors[name] = take(name, tensor)
+        return names[id(tensor)]
+
+    def tree(value: Any, where: str) -> Any:
+        match value:
+            case Tensor():  # asked first: training waits, and most values are tensors
+                return {"tensor": named(value, where)}
+            case None | bool() | str():
+                return value
+            case int():
+                return {"int": str(value)}
+            case float():
+                return {"float": value.hex()}
+            case Mapping():
+                if wrong := [key for key in value if not isinstance(key, (str, int))]:
+                    raise TypeError(f"cannot save the key {wrong[0]!r}")
+                return {"dict": [[tree(k, ""), tree(v, _at(where, k))] for k, v in value.items()]}
+            case list() | tuple():
+                items = [tree(item, _at(where, index)) for index, item in enumerate(value)]
+                return {"tuple": items} if isinstance(value, tuple) else items
+        raise TypeError(f"cannot save a {type(value).__name__} at {where}")
+
+    return Packed(tree=tree(value, ""), tensors=tensors)
+
+
+def _at(where: str, key: object) -> str:
+    return f"{where}.{key}" if where else str(key)
 
 
 def unpack(packed: Packed) -> Any:
     """Return the value that was packed; raises ValueError or KeyError for a damaged one."""
-    tree = packed.tree
-    if tree is None or isinstance(tree, (bool, str)):
-        return tree
-    if isinstance(tree, list):
-        return [unpack(Packed(tree=item, tensors=packed.tensors)) for item in tree]
-    if not isinstance(tree, dict) or len(tree) != 1:
+
+    def value(tree: Any) -> Any:
+        if tree is None or isinstance(tree, (bool, str)):
+            return tree
+        if isinstance(tree, list):
+            return [value(item) for item in tree]
+        if isinstance(tree, dict) and len(tree) == 1:
+            ((kind, content),) = tree.items()
+            match kind:
+                case "int":
+                    return int(content)
+                case "float":
+                    return float.fromhex(content)
+                case "tensor":
+                    return packed.tensors[content]
+                case "tuple":
+                    return tuple(value(content))
+                case "dict":
+                    return dict(value(pair) for pair in content)
         raise ValueError(f"a packed value cannot be {tree!r:.80}")
-    ((kind, content),) = tree.items()
-    match kind:
-        case "int":
-            return int(content)
-        case "float":
-            return float.fromhex(content)
-        case "tensor":
-            return packed.tensors[content]
-        case "tuple":
-            return tuple(unpack(Packed(tree=content, tensors=packed.tensors)))
-        case "dict":
-            return dict(unpack(Packed(tree=pair, tensors=packed.tensors)) for pair in content)
-    raise ValueError(f"a packed value cannot be of kind {kind!r}")
+
+    return value(packed.tree)
 
 
 def file_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
@@ -149,41 +183,3 @@ def file_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
 def snapshot(tensor: Tensor) -> Tensor:
     """Return a contiguous copy on the CPU that later training cannot change."""
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Packer:
-    tensors: dict[str, Tensor]
-    names: dict[int, str]
-    copy: Copy
-
-    def pack(self, value: Any, *, where: str) -> Any:
-        if isinstance(value, Tensor):  # asked first: training waits, and most values are tensors
-            return {"tensor": self._name(value, where=where)}
-        if value is None or isinstance(value, (bool, str)):
-            return value
-        if isinstance(value, int):
-            return {"int": str(value)}
-        if isinstance(value, float):
-            return {"float": value.hex()}
-        if isinstance(value, Mapping):
-            pairs = value.items()
-            return {"dict": [[self._key(k), self.pack(v, where=f"{where}.{k}")] for k, v in pairs]}
-        if isinstance(value, (list, tuple)):
-            items = [self.pack(item, where=f"{where}.{i}") for i, item in enumerate(value)]
-            return {"tuple": items} if isinstance(value, tuple) else items
-        raise TypeError(f"cannot save a {type(value).__name__} at {where.removeprefix('.')}")
-
-    def _key(self, key: Any) -> Any:
-        if not isinstance(key, (str, int)):
-            raise TypeError(f"cannot save the key {key!r}")
-        return self.pack(key, where="")
-
-    def _name(self, tensor: Tensor, *, where: str) -> str:
-        if id(tensor) not in self.names:
-            name = where.removeprefix(".") or "value"
-            while name in self.tensors:  # {1: ...} beside {"1": ...}
-                name += "'"
-            self.names[id(tensor)] = name
-            self.tensors[name] = self.copy(name, tensor)
-        return self.names[id(tensor)]

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class LoopValues:
     """The values that the loop itself must know after a kill; a new key of the state is a new field here.
 
     training/actions.py fills them and run/build.py restores them. A value of the loop that they do not reach
-    yet travels in `Progress` (training/progress.py), one of the guards in `GuardState`, which has its own rules.
+    yet travels in `Progress` (training/training.py), one of the guards in `GuardState`, which has its own rules.
 
     Give a new field a default: what an older state without it stands for. Values are None, bool, int,
     float, str, lists and dicts of them. `guard` are the fields of training/guards.py:GuardState, which
@@ -121,7 +122,7 @@ class Frozen:
     images_seen: int
     adapter: Mapping[str, Tensor]
     optimizer: Packed
-    loop: Packed
+    loop: LoopValues
 
 
 def freeze(state: TrainingState, *, copy: Copy | None = None) -> Frozen:
@@ -130,10 +131,7 @@ def freeze(state: TrainingState, *, copy: Copy | None = None) -> Frozen:
     This is all of a save that training waits for. `copy` is as in `pack`.
     """
     take = copy or (lambda _, tensor: snapshot(tensor))
-    _refuse_spoilt(state)
-    loop = pack({LOOP: vars(state.loop)})
-    if loop.tensors:
-        raise TypeError(f"there is a tensor at {min(loop.tensors)}; only plain values are saved")
+    _refuse_non_finite(state)
     return Frozen(
         step=state.step,
         images_seen=state.images_seen,
@@ -141,7 +139,7 @@ def freeze(state: TrainingState, *, copy: Copy | None = None) -> Frozen:
         optimizer=pack(
             state.optimizer, copy=lambda name, tensor: take(f"optimizer.{name}", tensor)
         ),
-        loop=loop,
+        loop=state.loop,
     )
 
 
@@ -153,7 +151,7 @@ def thaw(frozen: Frozen) -> TrainingState:
         images_seen=frozen.images_seen,
         adapter={name: tensor.clone() for name, tensor in frozen.adapter.items()},
         optimizer=unpack(Packed(tree=frozen.optimizer.tree, tensors=tensors)),
-        loop=LoopValues(**unpack(frozen.loop)[LOOP]),
+        loop=frozen.loop,
     )
 
 
@@ -166,45 +164,32 @@ def tensors_digest(frozen: Frozen) -> bytes:
     return digest.digest()
 
 
-def state_bytes(frozen: Frozen) -> bytes:
-    """Return a state in one piece, to be sent to another process."""
-    contents = {name: b"".join(parts_of(data)) for name, data in _encode(frozen).items()}
-    sizes = [len(contents[name]).to_bytes(8, "little") for name in FILES]
-    return b"".join([*sizes, *(contents[name] for name in FILES)])
+def state_files(frozen: Frozen) -> dict[str, bytes]:
+    """Return the files of a state, to be sent to another process."""
+    return {name: b"".join(parts_of(data)) for name, data in _encode(frozen).items()}
 
 
-def state_of(data: bytes) -> TrainingState:
-    """Return the state of `state_bytes`."""
-    start = 8 * len(FILES)
-    contents = {}
-    for index, name in enumerate(FILES):
-        size = int.from_bytes(data[8 * index : 8 * index + 8], "little")
-        contents[name] = data[start : start + size]
-        start += size
-    return _decode(contents)
+def state_of(files: Mapping[str, bytes]) -> TrainingState:
+    """Return the state of `state_files`."""
+    return _decode(files)
 
 
 class NonFiniteAdapter(TrainingStopped):
     """The adapter holds values that are not finite numbers; such a state is never kept."""
 
 
-def _refuse_spoilt(state: TrainingState) -> None:
+def _refuse_non_finite(state: TrainingState) -> None:
     # What is not finite makes a sum that is not; one pass, and one answer from a device.
     sums = [tensor.sum() for tensor in state.adapter.values()]
     if not sums or bool(torch.stack(sums).isfinite().all()):
         return
     # Six times as slow as the sums, which can also overflow.
-    spoilt = [name for name, tensor in state.adapter.items() if not tensor.isfinite().all()]
-    if spoilt:
+    not_finite = [name for name, tensor in state.adapter.items() if not tensor.isfinite().all()]
+    if not_finite:
         raise NonFiniteAdapter(
-            f"step {state.step} is not saved: {spoilt[0]} holds values that are not finite numbers",
+            f"step {state.step} is not saved: {not_finite[0]} holds values that are not finite numbers",
             fix="resume from the last state with a lower optimizer.learning_rate",
         )
-
-
-def save_state(folder: Path, state: TrainingState, *, keep: int) -> Path:
-    """Freeze and write `state`; see `freeze` and `write_state`."""
-    return write_state(folder, freeze(state), keep=keep)
 
 
 def write_state(folder: Path, state: Frozen, *, keep: int) -> Path:
@@ -240,35 +225,34 @@ def load_newest(folder: Path, *, events: EventStream | None) -> TrainingState | 
     processes left half-written or half-removed is cleaned up. Raises MachineError only when the
     folder itself cannot be listed: starting anew would be worse.
     """
-    reporter = _Reporter(events=events)
     try:
         if not folder.is_dir():
             return None
-        state = _first_valid(folder, reporter)
+        state = _first_valid(folder, events)
         leftovers = [path for path, match in _matching(folder, _LEFTOVER) if _is_ours(match)]
     except OSError as error:
         raise MachineError(
             f"cannot read {folder}: {error.strerror}", fix="make the folder readable, then resume"
         ) from error
     for path in leftovers:
-        with reporter.tolerating(path, "cannot remove leftovers"):
+        with _tolerating(events, path, "cannot remove leftovers"):
             remove_tree(path)
     return state
 
 
-def _first_valid(folder: Path, reporter: _Reporter) -> TrainingState | None:
+def _first_valid(folder: Path, events: EventStream | None) -> TrainingState | None:
     for path, step, is_published in _candidates(folder):
         try:
             state = _read(path, step=step)
         except _InvalidStateError as error:
             if is_published:
-                reporter.report(path, f"resume state is not usable: {error}", severity="error")
-                with reporter.tolerating(path, "cannot move it aside"):
+                _report(events, path, f"resume state is not usable: {error}", severity="error")
+                with _tolerating(events, path, "cannot move it aside"):
                     os.rename(path, _free_name(folder / f"bad-{path.name}"))  # noqa: PTH104
             continue
         if not is_published:
             # Killed between taking an old state of this step away and putting the new one there.
-            with reporter.tolerating(path, "cannot restore it"):
+            with _tolerating(events, path, "cannot restore it"):
                 rename_durably(path, folder / _folder_name(step))
         return state
     return None
@@ -303,15 +287,20 @@ def _discard(path: Path) -> None:
 
 
 def _encode(state: Frozen) -> dict[str, Data]:
-    plain = pack(
-        {"step": state.step, "images_seen": state.images_seen, "adapter": list(state.adapter)}
-    ).tree
-    plain["dict"] += state.loop.tree["dict"]
+    plain = {
+        "step": state.step,
+        "images_seen": state.images_seen,
+        "adapter": list(state.adapter),
+        LOOP: vars(state.loop),
+    }
+    packed = pack(plain)
+    if packed.tensors:
+        raise TypeError(f"there is a tensor at {min(packed.tensors)}; only plain values are saved")
     return {
         ADAPTER: file_parts(state.adapter),
         OPTIMIZER_TENSORS: file_parts(state.optimizer.tensors),
         OPTIMIZER: json_bytes(state.optimizer.tree),
-        STATE: json_bytes(plain),
+        STATE: json_bytes(packed.tree),
     }
 
 
@@ -373,24 +362,19 @@ def _read(folder: Path, *, step: int) -> TrainingState:
         raise _InvalidStateError(f"{type(error).__name__}: {error}") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reporter:
-    """Reports invalid states as problems of the run, never as an exception."""
+def _report(events: EventStream | None, path: Path, what: str, *, severity: Severity) -> None:
+    if events is not None:
+        fix = "nothing to do: the run goes on from the newest state that is whole"
+        events.problem(what, fix=fix, severity=severity, file=path.name, code="CKP-05")
 
-    events: EventStream | None
 
-    def report(self, path: Path, what: str, *, severity: Severity) -> None:
-        if self.events is not None:
-            fix = "nothing to do: the run goes on from the newest state that is whole"
-            self.events.problem(what, fix=fix, severity=severity, file=path.name, code="CKP-05")
-
-    @contextmanager
-    def tolerating(self, path: Path, what: str) -> Iterator[None]:
-        """Report an OSError of the block instead of letting it through."""
-        try:
-            yield
-        except OSError as error:
-            self.report(path, f"{what}: {error.strerror}", severity="warning")
+@contextmanager
+def _tolerating(events: EventStream | None, path: Path, what: str) -> Iterator[None]:
+    """Report an OSError of the block as a problem of the run instead of letting it through."""
+    try:
+        yield
+    except OSError as error:
+        _report(events, path, f"{what}: {error.strerror}", severity="warning")
 
 
 def _folder_name(step: int) -> str:
@@ -398,11 +382,8 @@ def _folder_name(step: int) -> str:
 
 
 def _free_name(path: Path) -> Path:
-    number, candidate = 1, path
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}.{number}")
-    return candidate
+    numbered = (path.with_name(f"{path.name}.{number}") for number in count(2))
+    return next(candidate for candidate in chain([path], numbered) if not candidate.exists())
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:

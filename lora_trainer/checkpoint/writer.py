@@ -120,18 +120,17 @@ class StateWriter:
         """
         began = self.clock()
         self.wait()
-        if not last:
-            self._raise_repeated()
+        if not last and self.failures >= MAX_FAILURES and self._failed is not None:
+            raise self._failed
         # Started first: a thread that starts takes the interpreter, which would be waited for here.
-        copied: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        copied: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread = threading.Thread(
-            target=_do_next,
-            args=(copied,),
+            target=lambda: copied.get()(),
             name="lora-train-state-writer",
             daemon=True,  # quitting at once must not wait for the disk
         )
         self._thread.start()
-        work = None
+        work: Callable[[], None] = lambda: None  # noqa: E731 - if the copy fails
         try:
             frozen = self._newest = freeze(state, copy=self.copies.take)
             write_export = export(self.copies.take) if export is not None else None
@@ -163,23 +162,29 @@ class StateWriter:
         self.copies.arrived()
         return thaw(self._newest)
 
-    def _raise_repeated(self) -> None:
-        if self.failures >= MAX_FAILURES and self._failed is not None:
-            raise self._failed
-
     def _work(
         self, frozen: Frozen, export: Export | None, began: float, blocked_s: float, last: bool
     ) -> None:
         self._failed = self._unwritten = None
         try:
+            with _memory_for("the state"):
+                self.copies.arrived()
+                folder = write_state(self.folder, frozen, keep=self.keep)
+        except LoraTrainError as error:
+            self._failed = self._unwritten = error
+        except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
+            self._mistake = error
+            return
+        file = None
+        if self._unwritten is None:
             try:
-                with _memory_for("the state"):
-                    self.copies.arrived()
-                    folder = write_state(self.folder, frozen, keep=self.keep)
-            except LoraTrainError as error:
-                self._unwritten = error
-                raise
-            file, failed = _attempt(export)
+                with _memory_for("the exported file"):
+                    file = export() if export is not None else None
+            except LoraTrainError as error:  # a state counts without its export
+                self._failed = error
+            except Exception as error:  # noqa: BLE001 - likewise
+                self._mistake = error
+                return
             self.events.emit(
                 "saved",
                 step=frozen.step,
@@ -189,33 +194,17 @@ class StateWriter:
                 seconds=self.clock() - began,
                 blocked_s=blocked_s,
             )
-            if failed is not None:
-                raise failed
-        except LoraTrainError as error:
-            self.failures += 1
-            self._failed = error
+        self._count_failure(self._failed, frozen.step, last=last)
+
+    def _count_failure(self, error: LoraTrainError | None, step: int, *, last: bool) -> None:
+        self.failures = self.failures + 1 if error is not None else 0
+        if error is not None:
             counted = f"{self.failures} of {MAX_FAILURES} in a row end the run"
             self.events.problem(
-                f"saving at step {frozen.step} failed ({'the last save' if last else counted}): "
-                f"{error.found}",
+                f"saving at step {step} failed ({'the last save' if last else counted}): {error.found}",
                 fix=error.fix,
                 code="CKP-03",
             )
-        except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
-            self._mistake = error
-        else:
-            self.failures = 0
-
-
-def _attempt(export: Export | None) -> tuple[str | None, LoraTrainError | None]:
-    """Return the name of the export, or why there is none; a state counts without it."""
-    if export is None:
-        return None, None
-    try:
-        with _memory_for("the exported file"):
-            return export(), None
-    except LoraTrainError as error:
-        return None, error
 
 
 @contextmanager
@@ -230,9 +219,3 @@ def _memory_for(what: str) -> Iterator[None]:
             f"there was not enough memory for {what}: {first_line(error)}",
             fix="close what else uses the machine's memory",
         ) from error
-
-
-def _do_next(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    work = jobs.get()
-    if work is not None:
-        work()

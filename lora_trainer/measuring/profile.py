@@ -21,7 +21,7 @@ from lora_trainer.common.events import Event, Listener
 from lora_trainer.reporting.bottleneck import Measured, Verdict, verdict
 from lora_trainer.run.prepare import Prepared, Request, prepare
 from lora_trainer.run.train import TrainRequest, train
-from lora_trainer.training.progress import Progress
+from lora_trainer.training.training import Progress
 
 WARMUP_STEPS = 3
 """Steps before the profiler starts, as the first ones choose kernels and fill the allocator."""

@@ -1,17 +1,13 @@
 """Copies between host and device that nobody waits for until the values are needed.
 
-Asynchronous reads: copies a few numbers from the device to the host without waiting for later work.
+`AsyncRead` copies a few numbers to the host. `float(tensor)` on a GPU waits for all work queued so far,
+including the steps after the one that computed the tensor, so reading a loss late would wait as long as
+reading it at once; `read` waits for its own copy alone.
 
-`float(tensor)` on a GPU waits for all work queued so far, including the steps after the one that computed
-the tensor, so reading a loss late would wait as long as reading it at once. A `AsyncRead` queues the copy
-right after the computation, and a later `read` waits for that copy alone.
-
-Copies between host and device beside the computation, with the waits that keep them correct.
-
-On a device with streams, copies run on a side stream, or on the computing stream with `beside=False`; on
-other devices they run at once. The caller of `copy` keeps both tensors alive until it has called `wait`:
-the allocator does not know of the side stream and would reuse their memory. Telling it (`record_stream`)
-would hold memory back for as long as the host runs ahead of the device.
+`CopyStream` copies weights and inputs beside the computation: on a device with streams, on a side stream, or
+on the computing stream with `beside=False`; on other devices copies run at once. The caller of `copy` keeps
+both tensors alive until it has called `wait`: the allocator does not know of the side stream and would reuse
+their memory. Telling it (`record_stream`) would hold memory back for as long as the host runs ahead.
 """
 
 from __future__ import annotations

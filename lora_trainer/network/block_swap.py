@@ -114,17 +114,6 @@ def base_tensors(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
         yield from base_tensors(child)
 
 
-def pack(blocks: Sequence[PackedBlock]) -> list[Tensor]:
-    """Move the tensors of each block into host memory of its own; return these uint8 tensors."""
-    memories = []
-    for block in blocks:
-        # One block at a time: the base and its packed copy never exist together as a whole.
-        memory = whole_pages(block.bytes)
-        block.take_in(memory)
-        memories.append(memory)
-    return memories
-
-
 def pin(
     memories: Sequence[Tensor], *, device: torch.device, owner: object
 ) -> weakref.finalize[..., Any]:
@@ -205,7 +194,11 @@ class Streamed:
         for index, block in enumerate(blocks):
             self._require_recomputation(index, block)
         self._blocks = [PackedBlock(block) for block in blocks]
-        self._host = pack(self._blocks)
+        self._host: list[Tensor] = []
+        for packed in self._blocks:
+            # One block at a time: the base and its packed copy never exist together as a whole.
+            self._host.append(whole_pages(packed.bytes))
+            packed.take_in(self._host[-1])
         self._unpin = pin(self._host, device=device, owner=self)
         self._host_views = [
             block.views(part) for block, part in zip(self._blocks, self._host, strict=True)

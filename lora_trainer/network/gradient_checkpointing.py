@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
@@ -188,7 +186,8 @@ class _Kept:
         self._done: Done = None
         # A view of part of a larger storage is copied without the rest, so its strides change.
         whole = tensor.nbytes == tensor.untyped_storage().nbytes()
-        self._strides = tensor.stride() if whole else _contiguous_strides(tensor.shape)
+        layout = tensor if whole else torch.empty(tensor.shape, device="meta")
+        self._strides = layout.stride()
         self._shape, self._dtype = tensor.shape, tensor.dtype
         self._host: Tensor | None = None
         if not tensor.is_meta:  # a traced network has no host memory to copy to
@@ -211,7 +210,9 @@ class _Kept:
         """Start the copy to the device, unless the input is there."""
         if self._on_device is not None:
             return
-        self._on_device = self._empty()
+        self._on_device = torch.empty_strided(
+            self._shape, self._strides, dtype=self._dtype, device=self._stream.device
+        )
         if self._host is not None:
             self._done = self._stream.copy(self._on_device, self._host)
 
@@ -222,13 +223,3 @@ class _Kept:
         assert tensor is not None
         self.leave()
         return tensor
-
-    def _empty(self) -> Tensor:
-        """Allocate memory for the input on the device."""
-        return torch.empty_strided(
-            self._shape, self._strides, dtype=self._dtype, device=self._stream.device
-        )
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1][: len(shape)]

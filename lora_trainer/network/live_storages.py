@@ -1,23 +1,18 @@
 """Memory and work of a network on `meta`: bytes alive, FLOPs and kernels, as a device would have them.
 
-Makes `meta` tensors behave like a device's: runs its fused kernels, and answers repeated calls from memory.
-
-On `meta` torch falls back to unfused formulas, which save far more for the backward pass (attention: every
-score), and computes shapes and strides in Python, again for every block of a network.
-
-A dispatch mode that counts the bytes of all live tensor storages, as an allocator sees them, and the work.
-
-Input are the kernels that run while the mode is active, on `meta` or on a device; outputs are the bytes
-alive now and at the peak, the FLOPs of matrix products and the number of kernels.
+`LiveStorages` is a dispatch mode that counts the bytes of all live tensor storages, as an allocator sees
+them, and the work of the kernels that run while it is active, on `meta` or on a device. On `meta` torch falls
+back to unfused formulas, which save far more for the backward pass (attention: every score), so
+`FusedKernels` runs the fused kernels of a device there; and it computes shapes and strides in Python, again
+for every block of a network, so `MetaAnswers` answers repeated calls from memory.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from itertools import count
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -41,19 +36,12 @@ class MetaAnswers:
         """Return the result of `function`, or new tensors of the shapes, strides and dtypes it has returned."""
         call = _signature((function, args, tuple(kwargs.items())))
         if call in self._known:
-            return _mapped(_made, self._known[call])
+            return _like(self._known[call])
         result = function(*args, **kwargs)
         new_tensors = [output for output in outputs_of(result) if isinstance(output, Tensor)]
         if call is not None and all(output.is_meta for output in new_tensors):
-            self._known[call] = _mapped(_described, result)
+            self._known[call] = _like(result)  # the result itself would stay alive
         return result
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def outputs_of(result: Any) -> Any:
@@ -61,22 +49,13 @@ def outputs_of(result: Any) -> Any:
     return result if isinstance(result, tuple | list) else (result,)
 
 
-def _mapped(change: Callable[[Any], Any], result: Any) -> Any:
+def _like(result: Any) -> Any:
+    """Return a kernel's result with new tensors on `meta` in place of its tensors."""
     if isinstance(result, tuple | list):
-        return type(result)(map(change, result))
-    return change(result)
-
-
-def _described(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return _Described(value.shape, value.stride(), value.dtype)
-
-
-def _made(value: Any) -> Any:
-    if not isinstance(value, _Described):
-        return value
-    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+        return type(result)(map(_like, result))
+    if not isinstance(result, Tensor):
+        return result
+    return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
 
 
 def _signature(value: Any) -> Any:
@@ -86,10 +65,8 @@ def _signature(value: Any) -> Any:
     if isinstance(value, tuple | list):
         parts = tuple(map(_signature, value))
         return None if None in parts else parts
-    return (
-        type(value),
-        value,
-    )  # 1, 1.0 and True are equal as keys, but give results of other dtypes
+    # 1, 1.0 and True are equal as keys, but give results of other dtypes.
+    return type(value), value
 
 
 _ATTENTION_BACKWARD = (
@@ -122,7 +99,6 @@ class FusedKernels(TorchFunctionMode):
 
     def __init__(self, kernels_of: KernelsOf) -> None:
         super().__init__()
-        self._attention = _attention_on_cuda if kernels_of == "cuda" else _attention_on_cpu
         self._cuda = kernels_of == "cuda"
 
     def __torch_function__(
@@ -130,7 +106,7 @@ class FusedKernels(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention and _on_meta(*args, **kwargs):
-            return self._attention(*args, **kwargs)
+            return _attention(self._cuda, *args, **kwargs)
         if function is F.rms_norm and self._cuda and _on_meta(*args, **kwargs):
             return _rms_norm(*args, **kwargs)
         return function(*args, **kwargs)
@@ -141,7 +117,8 @@ def _on_meta(*args: Any, **kwargs: Any) -> bool:
     return first.is_meta
 
 
-def _attention_on_cuda(
+def _attention(
+    on_cuda: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -151,9 +128,21 @@ def _attention_on_cuda(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention for 16 bits without a mask, else the memory-efficient kernel."""
+    """Return `scaled_dot_product_attention` by a fused kernel of CUDA or of the CPU, [B, heads, queries, C].
+
+    On CUDA that is flash attention for 16 bits without a mask, else the memory-efficient kernel.
+    """
     result: Tensor
-    if attn_mask is None and query.element_size() == 2:
+    bias = attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        bias = torch.empty_like(attn_mask, dtype=query.dtype)
+    if not on_cuda:
+        assert not enable_gqa, "grouped queries run unfused on the CPU"
+        result, *_ = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
+        )
+        return result
+    if bias is None and query.element_size() == 2:
         result, *_ = _ATEN._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
@@ -161,40 +150,12 @@ def _attention_on_cuda(
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if bias is not None:  # broadcast without memory
+        bias = bias.expand(*query.shape[:3], key.shape[2])
     result, *_ = _ATEN._scaled_dot_product_efficient_attention(
-        query, key, value, _bias(attn_mask, query, key), True, dropout_p, is_causal, scale=scale
+        query, key, value, bias, True, dropout_p, is_causal, scale=scale
     )
     return result
-
-
-def _attention_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    assert not enable_gqa, "grouped queries run unfused on the CPU"
-    bias = attn_mask
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        bias = torch.empty_like(attn_mask, dtype=query.dtype)
-    result: Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
-    )[0]
-    return result
-
-
-def _bias(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return the bias of the scores, [B, heads, queries, keys], broadcast without memory."""
-    if attn_mask is None:
-        return None
-    added = attn_mask
-    if attn_mask.dtype == torch.bool:
-        added = torch.empty_like(attn_mask, dtype=query.dtype)
-    return added.expand(*query.shape[:3], key.shape[2])
 
 
 def _rms_norm(
@@ -235,12 +196,6 @@ _ALLOCATIONS = {
 }
 
 
-class _Storage(NamedTuple):
-    size_bytes: int
-    number: int
-    alive: weakref.ref[Any]
-
-
 class LiveStorages(TorchDispatchMode):
     """Counts `now_bytes` of live storages that were created inside the mode, and their maximum `peak_bytes`.
 
@@ -254,7 +209,8 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
         # The storages are held: a freed storage's address, which is its key, could be reused by another.
         self._ignored = {storage_key(tensor): tensor.untyped_storage() for tensor in ignored}
-        self._alive: dict[int, _Storage] = {}
+        self._alive: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
+        """Bytes and number of each storage; weakly, as a strong reference would keep it alive."""
         self._marked: set[int] = set()
         self.marking = False
         """Whether storages are marked as they are made."""
@@ -266,7 +222,7 @@ class LiveStorages(TorchDispatchMode):
     @property
     def marked_bytes(self) -> int:
         """Bytes of the marked storages that are alive."""
-        return sum(self._alive[key].size_bytes for key in self._marked)
+        return sum(self._alive[key][0] for key in self._marked)
 
     def mark(self, tensor: Tensor) -> None:
         """Count the storage of `tensor` in `marked_bytes`, if it was created inside the mode."""
@@ -281,12 +237,12 @@ class LiveStorages(TorchDispatchMode):
         if function.is_view or packet is _ATEN._unsafe_view:
             return function(*args, **kwargs)
         self.kernels += packet not in _ALLOCATIONS
-        if function._schema.is_mutable:  # writes to a storage that was there before
-            result = function(*args, **kwargs)
-            self._work(packet, args, kwargs, result)
+        in_place = function._schema.is_mutable  # writes to a storage that was there before
+        result = function(*args, **kwargs) if in_place else self._answers(function, args, kwargs)
+        if packet in _FLOPS:
+            self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
+        if in_place:
             return result
-        result = self._answers(function, args, kwargs)
-        self._work(packet, args, kwargs, result)
         for output in outputs_of(result):
             if isinstance(output, Tensor):
                 self._watch(output)
@@ -295,18 +251,14 @@ class LiveStorages(TorchDispatchMode):
             self.events += [(number, workspace_bytes), (number, 0)]
         return result
 
-    def _work(self, packet: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if packet in _FLOPS:
-            self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
-
     def _watch(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = int(storage._cdata)
         if key in self._alive or key in self._ignored:
             return
         size, number = storage.nbytes(), next(self._numbers)
-        # A weak reference: a strong one would keep alive the storages whose release is to be counted.
-        self._alive[key] = _Storage(size, number, weakref.ref(storage, lambda _: self._forget(key)))
+        forget = weakref.ref(storage, lambda _: self._forget(key))
+        self._alive[key] = size, number, forget
         if size:
             self.events.append((number, size))
         self.now_bytes += size
@@ -315,11 +267,11 @@ class LiveStorages(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
     def _forget(self, key: int) -> None:
-        storage = self._alive.pop(key)
-        self.now_bytes -= storage.size_bytes
+        size, number, _ = self._alive.pop(key)
+        self.now_bytes -= size
         self._marked.discard(key)
-        if storage.size_bytes:
-            self.events.append((storage.number, 0))
+        if size:
+            self.events.append((number, 0))
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -6,12 +6,10 @@ its callers: inputs and outputs are on the CPU. The results are those of the dev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
+from accelerate.utils import send_to_device
 from diffusers.hooks import apply_group_offloading
-from torch import Tensor, nn
+from torch import nn
 
 
 def offload(network: nn.Module, device: torch.device) -> None:
@@ -24,18 +22,6 @@ def offload(network: nn.Module, device: torch.device) -> None:
     )
     # Code outside the layers, such as masks and positions, runs on the device of the inputs.
     network.register_forward_pre_hook(
-        lambda _, args, kwargs: (_moved(args, device), _moved(kwargs, device)), with_kwargs=True
+        lambda _, args, kwargs: send_to_device((args, kwargs), device), with_kwargs=True
     )
-    network.register_forward_hook(lambda _, args, output: _moved(output, torch.device("cpu")))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Return tensors, and mappings, lists and tuples of them, on another device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        moved = {key: _moved(item, device) for key, item in value.items()}
-        return type(value)(**moved) if hasattr(value, "to_tuple") else moved
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(item, device) for item in value)
-    return value
+    network.register_forward_hook(lambda _, args, output: send_to_device(output, "cpu"))

@@ -1,18 +1,11 @@
 """A device that ran out of memory or broke: recognising it, measuring memory, giving it back.
 
-Recognises that a device ran out of memory, and frees cached memory.
-
-Measures memory in use: a GPU's as its allocator and its driver see it, and the process's.
-
-Input is a torch device, output bytes. A CPU has no memory besides the process's, so the GPU figures are 0.
-
-Recognises errors after which a process cannot use its device any more.
+A CPU has no memory besides the process's, so the figures of a GPU are 0 for it.
 """
 
 from __future__ import annotations
 
 import gc
-from dataclasses import asdict, dataclass
 
 import psutil
 import torch
@@ -79,53 +72,30 @@ def _nearly_full() -> bool:
     return free_bytes < NEARLY_FULL_BYTES
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceMemory:
-    """Memory in bytes at one moment, as in a step line of events.jsonl.
+def device_memory(device: torch.device) -> dict[str, int]:
+    """Measure the memory in bytes now, by the names of a step line of events.jsonl; waits for no kernel.
 
     `vram_bytes` and `vram_reserved_bytes` are the highest so far, of tensors and of the memory the allocator
     reserved for them. `vram_used_bytes` is in use on the whole GPU now, by other programs and the CUDA
     context too; `vram_now_bytes` is in use by tensors now. `host_bytes` is the process's resident memory
     now; `host_own_bytes` excludes mapped files, which the system may drop.
     """
-
-    vram_bytes: int
-    vram_reserved_bytes: int
-    vram_used_bytes: int
-    vram_now_bytes: int
-    host_bytes: int
-    host_own_bytes: int
-
-    def fields(self) -> dict[str, int]:
-        """Return the figures by name, for an event."""
-        return asdict(self)
-
-
-def device_memory(device: torch.device) -> DeviceMemory:
-    """Measure now; takes microseconds and waits for no kernel."""
     memory = psutil.Process().memory_info()
-    host_bytes = int(memory.rss)
+    allocated = reserved = used = tensors = 0
+    if device.type != "cpu":
+        free_bytes, total_bytes = free_and_total_bytes(device)
+        allocated, reserved = peak_bytes(device)
+        used, tensors = total_bytes - free_bytes, tensor_bytes(device)
     # Linux counts mapped files, such as a base's, as shared. Windows reports the private bytes.
-    own_bytes = int(getattr(memory, "private", host_bytes - getattr(memory, "shared", 0)))
-    if device.type == "cpu":
-        return DeviceMemory(
-            vram_bytes=0,
-            vram_reserved_bytes=0,
-            vram_used_bytes=0,
-            vram_now_bytes=0,
-            host_bytes=host_bytes,
-            host_own_bytes=own_bytes,
-        )
-    free_bytes, total_bytes = free_and_total_bytes(device)
-    allocated_bytes, reserved_bytes = peak_bytes(device)
-    return DeviceMemory(
-        vram_bytes=allocated_bytes,
-        vram_reserved_bytes=reserved_bytes,
-        vram_used_bytes=total_bytes - free_bytes,
-        vram_now_bytes=tensor_bytes(device),
-        host_bytes=host_bytes,
-        host_own_bytes=own_bytes,
-    )
+    own = getattr(memory, "private", memory.rss - getattr(memory, "shared", 0))
+    return {
+        "vram_bytes": allocated,
+        "vram_reserved_bytes": reserved,
+        "vram_used_bytes": used,
+        "vram_now_bytes": tensors,
+        "host_bytes": int(memory.rss),
+        "host_own_bytes": int(own),
+    }
 
 
 _LOST = (

@@ -75,7 +75,9 @@ class PinnedMemory:
             if self._reused(taken_bytes) or self._has_room(taken_bytes, rare=rare):
                 try:
                     tensor = _pinned_empty(shape, strides, dtype)
-                except RuntimeError as error:  # torch clears CUDA's last error, unlike `_register`
+                except (
+                    RuntimeError
+                ) as error:  # torch clears CUDA's last error, unlike `register_host`
                     self._refuse(taken_bytes, first_line(error))
                 else:
                     self.bytes += taken_bytes
@@ -92,7 +94,7 @@ class PinnedMemory:
         with self._lock:
             if not pins_for(device, in_place=True) or not self._has_room(size, rare=True):
                 return None
-            code = _register(address, memory.nbytes)
+            code = register_host(address, memory.nbytes)
             if code != 0:
                 _clear_last_error(device)
                 self._refuse(size, f"CUDA error {code}")
@@ -100,7 +102,7 @@ class PinnedMemory:
             self.bytes += size
 
         def undo() -> None:
-            _unregister(address)
+            unregister_host(address)
             with self._lock:
                 self.bytes -= size
 
@@ -144,15 +146,6 @@ def _pinned_empty(
 ) -> Tensor:
     """Allocate pinned memory; raises RuntimeError if the system refuses."""
     return _empty(shape, strides, dtype, pin=True)
-
-
-def _register(address: int, size: int) -> int:
-    """Pin existing memory; return CUDA's error code, 0 for success."""
-    return register_host(address, size)
-
-
-def _unregister(address: int) -> None:
-    unregister_host(address)
 
 
 def _clear_last_error(device: torch.device) -> None:

@@ -59,7 +59,8 @@ def quantize(
     shapes = quantizable(network, skip=skip)
     layouts = None
     if matmul == "int8" and device.type != "meta":
-        layouts = int8_layouts(filter(_is_multiplied, shapes.values()), device=device)
+        multiplied = [shape for shape in shapes.values() if has_int8_product(*shape)]
+        layouts = int8_layouts(multiplied, device=device)
     for name in shapes:
         layer = network.get_submodule(name)
         assert isinstance(layer, nn.Linear)
@@ -75,10 +76,6 @@ def dequantize_products(network: nn.Module) -> None:
             module.multiplies_codes = False
 
 
-def _is_multiplied(shape: tuple[int, int]) -> bool:
-    return has_int8_product(*shape)
-
-
 def quantizable(network: nn.Module, *, skip: Collection[str] = ()) -> dict[str, tuple[int, int]]:
     """Return (fan_in, out) of the layers that `quantize` replaces, by name; works on meta weights too.
 
@@ -90,16 +87,12 @@ def quantizable(network: nn.Module, *, skip: Collection[str] = ()) -> dict[str, 
     """
     lists = {name for name, module in network.named_modules() if isinstance(module, nn.ModuleList)}
     return {
-        name: _shape(layer)
+        name: (layer.in_features, layer.out_features)
         for name, layer in network.named_modules()
         if type(layer) is nn.Linear
         and not set(name.split(".")) & set(skip)
         and any(name.startswith(f"{blocks}.") for blocks in lists)
     }
-
-
-def _shape(layer: nn.Linear) -> tuple[int, int]:
-    return layer.in_features, layer.out_features
 
 
 def frozen_weight(layer: nn.Module) -> Tensor:
@@ -116,11 +109,7 @@ def frozen_parts(layer: nn.Linear, x: Tensor) -> tuple[Sequence[Tensor], WeightM
     return (layer.weight,), _PLAIN
 
 
-def _itself(stored: Sequence[Tensor]) -> Tensor:
-    return stored[0]
-
-
-_PLAIN = RestoredProduct(_itself)
+_PLAIN = RestoredProduct(lambda stored: stored[0])
 
 
 class QuantizedLinear(nn.Linear):
@@ -152,7 +141,7 @@ class QuantizedLinear(nn.Linear):
         self.multiplies_codes = (
             matmul == "int8"
             and kind == "int8"
-            and has_int8_product(*_shape(layer))
+            and has_int8_product(layer.in_features, layer.out_features)
             and not layouts.against_forward
         )
         self.multiplies_backwards = not layouts.against_backward
@@ -191,9 +180,6 @@ class QuantizedLinear(nn.Linear):
         if self.multiplies_codes and inputs.dim() > 2:
             return Int8Product(None if self.multiplies_backwards else self.restored)
         return RestoredProduct(self.restored)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, kind={self.kind}"
 
     def stored(self) -> list[Tensor]:
         """Return the stored tensors of W."""

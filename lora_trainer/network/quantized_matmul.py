@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,25 +35,13 @@ _CHECKED_ROWS = 16
 """Rows at either end whose sums are compared with float64; more would take long on consumer GPUs."""
 
 
-class WeightMatmul(Protocol):
-    """The two products of a frozen weight.
-
-    `plus` is added to the result. A vector is only read; a tensor of the result's shape may be overwritten
-    and returned.
-    """
-
-    def forward(self, x: Tensor, stored: Sequence[Tensor], plus: Tensor | None = None) -> Tensor:
-        """Return x W^T + plus; x [rows, in]."""
-
-    def backward(
-        self, gradient: Tensor, stored: Sequence[Tensor], plus: Tensor | None = None
-    ) -> Tensor:
-        """Return dY W + plus; dY [rows, out]."""
-
-
 @dataclass(frozen=True)
 class RestoredProduct:
-    """Restores W for each product, which then runs in the network's dtype."""
+    """Restores W for each product, which then runs in the network's dtype.
+
+    `forward` returns x W^T + plus, x [rows, in]; `backward` returns dY W + plus, dY [rows, out]. A vector
+    `plus` is only read; one of the result's shape may be overwritten and returned.
+    """
 
     restored: Restored
 
@@ -76,7 +63,7 @@ def _matmul(a: Tensor, b: Tensor, plus: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Int8Product:
-    """Multiplies the int8 codes q of W = s q, with one scale s per output.
+    """The same two products by the int8 codes q of W = s q, with one scale s per output.
 
     In the backward pass the scales are applied to dY before it is rounded: (dY s) q = dY (s q), so the
     codes need no other layout. On a device without that product, `restored_backwards` restores W instead.
@@ -99,6 +86,9 @@ class Int8Product:
         codes, scale = stored
         in_place_output = plus if plus is not None and plus.dim() == 2 else None
         return _product(gradient, codes, of_inputs=scale.T, plus=plus, out=in_place_output)
+
+
+WeightMatmul = RestoredProduct | Int8Product
 
 
 @torch.library.custom_op("lora_train::int8_product", mutates_args=())
@@ -141,7 +131,10 @@ def _product(
         # A slice is a view: of the size of a piece are only the int8 copy and the int32 sums.
         piece_values = values[piece] if of_inputs is None else values[piece] * of_inputs
         quantized, scale = quantized_rows(piece_values)
-        sums = torch._int_mm(_filled_up(quantized), codes)[: len(piece_values)]  # exact in int32
+        # cuBLAS takes int8 rows in such steps only; the filled rows are cut off the sums, exact in int32.
+        missing = -len(quantized) % _ROWS_STEP
+        filled = F.pad(quantized, (0, 0, 0, missing)) if missing else quantized
+        sums = torch._int_mm(filled, codes)[: len(piece_values)]
         one, other = (sums, scale) if of_columns is None else (sums * scale, of_columns)
         if plus is None:
             torch.mul(one, other, out=outputs[piece])
@@ -215,9 +208,3 @@ def quantized_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     # The clamp keeps rows of zeros from 0 / 0.
     scale = largest.div_(INT8_MAX).clamp_(min=_LEAST_SCALE)
     return (values / scale).round_().to(torch.int8), scale
-
-
-def _filled_up(rows: Tensor) -> Tensor:
-    # cuBLAS takes int8 rows in such steps only; the filled rows are cut off the sums.
-    missing = -len(rows) % _ROWS_STEP
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows

@@ -87,32 +87,18 @@ def _is_attention(kernel: Any) -> bool:
 
 def selective_contexts(worth: SavePolicy) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the modes of the forward pass and of the recomputation of one call of a block."""
-    results: deque[_Result] = deque()
+    results: deque[tuple[Any, Any]] = deque()
     return _SavingMode(worth, results), _ReturningMode(worth, results)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Result:
-    """The detached result of a kernel. A network must not write to it in place after the call."""
+class _KernelMode(TorchDispatchMode):
+    """Meets the kernels of one call of a block. Both modes ask `worth` the same question of the same kernels
+    in the same order, so the (kernel, detached result) pairs are a queue: no result needs a key.
 
-    kernel: Any
-    value: Any
+    A network must not write in place to a result after the call.
+    """
 
-    def take(self, kernel: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return the result; raises RuntimeError if the recomputation calls another kernel than before."""
-        if self.kernel is not kernel:
-            raise RuntimeError(
-                f"a recomputed block calls {kernel} where the forward pass called {self.kernel}"
-            )
-        if (
-            kernel._schema.is_mutable
-        ):  # torch returns the tensor written to, whatever is returned here
-            return arguments[0].set_(self.value)
-        return self.value
-
-
-class _SavingMode(TorchDispatchMode):
-    def __init__(self, worth: SavePolicy, results: deque[_Result]) -> None:
+    def __init__(self, worth: SavePolicy, results: deque[tuple[Any, Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
         self._worth, self._results = worth, results
 
@@ -121,25 +107,18 @@ class _SavingMode(TorchDispatchMode):
         """Return True: compiled code inside a block is not watched and is recomputed as a whole."""
         return True
 
+
+class _SavingMode(_KernelMode):
     def __torch_dispatch__(
         self, kernel: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = kernel(*args, **(kwargs or {}))
         if self._worth(kernel, args):
-            self._results.append(_Result(kernel=kernel, value=_detached(result)))
+            self._results.append((kernel, _detached(result)))
         return result
 
 
-class _ReturningMode(TorchDispatchMode):
-    def __init__(self, worth: SavePolicy, results: deque[_Result]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
-        self._worth, self._results = worth, results
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled code inside a block is not watched."""
-        return True
-
+class _ReturningMode(_KernelMode):
     def __exit__(self, *error: Any) -> None:
         """Drop results that were not used, so that a second backward pass recomputes everything."""
         self._results.clear()
@@ -148,11 +127,15 @@ class _ReturningMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, kernel: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Both modes ask the same question of the same kernels in the same order, so a queue is enough: no
-        # result needs a key.
-        if self._results and self._worth(kernel, args):
-            return self._results.popleft().take(kernel, args)
-        return kernel(*args, **(kwargs or {}))
+        if not self._results or not self._worth(kernel, args):
+            return kernel(*args, **(kwargs or {}))
+        saved_kernel, value = self._results.popleft()
+        if saved_kernel is not kernel:
+            raise RuntimeError(
+                f"a recomputed block calls {kernel} where the forward pass called {saved_kernel}"
+            )
+        # torch returns the tensor that a kernel has written to, whatever is returned here.
+        return args[0].set_(value) if kernel._schema.is_mutable else value
 
 
 def _detached(result: Any) -> Any:

@@ -37,7 +37,6 @@ from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.network.attention import apply_attention
 from lora_trainer.network.block_swap import Streamed, stream_blocks
 from lora_trainer.network.compiling import CompiledBlocks
-from lora_trainer.network.cuda_graph import CudaCapture
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import quantize
 from lora_trainer.network.quantized_matmul import Int8Layouts
@@ -47,14 +46,13 @@ from lora_trainer.run.device import CPU, DTYPES, planned_device
 from lora_trainer.run.job import TrainingJob
 from lora_trainer.run.oom_fallbacks import oom_as_error
 from lora_trainer.run.prepare import Prepared
+from lora_trainer.training.cuda_graphs import CudaCapture, StepGraphs
 from lora_trainer.training.dataloader import TrainingDataLoader
-from lora_trainer.training.freeze import FreezeAfter, end_step
-from lora_trainer.training.graphed import Speedups, StepGraphs
 from lora_trainer.training.guards import GuardState, from_plain
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import averaged_weights, build_optimizer, restore_optimizer
-from lora_trainer.training.progress import Progress
 from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
+from lora_trainer.training.training import FreezeAfter, Progress, Speedups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +327,8 @@ def stages(config: RunConfig, adapter: Adapter) -> list[FreezeAfter]:
     ]
     words = list(adapter.new_tokens.values())
     stages = [
-        FreezeAfter(parameters=parameters, end_step=end_step(until, steps=steps))
+        # At least one step, so that each part trains.
+        FreezeAfter(parameters=parameters, end_step=max(1, round(until * steps)))
         for parameters, until in (
             (text, config.train.text_encoder_until),
             (words, config.train.new_tokens_until),
@@ -359,9 +358,7 @@ def speedups(
     shapes = pass_shapes(
         images_at_once, batch_size=config.train.batch_size, processes=job.prepared.processes
     )[:MOST_SHAPES]
-    speedups = Speedups(
-        compiled_shapes=frozenset(shapes), uncompiled=guard.uncompiled, ungraphed=guard.ungraphed
-    )
+    speedups = Speedups(compiled_shapes=frozenset(shapes))
     if config.hardware.compile == "blocks" and not (guard.uncompiled or guard.plain):
         speedups.compiled = CompiledBlocks(parts.networks.denoiser, shapes=len(shapes))
     if config.hardware.cuda_graphs is True and not (guard.ungraphed or guard.plain):

@@ -41,7 +41,7 @@ from lora_trainer.reporting.score import (
 from lora_trainer.run.build import Networks
 from lora_trainer.run.job import TrainingJob
 from lora_trainer.run.run_folder import EVENTS_FILE, RunFolder
-from lora_trainer.training.progress import Progress
+from lora_trainer.training.training import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

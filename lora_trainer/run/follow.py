@@ -26,7 +26,7 @@ from lora_trainer.run.prepare import Prepared, Request, prepare
 from lora_trainer.run.run_folder import RunFolder
 from lora_trainer.run.session import follow_job
 from lora_trainer.run.stop import StopFlag, taking_signals
-from lora_trainer.training.cores import SharedCores
+from lora_trainer.training.cores import shared_cores
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.loop import report_lag
 
@@ -98,7 +98,7 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
     with (
         taking_signals(stop),
         in_use(prepared.cache_root),
-        SharedCores(events=events),
+        shared_cores(events),
         pinning(prepared, events),
     ):
         follow_job(

@@ -11,7 +11,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.run.run_folder import RunFolder
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.progress import Action
+from lora_trainer.training.training import Action
 
 
 @dataclass(frozen=True, kw_only=True)

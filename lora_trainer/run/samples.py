@@ -31,7 +31,7 @@ from lora_trainer.run.build import TrainComponents
 from lora_trainer.run.caching import encode_prompt, texts_as
 from lora_trainer.run.device import DTYPES, encoder_device
 from lora_trainer.run.job import TrainingJob
-from lora_trainer.training.progress import Progress
+from lora_trainer.training.training import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from lora_trainer.run.build import TrainComponents
 from lora_trainer.run.job import TrainingJob
 from lora_trainer.run.run_folder import BEST_RECORD
 from lora_trainer.training.actions import SaveAction
-from lora_trainer.training.progress import Progress
+from lora_trainer.training.training import Progress
 
 
 def uncopied(name: str, tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from lora_trainer.cache.cache_plan import Needs
-from lora_trainer.checkpoint.states import TrainingState, freeze, state_bytes, state_of
+from lora_trainer.checkpoint.states import TrainingState, freeze, state_files, state_of
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import read_events
 from lora_trainer.common.gc_control import made_to_stay
@@ -49,8 +49,7 @@ from lora_trainer.training.guards import GuardState
 from lora_trainer.training.learning_check import LearningContext, look_step
 from lora_trainer.training.loop import run
 from lora_trainer.training.optimizers import learning_rate
-from lora_trainer.training.progress import Action, Progress
-from lora_trainer.training.training import OomFallback, PlainWay, Training
+from lora_trainer.training.training import Action, OomFallback, PlainWay, Progress, Training
 
 LEARNING_PICTURES, LEARNING_QUANTILES = 2, 4
 PLAIN: Checkpointing = "full"
@@ -182,12 +181,12 @@ def follow_job(job: TrainingJob) -> None:
 def _share(ranks: ProcessGroup, state: TrainingState | None) -> None:
     """Send a state, or None, to all other processes."""
     if not ranks.is_single:
-        ranks.from_leader(b"" if state is None else state_bytes(freeze(state)))
+        ranks.from_leader(None if state is None else state_files(freeze(state)))
 
 
 def _shared(ranks: ProcessGroup) -> TrainingState | None:
-    data = ranks.from_leader(None)
-    return state_of(data) if data else None
+    files = ranks.from_leader(None)
+    return None if files is None else state_of(files)
 
 
 def _training(

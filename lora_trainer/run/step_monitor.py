@@ -109,8 +109,8 @@ class Notices:
             return
         self._told.add(cause.name)
         self.events.problem(
-            f"steps take {slow.factor:.1f} times as long as before, {slow.seconds:.2g} s instead of "
-            f"{slow.usual_s:.2g}, up to step {step}: {cause.observation}",
+            f"steps take {slow.factor:.1f} times as long as before, {slow.now.seconds:.2g} s instead of "
+            f"{slow.usual.seconds:.2g}, up to step {step}: {cause.observation}",
             fix=cause.fix,
         )
 

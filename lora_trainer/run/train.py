@@ -58,9 +58,9 @@ from lora_trainer.run.run_warnings import run_warnings
 from lora_trainer.run.session import train_job
 from lora_trainer.run.step_monitor import Notices
 from lora_trainer.run.stop import StopFlag, taking_signals
-from lora_trainer.training.cores import SharedCores
+from lora_trainer.training.cores import shared_cores
 from lora_trainer.training.distributed.process_group import ProcessGroup, isolate_accelerate, joined
-from lora_trainer.training.progress import Action
+from lora_trainer.training.training import Action
 
 DOWNLOAD_TOLD_EVERY_S = 1.0
 
@@ -147,7 +147,7 @@ def _lead(
         with (
             _end_recorded(folder, events),
             in_use(prepared.cache_root),
-            SharedCores(events=events),
+            shared_cores(events),
             Notices(prepared=prepared, events=events),
         ):
             file = train_job(job)

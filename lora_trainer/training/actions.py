@@ -36,7 +36,7 @@ from lora_trainer.training.learning_check import (
     without_effect,
 )
 from lora_trainer.training.loss import Model
-from lora_trainer.training.progress import Progress
+from lora_trainer.training.training import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +54,13 @@ class FixedLosses:
     @torch.no_grad()
     def by_timestep(self, *, cap: int) -> list[float]:
         """Return the mean loss of each batch, at most `cap` images in one pass."""
-        sums = self.ranks.sum([self._loss_sum(samples, cap=cap) for samples in self.batches])
-        return [total / len(self.batches[0]) for total in sums]
-
-    def _loss_sum(self, samples: Sequence[Sample], *, cap: int) -> float:
-        dist_env = self.ranks.dist_env
+        rank, count = self.ranks.dist_env.rank, self.ranks.dist_env.count
         # By turns, so that shares differ by one image at most whatever the number of processes.
-        share = samples[dist_env.rank :: dist_env.count]
-        sums = [self.model.losses(micro_batch).sum() for micro_batch in split(share, cap=cap)]
-        # One reading for all of them: each would make the host wait for the device.
-        return float(torch.stack(sums).sum()) if sums else 0.0
+        shares = [split(samples[rank::count], cap=cap) for samples in self.batches]
+        sums = [[self.model.losses(part).sum() for part in parts] for parts in shares]
+        # One reading for each batch: one for each pass would make the host wait for the device.
+        totals = self.ranks.sum([float(torch.stack(s).sum()) if s else 0.0 for s in sums])
+        return [total / len(self.batches[0]) for total in totals]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,37 +88,30 @@ class ValidateAction:
             and (progress.step % self.every_steps == 0 or _at_the_end(progress))
         )
 
-    def __call__(self, progress: Progress) -> GuardState | None:
+    def __call__(self, progress: Progress) -> GuardState:
         began_s = time.monotonic()
         with self.chosen():
             losses = self.fixed.by_timestep(cap=progress.guard.micro_batch)
-        batches, mean = self.fixed.batches, sum(losses) / len(losses)
-        images = len(batches[0])
-        by_timestep = [
-            [int(samples[0].level.timestep), loss]
-            for samples, loss in zip(batches, losses, strict=True)
-        ]
+        mean = sum(losses) / len(losses)
+        timesteps = [int(samples[0].level.timestep) for samples in self.fixed.batches]
         self.events.emit(
             "validation",
             step=progress.step,
             loss=mean,
-            by_timestep=by_timestep,
-            images=images,
+            by_timestep=[list(pair) for pair in zip(timesteps, losses, strict=True)],
+            images=len(self.fixed.batches[0]),
             seconds=time.monotonic() - began_s,
         )
-        return self._judged(progress, mean)
-
-    def _judged(self, progress: Progress, loss: float) -> GuardState | None:
-        """Return the guard state after a validation loss, the same on all processes; None if unused."""
+        # The same on all processes, as all have the same losses.
         guard = progress.guard
         if self.watch_plateaus:
-            guard = after_validation(guard, loss)
+            guard = after_validation(guard, mean)
         if self.watch_best:
-            guard = with_best(guard, loss, step=progress.step)
+            guard = with_best(guard, mean, step=progress.step)
             if guard.best.step == progress.step > 0:
                 with self.chosen():
                     self.on_best()
-        return guard if self.watch_plateaus or self.watch_best else None
+        return guard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,16 +170,17 @@ class SaveAction:
     save_requested: Callable[[], bool]
 
     def due(self, progress: Progress) -> bool:
-        if progress.step == 0:
-            return False
-        return self.is_regular(progress) or self.save_requested()
+        return progress.step > 0 and (self.is_regular(progress) or self.save_requested())
 
     def is_regular(self, progress: Progress) -> bool:
         """Say whether a save is due by the schedule alone; the answer is the same on all processes."""
-        if progress.step == 0:
-            return False
-        regular = self.every_steps > 0 and progress.step % self.every_steps == 0
-        return regular or progress.ending or self._ends_epoch(progress)
+        if progress.step == 0 or progress.ending:
+            return progress.step > 0
+        if self.every_steps > 0 and progress.step % self.every_steps == 0:
+            return True
+        # A batch may contain the end of an epoch, and several epochs may end in one batch.
+        before, epoch = progress.images - self.batch_size, self.every_images
+        return epoch is not None and progress.images // epoch > before // epoch
 
     def __call__(self, progress: Progress) -> None:
         """Copy the state and start writing it; raises Unstable if the adapter is not finite.
@@ -217,15 +208,6 @@ class SaveAction:
             adapter=self.adapter.state(),
             optimizer=self.optimizer.state_dict(),
             loop=LoopValues.of(to_plain(progress.guard), self.scaler),
-        )
-
-    def _ends_epoch(self, progress: Progress) -> bool:
-        if self.every_images is None:
-            return False
-        # A batch may contain the end of an epoch, and several epochs may end in one batch.
-        return (
-            progress.images // self.every_images
-            > (progress.images - self.batch_size) // self.every_images
         )
 
 

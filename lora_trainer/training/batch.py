@@ -7,12 +7,13 @@ nothing but rounding changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lora_trainer.config.config import LossName
@@ -76,11 +77,9 @@ def split(
         key = (sample.shape, group_key(sample.conditioning))
         by_shape.setdefault(key, []).append(sample)
     micro_batches: list[tuple[Sample, ...]] = []
-    for (shape, _), samples_of_shape in by_shape.items():
+    for (shape, _), alike in by_shape.items():
         size = min(cap, images_at_once.get((shape[-2], shape[-1]), cap))
-        micro_batches += [
-            tuple(samples_of_shape[at : at + size]) for at in range(0, len(samples_of_shape), size)
-        ]
+        micro_batches += [tuple(alike[at : at + size]) for at in range(0, len(alike), size)]
     return micro_batches
 
 
@@ -89,9 +88,10 @@ class Batch:
     """Samples of one shape as few tensors by name, on the host (`collate`) or on the device (`on`).
 
     Latents and noises are float32 [B, C, H, W], `mask_weights` [B, 1, H, W] or None. The numbers of the
-    samples are one float32 tensor [4, B], so that they are one copy to the device; timesteps [B] are apart,
-    because some bases count them in whole numbers. `as_base` int64 [N] are the rows whose target is the
-    base's prediction, None without any. `dropout_seeds` int64 [B, 2] are the halves of the samples' seeds.
+    samples (alpha, sigma, weight, delta) are one float32 tensor [4, B], so that they are one copy to the
+    device; timesteps [B] are apart, because some bases count them in whole numbers. `as_base` int64 [N] are
+    the rows whose target is the base's prediction. `dropout_seeds` int64 [B, 2] are the halves of the
+    samples' seeds.
     """
 
     tensors: Mapping[str, Tensor]
@@ -130,10 +130,6 @@ class Batch:
         return self.tensors.get("input_noise", self.noise)
 
     @property
-    def timesteps(self) -> Tensor:
-        return self.tensors["timesteps"]
-
-    @property
     def alpha(self) -> Tensor:
         return self.tensors["numbers"][0]
 
@@ -150,16 +146,8 @@ class Batch:
         return self.tensors["numbers"][3]
 
     @property
-    def mask_weights(self) -> Tensor | None:
-        return self.tensors.get("mask_weights")
-
-    @property
-    def as_base(self) -> Tensor | None:
-        return self.tensors.get("as_base")
-
-    @property
-    def dropout_seeds(self) -> Tensor:
-        return self.tensors["dropout_seeds"]
+    def timesteps(self) -> Tensor:
+        return self.tensors["timesteps"]
 
     @property
     def conditioning(self) -> Conditioning:
@@ -190,41 +178,34 @@ def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch
     """
 
     def joined(tensors: Sequence[Tensor]) -> Tensor:
-        first = tensors[0]
         # Joined straight into pinned memory: torch.cat and a pinned copy after it would copy twice.
-        shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
-        out = pinned().empty(shape, dtype=first.dtype, device=device)
+        shape = (sum(map(len, tensors)), *tensors[0].shape[1:])
+        out = pinned().empty(shape, dtype=tensors[0].dtype, device=device)
         return torch.cat(list(tensors), out=out)
 
-    def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    def stacked(tensors: Iterable[Tensor]) -> Tensor:
         return joined([tensor.unsqueeze(0) for tensor in tensors])
 
     def listed(values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
         return pinned_copy(torch.tensor(values, dtype=dtype), device=device)
 
-    levels = [sample.level for sample in samples]
-    numbers = [
-        [level.alpha for level in levels],
-        [level.sigma for level in levels],
-        [sample.weight for sample in samples],
-        [sample.delta for sample in samples],
-    ]
+    numbers = [(s.level.alpha, s.level.sigma, s.weight, s.delta) for s in samples]
     tensors = {
-        "latents": stacked([sample.latents for sample in samples]),
-        "noise": stacked([sample.noise for sample in samples]),
-        "timesteps": listed([level.timestep for level in levels]),
-        "numbers": listed(numbers, torch.float32),
+        "latents": stacked(s.latents for s in samples),
+        "noise": stacked(s.noise for s in samples),
+        "timesteps": listed([s.level.timestep for s in samples]),
+        "numbers": listed([*zip(*numbers, strict=True)], torch.float32),
         "dropout_seeds": listed([halves(s.dropout_seed) for s in samples], torch.int64),
     }
     # Noise is perturbed by a setting of the run: in all of its samples or in none.
-    perturbed = [sample.input_noise for sample in samples if sample.input_noise is not None]
+    perturbed = [s.input_noise for s in samples if s.input_noise is not None]
     if perturbed:
         tensors["input_noise"] = stacked(perturbed)
-    if any(sample.mask_weights is not None for sample in samples):
+    if any(s.mask_weights is not None for s in samples):
         # Images without a mask count everywhere alike.
         ones = samples[0].latents.new_ones(1, *samples[0].latents.shape[1:])
         tensors["mask_weights"] = stacked(
-            [ones if s.mask_weights is None else s.mask_weights for s in samples]
+            ones if s.mask_weights is None else s.mask_weights for s in samples
         )
     rows = [row for row, sample in enumerate(samples) if sample.as_base]
     if rows:
@@ -234,19 +215,16 @@ def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch
         (_BASE_CONDITIONING, [samples[row] for row in rows]),
     ):
         for name in some[0].conditioning if some else ():
-            texts = [sample.conditioning[name] for sample in some]
-            tensors[start + name] = joined(padded_alike(texts))
+            tensors[start + name] = joined(padded_alike([s.conditioning[name] for s in some]))
     return Batch(tensors=tensors, loss=samples[0].loss, precision=precision)
 
 
 def padded_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors of batch 1 alike in length: texts get zeros on dimension 1, as their masks do."""
-    longest = max(tensor.shape[1] for tensor in tensors) if tensors[0].dim() > 1 else 0
-    return [_padded(tensor, longest) for tensor in tensors]
-
-
-def _padded(tensor: Tensor, length: int) -> Tensor:
-    if tensor.dim() < 2 or tensor.shape[1] == length:
-        return tensor
-    padding = tensor.new_zeros(1, length - tensor.shape[1], *tensor.shape[2:])
-    return torch.cat([tensor, padding], dim=1)
+    if tensors[0].dim() < 2:
+        return list(tensors)
+    longest = max(tensor.shape[1] for tensor in tensors)
+    return [
+        F.pad(t, (0, 0) * (t.dim() - 2) + (0, longest - t.shape[1])) if t.shape[1] < longest else t
+        for t in tensors
+    ]

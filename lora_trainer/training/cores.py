@@ -16,11 +16,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import psutil
@@ -103,25 +102,6 @@ class Cores:
         return max(0.0, threads - free)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Waiting:
-    """Whether threads wait asleep, and for how many intervals other programs have left the cores alone."""
-
-    asleep: bool = False
-    calm: int = 0
-
-
-def after_interval(waiting: Waiting, missing_cores: float) -> Waiting:
-    """Return how threads should wait after an interval in which they lacked `missing_cores`."""
-    if missing_cores > CONTENDED_CORES:
-        return Waiting(asleep=True)
-    if not waiting.asleep or missing_cores > CALM_CORES:
-        return replace(waiting, calm=0)
-    if waiting.calm + 1 < CALM_INTERVALS:
-        return replace(waiting, calm=waiting.calm + 1)
-    return Waiting()
-
-
 class IdleTeams:
     """Idle OpenMP teams, which make libgomp count more threads than processors, so that all wait asleep."""
 
@@ -153,63 +133,66 @@ class IdleTeams:
             leader.join()
 
 
-@dataclass(kw_only=True)
-class SharedCores:
+@contextmanager
+def shared_cores(
+    events: EventStream,
+    *,
+    measure: Callable[[Sequence[int]], CpuTimes] = cpu_times,
+    interval_s: float = INTERVAL_S,
+) -> Iterator[None]:
     """While the block runs, a thread measures other programs' load and switches how ours wait.
 
     Each switch is an event `cores`. Does nothing if one thread computes, or OpenMP is not libgomp.
     """
+    threads, done = torch.get_num_threads(), threading.Event()
+    if threads == 1 or openmp() != "libgomp":
+        yield
+        return
 
-    events: EventStream
-    measure: Callable[[Sequence[int]], CpuTimes] = cpu_times
-    interval_s: float = INTERVAL_S
-    _done: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
+    def watch() -> None:
+        # Without measurements threads spin, libgomp's default.
+        with suppress(OSError, psutil.Error):
+            _watch(events, threads, lambda: done.wait(interval_s), measure)
 
-    def __enter__(self) -> SharedCores:
-        threads = torch.get_num_threads()
-        if threads > 1 and openmp() == "libgomp":
-            self._thread = threading.Thread(
-                target=self._watch, args=(threads,), name="lora-train-cores", daemon=True
-            )
-            self._thread.start()
-        return self
+    watcher = threading.Thread(target=watch, name="lora-train-cores", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join()
 
-    def _watch(self, threads: int) -> None:
-        numbers = usable_processors()
-        cores = Cores(processors=len(numbers), quota=cpu_quota(Path("/")))
-        waiting = Waiting()
-        teams: IdleTeams | None = None
-        with suppress(
-            OSError, psutil.Error
-        ):  # without measurements threads spin, libgomp's default
-            before = self.measure(numbers)
-            while not self._done.wait(self.interval_s):
-                after = self.measure(numbers)
-                now = after_interval(waiting, cores.missing(before, after, threads=threads))
-                if now.asleep and teams is None:
-                    teams = IdleTeams(threads=threads, processors=len(numbers))
-                elif teams is not None and not now.asleep:
-                    teams.end()
-                    teams = None
-                if now.asleep != waiting.asleep:
-                    self.events.emit(
-                        "cores",
-                        taken=round(cores.taken(before, after), 2),
-                        threads=threads,
-                        waiting="asleep" if now.asleep else "spinning",
-                    )
-                before, waiting = after, now
+def _watch(
+    events: EventStream,
+    threads: int,
+    is_over: Callable[[], bool],
+    measure: Callable[[Sequence[int]], CpuTimes],
+) -> None:
+    numbers = usable_processors()
+    cores = Cores(processors=len(numbers), quota=cpu_quota(Path("/")))
+    teams: IdleTeams | None = None
+    calm_intervals, before = 0, measure(numbers)
+    try:
+        while not is_over():
+            now = measure(numbers)
+            missing = cores.missing(before, now, threads=threads)
+            calm_intervals = calm_intervals + 1 if missing <= CALM_CORES else 0
+            was_asleep = teams is not None
+            if teams is None and missing > CONTENDED_CORES:
+                teams = IdleTeams(threads=threads, processors=len(numbers))
+            elif teams is not None and calm_intervals >= CALM_INTERVALS:
+                teams.end()
+                teams = None
+            if was_asleep is not (teams is not None):
+                events.emit(
+                    "cores",
+                    taken=round(cores.taken(before, now), 2),
+                    threads=threads,
+                    waiting="asleep" if teams else "spinning",
+                )
+            before = now
+    finally:
         if teams is not None:
             teams.end()
 

@@ -51,13 +51,12 @@ class TrainingDataLoader:
     regularisation: Sequence[str] = ()
     regularisation_per_epoch: int = 0
     dist_env: DistEnv = field(default_factory=DistEnv)
-    _orders: dict[int, list[str]] = field(default_factory=dict)
-    _places: dict[int, dict[str, int]] = field(default_factory=dict)
+    _orders: dict[int, tuple[list[str], dict[str, int]]] = field(default_factory=dict)
 
     def sample_at(self, position: int) -> tuple[int, str]:
         """Return (epoch, sample id) at a position of the endless stream of shuffled epochs."""
         epoch, index = divmod(position, self.epoch_length)
-        return epoch, self._order(epoch)[index]
+        return epoch, self._order(epoch)[0][index]
 
     @property
     def epoch_length(self) -> int:
@@ -75,12 +74,25 @@ class TrainingDataLoader:
     def prepare(self, step: int) -> tuple[Sample, ...]:
         """Return this process's samples of step `step` (0-based), on the CPU, with all random draws.
 
-        With class preservation each sample is followed by the same one as its class.
+        With class preservation each sample whose text says the trigger is followed by itself as its class,
+        with the same draws.
         """
         samples: list[Sample] = []
-        for epoch, sample in self.share(step):
-            prepared = self.prepare_sample(epoch, sample)
-            samples += [prepared, *self._preserved(prepared, epoch, sample)]
+        for epoch, name in self.share(step):
+            sample, source = self.prepare_sample(epoch, name), self.source(name)
+            samples.append(sample)
+            variant = self._variant(source, epoch, name) if source.of_class else None
+            class_text = None if variant is None else source.of_class[variant]
+            if class_text is not None:
+                as_class = replace(
+                    sample,
+                    weight=sample.weight * self.objective.preservation_weight,
+                    conditioning={**sample.conditioning, **self.entries.read(class_text)},
+                    # The class is kept on the whole image, also where the subject's mask leaves it out.
+                    mask_weights=None,
+                    as_base=True,
+                )
+                samples.append(as_class)
         return tuple(samples)
 
     def share(self, step: int) -> list[tuple[int, str]]:
@@ -109,67 +121,52 @@ class TrainingDataLoader:
 
     def prepare_sample(self, epoch: int, sample: str) -> Sample:
         """Draw all of one sample's randomness for one epoch."""
-        source, here = self.drawn(epoch, sample), (epoch, sample)
+        source, here, objective = self.drawn(epoch, sample), (epoch, sample), self.objective
         flipped = source.mirrored is not None and draw_uniform(self.seed, Stream.FLIP, *here) < 0.5
         # Mirrored images are encoded by themselves: the latents of a mirror are not the mirrored latents.
         entry = self.entries.read(source.mirrored if flipped and source.mirrored else source.plain)
-        geometry = source.mirrored_geometry if flipped else source.geometry
         mean, std = entry["mean"], entry["std"]
         # The cache holds the VAE's distribution, not a draw: each epoch sees another latent of the image.
-        latents = mean + std * torch.randn(
-            mean.shape, generator=self._generator(Stream.LATENT, *here)
-        )
+        latents = mean + std * self._randn(mean, Stream.LATENT, *here)
         noise = draw_noise(
             (mean.shape[0], mean.shape[1], mean.shape[2]),
             self._generator(Stream.NOISE, *here),
-            offset=self.objective.noise_offset,
-            octaves=self.objective.multires_noise_iterations,
-            discount=self.objective.multires_noise_discount,
+            offset=objective.noise_offset,
+            octaves=objective.multires_noise_iterations,
+            discount=objective.multires_noise_discount,
         )
-        level = self._level(source, *here)
-        delta = loss_delta(
-            self.objective, time=level.timestep / TIMESTEPS, alpha=level.alpha, sigma=level.sigma
-        )
-        conditioning = {**self._text(source, *here), **geometry}
-        prepared = self._assemble(sample, latents, noise, level, conditioning)
-        weight = prepared.weight * self.data.weight_of(source.folder)
+        # The input may have more noise than is to be predicted.
+        perturbation, input_noise = objective.input_perturbation, None
+        if perturbation:
+            input_noise = noise + perturbation * self._randn(
+                noise, Stream.INPUT_PERTURBATION, *here
+            )
+        level = self.levels.draw(self._uniform(epoch, sample), size_px=source.size_px)
+        weight = self._weight(level) * self.data.weight_of(source.folder)
         if source.regularisation:
-            weight *= self.objective.prior_weight
-        return replace(
-            prepared,
+            weight *= objective.prior_weight
+        variant = self._variant(source, epoch, sample)
+        text = self.empty_text if variant is None else source.texts[variant]
+        return Sample(
+            sample=sample,
+            latents=latents,
+            noise=noise,
+            level=level,
             weight=weight,
-            loss=self.objective.loss,
-            delta=delta,
-            input_noise=self._perturbed(noise, *here),
+            conditioning={
+                **self.entries.read(text),
+                **(source.mirrored_geometry if flipped else source.geometry),
+                **self.shared_conditioning,
+            },
+            loss=objective.loss,
+            delta=loss_delta(
+                objective, time=level.timestep / TIMESTEPS, alpha=level.alpha, sigma=level.sigma
+            ),
+            input_noise=input_noise,
             dropout_seed=draw_seed(self.seed, Stream.ADAPTER_DROPOUT, *here),
             mask_weights=self._mask_weights(source.mirrored_mask if flipped else source.mask),
-            as_base=self._stays_base(source),
+            as_base=source.regularisation and objective.prior == "base",
         )
-
-    def _preserved(self, drawn: Sample, epoch: int, sample: str) -> Iterator[Sample]:
-        """Yield the sample again as its class, with the same draws; none where the trigger is not said."""
-        text = self._class_text(epoch, sample)
-        if text is not None:
-            yield replace(
-                drawn,
-                weight=drawn.weight * self.objective.preservation_weight,
-                conditioning={**drawn.conditioning, **self.entries.read(text)},
-                # The class is kept on the whole image, also where the subject's mask leaves it out.
-                mask_weights=None,
-                as_base=True,
-            )
-
-    def _class_text(self, epoch: int, sample: str) -> CacheKey | None:
-        """Return the text with the class in place of the trigger, None where that is not asked for."""
-        source = self.source(sample)
-        variant = self._variant(source, epoch, sample) if source.of_class else None
-        return None if variant is None else source.of_class[variant]
-
-    def _stays_base(self, source: SampleSource) -> bool:
-        return source.regularisation and self.objective.prior == "base"
-
-    def _level(self, source: SampleSource, epoch: int, sample: str) -> Level:
-        return self.levels.draw(self._uniform(epoch, sample), size_px=source.size_px)
 
     def validation(
         self, keys: Sequence[tuple[str, SampleSource]], *, quantiles: int
@@ -188,12 +185,21 @@ class TrainingDataLoader:
                 mean = self.entries.read(source.plain)["mean"]
                 level = self.levels.at(fraction, size_px=source.size_px)
                 name = (sample, int(level.timestep))
-                noise = torch.randn(
-                    mean.shape, generator=self._generator(Stream.VALIDATION_NOISE, *name)
+                samples.append(
+                    Sample(
+                        sample=sample,
+                        latents=mean,
+                        noise=self._randn(mean, Stream.VALIDATION_NOISE, *name),
+                        level=level,
+                        weight=self._weight(level),
+                        conditioning={
+                            **self.entries.read(source.texts[0]),
+                            **source.geometry,
+                            **self.shared_conditioning,
+                        },
+                        mask_weights=self._mask_weights(source.mask),
+                    )
                 )
-                conditioning = {**self.entries.read(source.texts[0]), **source.geometry}
-                prepared = self._assemble(sample, mean, noise, level, conditioning)
-                samples.append(replace(prepared, mask_weights=self._mask_weights(source.mask)))
             batches.append(tuple(samples))
         return batches
 
@@ -201,29 +207,11 @@ class TrainingDataLoader:
         self, first: int, last: int, *, ahead: int
     ) -> AbstractContextManager[Iterator[tuple[Sample, ...]]]:
         """Return a context whose value iterates over steps first..last-1, as `prefetched` says."""
-
         return prefetched(self.prepare, first, last, ahead=ahead)
 
-    def _assemble(
-        self,
-        sample: str,
-        latents: Tensor,
-        noise: Tensor,
-        level: Level,
-        conditioning: Conditioning,
-    ) -> Sample:
-        return Sample(
-            sample=sample,
-            latents=latents,
-            noise=noise,
-            level=level,
-            weight=loss_weight(
-                self.objective,
-                signal=level.signal,
-                sigma=level.sigma,
-                prediction=self.prediction,
-            ),
-            conditioning={**conditioning, **self.shared_conditioning},
+    def _weight(self, level: Level) -> float:
+        return loss_weight(
+            self.objective, signal=level.signal, sigma=level.sigma, prediction=self.prediction
         )
 
     def _uniform(self, epoch: int, sample: str) -> float:
@@ -231,24 +219,14 @@ class TrainingDataLoader:
 
         Which stratum follows from the place in the stream, so no split and no batch size changes it.
         """
-        uniform, strata = (
-            draw_uniform(self.seed, Stream.TIMESTEP, epoch, sample),
-            self.objective.timestep_strata,
-        )
+        uniform = draw_uniform(self.seed, Stream.TIMESTEP, epoch, sample)
+        strata = self.objective.timestep_strata
         if strata == 1:
             return uniform
-        position = epoch * self.epoch_length + self._place_in(epoch)[sample]
+        position = epoch * self.epoch_length + self._order(epoch)[1][sample]
         window, stratum = divmod(position, strata)
         order = shuffled(map(str, range(strata)), self.seed, Stream.TIMESTEP_STRATUM, window)
         return (int(order[stratum]) + uniform) / strata
-
-    def _perturbed(self, noise: Tensor, epoch: int, sample: str) -> Tensor | None:
-        """Return the noise of the input, with more of it than is to be predicted; None: the same."""
-        strength = self.objective.input_perturbation
-        if strength == 0:
-            return None
-        generator = self._generator(Stream.INPUT_PERTURBATION, epoch, sample)
-        return noise + strength * torch.randn(noise.shape, generator=generator)
 
     def _mask_weights(self, mask: CacheKey | None) -> Tensor | None:
         """Return how much each latent's error counts, by the mask and the weight of the unmasked rest."""
@@ -259,13 +237,6 @@ class TrainingDataLoader:
         # Mean 1, so that a small subject does not lower the image's share of the step.
         return weights / weights.mean()
 
-    def _text(self, source: SampleSource, epoch: int, sample: str) -> Conditioning:
-        return self.entries.read(self._text_key(source, epoch, sample))
-
-    def _text_key(self, source: SampleSource, epoch: int, sample: str) -> CacheKey:
-        variant = self._variant(source, epoch, sample)
-        return self.empty_text if variant is None else source.texts[variant]
-
     def _variant(self, source: SampleSource, epoch: int, sample: str) -> int | None:
         """Return which of its texts a sample is trained with; None: the empty one."""
         settings = self.data.of_folder(source.folder)
@@ -275,9 +246,9 @@ class TrainingDataLoader:
         drawn = range(len(source.texts))[1:] or range(1)
         return drawn[variant_of(sample, count=len(drawn), seed=self.seed, epoch=epoch)]
 
-    def _order(self, epoch: int) -> list[str]:
-        order = self._orders.get(epoch)
-        if order is None:
+    def _order(self, epoch: int) -> tuple[list[str], dict[str, int]]:
+        """Return the samples of an epoch in their order, and the place of each, found once an epoch."""
+        if epoch not in self._orders:
             order = epoch_order(
                 self.sources.keys() - set(self.regularisation),
                 self.regularisation,
@@ -287,18 +258,11 @@ class TrainingDataLoader:
             )
             if len(self._orders) > 2:  # old epochs are never asked for again
                 self._orders.clear()
-            self._orders[epoch] = order
-        return order
+            self._orders[epoch] = order, {name: place for place, name in enumerate(order)}
+        return self._orders[epoch]
 
-    def _place_in(self, epoch: int) -> dict[str, int]:
-        """Return where in an epoch each sample comes: found once, not searched for by every sample."""
-        places = self._places.get(epoch)
-        if places is None:
-            places = {sample: position for position, sample in enumerate(self._order(epoch))}
-            if len(self._places) > 2:
-                self._places.clear()
-            self._places[epoch] = places
-        return places
+    def _randn(self, like: Tensor, stream: Stream, *counters: int | str) -> Tensor:
+        return torch.randn(like.shape, generator=self._generator(stream, *counters))
 
     def _generator(self, stream: Stream, *counters: int | str) -> torch.Generator:
         return torch.Generator().manual_seed(draw_seed(self.seed, stream, *counters))

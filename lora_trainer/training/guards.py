@@ -1,24 +1,17 @@
-"""Guards of a training: losses that are not finite, that rise or that stay, and the answer to each.
-
-Detects from the losses alone that the training loss jumps or that the validation loss stops falling.
-
-Inputs are the training loss of each step and the validation losses; outputs are the next state and
-whether a guard must react. Pure functions over small values that are part of the resume state. Thresholds
-are in standard deviations of the run's own losses.
-
-The guards of a training as a pure state machine: out of memory, non-finite gradients, plateaus, jumps.
+"""The guards of a training as a pure state machine: out of memory, non-finite gradients, plateaus, jumps.
 
 No torch, no clock, no files: the loop reports an event and gets the next state back. The state is part of
 the resume state, so a resumed run decides as the uninterrupted run would have. Steps with non-finite
 gradients are skipped; after five in a row training goes back to the last good state at half the learning
-rate; after three such rollbacks it stops.
+rate; after three such rollbacks it stops. A training loss that jumps tightens the clipping of gradients, a
+validation loss that stops falling lowers the learning rate; both thresholds come from the run's own losses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lora_trainer.common.errors import TrainingStopped
@@ -66,15 +59,6 @@ class BestValidation:
     stale: int = 0
 
 
-def after_validated(best: BestValidation, loss: float, *, step: int) -> BestValidation:
-    """Return the state after a validation loss; step 0, the untouched base, is no adapter and is ignored."""
-    if step == 0:
-        return best
-    if math.isfinite(loss) and (best.loss is None or loss < best.loss):
-        return BestValidation(loss=loss, step=step)
-    return replace(best, stale=best.stale + 1)
-
-
 def after_loss(trend: LossTrend, loss: float) -> tuple[LossTrend, bool]:
     """Return the trend after a finite training loss, and whether the loss has just jumped.
 
@@ -108,21 +92,6 @@ def after_loss(trend: LossTrend, loss: float) -> tuple[LossTrend, bool]:
         return trend, False
     # The fast mean starts anew: else the losses of this jump would be the next one.
     return replace(trend, recent=trend.mean, quiet=QUIET_STEPS), True
-
-
-def after_validation_loss(plateau: Plateau, loss: float) -> tuple[Plateau, bool]:
-    """Return the plateau after a validation loss, and whether the loss has just stopped falling.
-
-    It has after PATIENCE validations without an improvement of MIN_IMPROVEMENT; then counting restarts.
-    """
-    # A validation that is not finite is no plateau; the guard of the gradients answers to it.
-    if not math.isfinite(loss):
-        return plateau, False
-    if plateau.best is None or loss < plateau.best * (1 - MIN_IMPROVEMENT):
-        return Plateau(best=loss), False
-    if plateau.stale + 1 < PATIENCE:
-        return replace(plateau, stale=plateau.stale + 1), False
-    return replace(plateau, stale=0), True
 
 
 FIRST_PATIENCE_STEPS, MAX_PATIENCE_STEPS = 50, 3200
@@ -166,14 +135,6 @@ class GuardState:
     learning: Learning = Learning()
 
 
-_NESTED: Mapping[str, type[LossTrend | Plateau | BestValidation | Learning]] = {
-    "trend": LossTrend,
-    "plateau": Plateau,
-    "best": BestValidation,
-    "learning": Learning,
-}
-
-
 class Unstable(Exception):
     """Asks the loop to go back to the last good state, for `reason`; `state` is the guard state then."""
 
@@ -181,16 +142,6 @@ class Unstable(Exception):
         super().__init__(reason)
         self.reason = reason
         self.state = state
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """A factor that a guard changed, with the fields of the `change` event."""
-
-    key: str
-    old: float
-    new: float
-    reason: str
 
 
 def after_step(state: GuardState, *, finite: bool, step: int) -> GuardState:
@@ -218,40 +169,57 @@ def after_training_loss(state: GuardState, loss: float) -> GuardState:
 
 
 def after_validation(state: GuardState, loss: float) -> GuardState:
-    """Return the state after a validation loss; halve the learning rate when it has stopped falling."""
-    plateau, reached = after_validation_loss(state.plateau, loss)
-    state = replace(state, plateau=plateau)
-    if not reached or state.lr_scale <= MIN_SCALE:
+    """Return the state after a validation loss; halve the learning rate when it has stopped falling.
+
+    It has after PATIENCE validations without an improvement of MIN_IMPROVEMENT; then counting restarts.
+    """
+    # A validation that is not finite is no plateau; the guard of the gradients answers to it.
+    if not math.isfinite(loss):
+        return state
+    plateau = state.plateau
+    if plateau.best is None or loss < plateau.best * (1 - MIN_IMPROVEMENT):
+        return replace(state, plateau=Plateau(best=loss))
+    stale = (plateau.stale + 1) % PATIENCE
+    state = replace(state, plateau=replace(plateau, stale=stale))
+    if stale or state.lr_scale <= MIN_SCALE:
         return state
     return replace(state, lr_scale=state.lr_scale * LOWER_RATE)
 
 
 def with_best(state: GuardState, loss: float, *, step: int) -> GuardState:
     """Return the state after the validation loss of a step, counted as the lowest so far or as no better."""
-    return replace(state, best=after_validated(state.best, loss, step=step))
+    best = state.best
+    if step == 0:  # the untouched base is no adapter
+        return state
+    if math.isfinite(loss) and (best.loss is None or loss < best.loss):
+        return replace(state, best=BestValidation(loss=loss, step=step))
+    return replace(state, best=replace(best, stale=best.stale + 1))
+
+
+_KEPT_ON_GOING_BACK = (
+    *("micro_batch", "remedies", "plain", "uncompiled", "ungraphed"),
+    *("fitting_steps", "patience_steps", "skipped"),
+)
+"""Facts about the machine and counts of failures: going back undoes the weights, but the same micro-batch
+would not fit this time either."""
+
+
+def after_going_back(good: GuardState, failed: GuardState) -> GuardState:
+    """Return the guard state to continue with from `good`, the last state whose weights are whole."""
+    facts = {name: getattr(failed, name) for name in _KEPT_ON_GOING_BACK}
+    return replace(good, learning=replace(failed.learning, zero_gradients=0), **facts)
 
 
 def after_rollback(good: GuardState, unstable: Unstable) -> GuardState:
-    """Return the guard state to continue with from `good`; raises TrainingStopped after MAX_ROLLBACKS.
-
-    The facts about the machine and the counts of failures come from the bad state: going back undoes the
-    weights, but the same micro-batch would not fit this time either.
-    """
+    """Go back to `good` and halve the learning rate; raises TrainingStopped after MAX_ROLLBACKS."""
     bad = unstable.state
     if bad.rollbacks >= MAX_ROLLBACKS:
         raise stopped(unstable, remedies=f" {bad.rollbacks} times at ever lower learning rates")
     return replace(
-        good,
-        micro_batch=min(good.micro_batch, bad.micro_batch),
-        remedies=bad.remedies,
-        plain=bad.plain,
-        fitting_steps=bad.fitting_steps,
-        patience_steps=bad.patience_steps,
-        skipped=bad.skipped,
+        after_going_back(good, bad),
         skipped_in_row=0,
         rollbacks=bad.rollbacks + 1,
         lr_scale=min(good.lr_scale, bad.lr_scale) * LOWER_RATE,
-        learning=replace(bad.learning, zero_gradients=0),
     )
 
 
@@ -295,42 +263,27 @@ def after_fitting(state: GuardState, *, planned: int) -> GuardState:
     return replace(state, micro_batch=min(planned, 2 * state.micro_batch), fitting_steps=0)
 
 
-def after_torn_step(good: GuardState, torn: GuardState) -> GuardState:
-    """Return the guard state to continue with from `good` after an optimizer step ran out of memory.
-
-    The run is not unstable, so nothing counts as a rollback and the learning rate stays.
-    """
-    return replace(
-        good,
-        micro_batch=torn.micro_batch,
-        remedies=torn.remedies,
-        plain=torn.plain,
-        uncompiled=torn.uncompiled,
-        ungraphed=torn.ungraphed,
-        fitting_steps=torn.fitting_steps,
-        patience_steps=torn.patience_steps,
-        learning=torn.learning,
-    )
-
-
-def changes(before: GuardState, after: GuardState, *, reason: str) -> Iterator[Change]:
-    """Yield the factors on learning rate and clipping that differ between two guard states."""
-    factors = {
-        "optimizer.learning_rate factor": (before.lr_scale, after.lr_scale),
-        "train.max_grad_norm factor": (before.clip_scale, after.clip_scale),
-    }
-    for key, (old, new) in factors.items():
+def changes(before: GuardState, after: GuardState) -> Iterator[tuple[str, float, float]]:
+    """Yield (key, old, new) of the factors on learning rate and clipping that differ."""
+    for key, old, new in (
+        ("optimizer.learning_rate factor", before.lr_scale, after.lr_scale),
+        ("train.max_grad_norm factor", before.clip_scale, after.clip_scale),
+    ):
         if old != new:
-            yield Change(key=key, old=old, new=new, reason=reason)
+            yield key, old, new
 
 
 def to_plain(state: GuardState) -> dict[str, Any]:
     """Return a guard state as plain values, for a resume state."""
-    nested = {name: vars(getattr(state, name)) for name in _NESTED}
-    return {field.name: getattr(state, field.name) for field in fields(state)} | nested
+    return asdict(state)
 
 
 def from_plain(values: Mapping[str, Any]) -> GuardState:
     """Return the guard state of the values of `to_plain`; groups that an older state lacks are as new."""
-    nested = {name: kind(**values.get(name, {})) for name, kind in _NESTED.items()}
+    nested = {
+        "trend": LossTrend(**values.get("trend", {})),
+        "plateau": Plateau(**values.get("plateau", {})),
+        "best": BestValidation(**values.get("best", {})),
+        "learning": Learning(**values.get("learning", {})),
+    }
     return GuardState(**{**values, **nested})

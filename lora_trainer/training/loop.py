@@ -11,13 +11,13 @@ To follow one optimizer step, read `_train` from top to bottom, then these funct
 3. `Model.losses_of` (loss.py) adds noise, predicts, and compares with the target;
 4. `ProcessGroup.reduce` (training/distributed/process_group.py) sums the gradients of all processes;
 5. `optimizer_step` (step.py) clips the gradients and calls the optimizer;
-6. `_report` (below) logs the step and lets the guards judge it.
+6. `_Reports` (below) logs the step and lets the guards judge it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,18 +31,17 @@ from lora_trainer.common.errors import (
     TrainingStopped,
     first_line,
 )
-from lora_trainer.common.events import EventStream
 from lora_trainer.hardware.device_calls import kind_of, may_copy_ahead
 from lora_trainer.network.async_copies import AsyncRead
 from lora_trainer.network.out_of_memory import device_memory, free_memory, is_lost, is_out_of_memory
 from lora_trainer.training.batch import Sample
-from lora_trainer.training.freeze import enter_stages
+from lora_trainer.training.fallbacks import fallback_for, lost_device, use_less_memory
 from lora_trainer.training.guards import (
     GuardState,
     Unstable,
+    after_going_back,
     after_rollback,
     after_step,
-    after_torn_step,
     after_training_loss,
     changes,
     stopped,
@@ -55,50 +54,10 @@ from lora_trainer.training.learning_check import (
     without_movement,
 )
 from lora_trainer.training.optimizers import effective_rate, set_learning_rate
-from lora_trainer.training.plain_retry import go_plainly, lost_device, why_again
-from lora_trainer.training.progress import Action, Progress
-from lora_trainer.training.step import (
-    apply_next_fallback,
-    compute_gradients_with_oom_retry,
-    optimizer_step,
-)
-from lora_trainer.training.training import PartialOptimizerStep, Training
+from lora_trainer.training.step import compute_gradients_with_oom_retry, optimizer_step
+from lora_trainer.training.training import Action, PartialOptimizerStep, Progress, Training
 
 CUDA_REPORT_LAG = 2  # steps; reading a loss at once would make the host wait for the device
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Report:
-    """A finished step whose loss and gradient norm may still be on their way from the device.
-
-    `reached` is true if at least one parameter had a gradient. `left_zero` is read at step ZERO_STEPS only:
-    1.0 if a parameter that began at zero has changed, else 0.0.
-    """
-
-    fields: dict[str, Any]
-    loss_and_norm: AsyncRead
-    reached: bool
-    left_zero: AsyncRead | None = None
-
-
-class _Lap:
-    """Measures the seconds from one report to the next, without the time that actions take.
-
-    On a GPU reports are a few steps late, so one lap is the duration of a step but not of the step that is
-    being reported.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.restart()
-
-    def restart(self) -> None:
-        self._began_s = self._clock()
-
-    def done(self) -> float:
-        began_s = self._began_s
-        self.restart()
-        return self._began_s - began_s
 
 
 def run(training: Training, start: Progress) -> Progress:
@@ -119,7 +78,7 @@ def run(training: Training, start: Progress) -> Progress:
             good = training.restore()
             guard = after_rollback(good.guard, unstable)
             reason = f"back to step {good.step}: {unstable.reason}"
-            _tell_changes(training.events, unstable.state, guard, reason=reason)
+            _tell_changes(training, unstable.state, guard, reason=reason)
             progress = replace(good, guard=guard, ending=False)
             continue
         except PartialOptimizerStep as error:
@@ -135,7 +94,7 @@ def run(training: Training, start: Progress) -> Progress:
 
 def _mended(training: Training, torn: GuardState, reason: str) -> Progress:
     """Apply the next remedy and go back to the last good state after a half-applied optimizer step."""
-    guard = apply_next_fallback(training, torn, images=torn.micro_batch, reason=reason)
+    guard = use_less_memory(training, torn, images=torn.micro_batch, reason=reason)
     if training.restore is None or not training.ranks.is_single:
         raise TrainingStopped(
             f"the device ran out of memory in the optimizer: {reason}",
@@ -147,14 +106,12 @@ def _mended(training: Training, torn: GuardState, reason: str) -> Progress:
         fix="nothing if this is rare; else lower hardware.vram_limit_gib",
         code="TRN-02",
     )
-    return replace(good, guard=after_torn_step(good.guard, guard), ending=False)
+    return replace(good, guard=after_going_back(good.guard, guard), ending=False)
 
 
 def _train(training: Training, start: Progress) -> Progress:
     """Train from `start` to the end; raises Unstable and PartialOptimizerStep, and the errors of `run`."""
-    progress, pending = start, deque[_Report]()
-    lag = report_lag(training.model.device)
-    lap = _Lap(training.clock)
+    progress, reports = start, _Reports(training)
     with training.feeder.stream(
         start.step, training.steps, ahead=training.prefetch_steps
     ) as prepared_steps:
@@ -170,15 +127,14 @@ def _train(training: Training, start: Progress) -> Progress:
                 # the resume state holds: a resume needs no scheduler state.
                 rate = training.learning_rate(progress.step) * progress.guard.lr_scale
                 set_learning_rate(training.optimizer, rate)
-                enter_stages(training.stages, step=progress.step)
+                for stage in training.stages:
+                    stage.enter(progress.step)
                 loss, guard = compute_gradients_with_oom_retry(training, samples, progress.guard)
             except (MachineError, TrainingStopped):
                 # The weights are those of the last whole step, so its state is worth saving. With several
                 # processes the others may be in the next collective already and would never save.
                 if progress.step > start.step and training.ranks.is_single:
-                    while pending:
-                        progress = _report(training, pending.popleft(), progress, lap)
-                    _save_whole_steps(training, progress)
+                    _save_whole_steps(training, reports.judge(progress))
                 raise
             # ---- update: no gradient has been averaged yet: each pass divides by the batch size of all processes, so
             # their sum is the mean over the whole batch, however the images were shared out.
@@ -196,17 +152,16 @@ def _train(training: Training, start: Progress) -> Progress:
             # ---- report: the copy of loss and norm starts now and is read a few steps later on a GPU,
             # because reading it now would make the host wait until the device has finished the step
             progress = replace(progress, step=step, images=images, guard=guard)
-            fields = {"step": step, "images": images, "data_wait_s": waited}
-            fields |= {"lr": effective_rate(training.optimizer, rate)}
-            epoch = training.feeder.epochs_after(step)
-            fields |= {"epoch": epoch, "latents": _latent_positions(samples)}
-            measured = AsyncRead(torch.stack([loss, grad_norm]))
-            left_zero = _left_zero(training) if step == ZERO_STEPS else None
-            pending.append(
-                _Report(fields=fields, loss_and_norm=measured, reached=reached, left_zero=left_zero)
-            )
-            while len(pending) > lag:
-                progress = _report(training, pending.popleft(), progress, lap)
+            fields = {
+                "step": step,
+                "images": images,
+                "data_wait_s": waited,
+                "lr": effective_rate(training.optimizer, rate),
+                "epoch": training.feeder.epochs_after(step),
+                "latents": _latent_positions(samples),
+            }
+            reports.add(fields, loss, grad_norm, reached=reached)
+            progress = reports.judge(progress, but_last=report_lag(training.model.device))
 
             # ---- save, sample, validate, stop
             # A signal after the last step changes nothing: the run ends as it would have.
@@ -214,16 +169,14 @@ def _train(training: Training, start: Progress) -> Progress:
             signal_number = training.ranks.stop_asked(training.stop) if may_stop else None
             ending = signal_number is not None or step == training.steps
             progress = replace(progress, ending=ending, stopping=signal_number is not None)
-            due = _due(training, progress)
-            # A state on disk must hold the guards' verdict on every step before it, so actions wait for
-            # the reports that are still pending.
-            while due and pending:
-                progress = _report(training, pending.popleft(), progress, lap)
-            progress = _act(training, due, progress)
-            if due:
-                lap.restart()
+            if due := _due(training, progress):
+                # A state on disk must hold the guards' verdict on every step before it, so actions wait
+                # for the reports that are still pending.
+                progress = _act(training, due, reports.judge(progress))
+                reports.restart_lap()
             if not progress.ending and _has_converged(training, progress):
-                progress = _end_early(training, due, progress)
+                progress = replace(progress, ending=True)
+                progress = _act(training, _due(training, progress, but=due), progress)
             if signal_number is not None:
                 raise StoppedBySignal(
                     signal_number,
@@ -240,19 +193,6 @@ def _has_converged(training: Training, progress: Progress) -> bool:
     """
     limit = training.stop_after_validations
     return limit is not None and progress.guard.best.stale >= limit
-
-
-def _end_early(
-    training: Training, finished_actions: Sequence[Action], progress: Progress
-) -> Progress:
-    """Run the actions that are due at the end of a training, except those this step has run already."""
-    progress = replace(progress, ending=True)
-    due = _due(training, progress)
-    return _act(
-        training,
-        [action for action in due if all(action is not one for one in finished_actions)],
-        progress,
-    )
 
 
 def report_lag(device: torch.device) -> int:
@@ -275,56 +215,54 @@ def _save_whole_steps(training: Training, progress: Progress) -> None:
         training.events.problem(error.found, fix=error.fix, code="CKP-03")
 
 
-def _due(training: Training, progress: Progress) -> list[Action]:
-    return [action for action in training.actions if action.due(progress)]
+def _due(training: Training, progress: Progress, *, but: Collection[Action] = ()) -> list[Action]:
+    """Return the actions of this step, in order, except those `but` that it has run already."""
+    done = {id(action) for action in but}
+    return [a for a in training.actions if id(a) not in done and a.due(progress)]
 
 
 def _act(training: Training, due: Sequence[Action], progress: Progress) -> Progress:
     """Run the due actions in order; each sees the guard state that the action before it returned."""
     for action in due:
         guard = _with_room(training, action, progress)
-        if guard is not None:
-            reason = f"the validation loss has stopped falling at step {progress.step}"
-            _tell_changes(training.events, progress.guard, guard, reason=reason)
-            progress = replace(progress, guard=guard)
+        reason = f"the validation loss has stopped falling at step {progress.step}"
+        _tell_changes(training, progress.guard, guard, reason=reason)
+        progress = replace(progress, guard=guard)
     return progress
 
 
-def _with_room(training: Training, action: Action, progress: Progress) -> GuardState | None:
+def _with_room(training: Training, action: Action, progress: Progress) -> GuardState:
     """Run an action; out of memory, run it once more with one image at a time, then leave it out.
 
-    Leaving an action out does not change the training: an action changes the adapter only through the
-    guard state it returns. After another error the first action of its class is repeated on the plain
-    way (see plain_retry.py), but only in a run of one process, as the other processes may have gone on.
+    Return the guard state afterwards. Leaving an action out does not change the training: an action changes
+    the adapter only through the guard state it returns. After another error the first action of its class is
+    repeated on the plain way (see fallbacks.py), but only in a run of one process, as the other processes
+    may have gone on.
     """
-    # Micro-batch sizes to try, last first.
-    guard, images = progress.guard, [1, progress.guard.micro_batch]
-    while images:
-        tried = replace(progress, guard=replace(guard, micro_batch=images[-1]))
-        full = False
+    planned = progress.guard.micro_batch
+    guard, sizes, reason = progress.guard, [planned, 1], ""
+    while sizes:
+        fall_back = None
         try:
-            judged = action(tried)
+            judged = action(replace(progress, guard=replace(guard, micro_batch=sizes[0])))
         except Exception as error:
-            full = isinstance(error, RuntimeError) and is_out_of_memory(error)
-            if not full and not training.ranks.is_single:
+            if isinstance(error, RuntimeError) and is_out_of_memory(error):
+                reason = first_line(error)
+            elif training.ranks.is_single:
+                firsts = {type(action)}
+                fall_back = fallback_for(training, guard, error, firsts=firsts, images=sizes[0])
+            else:
                 raise
-            reason = (
-                first_line(error)
-                if full
-                else why_again(training, guard, error, firsts={type(action)})
-            )
         else:
             training.plain.proven.add(type(action))
-            if judged is not None:
-                # One image at a time was for this action only; steps keep the micro-batch that fits them.
-                return replace(judged, micro_batch=progress.guard.micro_batch)
-            return None if guard is progress.guard else guard
-        if full:
-            images.pop()
+            # One image at a time was for this action only; steps keep the micro-batch that fits them.
+            return guard if judged is None else replace(judged, micro_batch=planned)
+        if fall_back is not None:
+            guard = fall_back()
+        else:
+            sizes.pop(0)
             training.speedups.make_room()
             free_memory()
-        else:
-            guard = go_plainly(training, guard, reason=reason)
     # A stop needs its saved state, and in a run of several processes the others wait for this one's share.
     if progress.stopping or not training.ranks.is_single:
         raise TrainingStopped(
@@ -335,14 +273,14 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
         fix="free memory on the device, or lower hardware.vram_limit_gib",
         code="TRN-03",
     )
-    return None
+    return progress.guard
 
 
-def _tell_changes(events: EventStream, old: GuardState, new: GuardState, *, reason: str) -> None:
-    for change in changes(old, new, reason=reason):
-        events.emit("change", **vars(change))
-        events.problem(
-            f"{change.key}: {change.old:g} -> {change.new:g}, {change.reason}",
+def _tell_changes(training: Training, old: GuardState, new: GuardState, *, reason: str) -> None:
+    for key, before, after in changes(old, new):
+        training.tell_change(key, before, after, reason=reason)
+        training.events.problem(
+            f"{key}: {before:g} -> {after:g}, {reason}",
             fix="nothing if this is rare; else lower optimizer.learning_rate",
             code="TRN-01",
         )
@@ -365,69 +303,125 @@ def _latent_positions(samples: Sequence[Sample]) -> int:
     return sum(sample.shape[-2] * sample.shape[-1] for sample in samples)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """A finished step whose loss and gradient norm may still be on their way from the device.
+
+    `reached` is true if at least one parameter had a gradient. `left_zero` is read at step ZERO_STEPS only:
+    1.0 if a parameter that began at zero has changed, else 0.0.
+    """
+
+    fields: dict[str, Any]
+    loss_and_norm: AsyncRead
+    reached: bool
+    left_zero: AsyncRead | None
+
+
+class _Reports:
+    """The finished steps that wait for their numbers, oldest first; `judge` logs them and asks the guards.
+
+    A step's `seconds` are those from one report to the next, without the time that actions take. On a GPU
+    reports are a few steps late, so they are the duration of a step but not of the step that is reported.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._pending = deque[_Report]()
+        self.restart_lap()
+
+    def restart_lap(self) -> None:
+        """Measure the time to the next report from now on."""
+        self._lap_began_s = self._training.clock()
+
+    def add(
+        self,
+        fields: dict[str, Any],
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor,
+        *,
+        reached: bool,
+    ) -> None:
+        """Start copying the numbers of a finished step to the host."""
+        is_checked = fields["step"] == ZERO_STEPS
+        self._pending.append(
+            _Report(
+                fields=fields,
+                loss_and_norm=AsyncRead(torch.stack([loss, grad_norm])),
+                reached=reached,
+                left_zero=_left_zero(self._training) if is_checked else None,
+            )
+        )
+
+    def judge(self, progress: Progress, *, but_last: int = 0) -> Progress:
+        """Log the pending steps and let the guards judge them; raises TrainingStopped and Unstable."""
+        while len(self._pending) > but_last:
+            guard = _report(self._training, self._pending.popleft(), progress.guard, self._lap_s)
+            progress = replace(progress, guard=guard)
+        return progress
+
+    def _lap_s(self) -> float:
+        began_s = self._lap_began_s
+        self.restart_lap()
+        return self._lap_began_s - began_s
+
+
 def _report(
-    training: Training,
-    report: _Report,
-    progress: Progress,
-    lap: _Lap,
-) -> Progress:
+    training: Training, report: _Report, guard: GuardState, lap_s: Callable[[], float]
+) -> GuardState:
     """Log one finished step and let the guards judge it; raises TrainingStopped and Unstable."""
-    loss, norm = report.loss_and_norm.read()
-    seconds = lap.done()
+    step, (loss, norm) = report.fields["step"], report.loss_and_norm.read()
+    seconds = lap_s()  # after the read, which may have waited for the device
     # x - x is 0 for finite numbers and NaN for NaN and infinities. A loss that is not
     # finite has taken the place of the norm (see `_clip_and_step` in step.py).
     finite = norm - norm == 0.0
-    memory = device_memory(training.model.device).fields()
-    values = {"loss": loss if loss - loss == 0.0 else None, "grad_norm": norm if finite else None}
-    training.events.emit("step", **report.fields, **values, **memory, seconds=seconds)
+    training.events.emit(
+        "step",
+        **report.fields,
+        loss=loss if loss - loss == 0.0 else None,
+        grad_norm=norm if finite else None,
+        **device_memory(training.model.device),
+        seconds=seconds,
+    )
     if not finite and _is_searching(training.scaler):
         scale = training.scaler.get_scale()
-        training.events.emit(
-            "change", key="loss scale", old=2 * scale, new=scale, reason="fp16 gradients overflowed"
-        )
-        return progress
+        reason = "fp16 gradients overflowed"
+        training.tell_change("loss scale", 2 * scale, scale, reason=reason)
+        return guard
     if not finite:
         training.events.problem(
-            f"step {report.fields['step']} was skipped: its gradients were not finite numbers",
+            f"step {step} was skipped: its gradients were not finite numbers",
             fix="nothing if this is rare; else lower optimizer.learning_rate",
             code="TRN-01",
         )
-    guard = after_step(progress.guard, finite=finite, step=report.fields["step"])
+    guard = after_step(guard, finite=finite, step=step)
     if finite:
-        guard = _learning(training, report, guard, loss=loss, norm=norm)
+        guard = _check_learning(training, report, guard, loss=loss, norm=norm)
     if finite and training.watch_spikes:
-        guard = after_training_loss(guard, loss)
-        reason = f"the loss jumped at step {report.fields['step']}"
-        _tell_changes(training.events, progress.guard, guard, reason=reason)
-    return replace(progress, guard=guard)
+        tighter = after_training_loss(guard, loss)
+        _tell_changes(training, guard, tighter, reason=f"the loss jumped at step {step}")
+        guard = tighter
+    return guard
 
 
-def _learning(
-    training: Training,
-    report: _Report,
-    guard: GuardState,
-    *,
-    loss: float,
-    norm: float,
+def _check_learning(
+    training: Training, report: _Report, guard: GuardState, *, loss: float, norm: float
 ) -> GuardState:
     """Update the check that the adapter learns at all with a finite step; raises TrainingStopped."""
     step, learning = report.fields["step"], after_gradient(guard.learning, norm=norm)
-    if learning.zero_gradients >= ZERO_STEPS:
-        raise without_gradients(step, _circumstances(training, report), loss=loss)
-    if report.left_zero is not None and report.left_zero.read() == [0.0]:
-        raise without_movement(step, _circumstances(training, report))
-    return replace(guard, learning=learning)
-
-
-def _circumstances(training: Training, report: _Report) -> LearningContext:
+    stands_still = report.left_zero is not None and report.left_zero.read() == [0.0]
+    if learning.zero_gradients < ZERO_STEPS and not stands_still:
+        return replace(guard, learning=learning)
     scaler, rate = training.scaler, training.learning_rate
-    return LearningContext(
+    context = LearningContext(
         device=kind_of(training.model.device).name,
         rate=max(map(rate, range(training.steps))),
-        rate_sum=sum(map(rate, range(report.fields["step"]))),
+        rate_sum=sum(map(rate, range(step))),
         loss_scale=float(scaler.get_scale()) if scaler.is_enabled() else None,
         reached=report.reached,
     )
+    if learning.zero_gradients >= ZERO_STEPS:
+        raise without_gradients(step, context, loss=loss)
+    raise without_movement(step, context)
 
 
 def _is_searching(scaler: torch.amp.GradScaler) -> bool:

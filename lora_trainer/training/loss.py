@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lora_trainer.config.config import LossName, ObjectiveSettings, Weighting
+from lora_trainer.config.config import LossName, ObjectiveSettings
 from lora_trainer.families.base import Conditioning, Prediction
 from lora_trainer.lora.dropout import SampleMasks
 from lora_trainer.training.batch import Batch, Sample, collate
@@ -151,7 +151,8 @@ class Model:
 
     def dropping(self, batch: Batch) -> AbstractContextManager[None]:
         """Use the dropout masks of these samples in forward and backward passes, while a block runs."""
-        return nullcontext() if self.masks is None else self.masks.of(batch.dropout_seeds)
+        seeds = batch.tensors["dropout_seeds"]
+        return nullcontext() if self.masks is None else self.masks.of(seeds)
 
     def losses(self, samples: Sequence[Sample]) -> Tensor:
         """Return the unweighted loss of each sample (all of one shape), float32 [B], with its graph."""
@@ -159,38 +160,33 @@ class Model:
 
     def losses_of(self, batch: Batch) -> Tensor:
         """Return the unweighted losses, float32 [B], of a batch on the device; the host never waits."""
-        level = (batch.alpha, batch.sigma)
+        extras = batch.tensors
         # The noise in the input may be another than the noise in the target (Ning et al. 2023, arXiv
         # 2301.11706). Both are float32: only what the network sees is rounded to its dtype.
-        noisy = add_noise(batch.latents, batch.input_noise, *level).to(self.precision)
-        targets = target(batch.latents, batch.noise, *level, self.prediction)
-        if batch.as_base is not None:
-            targets = self._with_base_targets(targets, batch.as_base, batch, noisy)
+        input_noise = batch.input_noise
+        noisy = add_noise(batch.latents, input_noise, batch.alpha, batch.sigma).to(self.precision)
+        targets = target(batch.latents, batch.noise, batch.alpha, batch.sigma, self.prediction)
+        if "as_base" in extras:
+            targets = self._with_base_targets(targets, batch, noisy)
         conditioning = self.embed(batch.conditioning)
         predicted = self.predict(self.denoiser, noisy, batch.timesteps, conditioning)
+        mask_weights = extras.get("mask_weights")
         return sample_losses(
-            predicted,
-            targets,
-            loss=batch.loss,
-            delta=batch.delta,
-            mask_weights=batch.mask_weights,
+            predicted, targets, loss=batch.loss, delta=batch.delta, mask_weights=mask_weights
         )
 
     @torch.no_grad()
-    def _with_base_targets(
-        self, targets: Tensor, rows: Tensor, batch: Batch, noisy: Tensor
-    ) -> Tensor:
-        """Return `targets` with the base model's own prediction in `rows`, int64 [N].
+    def _with_base_targets(self, targets: Tensor, batch: Batch, noisy: Tensor) -> Tensor:
+        """Return `targets` with the base model's own prediction in the rows `as_base`, int64 [N].
 
         With class preservation each sample appears twice: once with its caption, once with the class word
         and the base model's prediction as target.
         """
+        rows = batch.tensors["as_base"]
         with self.without_adapter():
+            conditioning = self.embed(batch.base_conditioning)
             base_prediction = self.predict(
-                self.denoiser,
-                noisy[rows],
-                batch.timesteps[rows],
-                self.embed(batch.base_conditioning),
+                self.denoiser, noisy[rows], batch.timesteps[rows], conditioning
             )
         # Out of place: in epsilon prediction `targets` is the batch's noise, which a repeated step and a
         # recorded graph read again.
@@ -241,52 +237,36 @@ MIN_WEIGHED_SIGMA = 1e-3
 def loss_weight(
     settings: ObjectiveSettings, *, signal: float | None, sigma: float, prediction: Prediction
 ) -> float:
-    """Return the weight of a sample's loss; `signal` is None for flow matching."""
-    kind = settings.chosen_weighting
+    """Return the weight of a sample's loss; `signal` is None for flow matching. Finite at SNR 0 too.
+
+    min_snr: Hang et al. 2023, arXiv 2303.09556; soft_min_snr: Crowson et al. 2024, arXiv 2401.11605;
+    debiased: Yu et al. 2023, arXiv 2310.08442; p2: Choi et al. 2022, arXiv 2204.00227, with k = 1;
+    sigma_sqrt and cosmap, for flow matching: Esser et al. 2024, arXiv 2403.03206.
+    """
+    kind, gamma = settings.chosen_weighting, settings.min_snr_gamma
     if kind == "none":
         return 1.0
-    if signal is None:
-        return flow_weight(kind, sigma)
-    weight = noise_weight(kind, snr_of(signal), settings)
+    if signal is None and kind == "sigma_sqrt":
+        return max(sigma, MIN_WEIGHED_SIGMA) ** -2
+    if signal is None and kind == "cosmap":
+        return 2.0 / (math.pi * (1.0 - 2.0 * sigma + 2.0 * sigma * sigma))
+    assert signal is not None, f"{kind} is a weighting by SNR"
+    snr = signal / (1.0 - signal) if signal < 1.0 else math.inf
+    match kind:
+        case "min_snr" if gamma is not None:
+            # The usual form, min(SNR, gamma) / SNR, is 0 / 0 at zero-terminal SNR.
+            weight = gamma / snr if snr > gamma else 1.0
+        case "soft_min_snr" if gamma is not None:
+            weight = gamma / (snr + gamma)
+        case "debiased":
+            weight = 1.0 / math.sqrt(min(max(snr, 1.0 / MAX_DEBIASED_SNR), MAX_DEBIASED_SNR))
+        case "p2":
+            weight = math.pow(1.0 + snr, -settings.p2_gamma)
+        case _:
+            raise AssertionError(f"{kind} is no weighting by SNR")
     # At a fixed noisy input an error of v is the error of the noise divided by alpha (Salimans & Ho 2022,
     # arXiv 2202.00512, appendix D), so its square weighs alpha-bar as much.
     return weight * signal if prediction == "v_prediction" else weight
-
-
-def snr_of(signal: float) -> float:
-    """Return the signal-to-noise ratio of a level with alpha-bar `signal`; infinite without noise."""
-    return signal / (1.0 - signal) if signal < 1.0 else math.inf
-
-
-def noise_weight(kind: Weighting, snr: float, settings: ObjectiveSettings) -> float:
-    """Return the weight of the loss of predicted noise; finite at SNR 0 too.
-
-    The usual form of min-SNR, min(SNR, gamma) / SNR, is 0 / 0 at zero-terminal SNR.
-
-    min_snr: Hang et al. 2023, arXiv 2303.09556; soft_min_snr: Crowson et al. 2024, arXiv 2401.11605;
-    debiased: Yu et al. 2023, arXiv 2310.08442; p2: Choi et al. 2022, arXiv 2204.00227, with k = 1.
-    """
-    gamma = settings.min_snr_gamma
-    match kind:
-        case "min_snr" if gamma is not None:
-            return gamma / snr if snr > gamma else 1.0
-        case "soft_min_snr" if gamma is not None:
-            return gamma / (snr + gamma)
-        case "debiased":
-            return 1.0 / math.sqrt(min(max(snr, 1.0 / MAX_DEBIASED_SNR), MAX_DEBIASED_SNR))
-        case "p2":
-            return math.pow(1.0 + snr, -settings.p2_gamma)
-    raise AssertionError(f"{kind} is no weighting by SNR")
-
-
-def flow_weight(kind: Weighting, sigma: float) -> float:
-    """Return the weight of the loss of a predicted velocity (Esser et al. 2024, arXiv 2403.03206)."""
-    match kind:
-        case "sigma_sqrt":
-            return max(sigma, MIN_WEIGHED_SIGMA) ** -2
-        case "cosmap":
-            return 2.0 / (math.pi * (1.0 - 2.0 * sigma + 2.0 * sigma * sigma))
-    raise AssertionError(f"{kind} is no weighting of flow matching")
 
 
 def loss_delta(settings: ObjectiveSettings, *, time: float, alpha: float, sigma: float) -> float:

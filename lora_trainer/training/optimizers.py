@@ -1,18 +1,13 @@
-"""Optimizers by name, their parameter groups, and the learning rate as a function of the step.
+"""Optimizers by name, each from its library, and the learning rate as a function of the step.
 
-Optimizers by name, each from its library, and the values that they keep per parameter group.
+Input is parameter groups and the settings; output is an optimizer whose state is allocated before step 1, so
+that a step cannot run out of memory because the state does not fit. All use the same hyperparameters where
+they have them. torch's own Adafactor and Muon are not used: the first scales each step by the norm of the
+tensor, which is zero for a LoRA's `up`, and the second refuses tensors that are no matrices.
 
-Input is parameter groups, each with its learning rate, and the settings; output is an optimizer without
-state. All use the same hyperparameters where they have them. torch's own Adafactor and Muon are not used:
-the first scales each step by the norm of the tensor, which is zero for a LoRA's `up`, and the second
-refuses tensors that are no matrices.
-
-Builds and restores optimizers, and gives the learning rate as a formula of the step.
-
-Parameters come in groups with a factor on the learning rate (`lr_scale`) for text encoders, layer patterns
-and LoRA+. The learning rate is a pure function of the step (diffusers' schedule formulas), so a resume
-needs no scheduler state. Optimizer state is allocated before step 1, so that a step cannot run out of
-memory because the state does not fit.
+Groups have a factor on the learning rate (`lr_scale`) for text encoders, layer patterns and LoRA+. The
+learning rate is a pure function of the step (diffusers' schedule formulas), so a resume needs no scheduler
+state.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from typing import Any
 
 import torch
 from diffusers.optimization import get_scheduler
-from torch import Tensor, nn
+from torch import nn
 
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, RequestError, package_problem
 from lora_trainer.config.config import OptimizerName, OptimizerSettings
@@ -68,33 +63,24 @@ def _adam_like(settings: OptimizerSettings) -> dict[str, Any]:
     }
 
 
-def _without_epsilon(settings: OptimizerSettings) -> dict[str, Any]:
-    return {name: value for name, value in _adam_like(settings).items() if name != "eps"}
-
-
 def _adamw(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
     fused = kind_of(groups[0]["params"][0].device).fused_skips
     return torch.optim.AdamW(list(groups), fused=fused, **_adam_like(settings))  # type: ignore[arg-type]  # dicts
 
 
-def _adamw_8bit(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+def _bitsandbytes(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
+    """AdamW in 8 bits (Dettmers et al. 2021, arXiv 2110.02861) and Lion (Chen et al. 2023, arXiv 2302.06675)."""
+    from bitsandbytes import optim
 
+    arguments = _adam_like(settings)
+    if settings.name in ("lion", "lion8bit"):
+        del arguments["eps"]
+        return (optim.Lion8bit if settings.name == "lion8bit" else optim.Lion)(groups, **arguments)
     # Paging moves state between device and host memory. A device that has no memory of its own keeps all
     # state in host memory anyway, and the unpaged optimizer computes the same numbers.
+    is_paged = settings.name == "paged_adamw8bit"
     beside = kind_of(groups[0]["params"][0].device).own_memory
-    make = PagedAdamW8bit if settings.name == "paged_adamw8bit" and beside else AdamW8bit
-    optimizer: torch.optim.Optimizer = make(groups, **_adam_like(settings))
-    return optimizer
-
-
-def _lion(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Chen et al. 2023, arXiv 2302.06675."""
-    from bitsandbytes.optim import Lion, Lion8bit
-
-    make = Lion8bit if settings.name == "lion8bit" else Lion
-    optimizer: torch.optim.Optimizer = make(groups, **_without_epsilon(settings))
-    return optimizer
+    return (optim.PagedAdamW8bit if is_paged and beside else optim.AdamW8bit)(groups, **arguments)
 
 
 def _adafactor(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -115,12 +101,9 @@ def _came(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.O
     """Luo et al. 2023, arXiv 2307.02047."""
     from pytorch_optimizer import CAME
 
-    return CAME(
-        [dict(group) for group in groups],
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2, CAME_BETA3),
-        weight_decay=settings.weight_decay,
-    )
+    arguments = _adam_like(settings) | {"betas": (settings.beta1, settings.beta2, CAME_BETA3)}
+    del arguments["eps"]
+    return CAME([dict(group) for group in groups], **arguments)
 
 
 def _muon(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -129,10 +112,10 @@ def _muon(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.O
 
     split = []
     for group in groups:
-        for is_matrix in (True, False):
-            tensors = [
-                tensor for tensor in group["params"] if _is_matrix(tensor, group) is is_matrix
-            ]
+        # Rows of an embedding table are vectors, each with a meaning of its own.
+        matrices = [t for t in group["params"] if t.dim() == 2 and not group.get("embedding")]
+        others = [t for t in group["params"] if t.dim() != 2 or group.get("embedding")]
+        for tensors, is_matrix in ((matrices, True), (others, False)):
             if tensors:
                 split.append({**group, "params": tensors, "use_muon": is_matrix})
     return Muon(
@@ -146,19 +129,14 @@ def _muon(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.O
     )
 
 
-def _is_matrix(tensor: Tensor, group: Group) -> bool:
-    return tensor.dim() == 2 and not group.get("embedding", False)
-
-
-def _prodigy(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def _prodigy(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
     """Mishchenko and Defazio 2023, arXiv 2306.06101, as its authors advise for diffusion models."""
     from prodigyopt import Prodigy
 
     shared = _adam_like(settings)
-    decay = shared.pop(
-        "weight_decay"
-    )  # set per group, because Prodigy prints it when it is an argument
-    optimizer: torch.optim.Optimizer = Prodigy(
+    # Set per group, because Prodigy prints it when it is an argument.
+    decay = shared.pop("weight_decay")
+    return Prodigy(
         [{**group, "weight_decay": decay} for group in groups],
         d_coef=settings.prodigy_d_coef,
         growth_rate=settings.prodigy_growth_rate or float("inf"),
@@ -166,25 +144,23 @@ def _prodigy(groups: Sequence[Group], settings: OptimizerSettings) -> torch.opti
         safeguard_warmup=settings.warmup_fraction > 0,
         **shared,
     )
-    return optimizer
 
 
-def _schedule_free(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def _schedule_free(groups: Sequence[Group], settings: OptimizerSettings) -> Any:
     """Defazio et al. 2024, arXiv 2405.15682."""
     from schedulefree import AdamWScheduleFree
 
-    schedule_free = AdamWScheduleFree(groups, **_adam_like(settings))
-    schedule_free.train()
-    optimizer: torch.optim.Optimizer = schedule_free
+    optimizer = AdamWScheduleFree(groups, **_adam_like(settings))
+    optimizer.train()
     return optimizer
 
 
 _MAKERS: Mapping[OptimizerName, Maker] = {
     "adamw": _adamw,
-    "adamw8bit": _adamw_8bit,
-    "paged_adamw8bit": _adamw_8bit,
-    "lion": _lion,
-    "lion8bit": _lion,
+    "adamw8bit": _bitsandbytes,
+    "paged_adamw8bit": _bitsandbytes,
+    "lion": _bitsandbytes,
+    "lion8bit": _bitsandbytes,
     "adafactor": _adafactor,
     "came": _came,
     "muon": _muon,

@@ -40,19 +40,11 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """A finding: steps take `factor` times as long as usual; all times are medians, in seconds a step."""
+    """A finding: steps take `factor` times as long as usual; `now` and `usual` are medians a step."""
 
     factor: float
-    seconds: float
-    usual_s: float
-    wait_s: float
-    usual_wait_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Usual:
-    seconds: float
-    wait_s: float
+    now: Timed
+    usual: Timed
 
 
 @dataclass(kw_only=True)
@@ -65,20 +57,23 @@ class _Size:
 
     count: int = 0
     block: list[Timed] = field(default_factory=list)
-    blocks: list[_Usual] = field(default_factory=list)
-    usual: _Usual | None = None
+    blocks: list[Timed] = field(default_factory=list)
+    usual: Timed | None = None
 
     def take(self, step: Timed) -> None:
         self.block.append(step)
-        if len(self.block) < BASELINE_STEPS:
-            return
-        median = _Usual(
-            seconds=statistics.median(each.seconds for each in self.block),
-            wait_s=statistics.median(each.wait_s for each in self.block),
-        )
-        self.block.clear()
-        bisect.insort(self.blocks, median, key=lambda usual: usual.seconds)
-        self.usual = self.blocks[len(self.blocks) // 4]
+        if len(self.block) == BASELINE_STEPS:
+            bisect.insort(self.blocks, _median(self.block), key=lambda usual: usual.seconds)
+            self.usual = self.blocks[len(self.blocks) // 4]
+            self.block.clear()
+
+
+def _median(steps: Sequence[Timed]) -> Timed:
+    return Timed(
+        seconds=statistics.median(step.seconds for step in steps),
+        wait_s=statistics.median(step.wait_s for step in steps),
+        latents=steps[0].latents,
+    )
 
 
 @dataclass
@@ -86,7 +81,7 @@ class StepPace:
     """Judges the speed of steps by their size; slowness is reported again only after it had ended."""
 
     _sizes: dict[int, _Size] = field(default_factory=dict)
-    _window: deque[tuple[Timed, _Usual]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    _window: deque[tuple[Timed, Timed]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     _skip: int = 0
     _slow: bool = False
 
@@ -120,24 +115,18 @@ class StepPace:
         if usual is None:
             return None
         self._window.append((step, usual))
-        return self._judged()
-
-    def _judged(self) -> Slow | None:
         if len(self._window) < WINDOW_STEPS:
             return None
-        factor = statistics.median(step.seconds / usual.seconds for step, usual in self._window)
-        if self._slow or factor < SLOW or sum(step.seconds for step, _ in self._window) < WINDOW_S:
+        steps, usuals = zip(*self._window, strict=True)
+        factor = statistics.median(
+            step.seconds / usual.seconds for step, usual in zip(steps, usuals, strict=True)
+        )
+        if self._slow or factor < SLOW or sum(step.seconds for step in steps) < WINDOW_S:
             # Between USUAL and SLOW a finding goes on: steps around the limit are reported once, not every few steps.
             self._slow = self._slow and factor >= USUAL
             return None
         self._slow = True
-        return Slow(
-            factor=factor,
-            seconds=statistics.median(step.seconds for step, _ in self._window),
-            usual_s=statistics.median(usual.seconds for _, usual in self._window),
-            wait_s=statistics.median(step.wait_s for step, _ in self._window),
-            usual_wait_s=statistics.median(usual.wait_s for _, usual in self._window),
-        )
+        return Slow(factor=factor, now=_median(steps), usual=_median(usuals))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from lora_trainer.config.config import RunConfig
 from lora_trainer.hardware.card_state import CardState, card_state
 from lora_trainer.hardware.machine import GIB, SPILL_MARGIN_BYTES, cpu_quota, usable_processors
 from lora_trainer.hardware.nvml import Gpu, Nvml
-from lora_trainer.training.cores import Cores, CpuTimes, cpu_times
+from lora_trainer.training.cores import Cores, cpu_times
 from lora_trainer.training.pace import Slow
 
 _HOT, _BRAKED = 0x20 | 0x40, 0x08 | 0x80
@@ -58,9 +58,9 @@ def look(gpu: Gpu | None, *, nvml: Nvml | None = None) -> MachineState:
     cores = Cores(processors=len(numbers), quota=cpu_quota(Path("/")))
     cores_taken, swapped = 0.0, 0.0
     with suppress(OSError, RuntimeError, psutil.Error):
-        before, swapped_before = _times(numbers), psutil.swap_memory().sout
+        before, swapped_before = cpu_times(numbers), psutil.swap_memory().sout
         time.sleep(_WATCHED_S)
-        after = _times(numbers)
+        after = cpu_times(numbers)
         cores_taken = cores.taken(before, after)
         swapped = (psutil.swap_memory().sout - swapped_before) / (after.at_s - before.at_s)
     return MachineState(
@@ -72,18 +72,15 @@ def look(gpu: Gpu | None, *, nvml: Nvml | None = None) -> MachineState:
     )
 
 
-def _times(numbers: list[int]) -> CpuTimes:
-    return cpu_times(numbers)
-
-
 def causes(
     slow: Slow, before: MachineState, now: MachineState, *, spills: bool, config: RunConfig
 ) -> Iterator[Cause]:
     """Yield the causes that explain slower steps, the likeliest first."""
     # The data are the cause only of the time beyond the usual, at least half of which must be waiting.
-    waits_s, longer_s = slow.wait_s - slow.usual_wait_s, slow.seconds - slow.usual_s
+    waits_s = slow.now.wait_s - slow.usual.wait_s
+    longer_s = slow.now.seconds - slow.usual.seconds
     if waits_s > longer_s / 2:
-        share = 100 * slow.wait_s / slow.seconds
+        share = 100 * slow.now.wait_s / slow.now.seconds
         yield Cause(
             name="data",
             observation=f"{share:.0f} % of a step is waiting for prepared batches",
@@ -98,7 +95,10 @@ def causes(
             observation=f"the machine is out of memory and swaps {now.swapped_bytes_per_s / 2**20:.0f} MiB/s",
             fix=_less_host_memory(config),
         )
-    if now.cores_taken - before.cores_taken > _SHARED_CORES and _compete(now, config):
+    # Beside a GPU one thread launches kernels; the others only prepare batches, which is measured as waiting.
+    threads = 1 if now.beside_card else config.hardware.threads
+    lacks_cores = now.processors - now.cores_taken < threads
+    if now.cores_taken - before.cores_taken > _SHARED_CORES and lacks_cores:
         yield Cause(
             name="processor",
             observation=f"other programs use {now.cores_taken:.1f} of {now.processors} processors, "
@@ -107,21 +107,12 @@ def causes(
         )
 
 
-def _compete(now: MachineState, config: RunConfig) -> bool:
-    """Whether other programs use processors the training needs: all its threads', or one beside a GPU."""
-    # Beside a GPU one thread launches kernels; the others only prepare batches, which is measured as waiting.
-    threads = 1 if now.beside_card else config.hardware.threads
-    return now.processors - now.cores_taken < threads
-
-
 def _less_host_memory(config: RunConfig) -> str:
-    streamed = config.memory.streamed_blocks
-    if streamed:
-        return (
-            "close other programs, or continue with --resume and a lower memory.streamed_blocks "
-            f"(now {streamed})"
-        )
-    return "close other programs, or continue with --resume and memory.base_precision=int8"
+    blocks = config.memory.streamed_blocks
+    change = (
+        f"a lower memory.streamed_blocks (now {blocks})" if blocks else "memory.base_precision=int8"
+    )
+    return f"close other programs, or continue with --resume and {change}"
 
 
 def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator[Cause]:
@@ -137,12 +128,16 @@ def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator
             f"hardware.vram_limit_gib={limit:.1f}",
         )
     yield from _clock_causes(before, now)
-    new = sorted(
+    # In a container the driver gives the host's process numbers, so our own may not be among them: the
+    # busiest one before was this training.
+    busiest = max(before.busy_percent, key=before.busy_percent.__getitem__, default=None)
+    known = before.users | before.busy_percent.keys() | {os.getpid()}
+    busier = {
         pid
-        for pid in now.users | now.busy_percent.keys()
-        if (pid not in before.users and pid not in before.busy_percent and pid != os.getpid())
-        or _busier(pid, before, now)
-    )
+        for pid, percent in now.busy_percent.items()
+        if before.busy_percent and percent - before.busy_percent.get(pid, 0) > _BUSY_PERCENT
+    } - {busiest, os.getpid()}
+    new = sorted((now.users | now.busy_percent.keys()) - known | busier)
     if new:
         names = ", ".join(_program(pid) for pid in new[:3])
         yield Cause(
@@ -152,23 +147,10 @@ def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator
         )
 
 
-def _busier(pid: int, before: CardState, now: CardState) -> bool:
-    """Whether another process loads the GPU more than before; the busiest one before was this training."""
-    # In a container the driver gives the host's process numbers, so our own may not be among them.
-    if pid == os.getpid() or pid == max(
-        before.busy_percent, key=before.busy_percent.__getitem__, default=pid
-    ):
-        return False
-    return now.busy_percent.get(pid, 0) - before.busy_percent.get(pid, 0) > _BUSY_PERCENT
-
-
 def _clock_causes(before: CardState, now: CardState) -> Iterator[Cause]:
-    lower = (
-        before.clock_mhz is not None
-        and now.clock_mhz is not None
-        and now.clock_mhz < _LOWER_CLOCK * before.clock_mhz
-    )
-    if not lower:
+    if before.clock_mhz is None or now.clock_mhz is None:
+        return
+    if now.clock_mhz >= _LOWER_CLOCK * before.clock_mhz:
         return
     clocks = f"from {before.clock_mhz} to {now.clock_mhz} MHz"
     if now.held_back & _HOT:

@@ -3,8 +3,7 @@
 The first half, `compute_gradients_with_oom_retry`, runs one forward and one backward pass per micro-batch, the
 images that go through the network together: eagerly, with compiled blocks, or as the replay of a recorded
 CUDA graph. Gradients and loss differ by rounding only. It may be repeated: it changes no weight, and the
-samples already hold their random draws. A step that runs out of memory is repeated with the next fallback, a
-first step that fails for another reason is repeated on the plain way (plain_retry.py).
+samples already hold their random draws. A step that fails is repeated as fallbacks.py says.
 
 The second half may not be repeated: an optimizer that runs out of memory has updated some weights only, so
 it raises PartialOptimizerStep and the loop goes back to the last good state.
@@ -13,20 +12,16 @@ it raises PartialOptimizerStep and the loop goes back to the last good state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from lora_trainer.common.errors import first_line
-from lora_trainer.network.compiling import CompilationFailed
-from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory
+from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.training.batch import Batch, Sample, split
-from lora_trainer.training.graphed import COMPILE, GRAPHS, NotRecorded
-from lora_trainer.training.guards import GuardState, after_fitting, after_out_of_memory
-from lora_trainer.training.plain_retry import go_plainly, why_again
+from lora_trainer.training.fallbacks import count_fitting, fallback_for, tell_unplanned
+from lora_trainer.training.guards import GuardState
 from lora_trainer.training.training import PartialOptimizerStep, Training
 
 
@@ -52,41 +47,24 @@ def compute_gradients_with_oom_retry(
             group_key=group_key,
         )
         # A pass may fail where a pass of another shape, size or fallback has worked.
-        training.plain.tried = frozenset(
+        passes = training.plain.tried = frozenset(
             (*micro_batch[0].shape, len(micro_batch), guard.remedies, guard.plain)
             for micro_batch in micro_batches
         )
-        failed: Literal["compiled", "recorded", "memory", "first pass"]
         try:
             # Summed on the device: reading a loss here would make the host wait for its pass.
             loss = torch.zeros((), device=model.device)
             for micro_batch in micro_batches:
                 batch = model.collate(micro_batch)
-                _tell_unplanned(training, batch)
+                tell_unplanned(training, batch)
                 loss += run_pass(batch)
-        except CompilationFailed as error:
-            reason, failed = str(error), "compiled"
-        except NotRecorded as error:
-            reason, failed = str(error), "recorded"
-        except Exception as error:  # noqa: BLE001 - raised again by `why_again` where no other way is left
-            if isinstance(error, RuntimeError) and is_out_of_memory(error):
-                reason, failed = first_line(error), "memory"
-            else:
-                firsts = training.plain.tried
-                reason, failed = why_again(training, guard, error, firsts=firsts), "first pass"
+        except Exception as error:  # noqa: BLE001 - raised again where there is no fallback
+            images = max(map(len, micro_batches))
+            fall_back = fallback_for(training, guard, error, firsts=passes, images=images)
         else:
-            return loss, _with_given_up(training, _grown(training, guard))
+            return loss, count_fitting(training, guard)
         # Outside the except block, whose traceback would keep alive the tensors that have to be freed.
-        match failed:
-            case "compiled":
-                give_up_compiling(training, reason=reason)
-            case "recorded":
-                give_up_graphs(training, reason=reason)
-            case "first pass":
-                guard = go_plainly(training, guard, reason=reason)
-            case "memory":
-                images = max(map(len, micro_batches))
-                guard = apply_next_fallback(training, guard, images=images, reason=reason)
+        guard = fall_back()
         # Passes before the failed one have added their gradients already.
         training.optimizer.zero_grad(set_to_none=True)
 
@@ -109,105 +87,6 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
         # fp16 gradients would vanish without the scale; for other dtypes the scaler does nothing.
         training.scaler.scale(loss).backward()
     return loss.detach()
-
-
-def apply_next_fallback(
-    training: Training, guard: GuardState, *, images: int, reason: str
-) -> GuardState:
-    """Apply the next remedy after a pass of `images` did not fit; raises TrainingStopped without one."""
-    training.events.emit("out_of_memory", images_at_once=images, reason=reason)
-    recorded = training.speedups.keeps_gradients
-    # Recordings own memory that the allocator cannot use for anything else. Freeing it costs speed only,
-    # so it comes before every remedy, and the step is tried again before one is applied.
-    if recorded:
-        give_up_graphs(training, reason=reason)
-    training.optimizer.zero_grad(set_to_none=True)
-    free_memory()
-    if recorded:
-        return _with_given_up(training, guard)
-    remedies = training.remedies_of(guard)
-    smaller = after_out_of_memory(guard, images=images, remedies=len(remedies))
-    if smaller.remedies > guard.remedies and training.speedups.graphs is not None:
-        # A remedy may move weights to host memory, and a copy from there cannot be part of a recording.
-        # No pass has been recorded so far, so there is no memory to free first.
-        give_up_graphs(training, reason=reason)
-        smaller = _with_given_up(training, smaller)
-    for remedy in remedies[guard.remedies : smaller.remedies]:
-        remedy.apply()
-        training.events.emit(
-            "change", key=remedy.key, old=remedy.old, new=remedy.new, reason=reason
-        )
-    _tell_micro_batch(training, guard, smaller, reason=reason)
-    return smaller
-
-
-def _with_given_up(training: Training, guard: GuardState) -> GuardState:
-    """Return `guard` with the speed-ups that failed, so that a resumed run does not try them again."""
-    uncompiled, ungraphed = training.speedups.uncompiled, training.speedups.ungraphed
-    if uncompiled <= guard.uncompiled and ungraphed <= guard.ungraphed:
-        return guard
-    return replace(
-        guard,
-        uncompiled=guard.uncompiled or uncompiled,
-        ungraphed=guard.ungraphed or ungraphed,
-    )
-
-
-def _grown(training: Training, guard: GuardState) -> GuardState:
-    """Count a step that fitted; after enough of them the next step may use a larger micro-batch again."""
-    larger = after_fitting(guard, planned=training.micro_batch)
-    reason = f"{guard.patience_steps} steps in a row fitted"
-    _tell_micro_batch(training, guard, larger, reason=reason)
-    return larger
-
-
-def _tell_micro_batch(training: Training, old: GuardState, new: GuardState, *, reason: str) -> None:
-    if new.micro_batch != old.micro_batch:
-        training.events.emit(
-            "change",
-            key="memory.micro_batch",
-            old=old.micro_batch,
-            new=new.micro_batch,
-            reason=reason,
-        )
-
-
-def _tell_unplanned(training: Training, batch: Batch) -> None:
-    """Emit a note, once per setting, when samples of an unplanned shape run without that speed-up."""
-    speedups, (height, width, images) = training.speedups, batch.latents_shape
-    for key in speedups.newly_unplanned(batch):
-        training.events.problem(
-            f"{key} is not used for {images} latents of {width}x{height} at once and for other shapes "
-            "that the plan did not include",
-            fix="nothing; with fewer buckets or a lower memory.micro_batch there are fewer shapes",
-            severity="note",
-        )
-
-
-def give_up_compiling(training: Training, *, reason: str) -> None:
-    """Run the blocks uncompiled from now on, report it, and drop recordings that contain compiled blocks."""
-    training.speedups.give_up_compiling()
-    graphs = training.speedups.graphs
-    if graphs is not None:
-        graphs.release()
-    _tell(training, COMPILE, old="blocks", new="none", what="compiled blocks", reason=reason)
-
-
-def give_up_graphs(training: Training, *, reason: str) -> None:
-    """Launch kernels one by one instead of by CUDA graph from now on, and report it."""
-    training.speedups.give_up_graphs()
-    _tell(training, GRAPHS, old=True, new=False, what="CUDA graphs", reason=reason)
-
-
-def _tell(
-    training: Training, key: str, *, old: object, new: object, what: str, reason: str
-) -> None:
-    training.events.emit("change", key=key, old=old, new=new, reason=reason)
-    training.events.problem(
-        f"the run continues without {what}, which affect only its speed: {reason}",
-        fix=f"nothing; start with --set {key}={str(new).lower()} to skip the attempt",
-        severity="note",
-    )
 
 
 def optimizer_step(training: Training, loss: Tensor, guard: GuardState, *, step: int) -> Tensor:

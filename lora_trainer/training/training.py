@@ -1,24 +1,77 @@
-"""The parts of a training as plain values: model, parameters, data, and remedies for a full device."""
+"""The parts of a training as plain values: model, parameters, data, actions, and remedies for a full device."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from lora_trainer.common.events import EventStream
+from lora_trainer.network.compiling import CompiledBlocks
+from lora_trainer.training.batch import Batch
+from lora_trainer.training.cuda_graphs import Pass, StepGraphs
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.freeze import FreezeAfter
-from lora_trainer.training.graphed import Speedups
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import LearningRate
-from lora_trainer.training.progress import Action, Progress
+
+COMPILE, GRAPHS = "hardware.compile", "hardware.cuda_graphs"
+"""The settings that switch the speed-ups on."""
+LatentShape = tuple[int, int, int]
+"""(height, width, images) of the latents of a pass."""
+First = Hashable
+"""A key that says which passes count as alike, or the class of an action: see `training/fallbacks.py`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Optimizer steps finished, images they used, and the guard state.
+
+    `ending` is set when no further step follows in this process. `stopping` is set as well when a stop was
+    requested: then only the actions that a resume needs are due.
+    """
+
+    step: int
+    images: int
+    guard: GuardState
+    ending: bool = False
+    stopping: bool = False
+
+
+class Action(Protocol):
+    """Something that runs between steps; `due` is called before the first step and after every step."""
+
+    what: ClassVar[str]
+    """The result of the action as a noun phrase, to begin a message with: "the validation"."""
+
+    def due(self, progress: Progress) -> bool:
+        """Say whether the action runs at this step; must be cheap."""
+
+    def __call__(self, progress: Progress) -> GuardState | None:
+        """Run the action; a returned guard state replaces that of `progress`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreezeAfter:
+    """Parameters (a text encoder's, say) that are trained before `end_step` (0-based) and frozen from then on.
+
+    A frozen parameter gets no gradient, and optimizers skip parameters without one: neither weight decay nor
+    momentum moves it. Freezing depends on the step number alone, so a resumed run does the same.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    end_step: int
+
+    def enter(self, step: int) -> None:
+        """Set `requires_grad` of the parameters for this step (0-based)."""
+        for parameter in self.parameters:
+            parameter.requires_grad_(step < self.end_step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +85,6 @@ class OomFallback:
     old: Any
     new: Any
     apply: Callable[[], object]
-
-
-First = Hashable
-"""A key that says which passes count as alike, or the class of an action: see `training/plain_retry.py`."""
 
 
 @dataclass(kw_only=True)
@@ -52,6 +101,64 @@ class PlainWay:
     tried: frozenset[First] = frozenset()
     proven: set[First] = field(default_factory=set)
     first_error: str = ""
+
+
+@dataclass(kw_only=True)
+class Speedups:
+    """Compiled blocks and CUDA graphs in use; None if not set, or after a failure.
+
+    Either can be switched off at any time, for good, and the run continues with the same random draws.
+    Only passes of `compiled_shapes` run compiled (None: all). The shapes are fixed before the first step,
+    because compiled code rounds differently: if they depended on the order in which shapes come up, an
+    interrupted run would end with other weights.
+    """
+
+    compiled: CompiledBlocks | None = None
+    compiled_shapes: Collection[LatentShape] | None = None
+    graphs: StepGraphs | None = None
+    _told: set[str] = field(default_factory=set)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradient tensors stay allocated from step to step and are zeroed in place."""
+        return self.graphs is not None and self.graphs.holding
+
+    def recorded(self, run: Pass) -> Pass:
+        """Return `run`, or the function that replays its recordings; both take batches on the host."""
+        graphs = self.graphs
+        return run if graphs is None else lambda batch: graphs.run(batch, run)
+
+    def compilation(self, batch: Batch) -> AbstractContextManager[None]:
+        """Run the blocks compiled inside the context if the shape is planned; raises CompilationFailed."""
+        is_planned = self.compiled_shapes is None or batch.latents_shape in self.compiled_shapes
+        return self.compiled.used() if self.compiled and is_planned else nullcontext()
+
+    def newly_unplanned(self, batch: Batch) -> list[str]:
+        """Return the settings in force that are not used for these samples, each setting only once."""
+        planned, graphs = self.compiled_shapes, self.graphs
+        unplanned = set[str]()
+        if self.compiled and planned is not None and batch.latents_shape not in planned:
+            unplanned.add(COMPILE)
+        if graphs is not None and graphs.is_left_out(batch):
+            unplanned.add(GRAPHS)
+        # Told once a setting: shapes change with every step, the reason does not.
+        new_keys = sorted(unplanned - self._told)
+        self._told |= unplanned
+        return new_keys
+
+    def make_room(self) -> None:
+        """Free the memory of recordings between steps; the next steps record again."""
+        if self.graphs is not None and self.graphs.holding:
+            self.graphs.release()
+
+    def switch_off(self, key: str) -> None:
+        """Do without COMPILE or GRAPHS from now on; recordings are dropped, as they contain compiled blocks."""
+        if self.graphs is not None:
+            self.graphs.release()
+        if key == COMPILE:
+            self.compiled = None
+        else:
+            self.graphs = None
 
 
 class PartialOptimizerStep(Exception):
@@ -72,7 +179,7 @@ class Training:
     `stop()` returns a signal number once the run should end, else None. `clock` returns seconds.
     `remedies` are applied in order when the device is out of memory; a resumed run begins with the
     remedies it had applied before.
-    `plain` is the plain way that is tried once after another error in a first pass (plain_retry.py).
+    `plain` is the plain way that is tried once after another error in a first pass (fallbacks.py).
     `restore()` puts adapter and optimizer back to the last good state and returns its progress; without
     it, instability ends the run.
     `watch_spikes`: clip more tightly after the loss has jumped. `stages`: parts of the adapter whose
@@ -113,3 +220,7 @@ class Training:
     def remedies_of(self, guard: GuardState) -> Sequence[OomFallback]:
         """Return the remedies that apply: the plain way has its own."""
         return self.plain.remedies if guard.plain else self.remedies
+
+    def tell_change(self, key: str, old: object, new: object, *, reason: str) -> None:
+        """Emit that a value of the plan has changed."""
+        self.events.emit("change", key=key, old=old, new=new, reason=reason)

@@ -32,7 +32,7 @@ class Fault:
 
 _IMAGES, _SCAN = "tests/data/test_images.py", "tests/data/test_scan.py"
 _CACHE, _ENCODE = "tests/data/test_cache.py", "tests/data/test_encode.py"
-_RUN, _STATES = "tests/test_run.py", "tests/output/test_checkpoints.py"
+_RUN, _STATES = "tests/test_run.py", "tests/checkpoint/test_states.py"
 _ATTACKS = "tests/gui/test_attacks.py"
 _PROCESSES = "tests/test_processes.py"
 
@@ -143,7 +143,7 @@ FAULTS: Mapping[str, Fault] = {
         decided="A campaign, not a test: the figures above.",
     ),
     "CKP-02": Fault(what="a kill at every operation of the disk"),
-    "CKP-03": Fault(what="an error at every operation of the disk", parts=("tests/output/test_state_writer.py",)),
+    "CKP-03": Fault(what="an error at every operation of the disk", parts=("tests/checkpoint/test_writer.py",)),
     "CKP-04": Fault(
         what="power cuts",
         parts=(_STATES,),

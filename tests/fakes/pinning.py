@@ -74,7 +74,7 @@ def pinning_driver(
     driver = PinningDriver(most_bytes=most_bytes)
     monkeypatch.setattr(pinned_memory, "pins_for", lambda device, in_place=False: True)
     monkeypatch.setattr(pinned_memory, "_pinned_empty", driver.empty)
-    monkeypatch.setattr(pinned_memory, "_register", driver.register)
-    monkeypatch.setattr(pinned_memory, "_unregister", driver.unregister)
+    monkeypatch.setattr(pinned_memory, "register_host", driver.register)
+    monkeypatch.setattr(pinned_memory, "unregister_host", driver.unregister)
     monkeypatch.setattr(pinned_memory, "_clear_last_error", driver.clear)
     return driver

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lora_trainer.network.cuda_graph import Recording
+from lora_trainer.training.cuda_graphs import Recording
 
 
 class _Again:

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from lora_trainer.checkpoint.states import LoopValues, TrainingState, load_newest
+from lora_trainer.checkpoint.states import (
+    LoopValues,
+    TrainingState,
+    freeze,
+    load_newest,
+    write_state,
+)
 
 
 def state_at(step: int, *, seed: int | None = None) -> TrainingState:
@@ -44,6 +50,10 @@ def state_at(step: int, *, seed: int | None = None) -> TrainingState:
             loss_scale_growth=2**70,
         ),
     )
+
+
+def save_state(folder: Path, state: TrainingState, *, keep: int = 2) -> Path:
+    return write_state(folder, freeze(state), keep=keep)
 
 
 def bits(value: Any) -> Any:

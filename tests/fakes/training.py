@@ -36,10 +36,9 @@ from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import build_optimizer, learning_rate
-from lora_trainer.training.progress import Action, Progress
 from lora_trainer.training.step import compute_gradients_with_oom_retry
 from lora_trainer.training.timesteps import Levels, table_levels
-from lora_trainer.training.training import OomFallback, Training
+from lora_trainer.training.training import Action, OomFallback, Progress, Training
 from tests.fakes.tiny_base import write_tiny_base
 
 CPU = torch.device("cpu")

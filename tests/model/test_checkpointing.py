@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from itertools import count
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -171,15 +171,15 @@ def test_running_out_of_memory_for_an_input_on_its_way_back_loses_no_other(
     at = trainee("flux")
     apply_checkpointing(at.denoiser, "offloaded")
     expected = at.gradients()
-    empty, numbers = _Kept._empty, count()
+    bring, numbers = _Kept.bring, count()
 
-    def limited(kept: _Kept, **where: Any) -> Tensor:
-        if kept._host is not None and next(numbers) == brought:
+    def limited(kept: _Kept) -> None:
+        if kept._on_device is None and next(numbers) == brought:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return empty(kept, **where)
+        bring(kept)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Kept, "_empty", limited)
+        patch.setattr(_Kept, "bring", limited)
         with pytest.raises(torch.OutOfMemoryError):
             at.gradients()
     gc.collect()  # the failed step is gone, and with it all that only its graph held

@@ -32,44 +32,26 @@ def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return set_to
 
 
-def test_what_is_asked_for_counts_with_the_context(
-    fractions: list[float], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("spills", "limit_gib", "allowed"),
+    [
+        (False, 8, 8 * GIB - CONTEXT),  # the context counts in what is asked for
+        (False, None, None),  # where the driver refuses, no bound is needed
+        (False, 40, 24 * GIB),  # a bound above the card is the card
+        (True, None, 20 * GIB - MARGIN - CONTEXT),  # where it spills there always is one
+        (True, 8, 8 * GIB - CONTEXT),
+        (True, 20, 20 * GIB - MARGIN - CONTEXT),
+        (True, 22, 20 * GIB - MARGIN - CONTEXT),
+    ],
+)
+def test_the_bound_on_the_allocator(
+    spills: bool,
+    limit_gib: int | None,
+    allowed: int | None,
+    fractions: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device, "driver_spills", lambda: False)
-    assert cap_allocator(limit_bytes=8 * GIB, free_bytes=20 * GIB, device=CARD) == 8 * GIB - CONTEXT
-    assert fractions == [(8 * GIB - CONTEXT) / (24 * GIB)]
-
-
-def test_no_bound_where_the_driver_refuses(
-    fractions: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "driver_spills", lambda: False)
-    assert cap_allocator(limit_bytes=None, free_bytes=20 * GIB, device=CARD) is None
-    assert fractions == []
-
-
-def test_always_a_bound_where_the_driver_spills(
-    fractions: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "driver_spills", lambda: True)
-    allowed = cap_allocator(limit_bytes=None, free_bytes=20 * GIB, device=CARD)
-    assert allowed == 20 * GIB - MARGIN - CONTEXT
-    assert fractions == [allowed / (24 * GIB)]
-
-
-@pytest.mark.parametrize("asked_gib", [8, 20, 22])
-def test_what_is_asked_for_leaves_the_margin_there_too(
-    asked_gib: int, fractions: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "driver_spills", lambda: True)
-    allowed = cap_allocator(limit_bytes=asked_gib * GIB, free_bytes=20 * GIB, device=CARD)
-    assert allowed == min(asked_gib * GIB, 20 * GIB - MARGIN) - CONTEXT
-    assert fractions == [allowed / (24 * GIB)]
-
-
-def test_a_bound_above_the_card_is_the_card(
-    fractions: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "driver_spills", lambda: False)
-    cap_allocator(limit_bytes=40 * GIB, free_bytes=20 * GIB, device=CARD)
-    assert fractions == [1.0]
+    monkeypatch.setattr(device, "driver_spills", lambda: spills)
+    limit_bytes = None if limit_gib is None else limit_gib * GIB
+    assert cap_allocator(limit_bytes=limit_bytes, free_bytes=20 * GIB, device=CARD) == allowed
+    assert fractions == ([] if allowed is None else [allowed / (24 * GIB)])

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import lora_trainer
 from lora_trainer import families
@@ -34,13 +33,11 @@ from tests.fakes.family_bases import CPU, conditioning_of, facts_at
 from tests.model.test_quantize import (
     ADAPTERS,
     FAMILIES,
-    activation_bytes,
     adapted,
     awaken,
     bench,
     cosine,
     joined,
-    kept_for_backward,
     linear,
 )
 
@@ -173,19 +170,6 @@ def test_vectors_and_odd_sizes_are_dequantized(
     assert torch.equal(layer_of(**size)(x), layer_of("dequantized", **size)(x))
 
 
-def test_other_kinds_of_codes_are_dequantized() -> None:
-    layer = QuantizedLinear(linear(), "fp8", device=CPU, matmul="int8")
-    assert not layer.multiplies_codes
-
-
-def test_nothing_but_what_is_stored_is_kept_for_the_backward_pass() -> None:
-    layer = layer_of()
-    with kept_for_backward() as kept:
-        layer(torch.randn(1, 3, 48, requires_grad=True))
-    own = {buffer.untyped_storage().data_ptr() for buffer in layer.buffers()}
-    assert kept and {tensor.untyped_storage().data_ptr() for tensor in kept} <= own
-
-
 @pytest.mark.parametrize("values", ADAPTERS, ids=str)
 def test_adapters_of_all_kinds_learn_beside_it(values: dict[str, Any]) -> None:
     found = []
@@ -200,21 +184,6 @@ def test_adapters_of_all_kinds_learn_beside_it(values: dict[str, Any]) -> None:
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None
         assert cosine(one, other) > 0.999
-
-
-def test_recomputing_a_layer_changes_no_bit() -> None:
-    net = nn.Sequential(layer_of())
-    adapter = adapted(net, names=("0",))
-    awaken(adapter)
-    x = torch.randn(2, 9, 48)
-    found = []
-    for recompute in (False, True):
-        outputs = checkpoint(net, x, use_reentrant=False) if recompute else net(x)
-        outputs.square().sum().backward()
-        found.append([parameter.grad for parameter in adapter.parameters()])
-        for parameter in adapter.parameters():
-            parameter.grad = None
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 # ---- GPUs without a layout
@@ -271,18 +240,6 @@ def test_without_the_layout_of_the_backward_pass_that_is_dequantized(
     assert torch.equal(gradient, dequantized[1])
 
 
-@FAMILIES
-def test_gradients_of_a_card_without_it_point_where_the_others_do(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_layouts(monkeypatch, "refused")
-    found = bench(name, "int8", matmul="int8").gradients()
-    for other in (bench(name, "int8"), bench(name, None)):
-        exact = other.gradients()
-        assert cosine(joined(found), joined(exact)) > 0.9999
-        assert not torch.equal(joined(found), joined(exact)), "the setting is not used"
-
-
 # ---- whole networks
 
 
@@ -318,15 +275,6 @@ def test_recomputing_blocks_changes_no_bit_and_its_results_are_kept_as_other_pro
     assert all(map(torch.equal, gradients, recomputed.gradients()))
     again = len(calls) - 2 * once
     assert again == 0 if kind == "light" else again > 0
-
-
-@FAMILIES
-def test_checkpointing_changes_no_bit_and_the_backward_pass_keeps_as_much(name: str) -> None:
-    plain, recomputed = (
-        bench(name, "int8", matmul="int8", checkpointing=recompute) for recompute in (False, True)
-    )
-    assert all(map(torch.equal, plain.gradients(), recomputed.gradients()))
-    assert activation_bytes(plain) == activation_bytes(bench(name, "int8"))
 
 
 def test_every_layer_of_the_embedded_base_learns_the_same() -> None:

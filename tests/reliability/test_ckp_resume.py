@@ -1,6 +1,6 @@
 """CKP-05, 06, 08 and 09: whole runs that go on from any state, copied, renamed, damaged, at any clock.
 
-Every damage to every file of a state is in tests/output/test_checkpoints.py.
+Every damage to every file of a state is in tests/checkpoint/test_states.py.
 """
 
 from __future__ import annotations

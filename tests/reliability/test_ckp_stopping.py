@@ -155,12 +155,16 @@ def test_ckp_07_caching_stops_between_two_items_and_keeps_them(
     assert trajectory(run) == trajectory(place.run)
 
 
-def test_ckp_07_copies_of_a_signal_within_a_second_are_one(place: Toy) -> None:
+def test_ckp_07_copies_of_a_signal_are_one_and_handlers_are_given_back(place: Toy) -> None:
     """A terminal signals the whole group, and launchers forward it."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
     copies = signals_at(MOMENTS["in a step"][0], *[signal.SIGINT] * 5)
     with pytest.raises(StoppedBySignal):
         train(asked(place, "copies"), listeners=(copies,))
     assert last_state(place.runs / "copies").name == "step-00000003"
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert not [t for t in threading.enumerate() if t.name == "lora-train-signals"]
 
 
 def test_ckp_07_a_third_signal_quits_though_the_disk_does_not_answer(
@@ -210,15 +214,3 @@ def test_ckp_07_a_third_signal_quits_though_the_disk_does_not_answer(
     monkeypatch.undo()
     train(asked(place, "third", resume=True))
     assert trajectory(run) == trajectory(place.run)
-
-
-def test_ckp_07_signals_of_the_process_are_given_back(place: Toy) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    with pytest.raises(StoppedBySignal):
-        train(
-            asked(place, "given-back"),
-            listeners=(signals_at(MOMENTS["in a step"][0], signal.SIGTERM),),
-        )
-    after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    assert after == before
-    assert not [t for t in threading.enumerate() if t.name == "lora-train-signals"]

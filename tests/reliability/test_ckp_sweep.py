@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from lora_trainer.cache.keys import text_key
 from lora_trainer.cache.store import Cache
-from lora_trainer.checkpoint.states import load_newest, save_state
+from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.common.files import CappedFolder, read_json_object
@@ -28,7 +28,7 @@ from lora_trainer.lora_file.write import write_export
 from lora_trainer.run.run_folder import RUN_FILE, RunFolder, cut_events, write_run
 from tests.fakes.adapters import export_info, read_back, small_adapter
 from tests.fakes.disk import Disk, Killed, operations_of
-from tests.fakes.states import bits, loaded_step, state_at
+from tests.fakes.states import bits, loaded_step, save_state, state_at
 
 Figure = Callable[..., None]
 FAMILY = family("sd15")
@@ -105,22 +105,6 @@ def test_ckp_03_an_error_at_any_operation_is_reported_and_harms_nothing(
         folder, was_published = save_300_with_fault(at, OSError(code, os.strerror(code)), after)
         assert loaded_step(folder) == (300 if was_published else 200)
     figure("io_errors", tried=operations, survived=operations)
-
-
-def test_ckp_03_saving_works_again_after_the_disk_was_full(
-    two_states: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "states"
-    shutil.copytree(two_states, folder)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with (
-        pytest.raises(MachineError, match=r"step-00000300.*No space.*free"),
-        Disk(at=2, error=full).in_use(),
-    ):
-        save_state(folder, state_at(300), keep=2)
-    assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
-    save_state(folder, state_at(300), keep=2)
-    assert loaded_step(folder) == 300
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -69,7 +69,7 @@ PHASES: dict[str, tuple[Any, str, int]] = {
     "forward": (Model, "losses_of", 30),
     "backward": (Tensor, "backward", 2),
     "optimizer": (torch.optim.AdamW, "step", 4),
-    "validation": (FixedLosses, "_loss_sum", 3),
+    "validation": (FixedLosses, "by_timestep", 2),
     "samples": (SampleAction, "_write", 2),
     "state": (SaveAction, "state", 3),
 }
@@ -91,6 +91,9 @@ def test_trn_02_a_run_that_ran_out_of_memory_once_ends_with_the_same_adapter(
     assert place.train("--name", phase, **settings) == 0
     assert fault.calls > at, "it happened, and was tried again"
     run = place.runs / phase
+    changes = [row for row in events(run, "change") if row["key"] == "memory.micro_batch"]
+    assert all(row["new"] < row["old"] for row in changes)
+    assert bool(changes) == (phase in ("forward", "backward", "optimizer"))
     assert distance(adapter(run), adapter(place.run)) < 5e-5, "the same adapter, up to rounding"
     last = {row["step"]: row for row in events(run, "step")}
     assert [last[step]["images"] for step in range(1, STEPS + 1)] == [

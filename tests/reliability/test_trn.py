@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lora_trainer.cache import encode
-from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS
+from lora_trainer.checkpoint.states import OPTIMIZER_TENSORS
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.training import loop
 from lora_trainer.training.loss import Model
-from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
-from tests.fakes.training import at_start, build_feeder, build_training, distance
+from tests.fakes.runs import STEPS, Toy, events, toy, trajectory
+from tests.fakes.training import at_start, build_feeder, build_training
 
 INJECTIONS = int(os.environ.get("RELIABILITY_INJECTIONS", "3"))
 Figure = Callable[..., None]
@@ -105,56 +105,6 @@ def assert_finite(*files: Path) -> None:
 # ---- TRN-02
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("number", range(max(1, INJECTIONS // 2)))
-def test_trn_02_out_of_memory_halves_the_micro_batch_and_nothing_else(
-    where: str, number: int, place: Toy, figure: Figure
-) -> None:
-    draw = random.Random(f"{where}-{number}")
-    at = frozenset({draw.randint(1, 8)})
-    name = f"oom-{where}-{number}"
-    with pytest.MonkeyPatch.context() as patch:
-        if where == "forward":
-            fault = Fault(Model.losses_of, at, out_of_memory)
-            patch.setattr(Model, "losses_of", lambda *args: fault(*args))
-        else:
-            fault = Fault(Tensor.backward, at, out_of_memory)
-            patch.setattr(Tensor, "backward", lambda *args: fault(*args))
-        settings = {"memory__micro_batch": 4, "train__validate_every_steps": 0}
-        assert train(place, name, **settings) == 0
-    run = place.runs / name
-    assert fault.hits == sorted(at)
-    changes = [row for row in events(run, "change") if row["key"] == "memory.micro_batch"]
-    assert changes
-    assert all(row["new"] < row["old"] for row in changes)
-    assert [row["images"] for row in events(run, "step")] == [4 * k for k in range(1, STEPS + 1)]
-    ours, whole = (tensors(run), tensors(place.run))
-    assert distance(ours, whole) < 5e-5, "the same adapter, up to rounding"
-    figure("injections", tried=1, lost=0, nan_files=0)
-
-
-def tensors(run: Path) -> list[Tensor]:
-    found = load_file(last_state(run) / ADAPTER)
-    return [found[name] for name in sorted(found)]
-
-
-def test_trn_02_out_of_memory_in_the_optimizer_goes_back_to_whole_weights(
-    place: Toy, figure: Figure
-) -> None:
-    """Half of the weights may have moved: the steps since the last save are repeated."""
-    with pytest.MonkeyPatch.context() as patch:
-        fault = Fault(torch.optim.AdamW.step, frozenset({6}), out_of_memory)
-        patch.setattr(torch.optim.AdamW, "step", lambda *args, **options: fault(*args, **options))
-        settings = {"optimizer__name": "adamw", "memory__micro_batch": 4}
-        assert train(place, "optimizer", **settings) == 0
-    run = place.runs / "optimizer"
-    assert fault.hits
-    assert [row["step"] for row in events(run, "step")] == list(range(1, STEPS + 1))
-    assert train(place, "undisturbed", **settings) == 0
-    assert distance(tensors(run), tensors(place.runs / "undisturbed")) < 5e-5
-    figure("injections", tried=1, lost=0, nan_files=0)
-
-
 def test_trn_02_out_of_memory_in_the_vae_is_one_line_and_keeps_what_was_encoded(
     place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,10 +127,8 @@ def test_trn_02_out_of_memory_in_the_vae_is_one_line_and_keeps_what_was_encoded(
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("shapes do not match"),
         OSError(28, "No space left on device"),
         KeyError("timesteps"),
-        ValueError("the pipeline wants another size"),
     ],
     ids=lambda error: type(error).__name__,
 )

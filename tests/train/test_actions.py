@@ -16,7 +16,7 @@ from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped
 from lora_trainer.training.actions import SaveAction
 from lora_trainer.training.loop import run
-from lora_trainer.training.progress import Progress
+from lora_trainer.training.training import Progress
 from tests.fakes.training import SQUARE, TinyTraining, at_start, build_feeder, build_training
 
 FULL = MachineError("cannot write: No space left on device (0 bytes free)", fix="free some space")

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lora_trainer.training.cuda_graphs import WARM_UPS, StepGraphs
 from lora_trainer.training.dataloader import TrainingDataLoader
-from lora_trainer.training.graphed import WARM_UPS, Speedups, StepGraphs
 from lora_trainer.training.guards import GuardState, from_plain, to_plain
 from lora_trainer.training.loop import run
 from lora_trainer.training.step import (
     compute_gradients_with_oom_retry,
     optimizer_step,
 )
-from lora_trainer.training.training import OomFallback
+from lora_trainer.training.training import OomFallback, Speedups
 from tests.fakes.recorded import Recorded
 from tests.fakes.training import (
     CPU,

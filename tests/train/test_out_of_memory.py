@@ -20,8 +20,7 @@ from lora_trainer.training.batch import split
 from lora_trainer.training.guards import FIRST_PATIENCE_STEPS, GuardState
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
-from lora_trainer.training.progress import Progress
-from lora_trainer.training.training import OomFallback
+from lora_trainer.training.training import OomFallback, Progress
 from tests.fakes.training import (
     SQUARE,
     WIDE,
@@ -94,6 +93,8 @@ def test_nothing_changes_but_the_micro_batch() -> None:
         {"key": "memory.micro_batch", "old": 4, "new": 2, "reason": MESSAGE}
     ]
     assert (end.step, end.images, end.guard.micro_batch) == (4, 16, 2)
+    assert end.guard.patience_steps == 2 * FIRST_PATIENCE_STEPS
+    assert end.guard.fitting_steps == 4, "the step that was done again counts as the others"
     other = build_training(build_feeder(UNEVEN), steps=4)
     run(other.training, at_start(micro_batch=2))
     assert equal(values(tiny), values(other))
@@ -116,13 +117,6 @@ def test_dropout_and_the_average_are_those_of_a_step_that_fitted() -> None:
         assert len(changes(tiny)) == (1 if micro_batch == 4 else 0)
         found.append(list(tiny.adapter.state().values()))
     assert equal(*found)
-
-
-def test_it_is_halved_until_it_fits() -> None:
-    tiny = build_training(build_feeder([SQUARE]), steps=2, adapt=holding(1))
-    run(tiny.training, at_start(micro_batch=4))
-    assert changes(tiny) == [("memory.micro_batch", 4, 2), ("memory.micro_batch", 2, 1)]
-    assert len(tiny.losses) == 2
 
 
 def test_it_grows_back_once_enough_steps_have_fitted() -> None:
@@ -180,12 +174,12 @@ def test_at_one_image_remedies_are_taken_in_their_order() -> None:
 
 def test_without_a_remedy_left_it_stops_with_the_weights_untouched() -> None:
     device = Device(relief=2)
-    tiny = build_training(
-        build_feeder(), steps=2, adapt=device.adapt, remedies=device.remedies("only")
-    )
+    remedies = device.remedies("only")
+    tiny = build_training(build_feeder(), steps=2, adapt=device.adapt, remedies=remedies)
     before = values(tiny)
     with pytest.raises(TrainingStopped, match="one image at a time"):
         run(tiny.training, at_start(micro_batch=4))
+    assert changes(tiny)[:2] == [("memory.micro_batch", 4, 2), ("memory.micro_batch", 2, 1)]
     assert equal(values(tiny), before)
     assert tiny.losses == []
 
@@ -298,34 +292,23 @@ def accident_run(accidents: Accidents, *, steps: int, every: int = 7) -> TinyTra
     return tiny
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "action"])
-def test_an_accident_in_any_phase_changes_nothing(phase: str) -> None:
-    accidents = Accidents(at={9: phase})
-    tiny = accident_run(accidents, steps=20)
-    assert accidents.done == [(9, phase)]
-    plain = build_training(build_feeder(batch_size=2), steps=20)
-    run(plain.training, at_start(micro_batch=2))
-    assert same_adapter(values(tiny), values(plain))
-    steps = [row["step"] for row in tiny.of_kind("step")]
-    again = [8, 9, 10] if phase == "optimizer" else []
-    assert sorted(set(steps)) == list(range(1, 21))
-    assert sorted(step for step in set(steps) if steps.count(step) > 1) == again[:2]
-
-
-def test_accidents_at_fifty_random_steps_change_nothing() -> None:
+def test_accidents_at_thirty_random_steps_change_nothing() -> None:
     chosen = random.Random(4)
     phases = ["forward", "backward", "optimizer", "action"]
-    at = {step: chosen.choice(phases) for step in chosen.sample(range(1, 60), 50)}
+    at = {step: chosen.choice(phases) for step in chosen.sample(range(1, 40), 30)}
     assert {*at.values()} == {*phases}
     accidents = Accidents(at=dict(at))
-    tiny = accident_run(accidents, steps=60, every=3)
-    assert len(accidents.done) == 50, "every accident happened"
-    plain = build_training(build_feeder(batch_size=2), steps=60)
+    tiny = accident_run(accidents, steps=40, every=3)
+    assert dict(accidents.done) == at, "every accident happened"
+    plain = build_training(build_feeder(batch_size=2), steps=40)
     run(plain.training, at_start(micro_batch=2))
     assert same_adapter(values(tiny), values(plain))
     last = {row["step"]: row for row in tiny.of_kind("step")}
-    assert [last[step]["loss"] for step in range(1, 61)] == pytest.approx(plain.losses, rel=1e-4)
-    assert [last[step]["images"] for step in range(1, 61)] == list(range(2, 122, 2))
+    assert [last[step]["loss"] for step in range(1, 41)] == pytest.approx(plain.losses, rel=1e-4)
+    assert [last[step]["images"] for step in range(1, 41)] == list(range(2, 82, 2))
+    steps = [row["step"] for row in tiny.of_kind("step")]
+    assert steps.count(1) <= 1 + sum(phase == "optimizer" for phase in at.values())
+    assert len(steps) > 40, "a torn optimizer step goes back to a good state"
 
 
 def test_a_torn_optimizer_step_without_a_good_state_is_the_end() -> None:
@@ -354,11 +337,3 @@ def test_an_action_that_never_fits_is_left_out_and_said() -> None:
     (problem,) = tiny.of_kind("problem")
     assert "the meal of step 2 was skipped: " in problem["what"]
     assert tiny.of_kind("change") == []
-
-
-def test_memory_of_accidents_is_part_of_the_progress() -> None:
-    accidents = Accidents(at={3: "forward"})
-    tiny = build_training(build_feeder(), steps=5, adapt=accidents.adapt, actions=(accidents,))
-    end = run(tiny.training, at_start(micro_batch=4))
-    assert end.guard.patience_steps == 2 * FIRST_PATIENCE_STEPS
-    assert end.guard.fitting_steps == 2, "the step that was done again, and the last"

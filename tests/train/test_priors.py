@@ -109,23 +109,20 @@ def test_what_is_masked_out_does_not_count_and_the_rest_counts_as_much_as_all() 
     assert torch.equal(losses[1:], sample_losses(predicted, wanted)[1:])
 
 
-def test_the_gradient_of_what_is_masked_out_is_zero() -> None:
-    predicted = torch.zeros(1, 3, 2, 2, requires_grad=True)
-    sample_losses(predicted, torch.ones(1, 3, 2, 2), mask_weights=HALF[None]).sum().backward()
+def test_what_is_masked_out_has_no_gradient_whatever_the_error() -> None:
+    generator = torch.Generator().manual_seed(2)
+    predicted, wanted = torch.randn(2, 1, 3, 2, 2, generator=generator)
+    delta = torch.tensor([0.5])
+    predicted.requires_grad_()
+    masked = sample_losses(predicted, wanted, loss="huber", delta=delta, mask_weights=HALF[None])
+    cut = sample_losses(predicted[..., :1], wanted[..., :1], loss="huber", delta=delta)
+    assert torch.allclose(masked, cut)
+    masked.sum().backward()
     assert predicted.grad is not None
     assert predicted.grad[..., 1].abs().max() == 0 and predicted.grad[..., 0].abs().min() > 0
 
 
-def test_huber_errors_are_masked_alike() -> None:
-    generator = torch.Generator().manual_seed(2)
-    predicted, wanted = torch.randn(2, 1, 3, 2, 2, generator=generator)
-    delta = torch.tensor([0.5])
-    masked = sample_losses(predicted, wanted, loss="huber", delta=delta, mask_weights=HALF[None])
-    cut = sample_losses(predicted[..., :1], wanted[..., :1], loss="huber", delta=delta)
-    assert torch.allclose(masked, cut)
-
-
-def test_a_mask_is_weighed_by_its_background_and_its_mean() -> None:
+def test_a_mask_is_weighed_by_its_background_and_its_mean_in_validation_too() -> None:
     feeder = with_priors([SQUARE] * 2, masked=(0,), batch_size=2, background=0.25)
     (masked,) = [sample for sample in feeder.prepare(0) if sample.sample == "s0"]
     mask = feeder.sources["s0"].mask
@@ -133,19 +130,15 @@ def test_a_mask_is_weighed_by_its_background_and_its_mean() -> None:
     values = 0.25 + 0.75 * feeder.entries.read(mask)["mask"]
     assert torch.allclose(masked.mask_weights, values / values.mean())
     assert float(masked.mask_weights.mean()) == pytest.approx(1.0)
-
-
-def test_the_validation_loss_is_masked_alike() -> None:
-    feeder = with_priors([SQUARE] * 2, masked=(0,))
     for batch in feeder.validation(list(feeder.sources.items()), quantiles=3):
         assert [sample.mask_weights is not None for sample in batch] == [True, False]
 
 
 def test_a_batch_without_masks_is_as_it_was() -> None:
     samples = build_feeder([SQUARE] * 3, batch_size=3).prepare(0)
-    assert collate(samples, device=CPU, precision=torch.float32).mask_weights is None
+    assert collate(samples, device=CPU, precision=torch.float32).tensors.get("mask_weights") is None
     mixed = with_priors([SQUARE] * 3, masked=(1,), batch_size=3).prepare(0)
-    counts = collate(mixed, device=CPU, precision=torch.float32).mask_weights
+    counts = collate(mixed, device=CPU, precision=torch.float32).tensors.get("mask_weights")
     assert counts is not None and counts.shape == (3, 1, 8, 8)
     whole = [index for index, sample in enumerate(mixed) if sample.mask_weights is None]
     assert torch.equal(counts[whole], torch.ones(2, 1, 8, 8))
@@ -276,15 +269,14 @@ def test_the_weights_of_priors_scale_their_gradients() -> None:
 # ---- any split is one step
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("cap", [1, 2, 3])
-def test_a_step_may_be_split_anyhow(cap: int, dropout: float) -> None:
+@pytest.mark.parametrize("cap", [1, 3])
+def test_a_step_may_be_split_anyhow(cap: int) -> None:
     found = []
     for split in (8, cap):
         feeder = everything()
-        training = build_training(feeder, steps=1, adapter_settings={"dropout": dropout})
+        training = build_training(feeder, steps=1, adapter_settings={"dropout": 0.3})
         awaken(training.adapter)
-        for step in range(3):
+        for step in range(2):
             add_gradients(training.training, feeder.prepare(step), cap=split)
         found.append(gradients(training.adapter))
     assert distance(found[1], found[0]) < 1e-5

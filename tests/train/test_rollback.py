@@ -19,7 +19,7 @@ from lora_trainer.training.actions import SaveAction
 from lora_trainer.training.guards import MAX_ROLLBACKS, GuardState, after_validation, from_plain
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
-from lora_trainer.training.progress import Progress
+from lora_trainer.training.training import Progress
 from tests.fakes.training import SQUARE, TinyTraining, at_start, build_feeder, build_training
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lora_trainer.network.compiling import CompiledBlocks
-from lora_trainer.training.graphed import LatentShape, Speedups
 from lora_trainer.training.loop import run
+from lora_trainer.training.training import LatentShape, Speedups
 from tests.fakes.training import (
     SQUARE,
     WIDE,
@@ -47,30 +47,26 @@ def broken(_: Any, __: Any) -> Any:
     raise OSError("no compiler")
 
 
-def test_passes_run_compiled_and_what_is_between_them_does_not() -> None:
-    plain, tiny = compiled(None, steps=2), compiled(eager, steps=2)
+def test_planned_shapes_run_compiled_others_do_not_and_it_is_said_once() -> None:
+    plain = compiled(None, steps=2)
     run(plain.training, at_start(micro_batch=4))
-    blocks = tiny.training.speedups.compiled
-    assert blocks is not None
-    run(tiny.training, at_start(micro_batch=4))
-    assert blocks.calls == 2 * 2 * len(blocks), "two steps of two passes"
-    assert distance(values(tiny), values(plain)) < 1e-5
-    calls = blocks.calls
-    with torch.no_grad():
-        tiny.training.model.losses(tiny.training.feeder.prepare(0)[:1])
-    assert blocks.calls == calls
-    assert not tiny.of_kind("problem")
-
-
-def test_shapes_that_are_not_planned_run_as_they_are_and_it_is_said_once() -> None:
-    tiny = compiled(eager, steps=2, shapes=frozenset({(8, 8, 3)}))
-    blocks = tiny.training.speedups.compiled
-    assert blocks is not None
-    end = run(tiny.training, at_start(micro_batch=4))
-    assert blocks.calls == 2 * len(blocks)
-    (problem,) = tiny.of_kind("problem")
-    assert "hardware.compile" in problem["what"] and "1 latents of 10x6 at once" in problem["what"]
-    assert not end.guard.uncompiled
+    for shapes, passes in ((None, 2), (frozenset({(8, 8, 3)}), 1)):
+        tiny = compiled(eager, steps=2, shapes=shapes)
+        blocks = tiny.training.speedups.compiled
+        assert blocks is not None
+        end = run(tiny.training, at_start(micro_batch=4))
+        calls = blocks.calls
+        assert calls == 2 * passes * len(blocks)
+        assert distance(values(tiny), values(plain)) < 1e-5
+        with torch.no_grad():  # between steps nothing runs compiled
+            tiny.training.model.losses(tiny.training.feeder.prepare(0)[:1])
+        assert blocks.calls == calls
+        assert not end.guard.uncompiled
+        said = [row["what"] for row in tiny.of_kind("problem")]
+        assert len(said) == 2 - passes
+        assert all(
+            "hardware.compile" in what and "1 latents of 10x6 at once" in what for what in said
+        )
 
 
 def test_a_compiler_that_fails_costs_one_line_and_no_step() -> None:

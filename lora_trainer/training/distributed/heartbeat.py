@@ -21,6 +21,8 @@ import socket
 import sys
 import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -50,28 +52,21 @@ def _is_local(event: Event) -> bool:
 
     Guards decide (TRN-01) by numbers that are the same on all processes: the leader reports those itself.
     """
-    match event.kind:
-        case "out_of_memory":
-            return True
-        case "problem":
-            return bool(event.fields["code"] != "TRN-01")
-        case "change":
-            return str(event.fields["key"]).startswith("memory.")
-    return False
+    if event.kind == "problem":
+        return bool(event.fields["code"] != "TRN-01")
+    if event.kind == "change":
+        return str(event.fields["key"]).startswith("memory.")
+    return event.kind == "out_of_memory"
 
 
-def _processor_s() -> float:
-    """Return the processor time of all threads of this process but the calling one."""
-    return time.process_time() - time.thread_time()
-
-
-def _stored_bytes() -> int:
-    """Return the bytes this process has read from and written to disks; 0 where the system has no counter."""
+def work_so_far() -> tuple[float, int]:
+    """Return the processor seconds of all threads but the calling one, and the bytes read and written."""
     try:
         counted = psutil.Process().io_counters()
+        stored_bytes = int(counted.read_bytes + counted.write_bytes)
     except (psutil.Error, OSError, NotImplementedError, AttributeError):  # macOS has no such call
-        return 0
-    return int(counted.read_bytes + counted.write_bytes)
+        stored_bytes = 0
+    return time.process_time() - time.thread_time(), stored_bytes
 
 
 @dataclass(kw_only=True)
@@ -83,8 +78,7 @@ class Activity:
     """
 
     clock: Callable[[], float] = time.monotonic
-    processor_s: Callable[[], float] = _processor_s
-    stored_bytes: Callable[[], int] = _stored_bytes
+    work: Callable[[], tuple[float, int]] = work_so_far
     _since: tuple[float, float, int] | None = None
 
     def idle_s(self, *, window_s: float) -> float:
@@ -92,12 +86,14 @@ class Activity:
 
         It worked if since then it used a hundredth of `window_s` in processor time, or a megabyte of I/O.
         """
-        now = (self.clock(), self.processor_s(), self.stored_bytes())
-        since = self._since or now
-        worked = now[1] - since[1] >= _WORKING_SHARE * window_s
-        if self._since is None or worked or now[2] - since[2] >= _WORKING_BYTES:
-            self._since = since = now
-        return now[0] - since[0]
+        now_s, (processor_s, stored_bytes) = self.clock(), self.work()
+        if self._since is not None:
+            since_s, processor_since_s, bytes_since = self._since
+            computed = processor_s - processor_since_s >= _WORKING_SHARE * window_s
+            if not computed and stored_bytes - bytes_since < _WORKING_BYTES:
+                return now_s - since_s
+        self._since = (now_s, processor_s, stored_bytes)
+        return 0.0
 
     def reset(self) -> None:
         """Start measuring anew at the next call of `idle_s`."""
@@ -107,27 +103,13 @@ class Activity:
 def place_of_main_thread() -> str:
     """Return the line the main thread is at, and the line of this package that called into it."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    names: list[str] = []
+    calls = traceback.extract_stack(frame)[::-1] if frame is not None else []
     ours = str(Path(lora_trainer.__file__).parent)
-    while frame is not None:
-        code = frame.f_code
-        if not names or code.co_filename.startswith(ours):
-            names.append(f"{Path(code.co_filename).name}:{frame.f_lineno} ({code.co_name})")
-        if code.co_filename.startswith(ours):
-            break
-        frame = frame.f_back
-    return ", called by ".join(names)
-
-
-@dataclass(kw_only=True)
-class _Seen:
-    """A heartbeat and the time, by this machine's clock, at which it last changed.
-
-    Clocks of several machines differ, so a heartbeat is a counter and holds no time.
-    """
-
-    beat: bytes
-    at_s: float
+    in_package = [call for call in calls if call.filename.startswith(ours)][:1]
+    return ", called by ".join(
+        f"{Path(call.filename).name}:{call.lineno} ({call.name})"
+        for call in dict.fromkeys([*calls[:1], *in_package])
+    )
 
 
 @dataclass(kw_only=True)
@@ -147,8 +129,10 @@ class PeerMonitor:
     _starting: bool = True
     _waiting: bool = False
     _limit: tuple[str, float] | None = None
-    _seen: dict[int, _Seen] = field(default_factory=dict)
-    _rows: dict[int, int] = field(default_factory=dict)
+    _last_beats: dict[int, tuple[bytes, float]] = field(default_factory=dict)
+    """A process's heartbeat, and the time by this machine's clock at which it last changed: clocks of several
+    machines differ, so a heartbeat is a counter and holds no time."""
+    _rows: Counter[int] = field(default_factory=Counter)
     _done: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _events: EventStream | None = None
@@ -201,10 +185,9 @@ class PeerMonitor:
         Each event gets a numbered key, because torch's store has no queues on Windows.
         """
         if _is_local(event):
-            number = self._rows.get(self.dist_env.rank, 0)
-            row = {"kind": event.kind, "fields": dict(event.fields)}
-            self.store.set(f"row/{self.dist_env.rank}/{number}", json.dumps(row))
-            self._rows[self.dist_env.rank] = number + 1
+            rank, row = self.dist_env.rank, {"kind": event.kind, "fields": dict(event.fields)}
+            self.store.set(f"row/{rank}/{self._rows[rank]}", json.dumps(row))
+            self._rows[rank] += 1
 
     def fail(self, reason: str) -> None:
         """Publish that this process ends and why; only the first reason of all processes is kept."""
@@ -285,22 +268,22 @@ class PeerMonitor:
         if self._events is None:
             return
         for rank in range(1, self.dist_env.count):
-            while self.store.check([key := f"row/{rank}/{self._rows.get(rank, 0)}"]):
+            while self.store.check([key := f"row/{rank}/{self._rows[rank]}"]):
                 row = json.loads(self.store.get(key))
                 fields = dict(row["fields"])
                 for name in {"what", "reason"} & fields.keys():
                     fields[name] = f"process {rank}: {fields[name]}"
                 self._events.emit(row["kind"], **fields)
-                self._rows[rank] = self._rows.get(rank, 0) + 1
+                self._rows[rank] += 1
 
     def _limit_text(self) -> str:
         return f"hardware.process_timeout_s={self.timeout_s:g}"
 
     def _overdue(self) -> str:
         """Return a sentence if this process hangs in its start, else an empty string."""
-        limit = self._limit
-        if limit is not None:
-            return limit[0] if self.clock() - limit[1] >= self.timeout_s else ""
+        if self._limit is not None:
+            sentence, since_s = self._limit
+            return sentence if self.clock() - since_s >= self.timeout_s else ""
         if self._waiting or not self._starting:
             self.activity.reset()
             return ""
@@ -316,10 +299,7 @@ class PeerMonitor:
         if self.store.check(["failed"]):
             reason = self.store.get("failed").decode()
             return "" if reason.startswith(f"process {self.dist_env.rank}:") else reason
-        for rank in self._others():
-            if reason := self._missing(rank):
-                return reason
-        return ""
+        return next(filter(None, map(self._missing, self._others())), "")
 
     def _missing(self, rank: int) -> str:
         """Return the failure of process `rank`, empty while it is alive."""
@@ -332,21 +312,16 @@ class PeerMonitor:
             return ""
         if self._is_dead(rank):
             return f"{name} was killed or crashed"
-        last_beat = self._seen.get(rank)
-        if last_beat is None or last_beat.beat != beat:
-            self._seen[rank] = _Seen(beat=beat, at_s=now_s)
+        last_beat, at_s = self._last_beats.get(rank, (b"", now_s))
+        if last_beat != beat:
+            self._last_beats[rank] = beat, now_s
             return ""
-        if now_s - last_beat.at_s < self.timeout_s:
-            return ""
-        return f"{name} has been silent for {now_s - last_beat.at_s:.0f} s"
-
-    def _about(self, rank: int) -> Mapping[str, Any]:
-        about: Mapping[str, Any] = json.loads(self.store.get(f"about/{rank}"))
-        return about
+        silent_s = now_s - at_s
+        return f"{name} has been silent for {silent_s:.0f} s" if silent_s >= self.timeout_s else ""
 
     def _is_dead(self, rank: int) -> bool:
         """Say whether a process of this machine is gone; for other machines only heartbeats can tell."""
-        about = self._about(rank)
+        about: Mapping[str, Any] = json.loads(self.store.get(f"about/{rank}"))
         if about["host"] != socket.gethostname():
             return False
         try:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ class ProcessGroup:
 
     def connect(self, device: torch.device, *, lag: int) -> None:
         """Make collectives possible, once the plan says on which device; waits for all processes."""
-        if self.is_single or self.monitor is None:
+        if self.monitor is None:
             return
         backend = self._backend(device)
         # gloo sums in host memory; the other backends sum on the device.
@@ -92,9 +93,8 @@ class ProcessGroup:
             except (RuntimeError, ValueError) as error:
                 reason = self.monitor.reason() or f"cannot connect: {first_line(error)}"
                 raise MachineError(reason, fix=CONNECT) from error
-            self.sum(
-                [1.0]
-            )  # NCCL connects in its first collective, so have that one under the limit
+            # NCCL connects in its first collective, so have that one under the limit.
+            self.sum([1.0])
         self.monitor.started()
 
     def _backend(self, device: torch.device) -> str:
@@ -133,8 +133,15 @@ class ProcessGroup:
         stop = ask()
         # One flat buffer: all gradients | loss | one flag per stop signal | one flag per parameter, set
         # where this process has a gradient. Each collective costs a fixed latency, so there is only one.
-        flat = self._flat = self._buffer(parameters)
-        views, tail = self._views(flat, parameters), flat[-len(parameters) - len(STOPS) - 1 :]
+        # It is allocated once, so later steps need no new memory.
+        sizes = [parameter.numel() for parameter in parameters]
+        flags_and_loss = 1 + len(STOPS) + len(parameters)
+        if self._flat is None:
+            self._flat = torch.empty(sum(sizes) + flags_and_loss, device=self.device)
+        flat = self._flat
+        pieces: tuple[Tensor, ...] = flat.split([*sizes, flags_and_loss])
+        views = [piece.view_as(like) for piece, like in zip(pieces[:-1], parameters, strict=True)]
+        tail = pieces[-1]
         for view, parameter in zip(views, parameters, strict=True):
             if parameter.grad is None:
                 view.zero_()
@@ -166,19 +173,6 @@ class ProcessGroup:
         self._asked.append(AsyncRead(tail[1 : 1 + len(STOPS)].clone()))
         return tail[0].clone().to(loss.device)
 
-    def _buffer(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return the flat buffer of the sum; it is allocated once, so later steps need no new memory."""
-        if self._flat is not None:
-            return self._flat
-        size = sum(parameter.numel() for parameter in parameters)
-        return torch.empty(size + 1 + len(STOPS) + len(parameters), device=self.device)
-
-    @staticmethod
-    def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        sizes = [parameter.numel() for parameter in parameters]
-        parts = flat[: sum(sizes)].split(sizes)
-        return [part.view_as(like) for part, like in zip(parts, parameters, strict=True)]
-
     def stop_asked(self, ask: Callable[[], int | None]) -> int | None:
         """Return the stop signal to end with after this step, the same on all processes, or None.
 
@@ -204,32 +198,27 @@ class ProcessGroup:
         totals: list[float] = tensor.tolist()
         return totals
 
-    def from_leader(self, data: bytes | None) -> bytes:
-        """Return the `data` of the first process on all processes; the others pass None."""
-        sent = [data]
+    def from_leader(self, value: Any) -> Any:
+        """Return the `value` of the first process on all processes; the others pass None."""
+        sent = [value]
         if not self.is_single:
             with self._together():
                 dist.broadcast_object_list(sent, src=0, device=self.device)
-        (received,) = sent
-        assert received is not None
-        return received
+        return sent[0]
 
     def wait_for_all(self, what: str) -> None:
         """Return once every process has called this; raises MachineError with the reason if one has ended.
 
         It is no collective, so it works before `connect`.
         """
-        if self.is_single or self.monitor is None:
-            return
-        self.monitor.wait_for_all(what)
+        if self.monitor is not None:
+            self.monitor.wait_for_all(what)
 
     def end_together(self) -> None:
         """As leader publish that the run is done, else wait for it: a follower succeeds only with the run."""
-        if self.is_single or self.monitor is None:
-            return
-        if self.dist_env.is_main:
+        if self.monitor is not None and self.dist_env.is_main:
             self.monitor.give("done", "1")
-        else:
+        elif self.monitor is not None:
             self.monitor.take("done")
 
     def require_same(self, digest: bytes, *, step: int) -> None:

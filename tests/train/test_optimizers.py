@@ -1,4 +1,4 @@
-"""Every optimizer: it is the one that was asked for, learns, begins as new, and comes back from a state."""
+"""Every optimizer: the one asked for, learns, begins as new, comes back from a state; and the schedules."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any, get_args
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 
 from lora_trainer.checkpoint.codec import Packed, pack, unpack
-from lora_trainer.common.errors import MachineError
+from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.config import SCHEDULE_FREE, OptimizerName, OptimizerSettings, all_settings
 from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
+from lora_trainer.hardware.devices import KINDS
 from lora_trainer.planning.optimizer_facts import RATE, needed_otherwise
 from lora_trainer.training.optimizers import (
     averaged_weights,
@@ -137,34 +141,22 @@ def test_it_lowers_a_loss_at_the_rate_it_is_given(name: OptimizerName) -> None:
     assert float(left) < 0.35
 
 
+@pytest.mark.parametrize("start", [0, 3])
 @EVERY
-def test_a_state_that_was_written_down_goes_on_to_the_same_bits(name: str) -> None:
+def test_a_state_that_was_written_down_goes_on_to_the_same_bits(name: str, start: int) -> None:
     own, other = parameters(), parameters()
     straight = build_optimizer(groups(own), settings(name))
-    walk(straight, own, range(3))
+    walk(straight, own, range(start))
     state, weights = written_and_read(straight), flat(own)
-    walk(straight, own, range(3, 6))
+    walk(straight, own, range(start, start + 3))
 
     restored = build_optimizer(groups(other), settings(name))
     walk(restored, other, range(20, 25))  # a rollback comes from somewhere else
     put(weights, other)
     restore_optimizer(restored, state)
-    walk(restored, other, range(3, 6))
+    walk(restored, other, range(start, start + 3))
     assert torch.equal(flat(other), flat(own))
     assert same(written_and_read(restored), written_and_read(straight))
-
-
-@EVERY
-def test_it_can_go_back_to_its_beginning(name: str) -> None:
-    own = parameters()
-    optimizer = build_optimizer(groups(own), settings(name))
-    state, weights = written_and_read(optimizer), flat(own)
-    walk(optimizer, own, range(3))
-    first = flat(own)
-    put(weights, own)
-    restore_optimizer(optimizer, state)
-    walk(optimizer, own, range(3))
-    assert torch.equal(flat(own), first)
 
 
 def written_and_read(optimizer: torch.optim.Optimizer) -> Any:
@@ -337,3 +329,121 @@ def test_a_preset_of_adamw_is_turned_into_its_own(name: OptimizerName) -> None:
     found = {key: value for key, value, _ in needed_otherwise(name, preset_rate=1e-4)}
     rates = {"prodigy": 1.0, "lion": 2e-5, "lion8bit": 2e-5, "came": 1e-5, "muon": 2e-4}
     assert found.get(RATE, 1e-4) == rates.get(name, 1e-4)
+
+
+# ---- AdamW, plain and in 8 bits
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "paged_adamw8bit"])
+def test_steps_are_those_of_the_library_to_the_bit_with_every_setting(name: str) -> None:
+    from bitsandbytes.optim import AdamW8bit
+
+    own, reference = parameters(), parameters()
+    values = {"beta1": 0.8, "beta2": 0.9, "epsilon": 1e-6, "weight_decay": 0.2}
+    optimizer = build_optimizer(groups(own), settings(name, **values))
+    shared: dict[str, Any] = {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
+    plain = (
+        torch.optim.AdamW(reference, lr=3e-3, fused=True, **shared)
+        if name == "adamw"
+        else AdamW8bit(reference, lr=3e-3, **shared)
+    )
+    set_learning_rate(optimizer, 3e-3)
+    for seed in (7, 8):
+        walk(optimizer, own, [seed])
+        walk(plain, reference, [seed])
+    assert torch.equal(flat(own), flat(reference))
+    if name != "adamw":
+        assert optimizer.state[own[0]]["state1"].dtype == torch.uint8
+
+
+def test_a_gpu_gets_the_paged_class_and_a_cpu_the_plain_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU all state is in host memory, and the paged class would only warn of that."""
+    from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+
+    own = groups(parameters())
+    assert type(build_optimizer(own, settings("paged_adamw8bit"))) is AdamW8bit
+    monkeypatch.setattr("lora_trainer.training.optimizers.kind_of", lambda _: KINDS["cuda"])
+    made = []
+    monkeypatch.setattr("lora_trainer.training.optimizers._allocate", made.append)
+    build_optimizer(own, settings("paged_adamw8bit"))
+    build_optimizer(own, settings("adamw8bit"))
+    assert [type(optimizer) for optimizer in made] == [PagedAdamW8bit, AdamW8bit]
+
+
+def test_paged_state_is_filled_where_it_is_and_not_replaced() -> None:
+    """bitsandbytes marks managed memory by an attribute, and puts new tensors in its place."""
+    own, other = parameters(), parameters()
+    saved = build_optimizer(groups(own), settings("adamw8bit"))
+    walk(saved, own, [1])
+    optimizer = build_optimizer(groups(other), settings("paged_adamw8bit"))
+    paged = {name: optimizer.state[other[0]][name] for name in ("state1", "state2")}
+    for tensor in paged.values():
+        tensor.is_paged = True
+    restore_optimizer(optimizer, saved.state_dict())
+    assert all(optimizer.state[other[0]][name] is tensor for name, tensor in paged.items())
+    found, wanted = optimizer.state[other[0]], saved.state[own[0]]
+    assert all(torch.equal(found[name], wanted[name]) for name in ("state1", "state2", "absmax1"))
+
+
+def test_a_resume_takes_the_factors_of_its_own_settings_and_refuses_other_groups() -> None:
+    """A lower learning rate beside a text encoder's own raises the factor of the text encoder."""
+
+    def built(first: float, second: float) -> torch.optim.Optimizer:
+        one, *others = parameters()
+        scaled = [{"params": [one], "lr_scale": first}, {"params": others, "lr_scale": second}]
+        return build_optimizer(scaled, settings("adamw"))
+
+    state = built(1.0, 0.5).state_dict()
+    restored = built(1.0, 5.0)
+    restore_optimizer(restored, state)
+    set_learning_rate(restored, 1e-3)
+    assert [group["lr"] for group in restored.param_groups] == [1e-3, 5e-3]
+    merged = build_optimizer(groups(parameters()), settings("adamw"))
+    with pytest.raises(RequestError, match="groups the layers by learning rate otherwise"):
+        restore_optimizer(merged, state)
+
+
+# ---- schedules
+
+
+def rates(schedule: str, steps: int, warmup: float, rate: float = 2e-4) -> list[float]:
+    chosen = OptimizerSettings.model_validate(
+        {"learning_rate": rate, "schedule": schedule, "warmup_fraction": warmup}
+    )
+    formula = learning_rate(chosen, steps=steps)
+    found = [formula(step) for step in range(steps)]
+    # A resumed run asks for step k without having asked for the steps before.
+    assert [formula(step) for step in reversed(range(steps))] == found[::-1]
+    return found
+
+
+@example(schedule="cosine", steps=1, warmup=0.9, rate=1.0)
+@example(schedule="linear", steps=4, warmup=0.9, rate=1.0)
+@given(
+    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    steps=st.integers(1, 400),
+    warmup=st.floats(0.0, 0.9),
+    rate=st.floats(1e-6, 1.0),
+)
+def test_every_step_trains_and_the_peak_is_the_setting(
+    schedule: str, steps: int, warmup: float, rate: float
+) -> None:
+    found = rates(schedule, steps, warmup, rate)
+    peak = found.index(max(found))
+    assert min(found) > 0
+    assert max(found) == pytest.approx(rate, rel=1e-9)
+    assert all(a < b for a, b in pairwise(found[: peak + 1])), "it rises to the peak"
+    assert all(a >= b for a, b in pairwise(found[peak:])), "and never again after it"
+
+
+def test_each_schedule_has_its_own_course() -> None:
+    for schedule in ("linear", "cosine"):
+        found = rates(schedule, 200, 0.1)
+        assert found[20] == pytest.approx(2e-4) and found[-1] < 0.02 * 2e-4
+        assert found[20 + 90] / 2e-4 == pytest.approx(0.5, abs=0.01)
+    linear, cosine = rates("linear", 100, 0.0), rates("cosine", 100, 0.0)
+    assert cosine[25] > 1.1 * linear[25] and cosine[75] < 0.7 * linear[75]
+    constant = rates("constant", 100, 0.1)
+    assert constant == pytest.approx([2e-4 * min(1, (step + 1) / 11) for step in range(100)])

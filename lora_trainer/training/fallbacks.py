@@ -1,0 +1,233 @@
+"""The answers to a step that failed: give up a speed-up, use less memory, or compute on the plain way.
+
+Each answer keeps the result, up to rounding, and is remembered in the guard state, so a resumed run does not
+try again what failed. Compiled blocks and CUDA graphs affect the speed only: the one that fails is switched
+off. Out of memory, the micro-batch is halved; at one image the next remedy of the plan is applied.
+
+The plain way is one retry, with every optional feature off, after an error that is not a lack of memory.
+Selective checkpointing, block swap, int8 products, compiled blocks and CUDA graphs all give the same result
+as the plain way, but a GPU, a driver or a library version may not support them. So an error in a first
+pass switches all of them off, for the rest of the run and for every run that resumes it. A second error
+ends the run and names both reasons.
+
+A pass counts as first until this process has finished an optimizer step with a pass of the same key: same
+latent shape, number of images and remedies in force. An action counts as first until it has run once.
+An error after that does not come from an unsupported feature, and ends the run.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from lora_trainer.common.errors import RESUME, LoraTrainError, TrainingStopped, first_line
+from lora_trainer.network.compiling import CompilationFailed
+from lora_trainer.network.out_of_memory import free_memory, is_lost, is_out_of_memory
+from lora_trainer.training.batch import Batch
+from lora_trainer.training.cuda_graphs import NotRecorded
+from lora_trainer.training.guards import GuardState, Unstable, after_fitting, after_out_of_memory
+from lora_trainer.training.training import (
+    COMPILE,
+    GRAPHS,
+    First,
+    OomFallback,
+    PartialOptimizerStep,
+    Training,
+)
+
+Fallback = Callable[[], GuardState]
+"""Applies one answer and returns the guard state to go on with. It holds no tensor; call it outside the
+`except` block, whose traceback keeps alive the tensors that have to be freed."""
+_NOUNS = {COMPILE: "compiled blocks", GRAPHS: "CUDA graphs"}
+_OUR_OWN = (LoraTrainError, PartialOptimizerStep, Unstable)
+"""Errors that this package raises on purpose: another way to compute does not cure them."""
+
+
+def fallback_for(
+    training: Training, guard: GuardState, error: Exception, *, firsts: Set[First], images: int
+) -> Fallback:
+    """Return the answer to an error; raises it again, or TrainingStopped, where there is none.
+
+    `firsts` are the keys of the passes, or the class of the action, in which `error` was raised, `images`
+    is the size of the largest pass.
+    """
+    if isinstance(error, CompilationFailed):
+        return partial(give_up, training, guard, COMPILE, reason=str(error))
+    if isinstance(error, NotRecorded):
+        return partial(give_up, training, guard, GRAPHS, reason=str(error))
+    if isinstance(error, RuntimeError) and is_out_of_memory(error):
+        return partial(use_less_memory, training, guard, images=images, reason=first_line(error))
+    if isinstance(error, _OUR_OWN):
+        raise error
+    if is_lost(error):
+        raise lost_device(training, guard, error) from error
+    plain = training.plain
+    if firsts <= plain.proven:
+        raise error
+    if guard.plain and plain.first_error:
+        raise TrainingStopped(
+            f"training failed twice: {plain.first_error}; and with every optional feature off: "
+            f"{_line(error)}",
+            fix=f"{RESUME} once the cause is gone; include problems.jsonl if you report it",
+        ) from error
+    if guard.plain or not _changes(training, guard):
+        raise error
+    return partial(go_plainly, training, guard, reason=_line(error))
+
+
+def give_up(training: Training, guard: GuardState, key: str, *, reason: str) -> GuardState:
+    """Do without compiled blocks (COMPILE) or CUDA graphs (GRAPHS) from now on, and report it."""
+    training.speedups.switch_off(key)
+    change = _switched_off(key)
+    training.tell_change(key, change.old, change.new, reason=reason)
+    training.events.problem(
+        f"the run continues without {_NOUNS[key]}, which affect only its speed: {reason}",
+        fix=f"nothing; start with {_settings([change])} to skip the attempt",
+        severity="note",
+    )
+    if key == COMPILE:
+        return replace(guard, uncompiled=True)
+    return replace(guard, ungraphed=True)
+
+
+def use_less_memory(
+    training: Training, guard: GuardState, *, images: int, reason: str
+) -> GuardState:
+    """Apply the next remedy after a pass of `images` did not fit; raises TrainingStopped without one."""
+    training.events.emit("out_of_memory", images_at_once=images, reason=reason)
+    recorded = training.speedups.keeps_gradients
+    # Recordings own memory that the allocator cannot use for anything else. Freeing it costs speed only,
+    # so it comes before every remedy, and the step is tried again before one is applied.
+    if recorded:
+        guard = give_up(training, guard, GRAPHS, reason=reason)
+    training.optimizer.zero_grad(set_to_none=True)
+    free_memory()
+    if recorded:
+        return guard
+    remedies = training.remedies_of(guard)
+    smaller = after_out_of_memory(guard, images=images, remedies=len(remedies))
+    if smaller.remedies > guard.remedies and training.speedups.graphs is not None:
+        # A remedy may move weights to host memory, and a copy from there cannot be part of a recording.
+        # No pass has been recorded so far, so there is no memory to free first.
+        smaller = give_up(training, smaller, GRAPHS, reason=reason)
+    for remedy in remedies[guard.remedies : smaller.remedies]:
+        remedy.apply()
+        training.tell_change(remedy.key, remedy.old, remedy.new, reason=reason)
+    _tell_micro_batch(training, guard, smaller, reason=reason)
+    return smaller
+
+
+def count_fitting(training: Training, guard: GuardState) -> GuardState:
+    """Count a step that fitted; after enough of them the next step may use a larger micro-batch again."""
+    larger = after_fitting(guard, planned=training.micro_batch)
+    reason = f"{guard.patience_steps} steps in a row fitted"
+    _tell_micro_batch(training, guard, larger, reason=reason)
+    return larger
+
+
+def tell_unplanned(training: Training, batch: Batch) -> None:
+    """Emit a note, once per setting, when samples of an unplanned shape run without that speed-up."""
+    height, width, images = batch.latents_shape
+    for key in training.speedups.newly_unplanned(batch):
+        training.events.problem(
+            f"{key} is not used for {images} latents of {width}x{height} at once and for other shapes "
+            "that the plan did not include",
+            fix="nothing; with fewer buckets or a lower memory.micro_batch there are fewer shapes",
+            severity="note",
+        )
+
+
+# ---- the plain way
+
+
+def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardState:
+    """Switch to the plain way and report it."""
+    changes, speedups = _changes(training, guard), training.speedups
+    guard = replace(
+        guard,
+        plain=True,
+        uncompiled=guard.uncompiled or speedups.compiled is not None,
+        ungraphed=guard.ungraphed or speedups.graphs is not None,
+    )
+    speedups.switch_off(COMPILE)
+    speedups.switch_off(GRAPHS)
+    training.optimizer.zero_grad(set_to_none=True)
+    free_memory()
+    for change in changes:
+        try:
+            change.apply()
+        except RuntimeError as error:
+            raise TrainingStopped(
+                f"{reason}; and {change.key}={_value(change.new)} was not possible: {_line(error)}",
+                fix=f"run the same command with --resume {_settings(changes)}",
+            ) from error
+        training.tell_change(change.key, change.old, change.new, reason=reason)
+    training.plain.first_error = reason
+    training.events.problem(
+        f"an error, not for lack of memory: {reason}. It is tried again, and the run continues, with every "
+        f"optional feature off: {', '.join(f'{c.key}={_value(c.new)}' for c in changes)}",
+        fix=f"nothing; to start a run this way add {_settings(changes)}",
+    )
+    # `guard.remedies` counts into the list of remedies in force. The plain way has a list of its own; a
+    # run that needed every remedy to fit needs all of these too.
+    all_taken = 0 < len(training.remedies) <= guard.remedies
+    return replace(guard, remedies=len(training.plain.remedies) if all_taken else 0)
+
+
+def lost_device(training: Training, guard: GuardState, error: BaseException) -> TrainingStopped:
+    """Return the error that ends a process whose device is lost; only a new process can use it again."""
+    settings = "" if guard.plain else _settings(_changes(training, guard))
+    again = f"; if it happens again add {settings}" if settings else ""
+    return TrainingStopped(
+        f"the device cannot be used by this process any more: {_line(error)}",
+        fix=f"{RESUME}{again}",
+    )
+
+
+def _changes(training: Training, guard: GuardState) -> Sequence[OomFallback]:
+    """Return the changes that lead to the plain way; empty when the run is on it already.
+
+    A change from "none" only adds recomputation. By itself that makes nothing plainer, but it gives the
+    memory that the other changes cost.
+    """
+    speedups = training.speedups
+    changes = list(training.plain.changes)
+    if speedups.compiled is not None:
+        changes.append(_switched_off(COMPILE))
+    if speedups.graphs is not None:
+        changes.append(_switched_off(GRAPHS))
+    return changes if guard.remedies or any(change.old != "none" for change in changes) else []
+
+
+def _switched_off(key: str) -> OomFallback:
+    """Return the change of a speed-up's setting; `Speedups.switch_off` makes it."""
+    old, new = ("blocks", "none") if key == COMPILE else (True, False)
+    return OomFallback(key=key, old=old, new=new, apply=lambda: None)
+
+
+# ---- wording
+
+
+def _tell_micro_batch(training: Training, old: GuardState, new: GuardState, *, reason: str) -> None:
+    if new.micro_batch != old.micro_batch:
+        training.tell_change("memory.micro_batch", old.micro_batch, new.micro_batch, reason=reason)
+
+
+def _settings(changes: Sequence[OomFallback]) -> str:
+    return " ".join(
+        f"--set {change.key}={_value(change.new)}" for change in changes if "." in change.key
+    )
+
+
+def _value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _line(error: BaseException) -> str:
+    """Return an error's type, first line and source position (file:line) in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    origin = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {first_line(error)}{origin}"

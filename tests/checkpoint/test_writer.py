@@ -1,0 +1,272 @@
+"""Saves in the background: what is written, when it counts, who waits, what a refusing disk does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_trainer.checkpoint import writer as checkpoint_writer
+from lora_trainer.checkpoint.states import LoopValues, TrainingState, load_newest, write_state
+from lora_trainer.checkpoint.writer import MAX_FAILURES, StateWriter
+from lora_trainer.common.errors import LoraTrainError, MachineError, TrainingStopped
+from lora_trainer.common.events import Event, EventStream
+
+PATIENCE_S = 30.0
+FULL = MachineError("cannot write: No space left on device (0 bytes free)", fix="free some space")
+
+
+def state_at(step: int, *, weight: torch.Tensor | None = None) -> TrainingState:
+    values = torch.full((3, 2), float(step)) if weight is None else weight
+    moments = {"state": {0: {"exp_avg": values * 2, "step": torch.tensor(float(step))}}}
+    return TrainingState(
+        step=step,
+        images_seen=4 * step,
+        adapter={"a.down": values},
+        optimizer={**moments, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        loop=LoopValues(guard={"kept": "f"}),
+    )
+
+
+@dataclass
+class Place:
+    """A writer, its events, and its disk: each write waits for `open` and fails with `error`."""
+
+    writer: StateWriter
+    events: list[Event]
+    open: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    steps: list[int] = field(default_factory=list)
+    busy: int = 0
+
+    def write(self, folder: Path, state: Any, *, keep: int) -> Path:
+        self.busy += 1
+        assert self.busy == 1, "one save at a time"
+        self.steps.append(state.step)
+        try:
+            assert self.open.wait(PATIENCE_S)
+            if self.error is not None:
+                raise self.error
+            return write_state(folder, state, keep=keep)
+        finally:
+            self.busy -= 1
+
+    def save(self, step: int, *, weight: torch.Tensor | None = None, **options: Any) -> None:
+        self.writer.save(state_at(step, weight=weight), **{"export": None, **options})
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        return [dict(event.fields) for event in self.events if event.kind == kind]
+
+    def on_disk(self) -> TrainingState:
+        state = load_newest(self.writer.folder, events=None)
+        assert state is not None
+        return state
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    seen: list[Event] = []
+    events = EventStream(listeners=[seen.append])
+    place = Place(StateWriter(folder=tmp_path / "states", keep=2, events=events), seen)
+    place.open.set()
+    monkeypatch.setattr(checkpoint_writer, "write_state", place.write)
+    return place
+
+
+def test_training_goes_on_while_state_and_export_of_one_moment_are_written(place: Place) -> None:
+    place.open.clear()
+    weight, written = torch.ones(3, 2), list[float]()
+
+    def export(copy: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[[], str]:
+        taken = copy("export.a", weight)
+
+        def write() -> str:
+            written.append(float(taken.sum()))
+            return "a.safetensors"
+
+        return write
+
+    place.save(5, weight=weight, export=export)
+    assert place.told("saved") == []
+    assert not place.writer.folder.exists()
+    weight += 7  # the next step
+    place.open.set()
+    place.writer.wait_for_acknowledgement()
+    assert place.on_disk().adapter["a.down"].tolist() == torch.ones(3, 2).tolist()
+    assert written == [6.0]
+    (saved,) = place.told("saved")
+    names = (saved["step"], saved["state"], saved["export"])
+    assert names == (5, "step-00000005", "a.safetensors")
+    files = (place.writer.folder / "step-00000005").iterdir()
+    assert saved["bytes"] == sum(path.stat().st_size for path in files)
+    assert 0 <= saved["blocked_s"] <= saved["seconds"]
+
+
+def test_saved_is_said_once_the_state_is_there_and_none_is_left_out(place: Place) -> None:
+    seen: list[int] = []
+
+    def listener(event: Event) -> None:
+        if event.kind == "saved":
+            seen.append(place.on_disk().step)
+
+    place.writer.events.subscribe(listener)
+    for step in range(1, 9):
+        place.save(step)
+    place.writer.wait()
+    assert seen == place.steps == list(range(1, 9))
+    kept = sorted(path.name for path in place.writer.folder.glob("step-*"))
+    assert kept == ["step-00000007", "step-00000008"]
+
+
+def test_memory_of_the_host_is_used_again_for_tensors_of_the_same_shape(place: Place) -> None:
+    addresses = []
+    for step, weight in ((1, None), (2, None), (3, torch.ones(5))):
+        place.save(step, weight=weight)
+        place.writer.wait()
+        buffers = place.writer.copies.buffers
+        addresses.append({name: copy.data_ptr() for name, copy in buffers.items()})
+        if step == 2:
+            assert place.on_disk().adapter["a.down"].unique().tolist() == [2.0]
+    assert addresses[0] == addresses[1] and len(addresses[0]) == 3
+    assert place.on_disk().adapter["a.down"].shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (FULL, "1 of 3 in a row"),
+        (MemoryError(), "not enough memory for the exported file"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "not enough memory"),
+    ],
+    ids=str,
+)
+def test_an_export_that_fails_leaves_a_state_that_counts(
+    place: Place, error: Exception, message: str
+) -> None:
+    def refused() -> str:
+        raise error
+
+    place.save(1, export=lambda copy: refused)
+    place.writer.wait_for_acknowledgement()
+    assert place.on_disk().step == 1
+    (saved,) = place.told("saved")
+    assert (saved["step"], saved["export"]) == (1, None)
+    (problem,) = place.told("problem")
+    assert message in problem["what"]
+    place.save(2)
+    place.writer.wait_for_acknowledgement()
+    assert place.on_disk().step == 2
+
+
+# ---- a disk that refuses
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(FULL, "0 bytes free"), (MemoryError(), "not enough memory for the state")],
+)
+def test_a_refused_save_is_a_problem_and_the_next_one_tries_again(
+    place: Place, error: BaseException, message: str
+) -> None:
+    place.save(1)
+    place.writer.wait()
+    place.error = error
+    place.save(2)
+    with pytest.raises(MachineError, match="No space|not enough memory"):
+        place.writer.wait_for_acknowledgement()
+    (problem,) = place.told("problem")
+    assert problem["code"] == "CKP-03"
+    assert "step 2" in problem["what"] and message in problem["what"]
+    assert place.on_disk().step == 1
+    place.error = None
+    place.save(3)
+    place.writer.wait_for_acknowledgement()
+    assert place.writer.failures == 0
+    assert place.on_disk().step == 3
+
+
+def test_three_in_a_row_are_the_end_but_the_last_save_is_tried(place: Place) -> None:
+    place.error = FULL
+    for step in range(1, MAX_FAILURES + 1):
+        place.save(step)
+    with pytest.raises(MachineError, match="No space"):
+        place.save(4)
+    assert place.steps == [1, 2, 3]
+    place.save(4, last=True)
+    with pytest.raises(MachineError, match="No space"):
+        place.writer.wait_for_acknowledgement()
+    assert "step 4 failed (the last save)" in place.told("problem")[-1]["what"]
+    place.error = None
+    place.save(5, last=True)
+    place.writer.wait_for_acknowledgement()
+    assert place.on_disk().step == 5
+
+
+def test_a_mistake_in_the_writer_is_no_silence(place: Place) -> None:
+    place.error = ZeroDivisionError("a bug")
+    place.save(1)
+    with pytest.raises(ZeroDivisionError):
+        place.writer.wait()
+    place.writer.wait()  # it was said
+    place.error = None
+    place.save(2)
+    place.writer.wait_for_acknowledgement()
+    assert place.on_disk().step == 2
+
+
+def test_what_is_not_finite_is_neither_written_nor_remembered(place: Place) -> None:
+    place.writer.remember(state_at(1))
+    with pytest.raises(TrainingStopped, match="step 2 is not saved"):
+        place.save(2, weight=torch.full((3, 2), float("nan")))
+    place.writer.wait()
+    assert place.steps == []
+    assert place.writer.newest().step == 1
+    assert place.writer.newest().adapter["a.down"].unique().tolist() == [1.0]
+
+
+def test_the_newest_copy_is_nobody_s_memory_and_there_also_when_the_disk_refused_it(
+    place: Place,
+) -> None:
+    place.error = FULL
+    place.save(3)
+    place.writer.wait()
+    place.writer.newest().adapter["a.down"].zero_()
+    place.writer.newest().optimizer["state"][0]["exp_avg"].zero_()
+    newest = place.writer.newest()
+    assert (newest.step, newest.images_seen) == (3, 12)
+    assert newest.loop == LoopValues(guard={"kept": "f"})
+    assert newest.adapter["a.down"].unique().tolist() == [3.0]
+    assert newest.optimizer["state"][0]["exp_avg"].unique().tolist() == [6.0]
+
+
+# ---- the end of a run
+
+
+@pytest.mark.parametrize("error", [None, FULL])
+def test_the_end_waits_for_the_disk(place: Place, error: LoraTrainError | None) -> None:
+    place.open.clear()
+    opener = threading.Timer(0.05, place.open.set)
+    try:
+        with place.writer:
+            place.save(1)
+            opener.start()
+            if error is not None:
+                raise error
+    except MachineError:
+        pass
+    assert place.on_disk().step == 1
+
+
+def test_quitting_at_once_does_not(place: Place) -> None:
+    place.open.clear()
+    with pytest.raises(KeyboardInterrupt), place.writer:
+        place.save(1)
+        raise KeyboardInterrupt
+    assert place.told("saved") == []
+    place.open.set()
+    place.writer.wait()
