@@ -34,6 +34,7 @@ REQUIRED = {
     "lora_trainer/embedded/README.md",
     "lora_trainer/embedded/model_index.json",
     "lora_trainer/costs/cost_tables.json",
+    "lora_trainer/dataset/finding_texts.toml",
     "presets/schema.json",
 }
 PACKAGE_OF = {"PIL": "pillow", "pynvml": "nvidia_ml_py", "yaml": "pyyaml"}
@@ -41,6 +42,7 @@ OWN = {"lora_trainer", "gui", "presets"}
 SHIPPED_DATA = (
     "lora_trainer/embedded/**/*",
     "lora_trainer/costs/*.json",
+    "lora_trainer/dataset/*.toml",
     "lora_trainer/families/*.json",
     "lora_trainer/families/*.toml",
     "lora_trainer/families/base_files/*.json",

@@ -16,8 +16,8 @@ from lora_trainer.common.errors import InputError, RequestError, exit_code
 from lora_trainer.config.config import Config, RunConfig, build_config, flatten
 from lora_trainer.config.constraints import contradictions
 from lora_trainer.config.layers import SettingsFile, read_settings_file, read_settings_text
-from lora_trainer.dataset.run_dataset import bucket_counts, cache_folder, place_all
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.dataset.records import bucket_counts
+from lora_trainer.dataset.run_dataset import cache_folder
 from lora_trainer.hardware.machine import Hardware, assume_card
 from lora_trainer.run import prepare as prepare_module
 from lora_trainer.run.plan_text import plan_text, shares
@@ -203,7 +203,7 @@ def test_what_cannot_be_is_refused_before_the_dataset_is_read(
     def read(*_: object, **__: object) -> None:
         raise AssertionError("the dataset was read")
 
-    monkeypatch.setattr(prepare_module, "scan_with_memo", read)
+    monkeypatch.setattr(prepare_module, "read_dataset", read)
     typed = {key: value for key, value in settings.items() if key != "preset"}
     request = asked(place, base__model=str(base_of(base)), **typed)
     request = replace(request, preset=settings.get("preset", "auto"))
@@ -299,29 +299,24 @@ def test_the_plan_counts_what_is_trained(place: Toy) -> None:
 
 def test_buckets_count_repeats_of_what_is_asked_for(place: Toy) -> None:
     prepared = prepare(asked(place, data__repeats=3), hardware=PROCESSOR)
-    counts = bucket_counts(prepared.dataset.records, prepared.placements)
+    counts = bucket_counts(prepared.dataset.records)
     assert len(counts) == 3
     assert sum(counts.values()) == 18
     assert list(counts) == sorted(counts)
-    assert sum(bucket_counts(prepared.held_out, prepared.placements).values()) == 3 * len(
-        prepared.held_out
-    )
+    assert sum(bucket_counts(prepared.held_out).values()) == 3 * len(prepared.held_out)
 
 
 def test_without_buckets_everything_is_square(place: Toy) -> None:
     prepared = prepare(asked(place, data__buckets=False), hardware=PROCESSOR)
-    sides = {(p.bucket.width_px, p.bucket.height_px) for p in prepared.placements.values()}
-    assert all(width == height for width, height in sides)
+    buckets = [record.placement.bucket for record in prepared.dataset.records]
+    assert all(bucket.width_px == bucket.height_px for bucket in buckets)
 
 
 def test_the_resolution_is_the_base_s_own_unless_given(place: Toy) -> None:
-    prepared = prepare(asked(place), hardware=PROCESSOR)
-    facts: BaseFacts = prepared.facts
-    config = Config()
-    own = place_all(prepared.dataset, config, facts)["p0.png"].bucket
-    given = build_config({"data.resolution": facts.resolution_px * 2})
-    larger = place_all(prepared.dataset, given, facts)["p0.png"].bucket
-    assert (own.width_px, larger.width_px) == (facts.resolution_px, facts.resolution_px * 2)
+    own_px = prepare(asked(place), hardware=PROCESSOR).facts.resolution_px
+    for settings, expected_px in ({}, own_px), ({"data__resolution": own_px * 2}, own_px * 2):
+        prepared = prepare(asked(place, **settings), hardware=PROCESSOR)
+        assert prepared.dataset.records[0].placement.bucket.width_px == expected_px
 
 
 def test_a_preset_s_resolution_is_not_above_what_the_base_was_trained_on(place: Toy) -> None:
@@ -368,15 +363,23 @@ def test_a_run_longer_than_its_priority_means_is_remarked(place: Toy) -> None:
 
 def test_more_resolutions_are_planned_for(place: Toy) -> None:
     one, both = (
-        prepare(asked(place, data__resolution=32, data__more_resolutions=more), hardware=PROCESSOR)
+        prepare(
+            asked(
+                place,
+                data__resolution=32,
+                data__more_resolutions=more,
+                data__validation_fraction=0.2,
+            ),
+            hardware=PROCESSOR,
+        )
         for more in ((), (64,))
     )
     assert set(one.plan.images_at_once) < set(both.plan.images_at_once)
     assert max(w * h for w, h in both.plan.images_at_once) > 32**2
     assert both.plan.memory.phases["training"] > one.plan.memory.phases["training"]
     assert both.plan.disk_bytes["cache"] > one.plan.disk_bytes["cache"]
-    (placed,) = both.more_placements
-    assert set(placed) == {record.name for record in both.trained}, "not those held out"
+    assert {len(record.placements) for record in both.trained} == {2}
+    assert {len(record.placements) for record in both.held_out} == {1}
     (said,) = (found for found in run_warnings(both) if found.kind == "enlarged")
     assert f"{len(both.trained)} of {len(both.trained)} images" in said.what
 

@@ -85,21 +85,13 @@ class Entries:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LatentJob:
-    """One latent to have: the record, where it goes, mirrored or not, and its name in the cache."""
+class ImageJob:
+    """One latent or one mask to have: the record, where it goes, mirrored or not, and its name in the cache.
+
+    `factor`: pixels a side of each latent.
+    """
 
     record: ImageRecord
-    placement: Placement
-    flip: bool
-    key: CacheKey
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MaskJob:
-    """One mask to have at the size of latents of `factor` pixels a side; of the image `name`."""
-
-    mask: Mask
-    name: str
     placement: Placement
     flip: bool
     factor: int
@@ -110,10 +102,10 @@ class MaskJob:
 class Needs:
     """Everything a run reads from the caches: jobs and texts by digest, and the sources of its samples."""
 
-    latents: Mapping[str, LatentJob]
+    latents: Mapping[str, ImageJob]
     texts: Mapping[str, tuple[str, CacheKey]]
     sources: Mapping[str, SampleSource]
-    masks: Mapping[str, MaskJob] = field(default_factory=dict)
+    masks: Mapping[str, ImageJob] = field(default_factory=dict)
 
     def share(self, rank: int, count: int) -> Needs:
         """Return the share of process `rank` of `count`; each entry is in exactly one share."""
@@ -193,7 +185,6 @@ class TextEntries:
 @gc_disabled()
 def needs(
     records: Iterable[ImageRecord],
-    placements: Mapping[str, Placement],
     *,
     prompts: Iterable[str],
     facts: BaseFacts,
@@ -201,60 +192,48 @@ def needs(
     geometry: Callable[[Geometry], Conditioning],
     settings: DataSettings,
     seed: int,
-    more: Sequence[Mapping[str, Placement]] = (),
 ) -> Needs:
     """List the entries for these records and for `prompts` (sampling; the empty text is always in).
 
-    `geometry` returns the denoiser's conditioning for an image's crop. `more`: the placements at each further
-    resolution, of the records that are trained at it.
+    `geometry` returns the denoiser's conditioning for an image's crop.
     """
-    latents: dict[str, LatentJob] = {}
+    latents: dict[str, ImageJob] = {}
     texts: dict[str, tuple[str, CacheKey]] = {}
-    masks: dict[str, MaskJob] = {}
+    masks: dict[str, ImageJob] = {}
     sources: dict[str, SampleSource] = {}
-    # Images of one size and crop share one tuple: a large dataset has few sizes.
+    # Images of one size and crop share one tuple, and images of a folder its settings.
     shared_geometry = cache(geometry)
     folders: dict[tuple[str, bool], DataSettings] = {}
     for record in records:
         folder_key = (record.folder, record.regularisation)
-        folder_settings = folders.get(folder_key)
-        if folder_settings is None:
-            folder_settings = folders[folder_key] = record.settings(settings)
-        drawn = variants(record.written, settings=folder_settings, seed=seed)
+        if folder_key not in folders:
+            folders[folder_key] = record.settings(settings)
+        data = folders[folder_key]
+        drawn = variants(record.written, settings=data, seed=seed)
         keys = [(text, texts_as.key(text)) for text in drawn]
-        classes = _of_class(drawn, texts_as, folder_settings)
+        classes = _of_class(drawn, texts_as, data)
         texts |= {key.digest: (text, key) for text, key in (*keys, *filter(None, classes))}
-        at_all: list[SampleSource] = []
-        for placed in (placements, *(placed for placed in more if record.name in placed)):
-            placement = placed[record.name]
-            jobs = [
-                _latent_job(record, placement, flip, facts, folder_settings)
-                for flip in _flips(folder_settings)
-            ]
+        views: list[SampleSource] = []
+        for placement in record.placements:
+            jobs = [_latent_job(record, placement, flip, facts, data) for flip in _flips(data)]
+            masking = [_mask_job(job, record.mask) for job in jobs if record.mask is not None]
             latents |= {job.key.digest: job for job in jobs}
-            masking = [
-                _mask_job(record, record.mask, placement, flip, facts)
-                for flip in _flips(folder_settings)
-                if record.mask is not None
-            ]
             masks |= {job.key.digest: job for job in masking}
-            source = SampleSource(
+            view = SampleSource(
                 plain=jobs[0].key,
                 mirrored=jobs[1].key if len(jobs) > 1 else None,
                 mask=masking[0].key if masking else None,
                 mirrored_mask=masking[1].key if len(masking) > 1 else None,
                 texts=tuple(key for _, key in keys),
-                of_class=tuple(
-                    None if text_and_key is None else text_and_key[1] for text_and_key in classes
-                ),
+                of_class=tuple(pair and pair[1] for pair in classes),
                 regularisation=record.regularisation,
                 size_px=(placement.bucket.width_px, placement.bucket.height_px),
                 geometry=shared_geometry(_geometry(record, placement, flip=False)),
                 mirrored_geometry=shared_geometry(_geometry(record, placement, flip=True)),
                 folder=record.folder,
             )
-            at_all.append(source)
-        first = replace(at_all[0], others=tuple(at_all[1:])) if more else at_all[0]
+            views.append(view)
+        first = replace(views[0], others=tuple(views[1:])) if len(views) > 1 else views[0]
         sources |= dict.fromkeys(record.sample_ids(), first)
     extra = [(text, texts_as.key(text)) for text in ("", *prompts)]
     return Needs(
@@ -293,7 +272,7 @@ def _geometry(record: ImageRecord, placement: Placement, *, flip: bool) -> Geome
 
 def _latent_job(
     record: ImageRecord, placement: Placement, flip: bool, facts: BaseFacts, settings: DataSettings
-) -> LatentJob:
+) -> ImageJob:
     key = latent_key(
         content_hash=record.content_hash,
         encoder_identity=facts.parts["vae"].identity,
@@ -301,24 +280,15 @@ def _latent_job(
         flip=flip,
         alpha_background=settings.alpha_background if record.transparent else None,
     )
-    return LatentJob(record=record, placement=placement, flip=flip, key=key)
+    return ImageJob(record=record, placement=placement, flip=flip, factor=facts.vae_factor, key=key)
 
 
-def _mask_job(
-    record: ImageRecord, mask: Mask, placement: Placement, flip: bool, facts: BaseFacts
-) -> MaskJob:
+def _mask_job(latent: ImageJob, mask: Mask) -> ImageJob:
     key = mask_key(
         content_hash=mask.content_hash,
         of_alpha=mask.of_alpha,
-        placement=placement,
-        flip=flip,
-        factor=facts.vae_factor,
+        placement=latent.placement,
+        flip=latent.flip,
+        factor=latent.factor,
     )
-    return MaskJob(
-        mask=mask,
-        name=record.name,
-        placement=placement,
-        flip=flip,
-        factor=facts.vae_factor,
-        key=key,
-    )
+    return replace(latent, key=key)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from lora_trainer.cache.background import Later, prefetch_map, write_behind
-from lora_trainer.cache.cache_plan import LatentJob, MaskJob, Needs, TextEntries
+from lora_trainer.cache.cache_plan import ImageJob, Needs, TextEntries
 from lora_trainer.cache.index import missing
 from lora_trainer.cache.keys import CacheKey
 from lora_trainer.cache.store import Cache
@@ -126,16 +126,16 @@ class _Pass:
         self.events.emit("phase", phase="cache", message=message, done=self.done, total=self.total)
 
 
-def _add_masks(masks: Sequence[MaskJob], work: _Pass, *, settings: DataSettings) -> None:
+def _add_masks(masks: Sequence[ImageJob], work: _Pass, *, settings: DataSettings) -> None:
     make = partial(_encode_mask, settings=settings)
     with prefetch_map(make, masks, cost=_mask_pixels, most_cost=MAX_PIXELS_AHEAD) as pixels:
         for job in masks:
             work.obey()
-            work.add(job.key, next(pixels), message=f"mask of {job.name}")
+            work.add(job.key, next(pixels), message=f"mask of {job.record.name}")
 
 
 def _add_latents(
-    latents: Sequence[LatentJob],
+    latents: Sequence[ImageJob],
     work: _Pass,
     encoding: _Encoding[ImageEncoder],
     *,
@@ -220,17 +220,15 @@ class _Encoding(Generic[Encoder]):
         )
 
 
-def _decoded_pixels(jobs: Sequence[LatentJob]) -> int:
+def _decoded_pixels(jobs: Sequence[ImageJob]) -> int:
     return jobs[0].record.width_px * jobs[0].record.height_px
 
 
-def _mask_pixels(job: MaskJob) -> int:
+def _mask_pixels(job: ImageJob) -> int:
     return job.placement.scaled_width_px * job.placement.scaled_height_px
 
 
-def _pixels(
-    jobs: Sequence[LatentJob], *, settings: DataSettings
-) -> tuple[NDArray[np.float32], ...]:
+def _pixels(jobs: Sequence[ImageJob], *, settings: DataSettings) -> tuple[NDArray[np.float32], ...]:
     """Decode one image and cut it as its jobs want: [H, W, 3] in [-1, 1]."""
     record = jobs[0].record
     image = decode(record.path, settings=settings, content_hash=record.content_hash).image
@@ -238,7 +236,7 @@ def _pixels(
     return tuple(np.asarray(part, dtype=np.float32) / 127.5 - 1.0 for part in cuts)
 
 
-def _encode_image(job: LatentJob, pixels: NDArray[np.float32], encoder: ImageEncoder) -> Entry:
+def _encode_image(job: ImageJob, pixels: NDArray[np.float32], encoder: ImageEncoder) -> Entry:
     try:
         (latent,) = encoder.encode_images(torch.from_numpy(pixels).permute(2, 0, 1)[None])
     except InputError as error:
@@ -246,12 +244,13 @@ def _encode_image(job: LatentJob, pixels: NDArray[np.float32], encoder: ImageEnc
     return {"mean": latent.mean.numpy(), "std": latent.std.numpy()}
 
 
-def _encode_mask(job: MaskJob, *, settings: DataSettings) -> Entry:
-    pixels = decode_mask(job.mask, settings=settings)
+def _encode_mask(job: ImageJob, *, settings: DataSettings) -> Entry:
+    assert job.record.mask is not None, "only masks are planned here"
+    pixels = decode_mask(job.record.mask, settings=settings)
     values = mask_values(pixels, job.placement, flip=job.flip, factor=job.factor)
     if not values.any():
         raise InputError(
-            f"the mask of {job.name} is black in all that its crop to {job.placement.bucket} leaves",
+            f"the mask of {job.record.name} is black in all that its crop to {job.placement.bucket} leaves",
             fix="crop the image and its mask around the subject, or raise data.max_aspect",
         )
     return {"mask": values}

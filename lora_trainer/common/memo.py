@@ -52,7 +52,7 @@ class MemoTable:
     """Entries that the file does not hold yet."""
 
     @classmethod
-    def load(cls, folder: Path, name: str, *, version: str = "1") -> MemoTable:
+    def load(cls, folder: Path | None, name: str, *, version: str = "1") -> MemoTable:
         """Read a table; one that is not there, damaged or of another version is empty. Never raises."""
         table = cls(name=name, version=version, folder=folder)
         table.entries = table.stored()
@@ -137,7 +137,7 @@ class HashMemo:
     """By path: "size mtime ctime inode hash"; lists instead of texts would take twice the memory."""
 
     @classmethod
-    def load(cls, folder: Path) -> HashMemo:
+    def load(cls, folder: Path | None) -> HashMemo:
         """Read the hashes of a cache folder; never raises."""
         return cls(table=MemoTable.load(folder, "hashes"))
 

@@ -7,12 +7,14 @@ away evenly on both sides. Nothing depends on other images, so adding one moves 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from PIL import Image
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.config.config import DataSettings
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -97,6 +99,29 @@ def cut(image: Image.Image, placement: Placement, *, flip: bool) -> Image.Image:
     bottom_px = placement.top_px + placement.bucket.height_px
     part = scaled.crop((placement.left_px, placement.top_px, right_px, bottom_px))
     return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else part
+
+
+Place = Callable[[int, int], tuple[Placement, ...]]
+"""Returns the placements of an image of (width, height) pixels: one for each resolution it is trained at."""
+
+
+def placing(data: DataSettings, *, resolution_px: int, step_px: int) -> Place:
+    """Return the function that places images at `data.resolution` and `data.more_resolutions`; raises RequestError.
+
+    `resolution_px` stands in for "auto", `step_px` is the base's. Images of one size share their placements,
+    which saves time and memory, as a dataset has many images but few sizes.
+    """
+    side_px = resolution_px if data.resolution == "auto" else data.resolution
+    sides_px = [("data.resolution", side_px)]
+    sides_px += [("data.more_resolutions", more_px) for more_px in data.more_resolutions]
+    max_aspect = data.max_aspect if data.buckets else 1.0
+    buckets = [
+        buckets_for(resolution_px=side, step_px=step_px, max_aspect=max_aspect, setting=setting)
+        for setting, side in sides_px
+    ]
+    return cache(
+        lambda width_px, height_px: tuple(place(width_px, height_px, buckets=b) for b in buckets)
+    )
 
 
 def _distance(bucket: Bucket, width_px: int, height_px: int) -> float:

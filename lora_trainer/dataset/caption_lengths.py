@@ -16,11 +16,12 @@ from pathlib import Path
 
 from lora_trainer.common.caption_markup import weighted_parts, words_of
 from lora_trainer.common.files import sha256_file
-from lora_trainer.common.findings import Finding, warning
+from lora_trainer.common.findings import Finding
 from lora_trainer.common.memo import MemoTable
 from lora_trainer.config.config import CHUNK_TOKENS, Config
 from lora_trainer.dataset.caption_rules import variants
 from lora_trainer.dataset.captions import of_class
+from lora_trainer.dataset.finding_texts import finding
 from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.dataset.tokens import TokenCounter, new_word, tokenizer_folder
 from lora_trainer.families.base import BaseFacts, Family
@@ -30,7 +31,6 @@ MEMO = "caption lengths"
 """The table with the lengths of earlier datasets, by a digest of all their texts: to count 100,000 takes 15 s."""
 MOST_CHUNKS = 3
 """225 tokens: as much as kohya's trainers read."""
-TOO_LONG = "caption-too-long"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,17 +133,18 @@ def reading_of(
 def too_long(reading: Reading, *, facts: BaseFacts) -> Iterator[Finding]:
     """Yield a warning where ends of captions are not read, with the setting that reads them."""
     room = reading.chunks * facts.chunk_room
-    if reading.lengths is None or reading.lengths.longest <= room:
+    lengths = reading.lengths
+    if lengths is None or lengths.longest <= room:
         return
-    lengths, most = reading.lengths, MOST_CHUNKS * CHUNK_TOKENS
-    what = (
-        f"{lengths.longer_than(room)} of {lengths.all_images} images have captions of more than the "
-        f"{room} tokens that are read, {lengths.longest} in {lengths.longest_file}: their ends are cut"
+    yield finding(
+        "caption-too-long" if reading.chunks < MOST_CHUNKS else "caption-too-long.most",
+        longer=lengths.longer_than(room),
+        all=lengths.all_images,
+        room=room,
+        longest=lengths.longest,
+        file=lengths.longest_file,
+        most=MOST_CHUNKS * CHUNK_TOKENS,
     )
-    advice = f"shorten them, most important words first: {most} tokens are the most"
-    if reading.chunks < MOST_CHUNKS:
-        advice = f"use --set {KEY}=auto, which reads up to {most}, or shorten them"
-    yield warning(TOO_LONG, None, what, advice=advice, code="CAP-03")
 
 
 def _texts(record: ImageRecord, config: Config) -> Iterator[str]:

@@ -143,46 +143,36 @@ def _first(count: int, position: int) -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Tags:
-    """A caption's tags: fixed ones in front, those that rules may touch, fixed ones at the end."""
-
-    front: list[str]
-    middle: list[str]
-    end: list[str]
-
-
 def _with_tags_arranged(text: str, trigger: str, settings: DataSettings, draw: _Draw | None) -> str:
     touched = draw is not None and (settings.shuffle_tags or settings.tag_dropout > 0)
     marks = (settings.keep_tokens_separator, settings.secondary_separator)
     if not touched and not any(mark and mark in text for mark in marks):
         return text  # commas stay as they are written
-    tags = _tags(text, trigger if touched else "", settings)
-    middle = tags.middle
+    front, middle, end = _tags(text, trigger if touched else "", settings)
     if draw is not None:
         middle = draw.kept(middle, dropout=settings.tag_dropout)
         middle = draw.shuffled(middle) if settings.shuffle_tags else middle
     glue = settings.secondary_separator
-    return ", ".join(_separate(tag, glue) for tag in (*tags.front, *middle, *tags.end))
+    return ", ".join(_separate(tag, glue) for tag in (*front, *middle, *end))
 
 
-def _tags(text: str, trigger: str, settings: DataSettings) -> _Tags:
-    """Return the tags of a text; those with the trigger come first."""
+def _tags(
+    text: str, trigger: str, settings: DataSettings
+) -> tuple[list[str], list[str], list[str]]:
+    """Return fixed tags in front, tags that rules may touch, and fixed tags at the end; the trigger's come first."""
     split = partial(_split, whole_brackets=settings.emphasis)
     mark = settings.keep_tokens_separator
     if mark and mark in text:
         head, _, rest = text.partition(mark)
         inner, _, tail = rest.partition(mark)
         with_trigger_word, middle = _with_word_first(split(inner), trigger)
-        return _Tags(
-            front=with_trigger_word + split(head), middle=middle, end=split(tail.replace(mark, ","))
-        )
+        return with_trigger_word + split(head), middle, split(tail.replace(mark, ","))
     with_trigger_word, others = _with_word_first(split(text), trigger)
     tags = with_trigger_word + others
     # A trigger that will be put in front counts as the first tag, as one that is written does.
     missing = 1 if trigger and not with_trigger_word else 0
     fixed_count = max(settings.keep_tokens - missing, len(with_trigger_word))
-    return _Tags(front=tags[:fixed_count], middle=tags[fixed_count:], end=[])
+    return tags[:fixed_count], tags[fixed_count:], []
 
 
 def _split(text: str, *, whole_brackets: bool) -> list[str]:

@@ -21,7 +21,6 @@ from lora_trainer.dataset.captions import (
     CAPTION_KEYS,
     TAG_KEYS,
     CaptionText,
-    GivenCaption,
     caption_lines,
     caption_of,
     clean,
@@ -51,14 +50,6 @@ _TEXT_ROW = re.compile(r"([^:|\t,]+\.[A-Za-z0-9]{2,5})(?:#[0-9])?\s*[:|\t,]\s*(\
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metadata:
-    """Captions by image name as the file writes it, with forward slashes, and the problems met in reading."""
-
-    captions: Mapping[str, CaptionText]
-    problems: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class MetadataRow:
     """One line of a `metadata.jsonl`: its object, the image's name, and the key of the caption."""
 
@@ -80,28 +71,29 @@ class CaptionTables:
     `second`: image, the table that counts, and a later table that has another caption for it.
     """
 
-    captions: dict[str, GivenCaption] = field(default_factory=dict)
+    captions: dict[str, CaptionText] = field(default_factory=dict)
     second: list[tuple[str, str, str]] = field(default_factory=list)
     _alike: dict[str, str] = field(default_factory=dict)
     _elsewhere: dict[str, list[str]] = field(default_factory=dict)
     """Keys of `captions` that are no file of the table's folder, by the `same_name` of their last part."""
 
-    def add(self, table: Metadata, *, source: str, folder: Path, prefix: str) -> list[str]:
+    def add(
+        self, table: Mapping[str, CaptionText], *, source: str, folder: Path, prefix: str
+    ) -> list[str]:
         """Add a table that lies in `folder`, called `prefix` in the dataset ("x/" or ""); return the new keys."""
         new: list[str] = []
-        for name, text in table.captions.items():
+        for name, caption in table.items():
             key = prefix + name
-            first = self.captions.get(key)
-            if first is None:
-                self.captions[key] = GivenCaption(text=text.text, lines=text.lines, source=source)
-                new.append(key)
-                self._alike[same_name(key)] = key
-                # Tables from other machines hold other paths: only the end of a path is left to go by.
-                if not os.path.lexists(folder / name):
-                    last = same_name(PurePosixPath(name).name)
-                    self._elsewhere.setdefault(last, []).append(key)
-            elif first.text != text.text:
-                self.second.append((key, first.source, source))
+            first = self.captions.setdefault(key, caption._replace(source=source))
+            if first.source != source:
+                if first.text != caption.text:
+                    self.second.append((key, first.source, source))
+                continue
+            new.append(key)
+            self._alike[same_name(key)] = key
+            # Tables from other machines hold other paths: only the end of a path is left to go by.
+            if not os.path.lexists(folder / name):
+                self._elsewhere.setdefault(same_name(PurePosixPath(name).name), []).append(key)
         return new
 
     def find(self, image_name: str) -> str | None:
@@ -123,45 +115,29 @@ class CaptionTables:
         return None
 
 
-def read_table(name: str, data: bytes) -> Metadata:
+def read_table(name: str, data: bytes) -> tuple[dict[str, CaptionText], list[str]]:
     """Read a file called `name`, one of `TABLE_NAMES`.
 
-    Raises InputError for a Parquet file where pyarrow is not installed. Damage is told in `problems`.
+    Returns captions by image name as the file writes it, with forward slashes, and the problems met in reading.
+    Raises InputError for a Parquet file where pyarrow is not installed.
     """
     extension = split_name(name)[1]
-    if extension == ".jsonl":
-        return read_metadata(data)
-    if extension == ".parquet":
-        text, problems = "", list[str]()
-    else:
-        text, problems = decoded(data)
+    text, problems = ("", list[str]()) if extension == ".parquet" else decoded(data)
     captions: dict[str, CaptionText] = {}
-    repeated: list[str] = []
+    bad_rows: list[str] = []
     try:
-        rows = _rows(extension, text, data, name)
-        for file, lines in rows:
+        for file, lines in _rows(extension, text, data, name, bad_rows):
             image = _as_posix(file)
             if image in captions:
-                repeated.append(f"{image} occurs again; the last row counts")
+                bad_rows.append(f"{image} occurs again; the last row counts")
             captions[image] = caption_of(lines)
     except (ValueError, RecursionError, csv.Error, OSError) as error:
-        return Metadata(captions={}, problems=(*problems, f"cannot be read ({error})"))
-    if not captions:
+        return {}, [*problems, f"cannot be read ({error})"]
+    if not captions and not bad_rows:
         problems.append(f"has no row with {FILE_KEYS[0]} and {' or '.join(CAPTION_KEYS[:3])}")
-    return Metadata(captions=captions, problems=(*problems, *_first_of(repeated)))
-
-
-def read_metadata(data: bytes) -> Metadata:
-    """Read lines {"file_name": ..., "text" | "caption" | "prompt": ...}; bad lines are named."""
-    text, problems = decoded(data)
-    captions: dict[str, CaptionText] = {}
-    bad_lines: list[str] = []
-    # Not splitlines(): JSON strings may hold U+2028 and the like.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip(" \t\r\ufeff\0"):
-            problem = _add_metadata_line(line, captions)
-            bad_lines += [f"line {number}: {problem}"] if problem else []
-    return Metadata(captions=captions, problems=(*problems, *_first_of(bad_lines)))
+    rest = len(bad_rows) - _MAX_PROBLEMS_NAMED
+    more = [f"{rest} more lines like these"] if rest > 0 else []
+    return captions, [*problems, *bad_rows[:_MAX_PROBLEMS_NAMED], *more]
 
 
 def read_metadata_row(line: str) -> MetadataRow:
@@ -179,27 +155,13 @@ def read_metadata_row(line: str) -> MetadataRow:
     return MetadataRow(values=values, name=_as_posix(name), key=key)
 
 
-def _add_metadata_line(line: str, captions: dict[str, CaptionText]) -> str | None:
-    try:
-        row = read_metadata_row(line)
-    except ValueError as error:
-        return str(error)
-    is_repeated = row.name in captions
-    captions[row.name] = caption_of([", ".join(row.texts)] if row.key in TAG_KEYS else row.texts)
-    return f"{row.name} occurs again; the last line counts" if is_repeated else None
-
-
-def _first_of(problems: list[str]) -> list[str]:
-    rest = len(problems) - _MAX_PROBLEMS_NAMED
-    more = [f"{rest} more lines like these"] if rest > 0 else []
-    return [*problems[:_MAX_PROBLEMS_NAMED], *more]
-
-
 def _rows(
-    extension: str, text: str, data: bytes, name: str
+    extension: str, text: str, data: bytes, name: str, bad_rows: list[str]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield image names with their captions; raises ValueError, csv.Error and InputError."""
+    """Yield image names with their captions, add bad lines to `bad_rows`; raises ValueError, csv.Error, InputError."""
     match extension:
+        case ".jsonl":
+            yield from _jsonl_rows(text, bad_rows)
         case ".csv":
             yield from _of_columns(_csv_rows(text))
         case ".parquet":
@@ -207,10 +169,20 @@ def _rows(
         case ".json":
             yield from _json_rows(json.loads(text))
         case _:
-            for line in text.splitlines():
-                match = _TEXT_ROW.fullmatch(line.strip())
-                if match:
-                    yield match[1].strip(), (match[2],)
+            matches = (_TEXT_ROW.fullmatch(line.strip()) for line in text.splitlines())
+            yield from ((match[1].strip(), (match[2],)) for match in matches if match)
+
+
+def _jsonl_rows(text: str, bad_rows: list[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    # Not splitlines(): JSON strings may hold U+2028 and the like.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip(" \t\r\ufeff\0"):
+            try:
+                row = read_metadata_row(line)
+            except ValueError as error:
+                bad_rows.append(f"line {number}: {error}")
+            else:
+                yield row.name, (", ".join(row.texts),) if row.key in TAG_KEYS else row.texts
 
 
 def _csv_rows(text: str) -> Iterator[Mapping[str, Any]]:

@@ -11,8 +11,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_CAPTION_BYTES = 16 << 20
 MAX_CAPTION_CHARACTERS = 10_000
@@ -41,28 +40,16 @@ _BYTE_ORDER_MARKS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaptionText:
-    """One caption as a single line. `problems`: guesses and cuts made in reading it.
+class CaptionText(NamedTuple):
+    """One caption as a single line. `problems`: guesses and cuts made in reading it. `source` names its file or kind.
 
-    `lines`: the lines of a file that has several; each can be a caption of its own.
+    `lines`: the lines of a file that has several, or the captions of a list; each can be a caption of its own.
     """
 
-    text: str
+    text: str = ""
     problems: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GivenCaption:
-    """A caption from another source than a caption file of the image; `source` names it.
-
-    `lines` are the captions of a list of several.
-    """
-
-    text: str
-    source: str
-    lines: tuple[str, ...] = ()
+    source: str = ""
 
     @property
     def of_name(self) -> bool:
@@ -70,48 +57,32 @@ class GivenCaption:
         return self.source in (FOLDER_NAME, FILE_NAME)
 
 
-def read_caption(data: bytes) -> CaptionText:
-    """Turn the bytes of a caption file into one line of text; never raises.
+def read_caption_file(name: str, data: bytes) -> CaptionText:
+    """Turn the bytes of a caption file into one line of text: `NAME.json` as fields, any other as text; never raises.
 
     UTF-8 with or without mark, UTF-16 and UTF-32 by mark, else Windows-1252 with the byte named.
     """
     if len(data) > MAX_CAPTION_BYTES:
-        return CaptionText(
-            text="", problems=(f"is {len(data):,} bytes long, too long for a caption",)
-        )
+        return CaptionText(problems=(f"is {len(data):,} bytes long, too long for a caption",))
     text, problems = decoded(data)
-    caption = caption_of(text.splitlines())
-    length = len(clean(text))
-    if length > MAX_CAPTION_CHARACTERS:
-        lost = length - MAX_CAPTION_CHARACTERS
-        problems.append(f"has {length:,} characters; the last {lost:,} are left out")
-    return replace(caption, problems=tuple(problems))
-
-
-def read_caption_file(name: str, data: bytes) -> CaptionText:
-    """Read a caption file by its name: `NAME.json` as fields, any other as text; never raises."""
-    return read_json_caption(data) if is_json(name) else read_caption(data)
+    if not is_json(name):
+        lost = len(clean(text)) - MAX_CAPTION_CHARACTERS
+        if lost > 0:
+            length = lost + MAX_CAPTION_CHARACTERS
+            problems.append(f"has {length:,} characters; the last {lost:,} are left out")
+        return caption_of(text.splitlines(), problems)
+    try:
+        lines = caption_lines(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return CaptionText(problems=(*problems, f"is not JSON ({error})"))
+    if not lines:
+        problems.append(f"holds no caption under {', '.join(CAPTION_KEYS)}")
+    return caption_of(lines, problems)
 
 
 def is_json(name: str) -> bool:
     """Return whether a caption file holds fields instead of plain text."""
     return split_name(name)[1] == JSON_SIDECAR
-
-
-def read_json_caption(data: bytes) -> CaptionText:
-    """Read the caption out of the bytes of a `NAME.json` beside an image; never raises."""
-    if len(data) > MAX_CAPTION_BYTES:
-        return CaptionText(
-            text="", problems=(f"is {len(data):,} bytes long, too long for a caption",)
-        )
-    text, problems = decoded(data)
-    try:
-        lines = caption_lines(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        return CaptionText(text="", problems=(*problems, f"is not JSON ({error})"))
-    if not lines:
-        problems.append(f"holds no caption under {', '.join(CAPTION_KEYS)}")
-    return replace(caption_of(lines), problems=tuple(problems))
 
 
 def caption_lines(value: Any) -> tuple[str, ...]:
@@ -142,12 +113,13 @@ def is_text(value: Any) -> bool:
     return bool(texts) and all(isinstance(text, str) for text in texts)
 
 
-def caption_of(lines: Iterable[str]) -> CaptionText:
+def caption_of(
+    lines: Iterable[str], problems: Iterable[str] = (), *, source: str = ""
+) -> CaptionText:
     """Return one or several lines of text as a caption; each line and the whole are cut at the limit."""
     texts = [line for line in map(clean, lines) if line]
-    return CaptionText(
-        text=_cut(" ".join(texts)), lines=tuple(map(_cut, texts)) if len(texts) > 1 else ()
-    )
+    several = tuple(map(_cut, texts)) if len(texts) > 1 else ()
+    return CaptionText(_cut(" ".join(texts)), tuple(problems), several, source)
 
 
 def _cut(line: str) -> str:

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image
 
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.captions import CaptionText, caption_of, clean, decoded
-from lora_trainer.dataset.images import DECODER_FAULTS, loaded
+from lora_trainer.dataset.images import loaded
 
 IMAGE_TEXT = "image metadata"
 """Source of a caption that lies inside the image."""
@@ -56,7 +56,7 @@ def _texts(image: Image.Image) -> Iterator[str]:
         for tag in _XP_TAGS:
             value = exif.get(tag)
             yield bytes(value).decode("utf-16-le", "replace") if value else ""
-    except DECODER_FAULTS:  # damaged EXIF is named by the check of the image itself
+    except Exception:  # noqa: BLE001 - damaged EXIF is named by the check of the image itself
         pass
     packet = fields.get("xmp") or fields.get("xml:com.adobe.xmp") or b""
     yield from _xmp_texts(packet if isinstance(packet, bytes) else str(packet).encode())

@@ -11,16 +11,14 @@ import hashlib
 import io
 import re
 import stat
-import struct
 import threading
 import warnings
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageCms, ImageColor, UnidentifiedImageError
@@ -124,23 +122,6 @@ def _on_background(image: Image.Image, background: Rgb, notes: list[str]) -> Ima
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
 """Pillow's names of what is read: decoders that run no foreign program, as that of EPS would."""
 HEAD_BYTES = 256
-DECODER_FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    Image.DecompressionBombError,
-    struct.error,
-    zlib.error,
-)
-"""What Pillow raises on damaged bytes; its own exceptions are the smaller part."""
 _REPLACE = "replace it with an intact copy or remove it"
 _CONVERT = "convert it to PNG or JPEG"
 _SIGNATURES = (
@@ -232,8 +213,7 @@ class DecodedImage:
         return any(note.startswith("alpha:") for note in self.notes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifiedImage:
+class VerifiedImage(NamedTuple):
     """Facts of an image that decoded. `background`: the colour behind its transparent parts, "" for an opaque one."""
 
     width_px: int
@@ -241,6 +221,11 @@ class VerifiedImage:
     notes: tuple[str, ...]
     measures: Measures
     background: str
+
+    def holds_with(self, settings: DataSettings) -> bool:
+        """Say whether decoding with these settings gives the same facts."""
+        fits = self.width_px * self.height_px <= max_pixels(settings)
+        return fits and self.background in ("", settings.alpha_background)
 
 
 def background_rgb(settings: DataSettings) -> Rgb:
@@ -341,7 +326,9 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
 def _faults_named(path: Path, file: BufferedReader, settings: DataSettings) -> Iterator[None]:
     try:
         yield
-    except DECODER_FAULTS as error:
+    except ImageDecodeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - damaged bytes make Pillow raise anything
         file.seek(0)
         head = file.read(HEAD_BYTES)
         limit = settings.max_megapixels
@@ -408,7 +395,7 @@ def _upright_turn(
     with _process_wide_switches(settings) as caught:
         try:
             orientation: Any = image.getexif().get(ExifTags.Base.Orientation, 1)
-        except DECODER_FAULTS as error:
+        except Exception as error:  # noqa: BLE001 - as above
             notes.append(f"exif: unreadable EXIF data is ignored ({shown(str(error))})")
             return None
         notes += _metadata_notes(caught)

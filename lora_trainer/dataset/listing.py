@@ -11,21 +11,22 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from lora_trainer.common.errors import InputError, RequestError, did_you_mean
-from lora_trainer.common.findings import Finding, named, note, shown, unusable, warning
+from lora_trainer.common.findings import Finding, named, shown
 from lora_trainer.common.gc_control import gc_disabled
 from lora_trainer.config.config import OWN_FOLDER, DataSettings
-from lora_trainer.dataset.caption_tables import TABLE_NAMES, CaptionTables, Metadata, read_table
+from lora_trainer.dataset.caption_tables import TABLE_NAMES, CaptionTables, read_table
 from lora_trainer.dataset.captions import (
     FILE_NAME,
     FOLDER_NAME,
     JSON_SIDECAR,
-    GivenCaption,
+    CaptionText,
     Sidecars,
     caption_of_name,
     extension_names,
@@ -36,7 +37,6 @@ from lora_trainer.dataset.captions import (
 from lora_trainer.dataset.dir_entries import (
     CONTROL_SUFFIX,
     Entry,
-    UnusedFiles,
     entries_in,
     folder_kind,
     holds,
@@ -44,6 +44,7 @@ from lora_trainer.dataset.dir_entries import (
     kind_of,
     text_of,
 )
+from lora_trainer.dataset.finding_texts import finding, finding_of_all
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
 from lora_trainer.dataset.masks import masked_stem
 
@@ -56,7 +57,15 @@ EXCLUDED_FOLDER = "_excluded"
 """What somebody has taken out of a dataset lies in here, under the names it had."""
 _REPEATS_FOLDER = re.compile(r"([0-9]+)_(.+)", re.DOTALL)
 
+_ADVICE = {
+    ".tar": "unpack the archives of a webdataset, images and captions have the same names",
+    ".parquet": "write the images of the .parquet files as files and their captions as metadata.csv",
+    ".zip": "unpack the archives",
+}
+"""Files that may hold the dataset itself, and how to make it readable."""
 Group = Literal["picture", "caption", "metadata", "folder", "other"]
+Masks = Mapping[str, tuple[Path, str]]
+"""Files of masks and their names, by `same_name` of the stem of the image."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +81,7 @@ class ImageFile:
     repeats: int
     sidecar_file: str | None
     sidecar_name: str | None
-    stand_ins: tuple[GivenCaption, ...]
+    stand_ins: tuple[CaptionText, ...]
     mask: Path | None = None
     mask_name: str | None = None
 
@@ -109,8 +118,7 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
         real_root=os.path.realpath(root),
     )
     walk.read_root(root)
-    unused = walk.leftovers()
-    findings = [*walk.findings, *unused.ignored_files()]
+    findings = [*walk.findings, *walk.ignored_files()]
     if not walk.pictures and not any(finding.severity == "error" for finding in findings):
         remarks = "; ".join(f"{finding.file or ''} {finding.what}".strip() for finding in findings)
         raise InputError(
@@ -118,16 +126,8 @@ def list_dataset(root: Path, *, settings: DataSettings) -> Listing:
             fix=f"put in files ending in {', '.join(sorted(IMAGE_EXTENSIONS))}",
         )
     pictures = sorted(walk.pictures, key=lambda picture: picture.name)
-    return Listing(
-        pictures=tuple(pictures),
-        findings=(
-            *findings,
-            *unused.shared_captions(),
-            *unused.unused_captions(),
-            *unused.second_captions(),
-            *unused.unused_masks(),
-        ),
-    )
+    findings += [*walk.findings_about_captions(), *walk.unused_masks()]
+    return Listing(pictures=tuple(pictures), findings=tuple(findings))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +169,24 @@ class _Walk:
         folder_names = {OWN_FOLDER}
         inner = [entry for entry in self._read(root_folder) if not self._is_excluded(entry)]
         self._read_subfolders(inner, root_folder, folder_names)
-        _refuse_unknown(self.settings, folder_names)
+        unknown = [
+            f"data.folders names {shown(name)!r}, which is no subfolder."
+            f"{did_you_mean(name, folder_names)}"
+            for name in self.settings.folders
+            if name not in folder_names
+        ]
+        if unknown:
+            raise RequestError(
+                " ".join(unknown), fix="name the folders as they are called, the dataset's own `.`"
+            )
+
+    def _say(self, name: str, file: str, /, **words: object) -> None:
+        self.findings.append(finding(name, file, **words))
 
     def _is_excluded(self, entry: Entry) -> bool:
         if entry.name.casefold() != EXCLUDED_FOLDER:
             return False
-        what, advice = "is not read", "move files out of it to train on them"
-        self.findings.append(note("excluded", f"{entry.name}/", what, advice=advice))
+        self._say("excluded", f"{entry.name}/")
         self.excluded = Path(entry.path)
         return True
 
@@ -192,23 +203,17 @@ class _Walk:
             folder = self._subfolder(entry, parent)
             folder_names.add(folder.name)
             if entry.is_symlink() and is_inside(self.real_root, os.path.realpath(entry.path)):
-                what = "is not read, it is a link to the dataset folder itself"
-                self.findings.append(_odd_link(folder.prefix, what, advice="remove it"))
+                self._say("not-a-file.own-folder", folder.prefix)
                 continue
             count_before = len(self.pictures)
             deeper = self._read(folder, shared_masks=masks)
             if count := len(self.pictures) - count_before:
-                what = f"its images ({count}) are seen {folder.repeats} times per epoch"
-                advice = "name a folder N_name for N repeats"
-                self.findings.append(note("subfolder", folder.prefix, what, advice=advice))
+                self._say("subfolder", folder.prefix, count=count, repeats=folder.repeats)
             if name.count("/") + 1 < MAX_DEPTH:
                 self._read_subfolders(deeper, folder, folder_names)
                 continue
-            for entry_below in deeper:
-                what = f"is not read, it lies {MAX_DEPTH + 1} folders deep"
-                below = folder.prefix + text_of(entry_below.name)
-                advice = "move its images up"
-                self.findings.append(warning("deep-folder", below, what, advice=advice))
+            for below in deeper:
+                self._say("deep-folder", folder.prefix + text_of(below.name), depth=MAX_DEPTH + 1)
 
     def _is_aside(self, name: str, *, in_project: bool) -> bool:
         """Return whether a subfolder holds no images to learn, by its name; report it.
@@ -218,21 +223,12 @@ class _Walk:
         last = name.rpartition("/")[2]
         if any(one == name or one.startswith(f"{name}/") for one in self.settings.folders):
             return False
-        match folder_kind(last):
-            case "control":
-                what = "is not read, it holds control images by its name"
-                advice = f"--set data.folders.{name}.repeats=1 if it holds images to learn"
-            case "class":
-                what = "is not read, it holds images of the class by its name"
-                advice = (
-                    f"--set data.folders.{name}.regularisation=true trains them as regularisation"
-                )
-            case _:
-                if not in_project or last.casefold() == PROJECT_FOLDER:
-                    return False
-                what = f"is not read, it lies beside {PROJECT_FOLDER}/ in a project of kohya_ss"
-                advice = f"--set data.folders.{name}.repeats=1 if it holds images to learn"
-        self.findings.append(warning("aside-folder", f"{name}/", what, advice=advice))
+        kind: str | None = folder_kind(last)
+        if kind not in ("control", "class"):
+            if not in_project or last.casefold() == PROJECT_FOLDER:
+                return False
+            kind = "project"
+        self._say(f"aside-folder.{kind}", f"{name}/", name=name, project=PROJECT_FOLDER)
         return True
 
     def _subfolder(self, entry: Entry, parent: _Folder) -> _Folder:
@@ -255,19 +251,14 @@ class _Walk:
             caption=text_of(match[2]) if match else parent.caption,
         )
 
-    def _read(
-        self, folder: _Folder, *, shared_masks: Mapping[str, tuple[Path, str]] | None = None
-    ) -> list[Entry]:
-        """Add the files of one folder; return its subfolders.
-
-        `shared_masks`: masks in a folder beside this one, by `same_name` of the image's stem.
-        """
+    def _read(self, folder: _Folder, *, shared_masks: Masks = MappingProxyType({})) -> list[Entry]:
+        """Add the files of one folder; return its subfolders. `shared_masks`: masks in a folder beside this one."""
         groups: dict[Group, list[Entry]] = defaultdict(list)
         for entry in entries_in(folder.path):
             group = self._group(entry)
             if self._is_usable(entry, group, folder.prefix + text_of(entry.name)):
                 groups[group].append(entry)
-        masks = {**(shared_masks or {}), **self._take_masks(folder, groups)}
+        masks = {**shared_masks, **self._take_masks(folder, groups)}
         self._take_control_images(folder, groups)
         images = {entry.name for entry in groups["picture"]}
         stems = {split_name(name)[0] for name in images}
@@ -277,11 +268,9 @@ class _Walk:
             self._read_table(Path(entry.path), folder.prefix)
         names = [entry.name for entry in groups["metadata"] if entry not in tables]
         for entry in groups["caption"]:
+            stem, extension = split_name(entry.name)
             # Many tools leave JSON files in a folder; only one named as an image can be its caption.
-            if (
-                split_name(entry.name)[1] != JSON_SIDECAR
-                or split_name(entry.name)[0] in stems | images
-            ):
+            if extension != JSON_SIDECAR or stem in stems | images:
                 names.append(entry.name)
             else:
                 groups["other"].append(entry)
@@ -294,10 +283,8 @@ class _Walk:
             self._add_picture(entry.name, folder, sidecars, masks)
         return groups["folder"]
 
-    def _take_masks(
-        self, folder: _Folder, groups: dict[Group, list[Entry]]
-    ) -> dict[str, tuple[Path, str]]:
-        """Take the masks of a folder's images out of its groups; return them by `same_name` of the stem.
+    def _take_masks(self, folder: _Folder, groups: dict[Group, list[Entry]]) -> Masks:
+        """Take the masks of a folder's images out of its groups and return them.
 
         A folder called `masks` holds masks only if masks are asked for, or if one of its files has the name
         of an image: it may hold images of masks to learn.
@@ -312,36 +299,37 @@ class _Walk:
         images = {same_name(split_name(entry.name)[0]) for entry in groups["picture"]}
         for inner in [one for one in groups["folder"] if folder_kind(one.name) == "mask"]:
             inside = self._masks_in(inner, folder)
-            is_asked_for = self.settings.masks == "files" and bool(images)
-            if is_asked_for or images & inside.keys():
+            if images & inside.keys() or (images and self.settings.masks == "files"):
                 groups["folder"].remove(inner)
                 masks = inside | masks
         self.masks += [(name, folder.prefix + stem) for stem, (_, name) in masks.items()]
         return masks
 
     def _masks_in(self, inner: Entry, parent: _Folder) -> dict[str, tuple[Path, str]]:
-        """Return the image files of a folder of masks, by `same_name` of the stem of the image."""
+        """Return the image files of a folder of masks."""
         prefix = f"{parent.prefix}{text_of(inner.name)}/"
-        masks: dict[str, tuple[Path, str]] = {}
-        for entry in entries_in(Path(inner.path)):
-            name = prefix + text_of(entry.name)
-            if self._group(entry) == "picture" and self._is_usable(entry, "picture", name):
-                stem = masked_stem(entry.name) or split_name(entry.name)[0]
-                masks[same_name(stem)] = (Path(entry.path), name)
-        return masks
+        return {
+            same_name(masked_stem(entry.name) or split_name(entry.name)[0]): (
+                Path(entry.path),
+                prefix + text_of(entry.name),
+            )
+            for entry in entries_in(inner.path)
+            if self._group(entry) == "picture"
+            and self._is_usable(entry, "picture", prefix + text_of(entry.name))
+        }
 
     def _shared_masks(
         self, entries: Sequence[Entry], parent: _Folder
-    ) -> tuple[dict[str, tuple[Path, str]], list[Entry]]:
+    ) -> tuple[Masks, Sequence[Entry]]:
         """Return the masks in folders beside the images' (`images/a.png`, `masks/a.png`), and other folders."""
         others = [entry for entry in entries if folder_kind(entry.name) != "mask"]
         aside = [entry for entry in entries if folder_kind(entry.name) == "mask"]
         if not aside or not others:
-            return {}, list(entries)
+            return {}, entries
         images = {
             same_name(split_name(file.name)[0])
             for entry in others
-            for file in entries_in(Path(entry.path))
+            for file in entries_in(entry.path)
             if self._group(file) == "picture"
         }
         shared: dict[str, tuple[Path, str]] = {}
@@ -363,11 +351,9 @@ class _Walk:
             if (stem := split_name(entry.name)[0]).endswith(CONTROL_SUFFIX)
             and stem.removesuffix(CONTROL_SUFFIX) in stems
         ]
-        if control:
-            groups["picture"] = [entry for entry in groups["picture"] if entry not in control]
-            names = named([folder.prefix + text_of(entry.name) for entry in control])
-            what = f"control images are not trained ({len(control)}): {names}"
-            self.findings.append(note("control-images", None, what, advice="nothing to do"))
+        groups["picture"] = [entry for entry in groups["picture"] if entry not in control]
+        names = [folder.prefix + text_of(entry.name) for entry in control]
+        self.findings += finding_of_all("control-images", names)
 
     def _group(self, entry: Entry) -> Group:
         _, extension = split_name(entry.name)
@@ -385,28 +371,22 @@ class _Walk:
         if group == "other":
             return True
         if group != "folder" and not holds(entry.is_file):
-            what = f"is {kind_of(entry)}, not a regular file"
-            if group == "picture":
-                self.findings.append(unusable(name, what, advice="remove it", code="IMG-09"))
-            else:
-                self.findings.append(_odd_link(name, what, advice="remove it"))
+            kind = "unusable.not-a-file" if group == "picture" else "not-a-file"
+            self._say(kind, name, entry=kind_of(entry))
             return False
         if entry.is_symlink() and not is_inside(entry.path, self.real_root):
-            what, advice = "is a link out of the dataset folder", "keep its target in place"
-            self.findings.append(note("outside-link", name, what, advice=advice, code="IMG-09"))
+            self._say("outside-link", name)
         return True
 
     def _read_table(self, path: Path, prefix: str) -> None:
         source = prefix + text_of(path.name)
         try:
-            table = read_table(path.name.casefold(), path.read_bytes())
+            captions, problems = read_table(path.name.casefold(), path.read_bytes())
         except OSError as error:
-            table = Metadata(captions={}, problems=(f"cannot be read ({error.strerror or error})",))
-        for problem in table.problems:
-            advice = 'give each image a row such as {"file_name": "...", "text": "..."}'
-            finding = warning("metadata", source, problem, advice=advice, code="CAP-02")
-            self.findings.append(finding)
-        for key in self.tables.add(table, source=source, folder=path.parent, prefix=prefix):
+            captions, problems = {}, [f"cannot be read ({error.strerror or error})"]
+        for problem in problems:
+            self._say("metadata", source, problem=problem)
+        for key in self.tables.add(captions, source=source, folder=path.parent, prefix=prefix):
             self.users[key] = []
 
     def _add_picture(
@@ -414,7 +394,7 @@ class _Walk:
         file_name: str,
         folder: _Folder,
         sidecars: Sidecars,
-        masks: Mapping[str, tuple[Path, str]],
+        masks: Masks,
     ) -> None:
         name, directory = folder.prefix + text_of(file_name), str(folder.path)
         stand_ins = []
@@ -423,9 +403,9 @@ class _Walk:
             self.users[described].append(name)
             stand_ins.append(self.tables.captions[described])
         if self.settings.caption_fallback == "file_name":
-            stand_ins.append(GivenCaption(text=caption_of_name(name), source=FILE_NAME))
+            stand_ins.append(CaptionText(caption_of_name(name), source=FILE_NAME))
         if folder.caption is not None:
-            stand_ins.append(GivenCaption(text=folder.caption, source=FOLDER_NAME))
+            stand_ins.append(CaptionText(folder.caption, source=FOLDER_NAME))
         caption_files = sidecars.find(file_name)
         sidecar = caption_files[0] if caption_files else None
         sidecar_name = None if sidecar is None else folder.prefix + text_of(sidecar)
@@ -453,26 +433,59 @@ class _Walk:
             )
         )
 
-    def leftovers(self) -> UnusedFiles:
-        """Return the files of the folder that are not used."""
-        mask_names = {image.mask_name for image in self.pictures}
-        return UnusedFiles(
-            settings=self.settings,
-            ignored=self.ignored,
-            users=self.users,
-            pictures=frozenset(same_name(split_name(one.name)[0]) for one in self.pictures),
-            described=self.tables.captions,
-            unclaimed_masks=[mask for mask in self.masks if mask[0] not in mask_names],
-            excluded=self.excluded,
-            second=[*self.second_captions, *self.tables.second],
-        )
+    def ignored_files(self) -> Iterator[Finding]:
+        """Yield one note that counts the files of no use here."""
+        if self.ignored:
+            rows = sorted(self.ignored.items())
+            counts = ", ".join(f"{count} {suffix}" for suffix, count in rows)
+            advice = next((_ADVICE[suffix] for suffix in _ADVICE if suffix in self.ignored), None)
+            yield finding("ignored-files", counts=counts, advice=advice or "nothing to do")
+
+    def findings_about_captions(self) -> Iterator[Finding]:
+        """Yield the caption files that stand for several images, for none, or for one that has another."""
+        for source, names in self.users.items():
+            if len(names) > 1:
+                yield finding("ambiguous-caption", source, count=len(names), names=named(names))
+        stems = {same_name(split_name(image.name)[0]) for image in self.pictures}
+        unused = [
+            source
+            for source, names in self.users.items()
+            if not names and not self._has_image(source, stems)
+        ]
+        yield from finding_of_all("unused-caption", unused)
+        second = [*self.second_captions, *self.tables.second]
+        rows = [f"{name} ({first}, not {other})" for name, first, other in second]
+        yield from finding_of_all("two-captions", rows)
+
+    def _has_image(self, source: str, stems: Collection[str]) -> bool:
+        """Say whether a caption that is not used has an image: with another caption, or taken out of the dataset."""
+        if source in self.tables.captions:
+            return self.excluded is not None and holds((self.excluded / source).is_file)
+        return same_name(split_name(source)[0]) in stems
+
+    def unused_masks(self) -> list[Finding]:
+        """Return one finding about masks nobody asked for, or that have no image; not of images taken out."""
+        used = {image.mask_name for image in self.pictures}
+        unclaimed = [(name, picture) for name, picture in self.masks if name not in used]
+        away = set[str]()
+        if self.excluded is not None:
+            inside = {self.excluded / name.rpartition("/")[0] for name, _ in unclaimed}
+            away = {
+                same_name(split_name(Path(entry.path).relative_to(self.excluded).as_posix())[0])
+                for folder in inside
+                if folder.is_dir()
+                for entry in entries_in(folder)
+            }
+        names = [name for name, picture in unclaimed if same_name(picture) not in away]
+        kind = "unused-mask" if self.settings.masks == "files" else "unused-mask.setting"
+        return finding_of_all(kind, names)
 
 
 def _is_kohya_folder(entry: Entry) -> bool:
     """Return whether a folder is the `img` of a project of kohya_ss: it holds `N_name` folders."""
     if entry.name.casefold() != PROJECT_FOLDER:
         return False
-    return any(_REPEATS_FOLDER.fullmatch(inner.name) for inner in entries_in(Path(entry.path)))
+    return any(_REPEATS_FOLDER.fullmatch(inner.name) for inner in entries_in(entry.path))
 
 
 def _are_equal(first: Path, second: Path) -> bool:
@@ -482,19 +495,3 @@ def _are_equal(first: Path, second: Path) -> bool:
     except OSError:
         return True
     return len(texts) == 1
-
-
-def _refuse_unknown(settings: DataSettings, folders: Collection[str]) -> None:
-    unknown = [
-        f"data.folders names {shown(name)!r}, which is no subfolder.{did_you_mean(name, folders)}"
-        for name in settings.folders
-        if name not in folders
-    ]
-    if unknown:
-        raise RequestError(
-            " ".join(unknown), fix="name the folders as they are called, the dataset's own `.`"
-        )
-
-
-def _odd_link(name: str, what: str, *, advice: str) -> Finding:
-    return warning("not-a-file", name, what, advice=advice, code="IMG-09")

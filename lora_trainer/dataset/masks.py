@@ -17,7 +17,7 @@ from PIL import Image
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.captions import split_name
-from lora_trainer.dataset.decode_memo import DecodeMemo
+from lora_trainer.dataset.decode_memo import MaskSize, Remembered
 from lora_trainer.dataset.images import ImageDecodeError, VerifiedImage, decode, decode_alpha
 
 MASK_SUFFIX = "-masklabel"
@@ -34,6 +34,11 @@ class Mask:
     content_hash: str
     of_alpha: bool
 
+    @property
+    def memo_key(self) -> str:
+        """The name of its size in the memo."""
+        return self.content_hash + " alpha" * self.of_alpha
+
 
 def masked_stem(file_name: str) -> str | None:
     """Return the stem of the image that a file beside it is the mask of; None for other files."""
@@ -42,14 +47,14 @@ def masked_stem(file_name: str) -> str | None:
 
 
 def check_mask(
-    mask: Mask, image: VerifiedImage, *, settings: DataSettings, verified: DecodeMemo
+    mask: Mask, image: VerifiedImage, *, settings: DataSettings, sizes: Remembered[MaskSize]
 ) -> None:
     """Raise ImageDecodeError for a mask that is no image, of another shape than its own, or all black."""
-    size = verified.mask(mask.content_hash, of_alpha=mask.of_alpha)
+    size = sizes.get(mask.memo_key)
     if size is None:
         pixels = decode_mask(mask, settings=settings)
         size = (*pixels.size, int(np.asarray(pixels).max()))
-        verified.add_mask(mask.content_hash, size, of_alpha=mask.of_alpha)
+        sizes.put(mask.memo_key, size)
     width_px, height_px, brightest = size
     if brightest == 0:
         what = "is transparent everywhere" if mask.of_alpha else "is black everywhere"

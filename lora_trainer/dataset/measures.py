@@ -7,8 +7,7 @@ report opens no file. Input is an RGB image, output plain numbers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,52 +22,23 @@ _PRINT_MARGIN = 2
 _COLOUR_SIDE = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measures:
-    """Numbers about one image.
+class Measures(NamedTuple):
+    """Numbers about one image, as the memo keeps them.
 
     `crispness` holds (side, value) pairs, largest first: value in [0, 1] after scaling the image
     to side squared pixels. `darkest` and `brightest` are the 1st and 99th percentile of luminance
-    in [0, 1]. `structure` is a 128-bit difference hash, `colours` a 4x4 RGB miniature.
+    in [0, 1]. `structure` is a 128-bit difference hash, `colours` a 4x4 RGB miniature, both in hexadecimal.
     """
 
     crispness: tuple[tuple[int, float], ...]
     darkest: float
     brightest: float
-    structure: int
-    colours: bytes
+    structure: str
+    colours: str
 
     def crispness_at(self, side_px: float) -> float:
         """Return the crispness measured nearest to `side_px` squared pixels."""
         return min(self.crispness, key=lambda pair: abs(math.log(pair[0] / side_px)))[1]
-
-    def to_json(self) -> list[Any]:
-        """Return plain values for a JSON file."""
-        crispness = [list(pair) for pair in self.crispness]
-        return [
-            crispness,
-            self.darkest,
-            self.brightest,
-            f"{self.structure:032x}",
-            self.colours.hex(),
-        ]
-
-    @classmethod
-    def from_json(cls, value: Any) -> Measures | None:
-        """Rebuild from `to_json`'s value, None when it is anything else."""
-        try:
-            crispness, darkest, brightest, structure, colours = value
-            measures = cls(
-                crispness=tuple((int(side_px), float(crisp)) for side_px, crisp in crispness),
-                darkest=float(darkest),
-                brightest=float(brightest),
-                structure=int(structure, 16),
-                colours=bytes.fromhex(colours),
-            )
-        except (TypeError, ValueError, OverflowError):
-            return None
-        whole = len(measures.colours) == 3 * _COLOUR_SIDE**2 and measures.crispness
-        return measures if whole and all(side_px > 0 for side_px, _ in measures.crispness) else None
 
 
 def measure(image: Image.Image) -> Measures:
@@ -88,9 +58,9 @@ def measure(image: Image.Image) -> Measures:
         darkest=round(float(darkest), 3),
         brightest=round(float(brightest), 3),
         structure=_structure(gray),
-        colours=image.resize(
-            (_COLOUR_SIDE, _COLOUR_SIDE), Image.Resampling.BOX, reducing_gap=2.0
-        ).tobytes(),
+        colours=image.resize((_COLOUR_SIDE, _COLOUR_SIDE), Image.Resampling.BOX, reducing_gap=2.0)
+        .tobytes()
+        .hex(),
     )
 
 
@@ -118,19 +88,18 @@ def _crispness_along(gray: NDArray[np.float32]) -> float:
 
 def same_colours(first: Measures, second: Measures, *, max_colour: float) -> bool:
     """Say whether two miniatures differ by at most `max_colour` of 255 in the mean."""
-    limit = max_colour * len(first.colours)
-    if abs(sum(first.colours) - sum(second.colours)) > limit:  # quick, and never wrong
-        return False
-    return sum(abs(a - b) for a, b in zip(first.colours, second.colours, strict=True)) <= limit
+    ours, theirs = bytes.fromhex(first.colours), bytes.fromhex(second.colours)
+    difference = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    return difference <= max_colour * len(ours)
 
 
-def _structure(gray: Image.Image) -> int:
+def _structure(gray: Image.Image) -> str:
     """Return a difference hash: is a cell clearly brighter than its left, its upper neighbour."""
     side = _PRINT_SIDE
     across = np.asarray(gray.resize((side + 1, side), Image.Resampling.BOX), dtype=np.int16)
     down = np.asarray(gray.resize((side, side + 1), Image.Resampling.BOX), dtype=np.int16)
     bits = (np.diff(across, axis=1) > _PRINT_MARGIN, np.diff(down, axis=0) > _PRINT_MARGIN)
-    return int.from_bytes(np.packbits(np.concatenate([part.ravel() for part in bits])).tobytes())
+    return np.packbits(np.concatenate([part.ravel() for part in bits])).tobytes().hex()
 
 
 def _scaled(gray: Image.Image, side_px: int) -> Image.Image:

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lora_trainer.common.findings import Finding, by_severity, note, warning
+from lora_trainer.common.findings import Finding, by_severity
 from lora_trainer.common.gc_control import gc_disabled
 from lora_trainer.config.config import DataSettings
-from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.captions import FOLDER_NAME, has_trigger
+from lora_trainer.dataset.finding_texts import finding
 from lora_trainer.dataset.measures import PRINT_LENGTH_BITS, Measures, same_colours
-from lora_trainer.dataset.regularisation import PREFIX as REGULARISATION
-from lora_trainer.dataset.scan import Dataset, ImageRecord
+from lora_trainer.dataset.records import Dataset, ImageRecord, bucket_counts
+from lora_trainer.dataset.scan import REGULARISATION
 
 FACTORS = ("usable", "near_duplicates", "captions")
 """Parts that the score is multiplied by."""
@@ -63,22 +63,19 @@ class PictureReport:
     `score` is the mean, weighted alike, of the parts that an image has by itself.
     """
 
-    file: str
-    width_px: int
-    height_px: int
+    record: ImageRecord
     score: float
-    placement: Placement
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; `kept`: left, top, right, bottom of the crop as fractions of the image."""
-        placed = self.placement
+        image, placed = self.record, self.record.placement
         left, top = placed.left_px / placed.scaled_width_px, placed.top_px / placed.scaled_height_px
         right = left + placed.bucket.width_px / placed.scaled_width_px
         bottom = top + placed.bucket.height_px / placed.scaled_height_px
         return {
-            "file": self.file,
-            "width_px": self.width_px,
-            "height_px": self.height_px,
+            "file": image.name,
+            "width_px": image.width_px,
+            "height_px": image.height_px,
             "score": round(self.score, 4),
             "bucket": str(placed.bucket),
             "kept": [round(edge, 5) for edge in (left, top, right, bottom)],
@@ -111,13 +108,9 @@ class DatasetReport:
 
 @gc_disabled()
 def inspect_images(
-    dataset: Dataset,
-    *,
-    placements: Mapping[str, Placement],
-    settings: DataSettings,
-    more: Sequence[Finding] = (),
+    dataset: Dataset, *, settings: DataSettings, more: Sequence[Finding] = ()
 ) -> DatasetReport:
-    """Score a dataset for the buckets it is placed in (by record name); `more` are findings to list, too.
+    """Score a dataset for the buckets it is placed in; `more` are findings to list, too.
 
     The score is usable * near_duplicates * captions * (1 - sum of w (1 - p) over the other parts).
     `usable`: share of the images in the folder that can be read and show something.
@@ -129,58 +122,44 @@ def inspect_images(
     """
     records = dataset.records
     twins = near_duplicates(records)
-    columns: dict[str, list[float]] = {name: [] for name in PICTURE_WEIGHTS}
-    pictures = []
-    for record in records:
-        part_scores = _own_parts(record, placements, twins)
-        for name, value in part_scores.items():
-            columns[name].append(value)
-        pictures.append(
-            PictureReport(
-                file=record.name,
-                width_px=record.width_px,
-                height_px=record.height_px,
-                score=_weighted(part_scores),
-                placement=placements[record.name],
-            )
-        )
+    own_parts = [_own_parts(record, is_twin=record.name in twins) for record in records]
+    means = {name: _mean(parts[name] for parts in own_parts) for name in PICTURE_WEIGHTS}
     parts = {
         "usable": _usable(dataset),
-        "near_duplicates": _mean(columns["near_duplicates"]),
+        "near_duplicates": means["near_duplicates"],
         "captions": 1 / (1 + UNCAPTIONED_COST * _lack(records, settings)),
-        **{name: _mean(columns[name]) for name in WEIGHTS if name != "trigger"},
+        **{name: means[name] for name in WEIGHTS if name != "trigger"},
         "trigger": _trigger_share(records, settings),
     }
-    buckets: Counter[str] = Counter()
-    for record in records:
-        buckets[str(placements[record.name].bucket)] += record.repeats
     score = math.prod(parts[name] for name in FACTORS)
     score *= 1 - sum(_loss(name, parts[name]) for name in WEIGHTS)
     findings = [*dataset.findings, *more, *_twin_findings(twins, records)]
     findings += _score_finding(score, parts, least=settings.min_score)
     for record in records:
-        findings += _picture_findings(record, placements)
+        findings += _picture_findings(record)
     return DatasetReport(
         images=len(records),
         score=score,
         parts=parts,
         findings=by_severity(findings),
-        buckets=dict(sorted(buckets.items())),
-        pictures=tuple(pictures),
+        buckets=bucket_counts(records),
+        pictures=tuple(
+            PictureReport(record=record, score=_weighted(own))
+            for record, own in zip(records, own_parts, strict=True)
+        ),
     )
 
 
-def _own_parts(
-    record: ImageRecord, placements: Mapping[str, Placement], twins: Mapping[str, str]
-) -> dict[str, float]:
+def _own_parts(record: ImageRecord, *, is_twin: bool) -> dict[str, float]:
     """Return the parts of the score that one image has by itself: all but the trigger's."""
+    sharpness = (_crispness(record) - CRISP_FROM) / (CRISP_FULL - CRISP_FROM)
     return {
-        "resolution": 1 / _enlargement(record, placements),
-        "sharpness": _sharpness(record, placements),
-        "near_duplicates": float(record.name not in twins),
+        "resolution": 1 / _enlargement(record),
+        "sharpness": min(1.0, max(0.0, sharpness)),
+        "near_duplicates": float(not is_twin),
         "captions": _captioned(record),
         "exposure": float(exposure_fault(record.measures) is None),
-        "aspect": 1 - placements[record.name].cropped_fraction,
+        "aspect": 1 - record.placement.cropped_fraction,
     }
 
 
@@ -234,7 +213,7 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
     Prints that differ in at most n bits agree in one of n + 1 bands, so only those are compared.
     """
     measured = [(record.name, record.measures) for record in records if record.measures]
-    prints = [measures.structure for _, measures in measured]
+    prints = [int(measures.structure, 16) for _, measures in measured]
     bands: dict[int, list[int]] = {}
     twins: dict[str, str] = {}
     for index, (name, measures) in enumerate(measured):
@@ -283,21 +262,16 @@ def _mean(values: Iterable[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
-def _enlargement(record: ImageRecord, placements: Mapping[str, Placement]) -> float:
+def _enlargement(record: ImageRecord) -> float:
     """Return how many times larger an image is trained than it is, at least 1."""
-    bucket = placements[record.name].bucket
+    bucket = record.placement.bucket
     return max(1.0, bucket.width_px / record.width_px, bucket.height_px / record.height_px)
 
 
-def _crispness(record: ImageRecord, placements: Mapping[str, Placement]) -> float:
-    bucket = placements[record.name].bucket
+def _crispness(record: ImageRecord) -> float:
+    bucket = record.placement.bucket
     trained_side_px = math.sqrt(bucket.width_px * bucket.height_px)
     return 1.0 if record.measures is None else record.measures.crispness_at(trained_side_px)
-
-
-def _sharpness(record: ImageRecord, placements: Mapping[str, Placement]) -> float:
-    share = (_crispness(record, placements) - CRISP_FROM) / (CRISP_FULL - CRISP_FROM)
-    return min(1.0, max(0.0, share))
 
 
 def _captioned(record: ImageRecord) -> float:
@@ -324,42 +298,29 @@ def _trigger_share(records: Sequence[ImageRecord], settings: DataSettings) -> fl
 
 def _score_finding(score: float, parts: Mapping[str, float], *, least: float) -> Iterator[Finding]:
     """Yield a warning for a dataset below the least score, naming the parts that cost it most."""
-    if score >= least:
-        return
-    lost = sorted(parts, key=lambda name: -_loss(name, parts[name]))
-    worst = [f"{name} {parts[name]:.2f}" for name in lost[:WORST_NAMED] if parts[name] < 1]
-    what = f"the dataset's score is {score:.2f}, below data.min_score={least:g}; worst: {', '.join(worst)}"
-    advice = "mend what `lora-train check` lists, or lower data.min_score"
-    yield warning("score", None, what, advice=advice)
+    if score < least:
+        lost = sorted(parts, key=lambda name: -_loss(name, parts[name]))
+        worst = [f"{name} {parts[name]:.2f}" for name in lost[:WORST_NAMED] if parts[name] < 1]
+        yield finding("score", score=score, least=least, worst=", ".join(worst))
 
 
-def _picture_findings(
-    record: ImageRecord, placements: Mapping[str, Placement]
-) -> Iterator[Finding]:
-    placement = placements[record.name]
-    size = f"{record.width_px}x{record.height_px}"
-    enlargement = _enlargement(record, placements)
+def _picture_findings(record: ImageRecord) -> Iterator[Finding]:
+    placement, enlargement = record.placement, _enlargement(record)
+    size, bucket = f"{record.width_px}x{record.height_px}", placement.bucket
     if enlargement > UPSCALED_ADVISED:
-        what = f"is {size}, enlarged {enlargement:.1f} times to {placement.bucket}"
-        advice = "use a larger original, or lower data.resolution"
-        yield warning("low-resolution", record.name, what, advice=advice)
+        words = {"size": size, "enlargement": enlargement, "bucket": bucket}
+        yield finding("low-resolution", record.name, **words)
     fault = exposure_fault(record.measures)
     if fault is not None:
-        yield warning("exposure", record.name, fault, advice="correct or remove it")
-    elif _crispness(record, placements) < CRISP_ADVISED:
-        what = "looks blurred at the size it is trained"
-        yield warning("blurred", record.name, what, advice="use a sharper image")
+        yield finding("exposure", record.name, fault=fault)
+    elif _crispness(record) < CRISP_ADVISED:
+        yield finding("blurred", record.name)
     if placement.cropped_fraction > CROPPED_ADVISED:
-        what = (
-            f"loses {placement.cropped_fraction:.0%} of its area to the crop to {placement.bucket}"
-        )
-        advice = "crop it yourself, or raise data.max_aspect"
-        yield note("cropped", record.name, what, advice=advice)
+        yield finding("cropped", record.name, cropped=placement.cropped_fraction, bucket=bucket)
 
 
 def _twin_findings(twins: Mapping[str, str], records: Sequence[ImageRecord]) -> Iterator[Finding]:
     contents = {record.name: record.content_hash for record in records}
     for name, original in twins.items():
         if contents[name] != contents[original]:  # identical files are reported by the scan
-            what = f"looks the same as {original}"
-            yield warning("near-duplicate", name, what, advice="keep the better one")
+            yield finding("near-duplicate", name, original=original)

@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_trainer.common.findings import Finding
+from lora_trainer.common.randomness import Stream, shuffled
 from lora_trainer.config.config import OWN_FOLDER, DataSettings
+from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.listing import MAX_REPEATS
 from lora_trainer.dataset.masks import Mask
 from lora_trainer.dataset.measures import Measures
@@ -21,7 +25,8 @@ class ImageRecord:
 
     `folder` is the subfolder it lies in, `.` for none: `data.folders` may say more of it. `copy_index`
     numbers files with identical bytes by name, so that (content_hash, copy_index, repeat) names a
-    sample. `transparent`: its pixels depend on `data.alpha_background`.
+    sample. `transparent`: its pixels depend on `data.alpha_background`. `placements`: where it goes at
+    `data.resolution`, then at each of `data.more_resolutions`; empty where no base is known.
     """
 
     file: str
@@ -33,17 +38,23 @@ class ImageRecord:
     caption: str
     caption_source: str | None
     repeats: int
-    copy_index: int
+    copy_index: int = 0
     folder: str = OWN_FOLDER
     transparent: bool = False
     measures: Measures | None = None
     mask: Mask | None = None
     regularisation: bool = False
+    placements: tuple[Placement, ...] = ()
 
     @property
     def path(self) -> Path:
         """Where the image is; kept as text, as `Path` objects are large."""
         return Path(self.file)
+
+    @property
+    def placement(self) -> Placement:
+        """Bucket and crop at `data.resolution`."""
+        return self.placements[0]
 
     def settings(self, data: DataSettings) -> DataSettings:
         """Return the settings of its folder; an image for regularisation has no trigger."""
@@ -73,3 +84,36 @@ class Dataset:
     findings: tuple[Finding, ...]
     fingerprint: str
     regularisation: tuple[ImageRecord, ...] = ()
+
+
+def hold_out(
+    records: Sequence[ImageRecord], *, fraction: float, seed: int
+) -> tuple[tuple[ImageRecord, ...], tuple[ImageRecord, ...]]:
+    """Split records into (trained, held out), the second `fraction` of all, rounded down.
+
+    Drawn by content, so file names do not matter, and files with identical bytes stay on one side: no held-out
+    image is ever trained. Held-out images are measured at `data.resolution` only.
+    """
+    contents = shuffled({record.content_hash for record in records}, seed, Stream.VALIDATION_SPLIT)
+    chosen = frozenset(contents[: int(fraction * len(contents))])
+    trained = tuple(record for record in records if record.content_hash not in chosen)
+    held_out = (record for record in records if record.content_hash in chosen)
+    return trained, tuple(replace(one, placements=one.placements[:1]) for one in held_out)
+
+
+def bucket_counts(records: Sequence[ImageRecord]) -> dict[str, int]:
+    """Return images per epoch, repeats included, by "WIDTHxHEIGHT"."""
+    counts: Counter[str] = Counter()
+    for record in records:
+        counts[str(record.placement.bucket)] += record.repeats
+    return dict(sorted(counts.items()))
+
+
+def mean_aspect_error(records: Sequence[ImageRecord]) -> float | None:
+    """Return the mean over images of |width / height - that of the image's bucket|; None without images."""
+    pairs = ((record, record.placement.bucket) for record in records)
+    errors = [
+        abs(one.width_px / one.height_px - bucket.width_px / bucket.height_px)
+        for one, bucket in pairs
+    ]
+    return sum(errors) / len(errors) if errors else None

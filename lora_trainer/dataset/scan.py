@@ -1,8 +1,12 @@
-"""From a folder of images to checked records, some of them held out for validation.
+"""From a folder of images to checked records, with the images for regularisation told apart.
 
 Every image is decoded once, unless the memo has its bytes; captions are read and the trigger is put in. Nothing is
-written to the folder. The output is a `Dataset`, the same for any order of the files. The images held out for the
-validation loss are drawn by content, so file names do not matter.
+written to the folder. The output is a `Dataset`, the same for any order of the files.
+
+Images for regularisation are other images of the class, trained along so that training does not change the class.
+They lie in a folder of their own (`data.regularisation_dir`) or in a subfolder of the dataset that is marked
+(`data.folders.NAME.regularisation`). They get no trigger and no mask, are not held out for validation, and do not
+count in the dataset's score.
 """
 
 from __future__ import annotations
@@ -11,61 +15,74 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-from lora_trainer.common.errors import InputError
-from lora_trainer.common.findings import Finding as Finding
-from lora_trainer.common.findings import by_severity, shown
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.files import json_bytes, sha256_bytes
+from lora_trainer.common.findings import Finding, by_severity, shown
 from lora_trainer.common.gc_control import gc_disabled
-from lora_trainer.common.memo import HashMemo
-from lora_trainer.common.randomness import Stream, shuffled
 from lora_trainer.config.config import DataSettings
-from lora_trainer.dataset.caption_rules import plain_text
-from lora_trainer.dataset.dataset_checks import (
-    caption_findings,
-    duplicates,
-    image_findings,
-    unread_marks,
-    without_caption,
-    without_mask,
-)
-from lora_trainer.dataset.decode_memo import DecodeMemo
+from lora_trainer.dataset.buckets import Place
+from lora_trainer.dataset.dataset_checks import findings_of
+from lora_trainer.dataset.decode_memo import DatasetMemo
+from lora_trainer.dataset.finding_texts import finding
 from lora_trainer.dataset.images import background_rgb
-from lora_trainer.dataset.inspect_image import BAD_MASK as BAD_MASK
-from lora_trainer.dataset.inspect_image import InspectedImage, inspect_image, known
+from lora_trainer.dataset.inspect_image import Inspected, Inspector
 from lora_trainer.dataset.listing import ImageFile, list_dataset
-from lora_trainer.dataset.records import Dataset as Dataset
-from lora_trainer.dataset.records import ImageRecord as ImageRecord
+from lora_trainer.dataset.records import Dataset, ImageRecord
 
+REGULARISATION = "regularisation:"
+"""Begins the names of images in a folder of their own, so that none is like one of the dataset."""
 MAX_REASONS = 100
 
 
 def scan(
-    folder: Path, *, settings: DataSettings, memo: HashMemo, verified: DecodeMemo | None = None
+    folder: Path,
+    *,
+    settings: DataSettings,
+    memo: DatasetMemo | None = None,
+    place: Place = lambda _width_px, _height_px: (),
 ) -> Dataset:
-    """Read and check the dataset in `folder`; the caller saves `memo` and `verified`.
+    """Read and check the dataset in `folder`; the caller saves `memo`.
 
-    Raises InputError when the folder is missing, holds no images, or more than
-    `data.max_bad_fraction` of them are unusable (the message names them all, each with its fix).
+    Raises InputError when a folder is missing, holds no images, or more than `data.max_bad_fraction` of them
+    are unusable (the message names them all, each with its fix), and RequestError for a folder of regularisation
+    images inside the dataset.
     """
+    memo = memo or DatasetMemo()
+    dataset = _told_apart(_scan_folder(folder, settings, memo, place), settings)
+    if settings.regularisation_dir is not None:
+        other_folder = Path(settings.regularisation_dir).expanduser()
+        if other_folder.resolve().is_relative_to(folder.resolve()):
+            raise RequestError(
+                f"data.regularisation_dir={other_folder} lies in the dataset",
+                fix=f"--set data.folders.{other_folder.name}.regularisation=true, or move it elsewhere",
+            )
+        plain = settings.model_copy(update={"trigger": None, "folders": {}, "masks": "none"})
+        dataset = _joined(dataset, _scan_folder(other_folder, plain, memo, place))
+    learned = {record.content_hash: record.name for record in dataset.records}
+    twice = [
+        finding("regularisation", record.name, original=learned[record.content_hash])
+        for record in dataset.regularisation
+        if record.content_hash in learned
+    ]
+    return replace(dataset, findings=by_severity((*dataset.findings, *twice)))
+
+
+def _scan_folder(folder: Path, settings: DataSettings, memo: DatasetMemo, place: Place) -> Dataset:
     background_rgb(settings)
     listing = list_dataset(folder, settings=settings)
-    remembered = DecodeMemo() if verified is None else verified
-    results = _looked_into(listing.pictures, settings=settings, memo=memo, verified=remembered)
-    usable = [result for result in results if isinstance(result, InspectedImage)]
-    findings = [*listing.findings, *(result for result in results if isinstance(result, Finding))]
-    _refuse_too_many_bad(folder, findings, good=len(usable), settings=settings)
+    findings, inspected = list(listing.findings), list[ImageRecord]()
+    for record, about_it in _inspected(listing.pictures, settings, memo, place):
+        findings += about_it
+        inspected += [record] if record else []
+    _refuse_too_many_bad(folder, findings, good=len(inspected), settings=settings)
     with gc_disabled():
-        records = tuple(_records(usable, settings))
-        findings += image_findings(usable)
-        findings += caption_findings(usable, settings)
-        findings += duplicates(records)
-        findings += without_caption(records, settings)
-        findings += unread_marks(records, settings)
-        findings += without_mask(records, settings)
+        records = _numbered(inspected)
+        findings += findings_of(records, settings)
     return Dataset(
         folder=folder,
         records=records,
@@ -74,23 +91,18 @@ def scan(
     )
 
 
-def _looked_into(
-    pictures: Sequence[ImageFile],
-    *,
-    settings: DataSettings,
-    memo: HashMemo,
-    verified: DecodeMemo,
-) -> list[InspectedImage | Finding]:
-    """Return each image's facts, or the finding in place of an unusable image, in their order."""
+def _inspected(
+    images: Sequence[ImageFile], settings: DataSettings, memo: DatasetMemo, place: Place
+) -> list[Inspected]:
+    """Return each image's record and findings, in their order."""
+    inspector = Inspector(settings=settings, memo=memo, place=place, may_read=False)
     with gc_disabled():
-        results: list[InspectedImage | Finding | None] = [
-            known(picture, settings=settings, memo=memo, verified=verified) for picture in pictures
-        ]
+        results = [inspector.inspect(image) for image in images]
     to_read = [index for index, result in enumerate(results) if result is None]
-    work = partial(inspect_image, settings=settings, memo=memo, verified=verified)
+    reader = replace(inspector, may_read=True)
     # Hashing and decoding release the GIL; only a few images at a time, to bound the memory.
     with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
-        read = pool.map(work, [pictures[index] for index in to_read], chunksize=4)
+        read = pool.map(reader.inspect, [images[index] for index in to_read], chunksize=4)
     for index, result in zip(to_read, read, strict=True):
         results[index] = result
     return [result for result in results if result is not None]
@@ -115,33 +127,57 @@ def _refuse_too_many_bad(
     )
 
 
-def _records(usable: Sequence[InspectedImage], settings: DataSettings) -> Iterator[ImageRecord]:
+def _numbered(records: Sequence[ImageRecord]) -> tuple[ImageRecord, ...]:
+    """Number the copies of equal bytes, in the order of their names, so that each has sample ids of its own."""
     copies: Counter[str] = Counter()
-    for item in usable:  # sorted by name, so copies are numbered by name
-        folder_settings = settings.of_folder(item.picture.folder)
-        caption = item.caption
-        written = (
-            caption.lines
-            if folder_settings.caption_lines == "one" and caption.lines
-            else (caption.text,)
+    numbered = []
+    for record in records:
+        copy = copies[record.content_hash]
+        numbered.append(record if record.copy_index == copy else replace(record, copy_index=copy))
+        copies[record.content_hash] += 1
+    return tuple(numbered)
+
+
+def _told_apart(dataset: Dataset, settings: DataSettings) -> Dataset:
+    """Move images of folders that are marked out of the images to learn."""
+    marked = [one for one in dataset.records if settings.is_regularisation(one.folder)]
+    if not marked:
+        return dataset
+    learned = tuple(one for one in dataset.records if not settings.is_regularisation(one.folder))
+    if not learned:
+        raise InputError(
+            f"all images in {dataset.folder} are for regularisation, none is left to learn",
+            fix="add the images to learn, or unmark a folder",
         )
-        yield ImageRecord(
-            file=item.picture.file,
-            name=item.picture.name,
-            content_hash=item.content_hash,
-            width_px=item.image.width_px,
-            height_px=item.image.height_px,
-            folder=item.picture.folder,
-            written=written,
-            caption=plain_text(written, settings=folder_settings),
-            caption_source=caption.source or None,
-            repeats=item.picture.repeats,
-            copy_index=copies[item.content_hash],
-            transparent=bool(item.image.background),
-            measures=item.image.measures,
-            mask=item.mask,
-        )
-        copies[item.content_hash] += 1
+    names = sorted(record.name for record in marked)
+    return replace(
+        dataset,
+        records=learned,
+        regularisation=_for_regularisation(marked),
+        fingerprint=sha256_bytes(json_bytes([dataset.fingerprint, *names])),
+    )
+
+
+def _joined(dataset: Dataset, other: Dataset) -> Dataset:
+    """Add the images of a folder of their own."""
+    more = [
+        replace(record, name=REGULARISATION + record.name, folder=REGULARISATION + record.folder)
+        for record in other.records
+    ]
+    findings = [
+        replace(finding, file=None if finding.file is None else REGULARISATION + finding.file)
+        for finding in other.findings
+    ]
+    return replace(
+        dataset,
+        regularisation=_for_regularisation([*dataset.regularisation, *more]),
+        findings=(*dataset.findings, *findings),
+        fingerprint=sha256_bytes(json_bytes([dataset.fingerprint, other.fingerprint])),
+    )
+
+
+def _for_regularisation(records: Sequence[ImageRecord]) -> tuple[ImageRecord, ...]:
+    return _numbered([replace(record, regularisation=True, mask=None) for record in records])
 
 
 def _fingerprint(records: Sequence[ImageRecord]) -> str:
@@ -166,16 +202,3 @@ def _fingerprint(records: Sequence[ImageRecord]) -> str:
         opening = ",\n"
     digest.update(b"\n]\n")
     return digest.hexdigest()
-
-
-def hold_out(
-    records: Sequence[ImageRecord], *, fraction: float, seed: int
-) -> tuple[tuple[ImageRecord, ...], tuple[ImageRecord, ...]]:
-    """Split records into (trained, held out), the second `fraction` of all, rounded down.
-
-    Files with identical bytes stay on one side, so that no held-out image is ever trained.
-    """
-    contents = shuffled({record.content_hash for record in records}, seed, Stream.VALIDATION_SPLIT)
-    held_out = frozenset(contents[: int(fraction * len(contents))])
-    trained = tuple(record for record in records if record.content_hash not in held_out)
-    return trained, tuple(record for record in records if record.content_hash in held_out)

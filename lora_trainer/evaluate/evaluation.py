@@ -22,7 +22,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.dataset.buckets import cut
 from lora_trainer.dataset.images import decode
-from lora_trainer.dataset.scan import ImageRecord
+from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.dataset.tokens import new_word
 from lora_trainer.evaluate.evaluated_lora import EvaluatedLora
 from lora_trainer.evaluate.features import pixels
@@ -131,7 +131,7 @@ class Evaluation:
         return [
             cut(
                 decode(record.path, settings=data, content_hash=record.content_hash).image,
-                self.plan.placements[record.name],
+                record.placement,
                 flip=False,
             )
             for record in records

@@ -16,7 +16,7 @@ from typing import Any
 from lora_trainer.common.events import EventStream, Listener
 from lora_trainer.common.files import json_bytes, write_atomic
 from lora_trainer.dataset.captions import has_trigger
-from lora_trainer.dataset.scan import ImageRecord
+from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.evaluate.evaluated_lora import EvaluatedLora, evaluated_lora_of
 from lora_trainer.evaluate.evaluation import Evaluation, build_evaluation, plan_of
 from lora_trainer.evaluate.features import Features, find_features

@@ -138,14 +138,12 @@ def plan_cache(prepared: Prepared, prompts: Sequence[str]) -> Needs:
         data = data.model_copy(update={"class_word": None})
     return needs(
         (*prepared.trained, *prepared.held_out, *prepared.dataset.regularisation),
-        prepared.placements,
         prompts=(*prompts, config.sampling.negative_prompt),
         facts=prepared.facts,
         texts_as=texts_as(prepared),
         geometry=prepared.facts.geometry_conditioning,
         settings=data,
         seed=config.train.seed,
-        more=prepared.more_placements,
     )
 
 

@@ -31,7 +31,6 @@ from lora_trainer.config.layers import (
     resolve,
 )
 from lora_trainer.dataset import caption_lengths
-from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.caption_lengths import (
     MOST_CHUNKS,
     Reading,
@@ -40,9 +39,10 @@ from lora_trainer.dataset.caption_lengths import (
 )
 from lora_trainer.dataset.caption_rules import max_texts, sample_prompts
 from lora_trainer.dataset.epochs import regularisation_count
+from lora_trainer.dataset.inspect_image import BAD_MASK
 from lora_trainer.dataset.quality import DatasetReport, inspect_images
-from lora_trainer.dataset.run_dataset import cache_folder, place_all, place_more, scan_with_memo
-from lora_trainer.dataset.scan import BAD_MASK, Dataset, ImageRecord, hold_out
+from lora_trainer.dataset.records import Dataset, ImageRecord, hold_out
+from lora_trainer.dataset.run_dataset import cache_folder, read_dataset
 from lora_trainer.dataset.tokens import CaptionLimit, caption_limit
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.families.hub_files import OnBytes, unheard
@@ -91,11 +91,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A run that could start: its plan, base, data and cache folder.
-
-    `placements` map all images to their bucket at `data.resolution`; `more_placements` map the training
-    images to their bucket at each of `data.more_resolutions`.
-    """
+    """A run that could start: its plan, base, data and cache folder."""
 
     config: RunConfig
     resolved: Resolved
@@ -107,8 +103,6 @@ class Prepared:
     report: DatasetReport
     trained: tuple[ImageRecord, ...]
     held_out: tuple[ImageRecord, ...]
-    placements: Mapping[str, Placement]
-    more_placements: tuple[Mapping[str, Placement], ...]
     cache_root: Path
     full_card: OomRecord | None
     processes: int
@@ -165,7 +159,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     basis = _basis(request, hardware)
     settings, cache_root = basis.resolved.config, cache_folder(basis.resolved.config)
     _refuse_impossible(settings, basis)
-    dataset = scan_with_memo(request.dataset, settings, cache_root)
+    dataset = read_dataset(request.dataset, settings, basis.facts)
     _refuse_bad_masks(dataset)
     reading = _reading(request, dataset, basis)
     basis = replace(basis, facts=replace(basis.facts, chunks=reading.chunks))
@@ -178,8 +172,8 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
             fix="add images or use --set data.validation_fraction=0",
         )
     _refuse_without_validation(settings, held_out=len(held_out))
-    placements = place_all(dataset, settings, basis.facts)
-    more = place_more((*trained, *dataset.regularisation), settings, basis.facts)
+    learned = sorted((*trained, *held_out), key=lambda record: record.name)
+    used = (*learned, *dataset.regularisation)
     full_card = None
     if request.run_settings is None:  # a resumed run has its own record of out-of-memory fallbacks
         full_card = OomHistory.of(cache_root).known(basis.hardware, basis.family.name)
@@ -195,17 +189,15 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         fewest_repeats=min(record.repeats for record in trained),
         regularisation_per_epoch=_regularisation_per_epoch(trained, dataset, settings),
         buckets=[
-            (p.bucket.width_px, p.bucket.height_px)
-            for placed in (placements, *more)
-            for p in placed.values()
+            (placement.bucket.width_px, placement.bucket.height_px)
+            for record in used
+            for placement in record.placements
         ],
         latents=sum(
             # A mirrored image has an entry of its own in the cache, as its
             # latents are not the mirrored latents.
-            1 + record.settings(settings.data).flip
-            for placed in (placements, *more)
-            for record in (*dataset.records, *dataset.regularisation)
-            if record.name in placed
+            len(record.placements) * (1 + record.settings(settings.data).flip)
+            for record in used
         ),
         texts=_text_count(dataset, settings),
         prompts=len(_sample_prompts((*held_out, *trained), settings)),
@@ -224,15 +216,10 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         hardware=basis.hardware,
         dataset=dataset,
         report=inspect_images(
-            dataset,
-            placements=placements,
-            settings=settings.data,
-            more=tuple(too_long(reading, facts=basis.facts)),
+            dataset, settings=settings.data, more=tuple(too_long(reading, facts=basis.facts))
         ),
         trained=trained,
         held_out=held_out,
-        placements=placements,
-        more_placements=more,
         cache_root=cache_root,
         full_card=full_card,
         processes=request.processes,
@@ -323,17 +310,13 @@ def examine(request: Request, *, hardware: Hardware | None = None) -> CheckRepor
     settings = config.model_copy(
         update={"data": config.data.model_copy(update={"max_bad_fraction": 1.0})}
     )
-    dataset = scan_with_memo(request.dataset, settings, cache_folder(settings))
-    placements = place_all(dataset, settings, basis.facts)
+    dataset = read_dataset(request.dataset, settings, basis.facts)
     reading = _reading(request, dataset, basis)
     caption_tokens = settings.data.caption_tokens
     room = MOST_CHUNKS if basis.family.text.chunks and caption_tokens == "auto" else reading.chunks
     return CheckReport(
         report=inspect_images(
-            dataset,
-            placements=placements,
-            settings=settings.data,
-            more=tuple(too_long(reading, facts=basis.facts)),
+            dataset, settings=settings.data, more=tuple(too_long(reading, facts=basis.facts))
         ),
         caption_limit=caption_limit(basis.facts, chunks=room),
     )

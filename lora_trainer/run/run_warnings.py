@@ -107,11 +107,12 @@ def _dequantized(prepared: Prepared) -> Iterator[Finding]:
 
 def _enlarged(prepared: Prepared) -> Iterator[Finding]:
     sides_px = prepared.config.data.more_resolutions
-    for side_px, placed in zip(sides_px, prepared.more_placements, strict=True):
-        count = sum(placement.upscaled for placement in placed.values())
+    records = (*prepared.trained, *prepared.dataset.regularisation)
+    for index, side_px in enumerate(sides_px, start=1):
+        count = sum(record.placements[index].upscaled for record in records)
         if side_px > prepared.config.data.resolution and count:
             what = (
-                f"{count} of {len(placed)} images are enlarged for data.more_resolutions={side_px}"
+                f"{count} of {len(records)} images are enlarged for data.more_resolutions={side_px}"
             )
             advice = f"use larger originals, or leave {side_px} out of data.more_resolutions"
             yield warning("enlarged", None, what, advice=advice)

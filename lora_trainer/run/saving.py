@@ -20,7 +20,8 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import json_bytes, write_atomic
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import flatten
-from lora_trainer.dataset.run_dataset import bucket_bounds, bucket_counts, mean_aspect_error
+from lora_trainer.dataset.records import bucket_counts, mean_aspect_error
+from lora_trainer.dataset.run_dataset import bucket_bounds
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.tensors import AdapterTensors
 from lora_trainer.lora_file.embedding import WORD, embedding_path, write_embedding
@@ -139,7 +140,7 @@ def _export_info(
             )
             for repeats, captions in by_repeats.items()
         ),
-        buckets=bucket_counts(prepared.trained, prepared.placements),
+        buckets=bucket_counts(prepared.trained),
         step=progress.step,
         images_seen=progress.images,
         started_at_s=job.started_at_s,
@@ -154,7 +155,7 @@ def _export_info(
         base_hashes=file_hashes(Path(base).expanduser(), memo),
         vae_hashes=None if vae is None else file_hashes(Path(vae).expanduser(), memo),
         bucket_bounds_px=bucket_bounds(prepared.config, prepared.facts),
-        mean_aspect_error=mean_aspect_error(prepared.trained, prepared.placements)
+        mean_aspect_error=mean_aspect_error(prepared.trained)
         if prepared.config.data.buckets
         else None,
     )

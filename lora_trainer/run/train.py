@@ -24,7 +24,7 @@ from lora_trainer.common.errors import InputError, LoraTrainError, MachineError,
 from lora_trainer.common.events import EventStream, JsonlWriter, Listener
 from lora_trainer.common.redaction import without_secrets
 from lora_trainer.config.config import Config, build_config, flatten
-from lora_trainer.dataset.run_dataset import bucket_counts
+from lora_trainer.dataset.records import bucket_counts
 from lora_trainer.hardware import torch_allocator
 from lora_trainer.planning.search import gib
 from lora_trainer.reporting.control import Control
@@ -407,7 +407,7 @@ def _run_record(
             "name": prepared.dataset.folder.resolve().name,
             "images": len(prepared.dataset.records),
             "fingerprint": prepared.dataset.fingerprint,
-            "buckets": bucket_counts(prepared.trained, prepared.placements),
+            "buckets": bucket_counts(prepared.trained),
             "held_out": [record.name for record in prepared.held_out],
         },
     }

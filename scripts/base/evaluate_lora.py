@@ -121,7 +121,7 @@ def training_images(run: Run, dataset: Path) -> dict[str, Trained]:
     held_out = set(run.record["dataset"]["held_out"])
     buckets = buckets_for(resolution_px=RESOLUTION_PX, step_px=8, max_aspect=settings.max_aspect)
     found = {}
-    for record in scan(dataset, settings=settings, memo=HashMemo()).records:
+    for record in scan(dataset, settings=settings).records:
         if record.name not in held_out:
             image = decode(record.path, settings=settings).image
             bucket = place(*image.size, buckets=buckets).bucket

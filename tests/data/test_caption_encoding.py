@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lora_trainer.cache.cache_plan import Entries
-from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.caption_rules import is_dropped, max_texts, variant_of, variants
-from lora_trainer.dataset.scan import ImageRecord, scan
+from lora_trainer.dataset.records import ImageRecord
+from lora_trainer.dataset.scan import scan
 from lora_trainer.training.dataloader import TrainingDataLoader
 from tests.fakes.studio import PROMPT, Studio, draw, studio_in, text_encoder
 from tests.fakes.training import build_feeder
@@ -65,8 +65,7 @@ def studio(tmp_path: Path) -> Studio:
 
 
 def records_of(studio: Studio) -> dict[str, ImageRecord]:
-    memo = HashMemo()
-    found = scan(studio.folder, settings=studio.settings, memo=memo).records
+    found = scan(studio.folder, settings=studio.settings).records
     return {record.name: record for record in found}
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from lora_trainer import families
-from lora_trainer.common.memo import HashMemo, MemoTable
+from lora_trainer.common.memo import MemoTable
 from lora_trainer.config.config import BaseSettings, build_config
 from lora_trainer.dataset.caption_lengths import MEMO, Reading, reading_of, too_long
-from lora_trainer.dataset.scan import ImageRecord, scan
+from lora_trainer.dataset.records import ImageRecord
+from lora_trainer.dataset.scan import scan
 from lora_trainer.dataset.tokens import TokenCounter
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.locate import EMBEDDED, describe
@@ -37,8 +38,7 @@ def records_of(folder: Path, *captions: str) -> tuple[ImageRecord, ...]:
 
 
 def scanned(folder: Path) -> tuple[ImageRecord, ...]:
-    memo = HashMemo()
-    return scan(folder, settings=build_config({}).data, memo=memo).records
+    return scan(folder, settings=build_config({}).data).records
 
 
 def reading(

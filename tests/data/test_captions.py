@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.dataset.caption_tables import read_metadata
+from lora_trainer.dataset.caption_tables import read_table
 from lora_trainer.dataset.captions import (
     MAX_CAPTION_BYTES,
     MAX_CAPTION_CHARACTERS,
     Sidecars,
     clean,
     has_trigger,
-    read_caption,
+    read_caption_file,
     with_trigger,
 )
 
@@ -42,7 +42,7 @@ letters = st.text(
     ],
 )
 def test_well_formed_captions_are_read_without_complaint(data: bytes, text: str) -> None:
-    found = read_caption(data)
+    found = read_caption_file("a.txt", data)
     assert (found.text, found.problems) == (text, ())
 
 
@@ -60,7 +60,7 @@ def test_well_formed_captions_are_read_without_complaint(data: bytes, text: str)
     ],
 )
 def test_odd_bytes_are_named_and_survived(data: bytes, text: str | None, named: str) -> None:
-    found = read_caption(data)
+    found = read_caption_file("a.txt", data)
     assert len(found.problems) == 1
     assert named in found.problems[0]
     assert text is None or found.text == text
@@ -68,26 +68,26 @@ def test_odd_bytes_are_named_and_survived(data: bytes, text: str | None, named: 
 
 
 def test_a_long_caption_is_cut_with_the_count_of_what_is_lost() -> None:
-    found = read_caption(b"x" * (MAX_CAPTION_CHARACTERS + 7))
+    found = read_caption_file("a.txt", b"x" * (MAX_CAPTION_CHARACTERS + 7))
     assert found.text == "x" * MAX_CAPTION_CHARACTERS
     assert found.problems == ("has 10,007 characters; the last 7 are left out",)
-    assert read_caption(b"x" * MAX_CAPTION_CHARACTERS).problems == ()
+    assert read_caption_file("a.txt", b"x" * MAX_CAPTION_CHARACTERS).problems == ()
 
 
 def test_a_huge_file_is_no_caption() -> None:
-    found = read_caption(b"x" * (MAX_CAPTION_BYTES + 1))
+    found = read_caption_file("a.txt", b"x" * (MAX_CAPTION_BYTES + 1))
     assert found.text == ""
     assert "too long for a caption" in found.problems[0]
 
 
 @pytest.mark.parametrize("text", ["<script>", "{a|b} %s", "\x1b[31mred\x1b[0m", "\u202eabc"])
 def test_markup_and_escapes_stay_as_they_are(text: str) -> None:
-    assert read_caption(text.encode()).text == text
+    assert read_caption_file("a.txt", text.encode()).text == text
 
 
 @given(st.binary(max_size=300))
 def test_any_bytes_give_one_clean_line(data: bytes) -> None:
-    text = read_caption(data).text
+    text = read_caption_file("a.txt", data).text
     assert text == " ".join(text.split())
     assert "\0" not in text
     text.encode("utf-8")
@@ -96,7 +96,7 @@ def test_any_bytes_give_one_clean_line(data: bytes) -> None:
 @given(letters, st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-32"]))
 def test_what_was_written_is_read(text: str, encoding: str) -> None:
     wanted = clean(text)
-    found = read_caption(wanted.encode(encoding))
+    found = read_caption_file("a.txt", wanted.encode(encoding))
     assert (found.text, found.problems) == (wanted, ())
 
 
@@ -136,25 +136,25 @@ def test_metadata_lines() -> None:
         {"file_name": "d.png", "prompt": "no", "caption": "no", "text": "first key wins"},
     ]
     data = "\ufeff" + "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n"
-    found = read_metadata(data.encode())
-    assert found.problems == ()
-    assert {name: caption.text for name, caption in found.captions.items()} == {
+    found = read_table("metadata.jsonl", data.encode())
+    assert found[1] == []
+    assert {name: caption.text for name, caption in found[0].items()} == {
         "a.png": "one two",
         "sub/b.png": "three",
         "c.png": "four five",
         "d.png": "first key wins",
     }
-    assert not any(caption.lines for caption in found.captions.values()), "each is one caption"
+    assert not any(caption.lines for caption in found[0].values()), "each is one caption"
 
 
 def test_several_captions_of_a_picture_are_kept_apart_and_joined() -> None:
-    found = read_caption(b"one\r\n\n  two  2\nthree\x00")
+    found = read_caption_file("a.txt", b"one\r\n\n  two  2\nthree\x00")
     assert (found.text, found.lines) == ("one two 2 three", ("one", "two 2", "three"))
-    assert read_caption(b"only one\n\n").lines == ()
+    assert read_caption_file("a.txt", b"only one\n\n").lines == ()
     row = json.dumps({"file_name": "a.png", "text": ["one", " two ", ""]})
-    listed = read_metadata(row.encode()).captions["a.png"]
+    listed = read_table("metadata.jsonl", row.encode())[0]["a.png"]
     assert (listed.text, listed.lines) == ("one two", ("one", "two"))
-    (problem,) = read_metadata(b'{"file_name": "a.png", "text": ["one", 2]}').problems
+    _, (problem,) = read_table("metadata.jsonl", b'{"file_name": "a.png", "text": ["one", 2]}')
     assert "no text under" in problem
 
 
@@ -169,11 +169,12 @@ def test_bad_metadata_lines_are_named_and_the_others_used() -> None:
         "[" * 100_000,
         '{"file_name": "s.png", "text": "\\ud800"}',
     ]
-    found = read_metadata("\n".join(lines).encode())
-    texts = {name: caption.text for name, caption in found.captions.items()}
+    found = read_table("metadata.jsonl", "\n".join(lines).encode())
+    texts = {name: caption.text for name, caption in found[0].items()}
     assert texts == {"a.png": "b", "s.png": "?"}
-    assert [problem.split(":")[0] for problem in found.problems] == [
-        *(f"line {number}" for number in (2, 3, 4, 5, 6)),
+    assert [problem.split(":")[0] for problem in found[1]] == [
+        "a.png occurs again; the last row counts",
+        *(f"line {number}" for number in (3, 4, 5, 6)),
         "1 more lines like these",
     ]
 

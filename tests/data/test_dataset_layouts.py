@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import build_config
 from lora_trainer.dataset.caption_tables import read_table
-from lora_trainer.dataset.decode_memo import DecodeMemo
-from lora_trainer.dataset.regularisation import scan_all
-from lora_trainer.dataset.scan import Dataset
+from lora_trainer.dataset.decode_memo import DatasetMemo
+from lora_trainer.dataset.records import Dataset
+from lora_trainer.dataset.scan import scan
 from lora_trainer.lora_file.header import open_checked
 from tests.data.dataset_layouts import CATDOG, LAYOUTS, NAMES, TWO, Layout, images, png_text
 
@@ -27,10 +26,9 @@ def written(files: dict[str, bytes], root: Path) -> Path:
     return root
 
 
-def read(root: Path, settings: dict[str, object], verified: DecodeMemo | None = None) -> Dataset:
+def read(root: Path, settings: dict[str, object], memo: DatasetMemo | None = None) -> Dataset:
     data = build_config({"data.max_bad_fraction": 0.0, **settings}).data
-    memo = HashMemo()
-    return scan_all(root, settings=data, memo=memo, verified=verified)
+    return scan(root, settings=data, memo=memo)
 
 
 @pytest.fixture(autouse=True)
@@ -84,14 +82,14 @@ def test_a_changed_table_changes_the_captions_and_not_the_images(tmp_path: Path)
 
 
 def test_captions_inside_images_are_remembered_apart_from_caption_files(tmp_path: Path) -> None:
-    verified = DecodeMemo()
+    memo = DatasetMemo()
     files = {"1.png": png_text("1.png", Description="a cat"), **images("2.png", "3.png")}
     root = written({**files, "2.txt": b'{"text": "x"}', "3.json": b'{"text": "x"}'}, tmp_path)
     expected = {"1.png": "a cat", "2.png": '{"text": "x"}', "3.png": "x"}
     for _ in range(2):
-        dataset = read(root, {"data.caption_fallback": "metadata"}, verified)
+        dataset = read(root, {"data.caption_fallback": "metadata"}, memo)
         assert {one.name: one.caption for one in dataset.records} == expected
-    assert read(root, NAMES, verified).records[0].caption == "", "the name is a number"
+    assert read(root, NAMES, memo).records[0].caption == "", "the name is a number"
 
 
 def test_a_table_in_parquet_is_read_by_pyarrow() -> None:
@@ -102,8 +100,8 @@ def test_a_table_in_parquet_is_read_by_pyarrow() -> None:
     sink = pyarrow.BufferOutputStream()
     parquet.write_table(pyarrow.table(columns), sink)
     table = read_table("metadata.parquet", sink.getvalue().to_pybytes())
-    assert {name: text.text for name, text in table.captions.items()} == CATDOG
-    assert "cannot be read" in read_table("metadata.parquet", b"PAR1").problems[0]
+    assert {name: text.text for name, text in table[0].items()} == CATDOG
+    assert "cannot be read" in read_table("metadata.parquet", b"PAR1")[1][0]
 
 
 def test_a_project_of_kohya_trains_with_the_defaults(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset import images
 from lora_trainer.dataset.buckets import Bucket, Placement, buckets_for, place
-from lora_trainer.dataset.decode_memo import DecodeMemo
+from lora_trainer.dataset.decode_memo import DatasetMemo
+from lora_trainer.dataset.inspect_image import BAD_MASK
 from lora_trainer.dataset.listing import list_dataset
 from lora_trainer.dataset.masks import Mask, decode_mask, mask_values
-from lora_trainer.dataset.scan import BAD_MASK, Dataset, scan
+from lora_trainer.dataset.records import Dataset
+from lora_trainer.dataset.scan import scan
 from tests.fakes.studio import Studio, draw, studio_in
 
 FILES, ALPHA = DataSettings(masks="files"), DataSettings(masks="alpha")
@@ -35,7 +37,7 @@ def white(path: Path, *, part: tuple[int, int, int, int], size: tuple[int, int] 
 
 def scanned(folder: Path, settings: DataSettings = FILES, **changes: Any) -> Dataset:
     settings = settings.model_copy(update={"max_bad_fraction": 1.0, **changes})
-    return scan(folder, settings=settings, memo=HashMemo())
+    return scan(folder, settings=settings)
 
 
 def masks_of(folder: Path, settings: DataSettings = FILES) -> dict[str, str | None]:
@@ -159,16 +161,15 @@ def test_a_picture_that_is_transparent_everywhere_is_an_error(tmp_path: Path) ->
 
 
 def test_a_second_scan_opens_no_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, memo = tmp_path / "data", HashMemo()
+    folder, memo = tmp_path / "data", DatasetMemo(tmp_path / "cache")
     folder.mkdir()
     draw(folder / "a.png", seed=1)
     white(folder / "a-masklabel.png", part=(0, 0, 5, 5))
-    verified = DecodeMemo.load(tmp_path / "cache")
-    first = scan(folder, settings=FILES, memo=memo, verified=verified)
-    verified.save()
+    first = scan(folder, settings=FILES, memo=memo)
+    memo.save()
     monkeypatch.setattr(images, "_load", None)
-    again = DecodeMemo.load(tmp_path / "cache")
-    assert scan(folder, settings=FILES, memo=memo, verified=again) == first
+    again = DatasetMemo(tmp_path / "cache")
+    assert scan(folder, settings=FILES, memo=again) == first
 
 
 # ---- where it lands
@@ -283,11 +284,12 @@ def test_entries_hold_the_values_of_the_mask(studio: Studio) -> None:
     for job in wanted.masks.values():
         entry = studio.cache.read(job.key)
         assert entry is not None
-        pixels = decode_mask(job.mask, settings=studio.settings)
+        assert job.record.mask is not None
+        pixels = decode_mask(job.record.mask, settings=studio.settings)
         expected = mask_values(pixels, job.placement, flip=job.flip, factor=job.factor)
         assert np.array_equal(entry["mask"], expected)
         latent = studio.cache.read(
-            next(one.key for one in wanted.latents.values() if one.record.name == job.name)
+            next(one.key for one in wanted.latents.values() if one.record == job.record)
         )
         assert latent is not None and latent["mean"].shape[1:] == entry["mask"].shape[1:]
     sources = {source.mask for source in wanted.sources.values()}

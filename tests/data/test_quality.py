@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from lora_trainer.common.findings import unusable
-from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
-from lora_trainer.dataset.buckets import Placement, buckets_for, cut, place
+from lora_trainer.dataset.buckets import Place, cut, placing
+from lora_trainer.dataset.finding_texts import finding
 from lora_trainer.dataset.measures import Measures, crispness_of, measure
 from lora_trainer.dataset.quality import (
     PICTURE_WEIGHTS,
@@ -28,7 +27,8 @@ from lora_trainer.dataset.quality import (
     inspect_images,
     near_duplicates,
 )
-from lora_trainer.dataset.scan import Dataset, ImageRecord, scan
+from lora_trainer.dataset.records import Dataset, ImageRecord
+from lora_trainer.dataset.scan import scan
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"
 PLAIN = DataSettings()
@@ -68,13 +68,20 @@ def record(image: Image.Image, name: str = "a.png", **changes: Any) -> ImageReco
 def report(
     records: Sequence[ImageRecord], *, side_px: int = 256, settings: DataSettings = PLAIN
 ) -> DatasetReport:
-    dataset = Dataset(folder=Path(), records=tuple(records), findings=(), fingerprint="")
-    return inspect_images(dataset, placements=placed(records, side_px), settings=settings)
+    records = placed(records, side_px)
+    dataset = Dataset(folder=Path(), records=records, findings=(), fingerprint="")
+    return inspect_images(dataset, settings=settings)
 
 
-def placed(records: Sequence[ImageRecord], side_px: int) -> dict[str, Placement]:
-    buckets = buckets_for(resolution_px=side_px, step_px=side_px // 8, max_aspect=2.0)
-    return {one.name: place(one.width_px, one.height_px, buckets=buckets) for one in records}
+def placed(records: Sequence[ImageRecord], side_px: int) -> tuple[ImageRecord, ...]:
+    return tuple(
+        replace(one, placements=at(side_px)(one.width_px, one.height_px)) for one in records
+    )
+
+
+def at(side_px: int) -> Place:
+    data = DataSettings(resolution=side_px, max_aspect=2.0)
+    return placing(data, resolution_px=0, step_px=side_px // 8)
 
 
 def kinds(found: DatasetReport) -> list[tuple[str, str | None]]:
@@ -82,9 +89,8 @@ def kinds(found: DatasetReport) -> list[tuple[str, str | None]]:
 
 
 def scanned(folder: Path, settings: DataSettings, side_px: int) -> DatasetReport:
-    dataset = scan(folder, settings=settings, memo=HashMemo())
-    placements = placed(dataset.records, side_px)
-    return inspect_images(dataset, placements=placements, settings=settings)
+    dataset = scan(folder, settings=settings, place=at(side_px))
+    return inspect_images(dataset, settings=settings)
 
 
 # --- the score
@@ -145,12 +151,12 @@ def test_the_score_is_the_product_of_shares_and_of_what_the_rest_leaves() -> Non
 
 def test_what_cannot_be_read_or_shows_nothing_is_not_usable() -> None:
     records = [record(photo(1)), record(Image.new("RGB", (256, 256), "teal"), "flat.png")]
-    damaged = unusable("b.png", "is damaged", advice="", code="IMG-01")
-    elsewhere = unusable("regularisation:c.png", "is damaged", advice="", code="IMG-01")
+    damaged = finding("unusable", "b.png", what="is damaged", advice="", code="IMG-01")
+    elsewhere = replace(damaged, file="regularisation:c.png")
     dataset = Dataset(
-        folder=Path(), records=tuple(records), findings=(damaged, elsewhere), fingerprint=""
+        folder=Path(), records=placed(records, 256), findings=(damaged, elsewhere), fingerprint=""
     )
-    found = inspect_images(dataset, placements=placed(records, 256), settings=PLAIN)
+    found = inspect_images(dataset, settings=PLAIN)
     assert found.parts["usable"] == pytest.approx(1 / 3)
 
 
@@ -196,7 +202,7 @@ def test_each_picture_says_what_the_crop_keeps(tmp_path: Path) -> None:
     left, top, right, bottom = row["kept"]
     assert row["cropped_fraction"] == pytest.approx(1 - (right - left) * (bottom - top), abs=1e-4)
     box = (left * 600, top * 256, right * 600, bottom * 256)
-    placement = placed([one], 256)["a.png"]
+    placement = placed([one], 256)[0].placement
     assert row["bucket"] == str(placement.bucket)
     bucket_px = (placement.bucket.width_px, placement.bucket.height_px)
     by_shares = image.resize(bucket_px, Image.Resampling.LANCZOS, box=box)
@@ -208,7 +214,7 @@ def test_each_picture_says_what_the_crop_keeps(tmp_path: Path) -> None:
 def test_the_score_of_a_picture_falls_with_its_own_faults_alone() -> None:
     good, small = record(photo(1), "good.png"), record(photo(2, (64, 64)), "small.png")
     twin = record(photo(1), "twin.png", caption_source=None)
-    scores = {p.file: p.score for p in report([good, small, twin]).pictures}
+    scores = {p.record.name: p.score for p in report([good, small, twin]).pictures}
     assert scores["good.png"] > 0.95
     assert scores["small.png"] < scores["good.png"] - 0.1
     assert scores["twin.png"] < scores["good.png"] - 0.2
@@ -301,7 +307,7 @@ def test_line_art_on_white_is_not_washed_out() -> None:
 
 def test_cropping_lowers_the_aspect_part() -> None:
     found = report([record(photo(1, (800, 200)))])
-    cropped = placed([record(photo(1, (800, 200)))], 256)["a.png"].cropped_fraction
+    cropped = placed([record(photo(1, (800, 200)))], 256)[0].placement.cropped_fraction
     assert 0.25 < cropped < 0.6
     assert found.parts["aspect"] == pytest.approx(1 - cropped)
     (finding,) = (finding for finding in found.findings if finding.kind == "cropped")
@@ -389,7 +395,7 @@ def test_every_pair_within_the_limit_is_found_by_its_bands() -> None:
             for bit in rng.sample(range(128), flips):
                 other ^= 1 << bit
             pair = [
-                record_of(replace(plain, structure=bits), str(index))
+                record_of(plain._replace(structure=f"{bits:032x}"), str(index))
                 for index, bits in enumerate((structure, other))
             ]
             assert bool(near_duplicates(pair)) == expected
@@ -404,7 +410,7 @@ def test_thousands_of_plain_pictures_take_no_time() -> None:
     rng = random.Random(3)
     base = record_of(plain, "x")
     records = [
-        replace(base, name=str(i), measures=replace(plain, colours=rng.randbytes(48)))
+        replace(base, name=str(i), measures=plain._replace(colours=rng.randbytes(48).hex()))
         for i in range(3000)
     ]
     start = time.process_time()

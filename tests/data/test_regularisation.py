@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings, build_config
 from lora_trainer.dataset.captions import of_class
-from lora_trainer.dataset.regularisation import scan_all
-from lora_trainer.dataset.scan import Dataset
+from lora_trainer.dataset.records import Dataset
+from lora_trainer.dataset.scan import scan
 from tests.fakes.studio import draw
 
 MARKED = {"data.folders.2_toy.regularisation": True}
@@ -21,7 +20,7 @@ MARKED = {"data.folders.2_toy.regularisation": True}
 
 def scanned(folder: Path, settings: dict[str, Any]) -> Dataset:
     data: DataSettings = build_config({"data.trigger": "zwx", **settings}).data
-    return scan_all(folder, settings=data, memo=HashMemo())
+    return scan(folder, settings=data)
 
 
 @pytest.fixture

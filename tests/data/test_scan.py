@@ -19,11 +19,13 @@ from PIL import Image
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import json_bytes, sha256_bytes
+from lora_trainer.common.findings import Finding
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset import inspect_image as examine_module
-from lora_trainer.dataset.decode_memo import DecodeMemo
-from lora_trainer.dataset.scan import Dataset, Finding, scan
+from lora_trainer.dataset.decode_memo import DatasetMemo
+from lora_trainer.dataset.records import Dataset
+from lora_trainer.dataset.scan import scan
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"
 LENIENT = DataSettings(max_bad_fraction=0.9)
@@ -52,7 +54,7 @@ def fill(folder: Path, count: int, *, captions: bool = True) -> None:
 
 
 def scanned(folder: Path, settings: DataSettings = LENIENT) -> Dataset:
-    return scan(folder, settings=settings, memo=HashMemo())
+    return scan(folder, settings=settings)
 
 
 def captions(dataset: Dataset) -> dict[str, str]:
@@ -711,16 +713,15 @@ def test_a_warm_scan_asks_the_memo_once_for_each_file_and_opens_none(
     fill(folder / "5_sub", 3)
     Image.new("RGBA", (20, 20)).save(folder / "alpha.png")
     age(folder)
-    known = HashMemo()
-    verified = DecodeMemo.load(tmp_path / "cache")
+    memo = DatasetMemo(tmp_path / "cache")
     watch = Watch(folder, monkeypatch)
     with watch:
-        cold = scan(folder, settings=LENIENT, memo=known, verified=verified)
+        cold = scan(folder, settings=LENIENT, memo=memo)
     assert watch.opened["p05.png"] >= 1
-    verified.save()
-    reloaded = DecodeMemo.load(tmp_path / "cache")
+    memo.save()
+    reloaded = DatasetMemo(tmp_path / "cache")
     with watch:
-        warm = scan(folder, settings=LENIENT, memo=known, verified=reloaded)
+        warm = scan(folder, settings=LENIENT, memo=reloaded)
     assert warm == cold
     assert len(cold.findings) > 2
     scanned_stats = Counter(watch.stats)
@@ -728,7 +729,7 @@ def test_a_warm_scan_asks_the_memo_once_for_each_file_and_opens_none(
     files = [path for path in folder.rglob("*") if path.is_file()]
     with watch:
         for path in files:
-            known.sha256(path)
+            reloaded.hashes.sha256(path)
     del scanned_stats[folder.name]
     assert scanned_stats == watch.stats
     assert len(scanned_stats) == len({path.name for path in files})
@@ -738,15 +739,15 @@ def test_only_what_changed_is_opened_again(tmp_path: Path, monkeypatch: pytest.M
     folder = tmp_path / "data"
     fill(folder, 5)
     age(folder)
-    known, verified = HashMemo(), DecodeMemo()
-    scan(folder, settings=LENIENT, memo=known, verified=verified)
+    memo = DatasetMemo()
+    scan(folder, settings=LENIENT, memo=memo)
     old = (folder / "p03.png").stat()
     draw(folder / "p03.png", "white")
     os.utime(folder / "p03.png", ns=(old.st_atime_ns, old.st_mtime_ns))
     (folder / "p04.txt").write_text("edited")
     watch = Watch(folder, monkeypatch)
     with watch:
-        warm = scan(folder, settings=LENIENT, memo=known, verified=verified)
+        warm = scan(folder, settings=LENIENT, memo=memo)
     assert set(watch.opened) == {"p03.png", "p04.txt"}
     assert captions(warm)["p04.png"] == "edited"
     assert warm == scanned(folder)
@@ -756,15 +757,15 @@ def test_renamed_pictures_are_not_decoded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(tmp_path / "data", 3)
-    verified = DecodeMemo()
-    scan(tmp_path / "data", settings=LENIENT, memo=HashMemo(), verified=verified)
+    memo = DatasetMemo()
+    scan(tmp_path / "data", settings=LENIENT, memo=memo)
     (tmp_path / "data").rename(tmp_path / "moved")
 
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("decoded again")
 
     monkeypatch.setattr(examine_module, "verify", refuse)
-    dataset = scan(tmp_path / "moved", settings=LENIENT, memo=HashMemo(), verified=verified)
+    dataset = scan(tmp_path / "moved", settings=LENIENT, memo=memo)
     assert len(dataset.records) == 3
 
 
@@ -774,8 +775,8 @@ def test_the_dataset_folder_is_never_written_to(tmp_path: Path) -> None:
     (folder / "p03.png").write_bytes(b"")
     before = contents(folder)
     folders = {path: path.stat().st_mtime_ns for path in (tmp_path, folder)}
-    known, verified = HashMemo(), DecodeMemo()
-    scan(folder, settings=LENIENT, memo=known, verified=verified)
+    memo = DatasetMemo()
+    scan(folder, settings=LENIENT, memo=memo)
     assert contents(folder) == before
     assert {path: path.stat().st_mtime_ns for path in folders} == folders
 

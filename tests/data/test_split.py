@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.dataset.scan import ImageRecord, hold_out
+from lora_trainer.dataset.records import ImageRecord, hold_out
 
 
 def record(content: int, *, copy: int = 0, name: str | None = None) -> ImageRecord:

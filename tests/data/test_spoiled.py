@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
-from lora_trainer.dataset.buckets import buckets_for, place
+from lora_trainer.dataset.buckets import placing
 from lora_trainer.dataset.quality import DatasetReport, inspect_images
 from lora_trainer.dataset.scan import scan
 from tests.fakes.runs import run_cli
@@ -137,12 +136,8 @@ def all_spoiled(folder: Path, seed: int, copies: Spoil) -> None:
 
 
 def scored(folder: Path) -> DatasetReport:
-    dataset = scan(folder, settings=SETTINGS, memo=HashMemo())
-    buckets = buckets_for(resolution_px=64, step_px=8, max_aspect=2.0)
-    placements = {
-        one.name: place(one.width_px, one.height_px, buckets=buckets) for one in dataset.records
-    }
-    return inspect_images(dataset, placements=placements, settings=SETTINGS)
+    place = placing(SETTINGS, resolution_px=64, step_px=8)
+    return inspect_images(scan(folder, settings=SETTINGS, place=place), settings=SETTINGS)
 
 
 @pytest.mark.parametrize("images", SIZES)

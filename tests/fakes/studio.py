@@ -24,7 +24,7 @@ from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings, Precision
-from lora_trainer.dataset.buckets import buckets_for, place
+from lora_trainer.dataset.buckets import placing
 from lora_trainer.dataset.scan import scan
 from lora_trainer.families.base import (
     BaseFacts,
@@ -125,27 +125,24 @@ class Studio:
         return replace(found, max_tokens=self.max_tokens or found.max_tokens)
 
     def needs(self) -> Needs:
-        memo = HashMemo()
-        records = scan(self.folder, settings=self.settings, memo=memo).records
         facts = self.facts()
-        placed = []
-        for side_px in (self.resolution_px, *self.more_px):
-            buckets = buckets_for(
-                resolution_px=side_px, step_px=facts.bucket_step_px, max_aspect=self.max_aspect
-            )
-            placed.append(
-                {r.name: place(r.width_px, r.height_px, buckets=buckets) for r in records}
-            )
+        data = self.settings.model_copy(
+            update={
+                "resolution": self.resolution_px,
+                "more_resolutions": self.more_px,
+                "max_aspect": self.max_aspect,
+            }
+        )
+        place = placing(data, resolution_px=16, step_px=facts.bucket_step_px)
+        records = scan(self.folder, settings=self.settings, place=place).records
         return needs(
             records,
-            placed[0],
             prompts=[self.prompt],
             facts=facts,
             texts_as=self.texts_as(),
             geometry=self.told,
             settings=self.settings,
             seed=1,
-            more=placed[1:],
         )
 
     def told(self, geometry: Geometry) -> Conditioning:

@@ -13,9 +13,8 @@ from lora_trainer.gui.changes import FileChange, LinesChange
 from PIL import Image
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
-from lora_trainer.dataset.captions import read_caption
+from lora_trainer.dataset.captions import read_caption_file
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 from lora_trainer.dataset.scan import scan
 
@@ -53,7 +52,7 @@ def write(root: Path, **texts: str) -> None:
 
 def trained(root: Path) -> dict[str, str]:
     """Return the captions that the trainer reads."""
-    dataset = scan(root, settings=DataSettings(), memo=HashMemo())
+    dataset = scan(root, settings=DataSettings())
     return {record.name: record.caption for record in dataset.records}
 
 
@@ -110,7 +109,9 @@ def test_any_file_is_left_alone_or_read_back_as_typed(
     written = (tmp_path / "cat.txt").read_bytes()
     if written != data:
         written.decode()  # what was edited is UTF-8
-    assert read_caption(written).text == read_caption(text.encode()).text
+    assert (
+        read_caption_file("a.txt", written).text == read_caption_file("a.txt", text.encode()).text
+    )
 
 
 def test_metadata_lines_are_edited_in_their_file(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.captions import MAX_CAPTION_CHARACTERS
-from lora_trainer.dataset.scan import Dataset, scan
+from lora_trainer.dataset.records import Dataset
+from lora_trainer.dataset.scan import scan
 from lora_trainer.training import loop
 from tests.fakes.runs import Toy, events, toy, trajectory
 from tests.fakes.studio import Studio, few_objects, studio_in
@@ -64,7 +64,7 @@ def draw(path: Path, seed: int | str) -> None:
 
 def scanned(folder: Path, **settings: Any) -> Dataset:
     chosen = DataSettings().model_copy(update=settings)
-    return scan(folder, settings=chosen, memo=HashMemo())
+    return scan(folder, settings=chosen)
 
 
 # ---- CAP-01

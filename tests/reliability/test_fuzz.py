@@ -32,7 +32,6 @@ from safetensors.torch import load, save
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.common.events import read_jsonl
-from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import (
     BaseSettings,
     Config,
@@ -43,8 +42,8 @@ from lora_trainer.config.config import (
     setting_keys,
 )
 from lora_trainer.config.layers import read_settings_file
-from lora_trainer.dataset.caption_tables import read_metadata
-from lora_trainer.dataset.captions import read_caption
+from lora_trainer.dataset.caption_tables import read_table
+from lora_trainer.dataset.captions import read_caption_file
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.scan import scan
 from lora_trainer.families.locate import describe
@@ -209,7 +208,7 @@ def test_cap_fuzz_captions(fuzz: Any) -> None:
 
     def case(draw: random.Random) -> None:
         data = mutated(text.encode(draw.choice(encodings), "ignore"), draw)
-        found = read_caption(data).text
+        found = read_caption_file("a.txt", data).text
         assert found == " ".join(found.split())
         assert "\0" not in found
         found.encode()
@@ -225,7 +224,7 @@ def test_cap_fuzz_metadata_lines(fuzz: Any) -> None:
         at = draw.randrange(5)
         # A damaged line is on its own: it may say less or other things, not the others' captions.
         lines[at] = damaged_json(rows[at], draw).replace(b"\n", b" ").replace(b"\r", b" ")
-        found = read_metadata(b"\n".join(lines)).captions
+        found = read_table("metadata.jsonl", b"\n".join(lines))[0]
         if lines[0].startswith((b"\xff\xfe", b"\xfe\xff")):  # the mark of another encoding
             return
         others = {f"{index}.png": f"toy {index}" for index in range(5) if index != at}
@@ -264,8 +263,7 @@ def test_env_01_fuzz_file_names(tmp_path: Path, figure: Figure) -> None:
                 written += 1
                 (folder / f"{name}.txt").write_text("a toy", encoding="utf-8")
         (folder / "plain.png").write_bytes(picture)
-        memo = HashMemo()
-        found = scan(folder, settings=DataSettings(max_bad_fraction=1.0), memo=memo)
+        found = scan(folder, settings=DataSettings(max_bad_fraction=1.0))
         hidden = sum(path.name.startswith(".") for path in folder.glob("*.png"))
         assert len(found.records) >= len(list(folder.glob("*.png"))) - hidden
         json.dumps(

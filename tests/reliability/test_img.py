@@ -24,10 +24,10 @@ import pytest
 from PIL import Image
 
 from lora_trainer.common.findings import Finding
-from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.images import decode
-from lora_trainer.dataset.scan import Dataset, scan
+from lora_trainer.dataset.records import Dataset
+from lora_trainer.dataset.scan import scan
 from tests.fakes.odd_pictures import chunk, cmyk_profile, encoded, picture, png, stored_for
 from tests.fakes.runs import python, run_cli, toy
 
@@ -183,7 +183,7 @@ GROUPS: dict[str, Callable[[], dict[str, Case]]] = {
 
 def scanned(folder: Path, **settings: float) -> Dataset:
     chosen = DataSettings(max_bad_fraction=1.0).model_copy(update=settings)
-    return scan(folder, settings=chosen, memo=HashMemo())
+    return scan(folder, settings=chosen)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -230,7 +230,7 @@ def peak_mib():
 folder = Path(sys.argv[1])
 settings = DataSettings(max_bad_fraction=1.0)
 before = peak_mib()
-found = scan(folder, settings=settings, memo=HashMemo())
+found = scan(folder, settings=settings)
 print(len(found.records), peak_mib() - before)
 """
 

@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
-from lora_trainer.dataset.scan import Dataset, scan
+from lora_trainer.dataset.records import Dataset
+from lora_trainer.dataset.scan import scan
 from tests.fakes.runs import Toy, contents, events, run_cli, toy
 
 Figure = Callable[..., None]
@@ -87,7 +87,7 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
 
 def scanned(folder: Path, *, max_bad_fraction: float) -> Dataset:
     settings = DataSettings(max_bad_fraction=max_bad_fraction)
-    return scan(folder, settings=settings, memo=HashMemo())
+    return scan(folder, settings=settings)
 
 
 def test_img_01_02_every_damaged_file_is_named_with_a_fix_and_left_out(

@@ -22,7 +22,6 @@ from lora_trainer.captioning.describer import Describer
 from lora_trainer.captioning.tagger import ModelCaption, Tagger
 from lora_trainer.cli import main
 from lora_trainer.common.events import Event
-from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import DataSettings
 from lora_trainer.dataset.scan import scan
 from tests.fakes.captioners import tiny_captioner, tiny_tagger
@@ -71,8 +70,7 @@ def texts(folder: Path) -> dict[str, str]:
 
 def trained(folder: Path, **settings: Any) -> dict[str, str]:
     """Return the captions that `check` and training read."""
-    memo = HashMemo()
-    found = scan(folder, settings=DataSettings(**settings), memo=memo)
+    found = scan(folder, settings=DataSettings(**settings))
     return {record.name: record.caption for record in found.records}
 
 
