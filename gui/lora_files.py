@@ -23,7 +23,7 @@ from lora_trainer.common.redaction import public_source
 from lora_trainer.common.wording import against_base, one_line
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.fitting_base import recognise
-from lora_trainer.lora_file.problems import key_format
+from lora_trainer.lora_file.names import key_format
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.reporting.history import mapping, number
 from lora_trainer.reporting.status import read_status

@@ -122,12 +122,18 @@ REFERENCES: Mapping[str, Reference] = {
 
 
 def releases() -> Iterator[BaseFacts]:
-    """Yield what is known of each public release of each family, the default one first."""
+    """Yield what is known of the public releases of each family, the default one first.
+
+    Of a U-Net family only the default one: its releases draw alike, from all timesteps.
+    """
     for name in families.MODULES:
         family = families.family(name)
-        ids = [release.ids[0] for release in getattr(family, "published", ())]
-        for source in dict.fromkeys([next(iter(family.releases)), *ids]):
-            yield family.releases[source]
+        first = next(iter(family.releases))
+        yield family.releases[first]
+        for release in family.published:
+            facts = family.releases[release.ids[0]]
+            if facts.prediction == "flow" and facts.source != first:
+                yield facts
 
 
 def objective(

@@ -168,3 +168,54 @@ def _written(out: int, rank: int, kernel: int) -> Shape:
 
 def _norms(out: int, kernel: int) -> Shape:
     return (out,) if kernel == 1 else (1, out, 1, 1)
+
+
+def rotated_size(numbers: int) -> int:
+    """Return the side of a skew matrix with this many numbers above its diagonal; raises ValueError."""
+    size = (1 + math.isqrt(1 + 8 * numbers)) // 2
+    if size * (size - 1) // 2 != numbers or size < 2:
+        raise ValueError(f"has rotations of {numbers} numbers each, which is no triangle")
+    return size
+
+
+def update_size(kind: AdapterKind | None, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Return (out, fan in) of an update, kernels counted, 0 for a side that the tensors do not tell.
+
+    `shapes` are those of a file's tensors by role or of the arrays of an `Update`. Raises KeyError,
+    IndexError or ValueError for a module whose tensors are not all there.
+    """
+    match kind:
+        case "lora":
+            fan_in = math.prod(shapes["down"][1:]) * math.prod(shapes.get("mid", ())[2:])
+            return shapes["up"][0], fan_in
+        case "loha":
+            if "t1" in shapes:  # Tucker form: [r, out], [r, in] around [r, r, kernel]
+                return shapes["w1_a"][1], shapes["w1_b"][1] * math.prod(shapes["t1"][2:])
+            return shapes["w1_a"][0], math.prod(shapes["w1_b"][1:])
+        case "lokr":
+            # Both sides of a Kronecker product are the products of its factors' sides.
+            out, fan_in = 1, 1
+            for factor in ("w1", "w2"):
+                rows_of = shapes.get(factor, shapes.get(f"{factor}_a", ()))
+                columns_of = shapes.get(factor, shapes.get(f"{factor}_b", ()))
+                core = shapes.get("t2", ()) if f"{factor}_a" in shapes and factor == "w2" else ()
+                out *= rows_of[1] if core else rows_of[0]
+                columns = columns_of[1] if core else math.prod(columns_of[1:])
+                fan_in *= columns * math.prod(core[2:])
+            return out, fan_in
+        case "oft":
+            return shapes["blocks"][-3] * shapes["blocks"][-1], 0
+        case "oft_in" if shapes["skew"][0] > 1:  # one rotation may serve all inputs
+            return 0, shapes["skew"][0] * rotated_size(shapes["skew"][1])
+        case "glora":
+            if shapes["b1"][1] == min(shapes["b1"][:2]):
+                kernel = math.prod(shapes.get("bm", ())[2:])
+                return shapes["b1"][0], math.prod(shapes["b2"][1:]) * kernel
+            return shapes["b2"][0], math.prod(shapes["b1"][1:])  # LyCORIS before 2.0
+        case "full" | "norm" if "difference" in shapes:
+            return shapes["difference"][0], math.prod(shapes["difference"][1:])
+        case "full":
+            return shapes["bias"][0], 0
+        case "ia3":
+            return shapes.get("by_output", (0,))[0], 0
+    return 0, 0

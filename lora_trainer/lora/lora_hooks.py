@@ -1,16 +1,11 @@
-"""LoRA files beside frozen layers by forward hooks: an assistant, and one whose strength can be set.
+"""LoRA files beside the frozen layers of a base, added by forward hooks at a strength that can change.
 
-A frozen LoRA that runs beside the layers of a distilled base while it is trained.
+The base weights do not change: hooks add the update whether or not an adapter wraps the layer, so it works with
+quantised and streamed layers, and at strength 0 every prediction equals the base's, bit for bit.
 
-Training on a few-step base breaks its distillation. An assistant LoRA that undoes the distillation is on
-during training and off during sampling, so the trained adapter fits the distilled base. The base weights
-do not change: forward hooks add the assistant's update, whether or not an adapter wraps the layer.
-
-Adds an adapter file of any kind to frozen networks, at a strength that can change between passes.
-
-Input: networks by component and ModuleTensors; output: a `LoraStrength`, the strength. The base weights do not
-change: forward hooks add the update, so it works with quantised and streamed layers, and at strength 0
-every prediction equals the base's, bit for bit.
+An assistant is such a file beside a few-step base while it is trained. Training on that base breaks its
+distillation; an assistant that undoes the distillation is on during training and off during sampling, so the
+trained adapter fits the distilled base.
 """
 
 from __future__ import annotations
@@ -26,85 +21,9 @@ from torch.nn import functional as F
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import DENOISER
-from lora_trainer.lora.low_rank import fits
+from lora_trainer.lora.low_rank import fits, kind_name
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, split_key, update
 from lora_trainer.network.quantize import frozen_weight
-
-
-class Assistant:
-    """A switch over the hooks of one assistant; it is on after `attach`."""
-
-    def __init__(self) -> None:
-        self.enabled = True
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Switch the assistant off while the block runs: for samples and for measuring the base itself."""
-        before, self.enabled = self.enabled, False
-        try:
-            yield
-        finally:
-            self.enabled = before
-
-
-def attach(denoiser: nn.Module, tensors: AdapterTensors) -> Assistant:
-    """Add an adapter file to the layers of a denoiser by hooks, in the layers' dtype, frozen.
-
-    Works before and after `inject`. Raises InputError for anything but a plain LoRA of this denoiser.
-    """
-    layers = {key: _layer(denoiser, key, module) for key, module in tensors.items()}
-    assistant = Assistant()
-    for key, layer in layers.items():
-        layer.register_forward_hook(_assistant_hook(assistant, layer, tensors[key]))
-    return assistant
-
-
-def _layer(denoiser: nn.Module, key: str, module: ModuleTensors) -> nn.Linear | nn.Conv2d:
-    """Return the frozen layer, inside its adapter if it has one."""
-    component, name = split_key(key)
-    if module.kind != "lora" or module.dora:
-        kind = "DoRA" if module.dora else module.kind
-        raise InputError(
-            f"the assistant is a {kind} adapter; only a plain LoRA can run beside a base",
-            fix="give a plain LoRA, or leave base.assistant out",
-        )
-    wrapper = dict(denoiser.named_modules()).get(name) if component == DENOISER else None
-    layer = getattr(wrapper, "base_layer", wrapper)
-    down, up = module.tensors["down"], module.tensors["up"]
-    if (
-        not isinstance(layer, nn.Linear | nn.Conv2d)
-        or layer.weight.shape[0] != up.shape[0]
-        or layer.weight[:1].numel() != down[:1].numel()
-    ):
-        raise InputError(
-            f"the assistant changes {key}, which this base does not have in that size",
-            fix="give the assistant that was made for this base, or leave base.assistant out",
-        )
-    return layer
-
-
-def _assistant_hook(
-    assistant: Assistant, layer: nn.Linear | nn.Conv2d, module: ModuleTensors
-) -> Any:
-    weight = layer.weight
-    rank = module.tensors["down"].shape[0]
-    down = module.tensors["down"].to(weight).reshape(rank, *weight.shape[1:])
-    up = (module.tensors["up"].float() * module.scale).to(weight)
-    up = up.reshape(weight.shape[0], rank, *(1,) * (weight.dim() - 2))
-
-    def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        if not assistant.enabled:
-            return output
-        x = inputs[0]
-        if isinstance(layer, nn.Linear):
-            return output + F.linear(F.linear(x, down), up)
-        middle = F.conv2d(
-            x, down, stride=layer.stride, padding=layer.padding, dilation=layer.dilation
-        )
-        return output + F.conv2d(middle, up)
-
-    return add
-
 
 Layer = nn.Linear | nn.Conv2d
 Apply = Callable[[Tensor], Tensor]
@@ -112,7 +31,7 @@ Apply = Callable[[Tensor], Tensor]
 
 
 class LoraStrength:
-    """The strength of an attached adapter; it is 0 after `attach_lora`."""
+    """The strength of an attached adapter; it is 0 after `attach_lora`, 1 after `attach_assistant`."""
 
     def __init__(self) -> None:
         self.strength = 0.0
@@ -125,6 +44,19 @@ class LoraStrength:
             yield
         finally:
             self.strength = before
+
+
+def attach_assistant(denoiser: nn.Module, tensors: AdapterTensors) -> LoraStrength:
+    """Hook an assistant beside a denoiser's layers; raises InputError for anything but a plain LoRA of it."""
+    for module in tensors.values():
+        if not _is_plain(module):
+            raise InputError(
+                f"the assistant is a {kind_name(module)} adapter; only a plain LoRA can run beside a base",
+                fix="give a plain LoRA, or leave base.assistant out",
+            )
+    assistant = attach_lora({DENOISER: denoiser}, tensors)
+    assistant.strength = 1.0
+    return assistant
 
 
 def attach_lora(networks: Mapping[str, nn.Module], tensors: AdapterTensors) -> LoraStrength:
@@ -142,22 +74,24 @@ def layer_of(networks: Mapping[str, nn.Module], key: str, module: ModuleTensors)
     Raises InputError if the base has no such layer of that size.
     """
     component, name = split_key(key)
-    wrapper = networks[component].get_submodule(name)
+    try:
+        wrapper: nn.Module | None = networks[component].get_submodule(name)
+    except (KeyError, AttributeError):
+        wrapper = None
     layer = getattr(wrapper, "base_layer", wrapper)
     if module.kind == "norm":
         raise InputError(
             f"the adapter changes the norm {key}; only linear layers and convolutions are measured",
             fix="merge it into its base, and draw samples with that",
         )
-    supported = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
-    weight = frozen_weight(layer) if supported else torch.empty(0, 0)
-    if not supported or not fits(module, out=weight.shape[0], fan_in=weight[0].numel()):
-        raise InputError(
-            f"the adapter changes {key}, which this base does not have in that size",
-            fix="name the base that the adapter was made for with --base",
-        )
-    assert isinstance(layer, Layer)
-    return layer
+    if isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1):
+        weight = frozen_weight(layer)
+        if fits(module, out=weight.shape[0], fan_in=weight[0].numel()):
+            return layer
+    raise InputError(
+        f"the LoRA changes {key}, which this base does not have in that size",
+        fix="name the base that it was made for, or give another file",
+    )
 
 
 def change_of(layer: Layer, module: ModuleTensors) -> Tensor:
@@ -171,12 +105,15 @@ def change_of(layer: Layer, module: ModuleTensors) -> Tensor:
 
 def _hook(dial: LoraStrength, layer: Layer, module: ModuleTensors) -> Any:
     apply = _low_rank(layer, module) if _is_plain(module) else _whole(layer, module)
-    bias = module.tensors.get("bias", torch.zeros(())).reshape(-1, *(1,) * (layer.weight.dim() - 2))
+    bias = module.tensors.get("bias")
 
     def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if dial.strength == 0:
             return output
-        return output + dial.strength * (apply(inputs[0]) + bias.to(output))
+        change = apply(inputs[0])
+        if bias is not None:
+            change = change + bias.reshape(-1, *(1,) * (layer.weight.dim() - 2)).to(output)
+        return torch.add(output, change, alpha=dial.strength)
 
     return add
 

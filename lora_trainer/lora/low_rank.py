@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lora_trainer.lora.adapter_size import KIND_NAMES
+from lora_trainer.lora.adapter_size import KIND_NAMES, update_size
 from lora_trainer.lora.tensors import ModuleTensors, needs_weight
 
 EXACT_SIDE = 512
 """Matrices with a side up to this are decomposed in full: it takes less than a second."""
-_FACTORS = ("w1", "w2")
 _FIRST_RANK = 16
 OVERSAMPLING, ITERATIONS = 16, 8
 
@@ -133,42 +132,18 @@ def product(module: ModuleTensors, *, kernel: tuple[int, ...] = ()) -> LowRankUp
 
 def fits(module: ModuleTensors, *, out: int, fan_in: int) -> bool:
     """Say whether a module's update has the size of a weight, from the shapes of its factors."""
-    shapes = {
-        name: (tensor.shape[0], tensor[0].numel())
-        for name, tensor in module.tensors.items()
-        if tensor.dim()
-    }
-    if "bias" in shapes and shapes["bias"][0] != out:
-        return False
-    match module.kind:
-        case "lora":
-            return (shapes["up"][0], shapes["down"][1]) == (out, fan_in)
-        case "loha":
-            return all(
-                (shapes[f"{w}_a"][0], shapes[f"{w}_b"][1]) == (out, fan_in) for w in _FACTORS
-            )
-        case "lokr":
-            ups = (shapes.get(w, shapes.get(f"{w}_a", (0, 0)))[0] for w in _FACTORS)
-            downs = (shapes.get(w, shapes.get(f"{w}_b", (0, 0)))[1] for w in _FACTORS)
-            height = math.prod(ups)
-            if module.rows is not None:
-                height = module.rows[1] - module.rows[0]
-            return (height, math.prod(downs)) == (out, fan_in)
-        case "oft":
-            blocks = module.tensors["blocks"].shape
-            rounds = blocks[0] if len(blocks) == 4 else 0
-            paired = rounds == 0 or out % (2 ** (rounds - 1) * blocks[-1]) == 0
-            return blocks[-3] * blocks[-1] == out and paired
-        case "oft_in":
-            count = module.tensors["skew"].shape[0]
-            return fan_in % module.rank == 0 and count in (1, fan_in // module.rank)
-        case "glora":
-            return (shapes["b1"][0], shapes["b2"][1]) == (out, fan_in)
-        case "ia3":
-            outputs = "by_output" in shapes
-            return shapes["by_output"][0] == out if outputs else fan_in % shapes["by_input"][0] == 0
-        case _:
-            return "difference" not in shapes or shapes["difference"] == (out, fan_in)
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.tensors.items()}
+    rows, columns = update_size(module.kind, shapes)
+    if module.rows is not None:
+        rows = module.rows[1] - module.rows[0]
+    # One rotation or one share may serve all inputs, and then the tensors do not tell how many.
+    share = module.rank if module.kind == "oft_in" else shapes.get("by_input", (1,))[0]
+    return (
+        rows in (0, out)
+        and columns in (0, fan_in)
+        and fan_in % share == 0
+        and shapes.get("bias", (out,))[0] == out
+    )
 
 
 def added(parts: Sequence[tuple[LowRankUpdate, float]]) -> LowRankUpdate:

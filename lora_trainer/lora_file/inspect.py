@@ -19,12 +19,10 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.lora_file.embedding import KEYS, WORD, read_embedding
 from lora_trainer.lora_file.fitting_base import recognise
 from lora_trainer.lora_file.header import refuse
-from lora_trainer.lora_file.names import kind_of_others
+from lora_trainer.lora_file.names import KeyFormat, key_format, kind_of_others
 from lora_trainer.lora_file.norms import block_of, update_norm
-from lora_trainer.lora_file.problems import Body, KeyFormat, Problem, find_problems, key_format
+from lora_trainer.lora_file.problems import Body, Problem, find_problems, problem
 from lora_trainer.lora_file.read import Contents, SpeltAdapter, numbers, open_spelt
-
-__all__ = ["Inspection", "KeyFormat", "Problem", "Spread", "inspect_file"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +103,7 @@ def _embedding(path: Path) -> Inspection:
     embedding = read_embedding(path)
     architecture, _, _ = embedding.metadata.get("modelspec.architecture", "").rpartition("/")
     word = embedding.metadata.get(WORD)
-    problem = Problem(
-        "embedding",
-        "note",
-        "this is no LoRA but the new tokens of " + (f"the word {word!r}" if word else "a word"),
-        f"put it into the folder of embeddings and {path.stem} into the prompt",
-    )
+    named = f"the word {word!r}" if word else "a word"
     return Inspection(
         family=architecture or "unknown",
         format="unknown",
@@ -118,7 +111,7 @@ def _embedding(path: Path) -> Inspection:
         alpha=None,
         modules=0,
         metadata=embedding.metadata,
-        problems=(problem,),
+        problems=(problem("embedding", word=named, stem=path.stem),),
         kinds=("embedding",),
         embeddings={key: (vec.shape[0], vec.shape[1]) for key, vec in embedding.vectors.items()},
     )

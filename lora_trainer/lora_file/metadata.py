@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -120,16 +121,22 @@ ALGORITHMS = {
     "norm": "full",
 }
 """LyCORIS's names of our kinds of adapter."""
-_FALSE_IN_KOHYA = (
-    *("bucket_no_upscale", "color_aug", "random_crop", "lowram", "full_fp16", "fp8_base"),
-    "fp8_base_unet",
-    *("ip_noise_gamma_random_strength", "noise_offset_random_strength"),
-)
-_NONE_IN_KOHYA = (
-    "face_crop_aug_range",
-    "adaptive_noise_scale",
-)
-"""Options of kohya's trainers that this program does not have, as they are there when unused."""
+
+
+@cache
+def _kohya_entries() -> dict[str, dict[str, Any]]:
+    """Return the table of kohya's entries: settings of ours by entry, and options that are not here, unused."""
+    file = resources.files("lora_trainer.lora_file").joinpath("kohya_entries.json")
+    table: dict[str, dict[str, Any]] = json.loads(file.read_text("utf-8"))
+    return table
+
+
+def _as_set(info: ExportInfo) -> dict[str, Any]:
+    """Return kohya's entries that are settings of ours as they are, and those of options that are not here."""
+    table = _kohya_entries()
+    flow = table["flow_settings"] if info.prediction == "flow" else {}
+    names = {**table["settings"], **flow}
+    return {**{key: info.settings[name] for key, name in names.items()}, **table["unused"]}
 
 
 def _network(info: ExportInfo) -> dict[str, Any]:
@@ -200,21 +207,13 @@ def _schedule(info: ExportInfo) -> dict[str, Any]:
     steps, batch = settings["train.steps"], settings["train.batch_size"]
     return {
         "ss_steps": info.step,
-        "ss_max_train_steps": steps,
         "ss_epoch": _ceil_divide(info.images_seen, images),
         "ss_num_epochs": _ceil_divide(steps * batch, images),
         "ss_num_batches_per_epoch": _ceil_divide(images, batch),
-        "ss_batch_size_per_device": batch,
-        "ss_total_batch_size": batch,
-        "ss_gradient_accumulation_steps": 1,
         "ss_training_started_at": float(info.started_at_s),
         "ss_training_finished_at": float(info.saved_at_s),
-        "ss_learning_rate": settings["optimizer.learning_rate"],
-        "ss_unet_lr": settings["optimizer.learning_rate"],
         "ss_text_encoder_lr": _text_encoder_rate(settings),
-        "ss_lr_scheduler": settings["optimizer.schedule"],
         "ss_lr_warmup_steps": round(settings["optimizer.warmup_fraction"] * steps),
-        "ss_seed": settings["train.seed"],
     }
 
 
@@ -236,26 +235,9 @@ def _options(info: ExportInfo) -> dict[str, Any]:
         "ss_optimizer": f"{name}(weight_decay={decay},betas={betas},eps={epsilon})",
         "ss_mixed_precision": _PRECISIONS[settings["train.precision"]],
         "ss_gradient_checkpointing": settings["memory.gradient_checkpointing"] != "none",
-        "ss_max_grad_norm": settings["train.max_grad_norm"],
-        "ss_scale_weight_norms": settings["optimizer.max_weight_norm"],
-        "ss_noise_offset": settings["objective.noise_offset"],
-        "ss_multires_noise_iterations": settings["objective.multires_noise_iterations"],
-        "ss_multires_noise_discount": settings["objective.multires_noise_discount"],
-        "ss_caption_dropout_rate": settings["data.caption_dropout"],
-        "ss_shuffle_caption": settings["data.shuffle_tags"],
-        "ss_keep_tokens": settings["data.keep_tokens"],
-        "ss_flip_aug": settings["data.flip"],
-        "ss_enable_bucket": settings["data.buckets"],
-        "ss_caption_dropout_every_n_epochs": settings["data.caption_dropout_every_epochs"],
-        "ss_caption_tag_dropout_rate": settings["data.tag_dropout"],
         "ss_clip_skip": _beyond(settings["base.clip_skip"], 1),
         "ss_max_token_length": _beyond(settings["data.caption_tokens"], CHUNK_TOKENS),
-        "ss_cache_latents": True,
-        "ss_resize_interpolation": "lanczos",
-        "ss_validation_split": settings["data.validation_fraction"],
         "ss_training_comment": info.description or None,
-        **{f"ss_{name}": False for name in _FALSE_IN_KOHYA},
-        **{f"ss_{name}": None for name in _NONE_IN_KOHYA},
     }
 
 
@@ -270,9 +252,6 @@ def _loss(info: ExportInfo) -> dict[str, Any]:
     kind, loss = settings["objective.weighting"], settings["objective.loss"]
     return {
         "ss_loss_type": "l2" if loss == "mse" else loss,
-        "ss_huber_c": settings["objective.huber_delta"],
-        "ss_huber_schedule": settings["objective.huber_schedule"],
-        "ss_huber_scale": 1.0,
         "ss_min_snr_gamma": settings["objective.min_snr_gamma"] if kind == "min_snr" else None,
         "ss_debiased_estimation": kind == "debiased",
         "ss_prior_loss_weight": settings["objective.prior_weight"]
@@ -292,14 +271,8 @@ def _timesteps(info: ExportInfo) -> dict[str, Any]:
     if scheme == "none" and sampling in ("logit_normal", "mode"):
         scheme = sampling
     return {
-        "ss_timestep_sampling": sampling,
         "ss_weighting_scheme": scheme,
-        "ss_mode_scale": settings["objective.mode_scale"],
-        "ss_logit_mean": settings["objective.logit_mean"],
-        "ss_logit_std": settings["objective.logit_std"],
         "ss_sigmoid_scale": 1.0,
-        "ss_discrete_flow_shift": settings["objective.flow_shift"],
-        "ss_guidance_scale": settings["objective.guidance_scale"],
         "ss_model_prediction_type": "raw",
     }
 
@@ -400,7 +373,8 @@ _SOURCES = ("base.model", "base.vae", "base.companion", "base.assistant", "train
 def metadata(info: ExportInfo) -> dict[str, str]:
     """Return all header entries but the hashes, which need the tensors; every value is text."""
     public: ExportInfo = _public(replace(info, settings=_without_folders(info.settings)))
-    sections = (_network, _schedule, _options, _loss, _timesteps, _dataset, _modelspec, _lora_train)
+    kohya = (_as_set, _network, _schedule, _options, _loss, _timesteps, _dataset)
+    sections = (*kohya, _modelspec, _lora_train)
     values = {key: value for section in sections for key, value in section(public).items()}
     return {key: str(value) for key, value in sorted(values.items())}
 

@@ -156,6 +156,28 @@ def parse_key(key: str) -> tuple[str, AdapterKind | None, Role] | None:
     return module, kind, role
 
 
+# ---- formats
+
+
+KeyFormat = Literal["kohya", "diffusers", "peft", "comfyui", "mixed", "unknown"]
+
+_FORMATS: tuple[tuple[KeyFormat, re.Pattern[str]], ...] = (
+    ("kohya", re.compile(r"(?:lora|lycoris)_[a-z0-9]+_[^.]+")),
+    ("comfyui", re.compile(r"(?:diffusion_model|text_encoders)\..+")),
+    ("peft", re.compile(r"base_model\.model\..+")),
+    ("diffusers", re.compile(r"(?:unet|transformer|text_encoder(?:_\d)?)\..+")),
+)
+
+
+def key_format(modules: Iterable[str]) -> KeyFormat:
+    """Return the key format all modules share; bare names without a prefix are of no format."""
+    formats: set[KeyFormat] = {
+        next((name for name, pattern in _FORMATS if pattern.fullmatch(module)), "unknown")
+        for module in modules
+    }
+    return formats.pop() if len(formats) == 1 else "mixed"
+
+
 # ---- layers
 
 

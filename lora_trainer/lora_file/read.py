@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.lora.adapter_size import AdapterKind
+from lora_trainer.lora.adapter_size import AdapterKind, update_size
 from lora_trainer.lora_file.header import HeaderEntry, Opened, open_checked, refuse
-from lora_trainer.lora_file.module_update import Update, normal_form, update_size
+from lora_trainer.lora_file.module_update import Update, normal_form
 from lora_trainer.lora_file.names import PART_MARK, Role, parse_key
 from lora_trainer.lora_file.strength import Strengths, read_strengths
 

@@ -18,11 +18,18 @@ import torch
 from torch import Tensor
 
 from lora_trainer.common.errors import InputError
+from lora_trainer.config.config import Precision
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.embedding import BUNDLED
 from lora_trainer.lora_file.header import refuse
 from lora_trainer.lora_file.module_update import NoRows, Update, swap_halves, take_rows
-from lora_trainer.lora_file.names import LayerNames, LayerRows, kind_of_others
+from lora_trainer.lora_file.names import (
+    KeyFormat,
+    LayerNames,
+    LayerRows,
+    key_format,
+    kind_of_others,
+)
 from lora_trainer.lora_file.read import ModuleFactors, SpeltAdapter, open_spelt
 from lora_trainer.lora_file.stream import Slot
 
@@ -58,14 +65,47 @@ _OTHER_BASE = "give an adapter made for this base model, or name its base with -
 class OpenAdapter(Mapping[str, ModuleTensors]):
     """An adapter file that is open for reading: modules by "component.module", each read when looked up.
 
-    Keys are sorted; `items()` holds one module at a time.
+    Keys are sorted; `items()` holds one module at a time. `names` finds the layers of its base;
+    `must_be_finite` refuses a module with NaN or infinity.
     """
 
-    name: str
-    metadata: Mapping[str, str]
+    names: LayerNames
+    must_be_finite: bool
     _spelt: SpeltAdapter
     _places: Mapping[str, tuple[str, LayerRows]]
     _last: tuple[str, Update] | None = field(default=None, init=False)
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self._spelt.name
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The header's entries."""
+        return self._spelt.contents.metadata
+
+    @property
+    def format(self) -> KeyFormat:
+        """The format in which the file spells its keys."""
+        return key_format(self._spelt.contents.parts)
+
+    @property
+    def precision(self) -> Precision:
+        """The narrowest precision that holds every factor."""
+        dtypes = {
+            entry.dtype
+            for part in self._spelt.contents.parts.values()
+            for role, entry in part.entries.items()
+            if role not in ("alpha", "magnitude")
+        }
+        if dtypes == {"F16"}:
+            return "fp16"
+        return "bf16" if dtypes == {"BF16"} else "fp32"
+
+    def kernel(self, key: str) -> tuple[int, ...]:
+        """Return the size of a layer's kernel, () where it has none or its shape is not known."""
+        return self.names.shape(key)[2:]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -97,11 +137,20 @@ class OpenAdapter(Mapping[str, ModuleTensors]):
                 f"{self.name} cannot be used with one weight for each layer: {spelling!r} {error}",
                 fix="use it in the program it was made with, which keeps these layers in one weight",
             ) from None
-        return _tensors(update)
+        module = _tensors(update)
+        for role, tensor in module.tensors.items() if self.must_be_finite else ():
+            if not tensor.float().isfinite().all():
+                raise InputError(
+                    f"{self.name} holds NaN or infinity in {key} ({role})",
+                    fix="use an earlier save of the training it came from",
+                )
+        return module
 
 
 @contextmanager
-def open_adapter(source: Path | bytes, *, names: LayerNames) -> Iterator[OpenAdapter]:
+def open_adapter(
+    source: Path | bytes, *, names: LayerNames, must_be_finite: bool = False
+) -> Iterator[OpenAdapter]:
     """Open an adapter file of any trainer; `names` finds the layers of the base by spelling.
 
     Raises InputError where the file is no whole safetensors file, where modules are unknown or lack
@@ -121,8 +170,8 @@ def open_adapter(source: Path | bytes, *, names: LayerNames) -> Iterator[OpenAda
         if not places:
             refuse(spelt.name, "holds no adapter", fix=_OTHER_KIND)
         yield OpenAdapter(
-            name=spelt.name,
-            metadata=contents.metadata,
+            names=names,
+            must_be_finite=must_be_finite,
             _spelt=spelt,
             _places=dict(sorted(places.items())),
         )

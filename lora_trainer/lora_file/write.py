@@ -34,7 +34,7 @@ from lora_trainer.lora_file.names import ALPHA, BIAS, SCALED, STRONG, file_endin
 from lora_trainer.lora_file.read_tensors import slot, tensor_bytes
 from lora_trainer.lora_file.stream import ordered, sealed
 from lora_trainer.lora_file.strength import DIFFUSERS_METADATA, FOLDED
-from lora_trainer.lora_file.verify import matches
+from lora_trainer.lora_file.verify import check_written
 
 _FLAT = frozenset({"w1_b", "w2_b"})
 """Factors that readers multiply as matrices: a convolution's kernel is flattened into the rows."""
@@ -100,8 +100,8 @@ def write_export(
     info: ExportInfo,
     format: FileFormat,
     precision: Precision,
-) -> float:
-    """Publish a trained adapter at `path` once it reads back right; return the largest relative error.
+) -> None:
+    """Publish a trained adapter at `path` once it reads back right.
 
     Raises TrainingStopped when a module differs by more than rounding to `precision` explains, and
     MachineError when the disk refuses or gives other bytes back.
@@ -109,21 +109,13 @@ def write_export(
     data = export_bytes(
         tensors, family=family, format=format, precision=precision, metadata=metadata(info)
     )
-    worst = 0.0
-    for match in matches(data, tensors, family=family, precision=precision):
-        if not match.explained:
-            raise TrainingStopped(
-                f"{path.name} would differ from the adapter in {match.key} by {match.relative_error:.1e}",
-                fix="report this as a bug; the saved states are unharmed",
-            )
-        worst = max(worst, match.relative_error)
+    check_written(data, tensors, family=family, precision=precision)
     write_atomic(path, data)
     if sha256_file(path) != sha256_bytes(data):
         raise MachineError(
             f"{path} reads back with other bytes than were written",
             fix="check the disk or choose another folder with --output",
         )
-    return worst
 
 
 def final_export_name(name: str) -> str:

@@ -28,7 +28,7 @@ from lora_trainer.config.config import SCHEDULE_FREE, RunConfig
 from lora_trainer.dataset.tokens import new_word
 from lora_trainer.families.base import DENOISER, WEIGHTS, Conditioning, TextEncoder
 from lora_trainer.lora.adapter import Adapter, denoiser_layers, inject, layer_shapes
-from lora_trainer.lora.lora_hooks import Assistant, attach
+from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
 from lora_trainer.lora.new_tokens import add_new_tokens
 from lora_trainer.lora.norm_limit import limit_norms
 from lora_trainer.lora.tensors import split_key
@@ -64,7 +64,7 @@ class Networks:
 
     denoiser: nn.Module
     text: TextEncoder | None
-    assistant: Assistant | None
+    assistant: LoraStrength | None
     int8: Int8Layouts | None = None
 
 
@@ -104,12 +104,12 @@ def load_networks(prepared: Prepared) -> Networks:
     )
 
 
-def _assistant(prepared: Prepared, denoiser: nn.Module) -> Assistant | None:
+def _assistant(prepared: Prepared, denoiser: nn.Module) -> LoraStrength | None:
     file = prepared.config.base.assistant
     if file is None:
         return None
     names = file_names(prepared.family, _layers(prepared, {}))
-    return attach(denoiser, read_tensors(Path(file).expanduser(), names=names))
+    return attach_assistant(denoiser, read_tensors(Path(file).expanduser(), names=names))
 
 
 def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | None) -> Adapter:

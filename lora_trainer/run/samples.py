@@ -97,7 +97,7 @@ class SampleAction:
             with (
                 self.parts.chosen(),
                 self.parts.adapter.rounded(precision),
-                assistant.off() if assistant else nullcontext(),
+                assistant.at(0.0) if assistant else nullcontext(),
                 torch.no_grad(),
             ):
                 images = self._images(target, drawings, step=progress.step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,22 +24,26 @@ from lora_trainer.lora_file.formats import AdapterContents, FormatRequest, forma
 from lora_trainer.lora_file.names import ALPHA
 from lora_trainer.lora_file.stream import ordered, refuse_existing, write_tensors
 from lora_trainer.lora_file.strength import FOLDED
-from lora_trainer.lora_file.verify import matches
-from lora_trainer.lora_file.write import common_alpha, file_tensors
+from lora_trainer.lora_file.verify import check_written
+from lora_trainer.lora_file.write import common_alpha, contents_of, file_tensors
 from lora_trainer.tools.spool import TensorSpool, tensor_spool
 
 SUFFIX = ".safetensors"
-_BUG = "report this as a bug; nothing was written"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenAdapter:
-    """The file that a tool wrote; `notes` are for the user, such as the losses that readers will have."""
+    """The file that a tool wrote; `rank` is that of most modules.
+
+    `notes` are for the user, such as the losses that readers will have.
+    """
 
     file: Path
     family: str
     format: FileFormat
     precision: Precision
+    modules: int
+    rank: int
     notes: tuple[str, ...]
 
 
@@ -47,15 +51,13 @@ class WrittenAdapter:
 class Summary:
     """The facts about an adapter that its header states: `rank` and `alpha` are those of most modules."""
 
-    modules: int
     rank: int
     alpha: float
-    kinds: frozenset[str]
-    dora: bool
+    contents: AdapterContents
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileSpec:
+class _FileSpec:
     """The file to write: whose layers it has, in which key names and which precision."""
 
     family: Family
@@ -76,51 +78,18 @@ class FileSpec:
         except TrainingStopped as error:
             raise RequestError(error.found, fix="write it with --precision fp32") from None
 
-    def exact(self, modules: AdapterTensors) -> bool:
+    def exact(self, modules: AdapterTensors, *, lora_alpha: float) -> bool:
         """Say whether this precision holds every value as fp32 would."""
-        alpha = common_alpha(modules.values())
-        fp32 = FileSpec(family=self.family, format=self.format, precision="fp32")
+        fp32 = replace(self, precision="fp32")
         for key, module in modules.items():
             try:
-                rounded = self.tensors(key, module, lora_alpha=alpha)
+                rounded = self.tensors(key, module, lora_alpha=lora_alpha)
             except RequestError:
                 return False
-            exact = fp32.tensors(key, module, lora_alpha=alpha)
+            exact = fp32.tensors(key, module, lora_alpha=lora_alpha)
             if not all(torch.equal(rounded[name].float(), exact[name]) for name in exact):
                 return False
         return True
-
-
-def file_spec(
-    modules: AdapterTensors,
-    contents: AdapterContents,
-    *,
-    family: Family,
-    format: FormatRequest,
-    precision: Precision | None,
-    default: Precision,
-    exact: bool = False,
-) -> tuple[FileSpec, tuple[str, ...]]:
-    """Return the file to write, and notes on the losses that readers of its format will have.
-
-    Without `precision` it is `default`; with `exact` it is fp32 instead where `default` would round, and
-    a note says so. Raises RequestError with the reason where the format cannot hold the adapter.
-    """
-    try:
-        format = format_for(family, format, contents)
-    except RequestError as error:
-        raise RequestError(_as_option(error.found), fix=_as_option(error.fix)) from None
-    notes = tuple(_as_option(note) for note in format_notes(format, contents))
-    spec = FileSpec(family=family, format=format, precision=precision or default)
-    if precision is not None or default == "fp32" or not exact or spec.exact(modules):
-        return spec, notes
-    note = f"written in fp32, as {default} would round it; --precision {default} rounds"
-    return FileSpec(family=family, format=format, precision="fp32"), (note, *notes)
-
-
-def _as_option(text: str) -> str:
-    plain = text.replace("--set output.format=", "output.format=")
-    return plain.replace("output.format=", "--format ")
 
 
 def refuse_output(path: Path, *, force: bool) -> None:
@@ -135,34 +104,45 @@ def refuse_output(path: Path, *, force: bool) -> None:
 def write_adapter(
     path: Path,
     modules: AdapterTensors,
-    spec: FileSpec,
     *,
+    family: Family,
+    format: FormatRequest,
+    precision: Precision | None,
+    default: Precision,
     entries: Callable[[Summary], Mapping[str, str]],
+    exact: bool = False,
     force: bool,
-) -> Summary:
+) -> WrittenAdapter:
     """Write an adapter; `entries` gives the header's entries but the hashes.
 
-    Modules are looked up twice, one at a time. Raises RequestError for an output that exists, unless
-    `force`, and for values beyond the precision, and MachineError when the disk refuses.
+    Without `precision` it is `default`; with `exact` it is fp32 instead where `default` would round, and
+    a note says so. Modules are looked up several times, one at a time. Raises RequestError with the reason
+    where the format cannot hold the adapter, for values beyond the precision and for an output that exists,
+    unless `force`, and MachineError when the disk refuses.
     """
-    refuse_output(path, force=force)
+    contents = contents_of(modules)
+    try:
+        format = format_for(family, format, contents)
+    except RequestError as error:
+        raise RequestError(_as_option(error.found), fix=_as_option(error.fix)) from None
+    notes = [_as_option(note) for note in format_notes(format, contents)]
     lora_alpha = common_alpha(modules.values())
+    spec = _FileSpec(family=family, format=format, precision=precision or default)
+    rounds = exact and precision is None and default != "fp32"
+    if rounds and not spec.exact(modules, lora_alpha=lora_alpha):
+        spec = replace(spec, precision="fp32")
+        notes.insert(
+            0, f"written in fp32, as {default} would round it; --precision {default} rounds"
+        )
     ranks: Counter[int] = Counter()
     alphas: Counter[float | None] = Counter()
-    kinds, dora = set[str](), False
     with tensor_spool(path.parent) as spool:
         for key, module in modules.items():
             alphas[_add(spool, key, module, spec, lora_alpha=lora_alpha)] += 1
             ranks[module.rank] += 1
-            kinds.add(module.kind)
-            dora |= module.dora
         rank, alpha = ranks.most_common(1)[0][0], alphas.most_common(1)[0][0]
         summary = Summary(
-            modules=len(modules),
-            rank=rank,
-            alpha=float(rank) if alpha is None else alpha,
-            kinds=frozenset(kinds),
-            dora=dora,
+            rank=rank, alpha=float(rank) if alpha is None else alpha, contents=contents
         )
         slots = ordered(spool.slots.values())
         strength = {FOLDED: "multiplied in"} if None in alphas else {}
@@ -173,22 +153,31 @@ def write_adapter(
             metadata={**entries(summary), **strength},
             force=force,
         )
-    return summary
+    return WrittenAdapter(
+        file=path,
+        family=family.name,
+        format=format,
+        precision=spec.precision,
+        modules=len(modules),
+        rank=rank,
+        notes=tuple(notes),
+    )
+
+
+def _as_option(text: str) -> str:
+    plain = text.replace("--set output.format=", "output.format=")
+    return plain.replace("output.format=", "--format ")
 
 
 def _add(
-    spool: TensorSpool, key: str, module: ModuleTensors, spec: FileSpec, *, lora_alpha: float
+    spool: TensorSpool, key: str, module: ModuleTensors, spec: _FileSpec, *, lora_alpha: float
 ) -> float | None:
     """Spool one module once it reads back right; return the alpha it states, None: multiplied in."""
     tensors = spec.tensors(key, module, lora_alpha=lora_alpha)
     try:
-        (match,) = matches(
-            save(tensors), {key: module}, family=spec.family, precision=spec.precision
-        )
+        check_written(save(tensors), {key: module}, family=spec.family, precision=spec.precision)
     except TrainingStopped as error:
-        raise InputError(error.found, fix=_BUG) from None
-    if not match.explained:
-        raise InputError(f"{key} would change by {match.relative_error:.1e} when written", fix=_BUG)
+        raise InputError(error.found, fix="report this as a bug; nothing was written") from None
     for name, tensor in tensors.items():
         spool.add(name, tensor)
     return next((float(tensor) for name, tensor in tensors.items() if name.endswith(ALPHA)), None)

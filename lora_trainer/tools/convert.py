@@ -6,28 +6,14 @@ strength, it is multiplied into the tensors, in fp32 if their own precision woul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.config.config import Precision
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora_file.header import file_of
-from lora_trainer.tools.adapter_writer import (
-    SUFFIX,
-    WrittenAdapter,
-    file_spec,
-    refuse_output,
-    write_adapter,
-)
+from lora_trainer.tools.adapter_writer import SUFFIX, WrittenAdapter, refuse_output, write_adapter
 from lora_trainer.tools.adapters import open_source
 from lora_trainer.tools.header_entries import carried
-
-
-@dataclass(frozen=True, kw_only=True)
-class Converted(WrittenAdapter):
-    """The file that was written, with the number of its modules."""
-
-    modules: int
 
 
 def convert(
@@ -38,7 +24,7 @@ def convert(
     precision: Precision | None = None,
     base: str | None = None,
     force: bool = False,
-) -> Converted:
+) -> WrittenAdapter:
     """Write `file` in another format, beside it by default; `precision` is the file's own by default.
 
     Raises RequestError with the reason where the format cannot hold the adapter, InputError for a file
@@ -48,27 +34,14 @@ def convert(
     output = file.with_name(f"{file.stem}-{format}{SUFFIX}") if output is None else output
     refuse_output(output, force=force)
     with open_source(file, base=base) as source:
-        spec, notes = file_spec(
+        return write_adapter(
+            output,
             source,
-            source.contents,
-            family=source.family,
+            family=source.names.family,
             format=format,
             precision=precision,
             default=source.precision,
-            exact=True,
-        )
-        summary = write_adapter(
-            output,
-            source,
-            spec,
             entries=lambda summary: carried(source.metadata, summary, resized=False),
+            exact=True,
             force=force,
         )
-    return Converted(
-        file=output,
-        family=source.family.name,
-        format=spec.format,
-        precision=spec.precision,
-        modules=summary.modules,
-        notes=notes,
-    )

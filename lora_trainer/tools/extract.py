@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,17 +23,11 @@ from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.low_rank import approximated
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.formats import FormatRequest
-from lora_trainer.lora_file.write import contents_of
-from lora_trainer.tools.adapter_writer import (
-    WrittenAdapter,
-    file_spec,
-    refuse_output,
-    write_adapter,
-)
+from lora_trainer.tools.adapter_writer import WrittenAdapter, refuse_output, write_adapter
 from lora_trainer.tools.base_weights import BaseWeights, WeightLocation, open_base
 from lora_trainer.tools.header_entries import extracted
-from lora_trainer.tools.resize import Cut, ResizeLimits
-from lora_trainer.tools.spool import ModuleSpool, module_spool
+from lora_trainer.tools.resize import Cut, RankCutter, ResizeLimits
+from lora_trainer.tools.spool import module_spool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,31 +72,25 @@ def extract(
                 f"{tuned} is of family {first.family.name}, {base} of {second.family.name}",
                 fix="give two models of one family",
             )
-        family = second.family
         layers = _layers(first, second, targets)
-        compared = _Comparison(tuned=first, base=second, limits=limits)
-        compared.extract(layers, spool)
-        if not compared.cuts:
+        cutter = RankCutter(limits=limits, spool=spool)
+        unreached = _compare(first, second, layers, cutter)
+        if not cutter.cuts:
             raise InputError(
                 f"{tuned} and {base} are the same in every layer that a LoRA changes",
                 fix="give a model that was fine-tuned, and the one it started from",
             )
-        spec, notes = file_spec(
+        written = write_adapter(
+            output,
             spool,
-            contents_of(spool),
-            family=family,
+            family=second.family,
             format=format,
             precision=precision,
             default=precision,
-        )
-        write_adapter(
-            output,
-            spool,
-            spec,
             entries=lambda summary: extracted(
                 tuned,
                 base,
-                family=family,
+                family=second.family,
                 facts=second.facts(),
                 title=output.stem,
                 summary=summary,
@@ -110,58 +98,32 @@ def extract(
             force=force,
         )
     return Extracted(
-        file=output,
-        family=family.name,
-        format=spec.format,
-        precision=precision,
-        cuts=compared.cuts,
-        energy=compared.kept_energy / compared.reached if compared.reached > 0 else 1.0,
-        unreached=compared.unreached / (compared.unreached + compared.reached),
-        notes=(*_not_compared(first, second), *notes),
+        **vars(replace(written, notes=(*_not_compared(first, second), *written.notes))),
+        cuts=cutter.cuts,
+        energy=cutter.energy,
+        unreached=unreached / (unreached + cutter.reached),
     )
 
 
-@dataclass(kw_only=True)
-class _Comparison:
-    """Two bases compared layer by layer; energies are squared Frobenius norms of differences.
-
-    `reached` is the energy in the layers, `kept_energy` the part of it in their cut updates, `unreached` the
-    energy in all other tensors that both bases have.
-    """
-
-    tuned: BaseWeights
-    base: BaseWeights
-    limits: ResizeLimits
-    cuts: dict[str, Cut] = field(default_factory=dict)
-    kept_energy: float = 0.0
-    reached: float = 0.0
-    unreached: float = 0.0
-
-    def extract(self, layers: Sequence[str], spool: ModuleSpool) -> None:
-        """Put the update of every layer that differs into `spool`, and measure the rest."""
-        for key in layers:
-            difference = _difference(key, self.tuned.places[key], self.base.places[key])
-            if difference.any():
-                self._cut(key, difference, spool)
-        for tuned, base in (
-            (self.tuned.places, self.base.places),
-            (self.tuned.rest, self.base.rest),
-        ):
-            for key in tuned.keys() & base.keys() - set(layers):
-                self.unreached += _energy(_difference(key, tuned[key], base[key]))
-
-    def _cut(self, key: str, difference: Tensor, spool: ModuleSpool) -> None:
-        limits = self.limits
-        # The best update of a rank is the first singular values (Eckart and Young 1936); of large layers they
-        # are computed by subspace iteration, as many as the limits need.
-        decomposed = approximated(difference, enough=limits.rank_of, limit=limits.rank, seed=key)
-        rank = limits.rank_of(decomposed)
-        share = decomposed.kept(rank)
-        old_rank = min(difference.flatten(1).shape)
-        self.cuts[key] = Cut(old_rank=old_rank, new_rank=rank, energy=share)
-        self.reached += decomposed.energy
-        self.kept_energy += share * decomposed.energy
-        spool.add(key, decomposed.lora(rank))
+def _compare(
+    tuned: BaseWeights, base: BaseWeights, layers: Sequence[str], cutter: RankCutter
+) -> float:
+    """Cut the update of every layer that differs; return the energy of the difference in all other tensors."""
+    limits = cutter.limits
+    for key in layers:
+        difference = _difference(key, tuned.places[key], base.places[key])
+        if difference.any():
+            # The best update of a rank is the first singular values (Eckart and Young 1936); of large layers
+            # they are computed by subspace iteration, as many as the limits need.
+            decomposed = approximated(
+                difference, enough=limits.rank_of, limit=limits.rank, seed=key
+            )
+            cutter.cut(key, decomposed, old_rank=min(difference.flatten(1).shape))
+    unreached = 0.0
+    for ours, theirs in ((tuned.places, base.places), (tuned.rest, base.rest)):
+        for key in ours.keys() & theirs.keys() - set(layers):
+            unreached += _energy(_difference(key, ours[key], theirs[key]))
+    return unreached
 
 
 def _layers(tuned: BaseWeights, base: BaseWeights, targets: Targets) -> list[str]:

@@ -88,11 +88,13 @@ def _made_for(base: str) -> str:
 
 def _network(summary: Summary) -> dict[str, str]:
     """Return with which of kohya's networks an adapter of this kind is read."""
-    others = sorted(summary.kinds - {"lora"})
+    others = sorted(summary.contents.kinds - {"lora"})
     arguments = (
-        {"algo": ALGORITHMS[others[0] if others else "lora"]} if others or summary.dora else {}
+        {"algo": ALGORITHMS[others[0] if others else "lora"]}
+        if others or summary.contents.dora
+        else {}
     )
-    if summary.dora:
+    if summary.contents.dora:
         arguments |= {"dora_wd": "True", "wd_on_output": "True"}
     return {
         _MODULE: "lycoris.kohya" if arguments else "networks.lora",

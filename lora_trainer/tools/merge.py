@@ -12,35 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import Precision
-from lora_trainer.lora.low_rank import (
-    LowRankUpdate,
-    NotLowRank,
-    Singular,
-    added,
-    approximated,
-    kind_name,
-    lora,
-    product,
-    singular,
-)
-from lora_trainer.lora.tensors import ModuleTensors, needs_weight, update
+from lora_trainer.lora.low_rank import NotLowRank, kind_name, lora
+from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.formats import FormatRequest
-from lora_trainer.lora_file.write import contents_of
-from lora_trainer.tools.adapter_writer import (
-    WrittenAdapter,
-    file_spec,
-    refuse_output,
-    write_adapter,
-)
-from lora_trainer.tools.adapters import AdapterSource, Weighted, WeightedSources, open_weighted
+from lora_trainer.lora_file.read_tensors import OpenAdapter
+from lora_trainer.tools.adapter_writer import WrittenAdapter, refuse_output, write_adapter
+from lora_trainer.tools.adapters import Weighted, WeightedSources, open_weighted
 from lora_trainer.tools.header_entries import merged
-from lora_trainer.tools.resize import with_bias
-from lora_trainer.tools.spool import ModuleSpool, module_spool
+from lora_trainer.tools.resize import Parts, RankCutter, ResizeLimits, summed, with_bias
+from lora_trainer.tools.spool import module_spool
 
 _BAKE = "merge it into its base model with --into"
 
@@ -49,8 +35,6 @@ _BAKE = "merge it into its base model with --into"
 class Merged(WrittenAdapter):
     """The file that was written; `energy` is the share of the sum's squared norm that a lower rank kept."""
 
-    modules: int
-    rank: int
     energy: float
 
 
@@ -97,36 +81,23 @@ def merge(
         modules: Mapping[str, ModuleTensors] = total
         if rank is not None:
             spool = stack.enter_context(module_spool(output.parent))
-            energy = _cut(total, spool, rank=rank)
-            modules = spool
-        contents = contents_of(modules)
-        spec, notes = file_spec(
-            modules,
-            contents,
-            family=sources[0].family,
-            format=format,
-            precision=precision,
-            default=_widest(sources),
-            exact=rank is None,
-        )
-        files = [(source.path.stem, source.metadata) for source in sources]
-        summary = write_adapter(
+            cutter = RankCutter(limits=ResizeLimits(rank=rank), spool=spool)
+            _cut(total, cutter)
+            energy, modules = cutter.energy, spool
+        files = [(Path(source.name).stem, source.metadata) for source in sources]
+        precisions = {source.precision for source in sources}
+        written = write_adapter(
             output,
             modules,
-            spec,
+            family=sources[0].names.family,
+            format=format,
+            precision=precision,
+            default=precisions.pop() if len(precisions) == 1 else "fp32",
             entries=lambda summary: merged(files, summary, title=output.stem),
+            exact=rank is None,
             force=force,
         )
-    return Merged(
-        file=output,
-        family=spec.family.name,
-        format=spec.format,
-        precision=spec.precision,
-        modules=summary.modules,
-        rank=summary.rank,
-        energy=energy,
-        notes=notes,
-    )
+    return Merged(**vars(written), energy=energy)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,24 +123,20 @@ class _Sum(Mapping[str, ModuleTensors]):
             scales = {module.scale * weight for module, weight in parts}
             if len(scales) == 1:  # nothing needs to be multiplied in, and rounded
                 units = [(replace(module, scale=1.0), 1.0) for module, _ in parts]
-                return with_bias(_as_lora(self.products(key, units), scale=scales.pop()), parts)
-        return with_bias(_as_lora(self.products(key, parts)), parts)
+                return with_bias(self._exactly(key, units, scale=scales.pop()), parts)
+        return with_bias(self._exactly(key, parts), parts)
 
-    def products(self, key: str, parts: Sequence[tuple[ModuleTensors, float]]) -> LowRankUpdate:
-        """Return the sum as thin factors; raises RequestError where a part is none, or sizes differ."""
-        kernel = self.adapters.sources[0].kernel(key)
+    def _exactly(self, key: str, parts: Parts, *, scale: float = 1.0) -> ModuleTensors:
+        """Return the sum as factors side by side; raises RequestError where a part is no product of factors."""
         try:
-            updates = [(product(module, kernel=kernel), weight) for module, weight in parts]
+            total = summed(key, parts, kernel=self.adapters.sources[0].kernel(key))
         except NotLowRank as error:
-            raise RequestError(f"{key} cannot be added up: {error}", fix=_BAKE) from None
-        sizes = {(part.up.shape[0], part.down.shape[1]) for part, _ in updates}
-        if len(sizes) > 1:
-            raise InputError(
-                f"the adapters were made for different base models: {key} is "
-                + " and ".join(f"{out}x{fan_in}" for out, fan_in in sorted(sizes)),
-                fix="merge adapters of the same base model",
-            )
-        return added(updates)
+            raise _no_sum(key, str(error)) from None
+        return lora(up=total.up, down=total.down, inputs=total.inputs, scale=scale)
+
+
+def _no_sum(key: str, reason: str) -> RequestError:
+    return RequestError(f"{key} cannot be added up: {reason}", fix=_BAKE)
 
 
 def _scaled(key: str, module: ModuleTensors, weight: float) -> ModuleTensors:
@@ -197,7 +164,7 @@ def _scaled(key: str, module: ModuleTensors, weight: float) -> ModuleTensors:
     return replace(module, scale=module.scale * weight)
 
 
-def _differences(key: str, parts: Sequence[tuple[ModuleTensors, float]]) -> ModuleTensors:
+def _differences(key: str, parts: Parts) -> ModuleTensors:
     """Return the sum of whole differences, of weights or of norms."""
     scaled = [_scaled(key, module, weight) for module, weight in parts]
     kinds = {module.kind for module in scaled}
@@ -214,51 +181,27 @@ def _differences(key: str, parts: Sequence[tuple[ModuleTensors, float]]) -> Modu
     )
 
 
-def _as_lora(total: LowRankUpdate, scale: float = 1.0) -> ModuleTensors:
-    return lora(up=total.up, down=total.down, inputs=total.inputs, scale=scale)
+def _cut(total: _Sum, cutter: RankCutter) -> None:
+    """Put the best LoRA of every module into the cutter's spool."""
 
+    def weight_of(key: str, module: ModuleTensors) -> NoReturn:
+        raise _no_sum(key, f"what {kind_name(module)} changes depends on the base's weights")
 
-def _cut(total: _Sum, spool: ModuleSpool, *, rank: int) -> float:
-    """Put the best LoRA of a rank of every module into `spool`; return the share of energy kept."""
-    kept_energy = whole = 0.0
     for key in total:
         parts = total.adapters.modules(key)
         if all(module.kind == "norm" for module, _ in parts):  # a vector has no rank
-            spool.add(key, total[key])
+            cutter.spool.add(key, total[key])
             continue
-        decomposed = _singular(total, key, parts, rank=rank)
-        whole += decomposed.energy
-        kept_energy += decomposed.kept(rank) * decomposed.energy
-        spool.add(key, with_bias(decomposed.lora(min(rank, len(decomposed.values))), parts))
-    return kept_energy / whole if whole > 0 else 1.0
-
-
-def _singular(
-    total: _Sum, key: str, parts: Sequence[tuple[ModuleTensors, float]], *, rank: int
-) -> Singular:
-    """Return the singular values of a sum: exactly of thin factors, else the largest of the whole matrix."""
-    try:
-        return singular(total.products(key, parts))
-    except RequestError:
-        if any(needs_weight(module) for module, _ in parts):
-            raise
         kernel = total.adapters.sources[0].kernel(key)
-        changes = [weight * update(module) for module, weight in parts]
-        shape = (changes[0].shape[0], -1, *kernel)
-        change = sum(changes[1:], changes[0]).reshape(shape if kernel else changes[0].shape)
-        return approximated(change, enough=lambda _: rank, limit=rank, seed=key)
+        decomposed = cutter.decompose(key, parts, kernel=kernel, weight_of=weight_of)
+        cutter.cut(key, decomposed, old_rank=len(decomposed.values), parts=parts)
 
 
-def _refuse_other_families(sources: Sequence[AdapterSource]) -> None:
+def _refuse_other_families(sources: Sequence[OpenAdapter]) -> None:
     first, *others = sources
     for other in others:
-        if other.family is not first.family:
+        if other.names.family is not first.names.family:
             raise InputError(
-                f"{first.path.name} is for {first.family.name}, {other.path.name} for {other.family.name}",
+                f"{first.name} is for {first.names.family.name}, {other.name} for {other.names.family.name}",
                 fix="merge adapters of one family",
             )
-
-
-def _widest(sources: Sequence[AdapterSource]) -> Precision:
-    precisions = {source.precision for source in sources}
-    return precisions.pop() if len(precisions) == 1 else "fp32"

@@ -155,12 +155,12 @@ def _check_fit(adapters: WeightedSources, base: BaseWeights) -> None:
                 continue
             if "bias" in module.tensors and f"{key}.bias" not in base.rest:
                 raise InputError(
-                    f"{source.path.name} changes the bias of {key}, which has none in the base",
+                    f"{source.name} changes the bias of {key}, which has none in the base",
                     fix="give the base model that the adapter was made for",
                 )
             if not fits(module, out=out, fan_in=fan_in):
                 raise InputError(
-                    f"{source.path.name} changes {key}, whose weight is {out}x{fan_in} in the base, in "
+                    f"{source.name} changes {key}, whose weight is {out}x{fan_in} in the base, in "
                     "another size",
                     fix="give the base model that the adapter was made for",
                 )
@@ -188,7 +188,7 @@ def _write_single(
     base: BaseWeights, adapters: WeightedSources, output: Path, *, force: bool
 ) -> list[str]:
     file = next(iter(base.places.values())).file
-    names = [file.opened.path.stem, *(source.path.stem for source in adapters.sources)]
+    names = [file.opened.path.stem, *(Path(source.name).stem for source in adapters.sources)]
     merged_from = {"modelspec.merged_from": public_text(", ".join(names))}
     _rewrite(file, output, adapters, _changes(base, adapters), entries=merged_from, force=force)
     averaged = any(name.startswith(_AVERAGED) for name in file.entries)

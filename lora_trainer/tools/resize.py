@@ -9,18 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import Precision
 from lora_trainer.lora.low_rank import (
+    LowRankUpdate,
     NotLowRank,
     Singular,
+    added,
     approximated,
     kind_name,
     product,
@@ -28,17 +30,16 @@ from lora_trainer.lora.low_rank import (
 )
 from lora_trainer.lora.tensors import ModuleTensors, needs_weight, update
 from lora_trainer.lora_file.formats import FormatRequest
-from lora_trainer.lora_file.write import contents_of
-from lora_trainer.tools.adapter_writer import (
-    WrittenAdapter,
-    file_spec,
-    refuse_output,
-    write_adapter,
-)
-from lora_trainer.tools.adapters import AdapterSource, open_source
+from lora_trainer.tools.adapter_writer import WrittenAdapter, refuse_output, write_adapter
+from lora_trainer.tools.adapters import open_source
 from lora_trainer.tools.base_weights import open_base
 from lora_trainer.tools.header_entries import carried
 from lora_trainer.tools.spool import ModuleSpool, module_spool
+
+Parts = Sequence[tuple[ModuleTensors, float]]
+"""The modules of several adapters that change one layer, and the weight on the update of each."""
+WeightOf = Callable[[str, ModuleTensors], Tensor]
+"""Returns the base's weight of a layer for a module whose update depends on it; raises RequestError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,80 @@ class Cut:
     energy: float
 
 
+@dataclass(kw_only=True)
+class RankCutter:
+    """Cuts updates to the ranks that the limits allow, one layer after the other, into a spool."""
+
+    limits: ResizeLimits
+    spool: ModuleSpool
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    _kept: float = 0.0
+    reached: float = 0.0
+    """Energy of all updates so far, before they were cut."""
+
+    @property
+    def energy(self) -> float:
+        """The share of the energy of all updates that was kept."""
+        return self._kept / self.reached if self.reached > 0 else 1.0
+
+    def cut(self, key: str, decomposed: Singular, *, old_rank: int, parts: Parts = ()) -> None:
+        """Put the best LoRA of an update into the spool, with the biases of its `parts`."""
+        rank = self.limits.rank_of(decomposed)
+        self._count(
+            key, Cut(old_rank=old_rank, new_rank=rank, energy=decomposed.kept(rank)), decomposed
+        )
+        self.spool.add(key, with_bias(decomposed.lora(rank), parts))
+
+    def keep(self, key: str, decomposed: Singular, module: ModuleTensors) -> None:
+        """Put a module into the spool as it is."""
+        self._count(key, Cut(old_rank=module.rank, new_rank=module.rank, energy=1.0), decomposed)
+        self.spool.add(key, module)
+
+    def _count(self, key: str, cut: Cut, decomposed: Singular) -> None:
+        self.cuts[key] = cut
+        self.reached += decomposed.energy
+        self._kept += cut.energy * decomposed.energy
+
+    def decompose(
+        self, key: str, parts: Parts, *, kernel: tuple[int, ...], weight_of: WeightOf
+    ) -> Singular:
+        """Return the singular values of a sum of updates: exactly of thin factors, else the largest."""
+        if not any(needs_weight(module) for module, _ in parts):
+            try:
+                return singular(summed(key, parts, kernel=kernel))
+            except NotLowRank:
+                pass
+        changes = [
+            weight * update(module, weight_of(key, module) if needs_weight(module) else None)
+            for module, weight in parts
+        ]
+        change = sum(changes[1:], changes[0])
+        if change.dim() == 2 and kernel:
+            change = change.reshape(change.shape[0], -1, *kernel)
+        return approximated(change, enough=self.limits.rank_of, limit=self.limits.rank, seed=key)
+
+
+def summed(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> LowRankUpdate:
+    """Return a sum of updates as thin factors; raises NotLowRank, and InputError where sizes differ."""
+    updates = [(product(module, kernel=kernel), weight) for module, weight in parts]
+    sizes = {(part.up.shape[0], part.down.shape[1]) for part, _ in updates}
+    if len(sizes) > 1:
+        raise InputError(
+            f"the adapters were made for different base models: {key} is "
+            + " and ".join(f"{out}x{fan_in}" for out, fan_in in sorted(sizes)),
+            fix="merge adapters of the same base model",
+        )
+    return added(updates)
+
+
+def with_bias(cut: ModuleTensors, parts: Parts) -> ModuleTensors:
+    """Return a module with the weighted sum of the biases of the modules that it was made from."""
+    biases = [part.tensors["bias"].float() * w for part, w in parts if "bias" in part.tensors]
+    if not biases:
+        return cut
+    return replace(cut, tensors={**cut.tensors, "bias": torch.stack(biases).sum(0)})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resized(WrittenAdapter):
     """The file that was written; `energy` is the kept share of the squared norm of all updates together."""
@@ -118,107 +193,52 @@ def resize(
     """
     limits.check()
     refuse_output(output, force=force)
-    with open_source(file, base=base) as source, module_spool(output.parent) as spool:
-        cuts, energy = _cut(source, spool, limits, base=base)
-        contents = contents_of(spool)
-        spec, notes = file_spec(
-            spool,
-            contents,
-            family=source.family,
-            format=_format(source, format),
-            precision=precision,
-            default=source.precision,
-        )
-        write_adapter(
-            output,
-            spool,
-            spec,
-            entries=lambda summary: carried(source.metadata, summary, resized=True),
-            force=force,
-        )
-    return Resized(
-        file=output,
-        family=source.family.name,
-        format=spec.format,
-        precision=spec.precision,
-        cuts=cuts,
-        energy=energy,
-        notes=notes,
-    )
-
-
-def _cut(
-    source: AdapterSource, spool: ModuleSpool, limits: ResizeLimits, *, base: str | None
-) -> tuple[dict[str, Cut], float]:
-    """Put every module, cut, into `spool`; return the cut of each, and the share of all energy kept."""
-    cuts: dict[str, Cut] = {}
-    kept_energy = whole = 0.0
     with ExitStack() as stack:
-        open_weights = cache(lambda: stack.enter_context(open_base(str(base))))
-
-        def base_weight(key: str, module: ModuleTensors) -> Tensor:
-            if base is None:
-                raise RequestError(
-                    f"{key} cannot be resized: what {kind_name(module)} changes depends on the base's weights",
-                    fix="name the base model it was made for with --base, a folder or a checkpoint",
-                )
-            places = open_weights().places
-            if key not in places:
-                raise RequestError(f"{base} has no weight of {key}", fix="name its own base")
-            return places[key].weight()
-
+        source = stack.enter_context(open_source(file, base=base))
+        spool = stack.enter_context(module_spool(output.parent))
+        cutter = RankCutter(limits=limits, spool=spool)
+        weight_of = _weight_of(base, stack)
         for key, module in source.items():
             if module.kind == "norm":  # a vector has no rank
                 spool.add(key, module)
                 continue
-            decomposed = _singular(
-                key, module, kernel=source.kernel(key), limits=limits, base_weight=base_weight
+            parts = [(module, 1.0)]
+            decomposed = cutter.decompose(
+                key, parts, kernel=source.kernel(key), weight_of=weight_of
             )
-            rank = limits.rank_of(decomposed)
-            unchanged = module.kind == "lora" and not module.dora
-            unchanged = unchanged and rank >= min(module.rank, len(decomposed.values))
-            spool.add(
-                key, module if unchanged else with_bias(decomposed.lora(rank), [(module, 1.0)])
+            all_kept = limits.rank_of(decomposed) >= min(module.rank, len(decomposed.values))
+            if module.kind == "lora" and not module.dora and all_kept:
+                cutter.keep(key, decomposed, module)
+            else:
+                cutter.cut(key, decomposed, old_rank=module.rank, parts=parts)
+        family = source.names.family
+        own_format = source.format if format == "auto" else format
+        written = write_adapter(
+            output,
+            spool,
+            family=family,
+            format=next((each for each in family.formats.written if each == own_format), format),
+            precision=precision,
+            default=source.precision,
+            entries=lambda summary: carried(source.metadata, summary, resized=True),
+            force=force,
+        )
+    return Resized(**vars(written), cuts=cutter.cuts, energy=cutter.energy)
+
+
+def _weight_of(base: str | None, stack: ExitStack) -> WeightOf:
+    """Return what reads a layer's weight from a base, which is opened when the first one is asked for."""
+    open_weights = cache(lambda: stack.enter_context(open_base(str(base))))
+
+    def weight(key: str, module: ModuleTensors) -> Tensor:
+        if base is None:
+            raise RequestError(
+                f"{key} cannot be resized: what {kind_name(module)} changes depends on the base's weights",
+                fix="name the base model it was made for with --base, a folder or a checkpoint",
             )
-            new_rank = module.rank if unchanged else rank
-            share = 1.0 if unchanged else decomposed.kept(rank)
-            cuts[key] = Cut(old_rank=module.rank, new_rank=new_rank, energy=share)
-            whole += decomposed.energy
-            kept_energy += share * decomposed.energy
-    return cuts, kept_energy / whole if whole > 0 else 1.0
+        places = open_weights().places
+        if key not in places:
+            raise RequestError(f"{base} has no weight of {key}", fix="name its own base")
+        return places[key].weight()
 
-
-def with_bias(cut: ModuleTensors, parts: Sequence[tuple[ModuleTensors, float]]) -> ModuleTensors:
-    """Return a module with the weighted sum of the biases of the modules that it was made from."""
-    biases = [part.tensors["bias"].float() * w for part, w in parts if "bias" in part.tensors]
-    if not biases:
-        return cut
-    return replace(cut, tensors={**cut.tensors, "bias": torch.stack(biases).sum(0)})
-
-
-def _singular(
-    key: str,
-    module: ModuleTensors,
-    *,
-    kernel: tuple[int, ...],
-    limits: ResizeLimits,
-    base_weight: Callable[[str, ModuleTensors], Tensor],
-) -> Singular:
-    """Return the singular values of a module's update, those of a LoRA exactly, else the largest."""
-    if needs_weight(module):
-        change = update(module, base_weight(key, module))
-    else:
-        try:
-            return singular(product(module, kernel=kernel))
-        except NotLowRank:
-            change = update(module)
-            if change.dim() == 2 and kernel:
-                change = change.reshape(change.shape[0], -1, *kernel)
-    return approximated(change, enough=limits.rank_of, limit=limits.rank, seed=key)
-
-
-def _format(source: AdapterSource, format: FormatRequest) -> FormatRequest:
-    """Return the file's own format where none is named and the family writes it."""
-    if format != "auto":
-        return format
-    return next((each for each in source.family.formats.written if each == source.format), format)
+    return weight

@@ -11,13 +11,13 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from lora_trainer.tools.convert import Converted
+from lora_trainer.tools.adapter_writer import WrittenAdapter
 from lora_trainer.tools.extract import Extracted
 from lora_trainer.tools.merge import Merged
 from lora_trainer.tools.merge_base import MergedBase
 from lora_trainer.tools.resize import Cut, Resized
 
-Result = Converted | Merged | MergedBase | Resized | Extracted
+Result = WrittenAdapter | MergedBase
 
 
 def result_json(result: Result) -> dict[str, Any]:
@@ -35,8 +35,7 @@ def _facts(result: Result) -> Iterable[str]:
     if isinstance(result, MergedBase):
         yield f"a {result.family} base model, {result.layers} layers changed"
         return
-    modules = result.modules if isinstance(result, Converted | Merged) else len(result.cuts)
-    yield f"{result.family}, {result.format} format, {result.precision}, {modules} modules"
+    yield f"{result.family}, {result.format} format, {result.precision}, {result.modules} modules"
     if isinstance(result, Merged):
         share = (
             "the whole sum"

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.config import AdapterSettings
 from lora_trainer.lora.adapter import inject
-from lora_trainer.lora.lora_hooks import attach
+from lora_trainer.lora.lora_hooks import attach_assistant
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, update
 
 KINDS = [{}, {"dora": True}, {"init": "pissa"}, {"kind": "loha"}, {"kind": "oft"}]
@@ -70,10 +70,10 @@ def test_it_runs_beside_the_layers_whatever_adapts_them(
 ) -> None:
     net = network()
     if order == "before":
-        attach(net, file())
+        attach_assistant(net, file())
     inject_into(net, **settings)
     if order == "after":
-        attach(net, file())
+        attach_assistant(net, file())
     image, reference = torch.randn(2, 6, 8, 8), assisted()
     torch.testing.assert_close(net.conv(image), reference.conv(image), rtol=1e-4, atol=1e-5)
     rows = image.movedim(1, -1)
@@ -82,16 +82,16 @@ def test_it_runs_beside_the_layers_whatever_adapts_them(
 
 def test_off_is_the_base_itself_and_ends_with_its_block() -> None:
     net, plain = network(), network()
-    assistant = attach(net, file())
+    assistant = attach_assistant(net, file())
     image = torch.randn(2, 6, 8, 8)
     on = net.conv(image)
-    with assistant.off():
+    with assistant.at(0):
         assert torch.equal(net.conv(image), plain.conv(image))
-        with assistant.off():
+        with assistant.at(0):
             pass
         assert torch.equal(net.conv(image), plain.conv(image))
     assert torch.equal(net.conv(image), on) and not torch.equal(on, plain.conv(image))
-    with pytest.raises(KeyError), assistant.off():
+    with pytest.raises(KeyError), assistant.at(0):
         raise KeyError
     assert torch.equal(net.conv(image), on)
 
@@ -99,7 +99,7 @@ def test_off_is_the_base_itself_and_ends_with_its_block() -> None:
 def test_it_has_nothing_to_train_and_changes_no_weight() -> None:
     net, plain = network(), network()
     names = dict(net.named_parameters()).keys()
-    attach(net, file())
+    attach_assistant(net, file())
     assert dict(net.named_parameters()).keys() == names == net.state_dict().keys()
     for one, other in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other) and not one.requires_grad
@@ -110,7 +110,7 @@ def test_gradients_through_it_are_the_same_with_checkpointing() -> None:
     found: list[Tensor] = []
     for recompute in (False, True):
         net, x = network(), image.clone().requires_grad_()
-        attach(net, file())
+        attach_assistant(net, file())
         loss = checkpoint(net, x, use_reentrant=False) if recompute else net(x)
         loss.backward()
         assert x.grad is not None
@@ -123,7 +123,7 @@ def test_gradients_through_it_are_the_same_with_checkpointing() -> None:
 
 def test_outputs_keep_the_dtype_of_the_base() -> None:
     net = network(torch.bfloat16)
-    attach(net, file())
+    attach_assistant(net, file())
     assert net.conv(torch.randn(1, 6, 4, 4).bfloat16()).dtype == torch.bfloat16
 
 
@@ -133,7 +133,7 @@ def test_anything_but_a_plain_lora_of_this_denoiser_is_refused() -> None:
     magnitude = {**plain.tensors, "magnitude": torch.ones(8)}
     dora = ModuleTensors(kind="lora", tensors=magnitude, rank=3, scale=1.0)
     cases: list[tuple[AdapterTensors, str]] = [
-        ({"denoiser.linear": loha}, "is a loha adapter"),
+        ({"denoiser.linear": loha}, "is a LoHa adapter"),
         ({"denoiser.linear": dora}, "is a DoRA adapter"),
         (file("text_encoder"), r"changes text_encoder\.linear"),
         ({"denoiser.other": plain}, r"changes denoiser\.other"),
@@ -142,5 +142,5 @@ def test_anything_but_a_plain_lora_of_this_denoiser_is_refused() -> None:
     for tensors, message in cases:
         net = network()
         with pytest.raises(InputError, match=message):
-            attach(net, tensors)
+            attach_assistant(net, tensors)
         assert not net.linear._forward_hooks and not net.conv._forward_hooks

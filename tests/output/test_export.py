@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +26,9 @@ from lora_trainer.lora_file import write
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.lora_file.metadata import metadata
-from lora_trainer.lora_file.verify import Match, matches
+from lora_trainer.lora_file.verify import check_written
 from lora_trainer.lora_file.write import (
-    contents_of,
     export_bytes,
-    final_export_name,
     prune_exports,
     step_export_name,
     write_export,
@@ -98,10 +94,6 @@ def of_kind(kind: AdapterKind, *, seed: int = 0, scale: float = 0.3) -> dict[str
         key: draw_module(shape, kind=kind, rank=2, scale=scale, seed=10 * seed + number)
         for number, (key, shape) in enumerate(shapes.items())
     }
-
-
-def found(data: bytes, tensors: AdapterTensors, *, precision: Precision = "fp32") -> list[Match]:
-    return list(matches(data, tensors, family=ANY, precision=precision))
 
 
 # ---- names and strength
@@ -266,56 +258,7 @@ def test_no_second_strength_gets_into_the_header() -> None:
         exported(small_adapter(), metadata={"lora_adapter_metadata": "{}"})
 
 
-def test_contents() -> None:
-    seen = contents_of({**of_kind("loha"), "text_encoder.a": draw_module((4, 4))})
-    assert (seen.kinds, seen.dora, seen.text) == ({"loha", "lora"}, False, True)
-    dora = {CONV: with_magnitude(small_adapter()[CONV], torch.ones(5, 3, 3, 3))}
-    assert contents_of(dora).dora and not contents_of(dora).text
-
-
 # ---- the bytes
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_same_input_same_bytes(format: FileFormat) -> None:
-    tensors = small_adapter()
-    shuffled = list(metadata(export_info()).items())
-    random.Random(0).shuffle(shuffled)
-    assert exported(tensors, format=format) == exported(
-        tensors, format=format, metadata=dict(shuffled)
-    )
-
-
-def test_header_is_aligned_and_valid_for_the_library() -> None:
-    data = exported(small_adapter())
-    assert struct.unpack("<Q", data[:8])[0] % 8 == 0
-    assert len(load(data)) == 9
-
-
-def test_hashes_are_of_the_tensor_bytes_and_survive_a_change_of_metadata() -> None:
-    data = exported(small_adapter())
-    body = data[8 + struct.unpack("<Q", data[:8])[0] :]
-    entries = header_of(data)["__metadata__"]
-    assert entries["modelspec.hash_sha256"] == "0x" + sha256(body).hexdigest()
-    assert entries["sshs_model_hash"] == sha256(body).hexdigest()
-    renamed = exported(small_adapter(), metadata=metadata(export_info(description="another")))
-    assert header_of(renamed)["__metadata__"]["sshs_model_hash"] == entries["sshs_model_hash"]
-
-
-def test_legacy_hash_covers_64_kib_at_1_mib_with_ss_entries_only() -> None:
-    wide = {"down": torch.arange(4.0 * 90_000).reshape(4, -1), "up": torch.ones(8, 4)}
-    tensors = {LINEAR: ModuleTensors(kind="lora", tensors=wide, rank=4, scale=1.0)}
-    bare = exported(tensors, metadata={"ss_v2": "False"})
-    body = bare[8 + struct.unpack("<Q", bare[:8])[0] :]
-    layout = {name: entry for name, entry in header_of(bare).items() if name != "__metadata__"}
-    text = json.dumps({"__metadata__": {"ss_v2": "False"}, **layout}).encode()
-    text += b" " * (-len(text) % 8)
-    whole = struct.pack("<Q", len(text)) + text + body
-    expected = sha256(whole[0x100000:0x110000]).hexdigest()[:8]
-    assert header_of(bare)["__metadata__"]["sshs_legacy_hash"] == expected
-    assert expected != sha256(b"").hexdigest()[:8]
-    described = exported(tensors, metadata={"ss_v2": "False", "modelspec.description": "x" * 5000})
-    assert header_of(described)["__metadata__"]["sshs_legacy_hash"] == expected
 
 
 # ---- what must not be exported
@@ -343,75 +286,39 @@ def test_values_too_large_for_the_precision_are_refused(kind: AdapterKind, facto
 # ---- read-back
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("format", ["kohya", "comfyui"])
-def test_an_exact_file_reads_back_with_next_to_no_error(
-    kind: AdapterKind, format: FileFormat, tmp_path: Path
-) -> None:
-    data = exported(of_kind(kind, scale=0.375), format=format)
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(data)
-    assert read_back(data, of_kind(kind, scale=0.375), family=ANY) < 1e-7
-    assert read_back(path, of_kind(kind, scale=0.375), family=ANY) < 1e-7
-
-
-def test_an_exact_kohya_file_reads_back_exactly() -> None:
-    assert read_back(exported(small_adapter()), small_adapter(), family=FAMILY) == 0.0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_read_back_error_is_that_of_the_update(kind: AdapterKind) -> None:
-    """Compare with the plain definition in float64; of an OFT, with its rotation of the unit matrix."""
-    live, other = of_kind(kind, seed=0), of_kind(kind, seed=1, scale=0.9)
-    expected = {key: difference(other[key], live[key]) for key in live}
-    seen = {match.key: match.relative_error for match in found(exported(other), live)}
-    assert seen == pytest.approx(expected, rel=1e-6)
-
-
-def difference(other: ModuleTensors, live: ModuleTensors) -> float:
-    outputs = 2 * len(live.tensors["blocks"]) if live.kind == "oft" else 0
-    weight = torch.eye(outputs, dtype=torch.float64) if outputs else None
-    one, two = (update(exact(module), weight).flatten(1) for module in (other, live))
-    return float((one - two).norm() / two.norm())
-
-
-def exact(module: ModuleTensors) -> ModuleTensors:
-    tensors = {name: tensor.double() for name, tensor in module.tensors.items()}
-    return replace(module, tensors=tensors)
-
-
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
 @pytest.mark.parametrize("format", ["kohya", "comfyui"])
 def test_a_lost_alpha_is_seen(kind: AdapterKind, format: FileFormat) -> None:
     live = of_kind(kind, scale=0.25)
     data = exported(of_kind(kind, scale=1.0), format=format)
     assert read_back(data, live, family=ANY) == pytest.approx(3.0)
-    assert not any(match.explained for match in found(data, live, precision="bf16"))
+    with pytest.raises(TrainingStopped, match="would differ"):
+        check_written(data, live, family=ANY, precision="bf16")
 
 
-def test_zero_update_has_no_error_and_must_stay_zero() -> None:
+def test_zero_update_must_stay_zero() -> None:
     zero = {
         key: replace(module, tensors={**module.tensors, "up": module.tensors["up"] * 0})
         for key, module in small_adapter().items()
     }
-    assert read_back(exported(zero, precision="fp16"), zero, family=FAMILY) == 0.0
-    assert read_back(exported(small_adapter()), zero, family=FAMILY) == float("inf")
+    check_written(exported(zero, precision="fp16"), zero, family=FAMILY, precision="fp16")
+    with pytest.raises(TrainingStopped, match="would differ"):
+        check_written(exported(small_adapter()), zero, family=FAMILY, precision="fp16")
 
 
 def test_missing_unknown_and_misshapen_modules_are_refused() -> None:
     tensors = small_adapter()
     fewer = dict(list(tensors.items())[1:])
-    with pytest.raises(TrainingStopped, match=r"down_blocks\.0\.attentions\.0\.proj_in is missing"):
-        read_back(exported(fewer), tensors, family=FAMILY)
-    with pytest.raises(TrainingStopped, match="1 of 3 modules that the base model lacks"):
-        read_back(exported(tensors), fewer, family=FAMILY)
-    with pytest.raises(TrainingStopped, match="other tensors or shapes"):
-        read_back(
-            exported({**tensors, CONV: draw_module((5, 3, 3, 3), rank=2)}), tensors, family=FAMILY
-        )
-    other = {**tensors, CONV: draw_module((5, 3, 3, 3), kind="loha")}
-    with pytest.raises(TrainingStopped, match="other tensors or shapes"):
-        read_back(exported(other), tensors, family=FAMILY)
+    narrower = {**tensors, CONV: draw_module((5, 3, 3, 3), rank=2)}
+    loha = {**tensors, CONV: draw_module((5, 3, 3, 3), kind="loha")}
+    for written, live, reason in (
+        (fewer, tensors, r"down_blocks\.0\.attentions\.0\.proj_in is missing"),
+        (tensors, fewer, "1 of 3 modules that the base model lacks"),
+        (narrower, tensors, "other tensors or shapes"),
+        (loha, tensors, "other tensors or shapes"),
+    ):
+        with pytest.raises(TrainingStopped, match=reason):
+            check_written(exported(written), live, family=FAMILY, precision="fp32")
 
 
 @settings(max_examples=40, deadline=None)
@@ -430,7 +337,7 @@ def test_rounding_alone_never_stops_an_export(
 ) -> None:
     """Tiny weights, as after one step of warm-up, lose digits in fp16; no reason to stop."""
     path = tmp_path_factory.getbasetemp() / "rounded.safetensors"
-    error = write_export(
+    write_export(
         path,
         small_adapter(seed, size=size),
         family=FAMILY,
@@ -438,21 +345,6 @@ def test_rounding_alone_never_stops_an_export(
         format=format,
         precision=precision,
     )
-    assert (error < 1e-7) == (precision == "fp32")
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 1000),
-    kind=st.sampled_from(KINDS),
-    precision=st.sampled_from(["fp32", "bf16", "fp16"]),
-)
-def test_rounding_is_all_that_happens_to_other_kinds(
-    seed: int, kind: AdapterKind, precision: Precision
-) -> None:
-    live = of_kind(kind, seed=seed)
-    data = exported(live, precision=precision)
-    assert all(match.explained for match in found(data, live, precision=precision))
 
 
 Spoil = Callable[[dict[str, torch.Tensor], str], None]
@@ -491,7 +383,7 @@ def test_a_file_that_differs_by_more_than_rounding_is_not_published(
     tensors[LINEAR] = with_magnitude(tensors[LINEAR], torch.ones(10, 12))
     with pytest.raises(
         TrainingStopped,
-        match=r"zibbo\.safetensors would differ .* in denoiser\.mid_block\.attentions",
+        match=r"denoiser\.mid_block\.attentions.* would differ",
     ):
         write_export(
             path, tensors, family=FAMILY, info=export_info(), format="kohya", precision="fp16"
@@ -504,12 +396,9 @@ def test_one_wrong_element_of_other_kinds_is_seen(kind: AdapterKind) -> None:
     live, other = of_kind(kind), of_kind(kind)
     factor = {"loha": "w2_b", "lokr": "w2_a", "oft": "blocks"}[kind]
     other[LINEAR].tensors[factor].view(-1)[1] += 0.01
-    wrong = [
-        m.key
-        for m in found(exported(other, precision="fp16"), live, precision="fp16")
-        if not m.explained
-    ]
-    assert wrong == [LINEAR]
+    data = exported(other, precision="fp16")
+    with pytest.raises(TrainingStopped, match=f"{LINEAR} would differ"):
+        check_written(data, live, family=ANY, precision="fp16")
 
 
 def test_an_fp32_file_may_differ_by_next_to_nothing(
@@ -561,11 +450,6 @@ def test_other_users_can_read_the_file(tmp_path: Path) -> None:
 
 
 # ---- rolling names
-
-
-def test_names_are_those_of_kohya() -> None:
-    assert final_export_name("zibbo") == "zibbo.safetensors"
-    assert step_export_name("zibbo", step=250) == "zibbo-step00000250.safetensors"
 
 
 def test_prune_keeps_the_newest_steps_and_everything_else(tmp_path: Path) -> None:

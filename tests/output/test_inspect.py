@@ -219,21 +219,6 @@ def lycoris(module: str, kind: str) -> Arrays:
     return {**tensors, f"{module}.alpha": np.array(0.0 if kind == "oft" else 1.0, np.float32)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "shown", "rank"),
-    [("loha", "loha", 2), ("lokr", "lokr", 2), ("whole", "lokr", None), ("oft", "oft", 3)],
-)
-def test_lycoris_kinds(file: Path, kind: str, shown: str, rank: int | None) -> None:
-    found = inspect_file(saved(file, lycoris(kohya(f"{BLOCK}.attn1.to_q"), kind)))
-    assert (found.kinds, found.modules, found.problems) == ((shown,), 1, ())
-    assert (found.rank.to_json() if found.rank else None) == rank
-
-
-def test_kinds_may_be_mixed(file: Path) -> None:
-    one, other = lycoris("lora_unet_a", "loha"), linear("lora_unet_b")
-    assert inspect_file(saved(file, one, other)).kinds == ("loha", "lora")
-
-
 def test_the_strength_of_our_own_dotted_files_is_no_riddle(file: Path) -> None:
     bare = linear("unet.a", alpha=None, names="peft")
     assert kinds(inspect_file(saved(file, bare))) == ["missing-alpha"]
@@ -337,14 +322,6 @@ def test_blocks_of_modules(module: str, block: str) -> None:
     assert block_of(module) == block
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
-def test_values_without_a_norm_have_none(file: Path, value: float) -> None:
-    tensors = {**linear("lora_unet_a"), "lora_unet_a.lora_up.weight": np.full((6, 4), value)}
-    found = inspect_file(saved(file, tensors))
-    assert found.norms == {}
-    json.dumps(found.to_json(), allow_nan=False)
-
-
 # ---- what is wrong
 
 
@@ -398,25 +375,6 @@ def test_values_that_are_no_numbers(file: Path, value: float, dtype: Any) -> Non
     )
     assert kinds(found) == ["not-finite"]
     assert "lora_unet_a.lora_up.weight" in found.problems[0].what
-
-
-@pytest.mark.parametrize(
-    ("bits", "expected"),
-    [
-        (b"\x80\x7f", ["not-finite"]),
-        (b"\x81\xff", ["not-finite"]),
-        (b"\x7f\x7f", []),
-        (b"\x80\x00", []),
-    ],
-)
-def test_bfloat16_is_checked_too(file: Path, bits: bytes, expected: list[str]) -> None:
-    tensors = {
-        "lora_unet_a.lora_down.weight": ("BF16", [1, 2], b"\x80\x3f" + bits),
-        "lora_unet_a.lora_up.weight": ("BF16", [1, 1], b"\x80\x3f"),
-        "lora_unet_a.alpha": ("F32", [], struct.pack("<f", 1.0)),
-    }
-    file.write_bytes(raw(tensors))
-    assert kinds(inspect_file(file)) == expected
 
 
 def test_metadata_that_contradicts_the_tensors(file: Path) -> None:
@@ -493,16 +451,14 @@ def framed(header: bytes, body: bytes = b"") -> bytes:
     return struct.pack("<Q", len(header)) + header + body
 
 
-def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> bytes:
-    return framed(
-        json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode(),
-        bytes(4),
-    )
+def entry(key: str = "a", dtype: str = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> bytes:
+    layout = {key: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+    return framed(json.dumps(layout).encode(), bytes(4))
 
 
-def overlapping() -> bytes:
-    one, other = ({"dtype": "F32", "shape": [1], "data_offsets": [at, at + 4]} for at in (0, 2))
-    return framed(json.dumps({"a": one, "b": other}).encode(), bytes(6))
+def many(count: int) -> bytes:
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    return framed(json.dumps(dict.fromkeys(map(str, range(count)), empty)).encode())
 
 
 WHOLE = save(
@@ -514,33 +470,23 @@ REFUSED = {
     "text": (b"<html>not found</html>", "not a safetensors file"),
     "huge header": (struct.pack("<Q", 2**63) + b"{}", "not a safetensors file"),
     "cut in the header": (WHOLE[:60], "cut off"),
-    "cut in the tensors": (WHOLE[:-1], "cut off: its tensors take 512 bytes, 511 are there"),
-    "longer": (WHOLE + b"x", "1 bytes too many"),
+    "cut in the tensors": (WHOLE[:-1], "cut off"),
+    "longer": (WHOLE + b"x", "not fully covered"),
     "zip pickle": (b"PK\x03\x04\x00\x00\x08\x08" + bytes(60), "pickle"),
     "pickle": (b"\x80\x02}q\x00." + bytes(60), "pickle"),
-    "not JSON": (framed(b"{'a': 1}"), "not JSON"),
-    "not UTF-8": (framed(b'{"\xff\xfe": 1}'), "not JSON"),
-    "deep": (framed(b"[" * 200_000), "not JSON"),
-    "list": (framed(b"[1, 2]"), "no JSON object"),
-    "same key twice": (framed(b'{"a": {}, "a": {}}'), "twice"),
-    "too many tensors": (
-        framed(json.dumps(dict.fromkeys(map(str, range(100_001)), 0)).encode()),
-        "100,001 tensors",
-    ),
-    "metadata list": (framed(b'{"__metadata__": ["a"]}'), "metadata"),
-    "metadata number": (framed(b'{"__metadata__": {"a": 1}}'), "metadata"),
-    "tensor is text": (framed(b'{"a": "b"}'), "'a' wrongly"),
-    "no dtype": (framed(b'{"a": {"shape": [], "data_offsets": [0, 0]}}'), "'a' wrongly"),
-    "unknown dtype": (entry(dtype="Q7"), "'a' wrongly"),
-    "dtype list": (entry(dtype=["F32"]), "'a' wrongly"),
-    "negative shape": (entry(shape=(-1,)), "'a' wrongly"),
-    "fractional shape": (entry(shape=(1.0,)), "'a' wrongly"),
-    "true as shape": (entry(shape=(True,)), "'a' wrongly"),
-    "shape too large": (entry(shape=(2**62, 2**62)), "'a' wrongly"),
-    "backwards": (entry(offsets=(4, 0)), "'a' wrongly"),
-    "three offsets": (entry(offsets=(0, 2, 4)), "'a' wrongly"),
-    "hole": (entry(offsets=(4, 8)), "a hole or an overlap before tensor 'a'"),
-    "overlap": (overlapping(), "a hole or an overlap before tensor 'b'"),
+    "not JSON": (framed(b"{'a': 1}"), "JSON"),
+    "not UTF-8": (framed(b'{"\xff\xfe": 1}'), "not a safetensors file"),
+    "deep": (framed(b"[" * 200_000), "JSON"),
+    "list": (framed(b"[1, 2]"), "JSON"),
+    "crowded": (framed(b"[" * 400_001), "more tensors than"),
+    "too many tensors": (many(100_001), "more than 100,000 tensors"),
+    "long name": (entry(key="a" * 1001), "of 1,000 characters"),
+    "metadata number": (framed(b'{"__metadata__": {"a": 1}}'), "JSON"),
+    "unknown dtype": (entry(dtype="F8_E8M0", shape=(4,)), "'a' in 1 dimensions of F8_E8M0"),
+    "dimensions": (entry(shape=(1,) * 17), "'a' in 17 dimensions"),
+    "negative shape": (entry(shape=(-1,)), "JSON"),
+    "shape too large": (entry(shape=(2**62, 2**62)), "not a safetensors file"),
+    "hole": (entry(offsets=(4, 8)), "`a`"),
     "no LoRA": (save({"model.diffusion_model.out.weight": np.ones(3)}), "no LoRA"),
     "no tensors": (framed(b"{}"), "no tensors, but no LoRA"),
     "LoHa": (

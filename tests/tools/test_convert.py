@@ -83,52 +83,6 @@ def spelt_alike(
     )
 
 
-@pytest.mark.parametrize(("name", "own", "through"), WAYS)
-def test_a_strength_survives_names_that_do_not_state_it(
-    name: str, own: FileFormat, through: FileFormat, tmp_path: Path
-) -> None:
-    file = saved(tmp_path / "a.safetensors", name, some_of(name, scale=0.7 / 4), format=own)
-    live = deltas(file, base_of(name))
-    for each in there_and_back(file, name, back=own, through=through):
-        assert distance(deltas(each, base_of(name)), live) < 1e-6
-        assert not inspect_file(each).problems
-
-
-@pytest.mark.parametrize(
-    ("kind", "dora"), [("lora", True), ("loha", False), ("lokr", False), ("oft", False)]
-)
-@pytest.mark.parametrize("through", ["comfyui", "diffusers"])
-def test_kinds_go_where_their_readers_are(
-    kind: str, dora: bool, through: FileFormat, tmp_path: Path
-) -> None:
-    """Qwen-Image has all three formats. diffusers cannot load LyCORIS's kinds under its own names."""
-    adapter = some_of("qwen", kind=kind, dora=dora, scale=0.7 / 4)
-    file = saved(tmp_path / "a.safetensors", "qwen", adapter, format="kohya")
-    if kind != "lora" and through == "diffusers":
-        with pytest.raises(RequestError, match="--format kohya|--format comfyui"):
-            convert(file, format=through, base=str(base_of("qwen")))
-        assert list(tmp_path.iterdir()) == [file]
-        return
-    live = deltas(file, base_of("qwen"))
-    for each in there_and_back(file, "qwen", back="kohya", through=through):
-        assert distance(deltas(each, base_of("qwen")), live) < 1e-6
-
-
-@pytest.mark.parametrize("name", ["sd15", "sd2", "sdxl"])
-@pytest.mark.parametrize("dora", [False, True])
-def test_text_encoders_and_convolutions_and_magnitudes(
-    name: str, dora: bool, tmp_path: Path
-) -> None:
-    adapter = some_of(name, text=True, dora=dora, scale=0.7 / 4)
-    components = {key.partition(".")[0] for key in adapter}
-    assert components == set(networks_of(name))
-    file = saved(tmp_path / "a.safetensors", name, adapter, format="kohya", precision="fp16")
-    live = deltas(file, base_of(name))
-    for each in there_and_back(file, name, back="kohya", through="diffusers"):
-        assert distance(deltas(each, base_of(name)), live) < 1e-6
-    assert any(".alpha" in key for key in tensors_of(file))
-
-
 def test_diffusers_draws_the_same_with_the_converted_file(tmp_path: Path) -> None:
     """The reader here is not ours: weights after `fuse_lora` are base plus update, twice."""
     adapter = adapter_of("sd15", text=True, scale=0.7 / 4)
@@ -278,23 +232,6 @@ def test_the_stated_alpha_is_that_of_the_tensors(kind: str, tmp_path: Path) -> N
     assert alpha == pytest.approx(0.7 if kind == "lora" else 4)
     assert float(metadata_of(done.file)["ss_network_alpha"]) == pytest.approx(alpha)
     assert not inspect_file(done.file).problems
-
-
-def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    file = saved(tmp_path / "a.safetensors", "sd15", some_of("sd15"), format="kohya")
-    base = str(base_of("sd15"))
-    written = [
-        convert(file, format="diffusers", base=base, output=tmp_path / f"{n}.safetensors").file
-        for n in (1, 2)
-    ]
-    assert written[0].read_bytes() == written[1].read_bytes()
-
-
-def test_the_default_output_lies_beside_the_file(tmp_path: Path) -> None:
-    file = saved(tmp_path / "a.b.safetensors", "sd15", some_of("sd15"), format="kohya")
-    done = convert(file, format="diffusers", base=str(base_of("sd15")))
-    assert done.file == tmp_path / "a.b-diffusers.safetensors"
-    assert sorted(tmp_path.iterdir()) == [done.file, file]
 
 
 def test_an_input_can_be_replaced_on_request(tmp_path: Path) -> None:

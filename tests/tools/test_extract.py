@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.errors import InputError
 from lora_trainer.lora import low_rank
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.tools.adapters import Weighted
@@ -281,34 +281,12 @@ def test_other_sizes_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, InputError, "in one model and .* in the other", other, base_of("sd15"))
 
 
-def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
-    packed = checkpoint(tmp_path / "packed.safetensors", "sd15")
-    tensors = load_file(packed)
-    name = next(key for key in tensors if key.endswith("attn1.to_v.weight"))
-    save_file({**tensors, name: tensors[name].to(torch.uint8)}, packed)
-    refused(tmp_path, InputError, "is quantised", base_of("sd15"), packed)
-
-
 def test_a_difference_that_is_no_number_is_refused(tmp_path: Path) -> None:
     spoilt = copy_of("sd15", tmp_path / "spoilt")
     tensors = load_file(spoilt / UNET)
     tensors["conv_out.weight"][0, 0, 0, 0] = float("nan")
     save_file(tensors, spoilt / UNET)
     refused(tmp_path, InputError, "conv_out.weight .* NaN", spoilt, base_of("sd15"))
-
-
-@pytest.mark.parametrize(
-    ("limits", "said"),
-    [
-        ({"rank": None}, "give --rank, --energy"),
-        ({"rank": 0}, "--rank 0"),
-        ({"energy": 2}, "--energy 2"),
-    ],
-)
-def test_limits_that_are_none_are_refused(
-    limits: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    refused(tmp_path, RequestError, said, base_of("sd15"), base_of("sd15"), **limits)
 
 
 def test_a_text_encoder_that_one_model_lacks_is_named(tmp_path: Path) -> None:

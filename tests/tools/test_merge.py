@@ -163,14 +163,6 @@ def test_a_cut_sum_is_the_best_of_its_rank_and_says_what_is_left(tmp_path: Path)
     assert done.rank == 2
 
 
-def test_a_cut_above_the_sum_of_ranks_loses_nothing(tmp_path: Path) -> None:
-    files = {written(tmp_path / "a.safetensors", 1, rank=2): 1.0}
-    done = merge(inputs(files), output=tmp_path / "cut.safetensors", base=base(), rank=500)
-    assert distance(deltas(done.file, base()), weighted_sum(files)) < 1e-5
-    assert done.energy == pytest.approx(1, abs=1e-9)
-    assert done.rank == 2
-
-
 # ---- refusals
 
 
@@ -180,33 +172,6 @@ def test_adapters_of_two_families_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a.safetensors is for sd2, b.safetensors for sdxl"):
         merge(inputs({one: 1.0, other: 1.0}), output=tmp_path / "no.safetensors")
     assert sorted(tmp_path.iterdir()) == [one, other]
-
-
-def test_adapters_of_other_sizes_are_refused(tmp_path: Path) -> None:
-    tensors = adapter(1)
-    other = {
-        key: ModuleTensors(
-            kind="lora",
-            tensors={**module.tensors, "up": module.tensors["up"][:-1]},
-            rank=module.rank,
-            scale=1.0,
-        )
-        for key, module in tensors.items()
-    }
-    files = {
-        saved(tmp_path / "a.safetensors", BASE, tensors, format="kohya"): 1.0,
-        saved(tmp_path / "b.safetensors", BASE, other, format="kohya"): 1.0,
-    }
-    with pytest.raises(InputError, match="the layer is 8x8"):
-        merge(inputs(files), output=tmp_path / "no.safetensors", base=base())
-    assert sorted(tmp_path.iterdir()) == sorted(files)
-
-
-@pytest.mark.parametrize("rank", [0, -1])
-def test_a_rank_that_is_none_is_refused(rank: int, tmp_path: Path) -> None:
-    file = written(tmp_path / "a.safetensors", 1)
-    with pytest.raises(RequestError, match="is no rank"):
-        merge(inputs({file: 1.0}), output=tmp_path / "no.safetensors", rank=rank)
 
 
 # ---- headers and arguments

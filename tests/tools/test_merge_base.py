@@ -284,13 +284,6 @@ def test_hashes_in_a_header_are_those_of_the_new_tensors(tmp_path: Path) -> None
     assert len(found["modelspec.hash_sha256"]) == 66
 
 
-def test_averaged_weights_are_named(tmp_path: Path) -> None:
-    base = checkpoint(tmp_path / "base.safetensors", "sd15", ema=True)
-    file = adapter_file(tmp_path / "a.safetensors")
-    done = bake(inputs({file: 1.0}), base=str(base), output=tmp_path / "baked.safetensors")
-    assert "averaged weights" in done.notes[0]
-
-
 # ---- refusals: nothing is left behind
 
 
@@ -308,15 +301,6 @@ def test_a_sum_beyond_the_dtype_is_refused(tmp_path: Path) -> None:
         file = adapter_file(tmp_path / "a.safetensors", size=3.0)
         refused(tmp_path, RequestError, "its dtype ends at", base=str(base),
                 inputs=inputs({file: 1e5}), output=tmp_path / "no.safetensors")  # fmt: skip
-
-
-def test_a_sum_beyond_the_dtype_in_a_later_component_leaves_no_folder(tmp_path: Path) -> None:
-    base = copy_of("sd15", tmp_path / "base")
-    whole = base / "unet" / "diffusion_pytorch_model.safetensors"
-    save_file({key: value.half() for key, value in load_file(whole).items()}, whole)
-    file = adapter_file(tmp_path / "a.safetensors", size=3.0)
-    refused(tmp_path, RequestError, "its dtype ends at", base=str(base),
-            inputs=inputs({file: 1e5}), output=tmp_path / "no")  # fmt: skip
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:

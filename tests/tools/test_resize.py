@@ -145,17 +145,6 @@ def test_the_format_stays_or_is_the_one_asked_for(tmp_path: Path) -> None:
     assert distance(deltas(asked.file, base), deltas(kept.file, base)) < 1e-6
 
 
-def test_half_precision_stays_half(tmp_path: Path) -> None:
-    file = saved(
-        tmp_path / "a.safetensors", "sd15", falling("sd15"), format="kohya", precision="fp16"
-    )
-    base = str(base_of("sd15"))
-    done = resize(file, ResizeLimits(rank=2), output=tmp_path / "b.safetensors", base=base)
-    assert done.precision == "fp16"
-    after = energy(deltas(done.file, base)) / energy(deltas(file, base))
-    assert done.energy == pytest.approx(after, rel=1e-3)
-
-
 def test_an_update_of_zero_stays_zero(tmp_path: Path) -> None:
     tensors = {
         key: ModuleTensors(
