@@ -118,6 +118,18 @@ def test_a_rate_far_too_low(other: Toy) -> None:
     assert "the learning rate, 1e-09, is far too low" in reason
 
 
+def test_an_alpha_far_too_low(other: Toy) -> None:
+    assert other.train(adapter__alpha=1e-6, **LOOKED_AT) == 5
+    assert "adapter.alpha / adapter.rank" in ended(other)
+
+
+def test_a_run_that_learns_slowly_goes_on(other: Toy) -> None:
+    assert other.train(optimizer__learning_rate=1e-5, **LOOKED_AT) == 0
+    (row,) = events(other.run, "learned")
+    assert row["step"] == 50
+    assert row["change"] > 3 * LEAST_CHANGE
+
+
 @pytest.mark.usefixtures("looked_at_soon")
 @pytest.mark.parametrize(
     "settings",
@@ -125,8 +137,9 @@ def test_a_rate_far_too_low(other: Toy) -> None:
         {"optimizer__warmup_fraction": 0.5, "optimizer__schedule": "cosine"},
         {"adapter__text_encoder": True, "optimizer__learning_rate_pattern": {"^denoiser": 0}},
         {"adapter__kind": "loha"},
+        {"adapter__kind": "lokr"},
         {"adapter__kind": "oft"},
-        {"adapter__init": "pissa", "optimizer__learning_rate": 1e-5},
+        {"adapter__init": "pissa"},
         {"train__precision": "bf16"},
     ],
     ids=str,

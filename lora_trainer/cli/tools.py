@@ -63,7 +63,6 @@ def _nothing_left_behind() -> Iterator[None]:
 
     That is true because an output gets its name only once it is complete.
     """
-    quiet_libraries()
     try:
         yield
     except KeyboardInterrupt:
@@ -88,6 +87,7 @@ def convert(
     if options.base is None:
         # Refused from its header, before torch is imported, which takes seconds.
         check_usable(file, names=None)
+    quiet_libraries()
     from lora_trainer.tools.convert import convert
 
     return _answer(convert(file, format=format, output=output, **vars(options)), as_json=json)
@@ -111,6 +111,7 @@ def merge(
     json: Json = False,
 ) -> Reply:
     """Add up adapters, each FILE or FILE:WEIGHT, to one adapter, or into a base model with --into."""
+    quiet_libraries()
     from lora_trainer.tools.merge import merge, parse_weighted
     from lora_trainer.tools.merge_base import bake
 
@@ -144,6 +145,7 @@ def resize(
     json: Json = False,
 ) -> Reply:
     """Cut a LoRA, LoHa or LoKr to a lower rank by its singular values; the result is a LoRA."""
+    quiet_libraries()
     from lora_trainer.tools.resize import ResizeLimits, resize
 
     limits = ResizeLimits(rank=rank, ratio=ratio, energy=energy)
@@ -172,6 +174,7 @@ def extract(
     json: Json = False,
 ) -> Reply:
     """Write the difference of TUNED and BASE, two base models of one family, as a LoRA."""
+    quiet_libraries()
     from lora_trainer.tools.extract import extract
 
     result = extract(
@@ -219,6 +222,7 @@ def describe(
     json: Json = False,
 ) -> Reply:
     """Write title, author, tags and other texts into an adapter's header; an empty text removes one."""
+    quiet_libraries()
     from lora_trainer.tools.describe import Description, describe
 
     result = describe(

@@ -109,21 +109,23 @@ def _compare(
     tuned: BaseWeights, base: BaseWeights, layers: Sequence[str], cutter: RankCutter
 ) -> float:
     """Cut the update of every layer that differs; return the energy of the difference in all other tensors."""
-    limits = cutter.limits
     for key in layers:
-        difference = _difference(key, tuned.places[key], base.places[key])
-        if difference.any():
-            # The best update of a rank is the first singular values (Eckart and Young 1936); of large layers
-            # they are computed by subspace iteration, as many as the limits need.
-            decomposed = approximated(
-                difference, enough=limits.rank_of, limit=limits.rank, seed=key
-            )
-            cutter.cut(key, decomposed, old_rank=min(difference.flatten(1).shape))
+        _cut(key, _difference(key, tuned.places[key], base.places[key]), cutter)
     unreached = 0.0
     for ours, theirs in ((tuned.places, base.places), (tuned.rest, base.rest)):
         for key in ours.keys() & theirs.keys() - set(layers):
             unreached += _energy(_difference(key, ours[key], theirs[key]))
     return unreached
+
+
+def _cut(key: str, difference: Tensor, cutter: RankCutter) -> None:
+    """Cut the update of one layer; in a function of its own, so that its tensors are gone before the next's."""
+    if difference.any():
+        limits = cutter.limits
+        # The best update of a rank is the first singular values (Eckart and Young 1936); of large layers they
+        # are computed by subspace iteration, as many as the limits need.
+        decomposed = approximated(difference, enough=limits.rank_of, limit=limits.rank, seed=key)
+        cutter.cut(key, decomposed, old_rank=min(difference.flatten(1).shape))
 
 
 def _layers(tuned: BaseWeights, base: BaseWeights, targets: Targets) -> list[str]:
