@@ -45,7 +45,8 @@ SCHEMES = ("light", "dark")
 WEBP_QUALITY = 82
 WITHIN_MS = 120_000
 # Icons lie in a file of their own: a <use> of one has a size only when the file is there.
-SHOWN = """() => [...document.querySelectorAll("use")].some((use) => use.getBBox().width > 0) &&
+SHOWN = """() => [...document.querySelectorAll("use")].every((use) =>
+    !use.parentElement.checkVisibility() || use.getBBox().width > 0) &&
   [...document.images].every((image) => {
   const box = image.getBoundingClientRect();
   return image.complete || !image.offsetParent || box.top > innerHeight || box.bottom < 0;
@@ -85,7 +86,7 @@ BUSY = (
     Picture(
         name="train-plan",
         path="/train?draft=new&example=1",
-        ready="button:has-text('Add to queue')",
+        ready=".base-card:nth-child(5) .fits:not(:empty)",
     ),
     Picture(
         name="train-bases",

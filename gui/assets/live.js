@@ -67,7 +67,9 @@ function show(now) {
   if (!first) return;
   const link = Object.assign(document.createElement("a"), { href: first.url });
   const words = document.createElement("span");
-  words.append(nameOf(first), ` \u00b7 ${first.percent} %`, ...(first.left ? [" \u00b7 ", document.createTextNode(first.left)] : []));
+  const left = document.createElement("small");
+  if (first.left) left.append(" \u00b7 ", document.createTextNode(first.left));
+  words.append(nameOf(first), ` \u00b7 ${first.percent} %`, left);
   link.append(document.createElement("i"), words);
   place.append(link);
   if ("Notification" in window && Notification.permission === "default") place.append(bell());

@@ -15,7 +15,9 @@ from ..workplace import Workplace
 from .gradio_events import QUIET, html
 from .library_parts import LibraryTab
 
-_BASE_HELP = "folder, .safetensors file or Hub id; empty: the one it was trained on"
+_BASE_HELP = (
+    "a folder, a .safetensors file or a name on Hugging Face; empty: the one it was trained on"
+)
 
 
 def build(work: Workplace, ref: Any) -> LibraryTab:
