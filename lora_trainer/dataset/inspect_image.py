@@ -52,7 +52,7 @@ class Inspector:
 
     settings: DataSettings
     memo: DatasetMemo
-    place: Place
+    place_image: Place
     may_read: bool
 
     def inspect(self, image: ImageFile) -> Inspected | None:
@@ -100,7 +100,7 @@ class Inspector:
             transparent=bool(facts.background),
             measures=facts.measures,
             mask=mask,
-            placements=self.place(facts.width_px, facts.height_px),
+            placements=self.place_image(facts.width_px, facts.height_px),
         )
         findings = [
             finding(kind, image.name, what=what)

@@ -30,8 +30,10 @@ def cache_in(config: Config) -> CappedFolder:
 def read_dataset(folder: Path, config: Config, facts: BaseFacts) -> Dataset:
     """Scan a dataset for a base, skipping images whose check the cache folder's memo has already."""
     memo = DatasetMemo(cache_folder(config))
-    place = placing(config.data, resolution_px=facts.resolution_px, step_px=facts.bucket_step_px)
-    dataset = scan(folder, settings=config.data, memo=memo, place=place)
+    place_image = placing(
+        config.data, resolution_px=facts.resolution_px, step_px=facts.bucket_step_px
+    )
+    dataset = scan(folder, settings=config.data, memo=memo, place_image=place_image)
     memo.save()
     return dataset
 

@@ -44,7 +44,7 @@ def scan(
     *,
     settings: DataSettings,
     memo: DatasetMemo | None = None,
-    place: Place = lambda _width_px, _height_px: (),
+    place_image: Place = lambda _width_px, _height_px: (),
 ) -> Dataset:
     """Read and check the dataset in `folder`; the caller saves `memo`.
 
@@ -53,7 +53,7 @@ def scan(
     images inside the dataset.
     """
     memo = memo or DatasetMemo()
-    dataset = _told_apart(_scan_folder(folder, settings, memo, place), settings)
+    dataset = _told_apart(_scan_folder(folder, settings, memo, place_image), settings)
     if settings.regularisation_dir is not None:
         other_folder = Path(settings.regularisation_dir).expanduser()
         if other_folder.resolve().is_relative_to(folder.resolve()):
@@ -62,7 +62,7 @@ def scan(
                 fix=f"--set data.folders.{other_folder.name}.regularisation=true, or move it elsewhere",
             )
         plain = settings.model_copy(update={"trigger": None, "folders": {}, "masks": "none"})
-        dataset = _joined(dataset, _scan_folder(other_folder, plain, memo, place))
+        dataset = _joined(dataset, _scan_folder(other_folder, plain, memo, place_image))
     learned = {record.content_hash: record.name for record in dataset.records}
     twice = [
         finding("regularisation", record.name, original=learned[record.content_hash])
@@ -72,11 +72,13 @@ def scan(
     return replace(dataset, findings=by_severity((*dataset.findings, *twice)))
 
 
-def _scan_folder(folder: Path, settings: DataSettings, memo: DatasetMemo, place: Place) -> Dataset:
+def _scan_folder(
+    folder: Path, settings: DataSettings, memo: DatasetMemo, place_image: Place
+) -> Dataset:
     background_rgb(settings)
     listing = list_dataset(folder, settings=settings)
     findings, inspected = list(listing.findings), list[ImageRecord]()
-    for record, about_it in _inspected(listing.pictures, settings, memo, place):
+    for record, about_it in _inspected(listing.pictures, settings, memo, place_image):
         findings += about_it
         inspected += [record] if record else []
     _refuse_too_many_bad(folder, findings, good=len(inspected), settings=settings)
@@ -92,10 +94,10 @@ def _scan_folder(folder: Path, settings: DataSettings, memo: DatasetMemo, place:
 
 
 def _inspected(
-    images: Sequence[ImageFile], settings: DataSettings, memo: DatasetMemo, place: Place
+    images: Sequence[ImageFile], settings: DataSettings, memo: DatasetMemo, place_image: Place
 ) -> list[Inspected]:
     """Return each image's record and findings, in their order."""
-    inspector = Inspector(settings=settings, memo=memo, place=place, may_read=False)
+    inspector = Inspector(settings=settings, memo=memo, place_image=place_image, may_read=False)
     with gc_disabled():
         results = [inspector.inspect(image) for image in images]
     to_read = [index for index, result in enumerate(results) if result is None]

@@ -47,7 +47,9 @@ class FolderTable(dict[str, Any]):
         """Return the values that are not off, by our field of each key."""
         off = (None, "", False)
         return {
-            own: self.sourced(key) for key, own in ours.items() if self.get(key, None) not in off
+            setting: self.sourced(key)
+            for key, setting in ours.items()
+            if self.get(key, None) not in off
         }
 
 

@@ -102,7 +102,7 @@ def set_arguments(foreign: Foreign, prefix: str, names: Iterable[str] | None = N
     """Set what an optimizer's own options say: all keys that begin with `prefix`, or some of their names."""
     ours = str(foreign.settings.get("optimizer.name"))
     switches = {kind: set(text.split()) for kind, text in _TABLE["switches"].items()}
-    options, own = _TABLE["options"], _TABLE["options_of"]
+    options, fields_of = _TABLE["options"], _TABLE["options_of"]
     for name, value in foreign.under(prefix).items():
         source, word = f"{prefix}{name}", name.lower()
         if source in foreign.named or (names is not None and name not in names):
@@ -113,7 +113,7 @@ def set_arguments(foreign: Foreign, prefix: str, names: Iterable[str] | None = N
             _set_betas(foreign, source, value, ours)
         elif word == "growth_rate" and str(value).lower() in ("inf", "infinity"):
             foreign.stays(source, "is no limit, as here")
-        elif word in options and ours in own.get(word, (ours,)):
+        elif word in options and ours in fields_of.get(word, (ours,)):
             foreign.carry(options[word], source, value)
         elif word in options:
             foreign.stays(source, f"{ours} has no such number")

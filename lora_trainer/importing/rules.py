@@ -29,7 +29,7 @@ _INDEX = re.compile(r"\[\d+\]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class KeyRule:
     """What becomes of a key: its kind, `carried` or one of `KINDS`, and why.
 
     `setting` is ours where it is carried over, `read` turns its value into ours, `default` is its value
@@ -57,7 +57,7 @@ class Trainer:
     read: Callable[[Foreign], None]
 
     @cached_property
-    def keys(self) -> Mapping[str, Rule]:
+    def keys(self) -> Mapping[str, KeyRule]:
         """The rule of every key that is known, `datasets[].path` standing for each of a list."""
         return rules_of(*self.tables)
 
@@ -68,9 +68,9 @@ def table_of(name: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def rules_of(*names: str) -> dict[str, Rule]:
+def rules_of(*names: str) -> dict[str, KeyRule]:
     """Return the rules of some tables by key; later ones win."""
-    rules: dict[str, Rule] = {}
+    rules: dict[str, KeyRule] = {}
     for name in names:
         table = table_of(name)
         absent = table.get("absent", "").split()
@@ -78,12 +78,12 @@ def rules_of(*names: str) -> dict[str, Rule]:
     return rules
 
 
-def _rules(table: Mapping[str, Any]) -> dict[str, Rule]:
-    rules: dict[str, Rule] = {}
+def _rules(table: Mapping[str, Any]) -> dict[str, KeyRule]:
+    rules: dict[str, KeyRule] = {}
     for key, fields in table.get("carried", {}).items():
         entry = {"setting": fields} if isinstance(fields, str) else fields
         meanings: Any = entry.get("values")
-        rules[key] = Rule(
+        rules[key] = KeyRule(
             kind="carried",
             setting=entry["setting"],
             default=entry.get("default"),
@@ -91,7 +91,7 @@ def _rules(table: Mapping[str, Any]) -> dict[str, Rule]:
         )
     for kind in KINDS:
         for entry in table.get(kind, ()):
-            rule = Rule(kind=kind, why=entry.get("why", ""), off=tuple(entry.get("off", ())))
+            rule = KeyRule(kind=kind, why=entry.get("why", ""), off=tuple(entry.get("off", ())))
             for prefix in entry.get("under", [""]):
                 rules |= {f"{prefix}{key}": rule for key in entry["keys"].split()}
     return rules
@@ -160,7 +160,7 @@ def apply(trainer: Trainer, foreign: Foreign) -> None:
     _name_replaced(foreign)
 
 
-def rule_of(keys: Mapping[str, Rule], name: str) -> Rule | None:
+def rule_of(keys: Mapping[str, KeyRule], name: str) -> KeyRule | None:
     """Return the rule of a key, else the reason that a table around it states for all its keys."""
     name = _INDEX.sub("[]", name)
     rule = keys.get(name)
@@ -174,8 +174,8 @@ def rule_of(keys: Mapping[str, Rule], name: str) -> Rule | None:
 
 def _name_replaced(foreign: Foreign) -> None:
     """Name the keys whose setting another key has replaced since."""
-    said = {*foreign.nearest, *foreign.nothing_to_set, *foreign.without_equivalent}
-    said |= {*foreign.unknown, *" ".join(foreign.sources.values()).split()}
+    reported = {*foreign.nearest, *foreign.nothing_to_set, *foreign.without_equivalent}
+    reported |= {*foreign.unknown, *" ".join(foreign.sources.values()).split()}
     for name in foreign.values:
-        if name not in said and not any(key.startswith(f"{name}.") for key in said):
+        if name not in reported and not any(key.startswith(f"{name}.") for key in reported):
             foreign.stays(name, "another key says it")

@@ -124,18 +124,28 @@ def train_job(job: TrainingJob) -> Path:
     if config.output.measure:
         with parts.chosen():
             validate_at_the_end(job, parts.networks, parts.adapter, file, end)
+    _tell_finished(job, end, file, seconds=seconds)
+    if (repository := config.output.hub_repo) is not None:
+        private = config.output.hub_private
+        push_finished(file, repository=repository, private=private, events=events)
+    job.ranks.end_together()
+    return file
+
+
+def _tell_finished(job: TrainingJob, end: Progress, file: Path, *, seconds: float) -> None:
+    """Emit the last event of a training: where it ended and why, and its first and last validation loss."""
     # The first validation loss is the base's; they are read from the whole run with its resumes.
     rows = [
         row for row in read_events(job.folder.path / EVENTS_FILE) if row["event"] == "validation"
     ]
     losses = [row["loss"] for row in rows if "loss" in row] or [None]
     early, best_step = "", end.guard.best
-    if end.step != config.train.steps:
+    if end.step != job.prepared.config.train.steps:
         early = (
             f"the validation loss has not fallen for {best_step.stale} validations; "
             f"it was lowest at step {best_step.step}"
         )
-    events.emit(
+    job.events.emit(
         "finished",
         step=end.step,
         early=early,
@@ -144,11 +154,6 @@ def train_job(job: TrainingJob) -> Path:
         validation_loss=losses[-1],
         base_validation_loss=losses[0],
     )
-    if (repository := config.output.hub_repo) is not None:
-        private = config.output.hub_private
-        push_finished(file, repository=repository, private=private, events=events)
-    job.ranks.end_together()
-    return file
 
 
 def follow_job(job: TrainingJob) -> None:

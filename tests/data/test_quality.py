@@ -89,7 +89,7 @@ def kinds(found: DatasetReport) -> list[tuple[str, str | None]]:
 
 
 def scanned(folder: Path, settings: DataSettings, side_px: int) -> DatasetReport:
-    dataset = scan(folder, settings=settings, place=at(side_px))
+    dataset = scan(folder, settings=settings, place_image=at(side_px))
     return inspect_images(dataset, settings=settings)
 
 

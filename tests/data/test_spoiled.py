@@ -137,7 +137,7 @@ def all_spoiled(folder: Path, seed: int, copies: Spoil) -> None:
 
 def scored(folder: Path) -> DatasetReport:
     place = placing(SETTINGS, resolution_px=64, step_px=8)
-    return inspect_images(scan(folder, settings=SETTINGS, place=place), settings=SETTINGS)
+    return inspect_images(scan(folder, settings=SETTINGS, place_image=place), settings=SETTINGS)
 
 
 @pytest.mark.parametrize("images", SIZES)

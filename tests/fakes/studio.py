@@ -134,7 +134,7 @@ class Studio:
             }
         )
         place = placing(data, resolution_px=16, step_px=facts.bucket_step_px)
-        records = scan(self.folder, settings=self.settings, place=place).records
+        records = scan(self.folder, settings=self.settings, place_image=place).records
         return needs(
             records,
             prompts=[self.prompt],

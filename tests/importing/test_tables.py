@@ -12,7 +12,7 @@ import pytest
 from lora_trainer.config.config import setting_keys
 from lora_trainer.importing.foreign_optimizers import OPTIMIZERS, plain
 from lora_trainer.importing.reading import TRAINERS, import_file
-from lora_trainer.importing.rules import Rule, Trainer
+from lora_trainer.importing.rules import KeyRule, Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "importing.md"
@@ -56,7 +56,7 @@ def test_a_key_that_a_trainer_does_not_have_is_unknown(tmp_path: Path) -> None:
 
 
 def test_the_docs_count_the_keys() -> None:
-    rows: dict[str, dict[str, Rule]] = {}
+    rows: dict[str, dict[str, KeyRule]] = {}
     for trainer in TRAINERS:
         rows.setdefault(trainer.name.partition(" (")[0], {}).update(trainer.keys)
     lines = re.findall(

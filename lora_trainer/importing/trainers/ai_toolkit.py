@@ -83,8 +83,8 @@ def _model(foreign: Foreign) -> None:
     if foreign.on("model.quantize"):
         precision = table["bits"].get(bits, "int8")
         foreign.set("memory.base_precision", precision, "model.quantize")
-        alike = ("qfloat8", "float8", "int8", "qint8", "nf4")
-        if bits not in alike and "model.qtype" in foreign.values:
+        precisions = ("qfloat8", "float8", "int8", "qint8", "nf4")
+        if bits not in precisions and "model.qtype" in foreign.values:
             foreign.is_nearest("model.qtype", f"{bits}: memory.base_precision={precision}")
     shared.set_precision(foreign, "train.dtype", missing="fp32")
 

@@ -46,11 +46,15 @@ def read(foreign: Foreign) -> None:
     _network(arguments)
     _rates_and_length(arguments)
     _noise_and_samples(arguments)
-    known = rules_of("sd_scripts")
+    sd_scripts_rules = rules_of("sd_scripts")
     renamed = arguments.table["renamed"]
     for key in foreign.values:
         argument = renamed.get(key, key)
-        if argument in known and key not in arguments.taken and argument not in arguments:
+        if (
+            argument in sd_scripts_rules
+            and key not in arguments.taken
+            and argument not in arguments
+        ):
             arguments.take(key, argument)
     _add_typed(arguments, foreign.word("additional_parameters", ""))
     rest = {key: value for key, value in foreign.values.items() if key not in arguments.taken}

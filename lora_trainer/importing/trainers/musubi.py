@@ -146,8 +146,8 @@ def _read_tables(foreign: Foreign, data: Mapping[str, Any]) -> None:
         "enable_bucket": [],
     }
     for number, dataset in enumerate(data["datasets"]):
-        own = {key: value for key, value in dataset.items() if value is not None}
-        table = FolderTable((general, "general."), (own, f"datasets[{number}]."))
+        own_values = {key: value for key, value in dataset.items() if value is not None}
+        table = FolderTable((general, "general."), (own_values, f"datasets[{number}]."))
         key = next((key for key in ("image_directory", "image_jsonl_file") if table.get(key)), None)
         if key is None:
             continue

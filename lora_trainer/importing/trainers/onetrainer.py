@@ -176,10 +176,10 @@ def _text_encoders(foreign: Foreign, parts: list[str], rate: float | None) -> No
     trained = [n for n in names if foreign.flag(flags[n], default=True)]
     rates = []
     for n in trained:
-        own = foreign.number(f"{n}.learning_rate") or foreign.number(f"{n}_learning_rate")
+        part_rate = foreign.number(f"{n}.learning_rate") or foreign.number(f"{n}_learning_rate")
         key = f"{n}.learning_rate" if f"{n}.learning_rate" in foreign.values else "learning_rate"
-        if own or rate:
-            rates.append((key, own or rate or 0.0))
+        if part_rate or rate:
+            rates.append((key, part_rate or rate or 0.0))
     flag = flags[(trained or names)[0]]
     shared.set_text_encoder(foreign, trained=bool(trained), key=flag, rates=rates)
     if trained and len(trained) < len(names) and foreign.settings["adapter.text_encoder"]:
@@ -201,9 +201,11 @@ def _loss(foreign: Foreign) -> None:
     foreign.set("objective.loss", kind, key)
     mixed = [n for n, value in strengths.items() if value]
     if len(mixed) > 1 or main == "mae":
-        stated = [f"{n}_strength" for n in (main, *defaults) if f"{n}_strength" in foreign.values]
+        strength_keys = [
+            f"{n}_strength" for n in (main, *defaults) if f"{n}_strength" in foreign.values
+        ]
         how = f"{' + '.join(mixed)}: objective.loss={kind}, the strongest alone"
-        foreign.is_nearest(stated[0], how)
+        foreign.is_nearest(strength_keys[0], how)
     if main == "huber":
         shared.set_huber(foreign, foreign.nonzero("huber_delta", 1.0), "huber_delta")
         how = "objective.loss=huber, twice as large and without a corner"

@@ -37,14 +37,14 @@ _AS_TEXT_OFF = ("", "0", "0.0", "false", "none")
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a training file, whose sections mean nothing."""
     values = without_sections(data)
-    known = values.keys() & SD_SCRIPTS.keys.keys()
+    known_keys = values.keys() & SD_SCRIPTS.keys.keys()
     telling = {
         "network_module",
         "pretrained_model_name_or_path",
         "train_data_dir",
         "dataset_config",
     }
-    return values if len(known) * 2 > len(values) or telling & known else None
+    return values if len(known_keys) * 2 > len(values) or telling & known_keys else None
 
 
 def without_sections(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,16 +198,16 @@ def _planned_steps(foreign: Foreign) -> float | None:
 def _text_encoder(foreign: Foreign, rate: float | None) -> None:
     """There, text encoders are trained unless something says no."""
     key, only = "text_encoder_lr", "network_train_text_encoder_only"
-    stated = foreign.values.get(key)
-    parts = stated if isinstance(stated, list) else [stated]
+    text_rates = foreign.values.get(key)
+    parts = text_rates if isinstance(text_rates, list) else [text_rates]
     rates = [as_number(part) for part in parts if _is_number(part)]
     off = foreign.first_on("network_train_unet_only", "cache_text_encoder_outputs")
     if off or (rates and not any(rates)):
         shared.set_text_encoder(foreign, trained=False, key=off or key)
     else:
-        own = (key, rates[0]) if rates else ("learning_rate", rate)
+        text_rate = (key, rates[0]) if rates else ("learning_rate", rate)
         source = key if rates else "network_train_unet_only"
-        own_rates = [(own[0], own[1])] if own[1] else []
+        own_rates = [(text_rate[0], text_rate[1])] if text_rate[1] else []
         shared.set_text_encoder(foreign, trained=True, key=source, rates=own_rates)
         if len(set(rates)) > 1:
             foreign.lacks(key, rates[1:], "all text encoders have one rate, the first")

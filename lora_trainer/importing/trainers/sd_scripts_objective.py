@@ -90,16 +90,18 @@ def _flux(foreign: Foreign) -> None:
     else:
         if sampling not in ("uniform", "sigmoid", "shift") and not by_size:
             foreign.is_nearest("timestep_sampling", f"{sampling}: sigmoid without a shift")
-        own: shared.Shift = "resolution" if by_size else 1.0
+        sampler_shift: shared.Shift = "resolution" if by_size else 1.0
         if by_size and foreign.values.get("model_type") == "chroma":
-            own = shared.shift_by_tokens(foreign)
-            foreign.is_nearest("timestep_sampling", f"{sampling}: {own:g}, that of this resolution")
+            sampler_shift = shared.shift_by_tokens(foreign)
+            foreign.is_nearest(
+                "timestep_sampling", f"{sampling}: {sampler_shift:g}, that of this resolution"
+            )
         shared.set_timesteps(
             foreign,
             "uniform" if sampling == "uniform" else "sigmoid",
             "timestep_sampling",
             std=(foreign.nonzero("sigmoid_scale", 1.0), "sigmoid_scale"),
-            shift=shift if sampling == "shift" else (own, "timestep_sampling"),
+            shift=shift if sampling == "shift" else (sampler_shift, "timestep_sampling"),
         )
     guidance = foreign.number("guidance_scale", 3.5)
     foreign.carry("objective.guidance_scale", "guidance_scale", guidance)
