@@ -35,7 +35,7 @@ NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
 EVERY = pytest.mark.parametrize("name", NAMES)
 SHAPES = ((256, 16), (8, 24), (12,), (4, 3, 3, 3))
 MODULES = {
-    "bitsandbytes": "bitsandbytes.optim",
+    "bitsandbytes": "bitsandbytes",
     "prodigyopt": "prodigyopt",
     "pytorch-optimizer": "pytorch_optimizer",
     "schedulefree": "schedulefree",
