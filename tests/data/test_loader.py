@@ -485,14 +485,6 @@ def test_strata_spread_the_timesteps_of_samples_in_a_row(strata: int) -> None:
     assert drawn != plain
 
 
-def test_the_place_of_a_sample_is_that_of_the_order() -> None:
-    feeder = build_feeder(batch_size=1)
-    length = feeder.epoch_length
-    for epoch in (0, 5, 1, 2, 3):
-        order = [feeder.sample_at(epoch * length + at)[1] for at in range(length)]
-        assert [feeder._place_in(epoch)[sample] for sample in order] == list(range(length))
-
-
 def test_strata_come_in_another_order_in_each_window() -> None:
     drawn = [sample.level.timestep for sample in prepared(80, timestep_strata=8)]
     orders = {tuple(int(t * 8 / 1000) for t in drawn[k : k + 8]) for k in range(0, 80, 8)}

@@ -50,9 +50,11 @@ def parsed(job: jobs.Job) -> tuple[str, dict[str, Any]]:
 def test_convert_goes_beside_the_file(work: Workplace, file: lora_files.LoraFile) -> None:
     job = lora_tools.convert(work, file, format="diffusers", name="")
     output = file.path.with_name("zorble-diffusers.safetensors")
-    assert parsed(job) == (
+    command, arguments = parsed(job)
+    assert vars(arguments.pop("options")) == {"base": "embedded", "precision": None, "force": False}
+    assert (command, arguments) == (
         "convert",
-        {"file": file.path, "format": "diffusers", "output": output, "base": "embedded"},
+        {"file": file.path, "format": "diffusers", "output": output},
     )
     assert job.about["result"] == "a/zorble-diffusers.safetensors"
 
@@ -62,7 +64,7 @@ def test_a_name_that_is_taken_is_never_replaced(work: Workplace, file: lora_file
         job = lora_tools.convert(work, file, format="kohya", name=name)
         _, arguments = parsed(job)
         assert arguments["output"].name == f"{expected}.safetensors"
-        assert "force" not in arguments
+        assert not arguments["options"].force
 
 
 def test_resize_by_rank_share_or_both(work: Workplace, file: lora_files.LoraFile) -> None:
