@@ -93,7 +93,7 @@ def test_each_cause_is_named_with_what_to_do(
 
 
 def test_waiting_for_data_comes_first() -> None:
-    waits = replace(SLOW, wait_s=1.9)
+    waits = replace(SLOW, now=replace(SLOW.now, wait_s=1.9))
     first, second = found(with_card(users=frozenset({US, OTHER})), slow=waits)
     assert (first.name, second.name) == ("data", "others")
     assert "48 %" in first.observation

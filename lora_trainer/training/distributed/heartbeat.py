@@ -106,10 +106,8 @@ def place_of_main_thread() -> str:
     calls = traceback.extract_stack(frame)[::-1] if frame is not None else []
     ours = str(Path(lora_trainer.__file__).parent)
     in_package = [call for call in calls if call.filename.startswith(ours)][:1]
-    return ", called by ".join(
-        f"{Path(call.filename).name}:{call.lineno} ({call.name})"
-        for call in dict.fromkeys([*calls[:1], *in_package])
-    )
+    places = [f"{Path(c.filename).name}:{c.lineno} ({c.name})" for c in [*calls[:1], *in_package]]
+    return ", called by ".join(dict.fromkeys(places))
 
 
 @dataclass(kw_only=True)
