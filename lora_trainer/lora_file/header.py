@@ -78,7 +78,7 @@ def open_checked(source: Path | bytes) -> Iterator[Opened]:
     """Open a safetensors file or one in memory; raises InputError for any other file and for a part of one."""
     if isinstance(source, bytes):
         path = Path("the file in memory")
-        yield _opened(path, BytesIO(source), lambda: deserialize(source))  # type: ignore[no-untyped-call]
+        yield _opened(path, BytesIO(source), lambda: deserialize(source))  # type: ignore[no-untyped-call]  # no stub
         return
     path = file_of(source)
     try:

@@ -75,9 +75,8 @@ class PinnedMemory:
             if self._reused(taken_bytes) or self._has_room(taken_bytes, rare=rare):
                 try:
                     tensor = _pinned_empty(shape, strides, dtype)
-                except (
-                    RuntimeError
-                ) as error:  # torch clears CUDA's last error, unlike `register_host`
+                except RuntimeError as error:
+                    # torch has cleared CUDA's last error, which `register_host` does not.
                     self._refuse(taken_bytes, first_line(error))
                 else:
                     self.bytes += taken_bytes

@@ -51,12 +51,13 @@ def lumina2(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
     return {"text": text[:, : int(mask.sum())]}
 
 
-ONE_CLIP: Callable[[Any, str], Mapping[str, Tensor]] = lambda pipeline, prompt: {  # noqa: E731
-    "text": pipeline.encode_prompt(prompt, CPU, 1, False)[0]
-}
+def one_clip(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
+    return {"text": pipeline.encode_prompt(prompt, CPU, 1, False)[0]}
+
+
 IN_PIPELINE: Mapping[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
-    "sd15": ONE_CLIP,
-    "sd2": ONE_CLIP,
+    "sd15": one_clip,
+    "sd2": one_clip,
     "sdxl": pooled,
     "sd3": sd3,
     "flux": flux,

@@ -7,31 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from lora_trainer.config.config import AdapterSettings, Checkpointing
+from lora_trainer.config.config import Checkpointing
 from lora_trainer.costs.trace import TracedNetwork
 from lora_trainer.families import family, known_base
-from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.loads import RememberedCosts
 from lora_trainer.planning.memory import predict
 from scripts.replay.allocations import Passes, PassShape, Stays, built, passes, stays
 from scripts.replay.caching_allocator import CachingAllocator, Event, Replay, highest_sum
+from tests.fakes.plans import LOAD as TRAINED
 
 SD15 = known_base("stable-diffusion-v1-5/stable-diffusion-v1-5")
-LOAD = Load(
-    device="cuda",
-    precision="bf16",
-    base_precision="bf16",
-    adapter=AdapterSettings(rank=16, targets="attention"),
-    text_precision="fp32",
-    text_offload=False,
-    optimizer="adamw",
-    micro_batch=1,
-    checkpointing="none",
-    streamed_blocks=0,
-    bucket_px=(256, 256),
-    samples=True,
-    sample_side_px=256,
-    prepared_samples=4,
-)
+LOAD = replace(TRAINED, bucket_px=(256, 256), samples=True, sample_side_px=256)
 SHAPES = [PassShape(width_px=256, height_px=256), PassShape(width_px=320, height_px=192)]
 
 
