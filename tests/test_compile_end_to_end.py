@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lora_trainer.common.files import read_json_object
 from lora_trainer.network.compiling import CompiledBlocks
@@ -39,6 +40,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[CompiledBlocks]:
         assert kept.parent.name == "compiled" and kept.parent.parent.name == "cache"
         return found[-1]
 
+    torch.compiler.reset()  # else shapes that other tests compiled count towards the limit of this one
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr(build, "CompiledBlocks", make)
     return found

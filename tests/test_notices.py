@@ -45,7 +45,7 @@ def slow_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let steps take 2 s each, 5 s from that one on; five stand for the fifteen that are usual."""
     monkeypatch.setattr(pace, "BASELINE_STEPS", 5)
     seconds = iter([2.0] * step + [5.0] * STEPS)
-    monkeypatch.setattr(loop._Lap, "done", lambda self: next(seconds))
+    monkeypatch.setattr(loop._Reports, "_lap_s", lambda self: next(seconds))
 
 
 def processors(taken: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def processors(taken: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
     measured = times()
     monkeypatch.setattr(slow_causes, "_WATCHED_S", 0.0)
-    monkeypatch.setattr(slow_causes, "_times", lambda numbers: next(measured))
+    monkeypatch.setattr(slow_causes, "cpu_times", lambda numbers: next(measured))
 
 
 def test_steps_that_became_slow_are_explained_once(

@@ -19,9 +19,13 @@ QUOTED = re.findall(r"^\| `([^`]+)` \|", OURS, re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """Return every string of the code, with `…` for what a run fills in."""
+    """Return every string of the code and of its table of findings, with `…` for what a run fills in."""
     nodes = (node for tree in trees() for node in ast.walk(tree))
-    return [template(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr)]
+    findings = (ROOT / "lora_trainer/dataset/finding_texts.toml").read_text(encoding="utf-8")
+    return [
+        *(template(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr)),
+        *(re.sub(r"{[^}]*}", "…", text) for text in re.findall(r'^what = "(.*)"$', findings, re.M)),
+    ]
 
 
 def occurs(quoted: str, texts: list[str]) -> bool:

@@ -330,15 +330,16 @@ def unmet_needs(
             continue
         lead = f"instead of {value}, which" if need.is_wish else f"{value} is preset, but"
         if kind := need.unmet(gpu):
-            problem, fix, reason = f"needs {kind}", "", f"{lead} needs {kind}"
+            problem, fix, reason = f"{key}={typed(value)} needs {kind}", "", f"{lead} needs {kind}"
         elif need.package and packages.get(need.package) is None:
             command = f"pip install {need.package}"
-            problem, fix = f"needs {need.package}, which is not installed", f"{command}, or "
+            problem = f"{key}={typed(value)} needs {need.package}, which is not installed"
+            fix = f"{command}, or "
             subject = "" if need.is_wish else f" {need.package}"
             reason = f"{lead}{subject} is missing ({command})"
         else:
             continue
         if not (need.is_wish or is_preset(key)):
             fix += f"use --set {key}={typed(instead)}"
-            raise need.error(f"{key}={typed(value)} {problem}", fix=fix)
+            raise need.error(problem, fix=fix)
         yield key, instead, reason

@@ -128,7 +128,11 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no annotation
 
 
 def _yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 _PARSERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
