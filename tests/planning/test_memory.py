@@ -329,7 +329,7 @@ OFFLOADED = {"streamed_blocks": 20, "checkpointing": "offloaded"}
         (OFFLOADED, {"streamed blocks", "offloaded activations"}),
         ({"streamed_blocks": 57, "text_offload": True}, {"streamed blocks"}),
     ],
-    ids=str,
+    ids=("nothing", "paged optimizer", "samples", "streamed and offloaded", "streamed all"),
 )
 def test_what_waits_beside_the_gpu(changes: dict[str, Any], more: set[str]) -> None:
     made = host(**changes)
