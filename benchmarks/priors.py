@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lora_trainer import families  # noqa: E402 - after sys.path
-from lora_trainer.config.config import BaseSettings  # noqa: E402 - after sys.path
+from lora_trainer.config.inputs import BaseSettings  # noqa: E402 - after sys.path
 from lora_trainer.families.locate import locate  # noqa: E402 - after sys.path
 from lora_trainer.training.loss import add_noise, target  # noqa: E402 - after sys.path
 

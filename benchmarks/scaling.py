@@ -36,8 +36,8 @@ from ladder_rungs import our_adapter  # noqa: E402 - after sys.path
 from mid_size_base import NAMES  # noqa: E402 - after sys.path
 from trainee import Case, feeder, frozen_network, training  # noqa: E402 - after sys.path
 
-from lora_trainer.common.dist_env import DistEnv  # noqa: E402 - after sys.path
 from lora_trainer.common.events import EventStream  # noqa: E402 - after sys.path
+from lora_trainer.common.processes import DistEnv
 from lora_trainer.training.distributed.process_group import ProcessGroup, joined  # noqa: E402 - after sys.path
 from lora_trainer.training.guards import GuardState  # noqa: E402 - after sys.path
 from lora_trainer.training.loop import run  # noqa: E402 - after sys.path

@@ -27,7 +27,9 @@ from lora_trainer.cache.keys import latent_key, text_key
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
-from lora_trainer.config.config import Checkpointing, Config, build_config
+from lora_trainer.config.config import build_config
+from lora_trainer.config.declare import Checkpointing
+from lora_trainer.config.running import Config
 from lora_trainer.costs.cost_table import texts_vary
 from lora_trainer.dataset.buckets import Bucket, place
 from lora_trainer.families.base import BaseFacts, Family, Geometry

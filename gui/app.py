@@ -21,7 +21,6 @@ from lora_trainer.common.errors import (
     LoraTrainError,
     MachineError,
     RequestError,
-    exit_code,
 )
 from lora_trainer.common.files import disk_error
 
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         serve(parsed(arguments))
     except LoraTrainError as error:
         sys.stderr.write(f"error: {error}\n")
-        sys.exit(exit_code(error))
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(0)
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_trainer.common.detached import ask_to_end, detached
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.files import disk_error, json_bytes, locked, read_json_object, write_atomic
+from lora_trainer.common.processes import ask_to_end, detached
 from lora_trainer.common.wording import one_line
 from lora_trainer.reporting.history import mapping, number, sequence
 from lora_trainer.reporting.status import is_alive

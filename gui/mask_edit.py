@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import Bucket, cut, place
 from lora_trainer.dataset.captions import split_name
 from lora_trainer.dataset.images import decode

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.files import disk_error
-from lora_trainer.common.redaction import without_secrets
-from lora_trainer.common.wording import bytes_text, duration_text, one_line
+from lora_trainer.common.wording import bytes_text, duration_text, one_line, without_secrets
 from lora_trainer.queue import commands
 from lora_trainer.queue.commands import Item
 from lora_trainer.reporting.charts import Html, tag

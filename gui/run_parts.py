@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.hardware.card_state import card_states
+from lora_trainer.hardware.nvml import card_states
 from lora_trainer.reporting.charts import Html, tag
 from lora_trainer.reporting.history import RunHistory
 from lora_trainer.reporting.report_curves import SMOOTHING, LossView, loss_curve

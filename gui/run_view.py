@@ -19,7 +19,7 @@ from lora_trainer.common.wording import (
     loss_text,
     step_seconds_text,
 )
-from lora_trainer.hardware.card_state import CardState
+from lora_trainer.hardware.nvml import CardState
 from lora_trainer.reporting.charts import Html, tag
 from lora_trainer.reporting.history import RunHistory, mapping, number, sequence
 from lora_trainer.reporting.status import RunStatus

@@ -17,7 +17,7 @@ from pathlib import Path
 from PIL import Image
 
 from lora_trainer.common.files import CappedFolder, disk_error, write_atomic
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.images import ImageDecodeError, decode
 
 SIZES_PX = (96, 192, 384, 768, 1536)

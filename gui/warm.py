@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from lora_trainer.common.detached import detached
+from lora_trainer.common.processes import detached
 
 from .bases import releases
 

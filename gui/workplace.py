@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.common.errors import InputError, first_line
-from lora_trainer.common.findings import shown
+from lora_trainer.common.events import shown
 
 OWN_FOLDER = ".gui"
 # A folder of pictures in a dataset, or in its `_excluded/`; deeper ones are not read.

@@ -25,7 +25,8 @@ from lora_trainer.config.layers import resolve
 from lora_trainer.costs.cost_table import texts_vary
 from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.base import BaseFacts, Family
-from lora_trainer.hardware.machine import GIB, Gpu, Hardware, tier
+from lora_trainer.hardware.machine import GIB, Hardware, tier
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput
 from scripts.replay.caching_allocator import CachingAllocator, Event, OutOfMemory, Replay

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from lora_trainer import families
-from lora_trainer.config.config import CHECKPOINTING
+from lora_trainer.config.declare import CHECKPOINTING
 from lora_trainer.costs.cost_table import sample_cost, traced_cost
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families.base import BaseFacts, Family

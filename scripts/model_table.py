@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from lora_trainer.config.config import settled
+from lora_trainer.config.declare import settled
 from scripts.plan_tables import CARDS, planned, releases
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.config.choices import PRIORITIES, Priority
-from lora_trainer.config.config import MemorySettings
 from lora_trainer.config.layers import lowered_to, resolve
+from lora_trainer.config.running import MemorySettings
 from lora_trainer.families import MODULES, family, known_base
 from lora_trainer.families.base import Family
-from lora_trainer.hardware.machine import GIB, Gpu, Hardware, tier
+from lora_trainer.hardware.machine import GIB, Hardware, tier
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput

@@ -16,8 +16,9 @@ from pathlib import Path
 from statistics import NormalDist
 
 from lora_trainer import families
-from lora_trainer.config.config import ObjectiveSettings
-from lora_trainer.config.layers import Priority, resolve
+from lora_trainer.config.choices import Priority
+from lora_trainer.config.layers import resolve
+from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
 

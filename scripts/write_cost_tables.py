@@ -23,7 +23,7 @@ import diffusers
 
 import lora_trainer
 from lora_trainer import families
-from lora_trainer.config.config import CHECKPOINTING, TARGETS, Checkpointing, Targets
+from lora_trainer.config.declare import CHECKPOINTING, TARGETS, Checkpointing, Targets
 from lora_trainer.costs.cost_table import (
     FILE,
     KIB,

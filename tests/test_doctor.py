@@ -18,7 +18,7 @@ from lora_trainer.run.machine_report import MachineCheck, checks
 from lora_trainer.run.mend import mend
 from lora_trainer.run.run_folder import claim
 from tests.fakes.nvml import FakeCard
-from tests.test_devices import BUSY, LARGE, MPS, OLD, ROCM, SMALL, with_cards
+from tests.hardware.test_devices import BUSY, LARGE, MPS, OLD, ROCM, SMALL, with_cards
 
 ALL = dict.fromkeys(
     ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors"), "1"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base import AdapterFormats, FileFormat
 from lora_trainer.lora_file.formats import AdapterContents, format_for, format_notes, resolve_format
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from lora_trainer.checkpoint.states import ADAPTER, FILES
-from lora_trainer.config.config import SCHEDULE_FREE
+from lora_trainer.config.declare import SCHEDULE_FREE
 from lora_trainer.lora_file.write import best_export_name
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 from tests.fakes.runs import Toy, contents, events, last_state, python, run_cli, toy, trajectory

@@ -18,7 +18,7 @@ from torch import nn
 
 from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS, STATE
 from lora_trainer.common.errors import MachineError
-from lora_trainer.config.config import KEEP_ATTENTION
+from lora_trainer.config.declare import KEEP_ATTENTION
 from lora_trainer.network import quantized_matmul
 from lora_trainer.network.async_copies import CopyStream
 from lora_trainer.network.block_swap import Streamed

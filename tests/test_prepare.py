@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from lora_trainer import families
-from lora_trainer.common.errors import InputError, RequestError, exit_code
-from lora_trainer.config.config import Config, RunConfig, build_config, flatten
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.constraints import contradictions
 from lora_trainer.config.layers import SettingsFile, read_settings_file, read_settings_text
+from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.dataset.records import bucket_counts
 from lora_trainer.dataset.run_dataset import cache_folder
 from lora_trainer.hardware.machine import Hardware, assume_card
@@ -209,7 +210,7 @@ def test_what_cannot_be_is_refused_before_the_dataset_is_read(
     request = replace(request, preset=settings.get("preset", "auto"))
     with pytest.raises(RequestError, match=re.escape(said)) as caught:
         prepare(request, hardware=PROCESSOR)
-    assert exit_code(caught.value) == 2
+    assert caught.value.exit_code == 2
     assert caught.value.fix
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS
 from lora_trainer.common.errors import MachineError
-from lora_trainer.config.base_precision import QUANTIZATIONS
+from lora_trainer.config.choices import QUANTIZATIONS
 from lora_trainer.training import loop
 from tests.fakes.cublas import Missing, without_layouts
 from tests.fakes.runs import Toy, last_state, problems, toy, trajectory

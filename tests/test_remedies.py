@@ -12,7 +12,7 @@ from torch import nn
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import Event, EventStream
-from lora_trainer.config.config import MemorySettings
+from lora_trainer.config.running import MemorySettings
 from lora_trainer.hardware.machine import GIB, Hardware, assume_card
 from lora_trainer.network.block_swap import block_sizes
 from lora_trainer.planning.oom_history import BELOW, OomHistory

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.events import read_jsonl
-from lora_trainer.config.config import Config, flatten, setting_keys
+from lora_trainer.config.config import flatten, setting_keys
+from lora_trainer.config.running import Config
 from lora_trainer.run.run_folder import (
     FORBIDDEN_SETTINGS,
     FREE_SETTINGS,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.config.config import Config, build_config
-from lora_trainer.hardware.card_state import CardState, card_state, card_states
-from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.config.config import build_config
+from lora_trainer.config.running import Config
+from lora_trainer.hardware.nvml import CardState, Gpu, card_state, card_states
 from lora_trainer.training.pace import Slow, Timed
 from lora_trainer.training.slow_causes import (
     Cause,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.config.config import Config, flatten
+from lora_trainer.config.config import flatten
+from lora_trainer.config.running import Config
 from scripts.error_table import error_texts, page, template, trees
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,7 +17,7 @@ from trainee import Case, Size
 from benchmarks.gpu_day import ways
 from benchmarks.gpu_day.device import Here, median_s
 from lora_trainer.common.errors import first_line
-from lora_trainer.config.base_precision import has_int8_product
+from lora_trainer.config.choices import has_int8_product
 from lora_trainer.network.quantize import QuantizedLinear, quantizable
 from lora_trainer.network.quantized_matmul import (
     Int8Product,

@@ -18,7 +18,7 @@ import psutil
 from benchmarks.gpu_day.cases import Case, Slice
 from benchmarks.gpu_day.child import LOST, ROOT, Order
 from benchmarks.gpu_day.results import Results
-from lora_trainer.hardware import torch_allocator
+from lora_trainer.hardware.devices import use_expandable_segments
 
 NO_MORE_THAN_S = 5.0
 """Of the time that is left nothing is begun in so little."""
@@ -100,7 +100,7 @@ class Runner:
     def _run(self, piece: Slice, order: Order) -> tuple[int | None, str]:
         """Start the process; return its exit code, None where time ended, and the end of what it said."""
         environment = {**os.environ, **piece.environment, "PYTHONUNBUFFERED": "1"}
-        torch_allocator.ask_for(environment)  # read when torch is imported
+        use_expandable_segments(environment)  # read when torch is imported
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         for variable, name in (

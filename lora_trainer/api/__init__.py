@@ -14,11 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.common.dist_env import read_dist_env
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.common.events import Event, Listener
-from lora_trainer.common.gc_control import made_to_stay
-from lora_trainer.common.quiet import quiet_libraries
+from lora_trainer.common.processes import made_to_stay, quiet_libraries, read_dist_env
 from lora_trainer.config.choices import Priority
 from lora_trainer.config.layers import read_config_file
 from lora_trainer.run.plan_text import plan_json

@@ -19,8 +19,9 @@ from lora_trainer.cache.keys import CacheKey, latent_key, mask_key, text_key
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.caption_markup import plainly, weighted_parts, words_of
 from lora_trainer.common.errors import MachineError
-from lora_trainer.common.gc_control import gc_disabled
-from lora_trainer.config.config import OWN_FOLDER, DataSettings, Precision
+from lora_trainer.common.processes import gc_disabled
+from lora_trainer.config.declare import Precision
+from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.caption_rules import variants
 from lora_trainer.dataset.captions import of_class

@@ -25,7 +25,7 @@ from lora_trainer.cache.keys import CacheKey
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.errors import RESUME, InputError, MachineError, StoppedBySignal, first_line
 from lora_trainer.common.events import EventStream
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import cut
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.masks import decode_mask, mask_values

@@ -18,8 +18,8 @@ from multiprocessing.pool import ThreadPool
 from lora_trainer.cache.keys import CacheKey
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.errors import MachineError
-from lora_trainer.common.gc_control import gc_disabled
 from lora_trainer.common.memo import FILE_NAME, MemoTable
+from lora_trainer.common.processes import gc_disabled
 
 MAX_REMEMBERED = 1_000_000
 SETTLED_NS = 60 * 10**9

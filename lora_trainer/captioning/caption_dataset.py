@@ -26,7 +26,7 @@ from lora_trainer.captioning.catalogue import RequestedModel, Writes, find, loca
 from lora_trainer.captioning.tagger import Captioner, ModelCaption, OutOfRoom, no_room
 from lora_trainer.common.errors import InputError, RequestError, StoppedBySignal
 from lora_trainer.common.events import EventStream
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import MAX_CAPTION_CHARACTERS, clean, with_trigger
 from lora_trainer.dataset.images import ImageDecodeError, decode
 from lora_trainer.run.stop import StopFlag, taking_signals

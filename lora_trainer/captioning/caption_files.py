@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_trainer.common.errors import InputError, RequestError, did_you_mean
-from lora_trainer.common.findings import shown
-from lora_trainer.config.config import DataSettings
+from lora_trainer.common.events import shown
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import is_json, read_caption_file, split_name
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 

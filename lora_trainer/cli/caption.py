@@ -21,9 +21,8 @@ from lora_trainer.captioning.caption_journal import UndoResult
 from lora_trainer.captioning.caption_journal import undo as take_back
 from lora_trainer.captioning.catalogue import DEFAULT, KNOWN, RequestedModel
 from lora_trainer.common.errors import RequestError, StoppedBySignal
-from lora_trainer.common.events import Event, EventStream
-from lora_trainer.common.findings import shown
-from lora_trainer.common.quiet import quiet_libraries
+from lora_trainer.common.events import Event, EventStream, shown
+from lora_trainer.common.processes import quiet_libraries
 from lora_trainer.run.stop import StopFlag
 
 _NAMES = ", ".join(model.name for model in KNOWN)

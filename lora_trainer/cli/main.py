@@ -17,9 +17,9 @@ from lora_trainer import __version__
 from lora_trainer.cli.options import Reply, console
 from lora_trainer.cli.table import COMMANDS, help_line
 from lora_trainer.cli.train_dataset import train
-from lora_trainer.common.errors import LoraTrainError, RequestError, exit_code
-from lora_trainer.common.redaction import without_secrets
-from lora_trainer.hardware import torch_allocator
+from lora_trainer.common.errors import LoraTrainError, RequestError
+from lora_trainer.common.wording import without_secrets
+from lora_trainer.hardware.devices import use_expandable_segments
 
 HELP = """Train a diffusion LoRA: `lora-train DATASET` detects the GPU, picks a preset, caches, trains and exports.
 
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
                 stream.reconfigure(encoding="utf-8", newline="\n")
             # What a terminal or a pipe cannot show, such as a file's name, is escaped and ends no run.
             stream.reconfigure(errors="backslashreplace")
-    torch_allocator.ask_for(os.environ)
+    use_expandable_segments(os.environ)
     sys.exit(run(arguments))
 
 
@@ -79,7 +79,7 @@ def _told(error: CycloptsError | LoraTrainError) -> int:
     """Print an error as one line, any token in it hidden; return its exit code."""
     line = f"error: {without_secrets(str(error))}"
     err.print(line, style="bold red", markup=False, highlight=False)
-    return exit_code(error) if isinstance(error, LoraTrainError) else RequestError.exit_code
+    return error.exit_code if isinstance(error, LoraTrainError) else RequestError.exit_code
 
 
 def _print(answer: Reply) -> None:

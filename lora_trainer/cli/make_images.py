@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.cli.options import Json, Reply, Sets, console, overrides
-from lora_trainer.common.quiet import quiet_libraries
+from lora_trainer.common.processes import quiet_libraries
 from lora_trainer.reporting.score import WEIGHTS, Validation
 
 Run = Annotated[Path, Parameter(help="a run folder or an adapter file")]

@@ -12,9 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_trainer.cli.options import PLANNED, Json, PlanOptions, Reply, console
-from lora_trainer.common.dist_env import read_dist_env
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.quiet import quiet_libraries
+from lora_trainer.common.processes import quiet_libraries, read_dist_env
 from lora_trainer.measuring.bench import BenchRow
 from lora_trainer.planning.search import gib
 

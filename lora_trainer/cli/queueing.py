@@ -20,8 +20,8 @@ from rich.table import Table
 from lora_trainer.cli.options import Json, Reply
 from lora_trainer.cli.train_dataset import read
 from lora_trainer.common.errors import RequestError, StoppedBySignal
-from lora_trainer.common.redaction import without_secrets
-from lora_trainer.config.config import Config
+from lora_trainer.common.wording import without_secrets
+from lora_trainer.config.running import Config
 from lora_trainer.queue import commands
 from lora_trainer.run.plan_text import add_row
 from lora_trainer.run.stop import StopFlag, taking_signals

@@ -17,8 +17,8 @@ from cyclopts import Parameter
 
 from lora_trainer.cli.options import Json, Reply
 from lora_trainer.common.errors import RequestError, StoppedBySignal
-from lora_trainer.common.quiet import quiet_libraries
-from lora_trainer.config.config import Precision, Targets
+from lora_trainer.common.processes import quiet_libraries
+from lora_trainer.config.declare import Precision, Targets
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora_file.fitting_base import check_usable
 from lora_trainer.lora_file.formats import FormatRequest

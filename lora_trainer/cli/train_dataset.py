@@ -17,7 +17,7 @@ from cyclopts import App, Parameter
 from lora_trainer.cli.options import PLANNED, Kind, PlanOptions, Reply, console
 from lora_trainer.cli.table import COMMANDS
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.gc_control import made_to_stay
+from lora_trainer.common.processes import made_to_stay
 
 
 def train(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import ClassVar
 
 RESUME = "run the same command with --resume to go on"
 """The fix of errors after which a resume state is on disk."""
@@ -23,7 +22,7 @@ RESUME = "run the same command with --resume to go on"
 class LoraTrainError(Exception):
     """Base of all errors shown as one line: `found` is the problem, `fix` the remedy, `str()` the whole line."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code = 1
 
     def __init__(self, found: str, *, fix: str) -> None:
         super().__init__(found)
@@ -63,12 +62,7 @@ class StoppedBySignal(LoraTrainError):
 
     def __init__(self, signal_number: int, *, found: str, fix: str) -> None:
         super().__init__(found, fix=fix)
-        self.signal_exit_code = 128 + signal_number
-
-
-def exit_code(error: LoraTrainError) -> int:
-    """Return the process exit code of an error."""
-    return error.signal_exit_code if isinstance(error, StoppedBySignal) else error.exit_code
+        self.exit_code = 128 + signal_number
 
 
 def first_line(error: BaseException) -> str:

@@ -1,8 +1,10 @@
-"""The run's event stream: one `emit` for all events, any number of listeners.
+"""Reports of a program: the event stream of a run, and the findings on a dataset.
+
+A stream has one `emit` for all events and any number of listeners.
 
 Listeners write `events.jsonl`, `problems.jsonl`, the console and the trackers. A run reports each image it
 skips, value it clamps and operation it retries through `problem`: one console line, one record, one row of
-the report.
+the report. Findings are the rows of console, report and `check --json`.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_trainer.common.redaction import without_secrets
+from lora_trainer.common.wording import without_secrets
 
 Severity = Literal["note", "warning", "error"]
 
@@ -129,3 +131,65 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         for row in read_jsonl(path)
         if isinstance(row.get("event"), str) and isinstance(row.get("step", 0), int)
     ]
+
+
+# ---- findings on a dataset
+
+MAX_FILES_NAMED = 5
+
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+"""Most severe first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing found; `file` is relative to the dataset folder, `code` a case in FAULTS.
+
+    `what` continues the file's name ("is empty"), or is a sentence of its own when `file` is None.
+    Severity "error" is an image that is left out.
+    """
+
+    kind: str
+    severity: Severity
+    file: str | None
+    what: str
+    advice: str
+    code: str = ""
+
+
+def unusable(file: str, what: str, *, advice: str, code: str) -> Finding:
+    """Return the finding for an image that is left out."""
+    return Finding(
+        kind="unusable", severity="error", file=file, what=what, advice=advice, code=code
+    )
+
+
+def note(kind: str, file: str | None, what: str, *, advice: str) -> Finding:
+    """Return a finding of severity "note"."""
+    return Finding(kind=kind, severity="note", file=file, what=what, advice=advice)
+
+
+def warning(kind: str, file: str | None, what: str, *, advice: str) -> Finding:
+    """Return a finding of severity "warning"."""
+    return Finding(kind=kind, severity="warning", file=file, what=what, advice=advice)
+
+
+def by_severity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Order findings: most severe first, then by file and kind."""
+
+    def order(finding: Finding) -> tuple[int, str, str]:
+        return SEVERITIES.index(finding.severity), finding.file or "", finding.kind
+
+    return tuple(sorted(findings, key=order))
+
+
+def named(names: Iterable[str]) -> str:
+    """Return the first few of many names for a sentence."""
+    ordered = sorted(names)
+    rest = len(ordered) - MAX_FILES_NAMED
+    return ", ".join(ordered[:MAX_FILES_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def shown(text: str) -> str:
+    """Return a file name fit for one line of a log: control characters and odd bytes escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -154,12 +155,7 @@ def locked(file: Path, *, within_s: float, busy: MachineError) -> Iterator[None]
 
 def _free_text(path: Path) -> str:
     existing = next((parent for parent in path.parents if parent.exists()), Path())
-    if sys.platform == "win32":
-        import shutil
-
-        return f"{shutil.disk_usage(existing).free:,} bytes free"
-    stats = os.statvfs(existing)
-    return f"{stats.f_bavail * stats.f_frsize:,} bytes free"
+    return f"{shutil.disk_usage(existing).free:,} bytes free"
 
 
 def parts_of(data: Data) -> Sequence[Part]:

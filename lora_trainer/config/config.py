@@ -15,84 +15,13 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from lora_trainer.common.errors import RequestError, did_you_mean
-from lora_trainer.common.redaction import secret_keys
+from lora_trainer.common.wording import secret_keys
 from lora_trainer.config.constraints import by_key, contradictions, typed
-from lora_trainer.config.declare import (
-    CHECKPOINTING,
-    CHUNK_TOKENS,
-    FLOW_WEIGHTINGS,
-    KEEP_ATTENTION,
-    SCHEDULE_FREE,
-    SNR_WEIGHTINGS,
-    TARGETS,
-    Auto,
-    Checkpointing,
-    Decided,
-    LossName,
-    Needs,
-    OptimizerName,
-    Precision,
-    Section,
-    Targets,
-    Weighting,
-    settled,
-)
+from lora_trainer.config.declare import Needs, Section
 from lora_trainer.config.forms import Form, form_of, label_of
-from lora_trainer.config.inputs import OWN_FOLDER, BaseSettings, DataSettings, FolderSettings
-from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings, TrainSettings
-from lora_trainer.config.optimizer import OptimizerSettings
-from lora_trainer.config.running import MemorySettings, OutputSettings, SamplingSettings
-from lora_trainer.config.sections import Config, RunConfig
-
-__all__ = [
-    "CHECKPOINTING",
-    "CHUNK_TOKENS",
-    "FLOW_WEIGHTINGS",
-    "KEEP_ATTENTION",
-    "OWN_FOLDER",
-    "SCHEDULE_FREE",
-    "SNR_WEIGHTINGS",
-    "TARGETS",
-    "AdapterSettings",
-    "Auto",
-    "BaseSettings",
-    "Checkpointing",
-    "Config",
-    "DataSettings",
-    "Decided",
-    "FolderSettings",
-    "MemorySettings",
-    "ObjectiveSettings",
-    "OptimizerName",
-    "OptimizerSettings",
-    "OutputSettings",
-    "Precision",
-    "RunConfig",
-    "SamplingSettings",
-    "SettingInfo",
-    "Targets",
-    "TrainSettings",
-    "LossName",
-    "Weighting",
-    "all_settings",
-    "build_config",
-    "build_run_config",
-    "check_keys",
-    "flatten",
-    "near_keys",
-    "overlaid",
-    "parse_assignment",
-    "refuse_secrets",
-    "setting_keys",
-    "setting_of",
-    "setting_schemas",
-    "settled",
-    "value_of",
-    "with_value",
-]
+from lora_trainer.config.running import Config, RunConfig
 
 C = TypeVar("C", bound=Config)
 
@@ -141,35 +70,18 @@ class SettingInfo:
         return ""
 
 
-def all_settings() -> list[SettingInfo]:
-    """Return every setting in declaration order, keyed `section.name`."""
-    return list(_settings())
-
-
 @cache
-def _settings() -> tuple[SettingInfo, ...]:
-    schemas = setting_schemas()
-    return tuple(
-        SettingInfo(
-            key=f"{section}.{name}",
-            default=info.default,
-            doc=info.description or "",
-            form=form_of(schemas[f"{section}.{name}"]),
-            **cast(dict[str, Any], info.json_schema_extra),  # `setting` declares the rest there
-        )
-        for section, fields in sections().items()
-        for name, info in fields.items()
-    )
-
-
-def sections() -> dict[str, dict[str, FieldInfo]]:
-    """Return the fields of each section, both in declaration order."""
-    fields = {}
-    for name, declared in Config.model_fields.items():
-        section = declared.annotation
-        assert isinstance(section, type) and issubclass(section, Section)
-        fields[name] = section.model_fields
-    return fields
+def all_settings() -> tuple[SettingInfo, ...]:
+    """Return every setting in declaration order, keyed `section.name`."""
+    settings = []
+    for key, schema in setting_schemas().items():
+        section, name = key.split(".")
+        info = cast(type[Section], Config.model_fields[section].annotation).model_fields[name]
+        # `declare.setting` puts the rest of the declaration there.
+        extra = cast(dict[str, Any], info.json_schema_extra)
+        doc, form = info.description or "", form_of(schema)
+        settings.append(SettingInfo(key=key, default=info.default, doc=doc, form=form, **extra))
+    return tuple(settings)
 
 
 def setting_schemas() -> dict[str, dict[str, Any]]:
@@ -239,7 +151,7 @@ def overlaid(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, An
 
 def setting_keys() -> tuple[str, ...]:
     """Return all `section.name` keys."""
-    return tuple(info.key for info in _settings())
+    return tuple(info.key for info in all_settings())
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -294,13 +206,14 @@ def _validated(values: Mapping[str, Any], kind: type[C]) -> C:
 def _without_effect(config: Config) -> Iterator[str]:
     """Yield a sentence for each `enforced` setting that is set where it has no effect."""
     values = by_key(config)
-    for info in _settings():
+    for info in all_settings():
         value = values[info.key]
         if info.enforced and value != info.default and (reason := info.unused(values)):
             is_idle = "is " if reason.startswith("without") else ""
             yield f"{info.key}={typed(value)} {is_idle}{reason}: leave {info.key} out."
 
 
+SEE_ALL_SETTINGS = "see `lora-train plan DATASET` for all settings"
 RETIRED_SETTINGS = frozenset({"memory.kept_share", "memory.modulation_cache"})
 """Settings of earlier versions that changed speed or memory but never a result: read from old runs and
 settings files without effect."""
@@ -313,17 +226,18 @@ def without_retired(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_keys(values: Mapping[str, Any]) -> None:
     """Raise RequestError for unknown keys, with the nearest setting of each."""
-    keys = frozenset(setting_keys()) | RETIRED_SETTINGS
-    unknown = [
-        f"unknown setting {key!r}.{did_you_mean(key, near_keys(key))}"
-        for key in values
-        if setting_of(key) not in keys
-    ]
-    if unknown:
-        raise RequestError(" ".join(unknown), fix="see `lora-train plan DATASET` for all settings")
+    if unknown := " ".join(filter(None, map(unknown_setting, values))):
+        raise RequestError(unknown, fix=SEE_ALL_SETTINGS)
 
 
-def near_keys(key: str) -> tuple[str, ...]:
+def unknown_setting(key: str) -> str:
+    """Return a sentence on a key that is no setting, with the nearest one; "" for a setting."""
+    if setting_of(key) in (*setting_keys(), *RETIRED_SETTINGS):
+        return ""
+    return f"unknown setting {key!r}.{did_you_mean(key, _near_keys(key))}"
+
+
+def _near_keys(key: str) -> tuple[str, ...]:
     """Return the candidates for a misspelt key: all settings, or the fields of the setting it starts with."""
     for setting, fields in _entry_fields().items():
         if key.startswith(f"{setting}."):
@@ -363,7 +277,7 @@ def _explain(error: ValidationError) -> str:
         where = f"{key}={problem['input']!r}: " if key else ""
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            message = f"unknown.{did_you_mean(key, near_keys(key))}"
+            message = f"unknown.{did_you_mean(key, _near_keys(key))}"
         messages_by_setting.setdefault(where, []).append(message[:1].lower() + message[1:])
     return "; ".join(
         where + " or ".join(messages) for where, messages in messages_by_setting.items()

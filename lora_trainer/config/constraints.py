@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.base_precision import QUANTIZATIONS
+from lora_trainer.config.choices import QUANTIZATIONS
 from lora_trainer.config.declare import SCHEDULE_FREE, OptimizerName
-from lora_trainer.config.sections import Config
-from lora_trainer.hardware.machine import Gpu
+from lora_trainer.config.running import Config
+from lora_trainer.hardware.nvml import Gpu
 
 
 @dataclass(frozen=True, kw_only=True)

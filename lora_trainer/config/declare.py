@@ -6,12 +6,11 @@ settings share. `auto` is an ordinary value here; the planner replaces it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Never, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 from typing_extensions import TypeVar  # the one of typing has no default before Python 3.13
 
 Auto = Literal["auto"]
@@ -37,21 +36,12 @@ def settled(value: T | Auto) -> T:
 
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Pixels = Annotated[int, Field(ge=16, le=4096)]
 CHUNK_TOKENS = 75
 """Prompt tokens in one chunk of CLIP, begin and end tokens excluded."""
-AutoCaptionTokens = (
-    Annotated[int, Field(ge=CHUNK_TOKENS, le=3 * CHUNK_TOKENS, multiple_of=CHUNK_TOKENS)] | Auto
-)
 Count = Annotated[int, Field(ge=1, le=10_000_000)]
 Interval = Annotated[int, Field(ge=0, le=10_000_000)]
-AutoScale = Annotated[float, Field(gt=0, le=4096)] | Auto
-Repeats = Annotated[int, Field(ge=1, le=1000)]
+Factor = Annotated[float, Field(gt=0.0, le=100.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
-TagCount = Annotated[int, Field(ge=0, le=50)]
-EpochCount = Annotated[int, Field(ge=0, le=10_000)]
-Separator = Annotated[str, Field(min_length=1, max_length=20)]
-CaptionWords = Annotated[str, Field(max_length=1000)]
 Checkpointing = Literal["none", "light", "selective", "full", "offloaded"]
 """Checkpointing levels. Beside their inputs, recomputed blocks keep for backward: `none` all activations;
 `light` the outputs of attention and of all frozen layers; `selective` the outputs of attention and of
@@ -86,16 +76,6 @@ OptimizerName = Literal[
 SCHEDULE_FREE: OptimizerName = "schedulefree_adamw"
 
 
-def _regular_expression(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression ({error})") from None
-    return pattern
-
-
-Pattern = Annotated[str, AfterValidator(_regular_expression)]
-"""A regular expression on module names."""
 Needs = Mapping[str, Sequence[Any]]
 """`section.name` of other settings -> the values that the condition lists."""
 
@@ -117,7 +97,7 @@ def setting(
 
     The setting has an effect only while each setting in `only_for` has one of its listed values, no setting
     in `not_for` has, and not all settings in `idle_with` have; otherwise it changes nothing, or is refused
-    (tests/test_unused_settings.py): `enforced` refuses every value but the default where it has no effect.
+    (tests/config/test_unused_settings.py): `enforced` refuses every value but the default where it has no effect.
     `path`: the value may name a file or folder of this machine. `headline`: a plan shows the setting even
     when it is asked for the important settings only.
     """
@@ -135,20 +115,7 @@ def setting(
 
 
 # Conditions for `only_for`, `not_for` and `idle_with` that several settings share.
-LORA = {"adapter.kind": ("lora",)}
 CARD = {"hardware.device": ("cuda", "mps", "xpu")}
-CUDA = {"hardware.device": ("cuda",)}
-FLOW = {"base.prediction": ("flow",)}
-NOISE_OR_V = {"base.prediction": ("epsilon", "v_prediction")}
-CONVOLUTIONS = {"adapter.targets": ("all",)}
-NO_FOLDERS: Needs = {"data.folders": ({},)}
-TAGS_IN_ORDER: Needs = {"data.shuffle_tags": (False,), "data.tag_dropout": (0.0,), **NO_FOLDERS}
-MASKED = {"data.masks": ("files", "alpha")}
-NO_REGULARISATION: Needs = {"data.regularisation_dir": (None,), **NO_FOLDERS}
-NOT_EMBEDDED = {"base.model": ("embedded",)}
-NOT_OFT = {"adapter.kind": ("oft",)}
-NOT_SCHEDULE_FREE = {"optimizer.name": (SCHEDULE_FREE,)}
-WITHOUT_NEW_TOKENS = {"adapter.new_tokens": (0,)}
 WITHOUT_VALIDATION = {"data.validation_fraction": (0.0,)}
 
 

@@ -7,26 +7,33 @@ from typing import Annotated, Any, Generic, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from lora_trainer.config.declare import (
-    MASKED,
-    NO_REGULARISATION,
-    NOT_EMBEDDED,
-    TAGS_IN_ORDER,
+    CHUNK_TOKENS,
     A_co,
-    AutoCaptionTokens,
-    CaptionWords,
-    EpochCount,
-    Pixels,
-    Repeats,
+    Auto,
+    Factor,
+    Needs,
     Section,
-    Separator,
     Share,
-    TagCount,
     setting,
 )
 
+Pixels = Annotated[int, Field(ge=16, le=4096)]
+AutoCaptionTokens = (
+    Annotated[int, Field(ge=CHUNK_TOKENS, le=3 * CHUNK_TOKENS, multiple_of=CHUNK_TOKENS)] | Auto
+)
+Repeats = Annotated[int, Field(ge=1, le=1000)]
+TagCount = Annotated[int, Field(ge=0, le=50)]
+EpochCount = Annotated[int, Field(ge=0, le=10_000)]
+Separator = Annotated[str, Field(min_length=1, max_length=20)]
+CaptionWords = Annotated[str, Field(max_length=1000)]
 CaptionLines = Literal["join", "one"]
 OWN_FOLDER = "."
 """The key in `data.folders` of the images directly in the dataset folder."""
+NO_FOLDERS: Needs = {"data.folders": ({},)}
+TAGS_IN_ORDER: Needs = {"data.shuffle_tags": (False,), "data.tag_dropout": (0.0,), **NO_FOLDERS}
+MASKED = {"data.masks": ("files", "alpha")}
+NO_REGULARISATION: Needs = {"data.regularisation_dir": (None,), **NO_FOLDERS}
+NOT_EMBEDDED = {"base.model": ("embedded",)}
 
 
 class BaseSettings(Section):
@@ -42,8 +49,7 @@ class BaseSettings(Section):
         None, "another VAE: a .safetensors file or a folder with config.json", path=True
     )
     text_encoders: tuple[str, ...] = setting(
-        (),
-        "files of single text encoders, in any order; their tensors say which is which",
+        (), "files of single text encoders, in any order; their tensors say which is which"
     )
     companion: str = setting(
         "auto",
@@ -71,9 +77,7 @@ class FolderSettings(Section):
     """Settings of one subfolder of the dataset; None: the value of the field in `data`."""
 
     repeats: Repeats | None = setting(None, "number of times each image is used per epoch")
-    weight: Annotated[float, Field(gt=0, le=100)] = setting(
-        1.0, "factor on the loss of its images in training"
-    )
+    weight: Factor = setting(1.0, "factor on the loss of its images in training")
     flip: bool | None = setting(None, "also train mirrored images")
     trigger: Annotated[str, Field(max_length=100)] | None = setting(
         None, "word put before captions that lack it; empty text: no word"
@@ -142,11 +146,9 @@ class DataSettings(Section, Generic[A_co]):
         path=True,
         min_length=1,
     )
-    regularisation_ratio: float = setting(
+    regularisation_ratio: Factor = setting(
         1.0,
         "regularisation images per image of an epoch, taken in turn",
-        gt=0.0,
-        le=100.0,
         idle_with=NO_REGULARISATION,
     )
     class_word: str | None = setting(
@@ -220,14 +222,11 @@ class DataSettings(Section, Generic[A_co]):
         lt=1.0,
         only_for=MASKED,
     )
-    min_score: float = setting(
-        0.8,
-        "score of `check` below which training warns and --strict refuses to start; 0: never",
-        ge=0.0,
-        le=1.0,
+    min_score: Share = setting(
+        0.8, "score of `check` below which training warns and --strict refuses to start; 0: never"
     )
-    max_bad_fraction: float = setting(
-        0.1, "fraction of unusable images above which the run refuses to start", ge=0.0, le=1.0
+    max_bad_fraction: Share = setting(
+        0.1, "fraction of unusable images above which the run refuses to start"
     )
     max_megapixels: float = setting(
         100.0, "larger images are refused before they are decoded", unit="MP", gt=0, le=1000

@@ -28,16 +28,16 @@ from lora_trainer.common.errors import RequestError, did_you_mean
 from lora_trainer.common.files import json_object
 from lora_trainer.config.choices import CONCEPT, PRIORITIES, SETTINGS, Priority
 from lora_trainer.config.config import (
-    RETIRED_SETTINGS,
-    Config,
+    SEE_ALL_SETTINGS,
     build_config,
-    near_keys,
     overlaid,
     setting_keys,
     setting_of,
     setting_schemas,
+    unknown_setting,
     without_retired,
 )
+from lora_trainer.config.running import Config
 
 WRAPPER = "settings"
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
@@ -102,16 +102,14 @@ def _unwrapped(value: Any) -> Any:
 
 def _flat(settings: Mapping[str, Any], places: Mapping[str, str], name: str) -> dict[str, Any]:
     """Return {"section.key": value}; raises one RequestError that names all mistakes."""
-    keys, values, wrong = frozenset(setting_keys()), dict[str, Any](), list[str]()
+    values, mistakes = dict[str, Any](), list[str]()
     for key, value in _pairs(settings):
-        position = places.get(key, name)
-        if setting_of(key) not in keys | RETIRED_SETTINGS:
-            wrong.append(f"{position}: unknown setting {key!r}.{did_you_mean(key, near_keys(key))}")
-        elif key in values:
-            wrong.append(f"{position}: {key!r} is set twice.")
+        mistake = f"{key!r} is set twice." if key in values else unknown_setting(key)
+        if mistake:
+            mistakes.append(f"{places.get(key, name)}: {mistake}")
         values[key] = value
-    if wrong:
-        raise RequestError(" ".join(wrong), fix="see `lora-train plan DATASET` for all settings")
+    if mistakes:
+        raise RequestError(" ".join(mistakes), fix=SEE_ALL_SETTINGS)
     return values
 
 
@@ -141,19 +139,16 @@ def _json_keys(text: str) -> Iterator[tuple[str, int]]:
     json.loads reports no offsets, so the tokens are scanned a second time.
     """
     path: list[str] = []
-    kinds: list[str] = []
     awaits_key = False
     for token in _JSON_TOKEN.finditer(text):
         mark = token[0]
         if mark in "{[":
-            kinds.append(mark)
             path.append("")
             awaits_key = mark == "{"
         elif mark in "}]":
-            kinds.pop()
             path.pop()
         elif mark == ",":
-            awaits_key = kinds[-1] == "{"  # in a list, a comma is followed by a value
+            awaits_key = True  # in a list too, where the text becomes a key that is never looked up
         elif mark != ":" and awaits_key:
             path[-1] = json.loads(mark)
             awaits_key = False

@@ -1,36 +1,63 @@
-"""The settings of learning: the adapter, the length of training, noise and loss."""
+"""The settings of learning: the adapter, the length of training, noise and loss, the optimizer."""
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Annotated, Generic, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from lora_trainer.config.choices import Concept
 from lora_trainer.config.declare import (
     CARD,
-    CONVOLUTIONS,
-    FLOW,
-    LORA,
-    NO_REGULARISATION,
-    NOISE_OR_V,
-    NOT_OFT,
-    NOT_SCHEDULE_FREE,
+    SCHEDULE_FREE,
     WITH_DELTA,
-    WITHOUT_NEW_TOKENS,
     WITHOUT_VALIDATION,
     A_co,
-    AutoScale,
+    Auto,
     Count,
+    Factor,
     Interval,
     LossName,
-    Pattern,
+    OptimizerName,
     Precision,
     Section,
+    Share,
     Targets,
     Weighting,
     setting,
 )
+from lora_trainer.config.inputs import NO_REGULARISATION
+
+Scale = Annotated[float, Field(gt=0, le=4096)]
+Rank = Annotated[int, Field(ge=1, le=1024)]
+LearningRate = Annotated[float, Field(gt=0.0, le=10.0)]
+BelowAll = Annotated[float, Field(ge=0.0, le=0.9)]
+"""A share of channels, ranks, layers or steps that leaves some over."""
+Portion = Annotated[float, Field(gt=0.0, le=1.0)]
+LORA = {"adapter.kind": ("lora",)}
+FLOW = {"base.prediction": ("flow",)}
+NOISE_OR_V = {"base.prediction": ("epsilon", "v_prediction")}
+CONVOLUTIONS = {"adapter.targets": ("all",)}
+NOT_OFT = {"adapter.kind": ("oft",)}
+OF = "optimizer.name"
+NOT_SCHEDULE_FREE = {OF: (SCHEDULE_FREE,)}
+WITHOUT_NEW_TOKENS = {"adapter.new_tokens": (0,)}
+
+
+def _regular_expression(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression ({error})") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_regular_expression)]
+"""A regular expression on module names."""
+
+lora_setting = partial(setting, only_for=LORA, enforced=True)
 
 
 class AdapterSettings(Section):
@@ -38,78 +65,55 @@ class AdapterSettings(Section):
         "lora",
         "LoRA; LoHa, LoKr (Yeh et al. 2023, arXiv 2309.14859); OFT (Qiu et al. 2023, arXiv 2306.07280)",
     )
-    rank: int = setting(
+    rank: Rank = setting(
         16,
         "rank of the update, to which file size is proportional; with OFT the size of a block",
-        ge=1,
-        le=1024,
         headline=True,
     )
-    alpha: AutoScale = setting(
+    alpha: Scale | Auto = setting(
         "auto",
         "scale the update by alpha / rank; auto: alpha = rank",
         not_for=NOT_OFT,
         enforced=True,
     )
-    conv_rank: int | None = setting(
+    conv_rank: Rank | None = setting(
         None,
         "rank of convolutions larger than 1x1 (LoCon); none: adapter.rank",
-        ge=1,
-        le=1024,
         only_for=CONVOLUTIONS,
         enforced=True,
     )
-    conv_alpha: float | None = setting(
+    conv_alpha: Scale | None = setting(
         None,
         "alpha of convolutions larger than 1x1; none: adapter.alpha",
-        gt=0,
-        le=4096,
         only_for=CONVOLUTIONS,
         not_for=NOT_OFT,
         enforced=True,
     )
-    rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=1024)]] = setting(
+    rank_pattern: dict[Pattern, Rank] = setting(
         {}, "rank by regular expression on the module name, first match wins"
     )
-    dora: bool = setting(
-        False,
-        "learn each output's norm separately (Liu et al. 2024, arXiv 2402.09353); LoRA only",
-        only_for=LORA,
-        enforced=True,
+    dora: bool = lora_setting(
+        False, "learn each output's norm separately (Liu et al. 2024, arXiv 2402.09353); LoRA only"
     )
-    rslora: bool = setting(
-        False,
-        "scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); LoRA only",
-        only_for=LORA,
-        enforced=True,
+    rslora: bool = lora_setting(
+        False, "scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); LoRA only"
     )
-    init: Literal["default", "pissa"] = setting(
+    init: Literal["default", "pissa"] = lora_setting(
         "default",
         "start at zero, or at the top singular vectors (Meng et al. 2024, arXiv 2404.02948); LoRA only",
-        only_for=LORA,
-        enforced=True,
     )
-    dropout: float = setting(
+    dropout: BelowAll = setting(
         0.0,
         "fraction of input channels hidden from each layer's adapter, drawn for each sample",
-        ge=0.0,
-        le=0.9,
         not_for=NOT_OFT,
         enforced=True,
     )
-    rank_dropout: float = setting(
-        0.0,
-        "fraction of each update's ranks left out, drawn for each sample; LoRA only",
-        ge=0.0,
-        le=0.9,
-        only_for=LORA,
-        enforced=True,
+    rank_dropout: BelowAll = lora_setting(
+        0.0, "fraction of each update's ranks left out, drawn for each sample; LoRA only"
     )
-    module_dropout: float = setting(
+    module_dropout: BelowAll = setting(
         0.0,
         "fraction of layers whose adapter is switched off, drawn for each sample",
-        ge=0.0,
-        le=0.9,
         not_for={**NOT_OFT, "adapter.dora": (True,)},
         enforced=True,
     )
@@ -168,9 +172,7 @@ class TrainSettings(Section, Generic[A_co]):
     )
     seed: int = setting(42, "seed of all random draws", ge=0, le=2**53 - 1)
     init_from: str | None = setting(
-        None,
-        "adapter file to continue from; its kind and rank must equal the run's",
-        path=True,
+        None, "adapter file to continue from; its kind and rank must equal the run's", path=True
     )
     precision: Precision | A_co = setting(
         "auto",
@@ -197,19 +199,15 @@ class TrainSettings(Section, Generic[A_co]):
         not_for=NOT_SCHEDULE_FREE,
         enforced=True,
     )
-    text_encoder_until: float = setting(
+    text_encoder_until: Portion = setting(
         1.0,
         "fraction of the steps after which the text encoders' adapters are frozen; 1: never",
-        gt=0.0,
-        le=1.0,
         only_for={"adapter.text_encoder": (True,)},
         enforced=True,
     )
-    new_tokens_until: float = setting(
+    new_tokens_until: Portion = setting(
         1.0,
         "fraction of the steps after which the new tokens are frozen; 1: never",
-        gt=0.0,
-        le=1.0,
         not_for=WITHOUT_NEW_TOKENS,
         enforced=True,
     )
@@ -236,11 +234,9 @@ class ObjectiveSettings(Section, Generic[A_co]):
         "auto",
         "loss weight by noise level; flow: sigma_sqrt, cosmap; auto: min_snr if min_snr_gamma is set",
     )
-    min_snr_gamma: float | None = setting(
+    min_snr_gamma: Factor | None = setting(
         5.0,
         "gamma of min_snr (Hang et al. 2023, arXiv 2303.09556) and soft_min_snr; null: no weighting",
-        gt=0,
-        le=100,
         only_for=NOISE_OR_V,
         not_for={"objective.weighting": ("debiased", "p2")},
     )
@@ -267,17 +263,13 @@ class ObjectiveSettings(Section, Generic[A_co]):
         "decrease of the delta with noise, from 1 at no noise (Khrapov et al. 2024, arXiv 2403.16728)",
         only_for={"objective.loss": WITH_DELTA},
     )
-    noise_offset: float = setting(
-        0.0, "strength of per-channel constant noise (0.03-0.1 is usual)", ge=0.0, le=1.0
-    )
+    noise_offset: Share = setting(0.0, "strength of per-channel constant noise (0.03-0.1 is usual)")
     multires_noise_iterations: int = setting(
         0, "coarser noise octaves added to the noise; 0: none", ge=0, le=16
     )
-    multires_noise_discount: float = setting(
+    multires_noise_discount: Share = setting(
         0.3,
         "strength of each octave relative to the finer one",
-        ge=0.0,
-        le=1.0,
         not_for={"objective.multires_noise_iterations": (0,)},
     )
     prior: Literal["images", "base"] = setting(
@@ -285,12 +277,8 @@ class ObjectiveSettings(Section, Generic[A_co]):
         "target for regularisation images: the images, or the prediction of the base without adapter",
         idle_with=NO_REGULARISATION,
     )
-    prior_weight: float = setting(
-        1.0,
-        "factor on the loss of regularisation images",
-        gt=0.0,
-        le=100.0,
-        idle_with=NO_REGULARISATION,
+    prior_weight: Factor = setting(
+        1.0, "factor on the loss of regularisation images", idle_with=NO_REGULARISATION
     )
     preservation_weight: float = setting(
         0.0,
@@ -298,11 +286,9 @@ class ObjectiveSettings(Section, Generic[A_co]):
         ge=0.0,
         le=100.0,
     )
-    input_perturbation: float = setting(
+    input_perturbation: Share = setting(
         0.0,
         "strength of extra noise in the input only (Ning et al. 2023, arXiv 2301.11706); 0.1 is usual",
-        ge=0.0,
-        le=1.0,
     )
     timestep_sampling: Literal["uniform", "logit_normal", "sigmoid", "mode", "cosmap"] = setting(
         "uniform",
@@ -336,7 +322,7 @@ class ObjectiveSettings(Section, Generic[A_co]):
         ge=1,
         le=256,
     )
-    flow_shift: Annotated[float, Field(gt=0, le=100)] | Literal["resolution"] = setting(
+    flow_shift: Factor | Literal["resolution"] = setting(
         1.0,
         "shift s: flow timestep t becomes s t / (1 + (s - 1) t); resolution: s of the base's sampler",
         only_for=FLOW,
@@ -362,3 +348,105 @@ class ObjectiveSettings(Section, Generic[A_co]):
         if self.weighting != "auto":
             return self.weighting
         return "none" if self.min_snr_gamma is None else "min_snr"
+
+
+# `planning/optimizer_facts.py` converts the learning rate of a preset to each optimizer.
+class OptimizerSettings(Section):
+    name: OptimizerName = setting(
+        "adamw",
+        "update rule; 8bit: optimizer state in 8 bits; paged: state moves to host memory when the GPU is full",
+        headline=True,
+    )
+    learning_rate: LearningRate = setting(
+        1e-4,
+        "peak learning rate; presets are for AdamW and converted for other optimizers",
+        headline=True,
+    )
+    text_encoder_learning_rate: LearningRate | None = setting(
+        None,
+        "peak learning rate of the text encoders; none: half of learning_rate, with prodigy equal to it",
+        only_for={"adapter.text_encoder": (True,)},
+        not_for={OF: ("prodigy",)},
+        enforced=True,
+    )
+    new_tokens_learning_rate: LearningRate | None = setting(
+        None,
+        "peak learning rate of the new tokens; none: ten times learning_rate, with prodigy equal to it",
+        not_for={**WITHOUT_NEW_TOKENS, OF: ("prodigy",)},
+        enforced=True,
+    )
+    learning_rate_pattern: dict[Pattern, Annotated[float, Field(ge=0, le=1000)]] = setting(
+        {},
+        "factor on the learning rate by regular expression on the module name, first match wins; 0: frozen",
+    )
+    lora_plus_ratio: float = setting(
+        1.0,
+        "learning rate of `up` over that of `down` (Hayou et al. 2024, arXiv 2402.12354)",
+        ge=1.0,
+        le=1000.0,
+        only_for=LORA,
+        not_for={OF: ("prodigy",)},
+        enforced=True,
+    )
+    beta1: float = setting(
+        0.9, "decay of the first moment", ge=0.0, lt=1.0, not_for={OF: ("adafactor",)}
+    )
+    beta2: float = setting(
+        0.999, "decay of the second moment; presets set 0.99 for lion", ge=0.0, lt=1.0
+    )
+    epsilon: float = setting(
+        1e-8,
+        "added to the denominator",
+        gt=0.0,
+        le=1.0,
+        not_for={OF: ("lion", "lion8bit", "adafactor", "came")},
+    )
+    weight_decay: Share = setting(0.01, "decoupled weight decay")
+    muon_momentum: float = setting(
+        0.95, "Nesterov momentum for muon's matrices", ge=0.0, lt=1.0, only_for={OF: ("muon",)}
+    )
+    prodigy_d_coef: Factor = setting(
+        1.0,
+        "factor on prodigy's estimated learning rate; 0.5 and 2 are usual",
+        only_for={OF: ("prodigy",)},
+    )
+    prodigy_growth_rate: float | None = setting(
+        None,
+        "largest growth of prodigy's rate per step, such as 1.02; none: no limit",
+        gt=1.0,
+        le=1000.0,
+        only_for={OF: ("prodigy",)},
+    )
+    max_weight_norm: float | None = setting(
+        None,
+        "scale each layer's update back to this norm after every step (scale_weight_norms); 1 is usual",
+        gt=0.0,
+        le=1000.0,
+        not_for={
+            **NOT_OFT,
+            **NOT_SCHEDULE_FREE,
+            "adapter.dora": (True,),
+            "adapter.init": ("pissa",),
+        },
+        enforced=True,
+    )
+    schedule: Literal["constant", "linear", "cosine"] = setting(
+        "cosine", "shape of the learning rate after warm-up", not_for=NOT_SCHEDULE_FREE
+    )
+    warmup_fraction: BelowAll = setting(
+        0.05, "fraction of the steps in which the learning rate rises"
+    )
+
+    @property
+    def text_encoder_scale(self) -> float:
+        """The factor on the learning rate of the text encoders."""
+        if self.text_encoder_learning_rate is not None:
+            return self.text_encoder_learning_rate / self.learning_rate
+        return 1.0 if self.name == "prodigy" else 0.5
+
+    @property
+    def new_tokens_scale(self) -> float:
+        """The factor on the learning rate of the new tokens."""
+        if self.new_tokens_learning_rate is not None:
+            return self.new_tokens_learning_rate / self.learning_rate
+        return 1.0 if self.name == "prodigy" else 10.0

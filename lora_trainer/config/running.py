@@ -1,24 +1,37 @@
-"""The settings of memory, hardware, output files, sample images and dashboards."""
+"""The settings of memory, hardware, output files, sample images and dashboards; all settings as one value.
+
+`Config` may hold `auto`, `RunConfig` does not. `build_config` and `build_run_config` (config.py) also check the
+rules among settings (constraints.py).
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Generic, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from lora_trainer.config.base_precision import BaseMatmul, BasePrecision
+from lora_trainer.config.choices import BaseMatmul, BasePrecision
 from lora_trainer.config.declare import (
     CARD,
-    CUDA,
     WITHOUT_VALIDATION,
     A_co,
     Checkpointing,
     Count,
+    Decided,
     Interval,
     Precision,
     Section,
     setting,
 )
+from lora_trainer.config.inputs import BaseSettings, DataSettings
+from lora_trainer.config.learning import (
+    AdapterSettings,
+    ObjectiveSettings,
+    OptimizerSettings,
+    TrainSettings,
+)
+
+CUDA = {"hardware.device": ("cuda",)}
 
 
 def _checkpointing(value: Any) -> Any:
@@ -123,9 +136,7 @@ class OutputSettings(Section, Generic[A_co]):
         None, "Hub repository (owner/name) to upload the result to, with a model card"
     )
     hub_private: bool = setting(
-        True,
-        "make a newly created Hub repository private",
-        not_for={"output.hub_repo": (None,)},
+        True, "make a newly created Hub repository private", not_for={"output.hub_repo": (None,)}
     )
     save_every_steps: Interval | A_co = setting(
         "auto", "steps between rolling exports and states; 0: only at the end", headline=True
@@ -170,3 +181,27 @@ class LoggingSettings(Section):
     trackers: tuple[str, ...] = setting(
         ("tensorboard",), "accelerate trackers; those not installed are reported"
     )
+
+
+def _section(default: type[Section], doc: str) -> Any:
+    return Field(default_factory=default, description=doc)
+
+
+class Config(Section, Generic[A_co]):
+    """All settings of one run, in the sections of config files; `Config` alone is a request, with `auto`."""
+
+    base: BaseSettings = _section(BaseSettings, "the model to adapt")
+    data: DataSettings[A_co] = _section(DataSettings, "images, captions, caches")
+    adapter: AdapterSettings = _section(AdapterSettings, "the LoRA itself")
+    train: TrainSettings[A_co] = _section(TrainSettings, "length, batch, precision")
+    objective: ObjectiveSettings[A_co] = _section(ObjectiveSettings, "noise and loss")
+    optimizer: OptimizerSettings = _section(OptimizerSettings, "optimizer and learning rates")
+    memory: MemorySettings[A_co] = _section(MemorySettings, "fitting into memory")
+    hardware: HardwareSettings[A_co] = _section(HardwareSettings, "which device")
+    output: OutputSettings[A_co] = _section(OutputSettings, "files written")
+    sampling: SamplingSettings[A_co] = _section(SamplingSettings, "sample images during training")
+    logging: LoggingSettings = _section(LoggingSettings, "dashboards")
+
+
+class RunConfig(Config[Decided]):
+    """All settings of a planned run: `auto` are names, folders and settings without a meaning for the base alone."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import user_cache_folder
 from lora_trainer.common.memo import MemoTable
-from lora_trainer.config.config import CHECKPOINTING, TARGETS, Checkpointing, Targets
+from lora_trainer.config.declare import CHECKPOINTING, TARGETS, Checkpointing, Targets
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families.base import BaseFacts, Family
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lora_trainer.config.config import Checkpointing, Targets
+from lora_trainer.config.declare import Checkpointing, Targets
 
 
 @dataclass(frozen=True, kw_only=True)

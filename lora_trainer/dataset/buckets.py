@@ -14,7 +14,7 @@ from functools import cache
 from PIL import Image
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_trainer.common.caption_markup import weighted_parts, words_of
+from lora_trainer.common.events import Finding
 from lora_trainer.common.files import sha256_file
-from lora_trainer.common.findings import Finding
 from lora_trainer.common.memo import MemoTable
-from lora_trainer.config.config import CHUNK_TOKENS, Config
+from lora_trainer.config.declare import CHUNK_TOKENS
+from lora_trainer.config.running import Config
 from lora_trainer.dataset.caption_rules import variants
 from lora_trainer.dataset.captions import of_class
 from lora_trainer.dataset.finding_texts import finding

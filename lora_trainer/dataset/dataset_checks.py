@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lora_trainer.common.caption_markup import has_choice
-from lora_trainer.common.findings import Finding
-from lora_trainer.config.config import DataSettings
+from lora_trainer.common.events import Finding
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import FILE_NAME, FOLDER_NAME, caption_of_name
 from lora_trainer.dataset.finding_texts import finding, finding_of_all
 from lora_trainer.dataset.image_text import IMAGE_TEXT, read_image_text

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 import PIL
 from pydantic import TypeAdapter, ValidationError
 
-from lora_trainer.common.gc_control import gc_disabled
 from lora_trainer.common.memo import HashMemo, MemoTable
+from lora_trainer.common.processes import gc_disabled
 from lora_trainer.dataset.captions import CaptionText
 from lora_trainer.dataset.images import VerifiedImage
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.findings import shown
+from lora_trainer.common.events import shown
 from lora_trainer.dataset.captions import split_name
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
 

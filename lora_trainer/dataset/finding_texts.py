@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from lora_trainer.common.findings import Finding, named
+from lora_trainer.common.events import Finding, named
 
 
 def finding(name: str, file: str | None = None, /, **words: object) -> Finding:

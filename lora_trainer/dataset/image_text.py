@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 from PIL import ExifTags, Image
 
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import CaptionText, caption_of, clean, decoded
 from lora_trainer.dataset.images import loaded
 

@@ -24,8 +24,8 @@ import numpy as np
 from PIL import ExifTags, Image, ImageCms, ImageColor, UnidentifiedImageError
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.findings import shown
-from lora_trainer.config.config import DataSettings
+from lora_trainer.common.events import shown
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.measures import Measures, measure
 
 _OPAQUE_MODES = frozenset({"1", "L", "P", "RGB", "YCbCr"})

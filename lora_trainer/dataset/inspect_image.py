@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_trainer.common.events import Finding
 from lora_trainer.common.files import sha256_bytes
-from lora_trainer.common.findings import Finding
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import Place
 from lora_trainer.dataset.caption_rules import plain_text
 from lora_trainer.dataset.captions import (

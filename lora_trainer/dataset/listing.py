@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from lora_trainer.common.errors import InputError, RequestError, did_you_mean
-from lora_trainer.common.findings import Finding, named, shown
-from lora_trainer.common.gc_control import gc_disabled
-from lora_trainer.config.config import OWN_FOLDER, DataSettings
+from lora_trainer.common.events import Finding, named, shown
+from lora_trainer.common.processes import gc_disabled
+from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
 from lora_trainer.dataset.caption_tables import TABLE_NAMES, CaptionTables, read_table
 from lora_trainer.dataset.captions import (
     FILE_NAME,

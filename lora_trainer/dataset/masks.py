@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.captions import split_name
 from lora_trainer.dataset.decode_memo import MaskSize, Remembered

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lora_trainer.common.findings import Finding, by_severity
-from lora_trainer.common.gc_control import gc_disabled
-from lora_trainer.config.config import DataSettings
+from lora_trainer.common.events import Finding, by_severity
+from lora_trainer.common.processes import gc_disabled
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import FOLDER_NAME, has_trigger
 from lora_trainer.dataset.finding_texts import finding
 from lora_trainer.dataset.measures import PRINT_LENGTH_BITS, Measures, same_colours

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_trainer.common.findings import Finding
+from lora_trainer.common.events import Finding
 from lora_trainer.common.randomness import Stream, shuffled
-from lora_trainer.config.config import OWN_FOLDER, DataSettings
+from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.listing import MAX_REPEATS
 from lora_trainer.dataset.masks import Mask

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lora_trainer.common.files import CappedFolder, user_cache_folder
-from lora_trainer.config.config import Config
+from lora_trainer.config.running import Config
 from lora_trainer.dataset.buckets import buckets_for, placing
 from lora_trainer.dataset.decode_memo import DatasetMemo
 from lora_trainer.dataset.records import Dataset

@@ -21,10 +21,10 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.events import Finding, by_severity, shown
 from lora_trainer.common.files import json_bytes, sha256_bytes
-from lora_trainer.common.findings import Finding, by_severity, shown
-from lora_trainer.common.gc_control import gc_disabled
-from lora_trainer.config.config import DataSettings
+from lora_trainer.common.processes import gc_disabled
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import Place
 from lora_trainer.dataset.dataset_checks import findings_of
 from lora_trainer.dataset.decode_memo import DatasetMemo

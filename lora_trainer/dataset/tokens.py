@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from lora_trainer.config.config import Config
+from lora_trainer.config.running import Config
 from lora_trainer.dataset.captions import clean
 from lora_trainer.families.base import BaseFacts, NewWord
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import Config, all_settings, flatten
+from lora_trainer.config.config import all_settings, flatten
+from lora_trainer.config.running import Config
 from lora_trainer.lora_file.header import file_of, holds_adapter
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.run.run_folder import read_run

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, first_line
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.hub_files import cached_snapshot
 from lora_trainer.families.locate import EMBEDDED, locate
 from lora_trainer.reporting.score import energy_distance

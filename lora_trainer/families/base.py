@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 # `X as X` is a re-export to mypy: families import the whole interface from this module.
 from lora_trainer.common.caption_markup import NewWord as NewWord
 from lora_trainer.common.caption_markup import Weighted
-from lora_trainer.config.config import Targets
+from lora_trainer.config.declare import Targets
 from lora_trainer.families.base_files.base_folder import level_count, whole_number
 from lora_trainer.families.base_files.vae_file import load_base_vae
 from lora_trainer.families.facts import DENOISER as DENOISER

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import Targets
+from lora_trainer.config.declare import Targets
 from lora_trainer.families.base import (
     AUTOENCODER_KL,
     DENOISER,

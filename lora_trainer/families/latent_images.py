@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.gc_control import give_back_heap
+from lora_trainer.common.processes import give_back_heap
 from lora_trainer.families.facts import Conditioning
 
 if TYPE_CHECKING:

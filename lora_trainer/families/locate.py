@@ -15,7 +15,8 @@ from pathlib import Path, PurePosixPath
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError, RequestError, first_line
 from lora_trainer.common.memo import HashMemo
-from lora_trainer.config.config import CHUNK_TOKENS, Auto, BaseSettings
+from lora_trainer.config.declare import CHUNK_TOKENS, Auto
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import BaseFacts, Family, Layout, Part
 from lora_trainer.families.base_files import gguf_file
 from lora_trainer.families.base_files.base_folder import AGAIN, SUFFIXES, read_header

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import BaseFacts, Family, Header, Part
 from lora_trainer.families.base_files import signatures
 from lora_trainer.families.base_files.base_folder import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from lora_trainer.config.config import Precision
+from lora_trainer.config.declare import Precision
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -148,26 +148,23 @@ def found_by_torch(*, torch: Any = torch) -> list[dict[str, Any]]:
         gpu_name = torch.backends.mps.get_name()
         bf16 = torch.backends.mps.is_macos_or_newer(14, 0)  # Metal has bfloat from macOS 14 on
         return [_card(0, gpu_name, total, total - used, kind="mps", bf16=bool(bf16))]
-    if torch.cuda.is_available() and torch.version.hip:
-        gpus = []
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            facts = torch.cuda.get_device_properties(index)
-            arch = str(getattr(facts, "gcnArchName", "")).partition(":")[0]
-            name = f"{facts.name} ({arch})" if arch else facts.name
+    is_rocm = bool(torch.cuda.is_available() and torch.version.hip)
+    if not is_rocm and not torch.xpu.is_available():
+        return []
+    api, gpus = torch.cuda if is_rocm else torch.xpu, []
+    for index in range(api.device_count()):
+        free, total = api.mem_get_info(index)
+        facts = api.get_device_properties(index)
+        if is_rocm:
+            arch = str(facts.gcnArchName).partition(":")[0]
             # torch reports bf16 for any HIP GPU; GPUs other than these compute it in fp32.
             bf16 = arch.startswith(("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"))
+            name = f"{facts.name} ({arch})"
             gpus.append(_card(index, name, total, free, kind="rocm", bf16=bf16))
-        return gpus
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
-        gpus = []
-        for index in range(torch.xpu.device_count()):
-            free, total = torch.xpu.mem_get_info(index)
-            name = torch.xpu.get_device_properties(index).name
-            bf16 = bool(torch.xpu.is_bf16_supported())
-            gpus.append(_card(index, name, total, free, kind="xpu", bf16=bf16))
-        return gpus
-    return []
+        else:
+            bf16 = bool(api.is_bf16_supported())
+            gpus.append(_card(index, facts.name, total, free, kind="xpu", bf16=bf16))
+    return gpus
 
 
 def _card(

@@ -1,7 +1,7 @@
-"""Capabilities of each kind of device, and the build of the installed torch.
+"""Capabilities of each kind of device, the build of the installed torch and the settings of its allocator.
 
 Facts are by kind, torch-free, with a source where they are not obvious. `device_calls.py` has the calls of
-torch that differ by device. No other module tests a device's type (`tests/test_devices.py` checks that).
+torch that differ by device. No other module tests a device's type (`tests/hardware/test_devices.py` checks that).
 docs/machines.md states what has run on real GPUs.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -244,3 +244,67 @@ def _numbers(text: str) -> tuple[int, int]:
 
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
+
+
+def is_under_windows() -> bool:
+    """Return whether this Linux runs under Windows (WSL), by its kernel's name."""
+    return "microsoft" in platform.release().lower()
+
+
+# ---- torch's allocator: segments that grow on a GPU, whole pages of pinned host memory
+
+_ALLOCATOR_VARIABLES = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+)
+"""Variables that torch 2.10 to 2.13 read: the first that is set."""
+_SEGMENTS = "expandable_segments"
+
+
+def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
+    """Turn expandable segments on where they work, unless the user configured the allocator.
+
+    Without them a segment has the size of the tensor it was requested for; with images of several sizes a
+    tenth of the GPU's memory and more then lies unused between tensors. Must run before torch is imported,
+    which reads the variable once.
+    """
+    if _grows_segments(torch_build()) and not allocator_settings(environment):
+        environment[_ALLOCATOR_VARIABLES[0]] = f"{_SEGMENTS}:True"
+
+
+def has_expandable_segments(environment: Mapping[str, str], *, build: TorchBuild | None) -> bool:
+    """Say whether a training in this environment uses expandable segments."""
+    settings = dict(
+        part.replace(" ", "").split(":", 1)
+        for part in allocator_settings(environment).split(",")
+        if ":" in part
+    )
+    return _grows_segments(build) and settings.get(_SEGMENTS) == "True"
+
+
+def allocator_settings(environment: Mapping[str, str]) -> str:
+    """Return the allocator's settings that torch reads: the first of its variables that is set."""
+    values = (environment.get(name, "") for name in _ALLOCATOR_VARIABLES)
+    return next(filter(None, values), "")
+
+
+def _grows_segments(build: TorchBuild | None) -> bool:
+    """Say whether expandable segments work on this platform.
+
+    Windows builds lack them (PYTORCH_C10_DRIVER_API_SUPPORTED). Under WSL, drivers before 616 refuse the
+    mapping (pytorch#192330). ROCm has them since torch 2.12, and leaks handles before ROCm 10
+    (pytorch#192814). A build for the processor counts as working, as it plans for other machines' GPUs.
+    """
+    is_usable = build is None or build.kind in ("cuda", "cpu")
+    return is_usable and sys.platform == "linux" and not is_under_windows()
+
+
+PAGE_BYTES = 4096
+RESERVED_BYTES = 64 * 2**20
+"""Pinnable memory kept free for batches and read-backs, which are small and copied in every step."""
+
+
+def pinned_bytes(size: int) -> int:
+    """Return the bytes torch allocates to pin `size` bytes: the next power of two, at least a page."""
+    return max(PAGE_BYTES, 1 << (size - 1).bit_length())

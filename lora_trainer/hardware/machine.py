@@ -25,10 +25,15 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from pydantic import TypeAdapter
 
-from lora_trainer.hardware import torch_allocator
-from lora_trainer.hardware.devices import KINDS, TorchBuild, against_card, torch_build
-from lora_trainer.hardware.nvml import Gpu as Gpu
-from lora_trainer.hardware.nvml import Nvml, find_gpus, number_by_bus
+from lora_trainer.hardware.devices import (
+    KINDS,
+    TorchBuild,
+    against_card,
+    has_expandable_segments,
+    is_under_windows,
+    torch_build,
+)
+from lora_trainer.hardware.nvml import Gpu, Nvml, find_gpus, number_by_bus
 
 Tier = Literal["cpu", "6-8", "10-12", "16-24"]
 GIB = 2**30
@@ -68,9 +73,9 @@ _ASK_TORCH = (
     "print(json.dumps(found_by_torch()))"
 )
 _ASKED_WITHIN_S = 120.0
-_VENDORS = {"0x1002": ("AMD", "rocm"), "0x8086": ("Intel", "xpu")}
-"""PCI vendors of GPUs that need another build of torch. A discrete Intel GPU and one inside a processor
-look the same without torch, so no other build is suggested for Intel."""
+_AMD = "0x1002"
+"""PCI vendor of GPUs that need another build of torch. A discrete Intel GPU and one inside a processor look the
+same without torch, so no other build is suggested for Intel."""
 T = TypeVar("T")
 
 
@@ -165,7 +170,7 @@ class Hardware:
 
     def against(self, gpu: Gpu) -> str:
         """Return why the installed torch cannot use a GPU, with the command that fixes it; "" if it can."""
-        build = self.build
+        build = self.torch
         if build is None or gpu.assumed:
             return ""
         if build.kind != gpu.kind:
@@ -175,21 +180,6 @@ class Hardware:
                 f"{gpu.can.install}"
             )
         return against_card(build, gpu.name, gpu.compute_capability)
-
-    @property
-    def build(self) -> TorchBuild | None:
-        """The build of the installed torch; None: not installed or unknown."""
-        version = self.packages.get("torch")
-        if version is None or self.torch is not None and version in self.torch.version:
-            return self.torch
-        local = version.partition("+")[2]
-        for prefix, kind in (("cpu", "cpu"), ("rocm", "rocm"), ("xpu", "xpu"), ("cu", "cuda")):
-            if local.startswith(prefix):
-                toolkit = local.removeprefix(prefix)
-                if kind == "cuda" and toolkit.isdigit():
-                    toolkit = f"{toolkit[:-1]}.{toolkit[-1]}"
-                return TorchBuild(version=version, kind=kind, toolkit=toolkit)  # type: ignore[arg-type]
-        return None
 
     def disk_free_bytes(self, path: Path) -> int:
         """Return the free bytes of the disk on which `path` is or will be created; raises OSError."""
@@ -229,7 +219,7 @@ def detect(
         "cpu_threads": _cpu_threads(root),
         "ram_total_bytes": total,
         "ram_free_bytes": free,
-        "pinnable_bytes": pinnable(total_bytes=total.value, root=root),
+        "pinnable_bytes": _pinnable(total_bytes=total.value, root=root),
     }
     return Hardware(
         gpus=gpus,
@@ -238,7 +228,7 @@ def detect(
         reasons={name: fact.reason for name, fact in facts.items()},
         torch=build,
         cards_chosen="CUDA_VISIBLE_DEVICES" in environment,
-        expandable_segments=torch_allocator.in_force(environment, build=build),
+        expandable_segments=has_expandable_segments(environment, build=build),
         **{name: fact.value for name, fact in facts.items()},
     )
 
@@ -264,27 +254,16 @@ def _of_other_makers(
             return (), f"{build} cannot be asked for its GPUs: {type(error).__name__}"
         many = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}" if gpus else "no GPU"
         return gpus, f"{many} found by {build}"
-    for maker, kind in sorted(_other_cards(root)):
-        if kind == "rocm":
-            return (), (
-                f"there is a GPU of {maker}, which needs another build of torch: "
-                f"{KINDS['rocm'].install}"
-            )
+    vendors = map(_read, (root / "sys/class/drm").glob("card[0-9]*/device/vendor"))
+    if _AMD in vendors:
+        needs = f"which needs another build of torch: {KINDS['rocm'].install}"
+        return (), f"there is a GPU of AMD, {needs}"
     return (), reason
 
 
-def _other_cards(root: Path) -> set[tuple[str, str]]:
-    """Return makers and kinds of AMD's and Intel's GPUs that Linux lists (/sys/class/drm)."""
-    try:
-        cards = list((root / "sys/class/drm").glob("card[0-9]*/device/vendor"))
-    except OSError:
-        return set()
-    return {vendor for card in cards if (vendor := _VENDORS.get(_read(card)))}
-
-
-def driver_spills(*, system: str = sys.platform, release: str = platform.release()) -> bool:
+def driver_spills() -> bool:
     """Return whether the driver moves GPU memory to the host when the GPU is full, instead of refusing."""
-    return system == "win32" or "microsoft" in release.lower()
+    return sys.platform == "win32" or is_under_windows()
 
 
 def is_wsl(root: Path = Path("/")) -> bool:
@@ -293,14 +272,12 @@ def is_wsl(root: Path = Path("/")) -> bool:
     return "microsoft" in kernel.lower() or (root / "dev/dxg").exists()
 
 
-def pinnable(
-    *, total_bytes: int, system: str = sys.platform, root: Path = Path("/")
-) -> Fact[int | None]:
+def _pinnable(*, total_bytes: int, root: Path) -> Fact[int | None]:
     """Return the host memory a process may pin for copies to a GPU, None without a known limit.
 
     On Linux the driver ignores RLIMIT_MEMLOCK and pins any free memory, so only plans limit it.
     """
-    if system == "win32":
+    if sys.platform == "win32":
         return Fact(value=total_bytes // 2, reason="Windows lets GPUs use half of the memory")
     if is_wsl(root):
         return Fact(
@@ -318,9 +295,9 @@ def usable_ram_bytes(*, total_bytes: int, free_bytes: int) -> int:
     return max(0, free_bytes - min(total_bytes // 10, MOST_SPARED_BYTES))
 
 
-def spare_ram_bytes(root: Path = Path("/")) -> int:
+def spare_ram_bytes() -> int:
     """Return the memory of the machine or container that a plan may use now."""
-    total, free = _memory(root)
+    total, free = _memory(Path("/"))
     return usable_ram_bytes(total_bytes=total.value, free_bytes=free.value)
 
 
@@ -336,9 +313,9 @@ def spill_margin_bytes(total_bytes: int) -> int:
     return LARGE_SPILL_MARGIN_BYTES if total_bytes > 15 * GIB else SPILL_MARGIN_BYTES
 
 
-def free_ram_bytes(root: Path = Path("/")) -> int:
+def free_ram_bytes() -> int:
     """Return the memory of the machine or container that can be used now without swapping."""
-    return _memory(root)[1].value
+    return _memory(Path("/"))[1].value
 
 
 def assume_card(hardware: Hardware, *, vram_gib: float) -> Hardware:

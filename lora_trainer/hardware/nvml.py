@@ -1,4 +1,4 @@
-"""NVIDIA GPUs listed by NVML, without torch and without exceptions.
+"""NVIDIA GPUs as NVML describes them: which there are, and what each does at this moment; no torch, no exceptions.
 
 Each call of NVML may fail by itself (no driver, broken driver, GPU lost, not supported); the failure becomes
 part of the reason. The list matches CUDA's: CUDA_VISIBLE_DEVICES picks and orders the GPUs, and a GPU split
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_trainer.hardware.devices import KINDS, DeviceKind, KindName
@@ -71,19 +72,36 @@ def number_by_bus(environment: MutableMapping[str, str]) -> None:
 
 def find_gpus(nvml: Nvml | None, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
     """Return the GPUs that CUDA would list, and a sentence on their source or on why there is none."""
+    try:
+        with _asking(nvml) as asker:
+            return _find(asker, environment)
+    except _NoAnswer as error:
+        return (), str(error)
+
+
+class _NoAnswer(Exception):
+    """NVML cannot be asked; the message says why."""
+
+
+@contextmanager
+def _asking(nvml: Nvml | None) -> Iterator[_Asker]:
+    """Start NVML for a block and end it after: between looks no driver is held. Raises _NoAnswer."""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
         except ImportError:
-            return (), "the package nvidia-ml-py is not installed, so NVIDIA GPUs cannot be seen"
+            raise _NoAnswer(
+                "the package nvidia-ml-py is not installed, so NVIDIA GPUs cannot be seen"
+            ) from None
     try:
         nvml.nvmlInit()
     except (nvml.NVMLError, OSError) as error:
-        return (), _init_failure(str(error))
+        raise _NoAnswer(_init_failure(str(error))) from None
+    asker = _Asker(nvml)
     try:
-        return _find(nvml, environment)
+        yield asker
     finally:
-        _Asker(nvml).ask(nvml.nvmlShutdown)
+        asker.ask_quietly(nvml.nvmlShutdown)
 
 
 def _init_failure(message: str) -> str:
@@ -93,8 +111,8 @@ def _init_failure(message: str) -> str:
     return f"NVML failed to start: {message}"
 
 
-def _find(nvml: Nvml, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
-    asker = _Asker(nvml)
+def _find(asker: _Asker, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
+    nvml = asker.nvml
     count = asker.ask(nvml.nvmlDeviceGetCount) or 0
     driver = _text(asker.ask(nvml.nvmlSystemGetDriverVersion))
     cards = [gpu for index in range(count) for gpu in _cards(asker, index, driver)]  # by PCI bus
@@ -196,3 +214,70 @@ def _is_meant(gpu: Gpu, token: str) -> bool:
 def _text(value: Any) -> str:
     """Convert an answer to text; old versions of pynvml answer in bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
+
+
+# ---- what GPUs do at this moment
+
+_SM_CLOCK, _CORE_SENSOR = 1, 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardState:
+    """State of a GPU at one moment; None or empty where the driver does not tell.
+
+    `load_percent` is the share of the last moment in which it computed, `watts` its power. `users` are the
+    numbers of processes on it, `busy_percent` the load by process; `held_back` are the driver's reasons for
+    lower clocks, as bits.
+    """
+
+    total_bytes: int
+    used_bytes: int
+    load_percent: int | None = None
+    clock_mhz: int | None = None
+    celsius: int | None = None
+    watts: float | None = None
+    held_back: int = 0
+    users: frozenset[int] = frozenset()
+    busy_percent: Mapping[int, int] = field(default_factory=dict)
+
+
+def card_state(gpu: Gpu, nvml: Nvml | None = None) -> CardState | None:
+    """Return the driver's state of a GPU, None where the driver cannot be asked."""
+    with suppress(_NoAnswer), _asking(nvml) as asker:
+        return _state(asker, asker.ask(asker.nvml.nvmlDeviceGetHandleByUUID, gpu.uuid))
+    return None
+
+
+def card_states(nvml: Nvml | None = None) -> tuple[CardState, ...]:
+    """Return the driver's state of each GPU by PCI bus; empty where the driver cannot be asked."""
+    with suppress(_NoAnswer), _asking(nvml) as asker:
+        indices = range(asker.ask(asker.nvml.nvmlDeviceGetCount) or 0)
+        handles = [asker.ask(asker.nvml.nvmlDeviceGetHandleByIndex, index) for index in indices]
+        states = [_state(asker, handle) for handle in handles]
+        return tuple(state for state in states if state is not None)
+    return ()
+
+
+def _state(asker: _Asker, handle: Any) -> CardState | None:
+    nvml, ask = asker.nvml, asker.ask_quietly
+    memory = None if handle is None else ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+    if memory is None:
+        return None
+    processes = [
+        *(ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
+        *(ask(nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or ()),
+    ]
+    samples = ask(nvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
+    load = ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+    milliwatts = ask(nvml.nvmlDeviceGetPowerUsage, handle)
+    return CardState(
+        total_bytes=int(memory.total),
+        used_bytes=int(memory.total) - int(memory.free),
+        load_percent=None if load is None else int(load.gpu),
+        clock_mhz=ask(nvml.nvmlDeviceGetClockInfo, handle, _SM_CLOCK),
+        celsius=ask(nvml.nvmlDeviceGetTemperature, handle, _CORE_SENSOR),
+        watts=None if milliwatts is None else milliwatts / 1000,
+        held_back=ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0,
+        users=frozenset(int(process.pid) for process in processes),
+        busy_percent={int(sample.pid): int(sample.smUtil) for sample in samples},
+    )

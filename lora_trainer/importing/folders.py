@@ -15,7 +15,8 @@ from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.config.config import OWN_FOLDER, FolderSettings, build_config
+from lora_trainer.config.config import build_config
+from lora_trainer.config.inputs import OWN_FOLDER, FolderSettings
 from lora_trainer.dataset.listing import list_dataset
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced
 

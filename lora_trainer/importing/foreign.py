@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.redaction import without_secrets
+from lora_trainer.common.wording import without_secrets
 from lora_trainer.config.config import all_settings, overlaid, setting_keys, setting_of
 from lora_trainer.config.forms import Form
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lora_trainer.config.config import SCHEDULE_FREE, OptimizerName
+from lora_trainer.config.declare import SCHEDULE_FREE, OptimizerName
 from lora_trainer.importing.foreign import THERE, Foreign, as_number, shown
 from lora_trainer.importing.rules import table_of
 

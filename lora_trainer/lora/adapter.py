@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import AdapterSettings, OptimizerSettings
+from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
 from lora_trainer.families.base import DENOISER, Family
 from lora_trainer.lora.adapter_size import first_match
 from lora_trainer.lora.dropout import SampleMasks, drops

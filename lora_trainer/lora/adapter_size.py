@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 
 AdapterKind = Literal["lora", "loha", "lokr", "oft", "oft_in", "glora", "ia3", "full", "norm"]
 KIND_NAMES: Mapping[AdapterKind, str] = {

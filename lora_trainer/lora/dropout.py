@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.common.randomness import Stream, draw_seed
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.lora.adapter_size import AdapterKind
 
 _BITS = 32

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.randomness import Stream, draw_seed
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter_kinds import RotatedLayer, principal_factors, start_at
 from lora_trainer.lora.adapter_size import AdapterKind, Width, block_size, layer_width

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lora_trainer.config.config import Precision
+from lora_trainer.config.declare import Precision
 from lora_trainer.lora.adapter_size import BASED, AdapterKind
 
 DTYPES: Mapping[Precision, torch.dtype] = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base import Family, FileFormat
 from lora_trainer.lora.adapter_size import KIND_NAMES, AdapterKind
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import Precision
+from lora_trainer.config.declare import Precision
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.embedding import BUNDLED
 from lora_trainer.lora_file.header import refuse

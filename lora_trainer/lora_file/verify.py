@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.common.errors import InputError, TrainingStopped
-from lora_trainer.config.config import Precision
+from lora_trainer.config.declare import Precision
 from lora_trainer.families.base import Family
 from lora_trainer.lora.tensors import DTYPES, AdapterTensors, ModuleTensors, split_key
 from lora_trainer.lora_file.names import SCALED, STRONG, file_names

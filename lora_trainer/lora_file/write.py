@@ -23,7 +23,7 @@ from lora_trainer.common.files import (
     sha256_file,
     write_atomic,
 )
-from lora_trainer.config.config import Precision
+from lora_trainer.config.declare import Precision
 from lora_trainer.families.base import Family, FileFormat
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import DTYPES, AdapterTensors, ModuleTensors, split_key

@@ -24,7 +24,7 @@ from lora_trainer.config.config import flatten
 from lora_trainer.run.prepare import Prepared, Request, prepare
 
 WARMUP_STEPS = 2
-QUIET: Mapping[str, Any] = {
+QUIET: Mapping[str, Any] = {  # no samples, validation, saves or uploads beside the steps
     "sampling.every_steps": 0,
     "train.validate_every_steps": 0,
     "output.save_every_steps": 0,

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import Event, Listener
+from lora_trainer.measuring.bench import QUIET
 from lora_trainer.reporting.bottleneck import Measured, Verdict, verdict
 from lora_trainer.run.prepare import Prepared, Request, prepare
 from lora_trainer.run.train import TrainRequest, train
@@ -25,13 +26,6 @@ from lora_trainer.training.training import Progress
 
 WARMUP_STEPS = 3
 """Steps before the profiler starts, as the first ones choose kernels and fill the allocator."""
-NO_EXTRAS: Mapping[str, Any] = {
-    "sampling.every_steps": 0,
-    "train.validate_every_steps": 0,
-    "output.save_every_steps": 0,
-    "output.hub_repo": None,
-    "logging.trackers": (),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +64,7 @@ def profile_run(
         request,
         overrides={
             **request.overrides,
-            **NO_EXTRAS,
+            **QUIET,
             "train.steps": WARMUP_STEPS + steps,
             "output.folder": str(output),
             "output.name": f"{_name(real)}-profile",
@@ -157,5 +151,5 @@ class _Watch:
         }
 
 
-def _longest(work_s: Mapping[str, float], count: int = 10) -> list[tuple[str, float]]:
-    return sorted(work_s.items(), key=lambda item: -item[1])[:count]
+def _longest(work_s: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(work_s.items(), key=lambda item: -item[1])[:10]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lora_trainer.config.config import KEEP_ATTENTION, Checkpointing
+from lora_trainer.config.declare import KEEP_ATTENTION, Checkpointing
 from lora_trainer.network.async_copies import CopyStream, Done
 from lora_trainer.network.live_storages import storage_key
 from lora_trainer.network.pinned_memory import pinned

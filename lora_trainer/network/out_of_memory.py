@@ -11,7 +11,7 @@ import psutil
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
-from lora_trainer.common.gc_control import give_back_heap
+from lora_trainer.common.processes import give_back_heap
 from lora_trainer.hardware.device_calls import (
     free_and_total_bytes,
     peak_bytes,

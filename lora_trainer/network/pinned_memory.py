@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lora_trainer.common.errors import first_line
 from lora_trainer.hardware.device_calls import kind_of, register_host, unregister_host
+from lora_trainer.hardware.devices import PAGE_BYTES, RESERVED_BYTES, pinned_bytes
 from lora_trainer.hardware.machine import GIB
-from lora_trainer.hardware.torch_allocator import PAGE_BYTES, RESERVED_BYTES, pinned_bytes
 
 _NOWHERE = torch.device("meta")
 """The device of traced networks."""

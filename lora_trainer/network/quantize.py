@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, package_problem
-from lora_trainer.config.base_precision import (
+from lora_trainer.config.choices import (
     INT8_MAX,
     NF4_BLOCK,
     NF4_SCALES_BLOCK,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lora_trainer.common.errors import first_line
-from lora_trainer.config.base_precision import INT8_MAX, int8_rows_at_once
+from lora_trainer.config.choices import INT8_MAX, int8_rows_at_once
 from lora_trainer.network.out_of_memory import is_out_of_memory
 
 Restored = Callable[[Sequence[Tensor]], Tensor]

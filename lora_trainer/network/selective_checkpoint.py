@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_trainer.config.config import KEEP_ATTENTION, Checkpointing
+from lora_trainer.config.declare import KEEP_ATTENTION, Checkpointing
 from lora_trainer.network.quantized_matmul import INT8_PRODUCT
 
 _ATEN = torch.ops.aten

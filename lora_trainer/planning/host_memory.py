@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lora_trainer.hardware.torch_allocator import RESERVED_BYTES
+from lora_trainer.hardware.devices import RESERVED_BYTES
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import (
     GIB,

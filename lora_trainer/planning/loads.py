@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 
-from lora_trainer.config.base_precision import BaseMatmul, BasePrecision
-from lora_trainer.config.config import AdapterSettings, Checkpointing, Precision, Targets
+from lora_trainer.config.choices import BaseMatmul, BasePrecision
+from lora_trainer.config.declare import Checkpointing, Precision, Targets
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.cost_table import (
     adapter_shapes,
     known_checkpointing,
@@ -30,7 +31,8 @@ from lora_trainer.costs.cost_table import (
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families.base import BaseFacts, Family, Part
 from lora_trainer.hardware.devices import TorchType
-from lora_trainer.hardware.machine import GIB, Gpu, desktop_bytes
+from lora_trainer.hardware.machine import GIB, desktop_bytes
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora.adapter_size import Shape, adapter_tensors
 from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, FrozenBase
 

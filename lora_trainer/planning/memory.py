@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from lora_trainer.config.base_precision import INT8_TEMPORARY_BYTES
-from lora_trainer.config.config import SCHEDULE_FREE, Checkpointing
+from lora_trainer.config.choices import INT8_TEMPORARY_BYTES
+from lora_trainer.config.declare import SCHEDULE_FREE, Checkpointing
 from lora_trainer.families.base_files.base_folder import READ_BYTES
 from lora_trainer.hardware.devices import KINDS
 from lora_trainer.lora.adapter_size import rebuilt_elements, total_elements

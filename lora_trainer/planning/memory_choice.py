@@ -13,8 +13,10 @@ from functools import cached_property
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import CHECKPOINTING, Checkpointing, Config, settled, value_of
-from lora_trainer.hardware.machine import Gpu
+from lora_trainer.config.config import value_of
+from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, settled
+from lora_trainer.config.running import Config
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import Load, RememberedCosts, surroundings
 from lora_trainer.planning.memory import Prediction

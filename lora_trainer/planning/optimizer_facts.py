@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lora_trainer.common.findings import Finding, note, warning
-from lora_trainer.config.config import SCHEDULE_FREE, OptimizerName, OptimizerSettings, RunConfig
+from lora_trainer.common.events import Finding, note, warning
+from lora_trainer.config.declare import SCHEDULE_FREE, OptimizerName
+from lora_trainer.config.learning import OptimizerSettings
+from lora_trainer.config.running import RunConfig
 from lora_trainer.lora.adapter_size import adapter_tensors
 
 RATE, SECOND_DECAY, SCHEDULE = "optimizer.learning_rate", "optimizer.beta2", "optimizer.schedule"

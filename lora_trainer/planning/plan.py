@@ -12,24 +12,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.config import (
+from lora_trainer.config.choices import rate_for_batch
+from lora_trainer.config.config import build_run_config, flatten, value_of, with_value
+from lora_trainer.config.constraints import unmet_needs
+from lora_trainer.config.declare import (
     FLOW_WEIGHTINGS,
     SCHEDULE_FREE,
     SNR_WEIGHTINGS,
-    Config,
     Precision,
-    RunConfig,
-    build_run_config,
-    flatten,
     settled,
-    value_of,
-    with_value,
 )
-from lora_trainer.config.constraints import unmet_needs
 from lora_trainer.config.layers import Origin, is_preset
-from lora_trainer.config.recipe import rate_for_batch
+from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware.machine import Gpu
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import Load
 from lora_trainer.planning.memory import Prediction

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lora_trainer.config.config import Config
 from lora_trainer.config.layers import Resolved
+from lora_trainer.config.running import Config
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.loads import RememberedCosts

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lora_trainer.config.base_precision import BaseMatmul, BasePrecision
-from lora_trainer.config.config import Config, Precision, settled
+from lora_trainer.config.choices import BaseMatmul, BasePrecision
 from lora_trainer.config.constraints import has_int8_products
-from lora_trainer.hardware.machine import Gpu
+from lora_trainer.config.declare import Precision, settled
+from lora_trainer.config.running import Config
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.loads import Load
 from lora_trainer.planning.search import AUTOMATIC, FEWER_BITS, PRODUCTS_PAY_FROM, Evaluator
 

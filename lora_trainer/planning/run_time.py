@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from lora_trainer.config.choices import VIEWS
-from lora_trainer.config.config import Precision, RunConfig
-from lora_trainer.hardware.machine import Gpu
+from lora_trainer.config.declare import Precision
+from lora_trainer.config.running import RunConfig
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora.adapter_size import total_elements
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.plan_input import PlanInput

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from lora_trainer.common.errors import MachineError
-from lora_trainer.config.base_precision import QUANTIZATIONS, BasePrecision
-from lora_trainer.config.config import Checkpointing, Precision
-from lora_trainer.hardware.machine import Gpu
+from lora_trainer.config.choices import QUANTIZATIONS, BasePrecision
+from lora_trainer.config.declare import Checkpointing, Precision
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import GIB, Prediction, predict

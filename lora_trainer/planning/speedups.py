@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from lora_trainer.config.config import KEEP_ATTENTION, Config, settled
 from lora_trainer.config.constraints import typed
+from lora_trainer.config.declare import KEEP_ATTENTION, settled
+from lora_trainer.config.running import Config
 from lora_trainer.costs.cost_table import texts_vary
-from lora_trainer.hardware.machine import Gpu
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.loads import RememberedCosts
 from lora_trainer.planning.memory import ACTIVATIONS, SLACK, MemoryItem, Prediction, sum_bytes
 from lora_trainer.planning.memory_choice import MemoryChoice

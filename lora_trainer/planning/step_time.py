@@ -18,9 +18,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lora_trainer.config.base_precision import BasePrecision
-from lora_trainer.config.config import KEEP_ATTENTION, Precision
-from lora_trainer.hardware.machine import Gpu
+from lora_trainer.config.choices import BasePrecision
+from lora_trainer.config.declare import KEEP_ATTENTION, Precision
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.host_memory import pinned_shares
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.weight_bytes import FrozenBase

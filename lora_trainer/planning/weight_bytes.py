@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from lora_trainer.config.base_precision import QUANTIZATIONS, BasePrecision, weight_bytes
-from lora_trainer.config.config import Precision
-from lora_trainer.hardware.torch_allocator import pinned_bytes
+from lora_trainer.config.choices import QUANTIZATIONS, BasePrecision, weight_bytes
+from lora_trainer.config.declare import Precision
+from lora_trainer.hardware.devices import pinned_bytes
 from lora_trainer.lora.adapter_size import Shape
 from lora_trainer.network.swapped_blocks import moved_bytes, saved_bytes
 

@@ -20,9 +20,9 @@ import psutil
 from filelock import FileLock, Timeout
 from pydantic import Field, FiniteFloat, TypeAdapter
 
-from lora_trainer.common.detached import detached
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.files import disk_error, json_bytes, write_atomic
+from lora_trainer.common.processes import detached
 from lora_trainer.hardware.machine import detect
 from lora_trainer.queue.items import changing, items, queue_folder
 from lora_trainer.queue.worker import TRAINER, Worker, last_line, slots

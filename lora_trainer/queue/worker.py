@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from lora_trainer.common.detached import detached, end_of, was_killed
+from lora_trainer.common.processes import detached, end_of, was_killed
 from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, one_line
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.queue.items import (

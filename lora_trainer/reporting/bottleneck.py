@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lora_trainer.config.config import RunConfig
+from lora_trainer.config.running import RunConfig
 
 Cause = Literal["data", "host", "compute", "memory", "saving"]
 CAUSES: tuple[Cause, ...] = ("data", "host", "compute", "memory", "saving")

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import disk_error, retry_while_open, write_atomic
-from lora_trainer.common.redaction import without_secrets
+from lora_trainer.common.wording import without_secrets
 
 Request = Literal["stop", "stop_now", "save", "sample"]
 

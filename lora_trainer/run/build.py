@@ -23,8 +23,9 @@ from lora_trainer.cache.store import Cache
 from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import EventStream
-from lora_trainer.config.base_precision import QUANTIZATIONS, BaseMatmul, BasePrecision
-from lora_trainer.config.config import SCHEDULE_FREE, RunConfig
+from lora_trainer.config.choices import QUANTIZATIONS, BaseMatmul, BasePrecision
+from lora_trainer.config.declare import SCHEDULE_FREE
+from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.tokens import new_word
 from lora_trainer.families.base import DENOISER, WEIGHTS, Conditioning, TextEncoder
 from lora_trainer.lora.adapter import Adapter, denoiser_layers, inject, layer_shapes

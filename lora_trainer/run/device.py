@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from lora_trainer.common.dist_env import read_dist_env
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import EventStream
+from lora_trainer.common.processes import read_dist_env
 from lora_trainer.hardware.device_calls import (
     bound_allocator,
     kind_of,
@@ -27,7 +27,8 @@ from lora_trainer.hardware.device_calls import (
     require_kernels,
     total_bytes,
 )
-from lora_trainer.hardware.machine import GIB, Gpu, detect, driver_spills, spill_margin_bytes
+from lora_trainer.hardware.machine import GIB, detect, driver_spills, spill_margin_bytes
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.network.compiling import compiler_version
 from lora_trainer.network.pinned_memory import counted
 from lora_trainer.run.prepare import Prepared

@@ -22,7 +22,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import LoraTrainError, MachineError, RequestError
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import read_json_object
-from lora_trainer.common.redaction import public_text
+from lora_trainer.common.wording import public_text
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.fitting_base import check_usable
 from lora_trainer.lora_file.names import key_format

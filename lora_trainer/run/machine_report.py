@@ -141,9 +141,9 @@ def _machine(hardware: Hardware) -> Iterator[MachineCheck]:
 
 def _packages(hardware: Hardware) -> Iterator[MachineCheck]:
     notes, gpu = package_notes(hardware.packages), hardware.accelerator().value
-    if hardware.build is not None:
+    if hardware.torch is not None:
         version = f"Python {platform.python_version()} on {platform.system() or sys.platform}"
-        yield ok(f"lora-train {__version__} runs on {version} with {hardware.build}.")
+        yield ok(f"lora-train {__version__} runs on {version} with {hardware.torch}.")
     missing = [name for name in notes if is_optional(name) and hardware.packages[name] is None]
     for name in [name for name in notes if name not in missing]:
         reason, _, command = notes[name].partition(": ")

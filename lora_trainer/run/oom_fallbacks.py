@@ -18,7 +18,8 @@ from torch import nn
 from lora_trainer.common.errors import MachineError, first_line
 from lora_trainer.common.events import Event, EventStream, Listener
 from lora_trainer.common.memo import FILE_NAME
-from lora_trainer.config.config import CHECKPOINTING, Checkpointing, Decided, MemorySettings
+from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, Decided
+from lora_trainer.config.running import MemorySettings
 from lora_trainer.hardware.machine import spare_ram_bytes
 from lora_trainer.network.block_swap import base_tensors, repeated_blocks, stream_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing

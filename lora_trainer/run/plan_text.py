@@ -17,10 +17,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.common.dist_env import full_batch, share
-from lora_trainer.common.findings import Finding
+from lora_trainer.common.events import Finding
+from lora_trainer.common.processes import full_batch, share
 from lora_trainer.common.wording import duration_text
-from lora_trainer.config.config import RunConfig, all_settings, flatten
+from lora_trainer.config.config import all_settings, flatten
+from lora_trainer.config.running import RunConfig
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.plan import Plan

@@ -13,23 +13,20 @@ from typing import Any
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
-from lora_trainer.common.findings import shown
+from lora_trainer.common.events import shown
 from lora_trainer.common.memo import MemoTable
 from lora_trainer.config.choices import PRIORITIES, Priority
-from lora_trainer.config.config import (
-    CHUNK_TOKENS,
-    BaseSettings,
-    Config,
-    RunConfig,
-    build_config,
-)
+from lora_trainer.config.config import build_config
 from lora_trainer.config.constraints import typed
+from lora_trainer.config.declare import CHUNK_TOKENS
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.config.layers import (
     Resolved,
     SettingsFile,
     lowered_to,
     resolve,
 )
+from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.dataset import caption_lengths
 from lora_trainer.dataset.caption_lengths import (
     MOST_CHUNKS,
@@ -47,7 +44,8 @@ from lora_trainer.dataset.tokens import CaptionLimit, caption_limit
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.families.hub_files import OnBytes, unheard
 from lora_trainer.families.locate import EMBEDDED, describe, locate, with_choices
-from lora_trainer.hardware.machine import Gpu, Hardware, Tier, assume_card, detect, tier
+from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora_file.formats import resolve_format
 from lora_trainer.planning.oom_history import OomHistory, OomRecord
 from lora_trainer.planning.plan import Plan, plan

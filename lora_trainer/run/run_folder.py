@@ -22,7 +22,9 @@ from lora_trainer.common.files import (
     windows_name_problem,
     write_atomic,
 )
-from lora_trainer.config.config import AdapterSettings, Config, flatten
+from lora_trainer.config.config import flatten
+from lora_trainer.config.learning import AdapterSettings
+from lora_trainer.config.running import Config
 
 RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_trainer.common.dist_env import full_batch
-from lora_trainer.common.findings import Finding, note, warning
-from lora_trainer.config.base_precision import has_int8_product
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.common.events import Finding, note, warning
+from lora_trainer.common.processes import full_batch
+from lora_trainer.config.choices import has_int8_product
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.cost_table import adapter_shapes, linear_shapes
 from lora_trainer.families.base import FileFormat
 from lora_trainer.hardware.machine import tier_problem

@@ -17,14 +17,10 @@ from PIL.Image import Image
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import disk_error, write_atomic
-from lora_trainer.config.config import (
-    BaseSettings,
-    Config,
-    Precision,
-    SamplingSettings,
-    build_config,
-    without_retired,
-)
+from lora_trainer.config.config import build_config, without_retired
+from lora_trainer.config.declare import Precision
+from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.config.running import Config, SamplingSettings
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.families.locate import locate, with_caption_tokens, with_choices
 from lora_trainer.lora_file.embedding import embedding_path, read_embedding, trained_words

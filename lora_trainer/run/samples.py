@@ -23,7 +23,7 @@ from PIL.PngImagePlugin import PngInfo
 from lora_trainer.cache.cache_plan import Entries
 from lora_trainer.cache.keys import CacheKey
 from lora_trainer.common.errors import LoraTrainError, StoppedBySignal, first_line
-from lora_trainer.common.gc_control import give_back_heap
+from lora_trainer.common.processes import give_back_heap
 from lora_trainer.families.base import Conditioning, Sampler
 from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.reporting.control import Control, SampleRequest

@@ -12,8 +12,9 @@ from lora_trainer.cache.cache_plan import Needs
 from lora_trainer.checkpoint.states import TrainingState, freeze, state_files, state_of
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import read_events
-from lora_trainer.common.gc_control import made_to_stay
-from lora_trainer.config.config import Checkpointing, RunConfig
+from lora_trainer.common.processes import made_to_stay
+from lora_trainer.config.declare import Checkpointing
+from lora_trainer.config.running import RunConfig
 from lora_trainer.hardware.device_calls import kind_of
 from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing

@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 from lora_trainer import __version__
 from lora_trainer.cache.lease import in_use
 from lora_trainer.checkpoint.states import TrainingState, load_newest
-from lora_trainer.common.dist_env import read_dist_env
-from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, exit_code
+from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
 from lora_trainer.common.events import EventStream, JsonlWriter, Listener
-from lora_trainer.common.redaction import without_secrets
-from lora_trainer.config.config import Config, build_config, flatten
+from lora_trainer.common.processes import read_dist_env
+from lora_trainer.common.wording import without_secrets
+from lora_trainer.config.config import build_config, flatten
+from lora_trainer.config.running import Config
 from lora_trainer.dataset.records import bucket_counts
-from lora_trainer.hardware import torch_allocator
+from lora_trainer.hardware.devices import allocator_settings
 from lora_trainer.planning.search import gib
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.report import write_report
@@ -179,7 +180,7 @@ def _end_recorded(folder: RunFolder, events: EventStream) -> Iterator[None]:
     try:
         yield
     except LoraTrainError as error:
-        _record_end(folder, events, str(error), code=exit_code(error))
+        _record_end(folder, events, str(error), code=error.exit_code)
         write_report(folder.path)
         raise
 
@@ -399,7 +400,7 @@ def _run_record(
         "environment": {
             "exactness": environment,
             "python": sys.version.split()[0],
-            "allocator": torch_allocator.said(os.environ),
+            "allocator": allocator_settings(os.environ),
             **doctor_json(prepared.hardware),
         },
         "dataset": {

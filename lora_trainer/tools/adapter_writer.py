@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lora_trainer.common.errors import InputError, RequestError, TrainingStopped
-from lora_trainer.config.config import Precision
+from lora_trainer.config.declare import Precision
 from lora_trainer.families.base import Family, FileFormat
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors
 from lora_trainer.lora_file.formats import AdapterContents, FormatRequest, format_for, format_notes

@@ -16,7 +16,7 @@ from typing import Any
 
 from lora_trainer import families
 from lora_trainer.common.errors import LoraTrainError, RequestError
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import DENOISER, Family
 from lora_trainer.families.locate import EMBEDDED, describe
 from lora_trainer.lora.adapter import denoiser_layers

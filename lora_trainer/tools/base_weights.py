@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import (
     DENOISER,
     BaseFacts,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_trainer.config.config import Precision
+from lora_trainer.config.declare import Precision
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora_file.header import file_of
 from lora_trainer.tools.adapter_writer import SUFFIX, WrittenAdapter, refuse_output, write_adapter

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.redaction import public_text
+from lora_trainer.common.wording import public_text
 from lora_trainer.lora_file.header import open_checked
 from lora_trainer.lora_file.metadata import usage_hint
 from lora_trainer.lora_file.stream import Slot, write_tensors

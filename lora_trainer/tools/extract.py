@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.config.config import Precision, Targets
+from lora_trainer.config.declare import Precision, Targets
 from lora_trainer.costs.cost_table import adapter_shapes
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.low_rank import approximated

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from lora_trainer import __version__
-from lora_trainer.common.redaction import public_source, public_text
+from lora_trainer.common.wording import public_source, public_text
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.lora_file.metadata import ALGORITHMS
 from lora_trainer.lora_file.stream import HASHES

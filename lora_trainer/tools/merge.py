@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.config.config import Precision
+from lora_trainer.config.declare import Precision
 from lora_trainer.lora.low_rank import NotLowRank, kind_name, lora
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.formats import FormatRequest

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.config.config import Precision
+from lora_trainer.config.declare import Precision
 from lora_trainer.lora.low_rank import (
     LowRankUpdate,
     NotLowRank,

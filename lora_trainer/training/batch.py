@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lora_trainer.config.config import LossName
+from lora_trainer.config.declare import LossName
 from lora_trainer.families.base import Conditioning
 from lora_trainer.hardware.device_calls import may_copy_ahead
 from lora_trainer.lora.dropout import halves

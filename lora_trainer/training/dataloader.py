@@ -18,9 +18,10 @@ from torch import Tensor
 from lora_trainer.cache.background import prefetched
 from lora_trainer.cache.cache_plan import Entries, SampleSource
 from lora_trainer.cache.keys import CacheKey
-from lora_trainer.common.dist_env import DistEnv, share
+from lora_trainer.common.processes import DistEnv, share
 from lora_trainer.common.randomness import Stream, draw_choice, draw_seed, draw_uniform, shuffled
-from lora_trainer.config.config import DataSettings, ObjectiveSettings
+from lora_trainer.config.inputs import DataSettings
+from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.dataset.caption_rules import is_dropped, variant_of
 from lora_trainer.dataset.epochs import epoch_order, sample_id
 from lora_trainer.families.base import Conditioning, Prediction

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lora_trainer.config.config import LossName, ObjectiveSettings
+from lora_trainer.config.declare import LossName
+from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.families.base import Conditioning, Prediction
 from lora_trainer.lora.dropout import SampleMasks
 from lora_trainer.training.batch import Batch, Sample, collate

@@ -21,8 +21,9 @@ from diffusers.optimization import get_scheduler
 from torch import nn
 
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, RequestError, package_problem
-from lora_trainer.config.config import OptimizerName, OptimizerSettings
 from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
+from lora_trainer.config.declare import OptimizerName
+from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware.device_calls import kind_of
 
 Group = Mapping[str, Any]

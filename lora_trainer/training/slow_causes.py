@@ -15,10 +15,9 @@ from pathlib import Path
 
 import psutil
 
-from lora_trainer.config.config import RunConfig
-from lora_trainer.hardware.card_state import CardState, card_state
+from lora_trainer.config.running import RunConfig
 from lora_trainer.hardware.machine import GIB, SPILL_MARGIN_BYTES, cpu_quota, usable_processors
-from lora_trainer.hardware.nvml import Gpu, Nvml
+from lora_trainer.hardware.nvml import CardState, Gpu, Nvml, card_state
 from lora_trainer.training.cores import Cores, cpu_times
 from lora_trainer.training.pace import Slow
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lora_trainer.config.config import ObjectiveSettings
+from lora_trainer.config.learning import ObjectiveSettings
 
 TIMESTEPS = 1000
 Size = tuple[int, int]

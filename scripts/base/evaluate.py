@@ -28,7 +28,7 @@ from vae import psnr_db
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from lora_trainer.config.config import DataSettings  # noqa: E402 - after sys.path
+from lora_trainer.config.inputs import DataSettings  # noqa: E402 - after sys.path
 from lora_trainer.dataset.buckets import buckets_for, cut, place  # noqa: E402 - after sys.path
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS, decode  # noqa: E402 - after sys.path
 

@@ -62,17 +62,17 @@ FAULTS: Mapping[str, Fault] = {
         parts=("tests/data/test_captions.py", "tests/output/test_report.py"),
     ),
     "CAP-05": Fault(what="captions and images that change during a run", parts=(_ENCODE,)),
-    "CFG-01": Fault(what="unknown, misspelt and mistyped settings", parts=("tests/test_config.py",)),
-    "CFG-02": Fault(what="settings files that are no JSON", parts=("tests/test_settings_file.py",)),
+    "CFG-01": Fault(what="unknown, misspelt and mistyped settings", parts=("tests/config/test_settings.py",)),
+    "CFG-02": Fault(what="settings files that are no JSON", parts=("tests/config/test_layers.py",)),
     "CFG-03": Fault(
         what="settings that contradict each other",
-        parts=("tests/test_config.py", "tests/planning/test_plan.py"),
+        parts=("tests/config/test_settings.py", "tests/planning/test_plan.py"),
         decided="Told in three groups, each at once: values, how they go together, what base and GPU "
         "can do. A later group cannot be judged while an earlier one is wrong.",
     ),
     "CFG-04": Fault(
         what="too little memory, no GPU, no driver",
-        parts=("tests/test_hardware.py", "tests/planning/test_plan.py", "tests/test_prepare.py"),
+        parts=("tests/hardware/test_machine.py", "tests/planning/test_plan.py", "tests/test_prepare.py"),
         decided="Instead of falling to a lower tier the plan lowers single values and says why; with "
         "no GPU the embedded base is trained.",
     ),
@@ -129,7 +129,7 @@ FAULTS: Mapping[str, Fault] = {
     "TRN-04": Fault(what="overflows of fp16", parts=("tests/train/test_loop.py",)),
     "TRN-05": Fault(
         what="logs and dashboards that cannot be written",
-        parts=("tests/output/test_trackers.py", "tests/test_events.py"),
+        parts=("tests/output/test_trackers.py", "tests/common/test_events.py"),
     ),
     "TRN-06": Fault(
         what="data workers that die",
@@ -208,7 +208,7 @@ FAULTS: Mapping[str, Fault] = {
     "ENV-02": Fault(what="folders that cannot be written", parts=(_RUN, _CACHE)),
     "ENV-03": Fault(
         what="missing and broken packages",
-        parts=("tests/test_hardware.py", "tests/planning/test_plan.py"),
+        parts=("tests/hardware/test_machine.py", "tests/planning/test_plan.py"),
     ),
 }  # fmt: skip
 

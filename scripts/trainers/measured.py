@@ -30,8 +30,9 @@ from PIL import Image
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5EncoderModel  # noqa: F401
 
 from lora_trainer import families
-from lora_trainer.config.config import Config, build_config
+from lora_trainer.config.config import build_config
 from lora_trainer.config.layers import resolve as resolve_settings
+from lora_trainer.config.running import Config
 from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.importing.foreign import Imported

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.locate import describe
 from tests.checkpoint_files.cases import CASES, UNET, Case
 from tests.checkpoint_files.files import write

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.locate import describe
 from lora_trainer.lora_file.inspect import inspect_file
 from tests.checkpoint_files.cases import Case

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.base_files.base_folder import (
     read_header,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lora_trainer.cache.cache_plan import Entries
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.caption_rules import is_dropped, max_texts, variant_of, variants
 from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.dataset.scan import scan

@@ -11,7 +11,8 @@ import pytest
 
 from lora_trainer import families
 from lora_trainer.common.memo import MemoTable
-from lora_trainer.config.config import BaseSettings, build_config
+from lora_trainer.config.config import build_config
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.dataset.caption_lengths import MEMO, Reading, reading_of, too_long
 from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.dataset.scan import scan

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config.config import DataSettings, SamplingSettings
+from lora_trainer.config.inputs import DataSettings
+from lora_trainer.config.running import SamplingSettings
 from lora_trainer.dataset.caption_rules import (
     is_dropped,
     max_texts,

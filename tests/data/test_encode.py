@@ -19,7 +19,7 @@ from lora_trainer.cache import encode as encode_module
 from lora_trainer.cache.encode import Encoded
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.errors import InputError, StoppedBySignal
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import cut
 from tests.fakes.studio import PROMPT, Studio, draw, few_objects, studio_in
 from tests.fakes.tiny_base import copy_base

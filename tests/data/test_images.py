@@ -22,7 +22,7 @@ from PIL import Image, ImageCms
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import sha256_bytes
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import CaptionText
 from lora_trainer.dataset.decode_memo import DatasetMemo
 from lora_trainer.dataset.images import (

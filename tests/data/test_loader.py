@@ -20,7 +20,8 @@ from lora_trainer.cache.store import Cache
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
-from lora_trainer.config.config import DataSettings, ObjectiveSettings
+from lora_trainer.config.inputs import DataSettings
+from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.training.batch import Sample, collate, split
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.timesteps import Level, flow_levels

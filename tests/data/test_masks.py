@@ -11,7 +11,7 @@ from PIL import Image
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.memo import HashMemo
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset import images
 from lora_trainer.dataset.buckets import Bucket, Placement, buckets_for, place
 from lora_trainer.dataset.decode_memo import DatasetMemo

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import Place, cut, placing
 from lora_trainer.dataset.finding_texts import finding
 from lora_trainer.dataset.measures import Measures, crispness_of, measure

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.config.config import DataSettings, build_config
+from lora_trainer.config.config import build_config
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import of_class
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan

@@ -18,10 +18,10 @@ import pytest
 from PIL import Image
 
 from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.events import Finding
 from lora_trainer.common.files import json_bytes, sha256_bytes
-from lora_trainer.common.findings import Finding
 from lora_trainer.common.memo import HashMemo
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset import inspect_image as examine_module
 from lora_trainer.dataset.decode_memo import DatasetMemo
 from lora_trainer.dataset.records import Dataset

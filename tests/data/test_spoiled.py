@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import placing
 from lora_trainer.dataset.quality import DatasetReport, inspect_images
 from lora_trainer.dataset.scan import scan

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.dataset.tokens import TokenCounter, caption_limit
 from lora_trainer.families.locate import EMBEDDED, EMBEDDED_FOLDER, describe
 

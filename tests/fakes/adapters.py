@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config.config import Config, flatten
+from lora_trainer.config.config import flatten
+from lora_trainer.config.running import Config
 from lora_trainer.families.base import Family
 from lora_trainer.lora.adapter_size import AdapterKind, factorise, update_size
 from lora_trainer.lora.tensors import ModuleTensors, update

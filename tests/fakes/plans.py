@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from lora_trainer.config.config import AdapterSettings
 from lora_trainer.config.layers import Origin, resolve
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families import family, known_base
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware.machine import GIB, Gpu, Hardware, tier
+from lora_trainer.hardware.machine import GIB, Hardware, tier
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput

@@ -16,7 +16,8 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from lora_trainer.common.events import Event, EventStream
-from lora_trainer.config.config import Config, flatten
+from lora_trainer.config.config import flatten
+from lora_trainer.config.running import Config
 
 HOSTILE_CAPTION = (
     '<script>alert("caption")</script> zorble & "friends" <img src=x onerror=alert(1)>'

@@ -19,11 +19,11 @@ from lora_trainer import families
 from lora_trainer.cache.cache_plan import Needs, TextEntries, needs
 from lora_trainer.cache.encode import Encoded, fill
 from lora_trainer.cache.store import Cache
-from lora_trainer.common.caption_markup import Weighted, words_of
+from lora_trainer.common.caption_markup import words_of
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.common.memo import HashMemo
-from lora_trainer.config.config import DataSettings, Precision
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import placing
 from lora_trainer.dataset.scan import scan
 from lora_trainer.families.base import (
@@ -68,7 +68,7 @@ class CountingTexts(TextEncoder):
         self.seen.extend(prompts)
         return self.real.tokenize(prompts)
 
-    def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
+    def tokenize_weighted(self, parts: Sequence[Any]) -> Mapping[str, Tensor]:
         self.seen.append(words_of(parts))
         return self.real.tokenize_weighted(parts)
 
@@ -112,7 +112,7 @@ class Studio:
     more_px: tuple[int, ...] = ()
     max_aspect: float = 2.0
     prompt: str = PROMPT
-    precision: Precision = "fp32"
+    precision: Any = "fp32"
     tokens_only: bool = False
     max_tokens: int | None = None
     """Instead of what the base has."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.config.config import Precision
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.tensors import ModuleTensors, update
 from lora_trainer.lora_file.metadata import metadata
@@ -60,7 +59,7 @@ def saved(
     tensors: Mapping[str, ModuleTensors],
     *,
     format: FileFormat,
-    precision: Precision = "fp32",
+    precision: Any = "fp32",
     **entries: str,
 ) -> Path:
     """Write an adapter as a training of the family would export it."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base import DENOISER, BaseFacts, Conditioning, Family
 from lora_trainer.lora.adapter import Adapter, inject
 from tests.fakes.family_bases import conditioning_of, denoiser_of, facts_of, side_of

@@ -22,13 +22,8 @@ from lora_trainer.cache.keys import CacheKey
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import CappedFolder
-from lora_trainer.config.config import (
-    AdapterSettings,
-    DataSettings,
-    ObjectiveSettings,
-    OptimizerSettings,
-    Targets,
-)
+from lora_trainer.config.inputs import DataSettings
+from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings, OptimizerSettings
 from lora_trainer.families.base import DENOISER, BaseFacts, Layout, Prediction
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.training.batch import Sample
@@ -149,7 +144,7 @@ def build_training(
     steps: int,
     optimizer: OptimizerSettings | None = None,
     precision: torch.dtype = torch.float32,
-    targets: Targets = "all",
+    targets: Any = "all",
     rank: int = 4,
     checkpointing: bool = False,
     max_grad_norm: float = 1.0,

@@ -13,7 +13,7 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.common.caption_markup import weighted_parts
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import WEIGHTS, BaseFacts, NewWord
 from lora_trainer.families.locate import EMBEDDED, describe
 from lora_trainer.families.text.clip import ClipEncoder

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lora_trainer import families
 from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS, load_newest
 from lora_trainer.common.events import EventStream
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base import DENOISER, BaseFacts, Conditioning, Family
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.dropout import halves

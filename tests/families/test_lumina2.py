@@ -10,7 +10,7 @@ import torch
 from diffusers import Lumina2Pipeline
 from safetensors.torch import load_file, save_file
 
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import BaseFacts, Layout
 from lora_trainer.families.locate import describe
 from lora_trainer.families.lumina2 import FAMILY

@@ -16,7 +16,7 @@ import transformers
 
 from lora_trainer import families
 from lora_trainer.common.errors import MachineError
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families import flux
 from lora_trainer.families.base_files import open_companion
 from lora_trainer.families.base_files.base_folder import read_json, weights

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.config.config import TARGETS, Targets
+from lora_trainer.config.declare import TARGETS
 from lora_trainer.families.base import DENOISER, BaseFacts
 from lora_trainer.families.recognise import adapter_family, stated_family
 
@@ -31,7 +31,7 @@ def release(name: str) -> tuple[BaseFacts, nn.Module]:
         return known, family.empty_denoiser(known.architecture)
 
 
-def files(name: str, targets: Targets) -> Iterator[Shapes]:
+def files(name: str, targets: Any) -> Iterator[Shapes]:
     """Yield the modules of an adapter in each format of the family: name -> [rank, in, ...]."""
     family, (_, denoiser) = families.family(name), release(name)
     modules: Mapping[str, Any] = dict(denoiser.named_modules())
@@ -44,7 +44,7 @@ def files(name: str, targets: Targets) -> Iterator[Shapes]:
 
 @pytest.mark.parametrize("targets", list(TARGETS))
 @pytest.mark.parametrize("name", families.MODULES)
-def test_adapters_of_every_family_are_told_apart(name: str, targets: Targets) -> None:
+def test_adapters_of_every_family_are_told_apart(name: str, targets: Any) -> None:
     """Chroma's blocks are FLUX.1's: without metadata its adapters cannot be told from theirs."""
     facts, _ = release(name)
     family = families.family(name)

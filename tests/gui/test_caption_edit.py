@@ -13,7 +13,7 @@ from lora_trainer.gui.changes import FileChange, LinesChange
 from PIL import Image
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import read_caption_file
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 from lora_trainer.dataset.scan import scan

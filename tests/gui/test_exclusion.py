@@ -10,7 +10,7 @@ from lora_trainer.gui.journal import Journal
 from PIL import Image
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.listing import EXCLUDED_FOLDER, ImageFile, list_dataset
 
 EXTENSIONS = (".txt", ".caption")

@@ -16,7 +16,7 @@ from lora_trainer.gui.run_log import line_of, log
 from lora_trainer.gui.run_state import look
 from lora_trainer.gui.run_view import head, machine_now, memory
 
-from lora_trainer.hardware.card_state import CardState
+from lora_trainer.hardware.nvml import CardState
 from lora_trainer.reporting.history import HistoryReader, read_history
 from lora_trainer.reporting.status import read_status
 from tests.fakes.live_runs import until, write_status

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.lora_hooks import attach_lora
 from lora_trainer.lora.tensors import ModuleTensors, split_key, update

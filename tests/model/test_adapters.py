@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.randomness import Stream, draw_seed
-from lora_trainer.config.config import AdapterSettings, OptimizerSettings
+from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.tensors import AdapterTensors, update
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.adapter_kinds import principal_factors
 from lora_trainer.lora.tensors import row_norms, update

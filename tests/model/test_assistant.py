@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.lora_hooks import attach_assistant
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, update

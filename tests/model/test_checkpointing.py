@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.config.config import Checkpointing
+from lora_trainer.config.declare import Checkpointing
 from lora_trainer.costs.trace import StepTrace, host_bytes, trace_step
 from lora_trainer.network.async_copies import CopyStream, Done
 from lora_trainer.network.block_swap import repeated_blocks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families import family
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter import inject

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.common.randomness import Stream, draw_seed
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.dropout import SampleMasks, halves
 

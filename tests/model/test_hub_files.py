@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.memo import HashMemo
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.hub_files import wanted
 from lora_trainer.families.locate import identified, locate

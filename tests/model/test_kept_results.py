@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lora_trainer import families
-from lora_trainer.config.config import Checkpointing
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.selective_checkpoint import SelectivePolicy, selective_contexts
 from tests.fakes.trainee import Trainee, same, trainee
@@ -48,7 +48,7 @@ class Seen(TorchDispatchMode):
         ("full", set()),
     ],
 )
-def test_what_each_kind_keeps(kind: Checkpointing, kept: set[str]) -> None:
+def test_what_each_kind_keeps(kind: Any, kept: set[str]) -> None:
     worth, x = SelectivePolicy(checkpointing=kind, rank=4), torch.zeros(2, 64)
     weights = {"narrow": (64, 256), "square": (64, 64), "wide": (64, 16), "low rank": (64, 4)}
     found = {
@@ -63,7 +63,7 @@ def test_what_each_kind_keeps(kind: Checkpointing, kept: set[str]) -> None:
     assert worth(ATEN.convolution.default, convolution) == (kind != "full")
 
 
-def work_again(kind: Checkpointing) -> list[object]:
+def work_again(kind: Any) -> list[object]:
     """Return the kernels of a backward pass through one block of two products and an attention."""
     torch.manual_seed(0)
     up, down = nn.Linear(8, 32), nn.Linear(32, 8)

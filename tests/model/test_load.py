@@ -15,10 +15,9 @@ from lora_trainer.common.errors import (
     LoraTrainError,
     MachineError,
     RequestError,
-    exit_code,
 )
 from lora_trainer.common.memo import HashMemo
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families import locate as families_locate
 from lora_trainer.families.base import Layout
 from lora_trainer.families.locate import (
@@ -138,7 +137,7 @@ def test_a_lora_given_as_base_is_called_a_lora(tmp_path: Path) -> None:
     file = fake_checkpoint(tmp_path / "style.safetensors", names)
     with pytest.raises(InputError, match="style.safetensors is a LoRA, not a base") as caught:
         describe(base(file))
-    assert "train.init_from" in caught.value.fix and exit_code(caught.value) == 3
+    assert "train.init_from" in caught.value.fix and caught.value.exit_code == 3
 
 
 def test_a_file_of_nothing_known_says_what_it_holds(tmp_path: Path) -> None:
@@ -167,7 +166,7 @@ def test_a_hostile_or_cut_file_is_one_line(tmp_path: Path, content: bytes) -> No
     file.write_bytes(content)
     with pytest.raises(InputError, match="model.safetensors") as caught:
         describe(base(file))
-    assert "\n" not in str(caught.value) and exit_code(caught.value) == 3
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 3
 
 
 def test_a_file_that_is_not_there_or_of_another_kind_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.norm_limit import limit_norms, update_norm
 from lora_trainer.lora.tensors import update

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from lora_trainer.hardware.torch_allocator import RESERVED_BYTES
+from lora_trainer.hardware.devices import RESERVED_BYTES
 from lora_trainer.network.block_swap import block_sizes, repeated_blocks, stream_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.pinned_memory import counted, pinned, pinned_copy, whole_pages

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 import lora_trainer
 from lora_trainer import families
-from lora_trainer.config import base_precision
-from lora_trainer.config.base_precision import BaseMatmul, Quantization, int8_rows_at_once
-from lora_trainer.config.config import Checkpointing
+from lora_trainer.config import choices
+from lora_trainer.config.choices import int8_rows_at_once
 from lora_trainer.network import quantized_matmul
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import QuantizedLinear, quantize
@@ -44,7 +43,7 @@ from tests.model.test_quantize import (
 EIGHTS = st.integers(1, 6).map(lambda count: 8 * count)
 
 
-def layer_of(matmul: BaseMatmul = "int8", **values: Any) -> QuantizedLinear:
+def layer_of(matmul: Any = "int8", **values: Any) -> QuantizedLinear:
     return QuantizedLinear(linear(**values), "int8", device=CPU, matmul=matmul)
 
 
@@ -102,7 +101,7 @@ def test_a_row_is_rounded_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = layer_of(), torch.randn(100, 48, generator=torch.Generator().manual_seed(2))
     together = layer(x[None])[0]
     apart = torch.cat([layer(part[None])[0] for part in x.split([1, 9, 40, 50])])
-    monkeypatch.setattr(base_precision, "INT8_TEMPORARY_BYTES", 1)
+    monkeypatch.setattr(choices, "INT8_TEMPORARY_BYTES", 1)
     assert int8_rows_at_once(48, 40) == 32
     assert torch.equal(together, apart)
     assert torch.equal(together, layer(x[None])[0])
@@ -259,7 +258,7 @@ def test_gradients_point_where_those_of_the_dequantized_base_do(name: str) -> No
 
 @pytest.mark.parametrize("kind", ["light", "selective", "full"])
 def test_recomputing_blocks_changes_no_bit_and_its_results_are_kept_as_other_products_are(
-    kind: Checkpointing, monkeypatch: pytest.MonkeyPatch
+    kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[None] = []
     real = quantized_matmul._product
@@ -287,7 +286,7 @@ def test_every_layer_of_the_embedded_base_learns_the_same() -> None:
         assert min(map(cosine, found, others)) > 0.999
 
 
-def embedded_gradients(kind: Quantization | None, matmul: BaseMatmul) -> list[Tensor]:
+def embedded_gradients(kind: Any | None, matmul: Any) -> list[Tensor]:
     """Return those of a step on smooth latents at four timesteps."""
     family, facts = (
         families.family("sd15"),

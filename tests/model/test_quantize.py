@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.common.errors import MachineError
-from lora_trainer.config.base_precision import QUANTIZATIONS, BaseMatmul, Quantization, weight_bytes
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.choices import QUANTIZATIONS, weight_bytes
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base import DENOISER, Conditioning, Family
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.tensors import update
@@ -49,7 +49,7 @@ def linear(
     return layer.to(dtype)
 
 
-def quantized(layer: nn.Linear, kind: Quantization) -> QuantizedLinear:
+def quantized(layer: nn.Linear, kind: Any) -> QuantizedLinear:
     return QuantizedLinear(layer, kind, device=CPU)
 
 
@@ -78,7 +78,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 @KINDS
 @settings(deadline=None, max_examples=25)
 @given(inputs=st.integers(1, 300), out=st.integers(1, 130))
-def test_a_predicted_byte_is_a_stored_byte(kind: Quantization, inputs: int, out: int) -> None:
+def test_a_predicted_byte_is_a_stored_byte(kind: Any, inputs: int, out: int) -> None:
     layer = quantized(linear(inputs, out), kind)
     assert layer.stored_bytes == weight_bytes(fan_in=inputs, out=out, precision=kind)
     assert layer.stored_bytes == sum(buffer.nbytes for buffer in layer.buffers())
@@ -114,7 +114,7 @@ def test_nf4_takes_the_nearest_of_its_sixteen_levels() -> None:
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_of_zeros_and_of_very_large_and_small_numbers_stay_finite(
-    kind: Quantization, dtype: torch.dtype
+    kind: Any, dtype: torch.dtype
 ) -> None:
     layer = linear(64, 4, dtype=dtype)
     for row, value in enumerate((0.0, 6e4, 6e-8)):
@@ -131,7 +131,7 @@ def test_rows_of_zeros_and_of_very_large_and_small_numbers_stay_finite(
 @KINDS
 @pytest.mark.parametrize("shape", [(48,), (3, 48), (2, 5, 48)])
 def test_a_quantised_layer_is_the_plain_layer_of_its_weight(
-    kind: Quantization, shape: tuple[int, ...]
+    kind: Any, shape: tuple[int, ...]
 ) -> None:
     """Forward and backward: all the loss of precision is in the weight."""
     layer = quantized(linear(), kind)
@@ -150,7 +150,7 @@ def test_a_quantised_layer_is_the_plain_layer_of_its_weight(
 @pytest.mark.parametrize("matmul", ["dequantized", "int8"])
 @KINDS
 def test_nothing_but_what_is_stored_is_kept_and_all_is_in_the_dtype_of_the_network(
-    kind: Quantization, matmul: BaseMatmul
+    kind: Any, matmul: Any
 ) -> None:
     layer = QuantizedLinear(linear(dtype=torch.bfloat16), kind, device=CPU, matmul=matmul)
     x = torch.randn(1, 3, 48, dtype=torch.bfloat16, requires_grad=True)
@@ -227,7 +227,7 @@ def test_a_family_keeps_its_embeddings_and_most_of_its_weights_are_quantised(nam
 
 @KINDS
 def test_each_layer_is_freed_before_the_next_is_quantised(
-    kind: Quantization, monkeypatch: pytest.MonkeyPatch
+    kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peak is the network being quantised and one layer's temporaries."""
     net = Network().requires_grad_(False)
@@ -277,7 +277,7 @@ def awaken(adapter: Adapter) -> None:
 @KINDS
 @pytest.mark.parametrize("values", ADAPTERS, ids=str)
 def test_an_adapter_of_any_kind_changes_the_weight_that_is_stored(
-    kind: Quantization, values: dict[str, Any]
+    kind: Any, values: dict[str, Any]
 ) -> None:
     layer = quantized(linear(), kind)
     net, stands_for = nn.Sequential(layer), plain(layer)
@@ -359,10 +359,10 @@ class Bench:
 
 def bench(
     name: str,
-    kind: Quantization | None,
+    kind: Any | None,
     *,
     checkpointing: bool = False,
-    matmul: BaseMatmul = "dequantized",
+    matmul: Any = "dequantized",
 ) -> Bench:
     family, facts = families.family(name), facts_of(name)
     denoiser = denoiser_of(name)
@@ -400,7 +400,7 @@ def cosine(one: Tensor, other: Tensor) -> float:
 )
 @FAMILIES
 def test_gradients_point_where_those_of_the_plain_base_do(
-    name: str, kind: Quantization, whole: float, median: float, worst: float, loss: float
+    name: str, kind: Any, whole: float, median: float, worst: float, loss: float
 ) -> None:
     """Against the fp32 path, of which bf16 itself has 0.9998 in all and 0.994 in the worst tensor.
 
@@ -422,9 +422,7 @@ def joined(gradients: list[Tensor]) -> Tensor:
 
 @KINDS
 @FAMILIES
-def test_a_step_trains_the_adapter_and_leaves_the_base_bit_for_bit(
-    name: str, kind: Quantization
-) -> None:
+def test_a_step_trains_the_adapter_and_leaves_the_base_bit_for_bit(name: str, kind: Any) -> None:
     """With as many bytes kept as on the plain base, where dequantised copies would come on top."""
     at, recomputed = bench(name, kind), bench(name, kind, checkpointing=True)
     assert activation_bytes(at) == activation_bytes(bench(name, None))
@@ -454,7 +452,7 @@ def activation_bytes(at: Bench) -> int:
 
 @KINDS
 def test_a_run_from_the_same_file_repeats_bit_for_bit_whenever_it_draws_samples(
-    kind: Quantization,
+    kind: Any,
 ) -> None:
     """A pass without gradients must not change the layer: some repack their weight in it."""
 
@@ -498,7 +496,7 @@ Decode = Callable[..., Tensor]
 
 @KINDS
 def test_a_step_dequantises_twice_and_a_weight_only_when_asked(
-    kind: Quantization, monkeypatch: pytest.MonkeyPatch
+    kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once in each pass: that is all that quantising costs in time."""
     calls: list[None] = []

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from lora_trainer import families
-from lora_trainer.config.config import AdapterSettings, Checkpointing, Targets
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.costs.trace import (
     StepTrace,
@@ -74,7 +74,7 @@ def text_of(name: str) -> Conditioning:
 
 
 @cache
-def network_of(name: str, targets: Targets, element_bytes: int, *, wide: bool) -> TracedNetwork:
+def network_of(name: str, targets: Any, element_bytes: int, *, wide: bool) -> TracedNetwork:
     given = workload(name, targets=targets, element_bytes=element_bytes, wide_adapter=wide)
     prompt = {key: tuple(tensor.shape) for key, tensor in text_of(name).items()}
     return traced_network(families.family(name), facts_of(name), given, prompt=prompt)
@@ -88,7 +88,7 @@ def traced(name: str, given: Workload) -> SampleCost:
 
 
 @cache
-def trained_network(name: str, targets: Targets, element_bytes: int, *, wide: bool) -> nn.Module:
+def trained_network(name: str, targets: Any, element_bytes: int, *, wide: bool) -> nn.Module:
     """Return the tiny base in memory with a real adapter, or for a wide one with peft's."""
     family, dtype = families.family(name), DTYPES[element_bytes]
     network = family.load_denoiser(facts_of(name), dtype=dtype, device=CPU).train()
@@ -209,7 +209,7 @@ def test_saved_bytes_of_one_image_are_those_that_autograd_is_given(name: str) ->
 @pytest.mark.parametrize("checkpointing", ["none", "light", "selective", "full"])
 @FAMILIES
 def test_saved_bytes_are_those_of_autograd_and_of_the_allocator(
-    name: str, checkpointing: Checkpointing
+    name: str, checkpointing: Any
 ) -> None:
     """Hooks see nothing of results that checkpoints keep; the CPU's allocator reports every byte."""
     two = workload(name, checkpointing=checkpointing, micro_batch=2, targets="all")
@@ -230,9 +230,7 @@ def test_saved_bytes_are_those_of_autograd_and_of_the_allocator(
 
 @pytest.mark.parametrize("checkpointing", ["none", "light", "selective", "full"])
 @FAMILIES
-def test_peaks_and_work_are_those_of_a_run_in_memory(
-    name: str, checkpointing: Checkpointing
-) -> None:
+def test_peaks_and_work_are_those_of_a_run_in_memory(name: str, checkpointing: Any) -> None:
     given = workload(name, checkpointing=checkpointing, micro_batch=2, targets="all")
     real, cost = Real(name, given), traced(name, given)
     with torch.no_grad():

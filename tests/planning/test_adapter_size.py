@@ -12,7 +12,7 @@ from peft.tuners.lokr.layer import factorization
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.config.config import AdapterSettings
+from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.cost_table import adapter_shapes
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.adapter_size import (

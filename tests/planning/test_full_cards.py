@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.hardware.machine import GIB, Gpu, Hardware
+from lora_trainer.hardware.machine import GIB, Hardware
+from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.oom_history import BELOW, OomHistory, OomRecord
 
 CARD = Gpu(

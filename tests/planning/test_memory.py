@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config.config import CHECKPOINTING, Checkpointing
+from lora_trainer.config.declare import CHECKPOINTING
 from lora_trainer.families import family
 from lora_trainer.families.base import PartFacts
+from lora_trainer.hardware.devices import RESERVED_BYTES
 from lora_trainer.hardware.machine import GIB
-from lora_trainer.hardware.torch_allocator import RESERVED_BYTES
 from lora_trainer.planning.host_memory import predict_host
 from lora_trainer.planning.loads import RememberedCosts
 from lora_trainer.planning.memory import predict
@@ -55,7 +55,7 @@ def flux(phase: str = "training", **changes: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("samples", [False, True])
-def test_the_highest_phase_is_the_peak(checkpointing: Checkpointing, samples: bool) -> None:
+def test_the_highest_phase_is_the_peak(checkpointing: Any, samples: bool) -> None:
     made = predicted(checkpointing=checkpointing, samples=samples)
     sums = {phase: sum(bytes_by_name(each).values()) for phase, each in made.by_phase.items()}
     assert sums == made.phases
@@ -68,7 +68,7 @@ def test_the_highest_phase_is_the_peak(checkpointing: Checkpointing, samples: bo
     ("checkpointing", "traced_gib", "published_gib"), [("none", 2.66, 2.87), ("full", 1.87, 1.98)]
 )
 def test_sd15_agrees_with_a_tracer_and_with_a_published_measurement(
-    checkpointing: Checkpointing, traced_gib: float, published_gib: float
+    checkpointing: Any, traced_gib: float, published_gib: float
 ) -> None:
     """512 px, batch 1, rank 16 on attention: a meta-tensor tracer, and another trainer on an H100.
 
@@ -259,7 +259,7 @@ def test_large_paged_states_lie_in_the_machine() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_a_pass_without_gradients_peaks_below_training(checkpointing: Checkpointing) -> None:
+def test_a_pass_without_gradients_peaks_below_training(checkpointing: Any) -> None:
     """So the base's own prediction, which is made first, needs no room but its result's."""
     cost = costs_of().sample_cost(load_of(checkpointing=checkpointing).workload())
     assert cost.forward_bytes <= cost.saved_bytes + cost.temporary_bytes

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lora_trainer.common.errors import MachineError, RequestError, exit_code
-from lora_trainer.config.config import CHECKPOINTING, build_config, flatten, parse_assignment
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.config.config import build_config, flatten, parse_assignment
+from lora_trainer.config.declare import CHECKPOINTING
 from lora_trainer.hardware.machine import GIB, Hardware
 from lora_trainer.planning.plan import Plan
 from tests.fakes.plans import (
@@ -132,7 +133,7 @@ def test_when_nothing_fits_the_setting_it_names_does(gib: float, overrides: dict
     # no buckets: the square of the resolution is planned for
     with pytest.raises(MachineError, match="needs at least") as caught:
         free(gib, overrides=overrides, buckets=())
-    assert exit_code(caught.value) == 4
+    assert caught.value.exit_code == 4
     key, value = parse_assignment(caught.value.fix.split()[2].rstrip(","))
     assert free(gib, overrides={**overrides, key: value}, buckets=()).memory.fits
 
@@ -241,7 +242,7 @@ def test_a_machine_with_less_memory_means_fewer_bits() -> None:
     assert ranks[0] == 0 < ranks[-1]
     with pytest.raises(MachineError, match="of the machine's memory beside the GPU") as caught:
         planned(QWEN, machine(12, ram_gib=12))
-    assert exit_code(caught.value) == 4
+    assert caught.value.exit_code == 4
 
 
 def test_without_bitsandbytes_there_is_no_nf4() -> None:

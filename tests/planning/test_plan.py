@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_trainer import families
-from lora_trainer.common.errors import MachineError, RequestError, exit_code
+from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
 from lora_trainer.families.base import BaseFacts, PartFacts
@@ -68,7 +68,7 @@ def test_values_that_follow_from_the_base_and_the_machine() -> None:
     assert reason(made, "hardware.device") == "no NVIDIA driver"
     with pytest.raises(MachineError, match="no NVIDIA driver") as caught:
         planned(None, WITHOUT_CARD, overrides={"hardware.device": "cuda"})
-    assert exit_code(caught.value) == 4
+    assert caught.value.exit_code == 4
 
 
 def test_the_embedded_base_plans_on_a_processor() -> None:
@@ -145,7 +145,7 @@ def test_each_family_trains_in_what_its_base_and_the_gpu_have(name: str) -> None
         with pytest.raises(RequestError, match=f"{name} bases overflow to NaN in fp16") as caught:
             planned(base, hardware, overrides={PRECISION: "fp16"})
         assert caught.value.fix == f"use --set {PRECISION}={instead}"
-        assert exit_code(caught.value) == 2
+        assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_weights_that_somebody_asked_for_are_refused(layer: str) -> None:
     with pytest.raises(RequestError, match="is trained by flow matching") as caught:
         planned(FLOW, layers={GAMMA: layer})
     assert caught.value.fix.endswith(f"--set {GAMMA}=null")
-    assert exit_code(caught.value) == 2
+    assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import nn
 from lora_trainer.checkpoint.states import LoopValues, TrainingState
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import EventStream
-from lora_trainer.config.config import AdapterSettings, OptimizerSettings
+from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 from lora_trainer.planning.weight_bytes import (

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import MAX_CAPTION_CHARACTERS
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan

@@ -1,7 +1,7 @@
 """CFG: settings that are misspelt, no JSON, contradictory or too much; each mistake at its place, at once.
 
-What each mistake says is in tests/test_config.py and tests/test_settings_file.py; here it is said
-through the command line, as one line, in little time, and nothing is begun.
+What each mistake says is in tests/config; here it is said through the command line, as one line, in little
+time, and nothing is begun.
 """
 
 from __future__ import annotations

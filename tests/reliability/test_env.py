@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.config import OptimizerSettings
+from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware import machine
 from lora_trainer.hardware.machine import assume_card, detect, package_notes
 from lora_trainer.network.attention import apply_attention

@@ -32,16 +32,10 @@ from safetensors.torch import load, save
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.common.events import read_jsonl
-from lora_trainer.config.config import (
-    BaseSettings,
-    Config,
-    DataSettings,
-    build_config,
-    flatten,
-    parse_assignment,
-    setting_keys,
-)
+from lora_trainer.config.config import build_config, flatten, parse_assignment, setting_keys
+from lora_trainer.config.inputs import BaseSettings, DataSettings
 from lora_trainer.config.layers import read_settings_file
+from lora_trainer.config.running import Config
 from lora_trainer.dataset.caption_tables import read_table
 from lora_trainer.dataset.captions import read_caption_file
 from lora_trainer.dataset.images import decode

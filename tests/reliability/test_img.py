@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lora_trainer.common.findings import Finding
-from lora_trainer.config.config import DataSettings
+from lora_trainer.common.events import Finding
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan

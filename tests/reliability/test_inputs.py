@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan
 from tests.fakes.runs import Toy, contents, events, run_cli, toy

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError
-from lora_trainer.config.config import BaseSettings
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.base_files.base_folder import count_parameters
 from lora_trainer.families.locate import describe, locate
@@ -290,14 +290,14 @@ os.environ |= {
 import time
 from huggingface_hub import utils
 time.sleep = lambda seconds: None  # between tries
-from lora_trainer.common.errors import LoraTrainError, exit_code
+from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.families.hub_files import download
 for source in ("a/401", "a/403", "a/404", "a/429", "a/500", "a/cut", "a/odd"):
     try:
         download(source, revision=None, without=frozenset())
         print(source, 0, "downloaded")
     except LoraTrainError as error:
-        print(source, exit_code(error), error)
+        print(source, error.exit_code, error)
 server.shutdown()
 """
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import EventStream
-from lora_trainer.common.redaction import secret_values, without_secrets
+from lora_trainer.common.wording import secret_values, without_secrets
 from lora_trainer.config.config import build_config
 from tests.fakes.runs import ROOT, Toy, contents, run_cli, toy
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from lora_trainer.config.config import Checkpointing
 from lora_trainer.costs.trace import TracedNetwork
 from lora_trainer.families import family, known_base
 from lora_trainer.planning.loads import RememberedCosts
@@ -104,7 +104,7 @@ def test_replayed_over_its_buckets_a_run_takes_no_more_each_epoch(
 
 @pytest.mark.parametrize("kind", ["light", "full", "offloaded"])
 def test_recomputing_takes_less_and_more_events(
-    traced: Passes, network: TracedNetwork, kind: Checkpointing
+    traced: Passes, network: TracedNetwork, kind: Any
 ) -> None:
     load = replace(LOAD, checkpointing=kind)
     again = passes(load, network, prompt=prompt, shapes=SHAPES[:1])

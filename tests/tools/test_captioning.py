@@ -22,7 +22,7 @@ from lora_trainer.captioning.describer import Describer
 from lora_trainer.captioning.tagger import ModelCaption, Tagger
 from lora_trainer.cli import main
 from lora_trainer.common.events import Event
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.scan import scan
 from tests.fakes.captioners import tiny_captioner, tiny_tagger
 from tests.fakes.runs import contents

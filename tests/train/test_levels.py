@@ -13,7 +13,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config.config import ObjectiveSettings
+from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.training.timesteps import FlowLevels, flow_levels, table_levels
 
 SIZE = (64, 64)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lora_trainer.checkpoint.states import LoopValues, load_newest
 from lora_trainer.checkpoint.writer import StateWriter
-from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped, exit_code
-from lora_trainer.config.config import ObjectiveSettings, OptimizerSettings
+from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped
+from lora_trainer.config.learning import ObjectiveSettings, OptimizerSettings
 from lora_trainer.families.base import Conditioning
 from lora_trainer.lora.norm_limit import limit_norms, update_norm
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
@@ -525,7 +525,7 @@ def test_a_signal_ends_the_run_after_the_actions_saw_it() -> None:
     tiny = build_training(build_feeder(), steps=9, actions=[recorder], stop=lambda: next(asked))
     with pytest.raises(StoppedBySignal, match="stopped after step 2 of 9") as caught:
         run(tiny.training, at_start(micro_batch=4))
-    assert exit_code(caught.value) == 143
+    assert caught.value.exit_code == 143
     assert [(seen.step, seen.ending) for seen in recorder.progress] == [
         (0, False),
         (1, False),

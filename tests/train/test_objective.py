@@ -15,12 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lora_trainer.config.config import (
-    FLOW_WEIGHTINGS,
-    SNR_WEIGHTINGS,
-    LossName,
-    ObjectiveSettings,
-)
+from lora_trainer.config.declare import FLOW_WEIGHTINGS, SNR_WEIGHTINGS, LossName
+from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.families.base import Prediction
 from lora_trainer.training.loss import (
     ERRORS,

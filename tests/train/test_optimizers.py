@@ -17,8 +17,10 @@ from torch import nn
 
 from lora_trainer.checkpoint.codec import Packed, pack, unpack
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.config import SCHEDULE_FREE, OptimizerName, OptimizerSettings, all_settings
+from lora_trainer.config.config import all_settings
 from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
+from lora_trainer.config.declare import SCHEDULE_FREE, OptimizerName
+from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware.devices import KINDS
 from lora_trainer.planning.optimizer_facts import RATE, needed_otherwise
 from lora_trainer.training.optimizers import (

@@ -13,7 +13,8 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.cache.cache_plan import SampleSource
 from lora_trainer.cache.keys import CacheKey
-from lora_trainer.config.config import AdapterSettings, DataSettings, ObjectiveSettings
+from lora_trainer.config.inputs import DataSettings
+from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter import inject
 from lora_trainer.training.batch import Sample, collate

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.common.dist_env import DistEnv
+from lora_trainer.common.processes import DistEnv
 from lora_trainer.config.layers import read_settings_file
 from lora_trainer.reporting.trackers import PACKAGES
 from lora_trainer.run.prepare import Request

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import CHUNK_TOKENS
+from lora_trainer.config.declare import CHUNK_TOKENS
 from lora_trainer.importing import shared
 from lora_trainer.importing.folders import set_length, set_sizes
 from lora_trainer.importing.foreign import THERE, Foreign, as_number

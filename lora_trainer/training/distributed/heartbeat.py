@@ -33,9 +33,9 @@ import psutil
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch lists no exports
 
 import lora_trainer
-from lora_trainer.common.dist_env import DistEnv
 from lora_trainer.common.errors import RESUME, MachineError
 from lora_trainer.common.events import Event, EventStream
+from lora_trainer.common.processes import DistEnv
 
 INTERVAL_S = 0.5
 GRACE_S = 5.0

@@ -23,7 +23,6 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no exports listed
 
-from lora_trainer.common.dist_env import DistEnv, without_launcher
 from lora_trainer.common.errors import (
     RESUME,
     LoraTrainError,
@@ -32,6 +31,7 @@ from lora_trainer.common.errors import (
     TrainingStopped,
     first_line,
 )
+from lora_trainer.common.processes import DistEnv, without_launcher
 from lora_trainer.hardware.device_calls import gpu_identity, kind_of, may_copy_ahead
 from lora_trainer.network.async_copies import AsyncRead
 from lora_trainer.network.pinned_memory import pinned_copy

@@ -1,4 +1,4 @@
-"""The settings model: strict, documented, all errors at once, and the same after a round trip."""
+"""Settings: strict, documented, the same after a round trip, and a form for each; mistakes are named at once."""
 
 from __future__ import annotations
 
@@ -10,40 +10,30 @@ from pydantic import ValidationError
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import (
-    Config,
-    DataSettings,
-    FolderSettings,
     all_settings,
     build_config,
     build_run_config,
     flatten,
     overlaid,
     parse_assignment,
-    setting_keys,
 )
 from lora_trainer.config.constraints import SETTINGS, Rule
+from lora_trainer.config.running import Config
+
+INFOS = {info.key: info for info in all_settings()}
 
 
-def test_every_setting_is_documented_in_one_line() -> None:
-    for info in all_settings():
-        assert info.doc and "\n" not in info.doc and len(info.doc) <= 100, info.key
-        assert not info.doc.endswith("."), info.key
+def test_every_setting_has_a_default_one_line_and_a_label_of_its_own() -> None:
+    flat = flatten(Config())
+    assert list(flat) == list(INFOS) and len(INFOS) == len(all_settings())
+    assert len({(info.section, info.label) for info in INFOS.values()}) == len(INFOS)
+    for key, info in INFOS.items():
+        assert info.doc and "\n" not in info.doc and len(info.doc) <= 100, key
+        assert not info.doc.endswith("."), key
+        assert flat[key] == json.loads(json.dumps(info.default)), key
 
 
-def test_keys_are_those_of_a_flat_config() -> None:
-    keys = setting_keys()
-    assert list(flatten(Config())) == list(keys)
-    assert len(set(keys)) == len(keys)
-    assert all(key.count(".") == 1 for key in keys)
-
-
-def test_defaults_are_what_the_table_says() -> None:
-    defaults = flatten(Config())
-    for info in all_settings():
-        assert defaults[info.key] == json.loads(json.dumps(info.default)), info.key
-
-
-def test_a_flat_config_builds_the_same_config() -> None:
+def test_a_flat_config_builds_the_same_config_which_cannot_change() -> None:
     config = build_config(
         {
             "train.steps": 7,
@@ -57,43 +47,55 @@ def test_a_flat_config_builds_the_same_config() -> None:
             "objective.zero_terminal_snr": False,
         }
     )
-    flat = json.loads(json.dumps(flatten(config)))
-    assert build_config(flat) == config
+    assert build_config(json.loads(json.dumps(flatten(config)))) == config
     assert list(config.adapter.rank_pattern) == ["attn2", "attn"], "the first match wins"
     assert config.objective.zero_terminal_snr is False, "off is not auto"
-    assert config.sampling.prompts == ("a", "b")
+    assert config.memory.gradient_checkpointing == "none", "as older files write it"
+    with pytest.raises(ValidationError, match="frozen"):
+        config.train.batch_size = 9  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"train.step": 3}, "unknown setting 'train.step'. Did you mean 'train.steps'?"),
-        ({"steps": 3}, "unknown setting 'steps'"),
         ({"train": {"steps": 3}}, "unknown setting 'train'"),
         ({"train.steps": 0}, "train.steps=0"),
         ({"train.steps": "many"}, "train.steps='many'"),
         ({"optimizer.learning_rate": float("nan")}, "optimizer.learning_rate=nan"),
         ({"optimizer.learning_rate": float("inf")}, "optimizer.learning_rate=inf"),
-        ({"adapter.rank": 0}, "adapter.rank=0"),
         ({"train.precision": "fp8"}, "train.precision='fp8'"),
         ({"adapter.rank_pattern": {"(": 4}}, "rank_pattern='(': '(' is no regular expression"),
-        (
-            {"optimizer.learning_rate_pattern": {"ff[": 2.0}},
-            "learning_rate_pattern='ff[': 'ff[' is no regular expression",
-        ),
         ({"adapter.rank_pattern": {"attn": 0}}, "adapter.rank_pattern"),
         ({"optimizer.learning_rate_pattern": {"attn": -1}}, "optimizer.learning_rate_pattern"),
         ({"objective.flow_shift": 0}, "objective.flow_shift=0"),
         ({"objective.flow_shift": "auto"}, "objective.flow_shift='auto'"),
-        ({"objective.zero_terminal_snr": "perhaps"}, "objective.zero_terminal_snr='perhaps'"),
-        ({"base.prediction": "sample"}, "base.prediction='sample'"),
-        ({"output.format": "a1111"}, "output.format='a1111'"),
+        ({"data.folders.a.repeats": 0}, "data.folders.a.repeats=0"),
+        ({"data.folders": {"a": {"weight": -1}}}, "data.folders.a.weight=-1"),
+        ({"data.folders.a.repeat": 3}, "Did you mean 'data.folders.a.repeats'?"),
+        ({"data.folders": {"a": {"repets": 3}}}, "Did you mean 'data.folders.a.repeats'?"),
+        ({"data.folders.a": {"repeats": 3}}, "unknown setting 'data.folders.a'"),
+        ({"data.folders": 3, "data.folders.a.repeats": 3}, "data.folders=3"),
     ],
 )
-def test_what_is_wrong_is_named(values: dict[str, Any], message: str) -> None:
+def test_a_mistake_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as caught:
         build_config(values)
     assert message in caught.value.found
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"train.steps": -1, "adapter.rank": 0, "data.flip": "perhaps"},
+        {"train.stepz": 1, "adapter.rnak": 1},
+        {"adapter.kind": "loha", "adapter.dora": True, "optimizer.lora_plus_ratio": 2},
+    ],
+)
+def test_all_mistakes_of_a_kind_are_named_at_once(values: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        build_config(values)
+    assert all(key in caught.value.found for key in values)
 
 
 BROKEN: list[dict[str, Any]] = [
@@ -133,21 +135,25 @@ def test_each_rule_among_settings_is_said_alone(rule: Rule, values: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    "values",
     [
-        ({"data.folders.a.repeats": 0}, "data.folders.a.repeats=0"),
-        ({"data.folders": {"a": {"weight": -1}}}, "data.folders.a.weight=-1"),
-        ({"data.folders.a.repeat": 3}, "Did you mean 'data.folders.a.repeats'?"),
-        ({"data.folders": {"a": {"repets": 3}}}, "Did you mean 'data.folders.a.repeats'?"),
-        ({"data.folders.a": {"repeats": 3}}, "unknown setting 'data.folders.a'"),
-        ({"data.folders": 3}, "data.folders=3"),
-        ({"data.folders": 3, "data.folders.a.repeats": 3}, "data.folders=3"),
+        {"objective.min_timestep": 3, "objective.max_timestep": 3},
+        {"adapter.alpha": 400, "adapter.rank": 4},
+        {"train.steps": 10, "output.save_every_steps": 10},
+        {"memory.micro_batch": 2, "train.batch_size": 2},
+        {"adapter.dora": True, "adapter.rslora": True},
+        {"adapter.init": "pissa", "adapter.rslora": True},
+        {"adapter.kind": "lokr", "adapter.lokr_factor": -1},
+        {"adapter.targets": "all", "adapter.conv_rank": 4, "adapter.conv_alpha": 1},
+        {"adapter.kind": "loha", "optimizer.lora_plus_ratio": 1},
+        {"adapter.text_encoder": True, "optimizer.text_encoder_learning_rate": 1e-5},
+        {"adapter.rank_pattern": {r"attn\d\.to_q$": 4}},
+        {"adapter.kind": "loha", "train.init_from": "a.safetensors"},
+        {"data.trigger": 123},
     ],
 )
-def test_what_is_wrong_with_a_folder_is_named(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        build_config(values)
-    assert message in caught.value.found
+def test_limits_themselves_are_allowed(values: dict[str, Any]) -> None:
+    build_config(values)
 
 
 def test_folders_are_set_as_a_whole_or_piece_by_piece() -> None:
@@ -166,68 +172,14 @@ def test_folders_are_set_as_a_whole_or_piece_by_piece() -> None:
     assert flatten(build_config(values))["data.folders"] == values["data.folders"]
     assert overlaid(values, {"data.folders": {}})["data.folders"] == {}
     assert data.triggers == ("zibbo",)
-
-
-def test_every_setting_of_a_folder_is_one_of_the_data() -> None:
-    own = set(FolderSettings.model_fields) - {
-        "weight",
-        "regularisation",
-    }  # what is of a folder alone
-    assert own <= set(DataSettings.model_fields), "or it would be read by nobody"
-
-
-def test_all_errors_are_named_at_once() -> None:
-    with pytest.raises(RequestError) as caught:
-        build_config({"train.steps": -1, "adapter.rank": 0, "data.flip": "perhaps"})
-    assert all(name in caught.value.found for name in ("train.steps", "adapter.rank", "data.flip"))
-    with pytest.raises(RequestError) as caught:
-        build_config({"train.stepz": 1, "adapter.rnak": 1})
-    assert all(name in caught.value.found for name in ("train.stepz", "adapter.rnak"))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"objective.min_timestep": 3, "objective.max_timestep": 3},
-        {"adapter.alpha": 400, "adapter.rank": 4},
-        {"train.steps": 10, "output.save_every_steps": 10},
-        {"memory.micro_batch": 2, "train.batch_size": 2},
-        {"adapter.dora": True, "adapter.rslora": True},
-        {"adapter.init": "pissa", "adapter.rslora": True},
-        {"adapter.kind": "oft", "adapter.rank": 4},
-        {"adapter.kind": "lokr", "adapter.lokr_factor": 4},
-        {"adapter.kind": "lokr", "adapter.lokr_factor": -1},
-        {"adapter.targets": "all", "adapter.conv_rank": 4, "adapter.conv_alpha": 1},
-        {"adapter.kind": "loha", "optimizer.lora_plus_ratio": 1},
-        {"adapter.text_encoder": True, "optimizer.text_encoder_learning_rate": 1e-5},
-        {"adapter.rank_pattern": {r"attn\d\.to_q$": 4}},
-        {"optimizer.learning_rate_pattern": {"ff": 0}},
-        {"adapter.kind": "loha", "train.init_from": "a.safetensors"},
-        {"objective.flow_shift": "resolution", "objective.zero_terminal_snr": True},
-    ],
-)
-def test_limits_themselves_are_allowed(values: dict[str, Any]) -> None:
-    build_config(values)
-
-
-def test_all_contradictions_are_named_at_once() -> None:
-    with pytest.raises(RequestError) as caught:
-        build_config({"adapter.kind": "loha", "adapter.dora": True, "optimizer.lora_plus_ratio": 2})
-    for key in ("adapter.dora=true", "optimizer.lora_plus_ratio=2.0"):
-        assert f"{key} needs adapter.kind=lora, but it is loha: leave" in caught.value.found
-
-
-def test_a_config_cannot_change() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        Config().train.batch_size = 9  # type: ignore[misc]
+    of_folder = set(type(data.folders["a"]).model_fields) - {"weight", "regularisation"}
+    assert of_folder <= set(type(data).model_fields), "or nobody would read it"
 
 
 @pytest.mark.parametrize(
     ("text", "key", "value"),
     [
         ("train.steps=100", "train.steps", 100),
-        ("optimizer.learning_rate=1e-4", "optimizer.learning_rate", 1e-4),
-        ("data.flip=true", "data.flip", True),
         ("data.trigger=zorble = thing", "data.trigger", "zorble = thing"),
         ("objective.min_snr_gamma=null", "objective.min_snr_gamma", None),
         ('sampling.prompts=["a, b"]', "sampling.prompts", ["a, b"]),
@@ -239,17 +191,62 @@ def test_assignments_are_json_where_they_can_be(text: str, key: str, value: Any)
     assert parse_assignment(text) == (key, value)
 
 
-def test_an_assignment_needs_an_equals_sign() -> None:
+def test_an_assignment_needs_an_equals_sign_and_a_run_has_no_auto() -> None:
     with pytest.raises(RequestError, match="has no '='"):
         parse_assignment("train.steps")
-
-
-def test_the_settings_of_a_run_have_no_auto() -> None:
     with pytest.raises(RequestError, match=r"train\.steps='auto'.*has to be decided"):
         build_run_config({})
 
 
-def test_a_word_of_digits_is_a_word() -> None:
-    key, value = parse_assignment("data.trigger=123")
-    assert build_config({key: value}).data.trigger == "123"
-    assert build_config({"train.steps": 12}).train.steps == 12
+@pytest.mark.parametrize(
+    ("key", "form", "allowed", "label"),
+    [
+        ("data.flip", {"kind": "switch"}, "", "Flip"),
+        (
+            "adapter.kind",
+            {"kind": "choice", "words": ("lora", "loha", "lokr", "oft")},
+            "",
+            "Kind",
+        ),
+        (
+            "objective.zero_terminal_snr",
+            {"kind": "choice", "words": ("auto", True, False)},
+            "",
+            "Zero terminal SNR",
+        ),
+        (
+            "data.resolution",
+            {"kind": "number", "words": ("auto",), "whole": True, "low": 16, "high": 4096},
+            "a whole number from 16 to 4,096 or auto",
+            "Resolution",
+        ),
+        (
+            "objective.min_snr_gamma",
+            {"kind": "number", "low": 0, "high": 100, "above_low": True, "nullable": True},
+            "a number above 0 to 100 or empty: none",
+            "Min SNR gamma",
+        ),
+        (
+            "optimizer.beta1",
+            {"kind": "number", "low": 0.0, "high": 1.0, "below_high": True},
+            "a number from 0 below 1",
+            "Beta1",
+        ),
+        ("base.vae", {"kind": "text", "nullable": True}, "empty: none", "VAE"),
+        ("sampling.prompts", {"kind": "list"}, "", "Prompts"),
+        ("adapter.rank_pattern", {"kind": "mapping"}, "", "Rank pattern"),
+        ("adapter.rslora", {"kind": "switch"}, "", "rsLoRA"),
+        (
+            "data.cache_max_gib",
+            {"kind": "number", "low": 0, "high": 100_000, "above_low": True},
+            "a number above 0 to 100,000",
+            "Cache max",
+        ),
+    ],
+)
+def test_forms_follow_from_the_schema(
+    key: str, form: dict[str, Any], allowed: str, label: str
+) -> None:
+    info = INFOS[key]
+    assert vars(info.form) == {**vars(type(info.form)(kind=form["kind"])), **form}
+    assert (info.form.allowed, info.label) == (allowed, label)

@@ -8,29 +8,22 @@ import platform
 import psutil
 import pytest
 
-from lora_trainer.common.gc_control import gc_disabled, give_back_heap
+from lora_trainer.common.processes import gc_disabled, give_back_heap
 
 
-def test_the_collector_rests_inside_and_goes_on_after() -> None:
-    assert gc.isenabled()
-    with gc_disabled():
-        assert not gc.isenabled()
+def test_the_collector_rests_inside_and_goes_on_after_also_after_a_failure() -> None:
+    @gc_disabled()
+    def fail() -> None:
         with gc_disabled():
             assert not gc.isenabled()
         assert not gc.isenabled(), "the inner one leaves it to the outer one"
-    assert gc.isenabled()
-
-
-def test_it_goes_on_after_a_failure_and_works_on_functions() -> None:
-    @gc_disabled()
-    def fail() -> None:
-        assert not gc.isenabled()
         raise ValueError("mine")
 
     for _ in range(2):
+        assert gc.isenabled()
         with pytest.raises(ValueError, match="mine"):
             fail()
-        assert gc.isenabled()
+    assert gc.isenabled()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")

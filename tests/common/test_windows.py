@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -230,36 +229,20 @@ def test_a_pipe_with_another_encoding_gets_utf_8(tmp_path: Path) -> None:
 # ---- what the code may not do
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """A place that may use what Windows lacks, with the reason."""
-
-    file: str
-    name: str
-    why: str
-
-
-ALLOWED = (
-    Allowed(
-        "lora_trainer/common/files.py", "os.statvfs", "behind sys.platform: shutil.disk_usage there"
-    ),
-    Allowed(
-        "lora_trainer/common/files.py", "os.open", "open_binary, which adds O_BINARY, and folders"
-    ),
-    Allowed("lora_trainer/common/detached.py", "os.kill", "behind sys.platform"),
-    Allowed("lora_trainer/common/detached.py", "start_new_session", "behind sys.platform"),
-)
+ALLOWED = {
+    ("lora_trainer/common/files.py", "os.open"): "open_binary, which adds O_BINARY, and folders",
+    ("lora_trainer/common/processes.py", "os.kill"): "behind sys.platform",
+    ("lora_trainer/common/processes.py", "start_new_session"): "behind sys.platform",
+    ("lora_trainer/checkpoint/codec.py", "os.rename"): "tried again while it is open",
+    ("lora_trainer/checkpoint/states.py", "os.rename"): "onto a free name, tried again",
+    ("gui/journal.py", "os.sync"): "where it is there, else file by file",
+    ("gui/access.py", "os.link"): "a rename where there are no links",
+}
+"""Places that may use names that Windows lacks, with the reason."""
 _BEHAVES_OTHERWISE = {"os.open", "os.kill", "os.rename", "os.link"}
-ALLOWED += (
-    Allowed("lora_trainer/checkpoint/codec.py", "os.rename", "tried again while it is open"),
-    Allowed("lora_trainer/checkpoint/states.py", "os.rename", "onto a free name, tried again"),
-    Allowed("gui/journal.py", "os.sync", "where it is there, else file by file"),
-    Allowed("gui/access.py", "os.link", "a rename where there are no links"),
-)
 
 
 def test_no_code_relies_on_what_windows_lacks() -> None:
-    allowed = {(place.file, place.name) for place in ALLOWED}
     used = {(file, name) for file, _, name in _uses() if name is not None}
     missing = {
         (file, name)
@@ -268,8 +251,7 @@ def test_no_code_relies_on_what_windows_lacks() -> None:
         or name.partition(".")[2] in MISSING.get(name.partition(".")[0], ())
         or name.partition(".")[0] in MISSING_MODULES
     }
-    assert missing - allowed == set()
-    assert allowed - missing == set(), "no longer used: take it out of ALLOWED"
+    assert missing == ALLOWED.keys(), "no longer used: take it out of ALLOWED"
 
 
 def test_text_files_are_written_as_utf_8_with_unix_lines() -> None:

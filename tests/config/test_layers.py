@@ -1,0 +1,307 @@
+"""Layers of settings and the files they come from: later wins, mistakes name file, line and column."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config import layers as resolve_module
+from lora_trainer.config.config import flatten, setting_keys
+from lora_trainer.config.layers import FamilyPresets, Resolved, read_settings_file, resolve
+from lora_trainer.config.running import Config
+from tests.fakes.runs import run_cli, toy
+
+KEY = "sampling.steps"
+
+
+def resolved(**changes: Any) -> Resolved:
+    """Resolve for Stable Diffusion 1.x on a 12 GiB GPU, but for the changes."""
+    request: dict[str, Any] = {
+        "family": "sd15",
+        "tier": "10-12",
+        "priority": "balanced",
+        "preset": "auto",
+        "config_file": None,
+        "overrides": {},
+    }
+    return resolve(**{**request, **changes})
+
+
+@pytest.fixture
+def presets(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """Presets in which every layer sets another value, to be taken away layer by layer."""
+    layers: dict[str, dict[str, Any]] = {
+        "base": {KEY: 101},
+        "tier": {KEY: 102},
+        "priority": {KEY: 103},
+        "cell": {KEY: 104},
+    }
+    made = FamilyPresets(
+        family="sd15",
+        title="",
+        base=layers["base"],
+        tiers={"10-12": layers["tier"], "cpu": {}},
+        priorities={"balanced": layers["priority"], "speed": {}},
+        cells={"10-12/balanced": layers["cell"]},
+    )
+    monkeypatch.setattr(resolve_module, "load_presets", lambda family: made)
+    return layers
+
+
+def test_later_layers_win(tmp_path: Path, presets: dict[str, dict[str, Any]]) -> None:
+    preset, config = tmp_path / "mine.json", tmp_path / "run.toml"
+    preset.write_text('{"sampling.steps": 105}')
+    config.write_text("[sampling]\nsteps = 106")
+    asked: dict[str, Any] = {
+        "preset": str(preset),
+        "config_file": read_settings_file(config),
+        "overrides": {KEY: 107},
+    }
+    expected = [
+        (107, "command line", lambda: asked["overrides"].clear()),
+        (106, f"config {config}", lambda: asked.pop("config_file")),
+        (105, f"preset {preset}", lambda: asked.pop("preset")),
+        (104, "cell 10-12/balanced", presets["cell"].clear),
+        (103, "priority balanced", presets["priority"].clear),
+        (102, "preset 10-12", presets["tier"].clear),
+        (101, "family sd15", presets["base"].clear),
+        (25, "default", lambda: None),
+    ]
+    for value, layer, take_away in expected:
+        result = resolved(**asked)
+        assert (result.config.sampling.steps, result.origins[KEY].layer) == (value, layer)
+        take_away()
+
+
+def test_every_setting_has_an_origin_and_default_means_default() -> None:
+    result = resolved()
+    assert set(result.origins) == set(setting_keys())
+    values, defaults = flatten(result.config), flatten(Config())
+    for key, origin in result.origins.items():
+        assert origin.layer != "default" or values[key] == defaults[key]
+
+
+@pytest.mark.parametrize(
+    ("preset", "tier", "name"),
+    [
+        ("auto", "10-12", "sd3/10-12"),
+        ("16-24", "16-24", "sd3/16-24"),
+        ("sd3/6-8", "6-8", "sd3/6-8"),
+        ("cpu", "cpu", "sd3/cpu"),
+    ],
+)
+def test_a_named_preset_replaces_the_tier_of_the_machine(preset: str, tier: str, name: str) -> None:
+    result = resolved(family="sd3", preset=preset)
+    assert (result.tier, result.preset) == (tier, name)
+    sized = "default" if tier in ("cpu", "16-24") else f"preset {tier}"
+    assert result.origins["data.resolution"].layer == sized
+
+
+def test_the_batch_of_the_presets_is_known_whatever_is_typed() -> None:
+    """The learning rate beside it is for this batch."""
+    typed = {"train.batch_size": 3}
+    assert resolved(overrides=typed).preset_batch_size == 1
+    assert resolved(preset="cpu", overrides=typed).preset_batch_size == 8
+
+
+@pytest.mark.parametrize("preset", ["sd15/6-9", "sd16/6-8", "quality", "10-13"])
+def test_an_unknown_preset_lists_the_names(preset: str) -> None:
+    with pytest.raises(RequestError, match=r"sd15/6-8.*Fix") as caught:
+        resolved(preset=preset)
+    assert preset != "10-13" or "Did you mean '10-12'?" in str(caught.value)
+
+
+def test_a_preset_of_another_family_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(resolve_module, "preset_families", lambda: ("sd15", "sdxl"))
+    with pytest.raises(RequestError, match=r"for sdxl.*--preset sd15/6-8"):
+        resolved(preset="sdxl/6-8")
+    file = tmp_path / "shared.json"
+    file.write_text('{"family": "sdxl", "settings": {}}')
+    with pytest.raises(RequestError, match="for sdxl, the base model is sd15"):
+        resolved(preset=str(file))
+
+
+def test_a_cell_that_cannot_work_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells: Mapping[str, Any] = {"cpu/quality": {"unsupported": "it would take days"}}
+    presets = FamilyPresets(
+        family="sd15", title="", base={}, tiers={"cpu": {}}, priorities={"speed": {}}, cells=cells
+    )
+    monkeypatch.setattr(resolve_module, "load_presets", lambda family: presets)
+    with pytest.raises(RequestError, match="it would take days"):
+        resolved(tier="cpu", priority="quality")
+    assert resolved(tier="cpu", priority="speed").tier == "cpu"
+
+
+def test_a_bad_value_names_the_file_it_is_from(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('{"train": {"batch_size": 0},\n "train.seed": 3}')
+    with pytest.raises(RequestError, match=r"train\.batch_size=0.*a\.json:1:12") as caught:
+        resolved(config_file=read_settings_file(file))
+    assert "train.seed" not in str(caught.value)
+
+
+def test_a_contradiction_names_both_origins(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('{"objective.min_timestep": 900}')
+    with pytest.raises(RequestError, match=r"min_timestep is from .*a\.json:1:2"):
+        resolved(config_file=read_settings_file(file), overrides={"objective.max_timestep": 100})
+
+
+def test_a_resumed_run_keeps_its_own_settings(tmp_path: Path) -> None:
+    own = flatten(resolved(priority="quality", overrides={"train.steps": 9}).config)
+    file = tmp_path / "a.json"
+    file.write_text('{"output.keep_last": 9}')
+    result = resolved(
+        priority="speed",
+        run_settings=own,
+        overrides={"train.steps": 11},
+        config_file=read_settings_file(file),
+    )
+    assert result.config.adapter.rank == 32, "no preset applies to a resumed run"
+    assert result.origins["adapter.rank"].layer == "resumed run"
+    assert (result.config.train.steps, result.config.output.keep_last) == (11, 9)
+    assert result.origins["train.steps"].layer == "command line"
+
+
+# ---- kinds of concept
+
+
+@pytest.mark.parametrize(
+    ("kind", "flip", "dropout"),
+    [("any", False, 0.05), ("person", False, 0.0), ("object", False, 0.0), ("style", True, 0.1)],
+)
+def test_a_kind_of_concept_is_a_layer_above_the_presets(
+    kind: str, flip: bool, dropout: float
+) -> None:
+    result = resolved(overrides={"train.concept": kind})
+    assert (result.config.data.flip, result.config.data.caption_dropout) == (flip, dropout)
+    origin = result.origins["data.flip"]
+    assert (origin.layer == f"concept {kind}", bool(origin.reason)) == ((kind != "any"),) * 2
+
+
+def test_files_and_typed_settings_are_above_the_concept(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"train.concept": "style", "data.flip": False}))
+    contents = read_settings_file(file)
+    for result in (resolved(config_file=contents), resolved(preset=str(file))):
+        assert (result.config.data.flip, result.config.data.caption_dropout) == (False, 0.1)
+    typed = {"train.concept": "person", "data.caption_dropout": 0.3}
+    assert resolved(overrides=typed, config_file=contents).config.data.caption_dropout == 0.3
+    before = {"train.concept": "style", "data.flip": False, "data.caption_dropout": 0.4}
+    resumed = resolved(run_settings=before).config.data
+    assert (resumed.flip, resumed.caption_dropout) == (False, 0.4)
+    with pytest.raises(RequestError, match="train.concept"):
+        resolved(overrides={"train.concept": "dog"})
+
+
+def test_the_command_line_has_a_word_for_the_concept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["plan", str(toy(tmp_path).dataset), "--base", "embedded", "--json"]
+    line.append(f"--set=data.cache_dir={tmp_path}")
+    assert run_cli([*line, "--kind", "style"]) == 0
+    row = json.loads(capsys.readouterr().out)["settings"]["data.flip"]
+    assert (row["value"], row["origin"], bool(row["reason"])) == (True, "concept style", True)
+    assert run_cli([*line, "--kind", "dog"]) == 2
+
+
+# ---- settings files
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("nested.json", '{"train": {"steps": 7},\n "optimizer": {"learning_rate": 0.5}}'),
+        ("flat.json", '{"train.steps": 7, "optimizer.learning_rate": 0.5}'),
+        ("mixed.json", '{"train": {"steps": 7}, "optimizer.learning_rate": 0.5}'),
+        ("bom.json", '\ufeff{"train.steps": 7, "optimizer.learning_rate": 0.5}'),
+        ("schema.json", '{"$schema": "x", "train.steps": 7, "optimizer.learning_rate": 0.5}'),
+        ("shared.json", '{"settings": {"train.steps": 7, "optimizer.learning_rate": 0.5}}'),
+        (
+            "plan.json",
+            '{"tier": "cpu", "settings": {"train.steps": {"value": 7, "origin": "default"},'
+            ' "optimizer.learning_rate": {"value": 0.5, "origin": "default", "reason": ""}}}',
+        ),
+        ("nested.toml", "[train]\nsteps = 7\n[optimizer]\nlearning_rate = 0.5"),
+        ("dotted.toml", "train.steps = 7\noptimizer.learning_rate = 0.5"),
+        ("quoted.toml", '"train.steps" = 7\n"optimizer.learning_rate" = 0.5'),
+        ("wrapped.TOML", "[settings.train]\nsteps = 7\n[settings.optimizer]\nlearning_rate = 0.5"),
+    ],
+)
+def test_every_way_to_write_settings_means_the_same(tmp_path: Path, name: str, text: str) -> None:
+    read = read_settings_file(written(tmp_path, name, text))
+    assert read.values == {"train.steps": 7, "optimizer.learning_rate": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "place", "message"),
+    [
+        ("a.json", '{\n  "train": {"stepz": 7}}', ":2:13", "Did you mean 'train.steps'?"),
+        ("a.json", '{\n  "lerning_rate": 7}', ":2:3", "Did you mean 'optimizer.learning_rate'?"),
+        ("a.json", '{"train": {"steps": 7,}}', ":1:23", "not JSON"),
+        ("a.json", '{"train.steps": 1,\n "train": {"steps": 7}}', ":2:12", "set twice"),
+        ("a.json", '{"train.steps": 1, "train.steps": 2}', "", "occurs twice"),
+        ("a.json", '{"train": 5}', ":1:2", "unknown setting 'train'"),
+        ("a.json", '{"train.steps": NaN}', "", "NaN is not a number"),
+        ("a.json", "[1, 2]", "", "holds a list"),
+        ("a.json", "[" * 100_000, "", "Fix"),
+        ("a.toml", "[train]\n\nstepz = 7", ":3:1", "Did you mean 'train.steps'?"),
+        ("a.toml", "[train]\nsteps = = 7", ":2:9", "not TOML"),
+        ("a.toml", "[train]\nsteps = 1\nsteps = 2\n", ":3:10", "not TOML"),
+        ("a.toml", "x = " + "[" * 100_000, "", "Fix"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(
+    tmp_path: Path, name: str, text: str, place: str, message: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_settings_file(written(tmp_path, name, text))
+    assert f"{name}{place}" in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_other_files_are_refused_and_all_unknown_keys_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00\x80")
+    for name in ("binary.toml", "missing.json"):
+        with pytest.raises(RequestError, match=name):
+            read_settings_file(tmp_path / name)
+    file = written(tmp_path, "a.json", '{"train": {"a": 1},\n "data": {"b": 2}}')
+    with pytest.raises(RequestError, match=r"a\.json:1:12.*'train\.a'.*a\.json:2:11.*'data\.b'"):
+        read_settings_file(file)
+
+
+@given(
+    keys=st.lists(st.sampled_from(setting_keys()), unique=True),
+    indent=st.sampled_from([None, 0, 1, 4]),
+    noise=st.text(max_size=8),
+)
+def test_places_point_at_the_key_itself(
+    tmp_path_factory: pytest.TempPathFactory, keys: list[str], indent: int | None, noise: str
+) -> None:
+    """Values that look like JSON must not move the place of a key."""
+    nested: dict[str, dict[str, str]] = {}
+    for key in keys:
+        section, name = key.split(".")
+        nested.setdefault(section, {})[name] = f'{{"{noise}": [,'
+    text = json.dumps(nested, indent=indent)
+    file = written(tmp_path_factory.mktemp("places"), "a.json", text)
+    lines = text.splitlines()
+    for key, place in read_settings_file(file).places.items():
+        line, column = (int(number) for number in place.split(":")[-2:])
+        leaf = json.dumps(key.split(".")[1])
+        assert lines[line - 1][column - 1 :].startswith(leaf)
