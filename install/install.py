@@ -2,9 +2,10 @@
 """Installs lora-train into an environment of its own, with the build of PyTorch for the GPU of this machine.
 
 Started by install.sh (Linux, macOS) or install.ps1 (Windows); needs nothing but Python 3.11 to 3.13. It says
-every step before it does the first, asks, never wants administrator's rights, and writes in two places only:
-one folder with the environment, and one link (Windows: a .cmd file) to the command. `--uninstall` removes
-both and nothing else: runs, caches and datasets stay.
+every step before it does the first, asks, never wants administrator's rights, and writes in three places only:
+one folder with the environment, one link (Windows: a .cmd file) to the command, and, where terminals do not know
+that link's folder yet, PATH of this user. `--uninstall` removes all three and nothing else: runs, caches and
+datasets stay.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import argparse
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +49,8 @@ EXTRAS = {"cuda": "cuda,gui,log", "cuda-old": "cuda,gui,log"}
 EXTRAS_ELSEWHERE = "gui,log"
 MARKER = "installed-by-lora-train"
 """A file in the environment's folder: a folder without it is never removed."""
+PATH_REMARK = "# written by lora-train's installer"
+"""Ends the line that puts the command on PATH: no other line of a shell's file is ever removed."""
 
 
 class Refused(Exception):
@@ -78,6 +83,11 @@ class Paths:
     def python(self) -> Path:
         return _in_environment(self.environment, "python")
 
+    @property
+    def is_on_path(self) -> bool:
+        """Whether this terminal finds the command by its name."""
+        return str(self.command.parent) in os.environ.get("PATH", "").split(os.pathsep)
+
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
@@ -107,6 +117,9 @@ def install(options: argparse.Namespace, paths: Paths) -> int:
         print(f"     or, where that has no {TORCH}, {_words(other)}")
     print(f"  3. run {_words(trainer)}")
     print(f"  4. put the command lora-train at {paths.command}")
+    if not paths.is_on_path:
+        where = "your user's Path" if WINDOWS else shell_file()
+        print(f"  5. add {paths.command.parent} to {where}, so that new terminals know it")
     if options.dry_run:
         return 0
     if not (options.yes or _agreed("Go on?")):
@@ -118,7 +131,13 @@ def install(options: argparse.Namespace, paths: Paths) -> int:
             "pip failed, see above; run the installer again to go on, or with --uninstall to undo"
         )
     _link(paths)
-    print(f"Done. Try: {_shown_command(paths)} doctor")
+    if paths.is_on_path:
+        print("Done. Start it with: lora-train gui")
+        return 0
+    (add_to_windows_path if WINDOWS else add_to_shell)(paths.command.parent)
+    whole = f'& "{paths.command}"' if WINDOWS else shlex.quote(str(paths.command))
+    print("Done. Open a new terminal and start it with: lora-train gui")
+    print(f"In this terminal: {whole} gui")
     return 0
 
 
@@ -132,6 +151,7 @@ def uninstall(paths: Paths, *, yes: bool) -> int:
         return 1
     _refuse_foreign(paths)
     paths.command.unlink(missing_ok=True)
+    (remove_from_windows_path if WINDOWS else remove_from_shell)(paths.command.parent)
     shutil.rmtree(paths.environment)
     if not any(paths.environment.parent.iterdir()):
         paths.environment.parent.rmdir()
@@ -282,10 +302,79 @@ def _refuse_foreign(paths: Paths) -> None:
         )
 
 
-def _shown_command(paths: Paths) -> str:
-    """Return how the command is started: its name where the folder is on PATH, else its whole path."""
-    on_path = str(paths.command.parent) in os.environ.get("PATH", "").split(os.pathsep)
-    return "lora-train" if on_path else str(paths.command)
+# ---- PATH
+
+
+def shell_file() -> Path:
+    """Return the file that each new terminal of this user's shell reads."""
+    shell = Path(os.environ.get("SHELL", "")).name
+    if shell == "zsh":
+        return Path(os.environ.get("ZDOTDIR") or Path.home()) / ".zshrc"
+    if shell == "fish":
+        return Path.home() / ".config" / "fish" / "conf.d" / "lora-train.fish"
+    if shell == "bash":  # the terminals of macOS are login shells, which do not read .bashrc
+        return Path.home() / (".bash_profile" if sys.platform == "darwin" else ".bashrc")
+    return Path.home() / ".profile"
+
+
+def add_to_shell(folder: Path) -> None:
+    """Put `folder` first on PATH in the shell's file, once however often it is called."""
+    remove_from_shell(folder)
+    file, quoted = shell_file(), shlex.quote(str(folder))
+    fish = file.suffix == ".fish"
+    line = f"fish_add_path {quoted}" if fish else f'export PATH={quoted}:"$PATH"'
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    new_line = "" if not text or text.endswith("\n") else "\n"
+    with file.open(
+        "a", encoding="utf-8"
+    ) as opened:  # appended: a link to the user's own place stays one
+        opened.write(f"{new_line}{line}  {PATH_REMARK}\n")
+
+
+def remove_from_shell(folder: Path) -> None:
+    """Remove the line that `add_to_shell` wrote; a file that then is empty goes too."""
+    file = shell_file()
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    left = [line for line in lines if not (PATH_REMARK in line and str(folder) in line)]
+    if left == lines:
+        return
+    if left:
+        file.write_text("".join(left), encoding="utf-8")
+    else:
+        file.unlink()
+
+
+def add_to_windows_path(folder: Path) -> None:
+    """Put `folder` last on this user's Path, once however often it is called."""
+    _write_windows_path(
+        lambda folders: folders if str(folder) in folders else [*folders, str(folder)]
+    )
+
+
+def remove_from_windows_path(folder: Path) -> None:
+    """Take `folder` off this user's Path; the other folders stay as they are written."""
+    _write_windows_path(lambda folders: [each for each in folders if each != str(folder)])
+
+
+def _write_windows_path(change: Callable[[list[str]], list[str]]) -> None:
+    import ctypes
+    import winreg
+
+    access = winreg.KEY_READ | winreg.KEY_WRITE
+    with winreg.OpenKey(winreg.HKEY_CURRENT_USER, "Environment", 0, access) as key:
+        try:
+            text, kind = winreg.QueryValueEx(key, "Path")
+        except FileNotFoundError:
+            text, kind = "", winreg.REG_EXPAND_SZ
+        folders = text.split(";") if text else []
+        changed = change(folders)
+        if changed == folders:
+            return
+        winreg.SetValueEx(key, "Path", 0, kind, ";".join(changed))
+    # Without this message (WM_SETTINGCHANGE to every window, 5 s at most) new terminals get the old Path until
+    # the user logs in again.
+    ctypes.windll.user32.SendMessageTimeoutW(0xFFFF, 0x1A, 0, "Environment", 2, 5000, None)
 
 
 def _in_environment(folder: Path, name: str) -> Path:

@@ -13,8 +13,9 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -178,6 +179,63 @@ def test_windows_paths_are_below_localappdata(monkeypatch: pytest.MonkeyPatch) -
     assert paths.command == home / "lora-train" / "bin" / "lora-train.cmd"
 
 
+@pytest.mark.parametrize("text", [None, "", "C:\\\\Tools;%USERPROFILE%\\\\bin;", "C:\\\\Tools"])
+def test_the_command_is_added_to_the_path_of_a_windows_user_and_taken_off(
+    text: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = {} if text is None else {"Path": (text, "REG_EXPAND_SZ")}
+    told: list[tuple[object, ...]] = []
+
+    def read(key: object, name: str) -> tuple[str, str]:
+        if name not in registry:
+            raise FileNotFoundError(name)
+        return registry[name]
+
+    winreg = SimpleNamespace(
+        KEY_READ=1,
+        KEY_WRITE=2,
+        HKEY_CURRENT_USER="user",
+        REG_EXPAND_SZ="REG_EXPAND_SZ",
+        OpenKey=lambda *_: nullcontext("key"),
+        QueryValueEx=read,
+        SetValueEx=lambda key, name, _, kind, value: registry.update({name: (value, kind)}),
+    )
+    monkeypatch.setitem(sys.modules, "winreg", winreg)
+    windows = SimpleNamespace(user32=SimpleNamespace(SendMessageTimeoutW=lambda *a: told.append(a)))
+    monkeypatch.setitem(sys.modules, "ctypes", SimpleNamespace(windll=windows))
+    folder = Path("C:/Users/ann/AppData/Local/lora-train/bin")
+    for _ in range(2):
+        installer.add_to_windows_path(folder)
+    assert registry["Path"] == (";".join([*([text] if text else []), str(folder)]), "REG_EXPAND_SZ")
+    assert len(told) == 1, "windows are told of a change, and only of one"
+    installer.remove_from_windows_path(folder)
+    assert registry["Path"][0] == (text or "")
+
+
+@pytest.mark.parametrize(
+    ("shell", "system", "file"),
+    [
+        ("/bin/zsh", "darwin", ".zshrc"),
+        ("/bin/bash", "darwin", ".bash_profile"),
+        ("/usr/bin/bash", "linux", ".bashrc"),
+        ("/usr/bin/fish", "linux", ".config/fish/conf.d/lora-train.fish"),
+        ("/bin/dash", "linux", ".profile"),
+    ],
+)
+def test_each_shell_reads_the_folder_of_the_command_from_its_own_file(
+    shell: str, system: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHELL", shell)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("ZDOTDIR", raising=False)
+    monkeypatch.setattr(installer.sys, "platform", system)
+    for _ in range(2):
+        installer.add_to_shell(tmp_path / "a bin")
+    assert (tmp_path / file).read_text().count(f"'{tmp_path}/a bin'") == 1
+    installer.remove_from_shell(tmp_path / "a bin")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def wheel(folder: Path, name: str, version: str, files: Mapping[str, str], extra: str = "") -> Path:
     """Write a wheel of a package with these files."""
     path = folder / f"{name}-{version}-py3-none-any.whl"
@@ -213,8 +271,10 @@ def test_installs_offline_runs_goes_on_and_is_removed_without_a_trace(tmp_path: 
     home = tmp_path / "home"
     home.mkdir()
     (home / "precious").write_text("a run")
+    (home / ".bashrc").write_text("alias ll='ls -l'")  # without a last line end
     environment = {
         "HOME": str(home),
+        "SHELL": "/bin/bash",
         "XDG_DATA_HOME": "",
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(packages),
@@ -222,20 +282,26 @@ def test_installs_offline_runs_goes_on_and_is_removed_without_a_trace(tmp_path: 
     line = ["--gpu", "cpu", "--source", str(trainer)]
     unanswered = run(*line, **environment)
     assert unanswered.returncode == 1 and "--yes" in unanswered.stdout
-    assert sorted(path.name for path in home.iterdir()) == ["precious"]
+    assert sorted(path.name for path in home.iterdir()) == [".bashrc", "precious"]
     for _ in range(2):
         done = run(*line, "--yes", **environment)
         assert done.returncode == 0, done.stdout + done.stderr
     command = home / ".local" / "bin" / "lora-train"
-    assert f"Try: {command} doctor" in done.stdout
-    answer = subprocess.run([command], capture_output=True, text=True, check=True)
-    assert answer.stdout == "trains with 2.13.0\n"
+    assert done.stdout.endswith(
+        f"Open a new terminal and start it with: lora-train gui\nIn this terminal: {command} gui\n"
+    )
+    for words in ([command], ["bash", "-ic", "lora-train"]):  # here, and in a new terminal
+        answer = subprocess.run(
+            words, env={**os.environ, **environment}, capture_output=True, text=True, check=True
+        )
+        assert answer.stdout == "trains with 2.13.0\n"
     removed = run("--uninstall", "--yes", **environment)
     assert removed.returncode == 0, removed.stderr
     left = [
         path for path in (home / ".local").rglob("*") if not path.is_dir() or "lora" in path.name
     ]
     assert left == [] and (home / "precious").exists()
+    assert (home / ".bashrc").read_text() == "alias ll='ls -l'\n"
     again = run("--uninstall", "--yes", **environment)
     assert again.returncode == 1 and "nothing to remove" in again.stderr
 
