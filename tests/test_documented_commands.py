@@ -13,7 +13,7 @@ from lora_trainer.config.config import check_keys, parse_assignment
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-BLOCK = re.compile(r"^```(?:sh|powershell)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^ *```(?:sh|powershell)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
 def commands(page: Path) -> list[list[str]]:
