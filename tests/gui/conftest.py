@@ -59,8 +59,13 @@ LAPTOP = {"width": 1280, "height": 800}
 WITHIN_MS = 90_000
 """How long a page may take where nothing else is said: two cores may be busy with other tests."""
 _IN_THE_PAGE = ("about", "blob", "data")
-LEFT_WHILE_ASKING = ("AbortError: signal is aborted", "Unexpected error Connection errored out")
-"""Gradio's own words on a page that is left or loaded again before an answer has come."""
+LEFT_WHILE_ASKING = (
+    "AbortError: signal is aborted",
+    "Unexpected error Connection errored out",
+    "TypeError: Failed to fetch",
+)
+"""Words of a page that is left or loaded again before an answer has come. A request that fails for another reason has
+a line of the browser's own beside them (net::ERR_... or the status)."""
 
 _PAGES = pytest.StashKey[list[Any]]()
 
