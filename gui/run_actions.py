@@ -13,7 +13,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import read_json_object
 from lora_trainer.config.choices import PRIORITIES
 from lora_trainer.queue import commands
-from lora_trainer.reporting.control import Control, Request, SampleRequest
+from lora_trainer.reporting.control import Control, Request
 from lora_trainer.reporting.history import mapping, read_history
 from lora_trainer.reporting.status import end_process, read_status
 
@@ -32,7 +32,7 @@ def ask(work: Workplace, run: str, request: Request) -> None:
 
 def ask_for_samples(work: Workplace, run: str, prompt: str) -> None:
     """Ask a run for sample images of a prompt, of its own prompts where it is empty; raises as `ask`."""
-    Control(_training_folder(work, run)).request_samples(SampleRequest.of(prompt))
+    Control(_training_folder(work, run)).request("sample", prompt=prompt)
 
 
 def _training_folder(work: Workplace, run: str) -> Path:

@@ -17,7 +17,7 @@ from lora_trainer.config.config import SettingInfo, all_settings, build_config, 
 from lora_trainer.config.layers import COMMAND_LINE, RESUMED, TIERS, resolve
 from lora_trainer.reporting.charts import Html, join, table, tag
 from lora_trainer.reporting.history import Row, mapping
-from lora_trainer.reporting.report_details import value_text
+from lora_trainer.reporting.report import value_text
 
 _NOT_CLONED = ("base.model", "output.folder", "output.name")
 """What a draft has fields of its own for, or a new run must not share."""

@@ -84,7 +84,14 @@ def test_module_says_what_it_is_for(path: Path) -> None:
 def light_modules() -> list[str]:
     """Return the modules behind the commands that must answer at once."""
     names = ["cli.main", "lora.adapter_size", "lora_file.inspect", "network.swapped_blocks"]
-    names += ["queue.commands", "run.answers", "run.plan_text", "run.prepare", "tools.describe"]
+    names += [
+        "cli.look_around",
+        "queue.commands",
+        "run.machine_report",
+        "run.plan_text",
+        "run.prepare",
+    ]
+    names += ["run.run_folder", "tools.describe"]
     names += [f"cache.{name}" for name in ("background", "index", "keys", "lease", "store")]
     found = [f"lora_trainer.{name}" for name in names]
     for room in TORCH_FREE_ROOMS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.network.out_of_memory import device_memory
-from lora_trainer.run import train as run_module
-from lora_trainer.run.step_monitor import Notices
+from lora_trainer.run import step_monitor
 from lora_trainer.training import loop, pace, slow_causes
 from lora_trainer.training.cores import CpuTimes
 from tests.fakes.runs import Toy, toy
@@ -107,8 +105,7 @@ def test_host_memory_that_grows_is_said_once(
 
     monkeypatch.setattr(pace, "BLOCK_STEPS", 1)
     monkeypatch.setattr(loop, "device_memory", leaking)
-    noticing = partial(Notices, free_host_bytes=lambda: free_mib * 2**20)
-    monkeypatch.setattr(run_module, "Notices", noticing)
+    monkeypatch.setattr(step_monitor, "free_ram_bytes", lambda: free_mib * 2**20)
     assert place.train(steps=STEPS, **QUIET) == 0
     (problem,) = problems(place, GROWING)
     assert problem["what"].startswith("host memory grows by 1000 MiB every 100 steps")

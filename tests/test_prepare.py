@@ -21,9 +21,8 @@ from lora_trainer.dataset.records import bucket_counts
 from lora_trainer.dataset.run_dataset import cache_folder
 from lora_trainer.hardware.machine import Hardware, assume_card
 from lora_trainer.run import prepare as prepare_module
-from lora_trainer.run.plan_text import plan_text, shares
+from lora_trainer.run.plan_text import plan_text, run_warnings, shares
 from lora_trainer.run.prepare import Prepared, Request, examine, longer, prepare
-from lora_trainer.run.run_warnings import run_warnings
 from tests.fakes.family_bases import base_of
 from tests.fakes.runs import Toy, listing, run_cli, toy
 
@@ -47,11 +46,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return toy(tmp_path_factory.mktemp("prepare"))
 
 
-@pytest.fixture
-def request_of(place: Toy) -> Request:
-    return asked(place)
-
-
 def asked(place: Toy, **overrides: Any) -> Request:
     return Request(
         dataset=place.dataset,
@@ -68,46 +62,40 @@ def names(prepared: Prepared) -> tuple[set[str], set[str]]:
 # ---- the base and its preset
 
 
-def test_without_a_card_the_embedded_base_is_trained_by_its_recipe(request_of: Request) -> None:
-    prepared = prepare(request_of, hardware=PROCESSOR)
-    assert (prepared.facts.source, prepared.resolved.tier) == ("embedded", "cpu")
-    assert prepared.config.base.model == "embedded", "named, so that a resume meets the same"
-    assert prepared.plan.origins["base.model"].layer == "planner"
-    assert prepared.config.hardware.device == "cpu"
+DEFAULT = next(iter(families.family(families.DEFAULT_FAMILY).releases))
 
 
-def test_with_a_card_the_family_s_default_base_is_trained(request_of: Request) -> None:
-    prepared = prepare(request_of, hardware=CARD)
-    default = next(iter(families.family(families.DEFAULT_FAMILY).releases))
-    assert (prepared.config.base.model, prepared.resolved.tier) == (default, "10-12")
-    assert prepared.config.hardware.device == "cuda"
-
-
-def test_an_assumed_card_stands_in_for_the_machine(request_of: Request) -> None:
-    prepared = prepare(replace(request_of, assumed_vram_gib=24.0), hardware=PROCESSOR)
-    assert prepared.resolved.tier == "16-24"
-
-
-def test_a_card_that_shall_not_be_used_does_not_choose_the_base(place: Toy) -> None:
-    prepared = prepare(asked(place, hardware__device="cpu"), hardware=CARD)
-    assert (prepared.facts.source, prepared.config.hardware.device) == ("embedded", "cpu")
-
-
-def test_the_embedded_base_has_its_recipe_on_a_card_too(place: Toy) -> None:
-    prepared = prepare(asked(place, base__model="embedded"), hardware=CARD)
-    assert prepared.resolved.tier == "cpu"
-
-
-def test_a_real_base_on_a_processor_takes_the_smallest_card_s_recipe(place: Toy) -> None:
-    default = next(iter(families.family(families.DEFAULT_FAMILY).releases))
-    prepared = prepare(asked(place, base__model=default), hardware=PROCESSOR)
-    assert (prepared.facts.source, prepared.resolved.tier) == (default, "6-8")
-
-
-def test_another_family_on_a_processor_has_its_own_recipe(place: Toy) -> None:
-    prepared = prepare(asked(place, base__model=str(base_of("flux"))), hardware=PROCESSOR)
-    assert (prepared.family.name, prepared.resolved.tier) == ("flux", "cpu")
-    assert prepared.resolved.preset == "flux/cpu"
+@pytest.mark.parametrize(
+    ("base", "device", "hardware", "vram_gib", "expected"),
+    [
+        ("auto", "auto", PROCESSOR, None, ("embedded", "cpu", "cpu")),
+        ("auto", "auto", CARD, None, (DEFAULT, "10-12", "cuda")),
+        ("auto", "auto", PROCESSOR, 24.0, (DEFAULT, "16-24", "cuda")),  # an assumed GPU
+        ("auto", "cpu", CARD, None, ("embedded", "cpu", "cpu")),
+        ("embedded", "auto", CARD, None, ("embedded", "cpu", "cuda")),
+        (DEFAULT, "auto", PROCESSOR, None, (DEFAULT, "6-8", "cpu")),
+        ("flux", "auto", PROCESSOR, None, ("flux", "cpu", "cpu")),
+    ],
+)
+def test_base_preset_and_device_follow_from_the_hardware_and_what_is_typed(
+    base: str,
+    device: str,
+    hardware: Hardware,
+    vram_gib: float | None,
+    expected: tuple[str, ...],
+    place: Toy,
+) -> None:
+    """A real base on a processor takes the recipe of the smallest GPUs, another family its own."""
+    model = str(base_of(base)) if base == "flux" else base
+    request = asked(place, base__model=model, hardware__device=device)
+    prepared = prepare(replace(request, assumed_vram_gib=vram_gib), hardware=hardware)
+    source = "flux" if base == "flux" else prepared.facts.source
+    assert (source, prepared.resolved.tier, prepared.config.hardware.device) == expected
+    assert prepared.resolved.preset == f"{prepared.family.name}/{prepared.resolved.tier}"
+    assert prepared.config.base.model == (model if base == "flux" else source)
+    assert prepared.plan.origins["base.model"].layer == (
+        "planner" if base == "auto" else "command line"
+    )
 
 
 def test_what_the_user_knows_better_than_the_files_reaches_base_and_settings(place: Toy) -> None:
@@ -132,16 +120,15 @@ def test_the_base_s_own_settings_come_from_every_layer(place: Toy, tmp_path: Pat
 
 
 def test_the_base_comes_from_the_highest_layer_that_names_one(place: Toy, tmp_path: Path) -> None:
-    default = next(iter(families.family(families.DEFAULT_FAMILY).releases))
     config = tmp_path / "mine.toml"
     config.write_text('[base]\nmodel = "embedded"\n')
     with_file = replace(asked(place), settings_file=read_settings_file(config))
     resumed = replace(asked(place), run_settings={"base.model": "embedded"})
-    typed = replace(with_file, overrides={**with_file.overrides, "base.model": default})
+    typed = replace(with_file, overrides={**with_file.overrides, "base.model": DEFAULT})
     chosen = [
         prepare(request, hardware=CARD).facts.source for request in (with_file, resumed, typed)
     ]
-    assert chosen == ["embedded", "embedded", default]
+    assert chosen == ["embedded", "embedded", DEFAULT]
 
 
 def test_a_resumed_run_keeps_its_settings_but_those_typed_now(place: Toy) -> None:
@@ -225,38 +212,33 @@ def test_text_encoders_are_trained_where_the_family_can(base: str, place: Toy) -
 # ---- what is remarked
 
 
+SLOW = "runs in fp32 beside each layer"
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({}, []),
-        ({"adapter__dora": True}, ["output.format=kohya: diffusers drops"]),
+        (
+            {"adapter__dora": True},
+            [f"adapter.dora {SLOW}", "output.format=kohya: diffusers drops"],
+        ),
         (
             {"adapter__dora": True, "output__format": "diffusers"},
-            ["output.format=diffusers: only diffusers reads"],
+            [f"adapter.dora {SLOW}", "output.format=diffusers: only diffusers reads"],
         ),
+        ({"adapter__init": "pissa"}, [f"adapter.init=pissa {SLOW}"]),
         ({"adapter__kind": "oft"}, ["output.format=kohya: diffusers, Forge and InvokeAI cannot"]),
     ],
 )
-def test_what_a_reader_of_the_file_will_miss_is_remarked(
+def test_slow_adapters_and_what_readers_of_the_file_will_miss_are_warned_of(
     settings: dict[str, Any], said: list[str], place: Toy
 ) -> None:
-    every = run_warnings(prepare(asked(place, **settings), hardware=PROCESSOR))
-    found = [remark for remark in every if remark.kind == "format"]
-    assert len(found) == len(said)
-    assert {remark.kind for remark in every} <= {"format", "adapter"}
-    for remark, start in zip(found, said, strict=True):
+    remarks = run_warnings(prepare(asked(place, **settings), hardware=PROCESSOR))
+    assert len(remarks) == len(said)
+    for remark, start in zip(remarks, said, strict=True):
         assert remark.what.startswith(start) and remark.advice
         assert remark.severity == "warning", "or a run would not repeat it"
-
-
-@pytest.mark.parametrize(("assistant", "kinds"), [(None, ["distilled"]), ("file", [])])
-def test_a_distilled_base_is_remarked_unless_an_assistant_helps(
-    assistant: str | None, kinds: list[str], place: Toy
-) -> None:
-    prepared = prepare(asked(place, base__assistant=assistant), hardware=PROCESSOR)
-    distilled = replace(prepared, facts=replace(prepared.facts, distilled=True))
-    assert run_warnings(prepared) == ()
-    assert [remark.kind for remark in run_warnings(distilled)] == kinds
 
 
 def test_a_card_below_the_smallest_tier_is_remarked(place: Toy) -> None:
@@ -496,24 +478,6 @@ def test_processes_of_one_machine_share_its_threads(place: Toy) -> None:
     ]
     assert [made.config.hardware.threads for made in found] == [3, 1, 1]
     assert "3 for 2 processes" in found[1].plan.origins["hardware.threads"].reason
-
-
-@pytest.mark.parametrize(
-    ("values", "name"),
-    [
-        ({}, None),
-        ({"adapter__dora": True}, "adapter.dora"),
-        ({"adapter__init": "pissa"}, "adapter.init=pissa"),
-    ],
-)
-def test_adapters_that_run_peft_s_way_are_said(
-    place: Toy, values: dict[str, Any], name: str | None
-) -> None:
-    said = [
-        found.what for found in run_warnings(prepare(asked(place, **values), hardware=PROCESSOR))
-    ]
-    slow = [what for what in said if "in fp32 beside each layer" in what]
-    assert [what.split(" ")[0] for what in slow] == ([] if name is None else [name])
 
 
 def test_the_path_of_one_setting(

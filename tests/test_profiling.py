@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lora_trainer.cli import main
-from lora_trainer.reporting.bottleneck import CAUSES
+from lora_trainer.measuring.profile import CAUSES
 from tests.fakes.runs import SETTINGS, Toy, toy, trajectory
 
 

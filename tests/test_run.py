@@ -324,6 +324,19 @@ def test_a_run_that_is_not_there_cannot_be_resumed(
     assert not (place.runs / "tpy").exists()
 
 
+def test_a_run_that_a_settings_file_names_is_resumed_by_the_same_command(
+    copied: Toy, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"output.name": "mine", "output.folder": str(tmp_path / "mine")}))
+    line = copied.arguments("--config", str(file), steps=2, **QUIET)
+    at = line.index("--output")
+    del line[at : at + 2]
+    assert [run_cli(line), run_cli([*line, "--resume"])] == [0, 0]
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["mine"]
+    assert events(tmp_path / "mine" / "mine", "resumed")
+
+
 def test_no_valid_state_is_not_started_over_silently(
     copied: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:

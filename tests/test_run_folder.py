@@ -24,7 +24,6 @@ from lora_trainer.run.run_folder import (
     cut_events,
     last_step,
     read_run,
-    write_run,
 )
 
 BEFORE: dict[str, Any] = {key: "before" for key in setting_keys()}
@@ -57,10 +56,13 @@ def test_a_name_that_exists_gets_the_next_number(tmp_path: Path) -> None:
 
 def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
     folder = create(tmp_path, "toy")
-    with folder.lock, pytest.raises(MachineError, match="another process"):
+    with folder, pytest.raises(MachineError, match="another process"):
         claim(folder.path)
-    folder.lock.release(force=True)
     assert claim(folder.path).path == folder.path
+
+
+def write(run: Path, record: dict[str, Any]) -> None:
+    (run / "run.json").write_text(json.dumps(record))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -74,13 +76,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "dataset": {"fingerprint": "ab"},
         "plan": {"memory": {"images_at_once": {}}},
     }
-    write_run(folder, record)
+    write(folder.path, record)
     assert read_run(folder.path) == record
     for key in record:
-        write_run(folder, {name: value for name, value in record.items() if name != key})
+        write(folder.path, {name: value for name, value in record.items() if name != key})
         with pytest.raises(RequestError, match=f"has no {key}"):
             read_run(folder.path)
-    write_run(create(tmp_path, "apple"), record)
+    write(create(tmp_path, "apple").path, record)
     (tmp_path / "not-a-run").mkdir()
     with pytest.raises(RequestError, match="runs there: apple, toy"):
         read_run(tmp_path / "zebra")

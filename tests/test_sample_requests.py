@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.reporting.control import Control, SampleRequest
+from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.sample_files import last_samples, sample_prompt
 from tests.fakes.runs import STEPS, Toy, events, last_state, problems, toy, trajectory
 
@@ -30,7 +30,7 @@ def test_a_prompt_asked_for_is_drawn_and_changes_nothing_of_the_training(
     place: Toy, tmp_path: Path
 ) -> None:
     plain, asked = place.copy(tmp_path / "plain"), place.copy(tmp_path / "asked")
-    Control(asked.run).request_samples(SampleRequest.of(f" {ASKED}\n"))
+    Control(asked.run).request("sample", prompt=f" {ASKED}\n")
     for each in (plain, asked):
         assert each.train("--resume", steps=STEPS + 3, **SETTINGS) == 0
     assert trajectory(asked.run) == trajectory(plain.run)
@@ -76,6 +76,7 @@ def test_a_request_that_holds_no_prompt_is_a_problem_and_the_training_goes_on(
 
 
 @pytest.mark.parametrize("text", ["x" * 2_001, "a\0b", "half \ud800"])
-def test_a_prompt_too_long_or_no_text_is_refused(text: str) -> None:
+def test_a_prompt_too_long_or_no_text_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="the prompt h"):
-        SampleRequest.of(text)
+        Control(tmp_path).request("sample", prompt=text)
+    assert not Control(tmp_path).pending()

@@ -132,11 +132,18 @@ def test_a_cap_is_set_at_the_start_of_a_run_on_a_card(monkeypatch: pytest.Monkey
     monkeypatch.setattr(device, "cap_allocator", lambda **given: seen.append(given))
     card = SimpleNamespace(index=0, free_bytes=7)
     made = SimpleNamespace(
-        config=build_config({**PLAIN, "hardware.vram_limit_gib": 6}),
+        config=build_config(
+            {**PLAIN, "hardware.vram_limit_gib": 6, "hardware.threads": torch.get_num_threads()}
+        ),
         hardware=SimpleNamespace(gpus=(card,)),
+        processes=1,
     )
-    device._cap(cast(Prepared, made), torch.device("cuda"))
-    assert seen == [{"limit_bytes": 6 * 2**30, "free_bytes": 7, "device": torch.device("cuda")}]
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(device, "planned_device", lambda _: cuda)
+    monkeypatch.setattr(device, "name_of", str)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    device.setup_torch(cast(Prepared, made))
+    assert seen == [{"limit_bytes": 6 * 2**30, "free_bytes": 7, "device": cuda}]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lora_trainer.run.sample_lora import stated_settings
 from tests.fakes.runs import Toy, run_cli, toy
 
 
@@ -140,5 +139,10 @@ def test_a_folder_with_brackets_in_its_name_is_printed_as_it_is(
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "5", "null"])
-def test_settings_of_a_file_that_cannot_be_read_are_not_stated(text: str) -> None:
-    assert stated_settings({"lora_train.settings": text}) is None
+def test_settings_of_a_file_that_cannot_be_read_are_not_stated(
+    text: str, place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, tensors = tmp_path / "odd.safetensors", load_file(place.run / "toy.safetensors")
+    save_file(tensors, file, metadata={"lora_train.settings": text})
+    assert sample(file, "--prompt", "a toy") == 2
+    assert "does not say which base it was trained on" in capsys.readouterr().err

@@ -29,7 +29,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import MAX_CAPTION_CHARACTERS, clean, with_trigger
 from lora_trainer.dataset.images import ImageDecodeError, decode
-from lora_trainer.run.stop import StopFlag, taking_signals
+from lora_trainer.reporting.control import StopFlag, taking_signals
 
 
 @dataclass(frozen=True, kw_only=True)

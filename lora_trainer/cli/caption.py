@@ -23,7 +23,7 @@ from lora_trainer.captioning.catalogue import DEFAULT, KNOWN, RequestedModel
 from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.events import Event, EventStream, shown
 from lora_trainer.common.processes import quiet_libraries
-from lora_trainer.run.stop import StopFlag
+from lora_trainer.reporting.control import StopFlag
 
 _NAMES = ", ".join(model.name for model in KNOWN)
 

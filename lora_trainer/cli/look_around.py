@@ -1,25 +1,111 @@
-"""The commands that only report: check, inspect, presets, doctor; and gui. They write nothing but caches.
+"""The commands that look around, without torch: check, inspect, presets, doctor and import; and gui.
 
-None imports torch.
+They write nothing but caches, and `import` its settings file.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from lora_trainer.cli.options import Base, Json, Reply, Sets, overrides
 from lora_trainer.common.errors import RequestError
+from lora_trainer.config.choices import PRIORITIES
+from lora_trainer.config.layers import TIERS, load_presets, preset_families
+from lora_trainer.dataset.quality import DatasetReport
+from lora_trainer.lora_file.inspect import Inspection, Spread, inspect_file
+from lora_trainer.run.plan_text import STYLES, add_row, finding_line, key_table
+
+BLOCKS_SHOWN = 12
+"""Number of blocks of an adapter that are listed with their norm."""
+
+
+def check_text(report: DatasetReport) -> RenderableType:
+    """Return the dataset report for people: score with its parts, buckets, every finding with advice."""
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
+    buckets = ", ".join(f"{name} x{count}" for name, count in report.buckets.items())
+    head = key_table("")
+    add_row(head, "images", str(report.images))
+    add_row(head, "score", f"{report.score:.2f} of 1 ({parts})")
+    add_row(head, "buckets", buckets)
+    findings = [Text(finding_line(each), style=STYLES[each.severity]) for each in report.findings]
+    return Group(head, *(findings or [Text("no findings")]))
+
+
+def inspect_text(inspection: Inspection) -> RenderableType:
+    """Return the description of an adapter file for people."""
+    table = key_table("")
+    add_row(table, "family", inspection.family)
+    add_row(table, "format", inspection.format)
+    add_row(table, "kind", ", ".join(inspection.kinds))
+    for key, spread in (("rank", inspection.rank), ("alpha", inspection.alpha)):
+        add_row(table, key, _spread_text(spread))
+    add_row(table, "modules", str(inspection.modules))
+    for key, (tokens, width) in inspection.embeddings.items():
+        add_row(table, key, f"{tokens} new tokens of {width} numbers")
+    for key, value in inspection.metadata.items():
+        add_row(table, key, value if len(value) <= 100 else value[:97] + "...")
+    problems = [
+        Text(
+            f"{problem.severity}: {problem.what}. {problem.advice}", style=STYLES[problem.severity]
+        )
+        for problem in inspection.problems
+    ]
+    return Group(table, *_norms_text(inspection.norms), *problems)
+
+
+def _spread_text(spread: Spread | None) -> str:
+    if spread is None:
+        return "not stated"
+    return f"{spread.low:g}" if spread.low == spread.high else f"{spread.low:g} to {spread.high:g}"
+
+
+def _norms_text(norms: Mapping[str, float]) -> Iterable[RenderableType]:
+    """Yield a table of the blocks with the largest norms, with their share of the sum of squared norms."""
+    if not norms:
+        return
+    table = Table("block", "norm", "share", box=None, pad_edge=False)
+    largest = sorted(norms, key=lambda block: norms[block], reverse=True)
+    whole = math.fsum(norm**2 for norm in norms.values()) or 1.0
+    for block in largest[:BLOCKS_SHOWN]:
+        numbers = f"{norms[block]:.4g}", f"{norms[block] ** 2 / whole:.1%}"
+        add_row(table, block, *(Text(number, justify="right") for number in numbers))
+    yield ""
+    yield table
+    rest = largest[BLOCKS_SHOWN:]
+    if rest:
+        yield Text(f"and {len(rest)} blocks with norms up to {norms[rest[0]]:.4g}", style="dim")
+    yield ""
+
+
+def presets_text() -> RenderableType:
+    """Return the table of presets: the settings of each family, tier and priority."""
+    table = Table("family", "tier", "priority", "sets", box=None, pad_edge=False)
+    for family in preset_families():
+        presets = load_presets(family)
+        for tier in TIERS:
+            for priority in PRIORITIES:
+                reason = presets.unsupported(tier, priority)
+                cell = presets.cells.get(f"{tier}/{priority}", {})
+                values = {**presets.tiers[tier], **presets.priorities[priority], **cell}
+                sets = ", ".join(f"{key}={value}" for key, value in values.items())
+                text = f"unsupported: {reason}" if reason else sets
+                add_row(table, family, tier, priority, text)
+    return table
 
 
 def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = False) -> Reply:  # noqa: B006 - cyclopts reads the default, nobody mutates it
     """Report on a dataset: score, buckets, unusable files, captions, duplicates; each with advice."""
-    from lora_trainer.run.answers import check_text
     from lora_trainer.run.prepare import Request, examine
 
     examined = examine(Request(dataset=dataset, overrides=overrides(set_, base=base)))
@@ -28,17 +114,12 @@ def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = 
 
 def inspect(file: Path, /, *, json: Json = False) -> Reply:
     """Describe a LoRA file: family, key format, rank, alpha, metadata, problems."""
-    from lora_trainer.lora_file.inspect import inspect_file
-    from lora_trainer.run.answers import inspect_text
-
     inspection = inspect_file(file)
     return inspection.to_json() if json else inspect_text(inspection)
 
 
 def presets() -> Reply:
     """List the presets: the settings of each hardware tier and priority."""
-    from lora_trainer.run.answers import presets_text
-
     return presets_text()
 
 
@@ -57,8 +138,13 @@ def doctor(
     """Check this machine: its hardware, the device trainings use and why, and how to fix problems."""
     from lora_trainer.config.config import build_config
     from lora_trainer.dataset.run_dataset import cache_in
-    from lora_trainer.run.answers import cleared_text, doctor_json
-    from lora_trainer.run.machine_report import checks, checks_json, doctor_text
+    from lora_trainer.run.machine_report import (
+        checks,
+        cleared_text,
+        doctor_json,
+        doctor_text,
+        mend,
+    )
 
     if clear_cache and fix:
         raise RequestError("--clear-cache and --fix contradict each other", fix="give one of them")
@@ -72,7 +158,6 @@ def doctor(
             "--set has no effect without --clear-cache or --fix", fix="leave --set out, or add one"
         )
     from lora_trainer.hardware.machine import detect
-    from lora_trainer.run.mend import mend
 
     config = build_config(overrides(set_))
     cache = cache_in(config)
@@ -80,8 +165,8 @@ def doctor(
     hardware = detect()
     machine_checks = checks(hardware, cache=cache.root, environment=os.environ)
     if json:
-        report = {**doctor_json(hardware), "checks": checks_json(machine_checks)}
-        return {**report, "repairs": checks_json(repairs)} if fix else report
+        report = {**doctor_json(hardware), "checks": [asdict(check) for check in machine_checks]}
+        return {**report, "repairs": [asdict(repair) for repair in repairs]} if fix else report
     return doctor_text([*machine_checks, *repairs])
 
 
@@ -90,3 +175,31 @@ def gui(
 ) -> None:
     """Open the graphical interface; its options are those of `lora-train-gui --help`."""
     importlib.import_module("lora_trainer.gui.app").main(words)
+
+
+def import_settings(
+    file: Path,
+    /,
+    *,
+    output: Annotated[
+        Path | None, Parameter(help="settings file to write, .toml or .json [default: print TOML]")
+    ] = None,
+    force: Annotated[bool, Parameter(negative="", help="replace an existing output")] = False,
+    json: Json = False,
+) -> Reply:
+    """Turn another trainer's settings file into a lora-train settings file; reports every key."""
+    from lora_trainer.common.files import write_atomic
+    from lora_trainer.importing.reading import import_file
+    from lora_trainer.importing.writing import report, settings_json, settings_toml
+
+    writers = {".toml": settings_toml, ".json": settings_json}
+    if output is not None and output.suffix.lower() not in writers:
+        raise RequestError(f"{output} is no settings file", fix="name it .toml or .json")
+    if output is not None and output.exists() and not force:
+        raise RequestError(f"{output} exists", fix="choose another --output, or add --force")
+    imported = import_file(file)
+    if output is not None:
+        write_atomic(output, writers[output.suffix.lower()](imported).encode())
+    if json:
+        return imported.to_json()
+    return settings_toml(imported) if output is None else f"{report(imported)}\nwrote {output}"

@@ -14,8 +14,7 @@ import sys
 from cyclopts import App, CycloptsError
 
 from lora_trainer import __version__
-from lora_trainer.cli.options import Reply, console
-from lora_trainer.cli.table import COMMANDS, help_line
+from lora_trainer.cli.options import COMMANDS, Reply, console, help_line
 from lora_trainer.cli.train_dataset import train
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.wording import without_secrets

@@ -1,12 +1,14 @@
-"""Options that several commands share, and the settings typed on the command line.
+"""The table of commands, the options that several share, and the settings typed on the command line.
 
 Inputs: words of the command line. Outputs: settings by key, and requests for a plan. `--help` imports
-this module, so it imports nothing slow.
+this module, so it imports nothing slow: a command's own module is imported only when the command runs, and its line
+in `--help` is read from the source of that module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +21,7 @@ from lora_trainer.config.choices import Concept, Priority
 
 if TYPE_CHECKING:
     from lora_trainer.run.prepare import Request
+
 
 Reply = RenderableType | dict[str, Any] | list[dict[str, Any]] | None
 """The answer of a command: text or a rich renderable, or a dict or list that is printed as JSON."""
@@ -112,3 +115,36 @@ def overrides(assignments: Sequence[str], **flags: Any) -> dict[str, Any]:
             )
         typed[key] = value
     return typed
+
+
+COMMANDS: Mapping[str, str] = {
+    "plan": "train_dataset:plan",
+    "check": "look_around:check",
+    "inspect": "look_around:inspect",
+    "convert": "tools:convert",
+    "merge": "tools:merge",
+    "resize": "tools:resize",
+    "extract": "tools:extract",
+    "describe": "tools:describe",
+    "publish": "tools:publish",
+    "caption": "caption:caption",
+    "import": "look_around:import_settings",
+    "sample": "measure:sample",
+    "validate": "measure:validate",
+    "profile": "measure:profile",
+    "bench": "measure:bench",
+    "presets": "look_around:presets",
+    "doctor": "look_around:doctor",
+    "gui": "look_around:gui",
+    "queue": "queueing:app",
+}
+"""The module of each command in this folder, and its function there or, of several commands, its `app`."""
+
+
+def help_line(command: str) -> str:
+    """Return the first line of the docstring of a command's function, or of the module of its app."""
+    module, _, name = COMMANDS[command].partition(":")
+    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    docstring = ast.get_docstring(functions.get(name, tree)) or ""
+    return docstring.partition("\n")[0]

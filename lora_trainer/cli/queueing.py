@@ -23,8 +23,8 @@ from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.wording import without_secrets
 from lora_trainer.config.running import Config
 from lora_trainer.queue import commands
+from lora_trainer.reporting.control import StopFlag, taking_signals
 from lora_trainer.run.plan_text import add_row
-from lora_trainer.run.stop import StopFlag, taking_signals
 
 Training = Mapping[str, Any]
 """The parsed arguments of a training's command, by their names in `train_dataset.train`."""

@@ -1,4 +1,4 @@
-"""The command `lora-train DATASET`, a training or with --dry-run its plan; and its parsing for the queue.
+"""The commands `lora-train DATASET` and `plan`: a training, or what it will need; and its parsing for the queue.
 
 Inputs: the words of the command. Outputs: a run folder, or the parsed arguments. torch is imported only
 when a training begins.
@@ -14,8 +14,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from lora_trainer.cli.options import PLANNED, Kind, PlanOptions, Reply, console
-from lora_trainer.cli.table import COMMANDS
+from lora_trainer.cli.options import COMMANDS, PLANNED, Json, Kind, PlanOptions, Reply, console
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.processes import made_to_stay
 
@@ -95,3 +94,34 @@ def read(words: Sequence[str]) -> Mapping[str, Any]:
     check_keys(assigned)
     refuse_secrets(assigned)  # the words are stored in the queue's file in plain text
     return {**arguments, "output": assigned.get("output.folder")}
+
+
+def plan(
+    dataset: Path,
+    /,
+    *,
+    options: PlanOptions = PLANNED,
+    kind: Kind = None,
+    vram: Annotated[
+        float | None, Parameter(help="plan for a GPU with this many GiB of memory")
+    ] = None,
+    processes: Annotated[int, Parameter(help="plan for so many processes, one GPU each")] = 1,
+    all_: Annotated[bool, Parameter(name="--all", negative="", help="show every setting")] = False,
+    json: Json = False,
+) -> Reply:
+    """Predict memory, time and disk of a training, and show why each setting has its value. Needs no GPU."""
+    if not 1 <= processes <= 4096:
+        raise RequestError(
+            f"--processes {processes} is out of range", fix="give a number from 1 to 4096"
+        )
+    if vram is not None and not 0 < vram <= 1024:
+        raise RequestError(
+            f"--vram {vram:g} is out of range",
+            fix="give a GPU's memory in GiB, up to 1024, such as --vram 12",
+        )
+    from lora_trainer import api
+    from lora_trainer.run.plan_text import plan_text
+
+    keywords = options.keywords(kind=kind)
+    result = api.plan(dataset, **keywords, vram_gib=vram, processes=processes)
+    return result.to_json() if json else plan_text(result.prepared, result.longer, everything=all_)

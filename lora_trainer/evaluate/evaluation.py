@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from PIL import Image
 from torch import nn
 
@@ -40,12 +39,12 @@ from lora_trainer.run.caching import fill_caches, open_cache, texts_as
 from lora_trainer.run.device import encoder_device, setup_torch
 from lora_trainer.run.final_scores import WeightFigures, weight_figures
 from lora_trainer.run.follow import prepare_with_base
-from lora_trainer.run.job import TrainingJob
 from lora_trainer.run.prepare import Prepared as Plan
 from lora_trainer.run.prepare import Request
-from lora_trainer.run.run_folder import RunFolder
+from lora_trainer.run.run_folder import RunFolder, TrainingJob
 from lora_trainer.training.batch import Sample
 from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.distributed.process_group import ProcessGroup
 
 QUANTILES = 16
 MAX_PICTURES = 16
@@ -167,14 +166,13 @@ def build_evaluation(
     setup_torch(plan)
     job = TrainingJob(
         prepared=plan,
-        folder=RunFolder(
-            path=subject.file.parent, lock=FileLock(subject.file.parent / ".not-ours")
-        ),
+        folder=RunFolder(path=subject.file.parent),
         prompts=prompts,
         state=None,
         events=events,
         stop=lambda: None,
         started_at_s=time.time(),
+        ranks=ProcessGroup(),
     )
     cache = open_cache(plan, events)
     cache_needs = fill_caches(job, cache)

@@ -37,7 +37,7 @@ class PlanInput:
     images, held-out ones too. `latents` counts mirrored images twice, `texts` the different captions;
     None: as `data.flip` says, and one caption for each image. `full_card` is an out-of-memory record of
     this GPU. `processes` share each step, `sharing` of them one machine's memory. `kept_at_once` is the
-    micro-batch by bucket of a resumed run, which keeps its plan. `held_out` counts images held out for
+    micro-batch by bucket of a resumed run, which keeps its plan. `held_out_count` counts images held out for
     validation, `prompts` those of the sample images (None: as many as the settings ask for).
     """
 
@@ -57,7 +57,7 @@ class PlanInput:
     sharing: int = 1
     kept_at_once: Mapping[tuple[int, int], int] | None = None
     regularisation_per_epoch: int = 0
-    held_out: int = 0
+    held_out_count: int = 0
     prompts: int | None = None
 
     @cached_property

@@ -236,11 +236,11 @@ class RunTimeInputs:
 
     def _validation(self) -> Range:
         every = self.config.train.validate_every_steps
-        if not (every and self.inputs.held_out):
+        if not (every and self.inputs.held_out_count):
             return (0.0, 0.0)
         steps = self.config.train.steps
         times = 1 + math.ceil(steps / every)
-        passes = times * VALIDATION_QUANTILES * self.inputs.held_out / self.inputs.processes
+        passes = times * VALIDATION_QUANTILES * self.inputs.held_out_count / self.inputs.processes
         return _times(passes, self._forward(self.config.data.resolution))
 
     def _samples(self, every_steps: int) -> Range:

@@ -1,22 +1,134 @@
-"""Requests to a run that trains: files in its folder control/, each named by what is asked.
+"""Requests to a run that trains: files in its folder control/, and signals that stop it.
 
-Inputs: what somebody asks of a run, from the interface or as a file made by hand. Outputs: the requests that
-wait. `stop`, `stop_now` and `save` are empty files. `sample` may hold a prompt as UTF-8 text; an empty one,
-the only kind of version 0.2, asks for images of the run's own prompts.
+Inputs: what somebody asks of a run: Ctrl-C, SIGTERM, SIGHUP, or a file from the interface or made by hand.
+Outputs: the requests that wait, which the training loop reads between steps. After the first request to stop,
+the run finishes its step and saves; the third signal quits at once. The files `stop`, `stop_now` and `save` are
+empty. `sample` may hold a prompt as UTF-8 text; an empty one, the only kind of version 0.2, asks for images of the
+run's own prompts.
 """
 
 from __future__ import annotations
 
 import os
+import queue
+import signal
+import threading
+import time
 import unicodedata
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Literal, get_args
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import disk_error, retry_while_open, write_atomic
 from lora_trainer.common.wording import without_secrets
+
+_ANSWERS = (
+    "asked to stop: finishing the step, then saving",
+    "still saving; a third signal quits at once, the previous state stays valid",
+    "quitting at once",
+)
+
+
+@dataclass
+class StopFlag:
+    """Holds a stop request until the loop reads it: a signal, control/stop or `is_asked`.
+
+    The third signal quits at once.
+
+    `answers` are messages for the user, put there by handlers and emitted by a thread (`announced`).
+    """
+
+    control: Control | None = None
+    is_asked: Callable[[], bool] = lambda: False
+    answers: queue.SimpleQueue[str | None] = field(default_factory=queue.SimpleQueue)
+    number: int | None = None
+    received: int = 0
+    last_s: float = float("-inf")
+    clock: Callable[[], float] = time.monotonic
+
+    def __call__(self) -> int | None:
+        pending = self.control.pending() if self.control else set[str]()
+        if self.control and "stop_now" in pending:
+            self.control.done("stop_now")
+            self.answers.put(_ANSWERS[2])
+            raise KeyboardInterrupt
+        if self.control and self.number is None and "stop" in pending:
+            self.control.done("stop")
+            self.answers.put(_ANSWERS[0])
+            self.number = int(signal.SIGTERM)
+        if self.number is None and self.is_asked():
+            self.number = int(signal.SIGTERM)
+        return self.number
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal; signals within one second count once, as launchers forward each a second time.
+
+        A closed terminal (SIGHUP, on Windows SIGBREAK) stops the run as SIGTERM does.
+        """
+        now_s = self.clock()
+        if now_s - self.last_s >= 1.0:
+            self.received += 1
+            self.last_s = now_s
+            self.answers.put(_ANSWERS[min(self.received, 3) - 1])
+        self.number = number if number in (signal.SIGINT, signal.SIGTERM) else signal.SIGTERM
+        if self.received >= 3:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def announced(self, events: EventStream) -> Iterator[None]:
+        """Emit the answers to signals from a thread while the block runs.
+
+        A handler must not emit: it interrupts any code, perhaps a write to the same terminal.
+        """
+
+        def announce() -> None:
+            while (message := self.answers.get()) is not None:
+                fix = "wait a moment; with --resume the run goes on where it stopped"
+                phase = "quit" if message == _ANSWERS[2] else "stop"
+                events.emit("phase", phase=phase, message=message, done=0, total=0)
+                events.problem(message, fix=fix, severity="note", code="CKP-07")
+
+        thread = threading.Thread(target=announce, name="lora-train-signals", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.answers.put(None)
+            thread.join()
+
+
+@contextmanager
+def taking_signals(stop: StopFlag) -> Iterator[None]:
+    """Let `stop` handle the signals that end a run while the block runs.
+
+    Python lets only the main thread handle signals; elsewhere they stay with the program that trains.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, stop.handle) for number in _stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _stop_signals() -> list[int]:
+    """Return the signals that stop a run, without a SIGHUP that `nohup` made ignored."""
+    stopping: list[int] = [signal.SIGINT, signal.SIGTERM]
+    # POSIX has SIGHUP; Windows has SIGBREAK, for Ctrl-Break and a window that is being closed.
+    for name in ("SIGHUP", "SIGBREAK"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            stopping.append(number)
+    return stopping
+
 
 Request = Literal["stop", "stop_now", "save", "sample"]
 
@@ -25,29 +137,22 @@ MAX_PROMPT_CHARACTERS = 2_000
 _BYTES_PER_CHARACTER = 4  # at most, in UTF-8
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleRequest:
-    """Asks for sample images of `prompt`, or of the run's own prompts where it is empty."""
+def _checked_prompt(text: str) -> str:
+    """Return a prompt that somebody wrote as one line; raises RequestError.
 
-    prompt: str = ""
-
-    @classmethod
-    def of(cls, text: str) -> SampleRequest:
-        """Return the request for a text that somebody wrote, as one line; raises RequestError.
-
-        Prompts appear in reports and image files, so secrets are removed.
-        """
-        prompt = " ".join(text.split())
-        if len(prompt) > MAX_PROMPT_CHARACTERS:
-            raise RequestError(
-                f"the prompt has {len(prompt):,} characters, at most {MAX_PROMPT_CHARACTERS:,} are allowed",
-                fix="shorten it",
-            )
-        if any(unicodedata.category(character) in ("Cc", "Cs") for character in prompt):
-            raise RequestError(
-                "the prompt holds a control character or half a character", fix="type it anew"
-            )
-        return cls(prompt=without_secrets(prompt))
+    Prompts appear in reports and image files, so secrets are removed.
+    """
+    prompt = " ".join(text.split())
+    if len(prompt) > MAX_PROMPT_CHARACTERS:
+        raise RequestError(
+            f"the prompt has {len(prompt):,} characters, at most {MAX_PROMPT_CHARACTERS:,} are allowed",
+            fix="shorten it",
+        )
+    if any(unicodedata.category(character) in ("Cc", "Cs") for character in prompt):
+        raise RequestError(
+            "the prompt holds a control character or half a character", fix="type it anew"
+        )
+    return without_secrets(prompt)
 
 
 @dataclass(frozen=True)
@@ -85,25 +190,31 @@ class Control:
         except OSError:
             return None
 
-    def request(self, name: Request) -> None:
-        """Ask the run that trains in this folder for something; raises MachineError."""
-        self._write(name, b"")
+    def request(self, name: Request, *, prompt: str = "") -> None:
+        """Ask the run that trains in this folder for something; raises MachineError.
 
-    def request_samples(self, request: SampleRequest) -> None:
-        """Ask the run that trains in this folder for sample images; raises MachineError."""
-        self._write("sample", request.prompt.encode())
+        `prompt` is for sample images; it raises RequestError where it is too long or no text.
+        """
+        data = _checked_prompt(prompt).encode()
+        folder = self.run_folder / CONTROL_FOLDER
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise disk_error(folder, error) from error
+        # Renamed into place: the trainer must not read a prompt that is half there.
+        write_atomic(folder / name, data, durable=False)
 
-    def take_samples(self) -> SampleRequest | None:
-        """Return the request for sample images that waits and remove it, None if none does.
+    def take_samples(self) -> str | None:
+        """Return the prompt of a request for sample images and remove the request, None if none waits.
 
-        Raises RequestError for a file that holds no prompt; it is removed too.
+        "" stands for the run's own prompts. Raises RequestError for a file that holds no prompt; it is removed too.
         """
         if "sample" not in self.pending():
             return None
         file = self.run_folder / CONTROL_FOLDER / "sample"
         try:
             with file.open("rb") as opened:
-                # A byte more than is allowed, which `SampleRequest.of` then refuses.
+                # A byte more than is allowed, which is then refused.
                 data = opened.read(MAX_PROMPT_CHARACTERS * _BYTES_PER_CHARACTER + 1)
         except OSError as error:
             raise RequestError(
@@ -119,13 +230,4 @@ class Control:
                 "the request for sample images is no UTF-8 text, or too long",
                 fix=f"write a prompt of at most {MAX_PROMPT_CHARACTERS:,} characters into it",
             ) from None
-        return SampleRequest.of(text)
-
-    def _write(self, name: Request, data: bytes) -> None:
-        folder = self.run_folder / CONTROL_FOLDER
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise disk_error(folder, error) from error
-        # Renamed into place: the trainer must not read a prompt that is half there.
-        write_atomic(folder / name, data, durable=False)
+        return _checked_prompt(text)

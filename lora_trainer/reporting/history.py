@@ -31,7 +31,6 @@ class StepRow:
     """One optimizer step; a figure that was not recorded is NaN."""
 
     step: int
-    images: float
     loss: float
     lr: float
     seconds: float
@@ -48,7 +47,6 @@ class ValidationRow:
 
     step: int
     loss: float
-    images: float
     by_timestep: tuple[tuple[float, float], ...]
 
 
@@ -137,7 +135,6 @@ def validation_row(row: Row) -> ValidationRow:
     return ValidationRow(
         step=row["step"],
         loss=number(row, "loss"),
-        images=number(row, "images"),
         by_timestep=tuple((number(point, "timestep"), number(point, "loss")) for point in points),
     )
 
@@ -237,7 +234,7 @@ _MARKS = frozenset({"saved", "change", "resumed"})
 
 @dataclass
 class _Phases:
-    """The time spent in each phase; the pause between a stop and a resume is no time."""
+    """The time spent before the first step of a session and after it; a pause before a resume is no time."""
 
     _spent: dict[str, float] = field(default_factory=dict)
     _phase: str = ""
@@ -251,9 +248,7 @@ class _Phases:
             passed_s = max(0.0, now_s - self._since_s)
             self._spent[self._phase] = self._spent.get(self._phase, 0.0) + passed_s
         self._since_s = now_s
-        if row["event"] == "phase":
-            self._phase = str(row.get("phase", self._phase))
-        elif row["event"] == "step":
+        if row["event"] == "step":
             self._phase = "train"
 
     def seconds(self) -> dict[str, float]:
@@ -282,7 +277,7 @@ def _is_usable(row: Row) -> bool:
 
 @dataclass
 class _Told(_Listed):
-    """The sum of the events so far; `rows` are the problems among them.
+    """The sum of the events so far.
 
     Rows without a step of their own get that of the step before them.
     """
@@ -315,8 +310,6 @@ class _Told(_Listed):
             self.validations[self._step] = validation_row(row)
         elif kind == "sample":
             self.samples.extend(sample_images(row))
-        elif kind == "problem":
-            self.rows.append(row)
         elif kind in _MARKS:
             fields = {**row, "step": self._step}
             self.marks.append(MarkRow(kind=kind, step=self._step, fields=fields))
@@ -343,7 +336,7 @@ class _Told(_Listed):
             validations=tuple(self.validations[step] for step in sorted(self.validations)),
             samples=tuple(self.samples),
             marks=tuple(self.marks),
-            problems=tuple(listed.rows if len(listed.rows) >= len(self.rows) else self.rows),
+            problems=tuple(listed.rows),
             phase_seconds=self.phases.seconds(),
             end=self.end,
             unreadable_lines=self.damaged + listed.damaged + torn,

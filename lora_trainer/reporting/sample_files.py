@@ -1,15 +1,23 @@
-"""Sample images as files: the newest ones of a run, their prompts and seeds, a thumbnail.
+"""The sample images of a run: the newest files, their prompts, a thumbnail; all of them as the report's grid.
 
-Input is a run's samples folder, output paths, prompts and JPEG bytes. Torch-free.
+Inputs: a run's samples folder or its RunHistory; no file outside of the run folder is read. Outputs: paths,
+prompts, JPEG bytes, and cells with every image embedded, one row per prompt and one column per step. Large images
+are reduced, small ones enlarged without smoothing; a missing or damaged file is a cell that says so. No torch.
 """
 
 from __future__ import annotations
 
+import base64
 import io
+import math
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
+
+from lora_trainer.reporting.history import RunHistory, SampleImage
 
 THUMBNAIL_PX = 256
 THUMBNAIL_BYTES = 48_000
@@ -54,3 +62,112 @@ def thumbnail_jpeg(image: Path) -> bytes:
         if buffer.tell() <= THUMBNAIL_BYTES:
             break
     return buffer.getvalue()
+
+
+MAX_COLUMNS = 12
+EMBEDDED_MAX_PX = 384
+SHOWN_MAX_PX = 192
+SHOWN_MIN_PX = 96
+PIXELATED_MAX_PX = 128
+_PREFERRED_PX = 128
+_JPEG_QUALITY = 88
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCell:
+    """An image as a data URI with its size on the page; without one, `words` say why, `fault` more exactly."""
+
+    words: str
+    uri: str = ""
+    fault: str = ""
+    width_px: int = _PREFERRED_PX
+    height_px: int = 0
+    enlarged: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleGrid:
+    """The columns, the rows as (prompt, seed, cells), the number of steps without a column."""
+
+    steps: Sequence[int]
+    rows: Sequence[tuple[str, str, Sequence[SampleCell]]]
+    left_out: int
+
+    @property
+    def cell_px(self) -> int:
+        return max(cell.width_px for *_, cells in self.rows for cell in cells)
+
+
+def sample_grid(history: RunHistory) -> SampleGrid | None:
+    """Return the grid, None when the run made no samples."""
+    images = {(image.prompt, image.seed, image.step): image for image in history.samples}
+    if not images:
+        return None
+    all_steps = sorted({step for *_, step in images})
+    steps = spread(all_steps, limit=MAX_COLUMNS)
+    rows = [
+        (prompt, seed, [_cell(images.get((prompt, seed, step)), history.folder) for step in steps])
+        for prompt, seed in dict.fromkeys((prompt, seed) for prompt, seed, _ in images)
+    ]
+    return SampleGrid(steps=steps, rows=rows, left_out=len(all_steps) - len(steps))
+
+
+def spread(steps: Sequence[int], *, limit: int) -> list[int]:
+    """Return at most `limit` steps, first and last among them, evenly spaced by position."""
+    if len(steps) <= limit:
+        return list(steps)
+    return [steps[round(index * (len(steps) - 1) / (limit - 1))] for index in range(limit)]
+
+
+def column_name(step: int) -> str:
+    """Return a step in words; step 0 is the untouched base."""
+    return f"step {step:,}" if step else "base"
+
+
+def _cell(image: SampleImage | None, folder: Path) -> SampleCell:
+    if image is None:
+        return SampleCell(words="not sampled")
+    try:
+        data = inside(folder, image.file).read_bytes()
+        with Image.open(io.BytesIO(data)) as picture:
+            picture.load()
+            width, height = shown_size(*picture.size)
+            return SampleCell(
+                words=f"{column_name(image.step)}: {image.prompt}",
+                uri=_data_uri(data, picture),
+                width_px=width,
+                height_px=height,
+                # The width decides alone: an image is enlarged as a whole or not at all.
+                enlarged=width > picture.width,
+            )
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        # Pillow raises SyntaxError for some damaged PNG chunks.
+        return SampleCell(words="unreadable", fault=f"{image.file}: {type(error).__name__}")
+
+
+def inside(folder: Path, file: str) -> Path:
+    """Return the path of `file` in `folder`; raises ValueError when it leads out of it."""
+    path = (folder / file).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError(f"{file} is outside of the run folder")
+    return path
+
+
+def shown_size(width_px: int, height_px: int) -> tuple[int, int]:
+    """Return the size on the page: a whole factor of small images, large ones reduced."""
+    longest = max(width_px, height_px)
+    if longest <= PIXELATED_MAX_PX:
+        factor = max(round(_PREFERRED_PX / longest), math.ceil(SHOWN_MIN_PX / longest))
+        return width_px * factor, height_px * factor
+    scale = min(1.0, SHOWN_MAX_PX / longest)
+    return max(1, round(width_px * scale)), max(1, round(height_px * scale))
+
+
+def _data_uri(data: bytes, picture: Image.Image) -> str:
+    if picture.format == "PNG" and max(picture.size) <= PIXELATED_MAX_PX:
+        return f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
+    reduced = picture.convert("RGB")
+    reduced.thumbnail((EMBEDDED_MAX_PX, EMBEDDED_MAX_PX), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    reduced.save(buffer, format="JPEG", quality=_JPEG_QUALITY, subsampling=0)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"

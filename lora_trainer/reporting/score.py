@@ -1,14 +1,8 @@
 """The score of a LoRA: its parts as formulas, and the result that names the missing parts.
 
-The formulas of a LoRA's score: each part is a pure function of measured numbers, in [0, 1].
-
-Inputs are measured losses, norms and distances; outputs are parts and their weighted geometric mean, so
-that one broken part sinks the score. Torch-free. docs/scores.md explains each part.
-
-The result of a validation: measured parts, the reasons for missing parts, and the score.
-
-Input: measured parts; output: plain values for validation.json, `--json` and the report. The score is
-computed from the measured parts; `complete` says whether all parts were measured. Torch-free.
+Inputs are measured losses, norms and distances. Each part is a pure function of them, in [0, 1]; the score is the
+weighted geometric mean of the measured parts, so that one broken part sinks it. Output: plain values for
+validation.json, `--json` and the report. Torch-free. docs/scores.md explains each part.
 """
 
 from __future__ import annotations

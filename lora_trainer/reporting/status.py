@@ -1,13 +1,8 @@
-"""A run as it is seen from outside: loss, time left, status.json.
+"""A run as it is seen from outside: its smoothed loss, the time that is left, status.json.
 
-Figures that run along with training: a smoothed loss and the time left.
-
-Inputs: one value per step. Outputs: numbers for the console, the trackers and the report. Pure
-bookkeeping on the host; no clock is read here.
-
-Inputs: the run's events; the process that writes. Output: status.json, replaced atomically but not
-fsynced (it describes a live process, which a power cut ends anyway). Requests to a run are in control.py.
-A run that claims to live is believed only if its process does.
+Inputs: the run's events; the process that writes. Outputs: numbers for console, trackers and report, and
+status.json, replaced atomically but not fsynced (it describes a live process, which a power cut ends anyway). A run
+that claims to live is believed only if its process does. Requests to a run are in control.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The components of a training: networks with their adapter, the dataloader, the optimizer.
+"""The components of a training: networks with their adapter, the dataloader, the optimizer, hooks beside the steps.
 
-Loads the networks of a training, quantises and streams them and adds the adapter, as the plan says.
-
-Builds the dataloader of a training: its samples, their cache entries and their noise levels.
-
-Builds everything a training works with: networks, adapter, optimizer, and hooks beside the steps.
+Input is a job whose caches are filled. The networks are loaded, quantised, given their adapter and streamed as the
+plan says; the dataloader has the samples with their cache entries and noise levels.
 """
 
 from __future__ import annotations
@@ -44,9 +41,9 @@ from lora_trainer.network.quantized_matmul import Int8Layouts
 from lora_trainer.planning.speedups import MOST_SHAPES, pass_shapes
 from lora_trainer.run.caching import runs_text_encoders, texts_as
 from lora_trainer.run.device import CPU, DTYPES, planned_device
-from lora_trainer.run.job import TrainingJob
 from lora_trainer.run.oom_fallbacks import oom_as_error
 from lora_trainer.run.prepare import Prepared
+from lora_trainer.run.run_folder import TrainingJob
 from lora_trainer.training.cuda_graphs import CudaCapture, StepGraphs
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.guards import GuardState, from_plain

@@ -22,8 +22,8 @@ from lora_trainer.families.base import TextEncoder
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.network.offload import offload
 from lora_trainer.run.device import CPU, DTYPES, encoder_device, planned_device
-from lora_trainer.run.job import TrainingJob
 from lora_trainer.run.prepare import Prepared
+from lora_trainer.run.run_folder import TrainingJob
 from lora_trainer.training.distributed.process_group import ProcessGroup
 
 _FREE_AFTERWARDS_BYTES = GIB

@@ -33,6 +33,50 @@ from lora_trainer.network.compiling import compiler_version
 from lora_trainer.network.pinned_memory import counted
 from lora_trainer.run.prepare import Prepared
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CPU = torch.device("cpu")
+
+
+def setup_torch(prepared: Prepared) -> dict[str, Any]:
+    """Set threads and determinism of the process; return the facts that bit-exactness depends on.
+
+    Raises MachineError when this torch cannot use the planned device.
+    """
+    config = prepared.config
+    # The number of threads decides the order in which the CPU adds, and with it the last bits of sums.
+    torch.set_num_threads(config.hardware.threads)
+    compiled = config.hardware.compile == "blocks"
+    if (
+        compiled
+    ):  # kernels are kept for later runs in the size-capped cache; the user's own variables win
+        folder = prepared.cache_root / "compiled"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+    if config.train.deterministic:  # CUDA reads the variable at its start, in the next lines
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device = planned_device(prepared)
+    if device.type != CPU.type:
+        if kind_of(device).own_memory:  # torch.mps has a single device and no set_device
+            torch.get_device_module(device).set_device(device)
+        limit_gib = config.hardware.vram_limit_gib
+        cap_allocator(
+            limit_bytes=None if limit_gib is None else int(limit_gib * GIB),
+            free_bytes=card_of(prepared, device).free_bytes,
+            device=device,
+        )
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "processes": prepared.processes,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": prepared.hardware.cpu_name if device.type == CPU.type else name_of(device),
+        "deterministic": device.type == "cpu" or config.train.deterministic,
+        **({"compiler": compiler_version(device)} if compiled else {}),
+    }
+
 
 def cap_allocator(*, limit_bytes: int | None, free_bytes: int, device: torch.device) -> int | None:
     """Bound the allocator of a GPU; return the bytes it may take, None if no bound is needed.
@@ -50,61 +94,6 @@ def cap_allocator(*, limit_bytes: int | None, free_bytes: int, device: torch.dev
     # The context and the libraries take memory that the allocator does not see.
     runtime_bytes = kind_of(device).runtime_bytes
     return bound_allocator(device, allowed_bytes=max(limit_bytes - runtime_bytes, 0))
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-CPU = torch.device("cpu")
-COMPILED_CODE = "compiled"
-"""Name of the compiled code's folder in the cache folder."""
-
-
-def setup_torch(prepared: Prepared) -> dict[str, Any]:
-    """Set threads and determinism of the process; return the facts that bit-exactness depends on.
-
-    Raises MachineError when this torch cannot use the planned device.
-    """
-    config = prepared.config
-    # The number of threads decides the order in which the CPU adds, and with it the last bits of sums.
-    torch.set_num_threads(config.hardware.threads)
-    compiled = config.hardware.compile == "blocks"
-    if compiled:
-        _keep_compiled_code(prepared)
-    if config.train.deterministic:  # CUDA reads the variable at its start, in the next lines
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = planned_device(prepared)
-    if device.type != CPU.type:
-        if kind_of(device).own_memory:  # torch.mps has a single device and no set_device
-            torch.get_device_module(device).set_device(device)
-        _cap(prepared, device)
-    if config.train.deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-    return {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "processes": prepared.processes,
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "device": prepared.hardware.cpu_name if device.type == CPU.type else name_of(device),
-        "deterministic": device.type == "cpu" or config.train.deterministic,
-        **({"compiler": compiler_version(device)} if compiled else {}),
-    }
-
-
-def _keep_compiled_code(prepared: Prepared) -> None:
-    """Keep compiled kernels in the size-capped cache folder for later runs; the user's own variables win."""
-    folder = prepared.cache_root / COMPILED_CODE
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
-
-
-def _cap(prepared: Prepared, device: torch.device) -> None:
-    """Limit PyTorch's allocator to `hardware.vram_limit_gib`, or to the memory the driver has free."""
-    asked_gib, card = prepared.config.hardware.vram_limit_gib, card_of(prepared, device)
-    cap_allocator(
-        limit_bytes=None if asked_gib is None else int(asked_gib * GIB),
-        free_bytes=card.free_bytes,
-        device=device,
-    )
 
 
 def best_device() -> tuple[torch.device, bool]:

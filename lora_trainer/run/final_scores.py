@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from lora_trainer.common.errors import LoraTrainError, first_line
-from lora_trainer.common.events import read_events
 from lora_trainer.common.files import json_bytes, write_atomic
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter import Adapter
@@ -25,7 +24,7 @@ from lora_trainer.lora.lora_hooks import change_of, layer_of
 from lora_trainer.lora.low_rank import NotLowRank, product, singular
 from lora_trainer.lora.tensors import AdapterTensors
 from lora_trainer.network.quantize import frozen_weight
-from lora_trainer.reporting.history import ValidationRow, validation_row
+from lora_trainer.reporting.history import RunHistory, read_history
 from lora_trainer.reporting.score import (
     DEAD_BELOW,
     SANE_UP_TO,
@@ -39,8 +38,7 @@ from lora_trainer.reporting.score import (
     weights_part,
 )
 from lora_trainer.run.build import Networks
-from lora_trainer.run.job import TrainingJob
-from lora_trainer.run.run_folder import EVENTS_FILE, RunFolder
+from lora_trainer.run.run_folder import RunFolder, TrainingJob
 from lora_trainer.training.training import Progress
 
 
@@ -147,21 +145,15 @@ def _measured(
 ) -> Validation:
     findings = Validation(file=file.name)
     measure_weights(weight_figures(inside, adapter.tensors()), findings)
-    rows = [
-        validation_row(row)
-        for row in read_events(folder.path / EVENTS_FILE)
-        if row["event"] == "validation" and isinstance(row.get("step"), int)
-    ]
-    _measure_gain(rows, end.step, findings)
+    _measure_gain(read_history(folder.path), end.step, findings)
     for name in WEIGHTS.keys() - findings.parts.keys() - findings.left_out.keys():
         findings.left_out[name] = BY_COMMAND
     return findings
 
 
-def _measure_gain(rows: list[ValidationRow], step: int, findings: Validation) -> None:
-    base = next((row for row in rows if row.step == 0), None)
-    last = next((row for row in reversed(rows) if row.step == step > 0), None)
-    if base is None or last is None or not base.by_timestep:
+def _measure_gain(history: RunHistory, step: int, findings: Validation) -> None:
+    base, last = history.base_validation, history.last_validation
+    if base is None or last is None or last.step != step or not base.by_timestep:
         findings.left_out["gain"] = "the run did not validate both the base and the last step"
         return
     before, after = ([loss for _, loss in row.by_timestep] for row in (base, last))

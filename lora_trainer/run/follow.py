@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from filelock import FileLock
-
 from lora_trainer.cache.lease import in_use
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.events import EventStream
@@ -20,12 +18,11 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import flatten
 from lora_trainer.families.locate import identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, detect, hardware_from
+from lora_trainer.reporting.control import StopFlag, taking_signals
 from lora_trainer.run.device import pinning, planned_device, setup_torch
-from lora_trainer.run.job import TrainingJob
 from lora_trainer.run.prepare import Prepared, Request, prepare
-from lora_trainer.run.run_folder import RunFolder
+from lora_trainer.run.run_folder import RunFolder, TrainingJob
 from lora_trainer.run.session import follow_job
-from lora_trainer.run.stop import StopFlag, taking_signals
 from lora_trainer.training.cores import shared_cores
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.loop import report_lag
@@ -104,7 +101,7 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
         follow_job(
             TrainingJob(
                 prepared=prepared,
-                folder=RunFolder(path=folder, lock=FileLock(folder / ".not-ours")),
+                folder=RunFolder(path=folder),
                 prompts=orders["prompts"],
                 state=None,
                 events=events,

@@ -1,6 +1,9 @@
-"""Output of `doctor`: sentences about this machine, the device trainings use, and problems with their fixes.
+"""The work of `doctor`: sentences about this machine and the device trainings use, and its repairs.
 
-Input is the detected hardware and the folder of the cache; output are sentences, each marked ok or warn.
+Input is the detected hardware, the folders of the cache and of runs; output are sentences, each marked ok or
+warn. `--fix` removes locks, unfinished files and damaged cache files that killed trainings left, all of which
+the next training makes again. Datasets, resume states, exported files and records of runs are never touched.
+torch is not imported, because a broken torch is a reason to call the doctor.
 """
 
 from __future__ import annotations
@@ -9,7 +12,8 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +21,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lora_trainer import __version__
+from lora_trainer.cache.keys import Damaged, parse
+from lora_trainer.cache.lease import Cleared, entries, unused
+from lora_trainer.cache.store import DAMAGED_FOLDER
+from lora_trainer.common import memo
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.files import TEMPORARY_PREFIX, CappedFolder
+from lora_trainer.common.wording import bytes_text
 from lora_trainer.hardware.machine import (
     PURPOSES,
     Hardware,
@@ -27,6 +38,7 @@ from lora_trainer.hardware.machine import (
 )
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.search import gib
+from lora_trainer.run.run_folder import EVENTS_FILE, STATES, claim, has_no_record
 
 Mark = Literal["ok", "warn"]
 _STYLES: Mapping[Mark, str] = {"ok": "green", "warn": "bold yellow"}
@@ -200,6 +212,109 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def checks_json(results: list[MachineCheck]) -> list[dict[str, Any]]:
-    """Return the sentences as plain values."""
-    return [asdict(check) for check in results]
+def mend(cache: CappedFolder, runs: Path) -> list[MachineCheck]:
+    """Mend a cache and the runs beside it; each change is one sentence, and no change is one too."""
+    repairs = [*_cache(cache), *_runs(runs)]
+    return repairs or [ok("Nothing had to be mended.")]
+
+
+def _cache(cache: CappedFolder) -> Iterator[MachineCheck]:
+    root = cache.root
+    if not (root / cache.marker).is_file():
+        return  # no training has used it yet
+    try:
+        with unused(root) as marks:
+            yield from _done(marks, f"mark{_s(marks)} of killed trainings", root)
+            unfinished = list(root.glob(f"**/{TEMPORARY_PREFIX}*"))
+            yield from _done(_removed(unfinished), f"unfinished file{_s(len(unfinished))}", root)
+            memos = [root / memo.FILE_NAME] if memo.is_damaged(root) else []
+            yield from _done(_removed(memos), "damaged memo", root)
+            damaged = [path for path, _ in entries(cache) if _is_damaged(path)]
+            word = "entry" if len(damaged) == 1 else "entries"
+            yield from _done(_removed(damaged), f"damaged {word}", root)
+    except MachineError as error:
+        yield warn(f"The cache was left alone: {error.found}.", error.fix)
+
+
+def _runs(runs: Path) -> Iterator[MachineCheck]:
+    for events in sorted(runs.glob(f"*/{EVENTS_FILE}")):
+        path = events.parent
+        # Resume states that are being replaced (`.del-`) may be the newest whole ones, so they stay.
+        unfinished = [
+            *path.glob(f"{TEMPORARY_PREFIX}*"),
+            *(path / STATES).glob(f"{TEMPORARY_PREFIX}*"),
+        ]
+        is_empty = has_no_record(path)
+        if not unfinished and not is_empty:
+            continue
+        try:
+            with claim(path):
+                removed = _removed(unfinished)
+                if is_empty:
+                    _removed([entry for entry in path.iterdir() if entry.name != ".lock"])
+        except MachineError:
+            continue  # it is being trained, so its unfinished files are in use
+        if is_empty:
+            with suppress(OSError):  # another training may have claimed the folder just now
+                (path / ".lock").unlink()
+                path.rmdir()
+            yield ok(f"Removed {path}, a run that ended before its first step.")
+        else:
+            yield from _done(removed, f"unfinished file{_s(removed)}", path)
+
+
+def _done(number: int, noun: str, folder: Path) -> Iterator[MachineCheck]:
+    if number:
+        yield ok(f"Removed {number:,} {noun} from {folder}.")
+
+
+def _s(number: int) -> str:
+    return "" if number == 1 else "s"
+
+
+def _removed(paths: list[Path]) -> int:
+    """Remove files and folders; return how many are gone, as Windows keeps open ones."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
+    return sum(not path.exists() for path in paths)
+
+
+def _is_damaged(path: Path) -> bool:
+    """Whether an entry was moved aside, or its bytes are no longer those that were written."""
+    if path.parent.name == DAMAGED_FOLDER:
+        return True
+    try:
+        parse(path.read_bytes(), digest=path.stem)
+    except (Damaged, OSError):
+        return True
+    return False
+
+
+def doctor_json(hardware: Hardware) -> dict[str, Any]:
+    """Return the facts about this machine as plain values, each with its reason."""
+    return {
+        "gpus": [
+            {name: getattr(gpu, name) for name in ("name", "total_bytes", "free_bytes", "driver")}
+            for gpu in hardware.gpus
+        ],
+        "gpu_reason": hardware.gpu_reason,
+        "accelerator": hardware.accelerator().reason,
+        **{
+            name: {"value": fact.value, "reason": fact.reason}
+            for name, fact in hardware.facts().items()
+        },
+        "packages": dict(hardware.packages),
+        "package_notes": package_notes(hardware.packages),
+    }
+
+
+def cleared_text(cleared: Cleared) -> str:
+    """Return the sentence about a cache that was emptied."""
+    return (
+        f"removed {cleared.files:,} entries, {bytes_text(cleared.bytes)}, from {cleared.folder}; "
+        "the next trainings encode their images and captions again"
+    )

@@ -1,33 +1,37 @@
-"""The output of `plan`: tables for people, plain values for scripts.
+"""The output of `plan`: tables for people, plain values for scripts, and warnings about the planned run.
 
-Tables for people; cells are printed unchanged, without rich's markup and emoji codes.
-
-Output of `plan`: text for people, plain values for scripts.
-
-Input is a prepared run; nothing is computed here.
+Input is a prepared run. Cells are printed unchanged, without rich's markup and emoji codes. The warnings are of the
+base, the processes, the GPU and the exported file; those of the dataset are in its report.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.common.events import Finding
+from lora_trainer.common.events import Finding, note, warning
 from lora_trainer.common.processes import full_batch, share
 from lora_trainer.common.wording import duration_text
-from lora_trainer.config.config import all_settings, flatten
-from lora_trainer.config.running import RunConfig
+from lora_trainer.config.choices import has_int8_product
+from lora_trainer.config.config import RunConfig, all_settings, flatten
+from lora_trainer.config.learning import AdapterSettings
+from lora_trainer.costs.cost_table import adapter_shapes, linear_shapes
+from lora_trainer.families.base import FileFormat
+from lora_trainer.hardware.machine import tier_problem
+from lora_trainer.lora_file.formats import format_notes, planned_contents
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.memory import MemoryItem
+from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan
+from lora_trainer.planning.run_time import MOST_HOURS
 from lora_trainer.planning.search import gib
 from lora_trainer.run.prepare import Prepared
-from lora_trainer.run.run_warnings import run_warnings
 
 STYLES = {"note": "dim", "warning": "yellow", "error": "bold red"}
 
@@ -121,7 +125,7 @@ def _memory_json(plan: Plan) -> dict[str, Any]:
 
 
 def _items_json(items: Sequence[MemoryItem]) -> list[dict[str, Any]]:
-    return [{"name": item.name, "bytes": item.bytes, "note": item.note} for item in items]
+    return [asdict(item) for item in items]
 
 
 def plan_text(
@@ -315,3 +319,104 @@ def _in_order(phases: Iterable[Sequence[MemoryItem]]) -> list[str]:
     # A dict keeps the order of first appearance, so an item has the same row whichever phase begins it.
     last = [name for name in names if name == "allocator slack"]
     return [name for name in names if name not in last] + last
+
+
+def run_warnings(prepared: Prepared) -> tuple[Finding, ...]:
+    """Return warnings about the base, the GPU and the exported file; the dataset's are in `prepared.report`."""
+    config, facts = prepared.config, prepared.facts
+    return (
+        *_base(prepared),
+        *_processes(prepared),
+        *_enlarged(prepared),
+        *_long(prepared),
+        *_wide(config.adapter),
+        *_dequantized(prepared),
+        *optimizer_remarks(
+            config, shapes=adapter_shapes(prepared.family, facts, targets=config.adapter.targets)
+        ),
+        *_card_and_file(prepared),
+    )
+
+
+def _base(prepared: Prepared) -> Iterator[Finding]:
+    facts = prepared.facts
+    if facts.assumed is not None:
+        yield warning("release", None, facts.assumed.sentence, advice=facts.assumed.setting)
+    if facts.distilled and prepared.config.base.assistant is None:
+        what = f"{facts.source} is distilled: training weakens its ability to draw in few steps"
+        advice = (
+            "train on the undistilled release, "
+            "or give an assistant adapter with --set base.assistant=FILE"
+        )
+        yield warning("distilled", None, what, advice=advice)
+
+
+def _processes(prepared: Prepared) -> Iterator[Finding]:
+    batch, processes = prepared.config.train.batch_size, prepared.processes
+    if batch % processes:
+        busy, full = min(batch, processes), full_batch(batch, count=processes)
+        idle = f"only {busy} have work" if busy < processes else "some wait for the others"
+        what = f"train.batch_size={batch} does not divide by {processes} processes: {idle}"
+        advice = f"train.batch_size={full} would use all of them in every step"
+        yield warning("processes", None, what, advice=advice)
+
+
+def _card_and_file(prepared: Prepared) -> Iterator[Finding]:
+    card = prepared.hardware.accelerator(sharing=prepared.sharing).value
+    if too_small := tier_problem(card.total_bytes if card else None):
+        advice = "lower data.resolution or adapter.rank if the run does not fit"
+        yield warning("card", None, too_small, advice=advice)
+    format: FileFormat = prepared.config.output.format
+    advice = "choose another output.format or adapter if that matters to you"
+    for missed in format_notes(format, planned_contents(prepared.config.adapter)):
+        yield warning("format", None, f"output.format={format}: {missed}", advice=advice)
+
+
+def _long(prepared: Prepared) -> Iterator[Finding]:
+    """Yield a note if the run takes longer than its priority promises, as on a GPU slower than its tier's."""
+    priority, hours = prepared.resolved.priority, prepared.plan.run_time.seconds / 3600
+    if hours <= MOST_HOURS[priority] or prepared.plan.memory.limit_bytes is None:
+        return
+    advice = "train.steps, data.resolution and sampling.every_steps shorten it"
+    if priority != "speed":
+        advice = f"--priority speed shortens it most; so do {advice.partition(' shorten')[0]}"
+    what = (
+        f"about {hours:.1f} hours are predicted; priority {priority} is meant for "
+        f"{MOST_HOURS[priority]:g} with 20 images on an ordinary GPU"
+    )
+    yield note("time", None, what, advice=advice)
+
+
+def _wide(adapter: AdapterSettings) -> Iterator[Finding]:
+    slow = {"adapter.dora": adapter.dora, "adapter.init=pissa": adapter.init == "pissa"}
+    for name in (name for name, used in slow.items() if used):
+        what = (
+            f"{name} runs in fp32 beside each layer instead of fused with it, "
+            "so a step takes more time, and in 16 bits more memory"
+        )
+        yield warning("adapter", None, what, advice="use a plain LoRA if time or memory is short")
+
+
+def _dequantized(prepared: Prepared) -> Iterator[Finding]:
+    if prepared.config.memory.base_matmul != "int8":
+        return
+    shapes = linear_shapes(prepared.family, prepared.facts)
+    if count := sum(not has_int8_product(*shape) for shape in shapes.values()):
+        what = (
+            f"{count} of {len(shapes)} layers of the base are dequantized in spite of "
+            "memory.base_matmul=int8, because int8 products need sizes that are multiples of 8"
+        )
+        yield warning("matmul", None, what, advice="no action needed")
+
+
+def _enlarged(prepared: Prepared) -> Iterator[Finding]:
+    sides_px = prepared.config.data.more_resolutions
+    records = (*prepared.trained, *prepared.dataset.regularisation)
+    for index, side_px in enumerate(sides_px, start=1):
+        count = sum(record.placements[index].upscaled for record in records)
+        if side_px > prepared.config.data.resolution and count:
+            what = (
+                f"{count} of {len(records)} images are enlarged for data.more_resolutions={side_px}"
+            )
+            advice = f"use larger originals, or leave {side_px} out of data.more_resolutions"
+            yield warning("enlarged", None, what, advice=advice)

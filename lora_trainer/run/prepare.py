@@ -7,7 +7,7 @@ cache folder are written, which save time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from lora_trainer.families.locate import EMBEDDED, describe, locate, with_choice
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora_file.formats import resolve_format
-from lora_trainer.planning.oom_history import OomHistory, OomRecord
+from lora_trainer.planning.oom_history import OomHistory
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput
 
@@ -88,39 +88,25 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A run that could start: its plan, base, data and cache folder."""
+class Prepared(PlanInput):
+    """A run that could start: all it was planned from, the plan, its data and cache folder."""
 
-    config: RunConfig
-    resolved: Resolved
     plan: Plan
-    facts: BaseFacts
-    family: Family
-    hardware: Hardware
     dataset: Dataset
     report: DatasetReport
     trained: tuple[ImageRecord, ...]
     held_out: tuple[ImageRecord, ...]
     cache_root: Path
-    full_card: OomRecord | None
-    processes: int
-    sharing: int
-    plan_input: PlanInput
 
     @property
-    def regularisation_per_epoch(self) -> int:
-        """Regularisation samples in each epoch of the training images."""
-        return _regularisation_per_epoch(self.trained, self.dataset, self.config)
+    def config(self) -> RunConfig:
+        """The planned settings."""
+        return self.plan.config
 
     @property
     def sample_prompts(self) -> tuple[str, ...]:
         """Prompts of the sample images; captions of held-out images come first."""
         return _sample_prompts((*self.held_out, *self.trained), self.config)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples of an epoch, with repeats and regularisation (unlike `PlanInput.samples_per_epoch`)."""
-        return sum(record.repeats for record in self.trained) + self.regularisation_per_epoch
 
 
 def _sample_prompts(records: Sequence[ImageRecord], config: Config | RunConfig) -> tuple[str, ...]:
@@ -129,16 +115,6 @@ def _sample_prompts(records: Sequence[ImageRecord], config: Config | RunConfig) 
         data=config.data,
         sampling=config.sampling,
         concept=config.train.concept,
-    )
-
-
-def _regularisation_per_epoch(
-    trained: Sequence[ImageRecord], dataset: Dataset, config: Config
-) -> int:
-    return regularisation_count(
-        sum(record.repeats for record in trained),
-        pool=len(dataset.regularisation),
-        ratio=config.data.regularisation_ratio,
     )
 
 
@@ -175,17 +151,17 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     full_card = None
     if request.run_settings is None:  # a resumed run has its own record of out-of-memory fallbacks
         full_card = OomHistory.of(cache_root).known(basis.hardware, basis.family.name)
+    samples = sum(record.repeats for record in trained)
     plan_input = PlanInput(
-        resolved=basis.resolved,
+        **vars(basis),
         decided=_decided(reading, basis),
-        facts=basis.facts,
-        family=basis.family,
-        hardware=basis.hardware,
         images=len(trained),
-        held_out=len(held_out),
-        samples_per_epoch=sum(record.repeats for record in trained),
+        held_out_count=len(held_out),
+        samples_per_epoch=samples,
         fewest_repeats=min(record.repeats for record in trained),
-        regularisation_per_epoch=_regularisation_per_epoch(trained, dataset, settings),
+        regularisation_per_epoch=regularisation_count(
+            samples, pool=len(dataset.regularisation), ratio=settings.data.regularisation_ratio
+        ),
         buckets=[
             (placement.bucket.width_px, placement.bucket.height_px)
             for record in used
@@ -204,14 +180,9 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         sharing=request.sharing,
         kept_at_once=_kept_at_once(request),
     )
-    chosen = plan(plan_input)
     return Prepared(
-        config=chosen.config,
-        resolved=basis.resolved,
-        plan=chosen,
-        facts=basis.facts,
-        family=basis.family,
-        hardware=basis.hardware,
+        **{each.name: getattr(plan_input, each.name) for each in fields(PlanInput)},
+        plan=plan(plan_input),
         dataset=dataset,
         report=inspect_images(
             dataset, settings=settings.data, more=tuple(too_long(reading, facts=basis.facts))
@@ -219,10 +190,6 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         trained=trained,
         held_out=held_out,
         cache_root=cache_root,
-        full_card=full_card,
-        processes=request.processes,
-        sharing=request.sharing,
-        plan_input=plan_input,
     )
 
 
@@ -243,8 +210,8 @@ def longer(request: Request, prepared: Prepared) -> tuple[str, Plan] | None:
         try:
             resolved = _basis(alternative, prepared.hardware).resolved
             same = resolved.config.data.resolution == prepared.resolved.config.data.resolution
-            buckets = prepared.plan_input.buckets if same else ()
-            longer_plan = plan(replace(prepared.plan_input, resolved=resolved, buckets=buckets))
+            buckets = prepared.buckets if same else ()
+            longer_plan = plan(replace(prepared, resolved=resolved, buckets=buckets))
         except LoraTrainError:  # does not fit on this machine
             continue
         if longer_plan.run_time.seconds > here_s:

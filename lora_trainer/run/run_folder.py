@@ -1,14 +1,14 @@
-"""The run folder: its name, lock and run.json, and which settings a resume may change."""
+"""The run folder: its name, lock and run.json, which settings a resume may change, and the job that runs in it."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
@@ -17,7 +17,6 @@ from lora_trainer.common.events import read_events
 from lora_trainer.common.files import (
     TEMPORARY_PREFIX,
     disk_error,
-    json_bytes,
     read_json_object,
     windows_name_problem,
     write_atomic,
@@ -25,6 +24,15 @@ from lora_trainer.common.files import (
 from lora_trainer.config.config import flatten
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.config.running import Config
+
+if TYPE_CHECKING:  # these import torch
+    from lora_trainer.cache.cache_plan import Needs
+    from lora_trainer.checkpoint.states import TrainingState
+    from lora_trainer.common.events import EventStream
+    from lora_trainer.run.prepare import Prepared
+    from lora_trainer.training.distributed.process_group import ProcessGroup
+    from lora_trainer.training.training import Action
+
 
 RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
@@ -96,16 +104,17 @@ FORBIDDEN_SETTINGS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """A claimed run folder; the lock is held until the block or the process ends."""
+    """A run folder, claimed until the block or the process ends; without a lock it is another process's."""
 
     path: Path
-    lock: FileLock
+    lock: FileLock | None = None
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.lock.release(force=True)
+        if self.lock is not None:
+            self.lock.release(force=True)
 
     @property
     def name(self) -> str:
@@ -155,7 +164,12 @@ def create(parent: Path, name: str) -> RunFolder:
 
 def read_run(path: Path) -> dict[str, Any]:
     """Return run.json of a run folder; raises RequestError if it is missing or lacks a key."""
-    _require_run(path)
+    if not (path / RUN_FILE).is_file():
+        others = sorted(entry.parent.name for entry in path.parent.glob(f"*/{RUN_FILE}"))
+        raise RequestError(
+            f"there is no run in {path} to resume; runs there: {', '.join(others) or 'none'}",
+            fix="name one with --name or --resume-from FOLDER, or start without --resume",
+        )
     record = read_json_object(path / RUN_FILE)
     for key, kind in _NEEDED.items():
         value: Any = record
@@ -167,11 +181,6 @@ def read_run(path: Path) -> dict[str, Any]:
                 fix="restore that file, or start a new run",
             )
     return record
-
-
-def write_run(folder: RunFolder, content: Mapping[str, Any]) -> None:
-    """Write run.json atomically; raises MachineError."""
-    write_atomic(folder.path / RUN_FILE, json_bytes(dict(content)))
 
 
 def cut_events(folder: RunFolder, *, step: int) -> None:
@@ -237,16 +246,6 @@ def has_no_record(path: Path) -> bool:
     return claimed and not (path / STATES).exists()
 
 
-def _require_run(path: Path) -> None:
-    if (path / RUN_FILE).is_file():
-        return
-    others = sorted(entry.parent.name for entry in path.parent.glob(f"*/{RUN_FILE}"))
-    raise RequestError(
-        f"there is no run in {path} to resume; runs there: {', '.join(others) or 'none'}",
-        fix="name one with --name or --resume-from FOLDER, or start without --resume",
-    )
-
-
 def claim(path: Path) -> RunFolder:
     """Take the lock of a run folder; raises MachineError when another process trains in it.
 
@@ -264,3 +263,24 @@ def claim(path: Path) -> RunFolder:
         with suppress(OSError):
             unfinished.unlink()
     return RunFolder(path=path, lock=lock)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """The context of a training beside its plan: run folder, events, stop signal, processes.
+
+    `state` is the resume state, None for a new run; `watchers` are actions that run between steps;
+    `ranks` are the processes that share the work; `cache_needs` are the cache entries to read, None to
+    compute them.
+    """
+
+    prepared: Prepared
+    folder: RunFolder
+    prompts: Sequence[str]
+    state: TrainingState | None
+    events: EventStream
+    stop: Callable[[], int | None]
+    started_at_s: float
+    ranks: ProcessGroup
+    watchers: Sequence[Action] = ()
+    cache_needs: Needs | None = None

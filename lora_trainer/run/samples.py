@@ -26,11 +26,11 @@ from lora_trainer.common.errors import LoraTrainError, StoppedBySignal, first_li
 from lora_trainer.common.processes import give_back_heap
 from lora_trainer.families.base import Conditioning, Sampler
 from lora_trainer.network.out_of_memory import is_out_of_memory
-from lora_trainer.reporting.control import Control, SampleRequest
+from lora_trainer.reporting.control import Control
 from lora_trainer.run.build import TrainComponents
 from lora_trainer.run.caching import encode_prompt, texts_as
 from lora_trainer.run.device import DTYPES, encoder_device
-from lora_trainer.run.job import TrainingJob
+from lora_trainer.run.run_folder import TrainingJob
 from lora_trainer.training.training import Progress
 
 
@@ -76,8 +76,8 @@ class SampleAction:
         every = self.job.prepared.config.sampling.every_steps
         regular = every > 0 and (progress.step % every == 0 or progress.ending)
         request = self._request(progress.step)
-        self._asked_due = request.prompt if request is not None else ""
-        self._own_due = regular or request == SampleRequest()
+        self._asked_due = request or ""
+        self._own_due = regular or request == ""
         return self._own_due or bool(self._asked_due)
 
     def __call__(self, progress: Progress) -> None:
@@ -118,7 +118,7 @@ class SampleAction:
     def _problem(self, what: str, *, fix: str) -> None:
         self.job.events.problem(what, fix=fix, code="TRN-03")
 
-    def _request(self, step: int) -> SampleRequest | None:
+    def _request(self, step: int) -> str | None:
         try:
             return Control(self.job.folder.path).take_samples()
         except LoraTrainError as error:

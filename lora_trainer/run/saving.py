@@ -35,8 +35,7 @@ from lora_trainer.lora_file.write import (
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.sample_files import last_samples, thumbnail_jpeg
 from lora_trainer.run.build import TrainComponents
-from lora_trainer.run.job import TrainingJob
-from lora_trainer.run.run_folder import BEST_RECORD
+from lora_trainer.run.run_folder import BEST_RECORD, TrainingJob
 from lora_trainer.training.actions import SaveAction
 from lora_trainer.training.training import Progress
 
@@ -249,9 +248,7 @@ def save_action(
         scaler=parts.scaler,
         export=export_step,
         every_steps=config.output.save_every_steps,
-        every_images=None
-        if every_epochs is None
-        else every_epochs * job.prepared.samples_per_epoch,
+        every_images=None if every_epochs is None else every_epochs * job.prepared.epoch,
         batch_size=config.train.batch_size,
         save_requested=save_requested,
     )

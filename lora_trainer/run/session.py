@@ -32,10 +32,9 @@ from lora_trainer.run.build import (
 from lora_trainer.run.caching import fill_caches, open_cache
 from lora_trainer.run.final_scores import validate_at_the_end
 from lora_trainer.run.hub_upload import push_finished
-from lora_trainer.run.job import TrainingJob
 from lora_trainer.run.oom_fallbacks import oom_as_error, oom_fallbacks
 from lora_trainer.run.prepare import Prepared
-from lora_trainer.run.run_folder import EVENTS_FILE, cut_events
+from lora_trainer.run.run_folder import EVENTS_FILE, TrainingJob, cut_events
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.run.saving import BestExport, exporter, save_action
 from lora_trainer.training.actions import (

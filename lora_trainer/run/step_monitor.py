@@ -6,10 +6,9 @@ the training does it; warnings are `problem` events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from lora_trainer.common.events import Event, EventStream
@@ -33,12 +32,10 @@ _UNKNOWN = Cause(
 
 @dataclass(kw_only=True)
 class Notices:
-    """Event listener, active while the block runs; `look` measures the machine around the training."""
+    """Event listener, active while the block runs."""
 
     prepared: Prepared
     events: EventStream
-    look: Callable[[Gpu | None], MachineState] = look
-    free_host_bytes: Callable[[], int] = free_ram_bytes
     _pace: StepPace = field(default_factory=StepPace)
     _vram: Creep = field(default_factory=Creep)
     _host: Creep = field(default_factory=Creep)
@@ -56,12 +53,7 @@ class Notices:
         self.events.subscribe(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.events.listeners.remove(self)
         self._beside.shutdown()
 
@@ -86,17 +78,17 @@ class Notices:
             self._beside.submit(self._explain, slow, step)
         filled = fields["epoch"] >= 1 or step > _FILLED_STEPS
         if filled and (growth := self._host.take(fields["host_own_bytes"])):
-            self._tell_growth("host memory", growth, step, free_bytes=self.free_host_bytes())
+            self._tell_growth("host memory", growth, step, free_bytes=free_ram_bytes())
         gpu = self._gpu
         if gpu is not None and (growth := self._vram.take(fields["vram_now_bytes"])):
             free_bytes = gpu.total_bytes - fields["vram_used_bytes"]
             self._tell_growth("the GPU's memory", growth, step, free_bytes=free_bytes)
 
     def _remember(self) -> None:
-        self._usual = self.look(self._gpu)
+        self._usual = look(self._gpu)
 
     def _explain(self, slow: Slow, step: int) -> None:
-        now, gpu = self.look(self._gpu), self._gpu
+        now, gpu = look(self._gpu), self._gpu
         likely_causes = causes(
             slow,
             self._usual or MachineState(),

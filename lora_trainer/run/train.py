@@ -21,30 +21,31 @@ from lora_trainer.cache.lease import in_use
 from lora_trainer.checkpoint.states import TrainingState, load_newest
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
 from lora_trainer.common.events import EventStream, JsonlWriter, Listener
+from lora_trainer.common.files import json_bytes, write_atomic
 from lora_trainer.common.processes import read_dist_env
 from lora_trainer.common.wording import without_secrets
-from lora_trainer.config.config import build_config, flatten
-from lora_trainer.config.running import Config
+from lora_trainer.config.config import Config, build_config, flatten
 from lora_trainer.dataset.records import bucket_counts
 from lora_trainer.hardware.devices import allocator_settings
 from lora_trainer.planning.search import gib
-from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.control import Control, StopFlag, taking_signals
 from lora_trainer.reporting.report import write_report
 from lora_trainer.reporting.status import StatusWriter
-from lora_trainer.reporting.trackers import start_trackers, usable_trackers
-from lora_trainer.run.answers import doctor_json
+from lora_trainer.reporting.trackers import start_trackers
 from lora_trainer.run.caching import plan_cache, refuse_small_cache
 from lora_trainer.run.device import pinning, setup_torch
 from lora_trainer.run.follow import follow, gather, prepare_with_base
 from lora_trainer.run.hub_upload import check_upload
-from lora_trainer.run.job import TrainingJob
+from lora_trainer.run.machine_report import doctor_json
 from lora_trainer.run.oom_fallbacks import oom_history_memo
-from lora_trainer.run.plan_text import plan_json
+from lora_trainer.run.plan_text import plan_json, run_warnings
 from lora_trainer.run.prepare import Prepared, Request, asked_for
 from lora_trainer.run.run_folder import (
     EVENTS_FILE,
     PROBLEMS_FILE,
+    RUN_FILE,
     RunFolder,
+    TrainingJob,
     checked_name,
     claim,
     compare,
@@ -53,12 +54,9 @@ from lora_trainer.run.run_folder import (
     has_no_record,
     last_step,
     read_run,
-    write_run,
 )
-from lora_trainer.run.run_warnings import run_warnings
 from lora_trainer.run.session import train_job
 from lora_trainer.run.step_monitor import Notices
-from lora_trainer.run.stop import StopFlag, taking_signals
 from lora_trainer.training.cores import shared_cores
 from lora_trainer.training.distributed.process_group import ProcessGroup, isolate_accelerate, joined
 from lora_trainer.training.training import Action
@@ -144,7 +142,8 @@ def _lead(
             cache_needs=cache_needs,
         )
         _announce(job, resumption)
-        write_run(folder, _run_record(job, train_request, environment))
+        record = _run_record(job, train_request, environment)
+        write_atomic(folder.path / RUN_FILE, json_bytes(record))
         with (
             _end_recorded(folder, events),
             in_use(prepared.cache_root),
@@ -219,9 +218,9 @@ def _previous(train_request: TrainRequest) -> Path | None:
     if not train_request.resume:
         return None
     request = train_request.request
-    typed = request.overrides.get("output.name", "auto")
-    name = _dataset_name(request) if typed == "auto" else checked_name(str(typed))
-    return Path(request.overrides.get("output.folder", Config().output.folder)) / name
+    name, folder = (asked_for(request, f"output.{key}") for key in ("name", "folder"))
+    name = _dataset_name(request) if name in (None, "auto") else checked_name(str(name))
+    return Path(folder or Config().output.folder) / name
 
 
 def _dataset_name(request: Request) -> str:
@@ -291,13 +290,12 @@ def _recorded(
     control.forget_before(status.status.pid_started_s)
     stop = StopFlag(control=control, is_asked=train_request.is_asked_to_stop)
     with taking_signals(stop):
-        usable, problems = usable_trackers(
-            prepared.config.logging.trackers, packages=prepared.hardware.packages
-        )
-        for what, fix in problems:
-            events.problem(what, fix=fix, severity="note")
         start_trackers(
-            usable, run_folder=folder.path, settings=flatten(prepared.config), events=events
+            prepared.config.logging.trackers,
+            packages=prepared.hardware.packages,
+            run_folder=folder.path,
+            settings=flatten(prepared.config),
+            events=events,
         )
         with stop.announced(events):
             yield events, stop

@@ -22,9 +22,8 @@ from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.files import read_json_object, write_atomic
 from lora_trainer.queue import worker
 from lora_trainer.queue.items import Item
-from lora_trainer.reporting.control import Control
+from lora_trainer.reporting.control import Control, StopFlag, taking_signals
 from lora_trainer.run import run_folder
-from lora_trainer.run.stop import StopFlag, taking_signals
 from tests.fakes import runs
 from tests.fakes.runs import ROOT, Toy
 from tests.fakes.windows import MISSING, MISSING_MODULES, on_windows

@@ -51,7 +51,8 @@ class FakeRun:
         self.folder.mkdir(parents=True, exist_ok=True)
         run = _run_json(self)
         (self.folder / "run.json").write_text(json.dumps(run, indent=2), encoding="utf-8")
-        _write_lines(self.folder / "events.jsonl", self.events)
+        kept = [event for event in self.events if event["event"] not in ("phase", "problem")]
+        _write_lines(self.folder / "events.jsonl", kept)
         problems = [event for event in self.events if event["event"] == "problem"]
         _write_lines(self.folder / "problems.jsonl", problems)
         (self.folder / "zorble.safetensors").write_bytes(b"\0" * 3_288_000)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from PIL import Image
 from safetensors.numpy import save_file
 
 from tests.fakes.runs import Toy, events, problems, run_cli, toy
@@ -76,7 +77,9 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "zibbo"
     sample(folder / "samples" / "step-00000100" / "00.png", "old")
     sample(folder / "samples" / "step-00000200" / "00.png", "zibbo in a hat")
-    sample(folder / "samples" / "step-00000200" / "01.png", "from /home/jane/secret")
+    sample(folder / "samples" / "step-00000200" / "01.png", "from /home/jane/secret\nat night")
+    Image.new("RGB", (4, 4)).save(folder / "samples" / "step-00000200" / "02.png")
+    (folder / "samples" / "step-00000300").mkdir()  # it was killed before its first image
     (folder / "states").mkdir()
     (folder / "states" / "state.safetensors").write_bytes(b"state")
     record = {"token": "hf_abcdefghijklmnopqrst", "base": {"source": BASE}}
@@ -129,6 +132,7 @@ def test_file_images_and_card_are_uploaded_and_nothing_else(
         "embeddings/zibbo_emb.safetensors",
         "samples/00.png",
         "samples/01.png",
+        "samples/02.png",
     }
     assert hub.uploaded["zibbo.safetensors"] == (run / "zibbo.safetensors").read_bytes()
     newest = run / "samples" / "step-00000200" / "00.png"
@@ -152,7 +156,8 @@ def test_the_card_is_what_the_hub_reads(run: Path, hub: FakeHub) -> None:
     assert (head["instance_prompt"], head["license"]) == ("zibbo", "mit")
     assert head["widget"] == [
         {"text": "zibbo in a hat", "output": {"url": "samples/00.png"}},
-        {"text": "from [path]", "output": {"url": "samples/01.png"}},
+        {"text": "from [path]\nat night", "output": {"url": "samples/01.png"}},
+        {"text": "-", "output": {"url": "samples/02.png"}},
     ]
     for words in ("# Zibbo\n", "\n\n<Gallery />\n\n", "A creature.", "Put `zibbo`"):
         assert words in text

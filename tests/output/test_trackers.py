@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.common.events import Event, EventStream
-from lora_trainer.reporting.trackers import TrackerListener, start_trackers, usable_trackers
+from lora_trainer.reporting.trackers import start_trackers
 from tests.fakes.run_folder import fake_run, relay
 
 STEP: dict[str, Any] = {
@@ -30,7 +31,7 @@ STEP: dict[str, Any] = {
 
 
 class FakeTracker:
-    """Keeps what it is given; raises from the call numbered `fails_at` on."""
+    """A tracker of accelerate that keeps what it is given; raises from the call numbered `fails_at` on."""
 
     def __init__(self, *, fails_at: int | None = None, error: BaseException | None = None) -> None:
         self.calls: list[tuple[dict[str, float], int | None]] = []
@@ -38,20 +39,58 @@ class FakeTracker:
         self.error = error or ConnectionError("the dashboard\nis down")
         self.closed = 0
 
+    def start(self) -> None:
+        pass
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        assert values == {"a": 1, "b": "(2,)"}
+
     def log(self, values: dict[str, float], step: int | None) -> None:
         self.calls.append((values, step))
         if self.fails_at is not None and len(self.calls) >= self.fails_at:
             raise self.error
 
+    def log_images(self, images: dict[str, Any], step: int) -> None:
+        raise AssertionError("no image to log")
+
     def finish(self) -> None:
         self.closed += 1
 
 
-def listening(tracker: FakeTracker) -> tuple[EventStream, list[Event]]:
-    events, problems = EventStream(), []
-    events.subscribe(TrackerListener(tracker, events, name="fake", close=tracker.finish))
+def listening(
+    tracker: FakeTracker, *, name: str = "wandb", folder: Path = Path()
+) -> tuple[EventStream, list[Event]]:
+    """Return a stream that the tracker listens to under a service's name, and its problems."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    events, problems = EventStream(), list[Event]()
+    every = dict.fromkeys((name, name.replace("_", "-")), "1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LOGGER_TYPE_TO_CLASS, name, _Made(tracker))
+        settings = {"a": 1, "b": (2,)}
+        start_trackers([name], packages=every, run_folder=folder, settings=settings, events=events)
     events.subscribe(lambda event: problems.append(event) if event.kind == "problem" else None)
     return events, problems
+
+
+class _Made:
+    """Stands for the class of a tracker that is made already."""
+
+    requires_logging_directory = False
+
+    def __init__(self, tracker: FakeTracker) -> None:
+        self.tracker = tracker
+
+    def __call__(self, label: str) -> FakeTracker:
+        return self.tracker
+
+
+def eventually_closed(tracker: FakeTracker) -> bool:
+    """Wait for the thread that closes a tracker that failed."""
+    for thread in threading.enumerate():
+        if thread.name == "lora-train-tracker":
+            thread.join()
+    return tracker.closed == 1
 
 
 def test_tags_of_a_step_and_a_validation() -> None:
@@ -108,31 +147,33 @@ def test_the_average_stays_within_what_it_saw_and_follows_the_newest(losses: lis
     assert min(losses) * (1 - 1e-9) <= averages[-1] <= max(losses) * (1 + 1e-9)
 
 
-def test_a_failing_tracker_is_one_problem_and_training_goes_on(tmp_path: Path) -> None:
-    tracker, healthy = FakeTracker(fails_at=5), FakeTracker()
+def test_a_failing_tracker_is_one_problem_and_is_closed_and_training_goes_on(
+    tmp_path: Path,
+) -> None:
+    tracker = FakeTracker(fails_at=5)
     events, problems = listening(tracker)
-    events.subscribe(TrackerListener(healthy, events))
     run = fake_run(tmp_path, steps=20)
-    run.events = [event for event in run.events if event["event"] != "problem"]
+    run.events = [event for event in run.events if event["event"] in ("step", "finished")]
     relay(run, events)
     (problem,) = problems
     assert problem.fields["what"] == (
-        "tracker fake stopped logging: ConnectionError: the dashboard is down"
+        "tracker wandb stopped logging: ConnectionError: the dashboard is down"
     )
     assert problem.fields["code"] == "TRN-05"
-    assert len(tracker.calls) == 5 and len(healthy.calls) == 20 + 11
+    assert len(tracker.calls) == 5 and eventually_closed(tracker)
 
 
 def test_closed_once_at_the_end_and_an_interrupt_is_not_swallowed(tmp_path: Path) -> None:
     tracker = FakeTracker()
-    events, problems = listening(tracker)
+    events, problems = listening(tracker, name="comet_ml")
     events.emit("phase", phase="load", message="", done=0, total=0)
+    events.emit("sample", step=0, images=[{"file": "x.png"}])  # it takes none
     events.emit("stopped", step=1, reason="r", exit_code=130)
     events.emit("finished", step=1)
     events.emit("step", **STEP)
     assert tracker.closed == 1 and not tracker.calls and not problems
     # A sample image that is gone is one problem, after which the tracker is left alone.
-    events.subscribe(TrackerListener(tracker, events, log_image=lambda *_: None, folder=tmp_path))
+    events, problems = listening(tracker := FakeTracker(), name="aim", folder=tmp_path)
     events.emit("sample", step=5, images=[{"file": "gone.png"}])
     events.emit("step", **STEP)
     assert [event.fields["code"] for event in problems] == ["TRN-05"] and not tracker.calls
@@ -142,22 +183,19 @@ def test_closed_once_at_the_end_and_an_interrupt_is_not_swallowed(tmp_path: Path
 
 
 def test_a_tracker_that_cannot_be_used_is_one_problem(tmp_path: Path) -> None:
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
+    (tmp_path / "tensorboard").write_text("in the way")
+    events, seen = EventStream(), list[Event]()
+    events.subscribe(seen.append)
     names = ("tensorboard", "wandb", "tensorbord", "tensorboard", "aim")
     packages = {"tensorboard": "2.21.0", "wandb": None}
-    usable, problems = usable_trackers(names, packages=packages)
-    assert usable == ["tensorboard"]
-    assert [what.split(" ")[1] for what, _ in problems] == ["wandb", "names", "aim"]
-    assert "pip install wandb" in problems[0][1]
-    assert problems[1][0].endswith("Did you mean 'tensorboard'?")
-    every = {name: "1" for name in ("comet-ml", *LOGGER_TYPE_TO_CLASS)}
-    assert usable_trackers(LOGGER_TYPE_TO_CLASS, packages=every)[1] == []
-    (tmp_path / "tensorboard").write_text("in the way")
-    events, seen = EventStream(), []
-    events.subscribe(lambda event: seen.append(event) if event.kind == "problem" else None)
-    start_trackers(usable, run_folder=tmp_path, settings={}, events=events)
-    assert len(seen) == 1 and len(events.listeners) == 1
+    start_trackers(names, packages=packages, run_folder=tmp_path, settings={}, events=events)
+    assert len(events.listeners) == 1, "none has started"
+    left_out, unknown, missing, broken = (event.fields for event in seen)
+    said = [row["what"].split(" ")[1] for row in (left_out, unknown, missing, broken)]
+    assert said == ["wandb", "names", "aim", "tensorboard"]
+    assert "pip install wandb" in left_out["fix"]
+    assert unknown["what"].endswith("Did you mean 'tensorboard'?")
+    assert (broken["code"], missing["severity"]) == ("TRN-05", "note")
 
 
 def test_tensorboard_gets_the_run_with_its_images(tmp_path: Path) -> None:
@@ -167,7 +205,14 @@ def test_tensorboard_gets_the_run_with_its_images(tmp_path: Path) -> None:
     run = fake_run(tmp_path, steps=6)
     run.write()
     settings = {"train.steps": 6, "sampling.prompts": ["a"]}
-    start_trackers(["tensorboard"], run_folder=run.folder, settings=settings, events=events)
+    packages = {"tensorboard": "1"}
+    start_trackers(
+        ["tensorboard"],
+        packages=packages,
+        run_folder=run.folder,
+        settings=settings,
+        events=events,
+    )
     events.subscribe(lambda event: problems.append(event) if event.kind == "problem" else None)
     run.events = [event for event in run.events if event["event"] != "problem"]
     relay(run, events)

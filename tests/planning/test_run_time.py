@@ -15,7 +15,7 @@ SIZE, MORE = "data.resolution", "data.more_resolutions"
 
 
 def timed(overrides: dict[str, Any] | None = None, *, held_out: int = 2) -> Plan:
-    return planned(overrides=overrides, held_out=held_out)
+    return planned(overrides=overrides, held_out_count=held_out)
 
 
 def part_s(made: Plan, part: str) -> float:
@@ -30,7 +30,7 @@ def test_a_run_is_more_than_its_steps() -> None:
     assert all(0 < low < high for low, high in made.run_time.parts.values())
     assert made.run_time.seconds == pytest.approx(sum(part_s(made, part) for part in parts))
     assert made.run_time.low_s == sum(low for low, _ in made.run_time.parts.values())
-    on_processor = planned(None, WITHOUT_CARD, held_out=2)
+    on_processor = planned(None, WITHOUT_CARD, held_out_count=2)
     assert on_processor.run_time.low_s > on_processor.steps * on_processor.seconds_per_step[0]
 
 

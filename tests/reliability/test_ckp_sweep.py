@@ -15,17 +15,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from filelock import FileLock
 
 from lora_trainer.cache.keys import text_key
 from lora_trainer.cache.store import Cache
 from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import read_jsonl
-from lora_trainer.common.files import CappedFolder, read_json_object
+from lora_trainer.common.files import CappedFolder, json_bytes, read_json_object, write_atomic
 from lora_trainer.families import family
 from lora_trainer.lora_file.write import write_export
-from lora_trainer.run.run_folder import RUN_FILE, RunFolder, cut_events, write_run
+from lora_trainer.run.run_folder import RUN_FILE, RunFolder, cut_events
 from tests.fakes.adapters import export_info, read_back, small_adapter
 from tests.fakes.disk import Disk, Killed, operations_of
 from tests.fakes.states import bits, loaded_step, save_state, state_at
@@ -220,7 +219,7 @@ def read_adapter(folder: Path) -> int | None:
 
 
 def write_record(folder: Path, version: int) -> None:
-    write_run(RunFolder(path=folder, lock=FileLock(folder / ".lock")), {"version": version})
+    write_atomic(folder / RUN_FILE, json_bytes({"version": version}))
 
 
 def read_record(folder: Path) -> int | None:
@@ -234,7 +233,7 @@ def write_log(folder: Path, version: int) -> None:
         rows = [{"event": "step", "step": step} for step in (1, 2, 3)]
         (folder / "events.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     else:
-        cut_events(RunFolder(path=folder, lock=FileLock(folder / ".lock")), step=2)
+        cut_events(RunFolder(path=folder), step=2)
 
 
 def read_log(folder: Path) -> int | None:
