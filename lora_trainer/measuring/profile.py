@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import Event, Listener
-from lora_trainer.config.config import RunConfig
+from lora_trainer.config.running import RunConfig
 from lora_trainer.measuring.bench import QUIET
 from lora_trainer.run.prepare import Prepared, Request, prepare
 from lora_trainer.run.train import TrainRequest, train

@@ -19,8 +19,9 @@ from lora_trainer.common.events import Finding, note, warning
 from lora_trainer.common.processes import full_batch, share
 from lora_trainer.common.wording import duration_text
 from lora_trainer.config.choices import has_int8_product
-from lora_trainer.config.config import RunConfig, all_settings, flatten
+from lora_trainer.config.config import all_settings, flatten
 from lora_trainer.config.learning import AdapterSettings
+from lora_trainer.config.running import RunConfig
 from lora_trainer.costs.cost_table import adapter_shapes, linear_shapes
 from lora_trainer.families.base import FileFormat
 from lora_trainer.hardware.machine import tier_problem
