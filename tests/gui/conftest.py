@@ -61,11 +61,10 @@ WITHIN_MS = 90_000
 _IN_THE_PAGE = ("about", "blob", "data")
 LEFT_WHILE_ASKING = (
     "AbortError: signal is aborted",
+    "AbortError: BodyStreamBuffer was aborted",
     "Unexpected error Connection errored out",
-    "TypeError: Failed to fetch",
 )
-"""Words of a page that is left or loaded again before an answer has come. A request that fails for another reason has
-a line of the browser's own beside them (net::ERR_... or the status)."""
+"""Gradio's own words on a page that is left or loaded again before an answer has come, or while one is read."""
 
 _PAGES = pytest.StashKey[list[Any]]()
 
