@@ -15,7 +15,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ from lora_trainer.costs.cost_table import (
     FILE,
     KIB,
     MEGA,
+    RANKS,
     Case,
     Grid,
-    Point,
     built_shapes,
     case_of,
     configuration,
@@ -64,6 +64,31 @@ UNEQUAL = "dual_attention_layers"
 """Key that names blocks unlike the others; a network with such is traced whole."""
 FEW_BLOCKS = 3
 INDEXED = re.compile(r"(.*?\.)(\d+)\.(.*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One traced workload: a square image, by default at the smallest rank and alone."""
+
+    side_px: int
+    text_tokens: int
+    rank: int = RANKS[0]
+    micro_batch: int = 1
+
+    def workload(
+        self, *, element_bytes: int, wide: bool, targets: Targets, checkpointing: Checkpointing
+    ) -> Workload:
+        """Return the workload to trace."""
+        return Workload(
+            height_px=self.side_px,
+            width_px=self.side_px,
+            element_bytes=element_bytes,
+            rank=self.rank,
+            targets=targets,
+            checkpointing=checkpointing,
+            micro_batch=self.micro_batch,
+            wide_adapter=wide,
+        )
 
 
 def main() -> None:
@@ -144,6 +169,18 @@ def grid_of(family: Family, facts: BaseFacts) -> Grid:
     return Grid(sides_px=sides_px, text_tokens=(facts.max_tokens, CHUNKED_TEXT_TOKENS))
 
 
+def points_of(grid: Grid) -> tuple[Point, ...]:
+    """The three sizes, then pairs at the smallest and largest size that change one thing each."""
+    usual, other = grid.text_tokens
+    ends = (grid.sides_px[0], grid.sides_px[2])
+    return (
+        *(Point(side_px=side, text_tokens=usual) for side in grid.sides_px),
+        *(Point(side_px=side, text_tokens=usual, rank=RANKS[1]) for side in ends),
+        *(Point(side_px=side, text_tokens=usual, micro_batch=2) for side in ends),
+        *(Point(side_px=side, text_tokens=other) for side in ends if other),
+    )
+
+
 def release_table(family: Family, facts: BaseFacts, *, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a release, its modules and its traces by dtype and targets."""
     started = time.monotonic()
@@ -157,7 +194,7 @@ def release_table(family: Family, facts: BaseFacts, *, known: Mapping[str, Any])
             targets: traces(
                 family,
                 facts,
-                grid.points,
+                points_of(grid),
                 levels,
                 element_bytes=size,
                 wide=wide,

@@ -6,12 +6,17 @@ Networks are built on `meta`, without weights; releases of one architecture shar
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.families.layer_tables import FILE, packed
+from lora_trainer.families.layer_tables import FILE, Row
+
+# `blocks.1.` and `linear_1` get `#`; the digit of `w1` belongs to its letter and stays.
+_NUMBER = re.compile(r"(?<![A-Za-z])\d+(?=\.|$)")
 
 
 def layers_of(network: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -22,6 +27,33 @@ def layers_of(network: nn.Module) -> dict[str, tuple[int, ...]]:
         if isinstance(getattr(module, "weight", None), nn.Parameter)
         and not isinstance(module, nn.Embedding)
     }
+
+
+def packed(layers: Mapping[str, tuple[int, ...]]) -> list[Row]:
+    """Return one architecture as rows (template, shape, ranges) of the file."""
+    rows: dict[tuple[str, tuple[int, ...]], list[tuple[int, ...]]] = {}
+    for name, shape in layers.items():
+        numbers = tuple(int(number) for number in _NUMBER.findall(name))
+        rows.setdefault((_NUMBER.sub("#", name), shape), []).append(numbers)
+    return [
+        (template, list(shape), list(_ranges(sorted(numbers))))
+        for (template, shape), numbers in rows.items()
+    ]
+
+
+def _ranges(numbers: list[tuple[int, ...]]) -> Iterator[str]:
+    first = last = numbers[0]
+    # None ends the last range.
+    for numbers_next in (*numbers[1:], None):
+        if numbers_next and numbers_next[:-1] == last[:-1] and numbers_next[-1] == last[-1] + 1:
+            last = numbers_next
+            continue
+        if first:
+            yield ".".join([*map(str, first[:-1]), f"{first[-1]}-{last[-1]}"])
+        else:
+            yield ""
+        if numbers_next:
+            first = last = numbers_next
 
 
 def main() -> None:

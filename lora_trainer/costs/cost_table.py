@@ -43,7 +43,7 @@ RANKS = (4, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Where a release is traced: three sides of square images, and two lengths of its text.
+    """Where a release was traced: three sides of square images, and two lengths of its text.
 
     The first length is that of a release read without chunks; the second lies below it where texts keep
     their own length, above it where a network reads several chunks, and is 0 where all texts are as long.
@@ -56,43 +56,6 @@ class Grid:
     def areas(self) -> tuple[int, int, int]:
         small, middle, large = self.sides_px
         return small**2, middle**2, large**2
-
-    @property
-    def points(self) -> tuple[Point, ...]:
-        """The three sizes, then pairs at the smallest and largest size that change one thing each."""
-        usual, other = self.text_tokens
-        ends = (self.sides_px[0], self.sides_px[2])
-        return (
-            *(Point(side_px=side, text_tokens=usual) for side in self.sides_px),
-            *(Point(side_px=side, text_tokens=usual, rank=RANKS[1]) for side in ends),
-            *(Point(side_px=side, text_tokens=usual, micro_batch=2) for side in ends),
-            *(Point(side_px=side, text_tokens=other) for side in ends if other),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One traced workload: a square image, by default at the smallest rank and alone."""
-
-    side_px: int
-    text_tokens: int
-    rank: int = RANKS[0]
-    micro_batch: int = 1
-
-    def workload(
-        self, *, element_bytes: int, wide: bool, targets: Targets, checkpointing: Checkpointing
-    ) -> Workload:
-        """Return the workload to trace."""
-        return Workload(
-            height_px=self.side_px,
-            width_px=self.side_px,
-            element_bytes=element_bytes,
-            rank=self.rank,
-            targets=targets,
-            checkpointing=checkpointing,
-            micro_batch=self.micro_batch,
-            wide_adapter=wide,
-        )
 
 
 Curve = Callable[[Sequence[float], Sequence[int], float], float]

@@ -13,49 +13,50 @@ those in costs/cost_tables.json. docs/adding-a-family.md goes through it with an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 # `X as X` is a re-export to mypy: families import the whole interface from this module.
 from lora_trainer.common.caption_markup import NewWord as NewWord
 from lora_trainer.common.caption_markup import Weighted
+from lora_trainer.common.errors import InputError
+from lora_trainer.common.processes import give_back_heap
 from lora_trainer.config.declare import Targets
-from lora_trainer.families.base_files.base_folder import level_count, whole_number
-from lora_trainer.families.base_files.vae_file import load_base_vae
+from lora_trainer.families.base_files.base_folder import level_count, tokenizer_of, whole_number
+from lora_trainer.families.base_files.network_files import load_base_vae
+from lora_trainer.families.facts import AUTOENCODER_KL as AUTOENCODER_KL
+from lora_trainer.families.facts import BY_TWO_PASSES as BY_TWO_PASSES
 from lora_trainer.families.facts import DENOISER as DENOISER
 from lora_trainer.families.facts import PARTS as PARTS
+from lora_trainer.families.facts import AdapterFormats as AdapterFormats
+from lora_trainer.families.facts import AdapterNames as AdapterNames
 from lora_trainer.families.facts import Assumption as Assumption
 from lora_trainer.families.facts import BaseFacts as BaseFacts
 from lora_trainer.families.facts import BaseRelease as BaseRelease
 from lora_trainer.families.facts import Conditioning as Conditioning
+from lora_trainer.families.facts import FileFormat as FileFormat
 from lora_trainer.families.facts import Geometry as Geometry
+from lora_trainer.families.facts import Guidance as Guidance
 from lora_trainer.families.facts import Header as Header
 from lora_trainer.families.facts import Layout as Layout
+from lora_trainer.families.facts import Licence as Licence
+from lora_trainer.families.facts import NetworkTraits as NetworkTraits
+from lora_trainer.families.facts import OtherNames as OtherNames
 from lora_trainer.families.facts import Part as Part
 from lora_trainer.families.facts import PartFacts as PartFacts
 from lora_trainer.families.facts import Prediction as Prediction
 from lora_trainer.families.facts import TensorInfo as TensorInfo
+from lora_trainer.families.facts import TextInputs as TextInputs
 from lora_trainer.families.facts import WeightPlace as WeightPlace
-from lora_trainer.families.latent_images import ImageEncoder as ImageEncoder
-from lora_trainer.families.latent_images import Latents as Latents
-from lora_trainer.families.latent_images import Sampler as Sampler
-from lora_trainer.families.traits import AUTOENCODER_KL as AUTOENCODER_KL
-from lora_trainer.families.traits import BY_TWO_PASSES as BY_TWO_PASSES
-from lora_trainer.families.traits import AdapterFormats as AdapterFormats
-from lora_trainer.families.traits import AdapterNames as AdapterNames
-from lora_trainer.families.traits import FileFormat as FileFormat
-from lora_trainer.families.traits import Guidance as Guidance
-from lora_trainer.families.traits import Licence as Licence
-from lora_trainer.families.traits import NetworkTraits as NetworkTraits
-from lora_trainer.families.traits import OtherNames as OtherNames
-from lora_trainer.families.traits import TextInputs as TextInputs
 
 if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
+    from PIL import Image
     from torch import Tensor, nn
 
 AdapterTargets = Targets | Literal["text_encoder"]
@@ -114,12 +115,106 @@ class TextEncoder(ABC):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Latents:
+    """Posterior of one image: `mean` and `std`, float32 [channels, height, width], already scaled for the denoiser."""
+
+    mean: Tensor
+    std: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageEncoder:
+    """A VAE whose posterior the family normalises; only caching uses it."""
+
+    vae: Any
+    family: Family
+
+    def encode_images(self, pixels: Tensor) -> list[Latents]:
+        """Encode float32 [B, 3, H, W] in [-1, 1]; raises InputError when a latent is not finite."""
+        import torch
+
+        if self.family.video_vae:
+            pixels = pixels.unsqueeze(2)
+        with torch.no_grad():
+            posterior = self.vae.encode(pixels.to(self.vae.device)).latent_dist
+            # The whole posterior, no sample of it: the cache keeps both, and each step draws its own latents.
+            means, stds = self.family.normalised(self.vae, posterior.mean, posterior.std)
+        means, stds = means.float().cpu(), stds.float().cpu()
+        if not (means.isfinite().all() and stds.isfinite().all()):
+            raise InputError(
+                "the VAE gave latents that are not finite numbers",
+                fix="use the base model's original VAE, or another with --set base.vae=FILE",
+            )
+        return [Latents(mean=mean, std=std) for mean, std in zip(means, stds, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """The base's own pipeline with the denoiser in training, on encoded prompts; the VAE decodes in float32."""
+
+    pipeline: Any
+    denoiser: nn.Module
+    vae: Any
+    device: torch.device
+    decode_on: torch.device
+    family: Family
+
+    def image(
+        self,
+        conditioning: Conditioning,
+        negative: Conditioning,
+        *,
+        seed: int,
+        size_px: tuple[int, int],
+        steps: int,
+        guidance_scale: float,
+    ) -> Image.Image:
+        """Return one RGB image of (width, height); equal to the plain pipeline's with a CPU generator of `seed`."""
+        import torch
+        from diffusers.image_processor import VaeImageProcessor
+
+        latents = self.pipeline(
+            **self.family.sampler_arguments(
+                self._moved(conditioning), self._moved(negative), guidance_scale=guidance_scale
+            ),
+            # On the CPU, so that a seed gives the same noise on every device.
+            generator=torch.Generator().manual_seed(seed),
+            width=size_px[0],
+            height=size_px[1],
+            num_inference_steps=steps,
+            output_type="latent",
+        ).images.to(self.decode_on)
+        give_back_heap()  # decoding makes far larger tensors than a denoising step leaves
+        try:
+            vae = self.vae.to(self.decode_on)
+            with torch.no_grad():
+                ready = self.family.latents_to_decode(vae, latents, size_px)
+                pixels = vae.decode(ready, return_dict=False)[0]
+        finally:
+            # Also after an error: training needs the memory, most of all when decoding ran out of it.
+            self.vae.to("cpu")
+        if self.family.video_vae:  # [B, C, 1, H, W]
+            pixels = pixels[:, :, 0]
+        image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
+        return image
+
+    def _moved(self, conditioning: Conditioning) -> Conditioning:
+        dtype = next(self.denoiser.parameters()).dtype
+        return {
+            name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in conditioning.items()
+        }
+
+
 class Family(ABC):
     """One model family; instances hold no state."""
 
     name: str
     pipeline_class: str
     """diffusers' text-to-image pipeline."""
+    denoiser_class: str
+    """diffusers' class of the denoiser."""
     denoiser_folder: ClassVar[str]
     """The denoiser's folder and its name in the pipeline."""
     published: tuple[BaseRelease, ...]
@@ -134,8 +229,16 @@ class Family(ABC):
     formats: AdapterFormats
     metadata: AdapterNames
     """Names of the family's bases in an adapter's metadata, for a family whose releases share them."""
+    endings: Mapping[Targets, tuple[str, ...]]
+    """Endings of the names of the modules that get an adapter."""
+    unused_in_last_block: tuple[str, ...] = ()
+    """Layers that change nothing there, because the last of `transformer_blocks` drops its text output."""
+    absent_components: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Arguments that switch off the pipeline's optional components."""
     patch = 1
     """Side of the square of latents that becomes one token."""
+    negative_prompt = True
+    """Whether the pipeline takes a negative prompt."""
     video_vae = False
     """Whether the VAE reads videos; an image is a video of one frame, [B, C, 1, H, W]."""
 
@@ -276,9 +379,14 @@ class Family(ABC):
     ) -> nn.Module:
         """Load the denoiser frozen, in `dtype`."""
 
-    @abstractmethod
     def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
         """Build the denoiser from its configuration, weights undefined; call under a `meta` device."""
+        kind = of_diffusers(self.denoiser_class)
+        return self.built(lambda: kind.from_config(dict(architecture)))
+
+    def built(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Return the denoiser that `build` makes; for families whose network needs something around it."""
+        return build()
 
     # ---- training
 
@@ -291,12 +399,23 @@ class Family(ABC):
         `timesteps` is int64 [B] in [0, 999] for epsilon and v, float32 [B] = 1000 sigma for flow.
         """
 
-    @abstractmethod
     def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
         """Return the full module names that get an adapter, in module order.
 
         `network` is the denoiser, or with `targets` "text_encoder" a text network of a family that trains them.
         """
+        assert targets != "text_encoder", f"{self.name} does not train its text encoders"
+        endings = tuple(f".{ending}" for ending in self.endings[targets])
+        unused = [
+            f"transformer_blocks.{cast(Any, network).config['num_layers'] - 1}.{ending}"
+            for ending in self.unused_in_last_block
+        ]
+        return [
+            name
+            for name, module in network.named_modules()
+            # `to_out` and `net` are also names of ModuleLists and activations, which have no weight.
+            if name.endswith(endings) and hasattr(module, "weight") and name not in unused
+        ]
 
     # ---- files
 
@@ -314,11 +433,15 @@ class Family(ABC):
 
     # ---- images
 
-    @abstractmethod
     def sampler_arguments(
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
     ) -> Mapping[str, Any]:
         """Return the pipeline's arguments for encoded prompts on the device, in the denoiser's dtype."""
+        return {
+            "prompt_embeds": conditioning["text"],
+            "negative_prompt_embeds": negative["text"],
+            "guidance_scale": guidance_scale,
+        }
 
     def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
         """Return the VAE's input, float32, from the pipeline's output with `output_type="latent"`.
@@ -328,13 +451,20 @@ class Family(ABC):
         decoded: Tensor = latents.float() / vae.config.scaling_factor
         return decoded + (vae.config.shift_factor or 0.0)
 
-    @abstractmethod
     def build_pipeline(self, facts: BaseFacts, **components: Any) -> Any:
         """Return diffusers' pipeline with the base's scheduler and these components, the others of its folder."""
+        return of_diffusers(self.pipeline_class).from_pretrained(
+            facts.located.folder,
+            scheduler=self.sampling_scheduler(facts),
+            use_safetensors=True,
+            **self.absent_components,
+            **components,
+        )
 
-    @abstractmethod
-    def text_components(self) -> tuple[str, ...]:
-        """Return the names of the text encoders and tokenizers in the pipeline."""
+    def sampling_scheduler(self, facts: BaseFacts) -> Any:
+        """Return the base's own sampler."""
+        kind = of_diffusers(str(facts.scheduler["_class_name"]))
+        return kind.from_config(dict(facts.scheduler))
 
     def build_sampler(
         self,
@@ -350,7 +480,8 @@ class Family(ABC):
         """
         # None keeps from_pretrained from loading the text encoders (9.5 GB for T5-XXL): the sampler gets
         # encoded prompts. Without a VAE the pipeline runs on the denoiser's device.
-        absent = dict.fromkeys((*self.text_components(), "vae"))
+        texts = self.text.roles
+        absent = dict.fromkeys((*texts, *map(tokenizer_of, texts), "vae"))
         pipeline = self.build_pipeline(facts, **{self.denoiser_folder: denoiser}, **absent)
         # A pipeline without a VAE assumes 8 pixels a latent; the embedded miniature base has its own number.
         pipeline.vae_scale_factor = facts.vae_factor
@@ -377,10 +508,18 @@ class Family(ABC):
 
         Prompts are encoded here where `facts` reads them in chunks.
         """
-        return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": guidance_scale}
+        arguments = {"prompt": prompt, "guidance_scale": guidance_scale}
+        return {**arguments, "negative_prompt": negative} if self.negative_prompt else arguments
 
     @abstractmethod
     def plain_pipeline(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> DiffusionPipeline:
         """Return diffusers' own text-to-image pipeline in `dtype` (VAE float32), as any other program would load it."""
+
+
+def of_diffusers(name: str) -> Any:
+    """Return diffusers' class of that name; importing diffusers takes seconds."""
+    import diffusers
+
+    return getattr(diffusers, name)

@@ -18,12 +18,18 @@ from lora_trainer.families.base import (
     BaseRelease,
     Conditioning,
 )
-from lora_trainer.families.flow import FLUX_VAE, FLUX_VAE_PARAMETERS, FlowFamily
-from lora_trainer.families.flux import ENDINGS, LATENT_CHANNELS, decodable_tokens
-from lora_trainer.families.latent_images import pack, position_ids, unpack
+from lora_trainer.families.facts import APACHE
+from lora_trainer.families.flow import (
+    FLUX_VAE,
+    FLUX_VAE_PARAMETERS,
+    FlowFamily,
+    pack,
+    position_ids,
+    unpack,
+)
+from lora_trainer.families.flux import ENDINGS, LATENT_CHANNELS
 from lora_trainer.families.text.text_layers import T5_XXL
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
-from lora_trainer.families.traits import APACHE
 
 if TYPE_CHECKING:
     import torch
@@ -115,6 +121,7 @@ class Chroma(FlowFamily):
     masked_text = True
     one_text_length = True  # `predict` runs one pass per text length, so samples are batched by it
     endings = ENDINGS
+    packed_latents = True
     file_marks = (IN_FILE, IN_DIFFUSERS)
     traits = replace(
         FlowFamily.traits,
@@ -173,9 +180,6 @@ class Chroma(FlowFamily):
             "negative_prompt_attention_mask": negative["text_mask"].bool(),
             "guidance_scale": guidance_scale,
         }
-
-    def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
-        return decodable_tokens(vae, latents, size_px)
 
     def plain_pipeline(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device

@@ -8,7 +8,7 @@ folder with `transformer`, `vae`, a scheduler, and one or more text encoders, ea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +19,8 @@ from lora_trainer.config.declare import Targets
 from lora_trainer.families.base import (
     AUTOENCODER_KL,
     DENOISER,
-    AdapterTargets,
     BaseFacts,
     BaseRelease,
-    Conditioning,
     Family,
     FileFormat,
     Header,
@@ -33,6 +31,7 @@ from lora_trainer.families.base import (
     PartFacts,
     TextEncoder,
     TextInputs,
+    of_diffusers,
 )
 from lora_trainer.families.base_files.base_folder import (
     AGAIN,
@@ -45,32 +44,34 @@ from lora_trainer.families.base_files.base_folder import (
     read_json,
     text_file,
     tokenizer_files,
+    tokenizer_of,
     variant,
     weights,
     whole,
 )
-from lora_trainer.families.base_files.transformer_file import (
+from lora_trainer.families.base_files.network_files import (
     check_companion,
     denoiser_names,
     denoiser_parameters,
     encoder_parameters,
+    holds_vae,
     load_encoder_file,
     load_transformer,
+    vae_names,
 )
-from lora_trainer.families.base_files.vae_file import holds_vae, vae_names
+from lora_trainer.families.facts import INDEXED_BLOCK
+from lora_trainer.families.layer_tables import other_names
 from lora_trainer.families.text.text_layers import TextNetwork
 from lora_trainer.families.text.transformers_encoder import (
     TransformersEncoder,
     has_spiece_only,
     load_tokenizer,
 )
-from lora_trainer.families.traits import INDEXED_BLOCK
-from lora_trainer.families.transformer_names import other_names
 
 if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
-    from torch import nn
+    from torch import Tensor, nn
 
 
 JOINT_ATTENTION = (
@@ -95,11 +96,35 @@ def target_endings(
     return {"attention": attention, "transformer": both, "all": (*both, *modulation)}
 
 
+def pack(latents: Tensor) -> Tensor:
+    """Return [B, H/2 W/2, 4 C] of [B, C, H, W]; height and width are even."""
+    batch, channels, height, width = latents.shape
+    squares = latents.reshape(batch, channels, height // 2, 2, width // 2, 2)
+    # The order of FluxPipeline._pack_latents.
+    return squares.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * 4)
+
+
+def unpack(tokens: Tensor, *, height: int, width: int) -> Tensor:
+    """Return [B, C, height, width] in latents of [B, height/2 width/2, 4 C]."""
+    batch, _, channels = tokens.shape
+    squares = tokens.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
+    return squares.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)
+
+
+def position_ids(latents: Tensor) -> Tensor:
+    """Return float32 [H/2 W/2, 3]: 0, row, column of each token of [B, C, H, W]."""
+    import torch
+
+    rows = torch.arange(latents.shape[-2] // 2, device=latents.device)
+    columns = torch.arange(latents.shape[-1] // 2, device=latents.device)
+    grid = torch.cartesian_prod(rows, columns).reshape(-1, 2).float()
+    # The first of the three axes is 0 for every token of a single image.
+    return torch.nn.functional.pad(grid, (1, 0))
+
+
 class FlowFamily(Family):
     """A family of diffusion transformers trained by flow matching (Lipman et al. 2022, arXiv 2210.02747)."""
 
-    denoiser_class: str
-    """diffusers' transformer class; `detect` looks for it and for `pipeline_class` in model_index.json."""
     text_networks: tuple[TextNetwork, ...]
     """The text encoders, in the order of the pipeline."""
     text_encoder_class: ClassVar[type[TransformersEncoder]]
@@ -113,10 +138,6 @@ class FlowFamily(Family):
     """The network pads texts to a multiple of this many tokens."""
     one_text_length = False
     """Whether the texts of one forward pass must have one length."""
-    endings: Mapping[Targets, tuple[str, ...]]
-    """Endings of the names of the block modules that get an adapter."""
-    unused_in_last_block: tuple[str, ...] = ()
-    """Layers that change nothing there, because the last of `transformer_blocks` drops its text output."""
     native_latents = 128
     """Side of an image of the native resolution, in latents: 128 for 1024 px at 8 px per latent."""
     patch = 2
@@ -139,6 +160,8 @@ class FlowFamily(Family):
     swapped_layers: frozenset[str] = frozenset()
     """Layers whose original code has shift before scale, where diffusers has the reverse."""
     denoiser_folder = "transformer"
+    packed_latents = False
+    """Whether the pipeline's latents are tokens, squares of latents as `pack` makes them."""
 
     @cached_property
     def text_folders(self) -> Mapping[str, TextNetwork]:
@@ -252,7 +275,7 @@ class FlowFamily(Family):
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
         encoders = self.encoders(layout)
         texts = [part_files(layout.folder / name, text_file(layout, name)) for name in encoders]
-        tokenizers = [tokenizer_files(layout.folder / _tokenizer(name)) for name in encoders]
+        tokenizers = [tokenizer_files(layout.folder / tokenizer_of(name)) for name in encoders]
         return {
             "denoiser": part_files(
                 part_folder(layout, "denoiser", "transformer"), part_file(layout, "denoiser")
@@ -318,23 +341,16 @@ class FlowFamily(Family):
                 name: self.load_text_network(layout, name, dtype=dtype, device=device)
                 for name in names
             },
-            tokenizers={name: load_tokenizer(layout.folder / _tokenizer(name)) for name in names},
+            tokenizers={name: load_tokenizer(layout.folder / tokenizer_of(name)) for name in names},
             max_tokens=facts.max_tokens,
         )
-
-    def built(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """Return the denoiser that `build` makes; for families whose network needs something around it."""
-        return build()
-
-    def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
-        return self.built(lambda: _diffusers(self.denoiser_class).from_config(dict(architecture)))
 
     def load_denoiser(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> nn.Module:
         from accelerate import init_empty_weights
 
-        layout, kind = facts.located, _diffusers(self.denoiser_class)
+        layout, kind = facts.located, of_diffusers(self.denoiser_class)
         single = part_file(layout, "denoiser")
         if single is None:
             folder = part_folder(layout, "denoiser", "transformer")
@@ -346,21 +362,6 @@ class FlowFamily(Family):
                 network = self.empty_denoiser(facts.architecture)
             load_transformer(single, network, class_name=self.denoiser_class, dtype=dtype)
         return network.requires_grad_(False).eval().to(device)
-
-    def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
-        assert targets != "text_encoder", f"{self.name} does not train its text encoders"
-        endings = tuple(f".{ending}" for ending in self.endings[targets])
-        config: Any = network.config
-        unused = [
-            f"transformer_blocks.{config['num_layers'] - 1}.{ending}"
-            for ending in self.unused_in_last_block
-        ]
-        return [
-            name
-            for name, module in network.named_modules()
-            # `to_out` and `net` are also names of ModuleLists and activations, which have no weight.
-            if name.endswith(endings) and hasattr(module, "weight") and name not in unused
-        ]
 
     # ---- files
 
@@ -376,26 +377,16 @@ class FlowFamily(Family):
 
     # ---- images
 
-    def sampler_arguments(
-        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        return {
-            "prompt_embeds": conditioning["text"],
-            "negative_prompt_embeds": negative["text"],
-            "guidance_scale": guidance_scale,
-        }
+    def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
+        if self.packed_latents:
+            latents = self.unpacked(vae, latents, size_px)
+        return super().latents_to_decode(vae, latents, size_px)
 
-    def text_components(self) -> tuple[str, ...]:
-        return (*self.text_folders, *map(_tokenizer, self.text_folders))
-
-    def build_pipeline(self, facts: BaseFacts, **components: Any) -> Any:
-        scheduler = _diffusers(str(facts.scheduler["_class_name"]))
-        return _diffusers(self.pipeline_class).from_pretrained(
-            facts.located.folder,
-            scheduler=scheduler.from_config(dict(facts.scheduler)),
-            use_safetensors=True,
-            **components,
-        )
+    def unpacked(self, vae: Any, tokens: Tensor, size_px: tuple[int, int]) -> Tensor:
+        """Return [B, C, H, W] of the pipeline's packed latents of an image of (width, height)."""
+        _, factor = self.latent_shape(vae.config)
+        width, height = (side // factor for side in size_px)
+        return unpack(tokens, height=height, width=width)
 
     def plain_pipeline(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
@@ -407,7 +398,7 @@ class FlowFamily(Family):
         # from_pretrained looks for weights in the folder only, and a made companion's folder has none. It
         # raises for a missing component unless it is passed as None.
         for name in self.text_folders:
-            tokenizer = layout.folder / _tokenizer(name)
+            tokenizer = layout.folder / tokenizer_of(name)
             if name not in self.encoders(layout):
                 texts |= {name: None, tokenizer.name: None}
                 continue
@@ -423,11 +414,6 @@ class FlowFamily(Family):
             dtype=dtype,
         )
         return pipeline.to(device)
-
-
-def _tokenizer(component: str) -> str:
-    """Return the folder of a text encoder's tokenizer."""
-    return component.replace("text_encoder", "tokenizer")
 
 
 _TEXT_MODELS = {"clip": "text_model.", "qwen": "model.", "gemma": "model."}
@@ -448,9 +434,3 @@ def text_name(format: FileFormat, component: str, module: str, *, roles: Mapping
         number = component.rpartition("_")[2]
         return f"lora_te{number if number.isdigit() else 1}_{whole_name}".replace(".", "_")
     return f"{component}.{whole_name}"
-
-
-def _diffusers(name: str) -> Any:
-    import diffusers
-
-    return getattr(diffusers, name)

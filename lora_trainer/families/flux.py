@@ -26,19 +26,21 @@ from lora_trainer.families.base import (
     Layout,
 )
 from lora_trainer.families.base_files.base_folder import part_file, read_header
-from lora_trainer.families.base_files.transformer_file import denoiser_names
+from lora_trainer.families.base_files.network_files import denoiser_names
+from lora_trainer.families.facts import APACHE, FLUX_DEV
 from lora_trainer.families.flow import (
     FLUX_VAE,
     FLUX_VAE_PARAMETERS,
     JOINT_ATTENTION,
     JOINT_FEED_FORWARD,
     FlowFamily,
+    pack,
+    position_ids,
     target_endings,
+    unpack,
 )
-from lora_trainer.families.latent_images import pack, position_ids, unpack
 from lora_trainer.families.text.text_layers import CLIP_L, T5_XXL
 from lora_trainer.families.text.transformers_encoder import PooledT5Encoder
-from lora_trainer.families.traits import APACHE, FLUX_DEV
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -138,6 +140,8 @@ class Flux(FlowFamily):
     text_networks = (CLIP_L, T5_XXL)
     text_encoder_class = PooledT5Encoder
     endings = ENDINGS
+    packed_latents = True
+    negative_prompt = False  # a guidance-distilled base takes none
     file_marks = (IN_FILE, IN_DIFFUSERS)
     # The last norm: diffusers has scale before shift, the original code the reverse.
     swapped_layers = frozenset({"norm_out.linear"})
@@ -219,26 +223,6 @@ class Flux(FlowFamily):
             "pooled_prompt_embeds": conditioning["pooled"],
             "guidance_scale": guidance_scale,
         }
-
-    def pipeline_arguments(
-        self, pipeline: Any, facts: BaseFacts, prompt: str, negative: str, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        """Return the plain pipeline's arguments; a guidance-distilled base takes no negative prompt."""
-        return {"prompt": prompt, "guidance_scale": guidance_scale}
-
-    def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
-        return decodable_tokens(vae, latents, size_px)
-
-
-def decodable_tokens(vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
-    """Return the VAE's input, float32 [B, C, H, W], from packed latents [B, tokens, 4 C]."""
-    config = vae.config
-    factor = 2 ** (len(config.block_out_channels) - 1)
-    # Sizes in pixels are (width, height), tensors [..., height, width].
-    width, height = (side // factor for side in size_px)
-    unpacked = unpack(latents.float(), height=height, width=width)
-    decoded: Tensor = unpacked / config.scaling_factor + config.shift_factor
-    return decoded
 
 
 FAMILY = Flux()

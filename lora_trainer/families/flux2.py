@@ -24,16 +24,16 @@ from lora_trainer.families.base import (
     Sampler,
 )
 from lora_trainer.families.base_files.base_folder import part_file, read_json
-from lora_trainer.families.base_files.transformer_file import denoiser_shapes
+from lora_trainer.families.base_files.network_files import denoiser_shapes
+from lora_trainer.families.facts import APACHE, FLUX_DEV
 from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, target_endings
-from lora_trainer.families.text.language_models import (
+from lora_trainer.families.text.text_layers import QWEN3_4B
+from lora_trainer.families.text.transformers_encoder import (
     QWEN3_TOKENS,
     QWEN3_UNREAD,
     Qwen3Encoder,
     qwen3_config,
 )
-from lora_trainer.families.text.text_layers import QWEN3_4B
-from lora_trainer.families.traits import APACHE, FLUX_DEV
 
 if TYPE_CHECKING:
     import torch
@@ -161,6 +161,7 @@ class Flux2(FlowFamily):
         frozenset({"double_stream_modulation_img.linear.weight"}),
     )
     vae_files = False
+    negative_prompt = False  # the pipeline guides against the empty prompt
     # The last norm: diffusers has scale before shift, the original code the reverse.
     swapped_layers = frozenset({"norm_out.linear"})
     published = tuple(
@@ -281,15 +282,6 @@ class Flux2(FlowFamily):
         sampler.pipeline.vae = SimpleNamespace(bn=sampler.vae.bn, config=sampler.vae.config)
         sampler.pipeline.vae_scale_factor = facts.vae_factor // 2
         return sampler
-
-    def pipeline_arguments(
-        self, pipeline: Any, facts: BaseFacts, prompt: str, negative: str, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        """Return the plain pipeline's arguments; it has no negative prompt and guides against the empty prompt.
-
-        Distilled releases ignore the scale.
-        """
-        return {"prompt": prompt, "guidance_scale": guidance_scale}
 
     def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
         return latents.float()  # the pipeline itself undoes normalisation and squares

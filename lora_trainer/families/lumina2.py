@@ -21,10 +21,10 @@ from lora_trainer.families.base import (
     Layout,
     Part,
 )
+from lora_trainer.families.facts import APACHE
 from lora_trainer.families.flow import FLUX_VAE, FLUX_VAE_PARAMETERS, FlowFamily, target_endings
-from lora_trainer.families.text.language_models import LUMINA_SYSTEM_PROMPT, Gemma2Encoder
 from lora_trainer.families.text.text_layers import GEMMA2_2B
-from lora_trainer.families.traits import APACHE
+from lora_trainer.families.text.transformers_encoder import LUMINA_SYSTEM_PROMPT, Gemma2Encoder
 
 if TYPE_CHECKING:
     import torch

@@ -25,17 +25,16 @@ from lora_trainer.families.base import (
     Part,
 )
 from lora_trainer.families.base_files.base_folder import components, part_file, read_header
-from lora_trainer.families.base_files.transformer_file import denoiser_names
-from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, target_endings
-from lora_trainer.families.latent_images import pack, unpack
-from lora_trainer.families.text.language_models import (
+from lora_trainer.families.base_files.network_files import denoiser_names
+from lora_trainer.families.facts import APACHE, VaePeak
+from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, pack, target_endings, unpack
+from lora_trainer.families.text.text_layers import QWEN25_VL_7B
+from lora_trainer.families.text.transformers_encoder import (
     QWEN_VL_TOKENS,
     QWEN_VL_UNREAD,
     QwenVLEncoder,
     text_config,
 )
-from lora_trainer.families.text.text_layers import QWEN25_VL_7B
-from lora_trainer.families.traits import APACHE, VaePeak
 
 if TYPE_CHECKING:
     import torch
@@ -242,10 +241,8 @@ class QwenImage(FlowFamily):
         return arguments if guidance_scale <= 1 else {**arguments, "negative_prompt": negative}
 
     def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
-        _, factor = self.latent_shape(vae.config)
-        width, height = (side // factor for side in size_px)
         # [B, C, 1 frame, H, W], as the VAE decodes videos.
-        frame = unpack(latents.float(), height=height, width=width).unsqueeze(2)
+        frame = self.unpacked(vae, latents.float(), size_px).unsqueeze(2)
         shift, scale = _statistics(vae, like=frame)
         return frame * scale + shift
 

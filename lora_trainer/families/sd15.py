@@ -11,8 +11,8 @@ from typing import Any
 
 from lora_trainer.families.base import AdapterNames, BaseRelease
 from lora_trainer.families.base_files.unet_file import UNetTraits
+from lora_trainer.families.facts import OPENRAIL
 from lora_trainer.families.text.clip import ClipPart, ClipSize
-from lora_trainer.families.traits import OPENRAIL
 from lora_trainer.families.unet import VAE, VAE_PARAMETERS, UNetFamily
 
 ARCHITECTURE: Mapping[str, Any] = {

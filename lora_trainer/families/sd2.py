@@ -25,8 +25,8 @@ from lora_trainer.families.base import (
 from lora_trainer.families.base_files import gguf_file
 from lora_trainer.families.base_files.base_folder import part_file
 from lora_trainer.families.base_files.unet_file import UNET, UNetTraits, read_numbers
+from lora_trainer.families.facts import OPENRAIL
 from lora_trainer.families.text.clip import ClipPart, ClipSize
-from lora_trainer.families.traits import OPENRAIL
 from lora_trainer.families.unet import VAE, VAE_PARAMETERS, UNetFamily
 
 ARCHITECTURE: Mapping[str, Any] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +34,12 @@ from lora_trainer.families.base_files.base_folder import (
     read_header,
     text_file,
 )
-from lora_trainer.families.base_files.transformer_file import ENCODER_PREFIX, denoiser_shapes
-from lora_trainer.families.base_files.vae_file import holds_vae
+from lora_trainer.families.base_files.network_files import (
+    ENCODER_PREFIX,
+    denoiser_shapes,
+    holds_vae,
+)
+from lora_trainer.families.facts import STABILITY
 from lora_trainer.families.flow import (
     FLUX_VAE,
     FLUX_VAE_PARAMETERS,
@@ -47,7 +51,6 @@ from lora_trainer.families.flow import (
 from lora_trainer.families.text.clip import read_padding_as_text
 from lora_trainer.families.text.text_layers import CLIP_G, CLIP_L_PROJECTED, T5_XXL, TextNetwork
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
-from lora_trainer.families.traits import STABILITY
 
 if TYPE_CHECKING:
     import torch
@@ -132,12 +135,6 @@ class SD3TextEncoder(TransformersEncoder):
     """
 
     width: int = T5_XXL.width
-
-    def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        return {
-            name: self.tokens_of(name, prompts, length=T5_TOKENS if name == T5 else CLIP_TOKENS)[0]
-            for name in self.networks
-        }
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Return `text` [B, 77 + 256, width of T5] and `pooled` [B, widths of both CLIPs]."""

@@ -24,11 +24,10 @@ from lora_trainer.families.base import (
     Prediction,
 )
 from lora_trainer.families.base_files.base_folder import components
-from lora_trainer.families.base_files.unet_config import read_unet
 from lora_trainer.families.base_files.unet_file import UNetTraits
-from lora_trainer.families.base_files.unet_layers import ldm_module
+from lora_trainer.families.base_files.unet_layers import ldm_module, read_unet
+from lora_trainer.families.facts import OPENRAIL
 from lora_trainer.families.text import clip
-from lora_trainer.families.traits import OPENRAIL
 from lora_trainer.families.unet import VAE, VAE_PARAMETERS, UNetFamily
 
 if TYPE_CHECKING:
@@ -121,7 +120,6 @@ class StableDiffusionXL(UNetFamily):
             component="text_encoder_2",
             role="clip_g",
             network="CLIPTextModelWithProjection",
-            tokenizer="tokenizer_2",
             kohya="lora_te2",
             embedding="clip_g",
             checkpoint="conditioner.embedders.1.model.",

@@ -1,26 +1,32 @@
 """Single files of a base: kind and parts of a checkpoint, files of its text encoders, parts that are missing.
 
-Files are recognised by their tensors, whatever their names. Torch-free: everything follows from headers.
+Files are recognised by their tensors, whatever their names. `signatures.toml` has the marks of files that are
+no base of a supported family, and says how they are written. Torch-free: everything follows from headers.
 """
 
 from __future__ import annotations
 
+import re
+import tomllib
+from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import translate
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import BaseFacts, Family, Header, Part
-from lora_trainer.families.base_files import signatures
 from lora_trainer.families.base_files.base_folder import (
     SUFFIXES,
     read_header,
     read_json,
     refuse_quantised,
 )
+from lora_trainer.families.base_files.network_files import ENCODER_PREFIX
 from lora_trainer.families.base_files.open_companion import DOWNLOAD_BYTES, open_companion
-from lora_trainer.families.base_files.transformer_file import ENCODER_PREFIX
 from lora_trainer.families.text.text_layers import BY_ROLE
 
 # Parts of the names that trainers give to adapters' tensors; the last ones are GLoRA's and IA3's.
@@ -144,7 +150,7 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     """Return the component that a text encoder's file is; raises InputError when it is none of the family."""
     header = read_header(file)
     refuse_quantised(file, header)
-    encoder = signatures.text_encoder(header)
+    encoder = _text_encoder(header)
     # CLIP-L and bigG are both "clip" here; their widths tell them apart below.
     kinds = {component: BY_ROLE[role].kind for component, role in family.text.roles.items()}
     name, kind, width = encoder or ("", "", 0)
@@ -158,7 +164,7 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     if fitting:
         # Miniature bases have CLIPs of equal width. Then the projection decides, which files of CLIP-L lack.
         return fitting[-1] if "text_projection.weight" in header else fitting[0]
-    content = signatures.lone_part(header) or _other_or_lora(header, family=family.name, file=file)
+    content = _lone_part(header) or _other_or_lora(header, family=family.name, file=file)
     described = (
         f"the text encoder {name} of width {width}" if encoder else content or "no text encoder"
     )
@@ -209,12 +215,12 @@ def recognised(file: Path) -> tuple[Family, frozenset[Part]]:
     refuse_quantised(file, header)
     if family_and_parts is not None:
         return family_and_parts
-    if part := signatures.lone_part(header):
+    if part := _lone_part(header):
         raise InputError(
             f"{file.name} is {part} alone, not a base model; {allowed}",
             fix=f"give a base model, and this file with --set base.vae={file.name} if it is the base's VAE",
         )
-    if encoder := signatures.text_encoder(header):
+    if encoder := _text_encoder(header):
         raise InputError(
             f"{file.name} is a text encoder alone ({encoder[0]}), not a base model; {allowed}",
             fix=f"give a base model, and this file with --set base.text_encoders={file.name}",
@@ -230,4 +236,87 @@ def _other_or_lora(header: Header, *, family: str, file: Path) -> str | None:
     """Return `LORA` or the name of another model that a file is, None for neither."""
     if any(mark in name for name in header for mark in _ADAPTER_MARKS):
         return LORA
-    return signatures.other_model(header, family=family, file_name=file.name)
+    return _other_model(header, family=family, file_name=file.name)
+
+
+# ---- signatures
+
+# The longest first: "model." also starts "model.diffusion_model.".
+PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "model.")
+_MARK = re.compile(r"(!?)(.+?)(?:\[(\d)\]=(\d+))?")
+
+
+def _other_model(header: Header, *, family: str, file_name: str) -> str | None:
+    """Return which model without a text-to-image family of ours a file is; `family` is the one it resembles."""
+    tensors = _unprefixed(header)
+    model_names = (
+        model
+        for model, base, pattern in _tables()["named_models"]
+        if base == family and re.search(pattern, file_name.lower())
+    )
+    return _first_fit(tensors, "other_models") or next(model_names, None)
+
+
+def _lone_part(header: Header) -> str | None:
+    """Return "a VAE" and the like for a file of one part of a model, None for another file."""
+    return _first_fit(header, "lone_parts")
+
+
+def _text_encoder(header: Header) -> tuple[str, str, int] | None:
+    """Return name, kind and width of the text encoder that a file holds, None where it holds none.
+
+    The width is 0 where the table names no tensor of that length.
+    """
+    for name, marks, kind, width_ending in _tables()["text_encoders"]:
+        if _fits(header, marks):
+            shapes = [header[key].shape for key in header if key.endswith(width_ending or "?")]
+            return name, kind, next((shape[0] for shape in shapes if shape), 0)
+    return None
+
+
+@cache
+def _tables() -> Mapping[str, Any]:
+    tables: Mapping[str, Any] = tomllib.loads(
+        Path(__file__).with_name("signatures.toml").read_text(encoding="utf-8")
+    )
+    return tables
+
+
+def _unprefixed(header: Header) -> Header:
+    for prefix in PREFIXES:
+        # One stray tensor ("model.x" beside a network without prefix) makes no prefix.
+        if sum(name.startswith(prefix) for name in header) > len(header) // 10:
+            return {name.removeprefix(prefix): info for name, info in header.items()}
+    return header
+
+
+def _first_fit(tensors: Header, table: str) -> str | None:
+    return next((model for model, marks in _tables()[table] if _fits(tensors, marks)), None)
+
+
+def _fits(tensors: Header, marks: str) -> bool:
+    return all(_has(tensors, *mark) for mark in _parsed(marks))
+
+
+def _has(
+    tensors: Header, absent: bool, name: str, pattern: re.Pattern[str] | None, axis: int, size: int
+) -> bool:
+    if pattern is None:
+        infos = [tensors[name]] if name in tensors else []
+    else:
+        infos = [info for key, info in tensors.items() if pattern.match(key)]
+    if size:
+        infos = [info for info in infos if len(info.shape) > axis and info.shape[axis] == size]
+    return bool(infos) != absent
+
+
+@cache
+def _parsed(marks: str) -> tuple[tuple[bool, str, re.Pattern[str] | None, int, int], ...]:
+    parsed = []
+    for mark in marks.format(**_tables()["abbreviations"]).split():
+        match = _MARK.fullmatch(mark)
+        assert match is not None
+        absent, name, axis, size = match.groups()
+        pattern = re.compile(translate(name)) if "*" in name else None
+        parsed.append((bool(absent), name, pattern, int(axis or 0), int(size or 0)))
+    return tuple(parsed)

@@ -11,7 +11,6 @@ override of the facts reaches training, samples and plain pipelines.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.config.declare import Targets
 from lora_trainer.families.base import (
     AUTOENCODER_KL,
     DENOISER,
@@ -42,7 +40,6 @@ from lora_trainer.families.base import (
     TextInputs,
     WeightPlace,
 )
-from lora_trainer.families.base_files import unet_file
 from lora_trainer.families.base_files.base_folder import (
     components,
     level_count,
@@ -54,21 +51,26 @@ from lora_trainer.families.base_files.base_folder import (
     weights,
     whole_number,
 )
-from lora_trainer.families.base_files.unet_config import UNET_CLASS, read_unet
-from lora_trainer.families.base_files.unet_file import UNetTraits, config_traits, header_traits
-from lora_trainer.families.base_files.unet_layers import checkpoint_names, weight_places
-from lora_trainer.families.base_files.unet_parts import (
+from lora_trainer.families.base_files.network_files import holds_vae
+from lora_trainer.families.base_files.unet_file import (
     V_PREDICTION,
     ZERO_TERMINAL_SNR,
+    UNetTraits,
     clip_size,
+    config_traits,
     count_text,
     count_unet,
     count_vae,
+    elements,
+    header_traits,
+    load_unet,
+    load_unet_folder,
     training_marks,
+    unet_names,
+    weight_places,
 )
-from lora_trainer.families.base_files.vae_file import holds_vae
+from lora_trainer.families.base_files.unet_layers import UNET_CLASS, checkpoint_names, read_unet
 from lora_trainer.families.text import clip
-from lora_trainer.families.text.chunks import Chunks
 from lora_trainer.families.text.text_layers import clip_layers
 
 if TYPE_CHECKING:
@@ -90,11 +92,6 @@ CONVOLUTION = (
     "downsamplers.0.conv",
     "upsamplers.0.conv",
 )
-ENDINGS: Mapping[Targets, tuple[str, ...]] = {
-    "attention": ATTENTION,
-    "transformer": TRANSFORMER,
-    "all": CONVOLUTION,
-}
 
 
 class UNetFamily(Family):
@@ -103,13 +100,14 @@ class UNetFamily(Family):
     texts: tuple[clip.ClipPart, ...]
     """The CLIP encoders, in the order of the pipeline."""
     pipeline_class = "StableDiffusionPipeline"
-    absent_components: ClassVar[Mapping[str, Any]] = {
+    absent_components = {
         "safety_checker": None,
         "feature_extractor": None,
         "requires_safety_checker": False,
     }
-    """Arguments that switch off the pipeline's optional components."""
+    denoiser_class = UNET_CLASS
     denoiser_folder = "unet"
+    endings = {"attention": ATTENTION, "transformer": TRANSFORMER, "all": CONVOLUTION}
     text_encoder_class: ClassVar[type[clip.ClipEncoder]] = clip.ClipEncoder
     formats = AdapterFormats(
         written=("kohya", "diffusers"),
@@ -154,15 +152,6 @@ class UNetFamily(Family):
     def added_conditioning(self, conditioning: Conditioning) -> Mapping[str, Tensor] | None:
         """Return the U-Net's `added_cond_kwargs`, None for a U-Net without added conditioning."""
         return None
-
-    def sampler_arguments(
-        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        return {
-            "prompt_embeds": conditioning["text"],
-            "negative_prompt_embeds": negative["text"],
-            "guidance_scale": guidance_scale,
-        }
 
     # ---- facts
 
@@ -213,7 +202,9 @@ class UNetFamily(Family):
             vae=vae,
             scheduler=scheduler,
             parameters={
-                "denoiser": count_unet(layout, unet, parameters_of=self._parameters_of),
+                "denoiser": count_unet(
+                    layout, unet, parameters_of=lambda: self._parameters_of(unet)
+                ),
                 "vae": count_vae(layout, vae),
                 "text_encoder": sum(count_text(layout, part) for part in self.texts),
             },
@@ -245,8 +236,7 @@ class UNetFamily(Family):
 
     def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
         facts, marks = next(iter(self.releases.values())), training_marks(file)
-        sizes = (header[name].shape for name in unet_file.unet_names(header).values())
-        denoiser = PartFacts(parameters=sum(map(math.prod, sizes)))
+        denoiser = PartFacts(parameters=elements(header, unet_names(header).values()))
         return replace(
             facts,
             parts={**facts.parts, "denoiser": denoiser},
@@ -310,12 +300,6 @@ class UNetFamily(Family):
             chunks=_chunks(facts),
         )
 
-    def empty_denoiser(self, architecture: Mapping[str, Any]) -> nn.Module:
-        from diffusers import UNet2DConditionModel
-
-        network: nn.Module = UNet2DConditionModel.from_config(dict(architecture))
-        return network
-
     def load_denoiser(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> nn.Module:
@@ -325,10 +309,10 @@ class UNetFamily(Family):
             network = self.empty_denoiser(facts.architecture)
         single = part_file(facts.located, "denoiser")
         if single is not None:
-            unet_file.load_unet(single, network, dtype=dtype)
+            load_unet(single, network, dtype=dtype)
         else:
             folder = part_folder(facts.located, "denoiser", "unet")
-            unet_file.load_unet_folder(folder, network, dtype=dtype)
+            load_unet_folder(folder, network, dtype=dtype)
         return network.eval().requires_grad_(False).to(device)
 
     # ---- training
@@ -348,8 +332,7 @@ class UNetFamily(Family):
     def lora_targets(self, network: nn.Module, targets: AdapterTargets) -> list[str]:
         if targets == "text_encoder":
             return clip.text_targets(network)
-        endings = tuple(f".{ending}" for ending in ENDINGS[targets])
-        return [name for name, _ in network.named_modules() if name.endswith(endings)]
+        return super().lora_targets(network, targets)
 
     # ---- files
 
@@ -369,19 +352,23 @@ class UNetFamily(Family):
 
     # ---- images
 
-    def text_components(self) -> tuple[str, ...]:
-        return tuple(name for part in self.texts for name in (part.component, part.tokenizer))
-
-    def build_pipeline(self, facts: BaseFacts, **components: Any) -> Any:
+    def sampling_scheduler(self, facts: BaseFacts) -> Any:
+        """Return the base's own sampler, or DDIM where the base's sampler cannot start from pure noise."""
         import diffusers
 
-        return getattr(diffusers, self.pipeline_class).from_pretrained(
-            facts.located.folder,
-            scheduler=sampling_scheduler(facts),
-            use_safetensors=True,
-            **self.absent_components,
-            **components,
+        # A base may name a scheduler that this diffusers does not have.
+        kind: Any = getattr(
+            diffusers, str(facts.scheduler.get("_class_name", "")), diffusers.DDIMScheduler
         )
+        config = facts.scheduler_config()
+        if "rescale_betas_zero_snr" not in kind._get_init_keys(kind):
+            # A class without the parameter (PNDM, Stable Diffusion 1's) would warn and start from a level with
+            # signal in it. DDIM can, and is the sampler of Lin et al. 2023 (arXiv 2305.08891).
+            if facts.zero_terminal_snr:
+                kind = diffusers.DDIMScheduler
+            else:
+                config.pop("rescale_betas_zero_snr")
+        return kind.from_config(config)
 
     def plain_pipeline(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
@@ -433,27 +420,8 @@ class UNetFamily(Family):
         return self.sampler_arguments(*texts, guidance_scale=guidance_scale)
 
 
-def _chunks(facts: BaseFacts) -> Chunks:
-    return Chunks(count=facts.chunks, width=facts.max_tokens)
-
-
-def sampling_scheduler(facts: BaseFacts) -> Any:
-    """Return the base's own sampler, or DDIM where the base's sampler cannot start from pure noise."""
-    import diffusers
-
-    # A base may name a scheduler that this diffusers does not have.
-    kind: Any = getattr(
-        diffusers, str(facts.scheduler.get("_class_name", "")), diffusers.DDIMScheduler
-    )
-    config = facts.scheduler_config()
-    if "rescale_betas_zero_snr" not in kind._get_init_keys(kind):
-        # A class without the parameter (PNDM, Stable Diffusion 1's) would warn and start from a level with
-        # signal in it. DDIM can, and is the sampler of Lin et al. 2023 (arXiv 2305.08891).
-        if facts.zero_terminal_snr:
-            kind = diffusers.DDIMScheduler
-        else:
-            config.pop("rescale_betas_zero_snr")
-    return kind.from_config(config)
+def _chunks(facts: BaseFacts) -> clip.Chunks:
+    return clip.Chunks(count=facts.chunks, width=facts.max_tokens)
 
 
 def stated_prediction(scheduler: Mapping[str, Any], folder: Path) -> Prediction:

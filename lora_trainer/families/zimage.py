@@ -24,15 +24,15 @@ from lora_trainer.families.base import (
     Part,
 )
 from lora_trainer.families.base_files.base_folder import part_file
+from lora_trainer.families.facts import APACHE
 from lora_trainer.families.flow import FLUX_VAE, FLUX_VAE_PARAMETERS, FlowFamily, target_endings
-from lora_trainer.families.text.language_models import (
+from lora_trainer.families.text.text_layers import QWEN3_4B
+from lora_trainer.families.text.transformers_encoder import (
     QWEN3_TOKENS,
     QWEN3_UNREAD,
     Qwen3Encoder,
     qwen3_config,
 )
-from lora_trainer.families.text.text_layers import QWEN3_4B
-from lora_trainer.families.traits import APACHE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -105,7 +105,6 @@ class ZImageEncoder(Qwen3Encoder):
     """Qwen3 with thinking on; the hidden states before its last layer."""
 
     layers = (-2,)
-    padded = False
     thinking = True
 
 

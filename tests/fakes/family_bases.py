@@ -7,12 +7,20 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.families.base import BaseFacts, Conditioning, Family, Geometry, Layout
+from lora_trainer.families.base import (
+    BaseFacts,
+    Conditioning,
+    Family,
+    Geometry,
+    Layout,
+    TextEncoder,
+)
 from lora_trainer.training.batch import padded_alike
 
 CPU = torch.device("cpu")
@@ -33,10 +41,16 @@ def facts_of(name: str) -> BaseFacts:
     return facts_at(base_of(name))
 
 
-def facts_at(folder: Path) -> BaseFacts:
-    """Return the facts of a diffusers folder."""
-    layout = Layout(folder=folder)
-    return families.detect(folder).facts(layout, source="tiny")
+def facts_at(folder: Path, *, source: str = "tiny", family: str = "", **files: Path) -> BaseFacts:
+    """Return the facts of a diffusers folder, with `files` in place of its parts (`vae=...`)."""
+    chosen = families.family(family) if family else families.detect(folder)
+    return chosen.facts(Layout(folder=folder, files=files), source=source)  # type: ignore[arg-type]  # names of parts
+
+
+def base_with(name: str, folder: Path, **options: Any) -> Path:
+    """Write a family's tiny base with options of its `write_base`."""
+    written: Path = import_module(f"tests.fakes.bases.{name}").write_base(folder, **options)
+    return written
 
 
 def copy_of(name: str, folder: Path) -> Path:
@@ -47,8 +61,29 @@ def copy_of(name: str, folder: Path) -> Path:
 
 def denoiser_of(name: str) -> nn.Module:
     """Load the denoiser of a family's tiny base in float32."""
-    family = families.family(name)
-    return family.load_denoiser(facts_of(name), dtype=torch.float32, device=CPU)
+    return network_of(facts_of(name))
+
+
+def network_of(facts: BaseFacts, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Load the denoiser of a base."""
+    return families.family(facts.family).load_denoiser(facts, dtype=dtype, device=CPU)
+
+
+def encoder_of(facts: BaseFacts) -> TextEncoder:
+    """Load the text encoders of a base in float32."""
+    return families.family(facts.family).load_text_encoder(facts, dtype=torch.float32, device=CPU)
+
+
+def image_encoder_of(facts: BaseFacts) -> Any:
+    """Load the VAE of a base for encoding."""
+    return families.family(facts.family).load_image_encoder(facts, device=CPU)
+
+
+def pipeline_of(facts: BaseFacts, dtype: torch.dtype = torch.float32) -> Any:
+    """Return diffusers' own pipeline of a base, which draws no bars."""
+    pipeline = families.family(facts.family).plain_pipeline(facts, dtype=dtype, device=CPU)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 def side_of(facts: BaseFacts) -> int:
@@ -58,7 +93,7 @@ def side_of(facts: BaseFacts) -> int:
 
 def conditioning_of(family: Family, facts: BaseFacts, prompts: Sequence[str]) -> Conditioning:
     """Return what a batch of these prompts is told, as the loader stacks it."""
-    encoder = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    encoder = encoder_of(facts)
     side = side_of(facts)
     told = {
         **facts.geometry_conditioning(

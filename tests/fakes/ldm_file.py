@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from lora_trainer.families.base import PARTS, Part
 from lora_trainer.families.base_files.unet_layers import ldm_module
-from lora_trainer.families.text.clip import ClipPart
 
 VAE_RULES = (
     (r"(\w+)\.mid_block\.resnets\.0", r"\1.mid.block_1"),
@@ -48,7 +48,7 @@ OPEN_CLIP_RULES = (
 def write_checkpoint(
     base: Path,
     file: Path,
-    texts: Iterable[ClipPart],
+    texts: Iterable[Any],
     *,
     parts: Iterable[Part] = PARTS,
     dtype: torch.dtype = torch.float32,
@@ -93,7 +93,7 @@ def vae_tensors(base: Path) -> dict[str, Tensor]:
     return found
 
 
-def text_tensors(base: Path, part: ClipPart) -> dict[str, Tensor]:
+def text_tensors(base: Path, part: Any) -> dict[str, Tensor]:
     """Return a text encoder's tensors by their names in a checkpoint, with those nobody reads."""
     weights = {
         name.removeprefix("text_model."): value

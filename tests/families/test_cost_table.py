@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import inspect
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,20 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from diffusers import Flux2Transformer2DModel
 
 from lora_trainer import families
 from lora_trainer.config.declare import CHECKPOINTING, TARGETS
-from lora_trainer.costs import cost_table
 from lora_trainer.costs.cost_table import (
-    FILE,
-    Grid,
     adapter_shapes,
-    bytes_at,
-    case_of,
-    entry,
-    flops_at,
     known_checkpointing,
     linear_shapes,
     sample_cost,
@@ -34,7 +26,7 @@ from lora_trainer.costs.cost_table import (
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.families.flow import FlowFamily
-from tests.fakes.family_bases import denoiser_of, facts_of
+from tests.fakes.family_bases import facts_of
 
 WORKLOAD = Workload(
     height_px=1024,
@@ -158,34 +150,21 @@ def test_costs_grow_with_size_rank_and_text(source: str) -> None:
         assert least.saved_bytes <= more.saved_bytes and least.step_flops < more.step_flops
 
 
-def known_kinds(source: str) -> tuple[Any, ...]:
-    return known_checkpointing(
-        RELEASES[source],
-        facts_by_name(source),
-        element_bytes=WORKLOAD.element_bytes,
-        targets=WORKLOAD.targets,
-        wide_adapter=False,
+@pytest.mark.parametrize(("element_bytes", "wide"), [(2, False), (4, False), (2, True)])
+def test_what_is_called_known_is_not_traced(element_bytes: int, wide: bool) -> None:
+    """And what the table lacks is not called known: few levels of wide adapters and of float32."""
+    before, facts = traced.cache_info().misses, facts_by_name(UNPADDED)
+    known = known_checkpointing(
+        RELEASES[UNPADDED],
+        facts,
+        element_bytes=element_bytes,
+        targets="transformer",
+        wide_adapter=wide,
     )
-
-
-@pytest.mark.parametrize("source", RELEASES)
-def test_recomputing_trades_bytes_for_work(source: str) -> None:
-    assert {"none", "full"} <= set(known_kinds(source))
-    none, full = (cost(source, checkpointing=kind) for kind in ("none", "full"))
-    assert peak(full) < peak(none) / 5
-    assert none.step_flops < full.step_flops
-    assert none.host_bytes == full.host_bytes == 0
-
-
-def test_a_kind_that_is_not_in_the_table_is_not_called_known() -> None:
-    facts = facts_by_name(UNPADDED)
-    table = json.loads(FILE.read_text(encoding="utf-8"))[facts.family]["releases"][0]["costs"]
-    for size, wide in ((2, False), (4, False), (2, True)):
-        found = known_checkpointing(
-            RELEASES[UNPADDED], facts, element_bytes=size, targets="transformer", wide_adapter=wide
-        )
-        traces = table[entry(size, wide=wide)]["transformer"]
-        assert found == tuple(kind for kind in CHECKPOINTING if kind in traces)
+    assert known == (CHECKPOINTING if (element_bytes, wide) == (2, False) else ("none", "full"))
+    for kind in known:
+        cost(UNPADDED, element_bytes=element_bytes, wide_adapter=wide, checkpointing=kind)
+    assert traced.cache_info().misses == before
 
 
 @pytest.mark.parametrize("source", RELEASES)
@@ -202,7 +181,7 @@ def test_each_kind_of_checkpointing_trades_bytes_for_work(source: str) -> None:
     kinds = {kind: cost(source, checkpointing=kind) for kind in CHECKPOINTING}
     none, light, selective, full, offloaded = kinds.values()
     saved = [each.saved_bytes for each in kinds.values()]
-    assert saved == sorted(saved, reverse=True)
+    assert saved == sorted(saved, reverse=True) and peak(full) < peak(none) / 5
     # Nearly all arithmetic is in products, of which selective makes those again that are cheap to hold.
     assert light.step_flops < none.step_flops + 0.02 * none.forward_flops
     assert full.step_flops > none.step_flops + 0.95 * none.forward_flops
@@ -228,14 +207,15 @@ def test_text_counts_where_its_length_varies() -> None:
 @pytest.mark.parametrize("source", BASES)
 def test_modules_of_the_table_are_those_of_the_network(source: str) -> None:
     family, facts = BASES[source], facts_by_name(source)
-    for targets in TARGETS:
-        built = cost_table.built_shapes(case_of(family, facts), targets)
-        found = adapter_shapes(family, facts, targets=targets)
-        assert list(found) == list(built)
-        assert [shape[:2] for shape in found.values()] == [shape[:2] for shape in built.values()]
-    linear = linear_shapes(family, facts)
     with torch.device("meta"):
         network = family.empty_denoiser(facts.architecture)
+    for targets in TARGETS:
+        shapes = adapter_shapes(family, facts, targets=targets)
+        assert list(shapes) == family.lora_targets(network, targets)
+        for name, (fan_in, out, *_) in shapes.items():
+            weight: Any = network.get_submodule(name).weight
+            assert (weight[0].numel(), len(weight)) == (fan_in, out), name
+    linear = linear_shapes(family, facts)
     assert linear and all(
         isinstance(network.get_submodule(name), torch.nn.Linear) for name in linear
     )
@@ -251,22 +231,30 @@ def test_chunks_of_a_prompt_cost_what_a_trace_says() -> None:
     assert found.conditioning_bytes == (77 + 75) * 768 * 4
 
 
-def test_the_table_is_small() -> None:
-    """It is read by every plan."""
-    assert FILE.stat().st_size < 400_000
-
-
 # ---- what makes an architecture the same
+
+
+def is_known(facts: BaseFacts) -> bool:
+    """Return whether a base's architecture is in the table, which has few levels of wide adapters."""
+    kinds = known_checkpointing(
+        families.family(facts.family),
+        facts,
+        element_bytes=2,
+        targets="transformer",
+        wide_adapter=True,
+    )
+    return kinds == ("none", "full")
 
 
 def test_defaults_may_be_left_out_or_written() -> None:
     facts = facts_by_name(SMALLEST)
-    defaults = json.loads(FILE.read_text(encoding="utf-8"))[facts.family]["defaults"]
+    parameters = inspect.signature(Flux2Transformer2DModel.__init__).parameters
+    defaults = {name: each.default for name, each in parameters.items() if name != "self"}
     written = {**defaults, **facts.architecture, "_diffusers_version": "0.30.0"}
     left_out = {key: value for key, value in written.items() if defaults.get(key, ...) != value}
     assert len(left_out) < len(facts.architecture) < len(written)
     for architecture in (written, left_out):
-        assert cost_table._release(replace(facts, architecture=architecture)) is not None
+        assert is_known(replace(facts, architecture=architecture))
 
 
 @pytest.mark.parametrize(
@@ -274,10 +262,9 @@ def test_defaults_may_be_left_out_or_written() -> None:
 )
 def test_another_network_is_not_taken_for_a_known_one(changes: Mapping[str, Any]) -> None:
     facts = facts_by_name(SMALLEST)
-    assert cost_table._release(facts) is not None
-    changed = replace(facts, architecture={**facts.architecture, **changes})
-    assert cost_table._release(changed) is None
-    assert cost_table._release(replace(facts, max_tokens=facts.max_tokens - 1)) is None
+    assert is_known(facts)
+    assert not is_known(replace(facts, architecture={**facts.architecture, **changes}))
+    assert not is_known(replace(facts, max_tokens=facts.max_tokens - 1))
 
 
 # ---- unknown architectures
@@ -299,96 +286,3 @@ def test_an_unknown_architecture_is_traced_once() -> None:
     assert traced.cache_info().misses == misses + 1
     width = int(facts.architecture["joint_attention_dim"])
     assert first.conditioning_bytes == 4 * facts.max_tokens * width
-
-
-def test_modules_of_an_unknown_architecture_are_read_off_the_network() -> None:
-    family, network = families.family("flux2"), denoiser_of("flux2")
-    shapes = adapter_shapes(family, facts_of("flux2"), targets="all")
-    assert list(shapes) == family.lora_targets(network, "all")
-    for name, (fan_in, out) in shapes.items():
-        layer = network.get_submodule(name)
-        assert isinstance(layer, torch.nn.Linear)
-        assert (fan_in, out) == (layer.in_features, layer.out_features)
-
-
-# ---- the curves
-
-MAX_TOKENS = 512
-GRID = Grid(sides_px=(512, 768, 1024), text_tokens=(MAX_TOKENS, 64))
-
-
-def values(function: Any) -> list[float]:
-    """Return a quantity at all points: a function of area, rank, copies and text tokens."""
-    return [
-        function(
-            point.side_px**2,
-            point.rank,
-            float(point.micro_batch > 1),
-            point.text_tokens,
-        )
-        for point in GRID.points
-    ]
-
-
-def test_points_begin_with_the_sizes_and_change_one_thing_each() -> None:
-    assert [point.side_px for point in GRID.points] == [512, 768, 1024] + [512, 1024] * 3
-    assert [(p.rank, p.micro_batch, p.text_tokens) for p in GRID.points[3::2]] == [
-        (64, 1, 512),
-        (4, 2, 512),
-        (4, 1, 64),
-    ]
-
-
-@settings(max_examples=50)
-@given(
-    height=st.integers(16, 96),
-    width=st.integers(16, 96),
-    rank=st.integers(1, 128),
-    micro_batch=st.integers(1, 8),
-    text_tokens=st.integers(1, 600) | st.none(),
-)
-def test_what_is_linear_is_met_exactly(
-    height: int, width: int, rank: int, micro_batch: int, text_tokens: int | None
-) -> None:
-    def linear(area: float, rank: float, copied: float, tokens: float) -> float:
-        return 7 + 3e-2 * area + rank * (2 + 1e-3 * area) + copied * (5 + 1e-4 * area) + 11 * tokens
-
-    def quadratic(area: float, rank: float, copied: float, tokens: float) -> float:
-        return linear(area, rank, copied, tokens) + 2e-6 * area**2
-
-    workload = replace(
-        WORKLOAD,
-        height_px=16 * height,
-        width_px=16 * width,
-        rank=rank,
-        micro_batch=micro_batch,
-        text_tokens=text_tokens,
-    )
-    at = (
-        256.0 * height * width,
-        rank,
-        float(micro_batch > 1),
-        MAX_TOKENS if text_tokens is None else min(text_tokens, MAX_TOKENS),
-    )
-    text_tokens = int(at[3])
-    found = bytes_at(values(linear), workload, grid=GRID, text_tokens=text_tokens)
-    assert found == pytest.approx(linear(*at))
-    found = flops_at(values(quadratic), workload, grid=GRID, text_tokens=text_tokens)
-    assert found == pytest.approx(quadratic(*at))
-
-
-def test_a_peak_is_never_underestimated_between_sizes() -> None:
-    def peaks(area: float, rank: float, copied: float, tokens: float) -> float:
-        return max(1000.0, 2e-3 * area, 5e-3 * area - 1500)
-
-    for side in range(512, 1025, 16):
-        workload = replace(WORKLOAD, height_px=side, width_px=side, rank=4)
-        found = bytes_at(values(peaks), workload, grid=GRID, text_tokens=MAX_TOKENS)
-        assert found >= peaks(side**2, 4, 0, 0) - 1e-9
-
-
-def test_texts_of_one_length_have_no_points_for_another() -> None:
-    padded = replace(GRID, text_tokens=(MAX_TOKENS, 0))
-    assert len(padded.points) == 7
-    areas = [float(point.side_px**2) for point in padded.points]
-    assert bytes_at(areas, WORKLOAD, grid=padded, text_tokens=1) == 1024 * 1024

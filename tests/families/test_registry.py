@@ -24,9 +24,8 @@ from lora_trainer.config.layers import preset_families
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.cost_table import adapter_shapes, sample_cost
 from lora_trainer.costs.sample_cost import Workload
-from lora_trainer.families.base import DENOISER, PARTS, FileFormat, Layout, TextEncoder
+from lora_trainer.families.base import DENOISER, PARTS, FileFormat, TextEncoder
 from lora_trainer.families.base_files.base_folder import read_header, weights
-from lora_trainer.families.locate import EMBEDDED_FOLDER
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.adapter_size import adapter_parameters
 from tests.fakes.family_bases import (
@@ -35,8 +34,12 @@ from tests.fakes.family_bases import (
     conditioning_of,
     copy_of,
     denoiser_of,
+    encoder_of,
     facts_at,
     facts_of,
+    image_encoder_of,
+    network_of,
+    pipeline_of,
     side_of,
 )
 from tests.fakes.low_rank import draw, merge, random_update
@@ -68,10 +71,6 @@ def test_a_default_is_registered_and_others_are_not() -> None:
         families.family("sd99")
 
 
-def test_the_embedded_base_is_of_a_registered_family() -> None:
-    assert facts_at(EMBEDDED_FOLDER).resolution_px == 64
-
-
 def test_the_registry_and_all_families_import_no_torch() -> None:
     code = (
         "import sys; from lora_trainer import families\n"
@@ -87,9 +86,8 @@ def test_the_registry_and_all_families_import_no_torch() -> None:
 @FAMILIES
 def test_parameter_counts_are_those_of_the_loaded_parts(name: str) -> None:
     """Buffers that are saved count like parameters: SD3's table of positions is as large as a block."""
-    family, facts = families.family(name), facts_of(name)
-    text = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
-    pipeline: Any = family.plain_pipeline(facts, dtype=torch.float32, device=CPU)
+    facts = facts_of(name)
+    text, pipeline = encoder_of(facts), pipeline_of(facts)
     vae, scheduler = pipeline.vae, pipeline.scheduler.config
     assert facts.vae_factor == pipeline.vae_scale_factor * (2 if name == "flux2" else 1)
     # A U-Net's scheduler gets prediction and terminal noise from the facts.
@@ -138,8 +136,8 @@ def test_a_sample_costs_something_and_more_when_larger(name: str) -> None:
 
 @FAMILIES
 def test_the_vae_gives_latents_of_the_promised_shape(name: str) -> None:
-    family, facts = families.family(name), facts_of(name)
-    encoder, step = family.load_image_encoder(facts, device=CPU), facts.bucket_step_px
+    facts = facts_of(name)
+    encoder, step = image_encoder_of(facts), facts.bucket_step_px
     pixels = torch.rand(2, 3, step, 2 * step) * 2 - 1
     first, second = encoder.encode_images(pixels)
     shape = (facts.latent_channels, step // facts.vae_factor, 2 * step // facts.vae_factor)
@@ -150,51 +148,28 @@ def test_the_vae_gives_latents_of_the_promised_shape(name: str) -> None:
     assert not torch.allclose(first.mean, second.mean)
 
 
-@FAMILIES
-def test_texts_are_told_apart_and_counted(name: str) -> None:
-    family, facts = families.family(name), facts_of(name)
-    encoder = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
-    one, other = (encoder.encode_prompts([text]) for text in ("a toy", "other words"))
-    assert all(len(tensor) == 1 for tensor in one.values())
-    assert any(
-        one[key].shape != other[key].shape or not torch.equal(one[key], other[key]) for key in one
-    )
-    again = encoder.encode_prompts(["a toy"])
-    assert all(torch.equal(one[key], again[key]) for key in one)
-    assert encoder.count_tokens("") == 0
-    assert encoder.count_tokens("word " * 900) >= 900, "counted before truncation"
+ROOMS = {
+    "sd15": 77 - 2,  # CLIP: begin and end
+    "sd3": 256 - 1,  # T5: end
+    "flux": 512 - 1,
+    "zimage": 512 - 19,  # <|im_start|>user\n and <|im_end|>\n<|im_start|>assistant\n, in letters
+    "flux2": 512 - 25,  # and an empty thought
+    "lumina2": 256 - 141,  # <bos> and the system prompt, in letters
+    "qwen": 512 - 13,  # what comes before the prompt has room of its own
+}
+"""Tokens of a prompt that each kind of encoder has room for."""
 
 
 @FAMILIES
 def test_a_prompt_has_the_room_that_its_encoder_leaves(name: str) -> None:
     """One token more than there is room for and something is cut: nothing more comes in."""
-    encoder = families.family(name).load_text_encoder(
-        facts_of(name), dtype=torch.float32, device=CPU
-    )
+    encoder = encoder_of(facts_of(name))
     room = encoder.prompt_room()
-    counts = [encoder.count_tokens(" ".join(["a"] * count)) for count in (room, room + 1)]
-    assert counts == [room, room + 1]
+    assert room == ROOMS.get(name, room)
+    counts = [encoder.count_tokens(" ".join(["a"] * count)) for count in (0, room, room + 1)]
+    assert counts == [0, room, room + 1], "counted before truncation"
     shorter, whole, cut = (reach(encoder, count) for count in (room - 1, room, room + 1))
     assert shorter < whole == cut
-
-
-@pytest.mark.parametrize(
-    ("name", "room"),
-    [
-        ("sd15", 77 - 2),  # CLIP: begin and end
-        ("sd3", 256 - 1),  # T5: end
-        ("flux", 512 - 1),
-        # <|im_start|>user\n and <|im_end|>\n<|im_start|>assistant\n, in letters
-        ("zimage", 512 - 19),
-        ("flux2", 512 - 25),  # and an empty thought
-        ("lumina2", 256 - 141),  # <bos> and the system prompt, in letters
-        ("qwen", 512 - 13),  # what comes before the prompt has room of its own
-    ],
-)
-def test_the_room_of_each_kind_of_encoder(name: str, room: int) -> None:
-    facts = facts_of(name)
-    encoder = families.family(name).load_text_encoder(facts, dtype=torch.float32, device=CPU)
-    assert encoder.prompt_room() == room
 
 
 def reach(encoder: TextEncoder, words: int) -> int:
@@ -209,7 +184,7 @@ def reach(encoder: TextEncoder, words: int) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_denoiser_is_frozen_and_predicts(name: str, dtype: torch.dtype) -> None:
     family, facts = families.family(name), facts_of(name)
-    denoiser = family.load_denoiser(facts, dtype=dtype, device=CPU)
+    denoiser = network_of(facts, dtype)
     assert not any(parameter.requires_grad for parameter in denoiser.parameters())
     step = facts.bucket_step_px // facts.vae_factor
     noisy = torch.randn(2, facts.latent_channels, 2 * step, step, dtype=dtype)
@@ -231,11 +206,10 @@ def test_the_denoiser_is_frozen_and_predicts(name: str, dtype: torch.dtype) -> N
 def test_a_guidance_scale_means_the_same_to_sampler_and_pipeline(name: str) -> None:
     """Also where the pipeline has another name for it; and it changes the image, or nothing is shown."""
     family, facts = families.family(name), facts_of(name)
-    texts = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    texts = encoder_of(facts)
     prompt, negative = (texts.encode_prompts([text]) for text in ("a toy", ""))
     sampler = family.build_sampler(facts, denoiser=denoiser_of(name), device=CPU)
-    pipeline = family.plain_pipeline(facts, dtype=torch.float32, device=CPU)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = pipeline_of(facts)
     side, drawn = side_of(facts), []
     for scale in (1.0, 9.0):
         image = sampler.image(
@@ -282,7 +256,7 @@ def test_trained_text_encoders_and_their_shapes_are_those_of_the_plan(name: str)
     if not family.text.trainable:
         assert found == {}
         return
-    encoder = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    encoder = encoder_of(facts)
     assert found.keys() == encoder.networks.keys()
     for component, network in encoder.networks.items():
         modules = family.lora_targets(network, "text_encoder")
@@ -336,7 +310,7 @@ def test_names_of_every_format_are_read_by_the_pipeline(
         plain = family.predict(live, *at)
         merge(live, update)
         merged = family.predict(live, *at)
-        pipeline: Any = family.plain_pipeline(facts, dtype=torch.float32, device=CPU)
+        pipeline = pipeline_of(facts)
         pipeline.load_lora_weights(tmp_path, weight_name="adapter.safetensors")
         loaded = family.predict(pipeline.transformer, *at)
     torch.testing.assert_close(loaded, merged, atol=1e-3, rtol=1e-3)
@@ -379,10 +353,9 @@ def test_a_file_in_diffusers_names_is_of_one_family_and_holds_the_denoiser(
     save_file({f"{prefix}{key}": value for key, value in network.state_dict().items()}, file)
     found = families.detect_file(read_header(file))
     assert found == (family, {"denoiser"})
-    located = Layout(folder=base_of(name), files={"denoiser": file})
-    read = family.facts(located, source=str(file))
+    read = facts_at(base_of(name), source=str(file), family=name, denoiser=file)
     assert read.parts["denoiser"] == facts.parts["denoiser"]
-    loaded = family.load_denoiser(read, dtype=torch.float32, device=CPU).state_dict()
+    loaded = network_of(read).state_dict()
     assert all(torch.equal(loaded[key], value) for key, value in network.state_dict().items())
     others = [each for each in families.MODULES if each != name]
     assert not [each for each in others if families.family(each).detect(base_of(name))]
@@ -401,7 +374,7 @@ def test_folders_of_nothing_are_refused(tmp_path: Path) -> None:
 
 def weight_files(name: str) -> list[str]:
     folder = base_of(name)
-    files = families.family(name).parts(Layout(folder=folder)).values()
+    files = families.family(name).parts(facts_of(name).located).values()
     return sorted(
         str(path.relative_to(folder))
         for found in files
@@ -443,7 +416,7 @@ def test_a_missing_shard_is_named(name: str, tmp_path: Path) -> None:
 
 
 def weight_files_of_denoiser(name: str) -> str:
-    found = families.family(name).parts(Layout(folder=base_of(name)))["denoiser"]
+    found = families.family(name).parts(facts_of(name).located)["denoiser"]
     return found[0].parent.name
 
 

@@ -167,6 +167,21 @@ def test_a_release_has_the_sizes_of_its_configuration(name: str, source: str) ->
         ("black-forest-labs/FLUX.2-klein-4B", "flux2_klein_4b", "Flux.2-klein-4b/lora"),
         ("black-forest-labs/FLUX.2-klein-base-9B", "flux2_klein_9b", "Flux.2-klein-9b/lora"),
         ("lodestones/Chroma1-HD", "chroma", "chroma/lora"),
+        (
+            "stabilityai/stable-diffusion-3-medium-diffusers",
+            "3-medium",
+            "stable-diffusion-3-medium/lora",
+        ),
+        (
+            "stabilityai/stable-diffusion-3.5-medium",
+            "3-5-medium",
+            "stable-diffusion-3-5-medium/lora",
+        ),
+        (
+            "stabilityai/stable-diffusion-3.5-large-turbo",
+            "3-5-large",
+            "stable-diffusion-3-5-large/lora",
+        ),
         ("Tongyi-MAI/Z-Image-Turbo", "zimage", "Z-Image/lora"),
         ("Qwen/Qwen-Image", "qwen_image", "Qwen-Image/lora"),
         ("Alpha-VLLM/Lumina-Image-2.0", "lumina2", "lumina-2/lora"),

@@ -19,23 +19,28 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import PARTS, BaseFacts, Layout, Part, TensorInfo
+from lora_trainer.families.base import PARTS, BaseFacts, Part, TensorInfo
 from lora_trainer.families.base_files import base_folder
 from lora_trainer.families.base_files.base_folder import read_header
-from lora_trainer.families.base_files.unet_file import config_traits, header_traits
-from lora_trainer.families.unet import UNetFamily
-from tests.fakes.family_bases import CPU, base_of, copy_of, facts_of
+from tests.fakes.family_bases import (
+    base_of,
+    copy_of,
+    encoder_of,
+    facts_at,
+    facts_of,
+    image_encoder_of,
+    network_of,
+    pipeline_of,
+)
 from tests.fakes.json_files import edit_json
 from tests.fakes.ldm_file import unet_tensors, vae_tensors, write_checkpoint
 
-UNETS = [name for name in families.MODULES if isinstance(families.family(name), UNetFamily)]
+UNETS = [name for name in families.MODULES if families.family(name).denoiser_folder == "unet"]
 NAMES = pytest.mark.parametrize("name", UNETS)
 
 
-def of(name: str) -> UNetFamily:
-    family = families.family(name)
-    assert isinstance(family, UNetFamily)
-    return family
+def of(name: str) -> Any:
+    return families.family(name)
 
 
 def checkpoint(name: str, folder: Path, **options: Any) -> Path:
@@ -47,19 +52,15 @@ def checkpoint(name: str, folder: Path, **options: Any) -> Path:
 def facts_from(
     name: str, file: Path, parts: Iterable[Part] = PARTS, *, companion: Path | None = None
 ) -> BaseFacts:
-    layout = Layout(folder=companion or base_of(name), files=dict.fromkeys(parts, file))
-    return of(name).facts(layout, source="file")
+    return facts_at(companion or base_of(name), family=name, **dict.fromkeys(parts, file))
 
 
-def weights_of(name: str, facts: BaseFacts) -> dict[str, Tensor]:
+def weights_of(facts: BaseFacts) -> dict[str, Tensor]:
     """Load every part and return all weights, named by part."""
-    family = of(name)
-    image: Any = family.load_image_encoder(facts, device=CPU)
-    text = family.load_text_encoder(facts, dtype=torch.float32, device=CPU)
     networks = {
-        "denoiser": family.load_denoiser(facts, dtype=torch.float32, device=CPU),
-        "vae": image.vae,
-        **text.networks,
+        "denoiser": network_of(facts),
+        "vae": image_encoder_of(facts).vae,
+        **encoder_of(facts).networks,
     }
     for part, network in networks.items():
         assert not any(p.requires_grad for p in network.parameters()), part
@@ -74,7 +75,7 @@ def weights_of(name: str, facts: BaseFacts) -> dict[str, Tensor]:
 @cache
 def own_weights(name: str) -> Mapping[str, Tensor]:
     """Return all weights of a family's tiny base, loaded from its folder."""
-    return weights_of(name, facts_of(name))
+    return weights_of(facts_of(name))
 
 
 def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
@@ -99,7 +100,6 @@ def test_a_checkpoint_is_recognised_by_its_family_alone(name: str, tmp_path: Pat
     header = read_header(checkpoint(name, tmp_path))
     found = {other: families.family(other).detect_file(header) for other in families.MODULES}
     assert found == {other: set(PARTS) if other == name else set() for other in families.MODULES}
-    assert header_traits(header) == config_traits(facts_of(name).architecture)
 
 
 @NAMES
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_the_folder_it_was_made_from(name: str, tmp_path: Path) 
     file = checkpoint(name, tmp_path, ema=True)
     facts = facts_from(name, file)
     assert facts.parts == facts_of(name).parts
-    assert_same(weights_of(name, facts), own_weights(name))
+    assert_same(weights_of(facts), own_weights(name))
     assert {part: files[0] for part, files in of(name).parts(facts.located).items()} == (
         dict.fromkeys(PARTS, file)
     )
@@ -121,7 +121,7 @@ def test_a_checkpoint_is_the_folder_it_was_made_from(name: str, tmp_path: Path) 
 def test_a_folder_loads_to_diffusers_own_weights(name: str) -> None:
     from diffusers import UNet2DConditionModel
 
-    ours = of(name).load_denoiser(facts_of(name), dtype=torch.bfloat16, device=CPU)
+    ours = network_of(facts_of(name), torch.bfloat16)
     theirs = UNet2DConditionModel.from_pretrained(base_of(name) / "unet", dtype=torch.bfloat16)
     assert_same(ours.state_dict(), theirs.state_dict())
 
@@ -130,9 +130,9 @@ def test_a_folder_loads_to_diffusers_own_weights(name: str) -> None:
 def test_a_folder_that_lacks_tensors_is_refused(name: str, tmp_path: Path) -> None:
     folder = copy_of(name, tmp_path / "base")
     changed(folder / "unet/diffusion_pytorch_model.safetensors", dict.popitem)
-    facts = of(name).facts(Layout(folder=folder), source="folder")
+    facts = facts_at(folder)
     with pytest.raises(InputError, match="not that of its config.json"):
-        of(name).load_denoiser(facts, dtype=torch.bfloat16, device=CPU)
+        network_of(facts, torch.bfloat16)
 
 
 @pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
@@ -180,7 +180,7 @@ def test_a_file_is_mapped_a_part_at_a_time(
     monkeypatch.setattr(safetensors, "safe_open", Counting)
     monkeypatch.setattr(base_folder, "READ_BYTES", part_bytes)
     facts = facts_from(name, file) if as_file else facts_of(name)
-    of(name).load_denoiser(facts, dtype=torch.bfloat16, device=CPU)
+    network_of(facts, torch.bfloat16)
     assert sum(mapped) >= sum(sizes) / 4, "all of the denoiser was read"
     assert max(mapped) <= part_bytes + largest
     assert mapped_tensors() == []
@@ -195,7 +195,7 @@ def test_absent_parts_come_from_the_companion(name: str, tmp_path: Path) -> None
     file = checkpoint(name, tmp_path, parts=("denoiser",))
     held = of(name).detect_file(read_header(file))
     assert held == {"denoiser"}
-    found = weights_of(name, facts_from(name, file, held, companion=other))
+    found = weights_of(facts_from(name, file, held, companion=other))
     for key, value in own_weights(name).items():
         assert torch.equal(found[key], value) == (not key.startswith(("vae.", "text_encoder.")))
 
@@ -206,9 +206,8 @@ def test_the_denoiser_does_not_need_the_companion_s_weights(name: str, tmp_path:
     for file in bare.glob("*/*.safetensors"):
         file.unlink()
     facts = facts_from(name, checkpoint(name, tmp_path), companion=bare)
-    assert_same(weights_of(name, facts), own_weights(name))
-    pipeline = of(name).plain_pipeline(facts, dtype=torch.float32, device=CPU)
-    pipeline.set_progress_bar_config(disable=True)
+    assert_same(weights_of(facts), own_weights(name))
+    pipeline = pipeline_of(facts)
     assert pipeline("a", width=16, height=16, num_inference_steps=1).images[0].size == (16, 16)
 
 
@@ -217,8 +216,8 @@ def test_the_denoiser_does_not_need_the_companion_s_weights(name: str, tmp_path:
 def test_narrow_weights_are_cast_as_they_are(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     facts = facts_from(name, checkpoint(name, tmp_path, dtype=dtype))
     wanted = {key: value.to(dtype).float() for key, value in own_weights(name).items()}
-    assert_same(weights_of(name, facts), wanted)
-    denoiser = of(name).load_denoiser(facts, dtype=torch.bfloat16, device=CPU)
+    assert_same(weights_of(facts), wanted)
+    denoiser = network_of(facts, torch.bfloat16)
     assert {p.dtype for p in denoiser.parameters()} == {torch.bfloat16}
 
 
@@ -248,7 +247,7 @@ def test_a_denoiser_alone_is_read_without_a_prefix_and_in_diffusers_layout(
     for file in (bare, diffusers):
         held = of(name).detect_file(read_header(file))
         assert held == {"denoiser"}
-        assert_same(weights_of(name, facts_from(name, file, held)), own_weights(name))
+        assert_same(weights_of(facts_from(name, file, held)), own_weights(name))
 
 
 # ---- a VAE alone
@@ -281,9 +280,8 @@ def test_a_vae_file_replaces_the_base_s_own(name: str, layout: str, tmp_path: Pa
         key: value.half().float() if key.startswith("vae.") else value
         for key, value in own_weights(name).items()
     }
-    assert_same(weights_of(name, facts), wanted)
-    image: Any = of(name).load_image_encoder(facts, device=CPU)
-    assert image.vae.dtype == torch.float32
+    assert_same(weights_of(facts), wanted)
+    assert image_encoder_of(facts).vae.dtype == torch.float32
 
 
 def test_a_vae_of_another_family_is_refused(tmp_path: Path) -> None:
@@ -364,7 +362,7 @@ def test_a_missing_tensor_of_the_vae_is_refused(name: str, tmp_path: Path) -> No
         )
         facts = facts_from(name, file)
         with pytest.raises(InputError, match="the vae in") as caught:
-            of(name).load_image_encoder(facts, device=CPU)
+            image_encoder_of(facts)
         assert "\n" not in str(caught.value)
 
 
@@ -378,7 +376,7 @@ def test_renamed_tensors_are_refused_when_loading(name: str, tmp_path: Path) -> 
     )
     facts = facts_from(name, file)
     with pytest.raises(InputError, match="the denoiser in"):
-        of(name).load_denoiser(facts, dtype=torch.float32, device=CPU)
+        network_of(facts)
 
 
 def test_another_companion_is_named(tmp_path: Path) -> None:
@@ -421,9 +419,7 @@ def test_scaled_fp8_is_read_to_its_values(name: str, tmp_path: Path) -> None:
     scaled, values = tmp_path / "scaled.safetensors", tmp_path / "values.safetensors"
     save_file(tensors, scaled)
     save_file({**load_file(plain), **wanted}, values)
-    assert_same(
-        weights_of(name, facts_from(name, scaled)), weights_of(name, facts_from(name, values))
-    )
+    assert_same(weights_of(facts_from(name, scaled)), weights_of(facts_from(name, values)))
 
 
 def test_a_hostile_header_is_one_line(tmp_path: Path) -> None:
@@ -438,4 +434,4 @@ def test_a_hostile_header_is_one_line(tmp_path: Path) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     facts = facts_from("sd15", file)
     with pytest.raises(InputError, match="not a whole safetensors file"):
-        of("sd15").load_denoiser(facts, dtype=torch.float32, device=CPU)
+        network_of(facts)

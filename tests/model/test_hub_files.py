@@ -160,7 +160,7 @@ def test_a_vocabulary_in_sentencepieces_file_gives_the_same_tokens(
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "other kind"])
 def test_a_file_that_is_no_vocabulary_is_refused_in_a_line(tmp_path: Path, damage: str) -> None:
-    from lora_trainer.families.text.sentence_pieces import read_pieces
+    from lora_trainer.families.text.transformers_encoder import load_tokenizer
 
     file = spiece_folder(tmp_path) / "spiece.model"
     whole = file.read_bytes()
@@ -171,5 +171,5 @@ def test_a_file_that_is_no_vocabulary_is_refused_in_a_line(tmp_path: Path, damag
     }
     file.write_bytes(kinds[damage])
     with pytest.raises(InputError, match=r"spiece\.model") as caught:
-        read_pieces(file)
+        load_tokenizer(file.parent)
     assert "\n" not in str(caught.value)

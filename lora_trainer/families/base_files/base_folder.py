@@ -150,6 +150,11 @@ def variant(folder: Path) -> str | None:
     return "fp16" if ".fp16" in weights(folder)[0].name else None
 
 
+def tokenizer_of(component: str) -> str:
+    """Return the folder of a text encoder's tokenizer, which is its name in the pipeline."""
+    return component.replace("text_encoder", "tokenizer")
+
+
 def tokenizer_files(folder: Path) -> tuple[Path, ...]:
     """Return the files of a tokenizer; raises InputError when there is no vocabulary."""
     files = {path.name: path for path in folder.glob("*") if path.suffix in _TOKENIZER_SUFFIXES}

@@ -1,16 +1,21 @@
-"""U-Net checkpoints in one `.safetensors` file, as ComfyUI and A1111 read and write them.
+"""U-Net bases in one `.safetensors` file, as ComfyUI and A1111 read and write them, or in a folder.
 
-The layout is that of the latent diffusion code: `model.diffusion_model.`, `first_stage_model.`,
+The layout of files is that of the latent diffusion code: `model.diffusion_model.`, `first_stage_model.`,
 `cond_stage_model.` or `conditioner.`; a file may hold one part only. Names and shapes in the header
-decide a file's family and parts. Loading reads the tensors of one part, casts them (fp8 too) and renames
-them with diffusers' own conversion. Torch-free to import.
+decide a file's family and parts. Counting compares a part with its companion's configuration before
+anything is loaded. Loading reads the tensors of one part, casts them (fp8 too) and renames them with
+diffusers' own conversion. Every function raises InputError with the part and the file that do not match.
+Torch-free to import.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +23,21 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files.base_folder import (
     AGAIN,
+    COMPANION,
     converted,
+    count_parameters,
     fill,
+    part_file,
+    part_folder,
     read_header,
+    read_json,
     read_tensors,
     weights,
 )
-from lora_trainer.families.facts import Header
+from lora_trainer.families.base_files.network_files import vae_names, vae_shape
+from lora_trainer.families.base_files.unet_layers import DEFAULTS, diffusers_module
+from lora_trainer.families.facts import DENOISER, Header, Layout, WeightPlace
+from lora_trainer.families.text.clip import TEXT_MODEL, ClipPart, ClipSize
 
 if TYPE_CHECKING:
     import torch
@@ -55,22 +68,19 @@ class UNetTraits:
 
 def config_traits(architecture: Mapping[str, Any]) -> UNetTraits | None:
     """Return the traits of a U-Net from diffusers' configuration, None where a value is no number."""
-    text_width = architecture.get("cross_attention_dim", 1280)  # diffusers' own defaults
-    in_channels = architecture.get("in_channels", 4)
-    added = architecture.get("addition_embed_type") is not None
-    added_width = architecture.get("projection_class_embeddings_input_dim") if added else 0
+    config = {**DEFAULTS, **architecture}
+    text_width = config["cross_attention_dim"]
     if isinstance(text_width, list) and text_width:
         text_width = text_width[0]
-    if not (
-        isinstance(text_width, int)
-        and isinstance(in_channels, int)
-        and isinstance(added_width, int)
-    ):
+    added_width: Any = 0
+    if config["addition_embed_type"] is not None:
+        added_width = config.get("projection_class_embeddings_input_dim")
+    if not all(isinstance(each, int) for each in (config["in_channels"], text_width, added_width)):
         return None
     return UNetTraits(
-        in_channels=in_channels,
+        in_channels=config["in_channels"],
         text_width=text_width,
-        linear_projection=bool(architecture.get("use_linear_projection", False)),
+        linear_projection=bool(config["use_linear_projection"]),
         added_width=added_width,
     )
 
@@ -121,6 +131,129 @@ def read_numbers(file: Path, name: str) -> tuple[float, ...]:
         raise InputError(f"{name} in {file} is no tensor ({error})", fix=AGAIN) from None
 
 
+def _first(shapes: Mapping[str, tuple[int, ...]], ending: str) -> tuple[int, ...]:
+    return next((shape for name, shape in shapes.items() if name.endswith(ending)), ())
+
+
+# ---- counting and checking
+
+V_PREDICTION = "v_pred"
+ZERO_TERMINAL_SNR = "ztsnr"
+DEFAULT_SCALE = 0.18215
+"""diffusers' default scaling_factor, which the oldest VAE configurations leave out."""
+_OTHER_VAE = "use a VAE made for this base model"
+
+
+def training_marks(single: Path | None) -> frozenset[str]:
+    """Return a checkpoint's marker tensors: empty tensors whose names state how it was trained."""
+    names = read_header(single).keys() if single else ()
+    return frozenset(name for name in names if name in {V_PREDICTION, ZERO_TERMINAL_SNR})
+
+
+def count_unet(
+    layout: Layout, architecture: Mapping[str, Any], *, parameters_of: Callable[[], int]
+) -> int:
+    """Count a U-Net's parameters; raises InputError for a checkpoint that its configuration does not match.
+
+    `parameters_of` counts those of the configuration; it is called for a checkpoint only.
+    """
+    single = part_file(layout, "denoiser")
+    if single is None:
+        return count_parameters(weights(part_folder(layout, "denoiser", "unet")))
+    header = read_header(single)
+    count, companion_count = elements(header, unet_names(header).values()), parameters_of()
+    # Equal counts alone do not make equal networks: the traits have the input channels and the text's width.
+    if count != companion_count or header_traits(header) != config_traits(architecture):
+        raise _unlike("the denoiser", single, count, layout.folder, companion_count)
+    return count
+
+
+def count_vae(layout: Layout, config: Mapping[str, Any]) -> int:
+    """Count a VAE's parameters; raises InputError for a separate VAE whose latents differ from the base's."""
+    single, folder = part_file(layout, "vae"), part_folder(layout, "vae", "vae")
+    if folder != layout.folder / "vae":
+        _check_scale(folder, config, base_config=read_json(layout.folder / "vae" / "config.json"))
+    if single is None:
+        return count_parameters(weights(folder))
+    header = read_header(single)
+    file_shape = vae_shape(header)
+    base_shape = (int(config["latent_channels"]), *config["block_out_channels"][:1])
+    if file_shape != base_shape:
+        contents = f"a VAE with (latent, first level) channels {file_shape}"
+        raise InputError(
+            f"{single} holds {contents if file_shape else 'no VAE'}; the base model's has {base_shape}",
+            fix=_OTHER_VAE,
+        )
+    return elements(header, vae_names(header).values())
+
+
+def _check_scale(
+    folder: Path, config: Mapping[str, Any], *, base_config: Mapping[str, Any]
+) -> None:
+    """Raise InputError for latents of another scale or number of channels: training would silently go wrong."""
+    used, base = [
+        (int(each["latent_channels"]), float(each.get("scaling_factor", DEFAULT_SCALE)))
+        for each in (config, base_config)
+    ]
+    # SDXL's VAE fits a Stable Diffusion 1 base in every shape, but its latents (scaled by 0.13025
+    # instead of 0.18215) are others than the denoiser has learned.
+    if used[0] != base[0] or not math.isclose(used[1], base[1], rel_tol=1e-3):
+        raise InputError(
+            f"the VAE in {folder} has {used[0]} channels scaled by {used[1]:g}, the base model's "
+            f"{base[0]} scaled by {base[1]:g}",
+            fix=_OTHER_VAE,
+        )
+
+
+def count_text(layout: Layout, part: ClipPart) -> int:
+    """Count a text encoder's used parameters; a checkpoint may hold more layers, not fewer."""
+    single, folder = part_file(layout, "text_encoder"), layout.folder / part.component
+    if single is None:
+        return count_parameters(weights(folder))
+    header = read_header(single)
+    needed_count = clip_parameters(part, read_json(folder / "config.json"))
+    count = elements(header, (name for name in header if name.startswith(part.checkpoint)))
+    if count < needed_count:
+        raise _unlike(part.component, single, count, layout.folder, needed_count)
+    return needed_count
+
+
+def _unlike(part: str, file: Path, count: int, folder: Path, companion_count: int) -> InputError:
+    return InputError(
+        f"{part} in {file} has {count:,} parameters, its companion's in {folder} {companion_count:,}",
+        fix=COMPANION,
+    )
+
+
+def clip_size(layout: Layout | None, part: ClipPart) -> ClipSize:
+    """Return the size of a text encoder; the releases' size where the base is not downloaded."""
+    if layout is None:
+        return part.released
+    config = read_json(layout.folder / part.component / "config.json")
+    return ClipSize(
+        layers=int(config["num_hidden_layers"]),
+        width=int(config["hidden_size"]),
+        inner=int(config["intermediate_size"]),
+    )
+
+
+def clip_parameters(part: ClipPart, config: Mapping[str, Any]) -> int:
+    """Count a CLIP text encoder's parameters from its configuration."""
+    width, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+    positions = int(config["vocab_size"]) + int(config["max_position_embeddings"])
+    # Query, key, value and output are square and have biases.
+    attention = 4 * (width + 1) * width
+    layer = attention + 2 * width * inner + inner + width + 4 * width  # two norms
+    # The projection has no bias; the 2 x width below are the final norm.
+    projection = width * int(config["projection_dim"]) if "Projection" in part.network else 0
+    return positions * width + int(config["num_hidden_layers"]) * layer + 2 * width + projection
+
+
+def elements(header: Header, names: Iterable[str]) -> int:
+    """Count the numbers in the named tensors of a file."""
+    return sum(math.prod(header[name].shape) for name in names)
+
+
 # ---- loading
 
 
@@ -145,33 +278,102 @@ def load_unet(file: Path, network: nn.Module, *, dtype: torch.dtype) -> nn.Modul
     return fill(network, tensors, file=file, part="denoiser")
 
 
-def load_clip(file: Path, kind: Any, config: Any, *, prefix: str, dtype: torch.dtype) -> nn.Module:
-    """Build a CLIP encoder from the tensors of a file that start with `prefix`."""
-    from accelerate import init_empty_weights
-    from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
+# ---- where a checkpoint keeps its weights
 
-    # accelerate's context leaves buffers real: CLIP's position ids are in no file and would stay on `meta`.
-    with init_empty_weights():
-        network: nn.Module = kind(config)
-    names = {name: name for name in read_header(file) if name.startswith(prefix)}
-    tensors = read_tensors(file, names, dtype=dtype)
-    if prefix.endswith(".model."):
-        full = tensors
-        tensors = converted(
-            file, lambda: convert_open_clip_checkpoint(network, full, prefix=prefix)
-        )
-    bare = {
-        name.removeprefix(prefix).removeprefix("text_model."): tensors[name] for name in tensors
-    }
-    short_names = {name: name.removeprefix("text_model.") for name in network.state_dict()}
-    # Files also hold layers beyond the configured number, projections and position ids: all unused here.
-    return fill(
-        network,
-        {name: bare[short] for name, short in short_names.items() if short in bare},
-        file=file,
-        part="text_encoder",
+WEIGHT = ".weight"
+_DOWN = re.compile(r"input_blocks\.(\d+)\.(?:(0)\.in_layers\.0|(1)\.norm|(0)\.op)\.weight")
+_OPEN_CLIP = {
+    "attn.out_proj.weight": "self_attn.out_proj",
+    "mlp.c_fc.weight": "mlp.fc1",
+    "mlp.c_proj.weight": "mlp.fc2",
+    "ln_1.weight": "layer_norm1",
+    "ln_2.weight": "layer_norm2",
+}
+_OPEN_CLIP_ENDS = {
+    "token_embedding.weight": "embeddings.token_embedding",
+    # A parameter of the network itself in OpenCLIP, hence no `.weight`.
+    "positional_embedding": "embeddings.position_embedding",
+    "ln_final.weight": "final_layer_norm",
+}
+_OPEN_CLIP_LAYER = re.compile(r"transformer\.resblocks\.(\d+)\.(.+)")
+_FUSED = "attn.in_proj_weight"
+
+
+def weight_places(header: Header, texts: Iterable[ClipPart]) -> dict[str, WeightPlace]:
+    """Return the place of each weight of the U-Net and the text encoders in a checkpoint, norms included."""
+    places = dict(_unet_places(header))
+    for text in texts:
+        places |= dict(_text_places(header, text))
+    return places
+
+
+def _unet_places(header: Header) -> Iterator[tuple[str, WeightPlace]]:
+    names = unet_names(header)
+    architecture = None if "conv_in.weight" in names else _architecture(names)
+    for name, full in names.items():
+        module = name.removesuffix(WEIGHT)
+        if module == name:
+            continue
+        with suppress(KeyError):  # a tensor of the file that is no module of the U-Net
+            if architecture is not None:
+                module = diffusers_module(module, architecture=architecture)
+            yield f"{DENOISER}.{module}", WeightPlace(tensor=full)
+
+
+def _architecture(names: Iterable[str]) -> Mapping[str, Any]:
+    """Return the part of diffusers' configuration that decides the block numbers, from a file's names."""
+    resnets, attended = [0], [False]
+    blocks = sorted(
+        (int(match[1]), match.lastindex or 0) for name in names if (match := _DOWN.fullmatch(name))
     )
+    for _, kind in blocks:
+        # The group of `_DOWN` that matched: a resnet, a transformer, or the downsampler that ends a level.
+        match kind:
+            case 2:
+                resnets[-1] += 1
+            case 3:
+                attended[-1] = True
+            case 4:
+                resnets.append(0)
+                attended.append(False)
+    down = ["CrossAttnDownBlock2D" if attends else "DownBlock2D" for attends in attended]
+    up = ["CrossAttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(attended)]
+    return {
+        "block_out_channels": [1] * len(resnets),  # names depend on the number of levels only
+        "layers_per_block": resnets,
+        "down_block_types": down,
+        "up_block_types": up,
+    }
 
 
-def _first(shapes: Mapping[str, tuple[int, ...]], ending: str) -> tuple[int, ...]:
-    return next((shape for name, shape in shapes.items() if name.endswith(ending)), ())
+def _text_places(header: Header, text: ClipPart) -> Iterator[tuple[str, WeightPlace]]:
+    open_clip = text.checkpoint.endswith(".model.")
+    for full, info in header.items():
+        name = full.removeprefix(text.checkpoint)
+        if name == full or not info.shape:
+            continue
+        if not open_clip:
+            if name.endswith(WEIGHT):
+                module = name.removeprefix(TEXT_MODEL).removesuffix(WEIGHT)
+                yield f"{text.component}.{module}", WeightPlace(tensor=full)
+            continue
+        for module, rows in _open_clip_modules(name, height=info.shape[0]):
+            yield f"{text.component}.{module}", WeightPlace(tensor=full, rows=rows)
+
+
+def _open_clip_modules(name: str, *, height: int) -> Iterator[tuple[str, tuple[int, int] | None]]:
+    """Yield transformers' modules in an OpenCLIP tensor of `height` rows, each with its rows.
+
+    OpenCLIP keeps query, key and value of a layer in one matrix, in this order.
+    """
+    layer = _OPEN_CLIP_LAYER.fullmatch(name)
+    if layer is None:
+        if module := _OPEN_CLIP_ENDS.get(name):
+            yield module, None
+    elif layer[2] == _FUSED:
+        width = height // 3
+        for number, projection in enumerate("qkv"):
+            rows = (number * width, (number + 1) * width)
+            yield f"encoder.layers.{layer[1]}.self_attn.{projection}_proj", rows
+    elif module := _OPEN_CLIP.get(layer[2]):
+        yield f"encoder.layers.{layer[1]}.{module}", None

@@ -1,22 +1,143 @@
-"""Names of a U-Net's layers in diffusers and in single files, and where files keep their weights.
+"""A U-Net's numbers and the names of its layers, from its configuration as diffusers writes it. Torch-free.
 
 The checkpoints' names come from the original code (Rombach et al. 2022, arXiv 2112.10752): blocks have
-consecutive numbers, a resnet's layers have their index in a sequence. SDXL's LoRA files use these names
-too. They follow from diffusers' configuration, or from a header alone, which shows the number of resnets
-and the attention of each level. Torch-free.
+consecutive numbers, a resnet's layers have their index in a sequence. SDXL's LoRA files use these names too.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from lora_trainer.families.base_files.unet_config import UNet, read_unet
-from lora_trainer.families.base_files.unet_file import unet_names
-from lora_trainer.families.facts import DENOISER, Header, WeightPlace
-from lora_trainer.families.text.clip import TEXT_MODEL, ClipPart
+from lora_trainer.common.errors import InputError
+
+UNET_CLASS = "UNet2DConditionModel"
+# diffusers leaves keys out of old configurations; these are its own defaults.
+DEFAULTS: Mapping[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+    "block_out_channels": (320, 640, 1280, 1280),
+    "layers_per_block": 2,
+    "transformer_layers_per_block": 1,
+    "cross_attention_dim": 1280,
+    "attention_head_dim": 8,
+    "norm_num_groups": 32,
+    "use_linear_projection": False,
+    "time_embedding_dim": None,
+    "conv_in_kernel": 3,
+    "conv_out_kernel": 3,
+    "addition_embed_type": None,
+}
+# Any other value in these keys changes the network in a way that `UNet` does not describe.
+REQUIRED: Mapping[str, Any] = {
+    "mid_block_type": "UNetMidBlock2DCrossAttn",
+    "only_cross_attention": False,
+    "dual_cross_attention": False,
+    "num_attention_heads": None,
+    "encoder_hid_dim_type": None,
+    "class_embed_type": None,
+    "num_class_embeds": None,
+    "resnet_time_scale_shift": "default",
+    "time_embedding_type": "positional",
+    "time_cond_proj_dim": None,
+    "reverse_transformer_layers_per_block": None,
+    "attention_type": "default",
+    "cross_attention_norm": None,
+}
+WITH_ATTENTION = {
+    "CrossAttnDownBlock2D": True,
+    "DownBlock2D": False,
+    "CrossAttnUpBlock2D": True,
+    "UpBlock2D": False,
+}
+TIME_IDS = 6
+"""Numbers that `text_time` embeds beside the pooled text: original size, crop corner, target size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNet:
+    """The numbers that fix the network; tuples have one entry per resolution level."""
+
+    in_channels: int
+    out_channels: int
+    channels: tuple[int, ...]
+    resnets: tuple[int, ...]
+    transformers: tuple[int, ...]
+    heads: tuple[int, ...]
+    down_attention: tuple[bool, ...]
+    up_attention: tuple[bool, ...]
+    text_width: int
+    norm_groups: int
+    linear_projection: bool
+    time_width: int
+    added_width: int
+    """Width of the vector embedded beside the timestep (0: none); `pooled_width` of it is pooled text."""
+    pooled_width: int
+    kernel_in: int
+    kernel_out: int
+
+
+def read_unet(architecture: Mapping[str, Any]) -> UNet:
+    """Return the numbers that fix the network; raises InputError for a network of another kind."""
+    config = {**DEFAULTS, **architecture}
+    wrong = [
+        f"{key}={config[key]!r}"
+        for key in REQUIRED
+        if key in config and config[key] != REQUIRED[key]
+    ]
+    blocks = dict.fromkeys([*config["down_block_types"], *config["up_block_types"]])
+    wrong += [f"block type {name}" for name in blocks if name not in WITH_ATTENTION]
+    if config["addition_embed_type"] not in (None, "text_time"):
+        wrong.append(f"addition_embed_type={config['addition_embed_type']!r}")
+    if wrong:
+        raise InputError(
+            f"the U-Net has {', '.join(wrong)}, which is not supported",
+            fix="use a base model of a supported family",
+        )
+    channels = tuple(int(width) for width in config["block_out_channels"])
+    levels = len(channels)
+    added_width, pooled_width = _added(config)
+    return UNet(
+        in_channels=int(config["in_channels"]),
+        out_channels=int(config["out_channels"]),
+        channels=channels,
+        resnets=_per_level(config["layers_per_block"], levels),
+        transformers=_per_level(config["transformer_layers_per_block"], levels),
+        # diffusers calls the number of heads attention_head_dim
+        heads=_per_level(config["attention_head_dim"], levels),
+        down_attention=tuple(WITH_ATTENTION[name] for name in config["down_block_types"]),
+        up_attention=tuple(WITH_ATTENTION[name] for name in config["up_block_types"]),
+        # diffusers allows a width per block; a text has one, so all are equal.
+        text_width=_per_level(config["cross_attention_dim"], levels)[0],
+        norm_groups=int(config["norm_num_groups"]),
+        linear_projection=bool(config["use_linear_projection"]),
+        # UNet2DConditionModel._set_time_proj: four times the first level's channels.
+        time_width=int(config["time_embedding_dim"] or 4 * channels[0]),
+        added_width=added_width,
+        pooled_width=pooled_width,
+        kernel_in=int(config["conv_in_kernel"]),
+        kernel_out=int(config["conv_out_kernel"]),
+    )
+
+
+def _added(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the width of `text_time`'s whole input and of the pooled text in it; (0, 0) without it."""
+    if config["addition_embed_type"] is None:
+        return 0, 0
+    width = int(config["projection_class_embeddings_input_dim"])
+    return width, width - TIME_IDS * int(config["addition_time_embed_dim"])
+
+
+def _per_level(value: Any, levels: int) -> tuple[int, ...]:
+    """Expand diffusers' spelling (one number for all levels, or a list) to one number per level."""
+    return tuple(map(int, value)) if isinstance(value, list | tuple) else (int(value),) * levels
+
+
+# ---- names in checkpoints
 
 _ENDS: Mapping[str, str] = {
     "conv_in": "input_blocks.0.0",
@@ -107,102 +228,3 @@ def _blocks(unet: UNet) -> Iterator[tuple[str, str]]:
         if up < last:  # in the same block as the level's last resnet, behind its transformer
             sampler = f"output_blocks.{number - 1}.{1 + attention}.conv"
             yield f"up_blocks.{up}.upsamplers.0.conv", sampler
-
-
-WEIGHT = ".weight"
-_DOWN = re.compile(r"input_blocks\.(\d+)\.(?:(0)\.in_layers\.0|(1)\.norm|(0)\.op)\.weight")
-_OPEN_CLIP = {
-    "attn.out_proj.weight": "self_attn.out_proj",
-    "mlp.c_fc.weight": "mlp.fc1",
-    "mlp.c_proj.weight": "mlp.fc2",
-    "ln_1.weight": "layer_norm1",
-    "ln_2.weight": "layer_norm2",
-}
-_OPEN_CLIP_ENDS = {
-    "token_embedding.weight": "embeddings.token_embedding",
-    # A parameter of the network itself in OpenCLIP, hence no `.weight`.
-    "positional_embedding": "embeddings.position_embedding",
-    "ln_final.weight": "final_layer_norm",
-}
-_OPEN_CLIP_LAYER = re.compile(r"transformer\.resblocks\.(\d+)\.(.+)")
-_FUSED = "attn.in_proj_weight"
-
-
-def weight_places(header: Header, texts: Iterable[ClipPart]) -> dict[str, WeightPlace]:
-    """Return the place of each weight of the U-Net and the text encoders in a checkpoint, norms included."""
-    places = dict(_unet_places(header))
-    for text in texts:
-        places |= dict(_text_places(header, text))
-    return places
-
-
-def _unet_places(header: Header) -> Iterator[tuple[str, WeightPlace]]:
-    names = unet_names(header)
-    architecture = None if "conv_in.weight" in names else _architecture(names)
-    for name, full in names.items():
-        module = name.removesuffix(WEIGHT)
-        if module == name:
-            continue
-        with suppress(KeyError):  # a tensor of the file that is no module of the U-Net
-            if architecture is not None:
-                module = diffusers_module(module, architecture=architecture)
-            yield f"{DENOISER}.{module}", WeightPlace(tensor=full)
-
-
-def _architecture(names: Iterable[str]) -> Mapping[str, Any]:
-    """Return the part of diffusers' configuration that decides the block numbers, from a file's names."""
-    resnets, attended = [0], [False]
-    blocks = sorted(
-        (int(match[1]), match.lastindex or 0) for name in names if (match := _DOWN.fullmatch(name))
-    )
-    for _, kind in blocks:
-        # The group of `_DOWN` that matched: a resnet, a transformer, or the downsampler that ends a level.
-        match kind:
-            case 2:
-                resnets[-1] += 1
-            case 3:
-                attended[-1] = True
-            case 4:
-                resnets.append(0)
-                attended.append(False)
-    down = ["CrossAttnDownBlock2D" if attends else "DownBlock2D" for attends in attended]
-    up = ["CrossAttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(attended)]
-    return {
-        "block_out_channels": [1] * len(resnets),  # names depend on the number of levels only
-        "layers_per_block": resnets,
-        "down_block_types": down,
-        "up_block_types": up,
-    }
-
-
-def _text_places(header: Header, text: ClipPart) -> Iterator[tuple[str, WeightPlace]]:
-    open_clip = text.checkpoint.endswith(".model.")
-    for full, info in header.items():
-        name = full.removeprefix(text.checkpoint)
-        if name == full or not info.shape:
-            continue
-        if not open_clip:
-            if name.endswith(WEIGHT):
-                module = name.removeprefix(TEXT_MODEL).removesuffix(WEIGHT)
-                yield f"{text.component}.{module}", WeightPlace(tensor=full)
-            continue
-        for module, rows in _open_clip_modules(name, height=info.shape[0]):
-            yield f"{text.component}.{module}", WeightPlace(tensor=full, rows=rows)
-
-
-def _open_clip_modules(name: str, *, height: int) -> Iterator[tuple[str, tuple[int, int] | None]]:
-    """Yield transformers' modules in an OpenCLIP tensor of `height` rows, each with its rows.
-
-    OpenCLIP keeps query, key and value of a layer in one matrix, in this order.
-    """
-    layer = _OPEN_CLIP_LAYER.fullmatch(name)
-    if layer is None:
-        if module := _OPEN_CLIP_ENDS.get(name):
-            yield module, None
-    elif layer[2] == _FUSED:
-        width = height // 3
-        for number, projection in enumerate("qkv"):
-            rows = (number * width, (number + 1) * width)
-            yield f"encoder.layers.{layer[1]}.self_attn.{projection}_proj", rows
-    elif module := _OPEN_CLIP.get(layer[2]):
-        yield f"encoder.layers.{layer[1]}.{module}", None

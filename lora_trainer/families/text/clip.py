@@ -7,29 +7,86 @@ Prompt weights act on the hidden states h as in Stable Diffusion web UI and kohy
 weight w_i gets w_i h_i * mean(h) / mean(w h), with means over tokens and channels of one chunk, so weighted
 words grow relative to the rest while the mean stays the same. The ratio is left out where a mean is near
 zero or the means differ in sign, because it would then explode or flip the states. Pooled outputs have no
-tokens and stay unchanged. Torch-free to import.
+tokens and stay unchanged.
+
+A long prompt is split into chunks with a begin and an end each; of the joined hidden states the first begin
+and the last end are kept: 77, 152 or 227 tokens for 1, 2 or 3 chunks, as in kohya's trainers
+(`max_token_length` 75, 150, 225) and diffusers' community pipelines. Web user interfaces keep every begin
+and end. Torch-free to import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lora_trainer.common.caption_markup import Weighted, words_of
 from lora_trainer.families.base import WEIGHTS, Conditioning, Layout, NewWord, TextEncoder
-from lora_trainer.families.base_files.base_folder import part_file, variant
-from lora_trainer.families.base_files.unet_file import load_clip
-from lora_trainer.families.text.chunks import Chunks
+from lora_trainer.families.base_files.base_folder import (
+    converted,
+    fill,
+    part_file,
+    read_header,
+    read_tensors,
+    tokenizer_of,
+    variant,
+)
+from lora_trainer.families.facts import AROUND
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from transformers import CLIPTokenizer, PreTrainedTokenizerBase
 
+Value = TypeVar("Value")
 NEGLIGIBLE = 0.02
 """Fraction of the root mean square below which a mean counts as zero: the final layer norm leaves means
 close to zero, and a ratio of two such means says nothing about strength."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """`count` chunks of `width` tokens, begin and end included; a longer prompt is truncated."""
+
+    count: int
+    width: int
+
+    @property
+    def room(self) -> int:
+        """Largest number of prompt tokens that all chunks hold, begin and end excluded."""
+        return self.count * (self.width - AROUND)
+
+    def row(
+        self, values: Sequence[Value], *, begin: Value, end: Value, padding: Value
+    ) -> list[Value]:
+        """Return the `count` * `width` values of a prompt's tokens laid out in chunks.
+
+        `values` has one entry per prompt token. A chunk behind the prompt's end equals the chunk of an
+        empty prompt.
+        """
+        room, row = self.width - AROUND, list[Value]()
+        # All chunks, also those behind the prompt's end: the rows of a batch have one length.
+        for first in range(0, self.room, room):
+            part = values[first : min(first + room, self.room)]
+            row += [begin, *part, end, *[padding] * (room - len(part))]
+        return row
+
+    def apart(self, tokens: Tensor) -> Tensor:
+        """Split tokens [B, count * width] into the encoder's rows [B * count, width]."""
+        return tokens.reshape(-1, self.width)
+
+    def joined(self, states: Tensor) -> Tensor:
+        """Join hidden states [B * count, width, C] to those of whole prompts, [B, room + 2, C]."""
+        import torch
+
+        if self.count == 1:
+            return states
+        texts = states.unflatten(0, (-1, self.count))
+        # texts: [B, count, width, C]; leave out the begin and the end of every chunk.
+        inner = texts[:, :, 1:-1].flatten(1, 2)
+        return torch.cat([texts[:, 0, :1], inner, texts[:, -1, -1:]], dim=1)
 
 
 def token_weights(
@@ -105,7 +162,7 @@ class ClipPart:
     """One CLIP text encoder of a family; `released` is the size of the public releases'.
 
     `component` is its folder and its name in adapter keys, `role` ComfyUI's name of it, `network` its
-    transformers class, `tokenizer` the tokenizer's folder, `kohya` the prefix of its adapter in kohya's files.
+    transformers class, `kohya` the prefix of its adapter in kohya's files.
     `checkpoint` is the prefix of its weights in single-file checkpoints; a prefix that ends with
     `model.` means OpenCLIP's layout, with `transformer.` transformers'. `embedding` is the key of its
     vectors in embedding files.
@@ -113,12 +170,16 @@ class ClipPart:
 
     component: str = "text_encoder"
     network: str = "CLIPTextModel"
-    tokenizer: str = "tokenizer"
     kohya: str = "lora_te"
     checkpoint: str
     role: str
     released: ClipSize
     embedding: str = "emb_params"
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer's folder."""
+        return tokenizer_of(self.component)
 
 
 class ClipEncoder(TextEncoder):
@@ -268,11 +329,39 @@ def load_network(
         )
     else:
         config = kind.config_class.from_pretrained(folder, local_files_only=True)
-        network = load_clip(single, kind, config, prefix=part.checkpoint, dtype=dtype)
+        network = _load_from_file(single, kind, config, prefix=part.checkpoint, dtype=dtype)
     if clip_skip > 1:
         _drop_last_layers(network, clip_skip - 1)
     loaded: nn.Module = network.requires_grad_(False).eval().to(device)
     return loaded
+
+
+def _load_from_file(
+    file: Path, kind: Any, config: Any, *, prefix: str, dtype: torch.dtype
+) -> nn.Module:
+    """Build a CLIP encoder from the tensors of a file that start with `prefix`."""
+    from accelerate import init_empty_weights
+    from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
+
+    # accelerate's context leaves buffers real: CLIP's position ids are in no file and would stay on `meta`.
+    with init_empty_weights():
+        network: nn.Module = kind(config)
+    names = {name: name for name in read_header(file) if name.startswith(prefix)}
+    tensors = read_tensors(file, names, dtype=dtype)
+    if prefix.endswith(".model."):
+        full = tensors
+        tensors = converted(
+            file, lambda: convert_open_clip_checkpoint(network, full, prefix=prefix)
+        )
+    bare = {name.removeprefix(prefix).removeprefix(TEXT_MODEL): tensors[name] for name in tensors}
+    short_names = {name: name.removeprefix(TEXT_MODEL) for name in network.state_dict()}
+    # Files also hold layers beyond the configured number, projections and position ids: all unused here.
+    return fill(
+        network,
+        {name: bare[short] for name, short in short_names.items() if short in bare},
+        file=file,
+        part="text_encoder",
+    )
 
 
 def _drop_last_layers(network: Any, count: int) -> None:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files.base_folder import AGAIN
@@ -47,18 +47,18 @@ def read_pieces(file: Path) -> SentencePieces:
     try:
         for field, value in _fields(file.read_bytes()):
             if field == _PIECE:
-                piece = dict(_fields(_bytes(value)))
+                piece = dict(_fields(value))
                 # Protocol buffers may leave out a field with its default value: a missing score is 0.0.
-                (score,) = struct.unpack("<f", _bytes(piece.get(_SCORE, b"\0" * 4)))
-                pieces.append((_bytes(piece[_TEXT]).decode(), score))
+                (score,) = struct.unpack("<f", piece.get(_SCORE, b"\0" * 4))
+                pieces.append((piece[_TEXT].decode(), score))
             elif field == _TRAINER:
-                trainer = dict(_fields(_bytes(value)))
+                trainer = dict(_fields(value))
                 # The defaults of sentencepiece_model.proto: unk_id 0, model_type UNIGRAM.
-                unknown = _number(trainer.get(_UNKNOWN, 0))
-                kind = _number(trainer.get(_MODEL_TYPE, _UNIGRAM))
+                unknown = int(trainer.get(_UNKNOWN, 0))
+                kind = int(trainer.get(_MODEL_TYPE, _UNIGRAM))
             elif field == _NORMALIZER:
-                characters = _bytes(dict(_fields(_bytes(value))).get(_CHARACTERS, b""))
-    except (OSError, LookupError, TypeError, ValueError, struct.error) as error:
+                characters = dict(_fields(value)).get(_CHARACTERS, b"")
+    except (OSError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
         raise InputError(f"{file} is no SentencePiece model ({error})", fix=AGAIN) from None
     if not pieces or kind != _UNIGRAM:
         raise InputError(
@@ -88,7 +88,7 @@ def load_spiece_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return loaded
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Yield (number, value) of a message's fields: varints as int, all other values as bytes."""
     at = 0
     while at < len(data):
@@ -120,15 +120,3 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         at, shift = at + 1, shift + 7
         if byte < 0x80:
             return value, at
-
-
-def _bytes(value: int | bytes) -> bytes:
-    if not isinstance(value, bytes):
-        raise TypeError(f"a number, {value}, where text belongs")
-    return value
-
-
-def _number(value: int | bytes) -> int:
-    if not isinstance(value, int):
-        raise TypeError("text where a number belongs")
-    return value

@@ -1,0 +1,180 @@
+"""The loss of every transformer family beside its published training code, written out on the raw network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import QwenImagePipeline
+from torch import Tensor
+
+from lora_trainer import families
+from lora_trainer.training.loss import add_noise, sample_losses, target
+from tests.fakes.family_bases import base_with, conditioning_of, facts_at, network_of
+from tests.fakes.low_rank import draw
+
+PROMPTS = ("a red square", "a photo of the blue one, on the left")
+HEIGHT, WIDTH = 12, 8  # in latents, unequal: rows and columns cannot be taken for one another
+Told = Mapping[str, Tensor]
+
+
+def places(rows: int, columns: int) -> Tensor:
+    return torch.tensor([[0.0, row, column] for row in range(rows) for column in range(columns)])
+
+
+def squares(latents: Tensor) -> Tensor:
+    return F.pixel_unshuffle(latents, 2).flatten(2).transpose(1, 2)
+
+
+def image(tokens: Tensor) -> Tensor:
+    whole = tokens.transpose(1, 2).unflatten(2, (HEIGHT // 2, WIDTH // 2))
+    return F.pixel_shuffle(whole, 2)
+
+
+def flux(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    tokens = network(
+        hidden_states=squares(noisy),
+        timestep=sigma,
+        guidance=told["guidance"],
+        pooled_projections=told["pooled"],
+        encoder_hidden_states=told["text"],
+        txt_ids=torch.zeros(512, 3),
+        img_ids=places(HEIGHT // 2, WIDTH // 2),
+        return_dict=False,
+    )[0]
+    return image(tokens)
+
+
+def chroma(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    """With a mask over padded text, which is not zero."""
+    text = F.pad(told["text"], (0, 0, 0, 5), value=3.0)
+    mask = F.pad(F.pad(told["text_mask"], (0, 5)), (0, HEIGHT * WIDTH // 4), value=1)
+    tokens = network(
+        hidden_states=squares(noisy),
+        timestep=sigma,
+        encoder_hidden_states=text,
+        txt_ids=torch.zeros(text.shape[1], 3),
+        img_ids=places(HEIGHT // 2, WIDTH // 2),
+        attention_mask=mask.bool(),
+        return_dict=False,
+    )[0]
+    return image(tokens)
+
+
+def sd3(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    """diffusers/examples/dreambooth/train_dreambooth_lora_sd3.py, without preconditioned outputs."""
+    answer: Tensor = network(
+        noisy,
+        timestep=sigma * 1000,
+        encoder_hidden_states=told["text"],
+        pooled_projections=told["pooled"],
+    ).sample
+    return answer
+
+
+def flux2(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    """Ids (0, row, column, 0) of the image and (0, 0, 0, place) of the text."""
+    text = told["text"]
+    tokens = network(
+        hidden_states=noisy.flatten(2).transpose(1, 2),
+        timestep=sigma,
+        guidance=told.get("guidance"),
+        encoder_hidden_states=text,
+        txt_ids=torch.tensor([[0, 0, 0, place] for place in range(text.shape[1])]),
+        img_ids=F.pad(places(HEIGHT, WIDTH), (0, 1)).long(),
+        return_dict=False,
+    )[0]
+    answer: Tensor = tokens.transpose(1, 2).unflatten(2, (HEIGHT, WIDTH))
+    return answer
+
+
+def qwen(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    """diffusers/examples/dreambooth/train_dreambooth_lora_qwen_image.py."""
+    tokens = network(
+        hidden_states=QwenImagePipeline._pack_latents(noisy[:, None], 2, 16, HEIGHT, WIDTH),
+        encoder_hidden_states=told["text"],
+        encoder_hidden_states_mask=told["text_mask"],
+        timestep=sigma,
+        img_shapes=[[(1, HEIGHT // 2, WIDTH // 2)]] * 2,
+        return_dict=False,
+    )[0]
+    answer: Tensor = QwenImagePipeline._unpack_latents(tokens, 2 * HEIGHT, 2 * WIDTH, 2)[:, :, 0]
+    return answer
+
+
+def texts(told: Told) -> list[Tensor]:
+    lengths = told["text_mask"].sum(1).tolist()
+    return [text[:length] for text, length in zip(told["text"], lengths, strict=True)]
+
+
+def zimage(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    """Time (1000 - t) / 1000, the answer negated; one by one, without padding."""
+    answers = [
+        network([latents[:, None]], 1 - level[None], [text], return_dict=False)[0][0][:, 0]
+        for latents, level, text in zip(noisy, sigma, texts(told), strict=True)
+    ]
+    return -torch.stack(answers)
+
+
+def lumina2(network: Any, noisy: Tensor, sigma: Tensor, told: Told) -> Tensor:
+    """The pipeline gives 1 - t and negates the answer; one by one, without padding."""
+    answers = [
+        network(
+            latents[None],
+            1 - level[None],
+            text[None],
+            torch.ones(1, len(text), dtype=torch.int64),
+            return_dict=False,
+        )[0][0]
+        for latents, level, text in zip(noisy, sigma, texts(told), strict=True)
+    ]
+    return -torch.stack(answers)
+
+
+VELOCITIES: Mapping[str, Callable[[Any, Tensor, Tensor, Told], Tensor]] = {
+    "flux": flux,
+    "chroma": chroma,
+    "sd3": sd3,
+    "flux2": flux2,
+    "qwen": qwen,
+    "zimage": zimage,
+    "lumina2": lumina2,
+}
+"""Family -> velocity [2, C, H, W] from image to noise, of its raw network; a new family adds its own."""
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in VELOCITIES), ("flux2", {"guidance": True})],
+    ids=[*VELOCITIES, "flux2 that reads a guidance scale"],
+)
+def test_the_loss_is_that_of_the_training_script(
+    name: str, options: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """The network's velocity at (1 - sigma) x + sigma noise, against noise - x; neither batch nor padding counts."""
+    facts = facts_at(base_with(name, tmp_path / "base", **options))
+    family, network = families.family(name), network_of(facts)
+    told = dict(conditioning_of(family, facts, PROMPTS))
+    assert ("guidance" in told) == (name == "flux" or bool(options))
+    if "guidance" in told:
+        told["guidance"] = torch.full([2], 3.5)
+    shape = (2, facts.latent_channels, HEIGHT, WIDTH)
+    latents, noise, sigma = draw(*shape), draw(*shape, seed=1), torch.tensor([0.31, 0.87])
+    with torch.no_grad():
+        noisy = add_noise(latents, noise, 1 - sigma, sigma)
+        predicted = family.predict(network, noisy, 1000 * sigma, told)
+        level = sigma[:, None, None, None]
+        velocity = VELOCITIES[name](network, (1 - level) * latents + level * noise, sigma, told)
+    ours = sample_losses(predicted, target(latents, noise, 1 - sigma, sigma, "flow"))
+    theirs = (velocity - (noise - latents)).square().flatten(1).mean(1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert theirs[0] != pytest.approx(float(theirs[1]), rel=1e-3)
+
+
+def test_every_transformer_has_a_formula() -> None:
+    flow = {name for name in families.MODULES if name not in ("sd15", "sd2", "sdxl")}
+    assert flow == VELOCITIES.keys()

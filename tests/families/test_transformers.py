@@ -1,0 +1,367 @@
+"""What is special to single transformer families: releases told apart, latents, encoders, parts that are refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.pipelines.flux2.pipeline_flux2_klein import (
+    Flux2KleinPipeline,
+    compute_empirical_mu,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lora_trainer import families
+from lora_trainer.common.errors import InputError
+from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.families.locate import describe
+from tests.fakes.bases.tokenizers import t5_tokenizer
+from tests.fakes.family_bases import (
+    CPU,
+    base_of,
+    base_with,
+    copy_of,
+    denoiser_of,
+    encoder_of,
+    facts_at,
+    facts_of,
+    image_encoder_of,
+    network_of,
+    pipeline_of,
+)
+from tests.fakes.hub import spiece
+from tests.fakes.json_files import edit_json
+from tests.fakes.low_rank import draw
+from tests.fakes.original_names import original_names, split_at
+
+PROMPTS = ("a red square", "a photo of the blue one, on the left")
+FLUX_DEV = "black-forest-labs/FLUX.1-dev"
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+SHIFTS: Mapping[str, Mapping[str, Any]] = {
+    "dynamic": {"use_dynamic_shifting": True, "shift": 3.0},
+    "dynamic, other ends": {
+        "use_dynamic_shifting": True,
+        "base_shift": 0.25,
+        "max_shift": 0.9,
+        "base_image_seq_len": 64,
+        "max_image_seq_len": 8192,
+    },
+    "dynamic and linear": {"use_dynamic_shifting": True, "time_shift_type": "linear"},
+    "fixed": {"use_dynamic_shifting": False, "shift": 3.0},
+    "none": {"use_dynamic_shifting": False, "shift": 1.0},
+    "diffusers' defaults": {},
+}
+
+
+def file_of(name: str, file: Path) -> Path:
+    """Write the tiny base's denoiser as its release has it."""
+    save_file(original_names(name, load_file(base_of(name) / WEIGHTS)), file)
+    return file
+
+
+# ---- the base's own shift
+
+
+@pytest.mark.parametrize("size_px", [(512, 512), (1024, 1024), (1344, 768), (256, 2048)])
+@pytest.mark.parametrize("name", SHIFTS)
+def test_the_shift_is_that_of_the_pipelines_scheduler(name: str, size_px: tuple[int, int]) -> None:
+    facts = replace(families.family("flux").releases[FLUX_DEV], scheduler=SHIFTS[name])
+    width, height = size_px
+    shift = facts.flow_shift(width_px=width, height_px=height)
+    scheduler = FlowMatchEulerDiscreteScheduler(**SHIFTS[name])
+    mu = calculate_shift(
+        (width // 16) * (height // 16),
+        scheduler.config.base_image_seq_len,
+        scheduler.config.max_image_seq_len,
+        scheduler.config.base_shift,
+        scheduler.config.max_shift,
+    )
+    even = np.linspace(1.0, 1 / 20, 20)
+    scheduler.set_timesteps(sigmas=even, mu=mu)
+    expected = scheduler.sigmas[:-1].numpy()
+    np.testing.assert_allclose(shift * even / (1 + (shift - 1) * even), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("size_px", [(1024, 1024), (768, 1344), (512, 512)])
+def test_the_shift_of_klein_is_its_samplers_for_many_steps(size_px: tuple[int, int]) -> None:
+    facts = next(iter(families.family("flux2").releases.values()))
+    width, height = size_px
+    mu = compute_empirical_mu(width // 16 * (height // 16), 200)
+    shift = facts.flow_shift(width_px=width, height_px=height)
+    assert shift == pytest.approx(math.exp(mu), rel=1e-3)
+
+
+# ---- latents: as each pipeline undoes them
+
+
+def normalised(name: str, vae: Any, latents: Tensor, *, is_mean: bool) -> Tensor:
+    config, shift = vae.config, float(is_mean)
+    if name == "flux":
+        return (latents - 0.1159 * shift) * 0.3611
+    if name == "qwen":
+        mean, std = (
+            torch.tensor(v).view(1, -1, 1, 1) for v in (config.latents_mean, config.latents_std)
+        )
+        return (latents[:, :, 0] - mean * shift) / std
+    norm = vae.bn
+    deviation = (norm.running_var + config.batch_norm_eps).sqrt().view(1, -1, 1, 1)
+    squares: Tensor = Flux2KleinPipeline._patchify_latents(latents)
+    return (squares - norm.running_mean.view(1, -1, 1, 1) * shift) / deviation
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2", "qwen"])
+def test_latents_are_normalised_as_the_pipeline_undoes_it(name: str) -> None:
+    """By shift and scale; by channel, of squares; by channel, of the one frame of a video."""
+    facts = facts_of(name)
+    family, vae = families.family(name), families.family(name).load_vae(facts.located)
+    pixels = draw(2, 3, 32, 48).clamp(-1, 1)
+    latents = image_encoder_of(facts).encode_images(pixels)
+    with torch.no_grad():
+        posterior = vae.encode(pixels.unsqueeze(2) if name == "qwen" else pixels).latent_dist
+    mean, std = (torch.stack([getattr(one, key) for one in latents]) for key in ("mean", "std"))
+    torch.testing.assert_close(mean, normalised(name, vae, posterior.mean, is_mean=True))
+    torch.testing.assert_close(std, normalised(name, vae, posterior.std, is_mean=False))
+    if name == "qwen":
+        packed = pipeline_of(facts)._pack_latents(mean[:1], 1, 16, 16, 24)
+        back = family.latents_to_decode(vae, packed, (48, 32))
+        torch.testing.assert_close(back, posterior.mean[:1])
+
+
+def test_latents_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(InputError, match="not finite"):
+        image_encoder_of(facts_of("flux")).encode_images(torch.full((1, 3, 16, 16), torch.inf))
+
+
+# ---- which release a base is
+
+
+def test_schnell_is_told_from_dev_by_its_guidance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In folders, and in a file of one beside a folder of the other."""
+    split_at(monkeypatch, inner=32)
+    folder = base_with("flux", tmp_path / "schnell", seed=1, guidance_embeds=False)
+    dev, schnell = facts_of("flux"), facts_at(folder)
+    fast_state = original_names("flux", network_of(schnell).state_dict())
+    save_file(fast_state, tmp_path / "fast.safetensors")
+    dev_file = facts_at(folder, denoiser=file_of("flux", tmp_path / "dev.safetensors"))
+    fast_file = facts_at(base_of("flux"), denoiser=tmp_path / "fast.safetensors")
+    for facts in (dev, dev_file):
+        assert (facts.variant, facts.distilled, facts.max_tokens) == ("dev", False, 512)
+        assert facts.scheduler["use_dynamic_shifting"] is True
+        told = facts.guidance.conditioning(3.5)["guidance"]
+        assert told.dtype == torch.float32 and told.tolist() == [3.5]
+    for facts in (schnell, fast_file):
+        assert (facts.variant, facts.distilled, facts.max_tokens) == ("schnell", True, 256)
+        assert facts.scheduler["use_dynamic_shifting"] is False
+        assert facts.guidance.conditioning(3.5) == {}
+    loaded = network_of(dev_file).state_dict()
+    assert loaded.keys() == denoiser_of("flux").state_dict().keys()
+    sampler: Any = families.family("flux").build_sampler(
+        fast_file, denoiser=network_of(schnell), device=CPU
+    )
+    assert sampler.pipeline.scheduler.config.shift == 1.0
+
+
+@pytest.mark.parametrize(
+    ("file", "distilled"),
+    [("flux-2-klein-4b", True), ("flux-2-klein-base-4b", False), ("other", False), ("", True)],
+)
+def test_the_index_or_the_name_of_a_file_says_which_klein_is_distilled(
+    tmp_path: Path, file: str, distilled: bool
+) -> None:
+    if not file:
+        facts = facts_at(base_with("flux2", tmp_path / "base", distilled=True))
+        assert facts.variant == "klein"
+    else:
+        facts = facts_at(
+            base_of("flux2"), denoiser=file_of("flux2", tmp_path / f"{file}.safetensors")
+        )
+    assert facts.distilled is distilled
+
+
+@pytest.mark.parametrize(
+    ("shift", "source", "distilled"),
+    [
+        (6.0, "Tongyi-MAI/Z-Image", False),
+        (3.0, "a/folder", True),
+        (6.0, "me/My_Turbo_Mix", True),
+        (3.0, "ostris/Z-Image-De-Turbo", False),
+        (6.0, "turbo/z-image", False),
+    ],
+)
+def test_shift_and_name_tell_a_turbo(
+    tmp_path: Path, shift: float, source: str, distilled: bool
+) -> None:
+    facts = facts_at(base_with("zimage", tmp_path / "base", shift=shift), source=source)
+    assert (facts.variant, facts.distilled) == ("turbo" if distilled else "base", distilled)
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "variant", "shift", "told"),
+    [
+        ("z_image_turbo_bf16", 6.0, "turbo", 3.0, True),
+        ("zImageTurbo_v2", 6.0, "turbo", 3.0, True),
+        ("z_image_de_turbo_v1_bf16", 6.0, "base", 3.0, True),
+        ("z_image_bf16", 6.0, "base", 6.0, True),
+        ("z_image_bf16", 3.0, "base", 6.0, True),
+        ("my_mix", 6.0, "base", 6.0, False),
+        ("my_mix", 3.0, "turbo", 3.0, False),
+    ],
+)
+def test_a_single_file_has_the_scheduler_of_its_release(
+    tmp_path: Path, name: str, beside: float, variant: str, shift: float, told: bool
+) -> None:
+    """R3: a Turbo's file took shift 6 from the base release's folder beside it, instead of 3."""
+    base = base_with("zimage", tmp_path / "base", shift=beside)
+    file = file_of("zimage", tmp_path / f"{name}.safetensors")
+    facts = facts_at(base, source=str(file), denoiser=file)
+    assert (facts.variant, facts.distilled) == (variant, variant == "turbo")
+    assert facts.flow_shift(width_px=64, height_px=64) == shift
+    sampler: Any = families.family("zimage").build_sampler(
+        facts, denoiser=denoiser_of("zimage"), device=CPU
+    )
+    assert sampler.pipeline.scheduler.config.shift == shift
+    assert (facts.assumed is None) is told
+    if facts.assumed is not None:
+        other = "Z-Image" if variant == "turbo" else "Z-Image-Turbo"
+        assert facts.assumed.setting.endswith(f"--set base.companion=Tongyi-MAI/{other}")
+
+
+def test_a_turbo_of_stable_diffusion_3_is_one_by_its_name() -> None:
+    named = facts_at(base_of("sd3"), source="models/sd3.5-Turbo")
+    assert named.distilled and named.variant == "medium-turbo"
+    assert families.family("sd3").adapter_names(named).kohya == "3-5-medium"
+
+
+# ---- text
+
+
+def test_a_base_without_t5_has_zeros_in_its_place(tmp_path: Path) -> None:
+    facts = facts_at(base_with("sd3", tmp_path / "base", t5=False))
+    assert facts.max_tokens == 77 and facts.variant == "medium without T5"
+    family, pipeline = families.family("sd3"), pipeline_of(facts)
+    assert family.adapter_names(facts).kohya == "3-5-medium"
+    assert pipeline.text_encoder_3 is None
+    with torch.no_grad():
+        text, *_ = pipeline.encode_prompt(PROMPTS[0], None, None, do_classifier_free_guidance=False)
+    prompt, negative = (encoder_of(facts).encode_prompts([p]) for p in (PROMPTS[0], ""))
+    assert prompt["text"][:, :77].any() and not prompt["text"][:, 77:].any()
+    torch.testing.assert_close(prompt["text"], text)
+    sampler = family.build_sampler(facts, denoiser=network_of(facts), device=CPU)
+    drawn = sampler.image(prompt, negative, seed=5, size_px=(48, 32), steps=2, guidance_scale=2.0)
+    assert drawn.size == (48, 32)
+
+
+def test_the_pipeline_reads_a_bare_sentencepiece_file(tmp_path: Path) -> None:
+    """A companion made without the gated release has T5's spiece.model alone; transformers cannot read it."""
+    folder = copy_of("sd3", tmp_path / "base")
+    tokenizer = folder / "tokenizer_3"
+    (tokenizer / "tokenizer.json").unlink()
+    (tokenizer / "spiece.model").write_bytes(spiece(list(t5_tokenizer()._vocab_scores)))
+    pipeline, prompt = pipeline_of(facts_at(folder)), "a photo of a red square"
+    assert pipeline.tokenizer_3(prompt).input_ids == t5_tokenizer()(prompt).input_ids
+
+
+def test_a_text_longer_than_its_mask_is_cut_there() -> None:
+    """A batch of one that was padded for another batch; what lies behind the mask is not zero."""
+    family, denoiser = families.family("chroma"), denoiser_of("chroma")
+    alone = encoder_of(facts_of("chroma")).encode_prompts(PROMPTS[:1])
+    text, mask = alone["text"], alone["text_mask"]
+    longer = {
+        "text": torch.cat([text, draw(1, 7, text.shape[-1])], dim=1),
+        "text_mask": torch.cat([mask, mask.new_zeros(1, 7)], dim=1),
+    }
+    at = (denoiser, draw(1, 16, 4, 6), torch.tensor([400.0]))
+    assert torch.equal(family.predict(*at, longer), family.predict(*at, alone))
+
+
+def test_the_text_encoder_is_read_from_comfyuis_file(tmp_path: Path) -> None:
+    """Gemma's names begin with `model.`, and the tokenizer's model is a tensor of bytes."""
+    base, file = base_of("lumina2"), tmp_path / "gemma.safetensors"
+    state = load_file(base / "text_encoder" / "model.safetensors")
+    named = {f"model.{name}": tensor for name, tensor in state.items()}
+    save_file({**named, "spiece_model": torch.zeros(9, dtype=torch.uint8)}, file)
+    facts = describe(BaseSettings(model=str(base), text_encoders=(str(file),)))
+    assert facts.parts["text_encoder"].parameters == (
+        facts_of("lumina2").parts["text_encoder"].parameters
+    )
+    read = encoder_of(facts).networks["text_encoder"].state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
+
+
+# ---- targets
+
+
+def test_wider_targets_are_all_layers_inside_the_blocks() -> None:
+    denoiser, family = denoiser_of("flux"), families.family("flux")
+    linear = {name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear)}
+    everything = set(family.lora_targets(denoiser, "all"))
+    assert everything == {name for name in linear if "_blocks." in name} != linear
+    assert everything - set(family.lora_targets(denoiser, "transformer")) == {
+        name for name in everything if "norm" in name
+    }
+
+
+# ---- what is refused
+
+
+REFUSED = {
+    "flux2, text of another width": (
+        "flux2", "text_encoder/config.json", {"hidden_size": 24}, "72 channels"
+    ),
+    "flux2, another text encoder": (
+        "flux2", "text_encoder/config.json", {"model_type": "mistral3"}, "mistral3"
+    ),
+    "qwen, another text encoder": (
+        "qwen", "text_encoder/config.json", {"model_type": "qwen3"}, "'qwen3', allowed is 'qwen2_5_vl'"
+    ),
+    "qwen, layered": (
+        "qwen", "transformer/config.json", {"use_layer3d_rope": True},
+        "has use_layer3d_rope: an editing or layered model",
+    ),
+    "qwen, editing": (
+        "qwen", "model_index.json", {"_class_name": "QwenImageEditPipeline"},
+        "is for QwenImageEditPipeline, allowed is QwenImagePip",
+    ),
+    "sd3, inpainting": (
+        "sd3", "transformer/config.json", {"in_channels": 33}, "takes 33 channels, its VAE gives 16"
+    ),
+    "flux, fill": ("flux", "transformer/config.json", {"in_channels": 384}, "a fill or control release"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_parts_of_relatives_are_refused(case: str, tmp_path: Path) -> None:
+    name, file, values, said = REFUSED[case]
+    folder = copy_of(name, tmp_path / "base")
+    edit_json(folder / file, **values)
+    with pytest.raises(InputError, match=said):
+        facts_at(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "tensor"),
+    [
+        (WEIGHTS, "x_embedder.bias"),
+        ("vae/diffusion_pytorch_model.safetensors", "decoder.conv_in.bias"),
+        ("text_encoder_2/model.safetensors", "encoder.final_layer_norm.weight"),
+    ],
+)
+def test_a_tensor_that_is_missing_is_never_made_up(tmp_path: Path, file: str, tensor: str) -> None:
+    folder = copy_of("flux", tmp_path / "base")
+    state = load_file(folder / file)
+    del state[tensor]
+    save_file(state, folder / file, metadata={"format": "pt"})
+    loads = {"transformer": network_of, "vae": image_encoder_of, "text_encoder_2": encoder_of}
+    with pytest.raises(InputError, match=f"lacks 1 tensors, first {tensor}"):
+        loads[file.split("/")[0]](facts_at(folder))
