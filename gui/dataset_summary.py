@@ -16,7 +16,7 @@ from lora_trainer.reporting.charts import Html, tag
 from lora_trainer.reporting.history import mapping, number, sequence
 
 from .dataset_view import badge_kind
-from .markup import icon, link_button
+from .markup import icon, inline, link_button
 
 _NAMED = 4
 _GOOD, _FAIR = 0.8, 0.6
@@ -85,7 +85,10 @@ def summary(folder: Path, values: Mapping[str, Any]) -> tuple[Html, bool]:
         tag("ul", *_groups(folder, findings), class_="findings") if findings else None,
         tag(
             "p",
-            tag("span", "Beside each image is its caption. Click into it to change it."),
+            tag(
+                "span",
+                "Beside each image is its caption. Click into it to change it; it saves itself.",
+            ),
             " ",
             tag("a", "Change many captions at once, or have them written", href=_desk(folder)),
             class_="quiet",
@@ -139,13 +142,13 @@ def _said(kind: Kind | None, rows: Sequence[Mapping[str, Any]]) -> str:
         return kind.one if len(rows) == 1 else kind.some.format(count=f"{len(rows):,}")
     first = rows[0]
     name = f"{first['file']} " if first.get("file") else ""
-    return f"{name}{first.get('what', '')}"
+    return inline(f"{name}{first.get('what', '')}")
 
 
 def _about(kind: Kind | None, rows: Sequence[Mapping[str, Any]]) -> Iterator[Html | str]:
     """Yield why it matters, and of which images it is said."""
     if kind is None:
-        yield tag("span", str(rows[0].get("advice", "")))
+        yield tag("span", inline(str(rows[0].get("advice", ""))))
         yield "."
         if len(rows) > 1:
             yield tag("span", f" And {len(rows) - 1:,} more like it.")
@@ -154,7 +157,7 @@ def _about(kind: Kind | None, rows: Sequence[Mapping[str, Any]]) -> Iterator[Htm
     if names:
         yield tag("span", ", ".join(names[:_NAMED]), translate="no")
     else:
-        yield tag("span", str(rows[0].get("what", "")))
+        yield tag("span", inline(str(rows[0].get("what", ""))))
     if len(names) > _NAMED:
         yield tag("span", f" and {len(names) - _NAMED:,} more")
     yield ". "

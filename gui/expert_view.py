@@ -25,6 +25,7 @@ from .drafts import Draft
 from .expert_edit import FOLDER, as_json, given
 from .expert_text import text_of
 from .launch import Answer
+from .markup import named
 from .plan_view import fit_sentence, memory_parts
 from .workplace import Workplace
 
@@ -57,7 +58,7 @@ def _field(info: SettingInfo) -> dict[str, Any]:
         "key": info.key,
         "label": info.label,
         "unit": info.unit,
-        "doc": info.doc,
+        "doc": named(info.doc),
         "kind": info.form.kind,
         "words": [
             {"text": text_of(info, word), "label": _YES_NO.get(word, str(word))}
@@ -108,16 +109,18 @@ def planned(draft: Draft, answer: Answer) -> dict[str, Any]:
     preset = _preset(plan)
     return {
         "stamp": stamp(draft),
-        "error": answer.error,
+        "error": named(answer.error),
         "fields": {
             info.key: _in_force(
                 info, mapping(settings, info.key), preset, fallback=values[info.key]
             )
             for info in all_settings()
         },
-        "unused": {info.key: reason for info in all_settings() if (reason := info.unused(values))},
+        "unused": {
+            info.key: named(reason) for info in all_settings() if (reason := info.unused(values))
+        },
         "blamed": [info.key for info in all_settings() if f"{info.key}=" in answer.error],
-        "said": list(_sentences(plan)),
+        "said": [named(sentence) for sentence in _sentences(plan)],
         "memory": _memory(mapping(plan, "memory")) if plan else None,
     }
 
@@ -128,7 +131,7 @@ def _in_force(
     found = {
         "text": text_of(info, row.get("value", fallback)),
         "from": _origin(str(row.get("origin", "default"))),
-        "reason": str(row.get("reason") or ""),
+        "reason": named(str(row.get("reason") or "")),
         "preset": text_of(info, info.default),
         "preset_from": "default",
     }
@@ -196,5 +199,5 @@ def _memory(memory: Values) -> dict[str, Any]:
 
 
 def refusal(error: LoraTrainError) -> dict[str, str]:
-    """Return a refusal as the script takes it, in the words of the command line."""
-    return {"error": str(error)}
+    """Return a refusal as the script takes it."""
+    return {"error": named(str(error))}

@@ -18,7 +18,16 @@ from lora_trainer.reporting.charts import Html, tag
 from . import state
 from .asset_files import EXAMPLE_IMAGES, example_url
 from .live import LiveTraining, running
-from .markup import button, delete_button, drop_zone, icon, link_button, progress, state_line
+from .markup import (
+    button,
+    delete_button,
+    drop_zone,
+    icon,
+    inline,
+    link_button,
+    progress,
+    state_line,
+)
 from .media import run_url
 from .run_follow import Followed
 from .state import RunEntry, page_url
@@ -183,7 +192,7 @@ def _now(work: Workplace, run: RunEntry, seen: LiveTraining) -> Html:
             tag(
                 "p",
                 link_button("Open", link, kind="primary"),
-                _action("stop", "Stop, keeping everything", run),
+                _action("stop", "Stop", run),
                 class_="actions",
             ),
             class_="text",
@@ -208,7 +217,7 @@ def _card(work: Workplace, run: RunEntry) -> Html:
             "div",
             tag("h3", tag("a", run.name, href=page_url(run.name), translate="no")),
             state_line(status.state, _WORDS[status.state]),
-            tag("p", why, class_="why") if why else None,
+            tag("p", inline(why), class_="why") if why else None,
             tag("p", done, class_="quiet") if done else None,
             tag("p", resume, delete, class_="actions"),
             class_="text",

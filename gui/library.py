@@ -19,7 +19,15 @@ from lora_trainer.reporting.sample_files import last_samples
 from . import lora_files, state
 from .bases import title
 from .lora_files import PREVIEW_SUFFIX, Entry, Header, LoraFile
-from .markup import delete_button, link_button, share_buttons, try_out_notice, use_in_comfyui
+from .markup import (
+    copy_button,
+    delete_button,
+    inline,
+    link_button,
+    share_buttons,
+    try_out_notice,
+    use_in_comfyui,
+)
 from .media import REPORT, run_url, thumb_url
 
 PAGE = "/library"
@@ -86,7 +94,7 @@ def _card(entry: Entry) -> Html:
         if header.title not in ("", file.path.stem, _name(entry))
         else None,
         tag("p", file.note, class_="note", translate="no") if file.note else None,
-        tag("p", header.problem, class_="error") if header.problem else None,
+        tag("p", inline(header.problem), class_="error") if header.problem else None,
         tag("p", "It still trains.") if entry.training else None,
         tag("dl", *_facts(entry)),
         _saves(entry),
@@ -111,14 +119,15 @@ def _picture(file: LoraFile, header: Header) -> Html:
     return tag("img", src=source, alt=f"Preview of {file.path.stem}", loading="lazy")
 
 
-def _facts(entry: Entry) -> Iterator[Html]:
+def _facts(entry: Entry, *, whole: bool = False) -> Iterator[Html]:
+    """Yield the facts of a card; `whole`: of the page of the file, where the trigger word can be copied."""
     header = entry.header
     steps = entry.file.step or header.steps
     if entry.is_best:
         yield tag("div", tag("dt", "best"), tag("dd", f"step {steps:,}" if steps else ""))
     facts = {
         "base": title(header.base),
-        "trigger": header.trigger,
+        "trigger word": _trigger(header) if whole else header.trigger,
         "rank": header.rank,
         "steps": f"{steps:,}" if steps and not entry.is_best else None,
         "error": entry.validation,
@@ -127,8 +136,17 @@ def _facts(entry: Entry) -> Iterator[Html]:
     }
     for name, value in facts.items():
         if value not in ("", None):
-            kept = None if name == "error" else "no"
-            yield tag("div", tag("dt", name), tag("dd", str(value), translate=kept))
+            has_words_of_ours = name == "error" or isinstance(value, Html)
+            kept = None if has_words_of_ours else "no"
+            shown = value if isinstance(value, Html) else str(value)
+            yield tag("div", tag("dt", name), tag("dd", shown, translate=kept))
+
+
+def _trigger(header: Header) -> Html:
+    """Return the trigger word with a button that copies it (assets/share.js)."""
+    if not header.trigger:
+        return tag("span", "none; write words of its captions", class_="quiet")
+    return join([tag("code", header.trigger), " ", copy_button()])
 
 
 def _run_links(file: LoraFile) -> Iterator[Html]:
@@ -201,8 +219,8 @@ def head(file: LoraFile, header: Header) -> Html:
                 if header.title not in ("", file.path.stem, file.run)
                 else None,
                 tag("p", file.note, class_="note", translate="no") if file.note else None,
-                tag("p", header.problem, class_="error") if header.problem else None,
-                tag("dl", *_facts(entry)),
+                tag("p", inline(header.problem), class_="error") if header.problem else None,
+                tag("dl", *_facts(entry, whole=True)),
                 tag("p", *_run_links(file), class_="links"),
                 try_out_notice(file.run) if header.is_try_out else None,
                 tag(
@@ -271,8 +289,8 @@ def _problems(inspection: Inspection) -> Html:
     items = (
         tag(
             "li",
-            tag("b", f"{problem.what}. "),
-            tag("span", problem.advice, class_="quiet"),
+            tag("b", inline(f"{problem.what}. ")),
+            tag("span", inline(problem.advice), class_="quiet"),
             class_=problem.severity,
         )
         for problem in found

@@ -6,15 +6,20 @@ put these together; `/_kit` shows each of them in every state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from urllib.parse import urlencode
 
+from lora_trainer.config.config import all_settings
 from lora_trainer.reporting.charts import Html, join, tag
 
 from .language import COOKIE, languages
 
 PRODUCT = "lora-train"
+_SETTING = re.compile(r"(?:--set[ =])?\b(?P<key>[a-z]+\.[a-z0-9_]+)\b(?P<equals>=)?(?!\.\w)")
 _YEAR_S = 365 * 24 * 3600
 STATE_ICONS = {
     "running": "play",
@@ -126,6 +131,11 @@ def use_in_comfyui(trigger: str) -> Html:
     )
 
 
+def copy_button() -> Html:
+    """Return the button that copies the element before it (assets/share.js)."""
+    return button("Copy", icon_name="copy", attributes={"data-copy": ""})
+
+
 def delete_button(kind: str, ref: str, *, name: str, then: str) -> Html:
     """Return the button that moves something into the trash (assets/trash.js) and leads to `then`."""
     return button(
@@ -162,12 +172,49 @@ def state_line(state: str, said: str) -> Html:
 
 def error_html(line: str) -> Html:
     """Return a refusal, an empty string for none."""
-    return tag("p", line, class_="error notice") if line else Html("")
+    return tag("p", inline(line), class_="error notice") if line else Html("")
 
 
 def note_html(line: str) -> Html:
     """Return a remark, an empty string for none."""
-    return tag("p", line, class_="notice") if line else Html("")
+    return tag("p", inline(line), class_="notice") if line else Html("")
+
+
+def inline(text: str) -> Html:
+    """Return a message of the trainer as a page shows it: `code` as code, settings by their labels."""
+    parts = named(text).split("`")
+    if len(parts) % 2 == 0:  # a backtick without another one
+        return join(["`".join(parts)])
+    return join(tag("code", part) if at % 2 else part for at, part in enumerate(parts))
+
+
+def named(text: str) -> str:
+    """Return a message with the label of each setting that it names by its key."""
+    return _SETTING.sub(_label_in, text)
+
+
+def _label_in(match: re.Match[str]) -> str:
+    if match["key"] not in _labels():
+        return match[0]
+    equals = " = " if match["equals"] else ""
+    return f"\u201c{setting_label(match['key'])}\u201d{equals}"
+
+
+def setting_label(key: str) -> str:
+    """Return the label of a setting, with its section where another one has the same; the key of an unknown one."""
+    return _labels().get(key, key)
+
+
+@cache
+def _labels() -> Mapping[str, str]:
+    infos = all_settings()
+    counts = Counter(info.label for info in infos)
+    return {
+        info.key: info.label
+        if counts[info.label] == 1
+        else f"{info.section.capitalize()}: {info.label}"
+        for info in infos
+    }
 
 
 def drop_zone() -> Html:

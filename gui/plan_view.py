@@ -16,11 +16,11 @@ from lora_trainer.common.wording import bytes_text
 from lora_trainer.reporting.charts import Html, join, table, tag
 from lora_trainer.reporting.history import mapping, number, sequence
 
-from .bases import EMBEDDED
+from .bases import EMBEDDED, RECOMMENDED, title
 from .drafts import Draft
 from .expert_edit import setting
 from .expert_text import text_of
-from .markup import icon
+from .markup import button, icon, inline, setting_label
 
 Values = Mapping[str, Any]
 
@@ -121,19 +121,24 @@ def line(values: Values) -> Html:
 
 
 def brief(values: Values) -> Html:
-    """Return what Train starts, in the words beside it: how long, how much, how large, on what."""
+    """Return what Train starts, in the words beside it: how long, how much, how large, on what.
+
+    A try-out comes with the one press that leads to a base of other programs.
+    """
     settings = mapping(values, "settings")
-    last = tag("span", str(values.get("base")), translate="no")
-    if values.get("base") == EMBEDDED:
-        last = tag("b", "a try-out, not for ComfyUI")
-    return tag(
+    size_px, base = _value(settings, "data.resolution"), str(values.get("base"))
+    parts = [duration(values), tag("span", f"images of {size_px} px")]
+    parts.append(tag("span", f"rank {_value(settings, 'adapter.rank')}"))
+    if base != EMBEDDED:
+        return tag("p", *parts, tag("span", base, translate="no"), class_="brief")
+    warning = tag(
         "p",
-        duration(values),
-        tag("span", f"images of {_value(settings, 'data.resolution')} px"),
-        tag("span", f"rank {_value(settings, 'adapter.rank')}"),
-        last,
-        class_="brief",
+        icon("triangle-alert"),
+        tag("b", f"Only a try-out, in {size_px} px: its file is not for ComfyUI."),
+        button(f"Take {title(RECOMMENDED)}", attributes={"data-base": RECOMMENDED}),
+        class_="try-out",
     )
+    return join([warning, tag("p", *parts, class_="brief")])
 
 
 def sentence(values: Values) -> Html:
@@ -259,13 +264,14 @@ def _items(memory: Values) -> Iterator[tuple[str, str, str]]:
             yield str(row.get("name")), size, str(row.get("note", ""))
 
 
-def _decided(settings: Values) -> Iterator[tuple[str, str, str, str]]:
+def _decided(settings: Values) -> Iterator[tuple[Html, str, str, Html]]:
     for key in settings:
         row = mapping(settings, key)
         if row.get("origin") != "default":
             value = row.get("value")
             typed = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            yield key, typed, str(row.get("origin")), str(row.get("reason") or "")
+            reason = inline(str(row.get("reason") or ""))
+            yield tag("span", setting_label(key), title=key), typed, str(row.get("origin")), reason
 
 
 def remarks(values: Values) -> Html:
@@ -274,9 +280,9 @@ def remarks(values: Values) -> Html:
     return join(
         tag(
             "p",
-            tag("span", str(row.get("what", ""))),
+            tag("span", inline(str(row.get("what", "")))),
             ". ",
-            tag("span", str(row.get("advice", "")), class_="quiet"),
+            tag("span", inline(str(row.get("advice", ""))), class_="quiet"),
             class_=f"notice {row.get('severity', 'note')}",
         )
         for row in found

@@ -20,7 +20,7 @@ from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.status import RunStatus, read_status
 
 from .launch import command_line
-from .markup import error_html, note_html
+from .markup import error_html, inline, note_html
 from .state import Stamp, page_url
 from .workplace import Workplace
 
@@ -222,8 +222,8 @@ def _reason(work: Workplace, item: Item, *, resumes: bool) -> Html | None:
     log = tag("pre", "\n".join(lines))
     return tag(
         "div",
-        tag("p", found[:1].upper() + found[1:]),
-        tag("p", tag("b", "What to do: "), fix) if fix else None,
+        tag("p", inline(found[:1].upper() + found[1:])),
+        tag("p", tag("b", "What to do: "), inline(fix)) if fix else None,
         _details("log", item, "Last lines of its log", log) if lines else None,
         class_="reason",
     )

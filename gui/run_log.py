@@ -15,6 +15,8 @@ from lora_trainer.common.wording import INTERRUPTED_EXIT_CODES, bytes_text, dura
 from lora_trainer.reporting.charts import Html, tag
 from lora_trainer.reporting.history import Row, mapping, number, sequence
 
+from .markup import inline
+
 _SEVERITIES = ("note", "warning", "error")
 _EXACTNESS = {
     "EXACT": "exactly as if it had not stopped",
@@ -61,8 +63,8 @@ def _item(line: Line) -> Html:
     return tag(
         "li",
         tag("time", shown, title=day),
-        tag("span", _with_severity(line)),
-        tag("span", line.fix, class_="quiet") if line.fix else None,
+        tag("span", inline(_with_severity(line))),
+        tag("span", inline(line.fix), class_="quiet") if line.fix else None,
         class_=line.severity or None,
     )
 

@@ -19,6 +19,8 @@ from lora_trainer.reporting.charts import Html, join, table, tag
 from lora_trainer.reporting.history import Row, mapping
 from lora_trainer.reporting.report import value_text
 
+from .markup import inline
+
 _NOT_CLONED = ("base.model", "output.folder", "output.name")
 """What a draft has fields of its own for, or a new run must not share."""
 _OF_THE_MACHINE = ("hardware.", "memory.")
@@ -135,7 +137,7 @@ class _Settings:
     def whole(self, key: str) -> tuple[str, ...]:
         doc = self.known[key].doc if key in self.known else ""
         value = self._text(key, self.values[key])
-        return self._name(key), value, self._decider(key), self._reason(key), doc
+        return self._name(key), value, self._decider(key), self._reason(key), inline(doc)
 
     def _name(self, key: str) -> Html:
         return tag("code", key, title=self.known[key].doc if key in self.known else None)
@@ -152,5 +154,5 @@ class _Settings:
             return f"your file {layer.removeprefix('config ')}"
         return _DECIDERS.get(layer, layer)
 
-    def _reason(self, key: str) -> str:
-        return str(mapping(self.origins, key).get("reason") or "")
+    def _reason(self, key: str) -> Html:
+        return inline(str(mapping(self.origins, key).get("reason") or ""))

@@ -27,6 +27,7 @@ from lora_trainer.reporting.status import RunStatus
 from .bases import EMBEDDED
 from .markup import (
     icon,
+    inline,
     link_button,
     progress,
     share_buttons,
@@ -249,8 +250,8 @@ def error_box(seen: Look, history: RunHistory) -> Html | None:
     what, fix = (words.rstrip(". ") for words in told)
     return tag(
         "div",
-        tag("p", tag("b", what[:1].upper(), what[1:], ".")),
-        tag("p", tag("span", "What to do: "), tag("span", fix), "."),
+        tag("p", tag("b", inline(f"{what[:1].upper()}{what[1:]}."))),
+        tag("p", tag("span", "What to do: "), tag("span", inline(fix)), "."),
         class_=f"told {seen.status.state}",
     )
 

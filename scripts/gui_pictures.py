@@ -160,7 +160,7 @@ def main() -> None:
         with_findings(images.with_name("mixed"))
         with served(Path(temporary) / "no-runs") as server:
             take(browser, server, [picture for picture in EMPTY if only in picture.name], images)
-        train(runs, images, "zibbo")
+        train(runs, images, "zibbo", "--set=data.trigger=zibbo")
         train(runs, images, "no-effect", "--set=optimizer.learning_rate=1e-12")
         throw_away(runs)
         with served(runs) as server:

@@ -1,7 +1,6 @@
 // The base models as cards: what each is good for, its licence, what there is to download, whether it fits this
 // machine. One card after another is planned, so that the page can be used meanwhile; a folded one when it is unfolded.
-// Above the cards stands what the chosen one lacks: a gated one leads to Hugging Face, a try-out to a base that other
-// programs have.
+// Above the cards stands what the chosen one lacks: a gated one leads to Hugging Face.
 import { make } from "/ui/dialog.js";
 import { browse } from "/ui/browse.js";
 import { signIn } from "/ui/sign_in.js";
@@ -25,7 +24,7 @@ export async function mount(place, server, act) {
       shown.end(`You are signed in as ${name}.`);
       signedIn = true;
       say();
-    } })) : row === MINIATURE || row?.isTryOut ? tryOut(list.find((each) => each.recommended)) : [];
+    } })) : [];
     lacks.hidden = !words.length;
     lacks.replaceChildren(...words);
   };
@@ -65,8 +64,6 @@ export async function mount(place, server, act) {
       Object.assign(told, { textContent: fit.said, title: fit.why, className: `fits ${fit.fits}` });
       if (row !== AUTO || !fit.picks) continue;
       cards.get("auto").querySelector("b").replaceChildren("Automatic: ", make("span", { textContent: fit.picks }));
-      row.isTryOut = fit.is_try_out;
-      say();
     }
   };
   await plan(list.filter((row) => !row.folded));
@@ -85,15 +82,6 @@ function card({ source, name, good_for: goodFor, recommended, folded, said, here
 
 function terms(licence, allows) {
   return make("span", { className: "quiet" }, make("span", { textContent: licence, translate: false }), ": ", make("span", { textContent: allows }));
-}
-
-function tryOut(recommended) {
-  const words = make("p", {}, make("b", { textContent: "This is a try-out with the miniature: images of 64 pixels, not for ComfyUI." }), " ",
-    make("span", { textContent: "For a LoRA that works in ComfyUI, Forge or A1111 choose a base below." }));
-  if (!recommended) return [words];
-  const take = make("button", { type: "button" }, `Take ${recommended.name}`);
-  take.dataset.base = recommended.source;
-  return [words, take];
 }
 
 function gateOf({ name, source }, signedIn, ask) {

@@ -2,6 +2,7 @@
 // could not be saved stays in the field and says so.
 
 const SAVE_PAUSE_MS = 800;
+const SAVES_ITSELF = "Saves itself";
 const THUMB_PX = 384;
 const LARGE_PX = 1536;
 
@@ -42,9 +43,12 @@ class Card {
     this.badges = make("ul", { class: "ds-badges", "aria-label": `Remarks on ${name}` });
     this.area = make("textarea", {
       rows: 4, dir: "auto", "aria-label": `Caption of ${name}`, readonly: this.excluded,
-      onfocus: () => { this.group = `${Date.now()}-${Math.random()}`; },
-      oninput: () => { this.say(""); this.pause.later(); },
-      onblur: () => { if (this.dirty) this.pause.now(); },
+      onfocus: () => {
+        this.group = `${Date.now()}-${Math.random()}`;
+        if (!this.area.readOnly && !this.state.textContent) this.say(SAVES_ITSELF);
+      },
+      oninput: () => { this.say(SAVES_ITSELF); this.pause.later(); },
+      onblur: () => { if (this.dirty) this.pause.now(); else if (this.state.textContent === SAVES_ITSELF) this.say(""); },
     });
     this.state = make("div", { class: "ds-state" });
     const act = this.excluded
@@ -112,7 +116,7 @@ class Card {
   }
 
   async send(text) {
-    this.say("saving \u2026");
+    this.say("Saving \u2026");
     const answer = await this.desk.ask("dataset_save", {
       file: this.picture.file, text, seen: this.seen, group: this.group,
     });
@@ -124,7 +128,7 @@ class Card {
       this.showNewer(answer.newer);
     } else {
       this.seen = text;
-      this.say(`saved in ${this.picture.where}`, "good");
+      this.say(`Saved in ${this.picture.where}`, "good");
       this.desk.saved(answer, `Caption of ${this.picture.file} saved`);
     }
   }

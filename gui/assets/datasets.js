@@ -59,7 +59,8 @@ class Desk {
     this.bulk = new BulkBar(this);
     this.captioner = new Captioner(this);
     this.list = make("div");
-    this.page = make("div", { hidden: true }, this.tools.node, this.tools.bulkPlace, this.list);
+    const hint = make("p", { class: "ds-quiet" }, "Click into a caption to change it; it saves itself.");
+    this.page = make("div", { hidden: true }, this.tools.node, this.tools.bulkPlace, hint, this.list);
     this.tools.bulkPlace.append(this.bulk.node, this.captioner.node);
     mount.replaceChildren(this.live, this.opener.node, this.page);
     this.watcher = new IntersectionObserver((seen) => {

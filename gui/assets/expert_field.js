@@ -10,7 +10,7 @@ class Field {
     const id = `set-${info.key}`;
     this.error = make("p", { class: "field-error", id: `${id}-error`, role: "alert", hidden: true });
     this.origin = make("p", { class: "field-from", id: `${id}-from` });
-    this.help = make("p", { class: "field-help", id: `${id}-help` }, this.helpText());
+    this.help = make("p", { class: "field-help", id: `${id}-help` }, ...inline(this.helpText()));
     this.resetButton = make(
       "button",
       {
@@ -184,7 +184,7 @@ class Field {
     if (set && force.from !== "you" && force.text !== shown.given[this.info.key]) {
       parts[0] = `in force: ${this.named(force.text)}, from ${force.from}`;
     }
-    if (force.reason) parts.push(`: ${force.reason}`);
+    if (force.reason) parts.push(": ", ...inline(force.reason));
     if (set) parts.push(`; without it ${this.named(force.preset)} (${force.preset_from})`);
     return parts;
   }

@@ -31,8 +31,14 @@ function make(name, attributes = {}, ...children) {
   return made;
 }
 
+/** Return a text of the server in parts: `code` as code. */
+function inline(text) {
+  return text.split("`").map((part, at) => (at % 2 ? make("code", {}, part) : part));
+}
+
 function put(target, text) {
-  if (target.textContent !== text) target.textContent = text;
+  const parts = inline(text ?? "");
+  if (target.textContent !== parts.map((part) => part.textContent ?? part).join("")) target.replaceChildren(...parts);
   target.hidden = !text;
 }
 

@@ -46,7 +46,7 @@ async function replan() {
 }
 
 function drawPlan() {
-  said.replaceChildren(...plan.said.map((text) => make("p", {}, text)));
+  said.replaceChildren(...plan.said.map((text) => make("p", {}, ...inline(text))));
   drawMemory(plan.memory);
   for (const [key, field] of fields) {
     field.draw();

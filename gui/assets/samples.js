@@ -118,9 +118,9 @@ function draw() {
   const focused = table.contains(document.activeElement) && document.activeElement.dataset.cell;
   const head = make("tr", {}, make("th", { scope: "col" }, "prompt"), ...sheet.steps.map(column));
   const rows = sheet.prompts.map((prompt, index) => row(prompt, index));
-  table.replaceChildren(
-    make("table", { class: "sheet" }, make("thead", {}, head), make("tbody", {}, ...rows)),
-  );
+  const drawn = make("table", { class: "sheet" }, make("thead", {}, head), make("tbody", {}, ...rows));
+  drawn.style.setProperty("--steps", sheet.steps.length);
+  table.replaceChildren(drawn);
   if (focused) table.querySelector(`[data-cell="${focused}"]`)?.focus();
   if (atEnd) table.scrollLeft = table.scrollWidth;
   if (zoom.open) showCell();

@@ -1,6 +1,6 @@
 // The dialogs that copy a LoRA into another program's folder and publish it on the Hub. Buttons anywhere
 // on the page open them: data-share is copy or publish, data-ref the LoRA as RUN/FILE. Publishing without a
-// token of the Hub begins with the sign-in.
+// token of the Hub begins with the sign-in. A button with data-copy copies the text of the element before it.
 import { dialog, make } from "/ui/dialog.js";
 import { signIn } from "/ui/sign_in.js";
 
@@ -11,7 +11,21 @@ export function mount(element, server) {
   document.addEventListener("click", (event) => {
     const button = event.target.closest?.("[data-share]");
     if (button && element.isConnected) opened[button.dataset.share]?.().then((show) => show(button.dataset.ref));
+    const copies = event.target.closest?.("[data-copy]");
+    if (copies && element.isConnected) copyWord(copies);
   });
+}
+
+/** Copy the word before a button and say so; where the browser forbids it, without a secure connection, select it instead. */
+async function copyWord(button) {
+  const word = button.previousElementSibling;
+  try {
+    await navigator.clipboard.writeText(word.textContent);
+    button.lastChild.textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(word);
+    button.lastChild.textContent = "Press Ctrl+C";
+  }
 }
 
 async function copyDialog(server) {

@@ -33,7 +33,7 @@ from .gradio_events import PRIVATE, QUIET, TICK_S, answering, html, looked_at, m
 _BUTTONS = {
     "sample": "Draw samples now",
     "save": "Save a LoRA file now",
-    "stop": "Stop, keeping everything",
+    "stop": "Stop",
     "force": "Force stop",
     "end": "End the process",
     "resume": "Resume",

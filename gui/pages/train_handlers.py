@@ -202,11 +202,9 @@ def base_cards(work: Workplace, plans: Plans) -> list[Callable[[Any], dict[str, 
         fits, said = plan_view.pace(answer.values)
         why = plan_view.fit_sentence(mapping(answer.values, "memory"))
         base = str(answer.values.get("base"))
-        is_try_out = base == bases.EMBEDDED
-        if is_try_out:
+        if base == bases.EMBEDDED:
             fits, said = "slow", "A try-out, not for ComfyUI or Forge"
-        picks = bases.title(base)
-        return {"fits": fits, "said": said, "why": why, "picks": picks, "is_try_out": is_try_out}
+        return {"fits": fits, "said": said, "why": why, "picks": bases.title(base)}
 
     return [bases_list, base_fits, answering(hub_sign_in), *browsing(work)]
 
@@ -356,9 +354,10 @@ def _plan(work: Workplace, draft: Draft, course: Any) -> list[Any]:
 def _train_label(work: Workplace, values: Mapping[str, Any]) -> str:
     """Return what the button does with a plan: another training that goes on comes first."""
     waits = any(not item.has_ended for item in commands.items(work.runs))
+    is_try_out = values.get("base") == bases.EMBEDDED
     if waits or commands.outside(work.runs, ()):
-        return "Add to queue"
-    return "Train a try-out" if values.get("base") == bases.EMBEDDED else "Train"
+        return "Add try-out to queue" if is_try_out else "Add to queue"
+    return "Train a try-out" if is_try_out else "Train"
 
 
 def _no_plan(draft: Draft, line: str) -> list[Any]:

@@ -89,11 +89,11 @@ def _figure(bound: float | None) -> str:
 
 
 def label_of(name: str, *, unit: str = "") -> str:
-    """Return a setting's name for display: "Min SNR gamma" for `min_snr_gamma`."""
+    """Return a setting's name for display: "Min SNR gamma" for `min_snr_gamma`, "Save every N steps"."""
     words = name.split("_")
     if unit and len(words) > 1 and words[-1] == unit.lower():
         words.pop()  # the unit is shown beside the value
-    text = " ".join(_SPELLED.get(word, word) for word in words)
+    text = " ".join(_SPELLED.get(word, word) for word in words).replace("every ", "every N ")
     has_own_case = any(letter.isupper() for letter in text.split()[0])  # rsLoRA keeps its small r
     return text if has_own_case else text[:1].upper() + text[1:]
 

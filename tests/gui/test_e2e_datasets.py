@@ -71,13 +71,16 @@ def test_edit_undo_reload_bulk_exclude(
     server = gui_server(tmp_path / "runs")
     open_folder(page, server, folder)
     assert caption(page, ODD).input_value() == SCRIPT
+    page.get_by_text("Click into a caption to change it; it saves itself.").wait_for()
+    caption(page, "c.png").focus()
+    page.locator(".ds-state", has_text="Saves itself").wait_for()
     # Saved after a pause, without a button and without leaving the field.
     caption(page, "c.png").fill("a bird")
-    page.locator(".ds-state", has_text="saved").wait_for()
+    page.locator(".ds-state", has_text="Saved in").wait_for()
     assert (folder / "c.txt").read_text() == "a bird"
     caption(page, "a.png").fill("a dog, big")
     caption(page, "a.png").press("Tab")  # or at once when the field is left
-    page.locator(".ds-state", has_text="saved").nth(1).wait_for()
+    page.locator(".ds-state", has_text="Saved in").nth(1).wait_for()
     assert (folder / "a.txt").read_text() == "a dog, big"
     # The history is that of the folder: a killed and a new interface go on with it.
     server.kill()
@@ -85,7 +88,7 @@ def test_edit_undo_reload_bulk_exclude(
     page.locator(".ds-state", has_text="Not saved").wait_for()
     again = gui_server(tmp_path / "runs", port=server.port)
     press(page, "Try again")
-    page.locator(".ds-state", has_text="saved").nth(2).wait_for()
+    page.locator(".ds-state", has_text="Saved in").nth(2).wait_for()
     assert (folder / "b.txt").read_text() == "typed while nobody listened"
     open_folder(page, again, folder)
     press(page, "Undo")
@@ -136,7 +139,7 @@ def test_a_newer_text_on_the_disk_is_shown_and_nothing_overwritten(
     assert (folder / "a.txt").read_text() == "theirs"
     assert caption(page, "a.png").input_value() == "mine"
     press(page, "Keep mine")
-    page.locator(".ds-state", has_text="saved").wait_for()
+    page.locator(".ds-state", has_text="Saved in").wait_for()
     assert (folder / "a.txt").read_text() == "mine"
 
 

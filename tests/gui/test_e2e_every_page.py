@@ -1,4 +1,5 @@
-"""What holds of every page: axe-core finds nothing, and a page on which nothing happens asks nothing.
+"""What holds of every page: axe-core finds nothing, a phone needs no scrolling sideways, and a page on which
+nothing happens asks nothing.
 
 axe looks at each page and the report, light and dark, laptop and phone: a page is opened once, then its
 width and its scheme are changed. The runs are fakes, so nothing is trained; only the plan of the example
@@ -25,7 +26,7 @@ from tests.fakes.queues import Place
 from tests.fakes.queues import until as eventually
 from tests.fakes.run_folder import fake_run
 from tests.fakes.runs import ROOT
-from tests.gui.conftest import LAPTOP, StartGui
+from tests.gui.conftest import LAPTOP, NewPage, StartGui
 
 axe_core = pytest.importorskip("axe_playwright_python.base", reason="axe-core is not installed")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -107,37 +108,29 @@ FILLED = (
 )
 
 
-def test_axe_finds_nothing_on_any_page(
-    page: Any, gui_server: StartGui, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_axe_finds_nothing_on_any_page_and_one_at_rest_asks_nothing(
+    new_page: NewPage, gui_server: StartGui, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the fake trainer
     place = Place(folder=tmp_path)
     server = gui_server(place.runs, env={"LORA_TRAIN_GUI_KIT": "1"})
-    page.goto(server.link)
+    page, resting = new_page(), new_page()
+    for tab in (page, resting):
+        tab.goto(server.link)
+    resting.clock.install()
     found: list[str] = []
     for shown in EMPTY:
         found += scanned(page, shown.address(server), shown)
+    asked = {shown.name: asked_at_rest(resting, shown, server) for shown in EMPTY[:-1]}
     with filled(place):
         for shown in FILLED:
             found += scanned(page, shown.address(server), shown)
         page.goto("about:blank")  # as it is served it may run no script, not even axe
         page.set_content((place.runs / "done" / "report.html").read_text(encoding="utf-8"))
         found += scan(page, "report")
+    # All of it has ended now.
+    asked |= {shown.name: asked_at_rest(resting, shown, server) for shown in FILLED}
     assert not found, "\n".join(found)
-
-
-def test_a_page_on_which_nothing_happens_asks_nothing(
-    page: Any, gui_server: StartGui, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the fake trainer
-    place = Place(folder=tmp_path)
-    server = gui_server(place.runs)
-    page.goto(server.link)
-    page.clock.install()
-    asked = {shown.name: asked_at_rest(page, shown, server) for shown in EMPTY[:-1]}
-    with filled(place):
-        pass  # all of it has ended
-    asked |= {shown.name: asked_at_rest(page, shown, server) for shown in FILLED}
     assert {name: urls for name, urls in asked.items() if urls} == {}
 
 
@@ -218,8 +211,18 @@ def scanned(page: Any, address: str, shown: Shown) -> list[str]:
     page.set_viewport_size(LAPTOP)  # a phone has some of the tabs in a menu
     for tab in [] if shown.press else page.locator("[role=tab]:enabled:visible").all()[1:]:
         tab.click()
-        found += scan(page, f"{shown.name}, {tab.inner_text()}", looks=LOOKS[:1])
+        named = f"{shown.name}, {tab.inner_text()}"
+        found += scan(page, named, looks=LOOKS[:1])
+        page.set_viewport_size(PHONE)
+        found += too_wide(page, named, PHONE)
+        page.set_viewport_size(LAPTOP)
     return found
+
+
+def too_wide(page: Any, name: str, size: dict[str, int]) -> list[str]:
+    """Return a line for a page that has to be scrolled sideways."""
+    width_px = page.evaluate("document.documentElement.scrollWidth")
+    return [f"{name}: {width_px} px wide on {size['width']}"] if width_px > size["width"] else []
 
 
 def scan(page: Any, name: str, *, looks: Sequence[Look] = LOOKS) -> list[str]:
@@ -228,6 +231,7 @@ def scan(page: Any, name: str, *, looks: Sequence[Look] = LOOKS) -> list[str]:
     for size, scheme in looks:
         page.set_viewport_size(size)
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        found += too_wide(page, name, size)
         rules = COLOUR_RULES if scheme == "dark" else None
         violations = page.evaluate(SCAN, [axe_core.AXE_SCRIPT, rules])
         found += [f"{name}, {size['width']} px, {scheme}: {row}" for row in violations]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from lora_trainer.gui import drafts
+from lora_trainer.gui.markup import named
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.config.config import all_settings
@@ -81,7 +82,7 @@ def test_every_setting_is_there_with_a_label_and_its_help(settings: Any) -> None
     for info in all_settings():
         control, label, help_text = fields[info.key]
         assert (control, label) == (f"set-{info.key}", info.label)
-        assert help_text.startswith(info.doc)
+        assert help_text.startswith(named(info.doc).replace("`", ""))
 
 
 def test_search_change_refusal_reset(settings: Any, work: Workplace, draft: drafts.Draft) -> None:
@@ -98,11 +99,11 @@ def test_search_change_refusal_reset(settings: Any, work: Workplace, draft: draf
     row(settings, "adapter.rank").get_by_text("without it 16").wait_for()
 
     rank.fill("many")
-    row(settings, "adapter.rank").get_by_text("adapter.rank='many'").wait_for()
+    row(settings, "adapter.rank").get_by_text("\u201cRank\u201d = 'many'").wait_for()
     assert rank.get_attribute("aria-invalid") == "true"
     settings.reload()
     until(settings, "() => document.getElementById('set-adapter.rank')?.value === 'many'")
-    row(settings, "adapter.rank").get_by_text("adapter.rank='many'").wait_for()
+    row(settings, "adapter.rank").get_by_text("\u201cRank\u201d = 'many'").wait_for()
     saved(settings, work, draft, {"adapter.rank": 8})
 
     row(settings, "adapter.rank").get_by_role("button").click()
@@ -132,7 +133,7 @@ def test_what_does_not_matter_is_folded_with_the_reason(settings: Any) -> None:
     factor = row(settings, "adapter.lokr_factor")
     assert not factor.is_visible()
     settings.locator("#expert-search").fill("lokr_factor")
-    factor.get_by_text("needs adapter.kind=lokr, but it is lora").wait_for()
+    factor.get_by_text("needs \u201cKind\u201d = lokr, but it is lora").wait_for()
     settings.locator("#expert-search").fill("")
     field(settings, "adapter.kind").select_option(label="lokr")
     until(settings, "() => document.getElementById('adapter.dora').closest('details')")
@@ -147,7 +148,7 @@ def test_two_tabs_and_the_json_of_both(
     field(other, "train.seed").wait_for()
     typing = field(settings, "train.steps")
     typing.fill("x")
-    row(settings, "train.steps").get_by_text("train.steps='x'").wait_for()
+    row(settings, "train.steps").get_by_text("\u201cTrain: Steps\u201d = 'x'").wait_for()
     other.bring_to_front()
     other.locator("#expert-json").fill('{"train": {"seed": 7}}')
     until(other, "() => document.getElementById('set-train.seed').value === '7'")

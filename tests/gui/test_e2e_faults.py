@@ -67,50 +67,36 @@ FAULTS = pytest.mark.parametrize("fault", [Desk.connection_cut, Desk.server_kill
 
 
 @FAULTS
-def test_the_page_of_a_run_follows_again(
+def test_every_page_goes_on_when_what_was_missing_is_back(
     page: Any, desk: Desk, fault: Callable[..., Any], expected: list[str]
 ) -> None:
+    """The page of a run follows again; a setting and a caption that were typed meanwhile are saved."""
     expected.extend(NO_SERVER)
-    run = desk.runs / "live"
+    work, run = Workplace(runs=desk.runs), desk.runs / "live"
+    draft = drafts.new(work, dataset=str(desk.dataset))
+    text, away = f"typed while {fault.__name__}", "The interface does not answer."
     write_status(run)
     desk.open(page, "/run?run=live", "text=Training.")
+    settings, captions = page.context.new_page(), page.context.new_page()
+    desk.open(settings, f"/settings?draft={draft.id}", ".memory .fit")
+    folder = quote(str(desk.dataset))
+    desk.open(captions, f"/datasets?folder={folder}", "img[src*='/media/thumb']")
+    rank = settings.locator("[id='set-adapter.rank']")
     with fault(desk, page):
         write_status(run, phase="sample", done=1, total=2)
         page.wait_for_event("requestfailed")
+        rank.fill("8")
+        settings.get_by_text(away).wait_for()
+        captions.get_by_label("Caption of p0.png", exact=True).fill(text)
+        captions.locator(".ds-state", has_text="Not saved").wait_for()
     page.get_by_text("Making sample images 1 of 2.").wait_for()
     write_status(run, state="stopped", exit_code=143)
     page.get_by_text("Stopped at step 12 of 30").wait_for()
-
-
-@FAULTS
-def test_a_setting_that_is_typed_meanwhile_is_saved_when_the_server_is_back(
-    page: Any, desk: Desk, fault: Callable[..., Any], expected: list[str]
-) -> None:
-    expected.extend(NO_SERVER)
-    work = Workplace(runs=desk.runs)
-    draft = drafts.new(work, dataset=str(desk.dataset))
-    rank = "[id='set-adapter.rank']"
-    desk.open(page, f"/settings?draft={draft.id}", ".memory .fit")
-    with fault(desk, page):
-        page.locator(rank).fill("8")
-        page.get_by_text("The interface does not answer.").wait_for()
-    page.get_by_text("The interface does not answer.").wait_for(state="hidden")
+    settings.get_by_text(away).wait_for(state="hidden")
     until(lambda: drafts.read(work, draft.id).settings == {"adapter.rank": 8})
-    assert page.locator(rank).input_value() == "8"
-
-
-@FAULTS
-def test_a_caption_that_is_typed_meanwhile_is_saved_when_the_server_is_back(
-    page: Any, desk: Desk, fault: Callable[..., Any], expected: list[str]
-) -> None:
-    expected.extend(NO_SERVER)
-    desk.open(page, f"/datasets?folder={quote(str(desk.dataset))}", "img[src*='/media/thumb']")
-    text = f"typed while {fault.__name__}"
-    with fault(desk, page):
-        page.get_by_label("Caption of p0.png", exact=True).fill(text)
-        page.locator(".ds-state", has_text="Not saved").wait_for()
-    page.get_by_role("button", name="Try again").click()
-    page.locator(".ds-state", has_text="saved").wait_for()
+    assert rank.input_value() == "8"
+    captions.get_by_role("button", name="Try again").click()
+    captions.locator(".ds-state", has_text="Saved in").wait_for()
     assert (desk.dataset / "p0.txt").read_text() == text
 
 
@@ -148,8 +134,8 @@ def test_a_disk_that_hangs_holds_up_only_what_needs_it(
     page.get_by_text("Opening the folder").wait_for(state="hidden")
     go.unlink()
     caption.fill("first")
-    page.locator(".ds-state", has_text="saving").wait_for()
+    page.locator(".ds-state", has_text="Saving").wait_for()
     caption.fill("first, and more")  # typed on while the first text is on its way
     go.touch()
-    page.locator(".ds-state", has_text="saved").wait_for()
+    page.locator(".ds-state", has_text="Saved in").wait_for()
     until(lambda: (images / "p0.txt").read_text() == "first, and more")

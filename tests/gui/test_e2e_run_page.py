@@ -20,7 +20,7 @@ from lora_trainer.reporting.control import Control
 from tests.fakes.gui_server import GuiServer
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, fake_run
-from tests.gui.conftest import StartGui
+from tests.gui.conftest import NewPage, StartGui
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -114,6 +114,16 @@ def test_samples_are_enlarged_walked_through_and_compared(page: Any, place: Plac
     assert "step-00000000/00.png" in compare.locator("img.a").get_attribute("src")
     page.keyboard.press("Escape")
     compare.wait_for(state="hidden")
+
+
+def test_on_a_phone_no_prompt_covers_a_sample(new_page: NewPage, place: Place) -> None:
+    page = opened(place, new_page(viewport={"width": 390, "height": 844}), "old%20%26%20%3Cb%3E")
+    row = page.locator("table.sheet tbody tr").first
+    row.locator("img").last.wait_for()
+    assert page.evaluate("document.querySelector('.sheet-scroll').scrollLeft") > 0, "all steps fit"
+    prompt, sample = row.locator("th").bounding_box(), row.locator("td").first.bounding_box()
+    assert prompt["y"] + prompt["height"] <= sample["y"] + 1
+    assert prompt["x"] >= 0 and prompt["x"] + prompt["width"] <= 390
 
 
 def test_a_star_keeps_the_lora_of_a_step(page: Any, place: Place) -> None:

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ FOCUSED = """() => {
 
 THERE = "Images that are already on the computer that trains"
 ON = re.compile("Looks good|Continue anyway")
-STARTS = re.compile("^(Train a try-out|Add to queue)$")
+STARTS = re.compile("^(Train a try-out|Add try-out to queue)$")
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def test_three_clicks_lead_from_images_to_a_finished_lora(page: Any, place: Plac
     page.get_by_role("link", name="first", exact=True).first.wait_for()
 
 
-def test_the_example_is_trained_and_downloaded_by_keys_alone(
+def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_in_three_clicks(
     page: Any, gui_server: StartGui, tmp_path: Path
 ) -> None:
     mine = Place(runs=tmp_path / "runs", images=tmp_path, server=gui_server(tmp_path / "runs"))
@@ -158,6 +158,20 @@ def test_the_example_is_trained_and_downloaded_by_keys_alone(
         press(page, "A", "Download step 4")
     (lora,) = mine.runs.glob(f"*/{download.value.suggested_filename}")
     assert Path(download.value.path()).read_bytes() == lora.read_bytes()
+    uploads, before = mine.runs / ".gui" / "uploads", lora.parent
+    known = set(uploads.iterdir())
+    images = sorted((ROOT / "datasets" / "example").glob("zibbo_0*"))
+    page.goto(mine.server.url("/train?draft=new"))
+    page.get_by_text("Drop your images here").wait_for()
+    page.locator("input[name=files]").set_input_files(images)  # 1: the files of "Choose images"
+    page.get_by_role("button", name=ON).click(timeout=WITHIN_MS)  # 2
+    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+    set_in_draft(mine, SHORT)
+    train(page)  # 3
+    page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
+    assert page.url != mine.server.url(f"/run?run={before.name}")
+    (folder,) = set(uploads.iterdir()) - known
+    assert len(list(folder.iterdir())) == len(images)
 
 
 def press(page: Any, tag: str, name: str) -> None:
@@ -172,23 +186,6 @@ def press(page: Any, tag: str, name: str) -> None:
             return
         passed.append(focused["name"])
     raise AssertionError(f"the Tab key does not lead to {name}, only to {passed}")
-
-
-def test_dropped_images_train_after_three_clicks_without_typing(
-    page: Any, gui_server: StartGui, tmp_path: Path
-) -> None:
-    images = sorted((ROOT / "datasets" / "example").glob("zibbo_0*"))
-    mine = Place(runs=tmp_path / "runs", images=tmp_path, server=gui_server(tmp_path / "runs"))
-    page.goto(mine.server.link)
-    page.get_by_text("Drop your images here").wait_for()
-    page.locator("input[name=files]").set_input_files(images)  # 1: the files of "Choose images"
-    page.get_by_role("button", name=ON).click(timeout=WITHIN_MS)  # 2
-    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
-    set_in_draft(mine, SHORT)
-    train(page)  # 3
-    page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
-    (folder,) = (mine.runs / ".gui" / "uploads").iterdir()
-    assert len(list(folder.iterdir())) == len(images)
 
 
 def test_length_and_samples_are_proposed_and_what_is_typed_is_trained(
@@ -220,71 +217,77 @@ def test_length_and_samples_are_proposed_and_what_is_typed_is_trained(
     assert settings["sampling.prompts"] == ["zibbo, on a <b> moon"]
 
 
-def test_a_gated_base_leads_to_a_sign_in_and_one_too_large_back_to_one_that_fits(
-    page: Any, gui_server: StartGui, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def with_hub(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A place whose server asks a Hub of this test, and that Hub."""
+    folder = tmp_path_factory.mktemp("with-hub")
     with hub_server() as hub:
-        home = str(tmp_path / "hub")
-        reached = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0"}
-        env = {**reached, "HF_HOME": home, "HF_TOKEN": ""}
-        server = gui_server(tmp_path / "runs", env=env)
-        page.goto(server.link)
-        page.goto(server.url("/train?example=1"))
-        page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
-        gated = page.locator(".base-card").filter(has_text="Accept its terms on Hugging Face first")
-        page.get_by_role("button", name="Show all base models").click()
-        gated.filter(has_text="Does not fit").first.click(timeout=WITHIN_MS)
-        page.get_by_role("button", name="Sign in to Hugging Face").click()
-        page.get_by_label("Token").fill("password")
-        page.get_by_role("button", name="Sign in", exact=True).click()
-        page.get_by_text("this is no token of Hugging Face").wait_for()
-        page.get_by_label("Token").fill(TOKEN)
-        page.get_by_role("button", name="Sign in", exact=True).click()
-        page.get_by_text("You are signed in as jane.").wait_for()
-        page.get_by_role("button", name="Close").click()
-        page.get_by_text("You are signed in on this machine.").wait_for()
-        assert (tmp_path / "hub" / "token").read_text() == TOKEN
-        told = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
-        assert told and not any(TOKEN.encode() in path.read_bytes() for path in told)
-        assert TOKEN not in server.said()
-        go = page.get_by_role("button", name="Train", exact=True)
-        page.get_by_text("Train waits for a plan that works: ").wait_for()
-        assert go.is_disabled()
-        page.get_by_role("button", name="Choose a base for this machine").click()
-        page.locator(".plan-line").wait_for()
-        page.locator("button:enabled", has_text="Train a try-out").wait_for()
-        assert page.get_by_text("Train waits for a plan").count() == 0
+        env = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": ""}
+        server = gui_server(folder / "runs", env={**env, "HF_HOME": str(folder / "hub")})
+        yield Place(runs=folder / "runs", images=folder, server=server), hub
+
+
+def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_real_one(
+    page: Any, with_hub: tuple[Place, Any]
+) -> None:
+    place, _ = with_hub
+    page.goto(place.server.link)
+    page.goto(place.server.url("/train?draft=new&example=1"))
+    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+    gated = page.locator(".base-card").filter(has_text="Accept its terms on Hugging Face first")
+    page.get_by_role("button", name="Show all base models").click()
+    gated.filter(has_text="Does not fit").first.click(timeout=WITHIN_MS)
+    page.get_by_role("button", name="Sign in to Hugging Face").click()
+    page.get_by_label("Token").fill("password")
+    page.get_by_role("button", name="Sign in", exact=True).click()
+    page.get_by_text("this is no token of Hugging Face").wait_for()
+    page.get_by_label("Token").fill(TOKEN)
+    page.get_by_role("button", name="Sign in", exact=True).click()
+    page.get_by_text("You are signed in as jane.").wait_for()
+    page.get_by_role("button", name="Close").click()
+    page.get_by_text("You are signed in on this machine.").wait_for()
+    assert (place.images / "hub" / "token").read_text() == TOKEN
+    told = [path for path in place.runs.rglob("*") if path.is_file()]
+    assert told and not any(TOKEN.encode() in path.read_bytes() for path in told)
+    assert TOKEN not in place.server.said()
+    go = page.get_by_role("button", name="Train", exact=True)
+    page.get_by_text("Train waits for a plan that works: ").wait_for()
+    assert go.is_disabled()
+    page.get_by_role("button", name="Choose a base for this machine").click()
+    page.locator("button:enabled", has_text="Train a try-out").wait_for()
+    assert page.get_by_text("Train waits for a plan").count() == 0
+    bar = page.locator(".go-on")
+    bar.get_by_text("Only a try-out, in 64 px: its file is not for ComfyUI.").wait_for()
+    bar.get_by_role("button", name="Take Stable Diffusion XL base 1.0").click()
+    page.locator(".base-card[aria-pressed=true]", has_text="Recommended for ComfyUI").wait_for()
+    bar.get_by_text("Only a try-out").wait_for(state="detached")
 
 
 def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(
-    page: Any, gui_server: StartGui, tmp_path: Path
+    page: Any, with_hub: tuple[Place, Any]
 ) -> None:
     """The Hub offers the embedded base under the name of a release; half of a file is held back."""
-    with hub_server() as hub:
-        hub.folders[SD15] = EMBEDDED_FOLDER
-        hub.held_from = 100_000
-        home = str(tmp_path / "hub")
-        env = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HOME": home}
-        server = gui_server(tmp_path / "runs", env=env)
-        place = Place(runs=tmp_path / "runs", images=tmp_path, server=server)
-        page.goto(server.link)
-        page.goto(server.url("/train?example=1"))
-        page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
-        set_in_draft(place, SHORT | {"base.model": SD15})
-        page.get_by_role("button", name="Train a try-out").click()
-        stage = page.locator(".stages .now")
-        stage.get_by_text(f"Download the base model {SD15}").wait_for(timeout=WITHIN_MS)
-        stage.get_by_text(re.compile(r"^[0-9.]+ ([KM]i)?B of 10\.7 MiB$")).wait_for()
-        tab = page.context.new_page()
-        tab.goto(server.url("/queue"))
-        tab.get_by_text(f"downloading the base model {SD15}: ").wait_for()
-        tab.get_by_role("button", name="Stop").click()
-        tab.get_by_text("The download ends here; the next training goes on with it.").wait_for()
-        tab.get_by_role("button", name="Train again").wait_for(timeout=WITHIN_MS)
-        hub.held_from = None
-        hub.go_on.set()
-        tab.get_by_role("button", name="Train again").click()
-        until(lambda: state(place, "example") == "finished", "the training after the download")
+    place, hub = with_hub
+    hub.folders[SD15] = EMBEDDED_FOLDER
+    hub.held_from = 100_000
+    page.goto(place.server.link)
+    page.goto(place.server.url("/train?draft=new&example=1"))
+    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+    set_in_draft(place, SHORT | {"base.model": SD15})
+    page.get_by_role("button", name="Train a try-out").click()
+    stage = page.locator(".stages .now")
+    stage.get_by_text(f"Download the base model {SD15}").wait_for(timeout=WITHIN_MS)
+    stage.get_by_text(re.compile(r"^[0-9.]+ ([KM]i)?B of 10\.7 MiB$")).wait_for()
+    tab = page.context.new_page()
+    tab.goto(place.server.url("/queue"))
+    tab.get_by_text(f"downloading the base model {SD15}: ").wait_for()
+    tab.get_by_role("button", name="Stop").click()
+    tab.get_by_text("The download ends here; the next training goes on with it.").wait_for()
+    tab.get_by_role("button", name="Train again").wait_for(timeout=WITHIN_MS)
+    hub.held_from = None
+    hub.go_on.set()
+    tab.get_by_role("button", name="Train again").click()
+    until(lambda: state(place, "example") == "finished", "the training after the download")
 
 
 def test_what_was_filled_in_survives_a_reload_and_a_way_back(page: Any, place: Place) -> None:
@@ -304,68 +307,54 @@ def test_what_was_filled_in_survives_a_reload_and_a_way_back(page: Any, place: P
     assert box.input_value() == "/no/such/folder"
 
 
-def test_stop_saves_and_resume_goes_on(page: Any, place: Place) -> None:
-    page.goto(place.server.link)
-    fill(page, place, name="paused", settings=LONG)
-    train(page)
-    until(training(place, "paused"), "the first step")
-    page.get_by_role("button", name="Stop, keeping everything", exact=True).click()
-    until(lambda: state(place, "paused") == "stopped", "stopped")
-    at = read_status(place.runs / "paused").step
-    page.get_by_role("button", name="Resume", exact=True).click(timeout=WITHIN_MS)
-    until(training(place, "paused", beyond=at), "a step after the resume")
-    page.get_by_role("button", name="Stop, keeping everything", exact=True).click(timeout=WITHIN_MS)
-    until(lambda: state(place, "paused") == "stopped", "stopped again")
-
-
 def test_a_killed_interface_loses_nothing_and_two_tabs_show_the_same(
-    page: Any, place: Place, gui_server: StartGui, tmp_path: Path, expected: list[str]
+    page: Any, place: Place, gui_server: StartGui, expected: list[str]
 ) -> None:
+    """The one that is started again has the same link and port, so the other tests go on with it."""
     expected.extend(NO_SERVER)
-    mine = Place(runs=tmp_path / "runs", images=place.images, server=gui_server(tmp_path / "runs"))
-    page.goto(mine.server.link)
-    fill(page, mine, name="alive", settings=LONG)
+    page.goto(place.server.link)
+    fill(page, place, name="alive", settings=LONG)
     train(page)
-    until(training(mine, "alive"), "the first step")
-    pid = read_status(mine.runs / "alive").pid
+    until(training(place, "alive"), "the first step")
+    pid = read_status(place.runs / "alive").pid
     assert pid is not None
     address = page.url
     page.goto("about:blank")  # what it was still loading would fail, as it does for anybody
-    mine.server.kill()
-    at = read_status(mine.runs / "alive").step
-    until(training(mine, "alive", beyond=at), "a step without the interface")
-    again = gui_server(mine.runs, port=mine.server.port)
+    place.server.kill()
+    at = read_status(place.runs / "alive").step
+    until(training(place, "alive", beyond=at), "a step without the interface")
+    gui_server(place.runs, port=place.server.port)
     page.goto(address)
     page.reload()
-    page.get_by_role("button", name="Stop, keeping everything", exact=True).wait_for(
-        timeout=WITHIN_MS
-    )
+    page.get_by_role("button", name="Stop", exact=True).wait_for(timeout=WITHIN_MS)
     other = page.context.new_page()
     other.goto(page.url)
-    other.get_by_role("button", name="Stop, keeping everything", exact=True).click(
-        timeout=WITHIN_MS
-    )
-    until(lambda: state(mine, "alive") == "stopped", "stopped")
+    other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
+    until(lambda: state(place, "alive") == "stopped", "stopped")
     for tab in (page, other):
         tab.get_by_role("button", name="Resume", exact=True).wait_for(timeout=WITHIN_MS)
     until(lambda: not psutil.pid_exists(pid), "no process is left")
-    again.stop()
 
 
-def test_a_second_training_waits_for_the_first(page: Any, place: Place) -> None:
+def test_a_second_training_waits_until_the_first_is_stopped_which_a_resume_goes_on_with(
+    page: Any, place: Place
+) -> None:
     page.goto(place.server.link)
     fill(page, place, name="one", settings=LONG)
     train(page)
     until(training(place, "one"), "the first step")
     fill(page, place, name="two", settings=SHORT)
-    page.get_by_role("button", name="Add to queue").click()
+    page.get_by_role("button", name="Add try-out to queue").click()
     page.get_by_text("1 before it").wait_for(timeout=WITHIN_MS)
     assert not (place.runs / "two").exists()
     other = page.context.new_page()
     other.goto(place.server.url("/run?run=one"))
-    other.get_by_role("button", name="Stop, keeping everything", exact=True).click(
-        timeout=WITHIN_MS
-    )
+    other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
     page.wait_for_url("**/run?run=two", timeout=WITHIN_MS)
     page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
     assert state(place, "one") == "stopped"
+    at = read_status(place.runs / "one").step
+    other.get_by_role("button", name="Resume", exact=True).click(timeout=WITHIN_MS)
+    until(training(place, "one", beyond=at), "a step after the resume")
+    other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
+    until(lambda: state(place, "one") == "stopped", "stopped again")

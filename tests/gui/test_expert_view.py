@@ -13,6 +13,7 @@ from lora_trainer.gui import expert_view
 from lora_trainer.gui.drafts import Draft
 from lora_trainer.gui.expert_text import value_of
 from lora_trainer.gui.launch import Answer
+from lora_trainer.gui.markup import named
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.config.config import all_settings
@@ -46,7 +47,11 @@ def test_every_setting_is_in_the_form_with_all_it_says_about_itself() -> None:
     assert list(shown) == [info.key for info in infos]
     for info in infos:
         field = shown[info.key]
-        assert (field["doc"], field["unit"], field["label"]) == (info.doc, info.unit, info.label)
+        assert (field["doc"], field["unit"], field["label"]) == (
+            named(info.doc),
+            info.unit,
+            info.label,
+        )
         default = json.loads(json.dumps(info.default))
         assert value_of(info, field["default"]) == default, info.key
         words = [value_of(info, word["text"]) for word in field["words"]]
@@ -66,8 +71,8 @@ def test_what_is_in_force_comes_with_its_origin(plan: Mapping[str, Any]) -> None
     assert (resolution["text"], resolution["from"]) == ("64", "planner")
     assert resolution["reason"] == "the size embedded was trained on"
     assert found["fields"]["data.flip"]["from"] == "default"
-    assert (
-        found["unused"]["objective.flow_shift"] == "needs base.prediction=flow, but it is epsilon"
+    assert found["unused"]["objective.flow_shift"] == (
+        "needs \u201cPrediction\u201d = flow, but it is epsilon"
     )
     assert "adapter.rank" not in found["unused"]
     assert found["error"] == "" and found["blamed"] == []
@@ -86,9 +91,9 @@ def test_without_a_plan_the_defaults_stand_and_the_reason_is_said() -> None:
     draft = replace(EMPTY, settings={"adapter.kind": "oft"})
     found = expert_view.planned(draft, NO_PLAN)
     assert found["fields"]["adapter.rank"]["text"] == "16"
-    assert found["unused"]["adapter.alpha"] == "without effect while adapter.kind is oft"
+    assert found["unused"]["adapter.alpha"] == "without effect while \u201cKind\u201d is oft"
     assert "objective.flow_shift" not in found["unused"], "the base is not known"
-    assert (found["error"], found["blamed"]) == (NO_PLAN.error, ["adapter.rank"])
+    assert (found["error"], found["blamed"]) == (named(NO_PLAN.error), ["adapter.rank"])
     assert found["memory"] is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lora_trainer.gui import plan_view
+from lora_trainer.gui.bases import RECOMMENDED
 
 
 def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
@@ -23,10 +24,12 @@ def test_plan_says_whether_it_fits_how_long_and_what_was_decided() -> None:
     assert "Fits: needs 2.0 GiB of 4.0 GiB at most" in html
     assert "About 60 s to 2 min" in html
     assert "not for ComfyUI" in plan_view.brief(plan)
-    assert "not for ComfyUI" not in plan_view.plan({**plan, "base": "owner/name"})
+    assert f'data-base="{RECOMMENDED}"' in plan_view.brief(plan)
+    for shown in (plan_view.brief, plan_view.plan):
+        assert "not for ComfyUI" not in shown({**plan, "base": "owner/name"})
     assert "&lt;n&gt;" in html
-    assert "train.steps" in html
-    assert "train.seed" not in html
+    assert "Train: Steps" in html
+    assert "Seed" not in html
     over = {**plan, "memory": {**memory, "limit_bytes": 2**30, "fits": False}}
     assert "Does not fit: needs 2.0 GiB, and 1.0 GiB are free" in plan_view.plan(over)
     unknown = {**plan, "memory": {**memory, "limit_bytes": None}, "time": {"note": "unmeasured"}}

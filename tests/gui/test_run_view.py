@@ -172,7 +172,7 @@ def test_log_is_in_words_and_has_the_newest_first(run: FakeRun) -> None:
     words = re.sub("<[^>]*>", "", page)
     for said in (
         "Step 10: saved zorble-step00000010.safetensors and step-00000010 (3.1 MiB of state",
-        "Changed memory.micro_batch 8 -&gt; 4: out of memory in backward",
+        "Changed \u201cMicro batch\u201d 8 -&gt; 4: out of memory in backward",
         "The base: validation loss 0.1337.",
         "Step 20: 3 sample images.",
         "warning: broken/owl &lt;b&gt;17&lt;/b&gt;.jpg: image is cut off",
