@@ -1,6 +1,6 @@
 """Draw docs/gui/: every page of the interface, empty, busy, after an error and finished.
 
-    python scripts/gui_pictures.py [--only WORD] [--work FOLDER]
+    python scripts/gui_pictures.py [--only WORD ...] [--work FOLDER]
 
 A real server shows real trainings of datasets/example on the embedded base: one has finished, one has stopped
 because it learned nothing, one trains while the pictures are taken. Each page is drawn as on a laptop (1366 x 768)
@@ -142,14 +142,19 @@ FOR_OTHERS = (
 
 
 def main() -> None:
-    """Take all pictures, or those whose name holds `--only`."""
+    """Take all pictures, or those whose name holds a word of `--only`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", default="", help="a part of the names of the pictures to take")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="parts of the names of the pictures to take"
+    )
     parser.add_argument("--work", type=Path, help="a folder that keeps the trainings")
     asked = parser.parse_args()
-    only = asked.only
+
+    def wanted(pictures: Sequence[Picture]) -> list[Picture]:
+        return [one for one in pictures if any(word in one.name for word in asked.only)]
+
     with tempfile.TemporaryDirectory() as temporary, sync_playwright() as driver:
         browser = driver.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
@@ -159,7 +164,7 @@ def main() -> None:
         shutil.copytree(EXAMPLE, images, dirs_exist_ok=True)  # the pictures show its path
         with_findings(images.with_name("mixed"))
         with served(Path(temporary) / "no-runs") as server:
-            take(browser, server, [picture for picture in EMPTY if only in picture.name], images)
+            take(browser, server, wanted(EMPTY), images)
         train(runs, images, "zibbo", "--set=data.trigger=zibbo")
         train(runs, images, "no-effect", "--set=optimizer.learning_rate=1e-12")
         throw_away(runs)
@@ -171,19 +176,19 @@ def main() -> None:
                 take(
                     browser,
                     server,
-                    [picture for picture in STARTING if only in picture.name],
+                    wanted(STARTING),
                     images,
                 )
                 for_other_programs(runs)
                 take(
                     browser,
                     server,
-                    [picture for picture in FOR_OTHERS if only in picture.name],
+                    wanted(FOR_OTHERS),
                     images,
                 )
                 shutil.rmtree(runs / "zibbo-large")
                 reached(runs / "zibbo-again", "sample", step=60)
-                take(browser, server, [picture for picture in BUSY if only in picture.name], images)
+                take(browser, server, wanted(BUSY), images)
             finally:
                 commands.remove(runs, waiting)
                 Control(runs / "zibbo-again").request("stop_now")

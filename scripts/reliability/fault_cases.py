@@ -169,12 +169,12 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "SEC-01": Fault(
         what="paths that a browser sends",
-        parts=(_ATTACKS, "tests/gui/test_media.py", "tests/gui/test_workplace.py"),
+        parts=(_ATTACKS, "tests/gui/test_media.py", "tests/gui/test_guard.py"),
         decided="5,096 requests in one run of the suite, 0 escapes.",
     ),
     "SEC-02": Fault(
         what="other hosts, other origins, no key, no password",
-        parts=(_ATTACKS, "tests/gui/test_guard.py", "tests/gui/test_access.py"),
+        parts=(_ATTACKS, "tests/gui/test_guard.py"),
         decided="127.0.0.1 and a key by default; another address only with a password. There is no way "
         "to share it over somebody else's server.",
     ),
@@ -184,7 +184,7 @@ FAULTS: Mapping[str, Fault] = {
             _ATTACKS,
             "tests/gui/test_e2e_markup.py",
             "tests/output/test_report.py",
-            "tests/gui/test_launch.py",
+            "tests/gui/test_train_page.py",
         ),
     ),
     "SEC-04": Fault(
@@ -199,7 +199,7 @@ FAULTS: Mapping[str, Fault] = {
         decided="Trainers are sessions of their own and are found again by their run folders; the same "
         "training is not started twice.",
     ),
-    "SEC-06": Fault(what="hostile archives", parts=("tests/gui/test_archives.py",)),
+    "SEC-06": Fault(what="hostile archives", parts=("tests/gui/test_uploads.py",)),
     "ENV-01": Fault(
         what="odd names and locales",
         parts=(_SCAN,),

@@ -457,7 +457,8 @@ def test_bodies_without_end_are_refused(attacker: Attacker) -> None:
 @pytest.mark.parametrize(
     "host",
     ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "127.0.0.1@evil.example"]
-    + ["0.0.0.0", "2130706433", "0x7f000001", "127.1", "[::ffff:127.0.0.1]", "evil.example:7860"],
+    + ["0.0.0.0", "2130706433", "0x7f000001", "127.1", "[::ffff:127.0.0.1]", "evil.example:7860"]
+    + ["", "[::1", "10.0.0.1", "127.0.0.1, evil.example", "0.0.0.0:7860", "evil@127.0.0.1.x"],
 )
 def test_other_names_for_this_machine_are_refused(attacker: Attacker, host: str) -> None:
     for path in ("/", "/config", f"/media/run/{RUN}/run.json", "/gradio_api/queue/data"):
@@ -465,7 +466,16 @@ def test_other_names_for_this_machine_are_refused(attacker: Attacker, host: str)
 
 
 @pytest.mark.parametrize(
-    "origin", ["http://evil.example", "null", "https://127.0.0.1", "http://127.0.0.1:1", "file://"]
+    "origin",
+    [
+        "http://evil.example",
+        "null",
+        "https://127.0.0.1",
+        "http://127.0.0.1:1",
+        "file://",
+        "http://[",
+    ]
+    + ["http://127.0.0.1", "http://127.0.0.1:1.evil.example", "http://evil.example//127.0.0.1:1"],
 )
 def test_other_pages_are_refused(attacker: Attacker, origin: str) -> None:
     join = {"data": [], "fn_index": 0, "session_hash": "x"}
@@ -493,6 +503,23 @@ def test_a_page_elsewhere_embeds_nothing(attacker: Attacker) -> None:
                 "Sec-Fetch-Dest": "image",
             }
             assert attacker.ask("GET", path, headers=fields).status == 403
+        opened = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}
+        assert attacker.ask("GET", "/", headers=opened).status == 403
+        linked = {**opened, "Sec-Fetch-Dest": "document"}
+        assert attacker.ask("GET", "/", headers=linked).status == 200
+        assert attacker.ask("POST", "/", headers=linked).status == 403
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/gradio_api/proxy=http://evil.example/", "/gradio_api/deep_link", "/gradio_api/vibe-edit"]
+    + ["/gradio_api/file=http://169.254.169.254/x", "/gradio_api/file=HTTPS://x/", "/monitoring"]
+    + ["/gradio_api/file=//host/share", "/gradio_api/file=\\\\host\\share", "//gradio_api/runs"]
+    + ["/gradio_api/process_recording", "/gradio_api/call/x", "/gradio_api/run/x", "/openapi.json"]
+    + ["/login", "/logout", "/gradio_api/openapi.json", "/gradio_api/token", "/gradio_api/"],
+)
+def test_routes_that_no_page_uses_are_closed(attacker: Attacker, path: str) -> None:
+    assert attacker.get(path).status == 404
 
 
 @pytest.mark.parametrize(

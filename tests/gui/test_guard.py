@@ -1,15 +1,23 @@
-"""Which requests the server answers; the middleware is plain ASGI and needs no gradio."""
+"""Who may ask what: hosts, origins, keys, passwords, folders."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import stat
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import guard
+from lora_trainer.gui import access, guard
+from lora_trainer.gui.access import GuessLimit, KeyAccess, PasswordAccess, read_key
 from lora_trainer.gui.guard import Asked, Guard, GuardResponse, Message, Receive, Send, refusal
+from lora_trainer.gui.workplace import Workplace
+
+from lora_trainer.common.errors import InputError, MachineError
 
 OWN = {"host": "127.0.0.1:7860"}
 HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -25,87 +33,14 @@ class Everybody:
         return None
 
 
-def asked(headers: Mapping[str, str], *, method: str = "GET", path: str = "/") -> Asked:
-    return Asked(method=method, path=path, query="", headers=headers, client="127.0.0.1", port=7860)
-
-
-def refused(headers: Mapping[str, str], *, method: str = "GET", path: str = "/") -> int | None:
-    """Return the status of the refusal, None for a request that passes."""
-    answer = refusal(asked(headers, method=method, path=path), hosts=HOSTS)
-    return answer.status if answer else None
-
-
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "127.0.0.1:7860", "localhost:1", "LOCALHOST", "[::1]:9"]
 )
 def test_this_machine_is_answered(host: str) -> None:
-    assert refused({"host": host}) is None
-
-
-@pytest.mark.parametrize(
-    "host",
-    ["", "evil.example", "127.0.0.1.evil.example", "evil@127.0.0.1.x", "[::1", "10.0.0.1"]
-    + ["127.0.0.1, evil.example", "localhost.evil.example:7860", "0.0.0.0:7860", "2130706433"],
-)
-def test_other_names_are_refused(host: str) -> None:
-    assert refused({"host": host}) == 400
-    assert refused({}) == 400
-
-
-@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
-@pytest.mark.parametrize(
-    "origin",
-    [
-        "http://evil.example",
-        "null",
-        "http://127.0.0.1:7861",
-        "http://localhost:7860",
-        "",
-        "http://[",
-    ]
-    + [
-        "http://127.0.0.1:7860.evil.example",
-        "http://evil.example//127.0.0.1:7860",
-        "http://127.0.0.1",
-    ],
-)
-def test_other_pages_get_and_change_nothing(origin: str, method: str) -> None:
-    assert refused({**OWN, "origin": origin}, method=method) == 403
-
-
-def test_the_own_page_may_post() -> None:
-    assert refused({**OWN, "origin": "http://127.0.0.1:7860"}, method="POST") is None
-    assert refused(OWN, method="POST") is None
-
-
-@pytest.mark.parametrize("site", ["cross-site", "same-site"])
-def test_a_page_elsewhere_may_link_here_and_embed_nothing(site: str) -> None:
-    fetched = {**OWN, "sec-fetch-site": site, "sec-fetch-mode": "no-cors"}
-    assert refused({**fetched, "sec-fetch-dest": "image"}, path="/media/thumb") == 403
-    opened = {**OWN, "sec-fetch-site": site, "sec-fetch-mode": "navigate"}
-    assert refused({**opened, "sec-fetch-dest": "iframe"}) == 403
-    assert refused({**opened, "sec-fetch-dest": "document"}) is None
-    assert refused({**opened, "sec-fetch-dest": "document"}, method="POST") == 403
-    assert refused({**OWN, "sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}) is None
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["/gradio_api/proxy=http://evil.example/", "/gradio_api/deep_link", "/gradio_api/vibe-edit"]
-    + ["/gradio_api/file=http://169.254.169.254/x", "/gradio_api/file=HTTPS://x/", "/monitoring"]
-    + ["/gradio_api/file=//host/share", "/gradio_api/file=\\\\host\\share", "//gradio_api/runs"]
-    + ["/gradio_api/process_recording", "/gradio_api/call/x", "/gradio_api/run/x", "/openapi.json"]
-    + ["/login", "/logout", "/gradio_api/openapi.json", "/gradio_api/token", "/gradio_api/"],
-)
-def test_routes_that_no_page_uses_are_closed(path: str) -> None:
-    assert refused(OWN, path=path) == 404
-
-
-@pytest.mark.parametrize(
-    "path", ["/", "/train", "/config", "/assets/x.js", "/gradio_api/queue/join", "/theme.css"]
-)
-def test_routes_of_the_pages_are_open(path: str) -> None:
-    assert refused(OWN, path=path) is None
+    asked = Asked(
+        method="GET", path="/", query="", headers={"host": host}, client="127.0.0.1", port=7860
+    )
+    assert refusal(asked, hosts=HOSTS) is None
 
 
 def through(
@@ -209,3 +144,239 @@ def test_start_and_end_of_the_server_pass_and_websockets_do_not() -> None:
     assert through({"type": "lifespan"})[0] == [{"type": "passed"}]
     sent, _ = through({"type": "websocket", "headers": []})
     assert sent[0]["type"] == "websocket.close"
+
+
+KEY = "k" * 43
+COOKIE = {"cookie": f"other=1; lora_train_key_7860={KEY}"}
+
+
+def ask(
+    who: KeyAccess | PasswordAccess,
+    *,
+    query: str = "",
+    headers: Mapping[str, str] | None = None,
+    path: str = "/",
+    method: str = "GET",
+    client: str = "127.0.0.1",
+) -> GuardResponse | None:
+    asked = Asked(
+        method=method, path=path, query=query, headers=headers or {}, client=client, port=7860
+    )
+    return asyncio.run(who.answer(asked))
+
+
+@pytest.fixture
+def local() -> KeyAccess:
+    return KeyAccess(key=KEY)
+
+
+def test_the_link_sets_the_cookie_and_leaves_the_address(local: KeyAccess) -> None:
+    answer = ask(local, query=f"run=a%26b&key={KEY}")
+    assert answer is not None
+    assert (answer.status, answer.headers["location"]) == (303, "/?run=a%26b")
+    name, *attributes = answer.headers["set-cookie"].split("; ")
+    assert name == f"lora_train_key_7860={KEY}"
+    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(attributes)
+    assert ask(local, headers=COOKIE) is None
+    assert ask(local, headers=COOKIE, path="/gradio_api/queue/join", method="POST") is None
+
+
+def test_a_link_clicked_on_another_site_gets_its_cookie_before_it_goes_on(local: KeyAccess) -> None:
+    answer = ask(local, query=f"key={KEY}", headers={"sec-fetch-site": "cross-site"})
+    assert answer is not None
+    assert (answer.status, answer.headers["refresh"]) == (200, "0;url=/")
+    assert KEY not in answer.sentence
+
+
+def test_the_key_opens_the_first_page_only(local: KeyAccess) -> None:
+    for path, method in (("/media/thumb", "GET"), ("/", "POST"), ("/config", "GET")):
+        answer = ask(local, query=f"key={KEY}", path=path, method=method)
+        assert answer is not None
+        assert answer.status == 403
+
+
+def test_the_cookie_of_another_server_on_this_machine_is_another_one(local: KeyAccess) -> None:
+    answer = ask(local, headers={"cookie": f"lora_train_key_7861={KEY}; lora_train_key={KEY}"})
+    assert answer is not None
+
+
+def test_a_cookie_header_that_cannot_be_read_is_none(local: KeyAccess) -> None:
+    assert ask(local, headers={"cookie": f'"\x00[=;;lora_train_key_7860="{KEY}'}) is not None
+
+
+def test_a_ticket_opens_once(local: KeyAccess) -> None:
+    ticket = local.ticket()
+    first = ask(local, query=f"key={ticket}")
+    assert first is not None
+    assert first.headers["set-cookie"].startswith(f"lora_train_key_7860={KEY};")
+    second = ask(local, query=f"key={ticket}")
+    assert second is not None
+    assert second.status == 403
+    known = ask(local, query=f"key={ticket}", headers=COOKIE)
+    assert known is not None
+    assert known.status == 303
+
+
+def test_the_key_stays_and_only_its_user_reads_it(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / ".gui"
+    key = read_key(folder)
+    assert len(key) >= 43
+    assert read_key(folder) == key
+    assert stat.S_IMODE((folder / "key").stat().st_mode) == 0o600
+    assert [path.name for path in folder.iterdir()] == ["key"]
+    assert read_key(tmp_path / "other") != key
+
+
+def test_servers_that_start_together_have_one_key(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        keys = set(pool.map(lambda _: read_key(tmp_path / ".gui"), range(16)))
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"\xff" * 50])
+def test_a_damaged_key_is_made_anew(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "key").write_bytes(damage)
+    key = read_key(tmp_path)
+    assert len(key) >= 43
+    assert read_key(tmp_path) == key
+
+
+def test_without_links_the_key_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr("os.link", refuse)
+    assert read_key(tmp_path) == read_key(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match="cannot write"):
+        read_key(tmp_path / "file" / ".gui")
+
+
+def basic(password: str, user: str = "me") -> dict[str, str]:
+    return {"authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> PasswordAccess:
+    """A server for others whose clock stands still but for the time that it makes others wait."""
+    now = [100.0]
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("lora_trainer.gui.access.asyncio.sleep", sleep)
+    monkeypatch.setattr("lora_trainer.gui.access.time.monotonic", lambda: now[0])
+    return PasswordAccess(password="pass:wörd 1", hosts=frozenset({"studio"}))
+
+
+def test_the_password_lets_in_under_any_name(listening: PasswordAccess) -> None:
+    for user in ("", "me", "anybody"):
+        assert ask(listening, headers=basic("pass:wörd 1", user)) is None
+        assert ask(listening, headers=basic("pass:wörd 1", user), path="/config") is None
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "Basic", "Basic !!!", "Bearer pass:wörd 1", "Basic /w==", basic("")["authorization"]]
+    + [basic("pass")["authorization"], basic("pass:wörd 1 ")["authorization"]],
+)
+def test_everything_else_is_asked_for_it(listening: PasswordAccess, header: str) -> None:
+    answer = ask(listening, headers={"authorization": header} if header else {})
+    assert answer is not None
+    assert answer.status == 401
+    assert answer.headers["www-authenticate"].startswith("Basic ")
+    assert "pass:" not in answer.sentence
+
+
+def test_guesses_come_once_a_second_and_the_rest_is_refused() -> None:
+    limit = GuessLimit()
+    assert limit.wait_s("a", now_s=10.0) == 0.0
+    limit.wrong("a", now_s=10.0)
+    waits = [limit.wait_s("a", now_s=10.0) for _ in range(8)]
+    assert waits == [1.0, 2.0, 3.0, 4.0, 5.0, None, None, None]
+    assert limit.wait_s("b", now_s=10.0) == 0.0
+    limit.right("a")
+    assert limit.wait_s("a", now_s=10.0) == 0.0
+
+
+def test_a_guess_that_is_too_fast_is_refused_before_it_is_looked_at(
+    listening: PasswordAccess,
+) -> None:
+    ask(listening, headers=basic("wrong"))
+    listening.held_back.next_s["127.0.0.1"] += 60
+    answer = ask(listening, headers=basic("pass:wörd 1"))
+    assert answer is not None
+    assert answer.status == 429
+    assert ask(listening, headers=basic("pass:wörd 1"), client="10.0.0.2") is None
+
+
+def test_addresses_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "_ADDRESSES_MAX", 3)
+    limit = GuessLimit()
+    for address in "abcde":
+        limit.wrong(address, now_s=0.0)
+    assert list(limit.next_s) == ["c", "d", "e"]
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("127.1.2.3", True)]
+    + [("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("studio.lan", False)],
+)
+def test_which_addresses_others_reach(address: str, local: bool) -> None:
+    assert access.is_loopback(address) == local
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    for name in ("runs/.gui/uploads/cats", "sets/owls/10_owl", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    return tmp_path
+
+
+def bounded(place: Path) -> Workplace:
+    return Workplace(runs=place / "runs", roots=(place / "sets",))
+
+
+def test_alone_every_folder_may_be_named(place: Path) -> None:
+    work = Workplace(runs=place / "runs")
+    assert work.folder(f' "{place / "elsewhere"}" ') == place / "elsewhere"
+    (place / "sets" / "link").symlink_to(place / "elsewhere")
+    assert work.folder(str(place / "sets" / "link")) == place / "elsewhere"
+    assert work.folder(str(place / "sets")) == place / "sets"
+
+
+def test_others_may_name_the_given_folders_and_the_runs(place: Path) -> None:
+    work = bounded(place)
+    assert work.folder(str(place / "sets" / "owls")) == place / "sets" / "owls"
+    assert work.folder(str(place / "runs" / ".gui" / "uploads" / "cats")).name == "cats"
+    for folder in (place, place / "elsewhere", place / "sets" / ".." / "elsewhere", "~", "/"):
+        with pytest.raises(InputError, match="outside of the folders"):
+            work.folder(str(folder))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "10_owl/a.png", "10_owl/sub", "metadata.jsonl"])
+def test_a_dataset_with_a_link_out_of_them_is_refused(place: Path, name: str) -> None:
+    owls = place / "sets" / "owls"
+    (owls / name).symlink_to(place / "elsewhere")
+    with pytest.raises(InputError, match="is a link out of the folders"):
+        bounded(place).folder(str(owls))
+    assert Workplace(runs=place / "runs").folder(str(owls)) == owls
+
+
+def test_links_inside_of_them_are_no_matter(place: Path) -> None:
+    owls = place / "sets" / "owls"
+    (owls / "again").symlink_to(owls / "10_owl")
+    (owls / "circle").symlink_to(owls / "circle")
+    assert bounded(place).folder(str(owls)) == owls
+
+
+@pytest.mark.parametrize("text", ["", "  ", "\0", "~nobody-of-that-name/x", "x" * 5000, "/a\nb"])
+def test_what_is_no_folder_is_one_line(place: Path, text: str) -> None:
+    for work in (bounded(place), Workplace(runs=place / "runs")):
+        with pytest.raises(InputError) as error:
+            work.folder(text)
+        assert "\n" not in str(error.value)

@@ -60,37 +60,6 @@ def write(journal: Journal, file: str, after: str | None, *, group: str = "") ->
         return journal.perform(f"edit {file}", [change], group=group)
 
 
-def test_a_step_is_undone_and_made_again(journal: Journal, root: Path) -> None:
-    write(journal, "a.txt", "one")
-    write(journal, "a.txt", "two")
-    assert [step.title for step in journal.history().done] == ["edit a.txt"] * 2
-    assert journal.undo() is not None
-    assert (root / "a.txt").read_text() == "one"
-    journal.undo()
-    assert snapshot(root) == {}
-    assert journal.undo() is None
-    journal.redo()
-    journal.redo()
-    assert journal.redo() is None
-    assert (root / "a.txt").read_text() == "two"
-
-
-def test_a_new_step_ends_what_could_be_made_again(journal: Journal) -> None:
-    write(journal, "a.txt", "one")
-    journal.undo()
-    write(journal, "b.txt", "two")
-    assert journal.history().undone == ()
-
-
-def test_another_process_finds_the_same_history(journal: Journal) -> None:
-    write(journal, "a.txt", "one")
-    write(journal, "b.txt", "two")
-    journal.undo()
-    again = Journal(root=journal.root, folder=journal.folder)
-    assert again.history() == journal.history()
-    assert [len(stack) for stack in (again.history().done, again.history().undone)] == [1, 1]
-
-
 def test_one_stay_in_a_field_is_one_step(journal: Journal, root: Path) -> None:
     for text in ("a", "a c", "a cat"):
         write(journal, "a.txt", text, group="stay 1")
@@ -107,13 +76,6 @@ def test_a_stay_is_not_joined_over_an_edit_of_somebody_else(journal: Journal, ro
     write(journal, "a.txt", "theirs and mine", group="stay")
     journal.undo()
     assert (root / "a.txt").read_text() == "theirs"
-
-
-def test_bytes_that_are_no_utf8_come_back(journal: Journal, root: Path) -> None:
-    (root / "a.txt").write_bytes(b"caf\xe9\x00\xff")
-    write(journal, "a.txt", "caf\u00e9")
-    journal.undo()
-    assert (root / "a.txt").read_bytes() == b"caf\xe9\x00\xff"
 
 
 def test_what_somebody_else_has_changed_is_left_and_named(journal: Journal, root: Path) -> None:

@@ -1,27 +1,43 @@
-"""Command lines of the tools: exact, into names that are free; their results as a list."""
+"""What is done with a LoRA: converted, cut, merged, tried, exported, published."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import jobs, lora_files, lora_tools
+from lora_trainer.gui import jobs, lora_files, lora_tools, sharing, tries
 from lora_trainer.gui.workplace import Workplace
+from PIL import Image
 
 from lora_trainer.cli import main
-from lora_trainer.common.errors import RequestError
-from tests.fakes.lora_library import finished_run, lora
+from lora_trainer.common.errors import InputError, MachineError, RequestError
+from lora_trainer.lora_file.inspect import inspect_file
+from tests.fakes.hub_server import TOKEN, HubServer, hub_server
+from tests.fakes.lora_library import finished_run, lora, picture
+from tests.fakes.queues import until
+from tests.fakes.runs import contents
 
 Make = Callable[..., jobs.Job]
+
+
+TOLD = {
+    "modelspec__title": "Zorble",
+    "modelspec__description": "A blue creature",
+    "modelspec__trigger_phrase": "zorble",
+    "modelspec__license": "CC0",
+    "ss_base_model_version": "sdxl_base_v1-0",
+}
 
 
 @pytest.fixture
 def work(tmp_path: Path) -> Workplace:
     for name in ("a", "b"):
-        finished_run(tmp_path / "runs" / name, saves=())
+        finished_run(tmp_path / "runs" / name, saves=(), **TOLD)
     return Workplace(runs=tmp_path / "runs")
 
 
@@ -31,13 +47,27 @@ def file(work: Workplace) -> lora_files.LoraFile:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(work: Workplace, **asked: Any) -> jobs.Job:
-        asked["argv"] = tuple(asked["argv"])
-        folder = work.own / "jobs" / "1"
-        return jobs.Job(id="1", folder=folder, state="running", exit_code=None, **asked)
+def started(monkeypatch: pytest.MonkeyPatch, work: Workplace) -> list[jobs.Job]:
+    """Take jobs instead of starting them; `login` lets them start."""
+    found: list[jobs.Job] = []
+
+    def start(work: Workplace, *, kind: str, argv: list[str], about: Mapping[str, Any]) -> jobs.Job:
+        folder = work.own / "jobs" / str(len(found))
+        job = jobs.Job(
+            id=str(len(found)),
+            folder=folder,
+            kind=kind,
+            argv=tuple(argv),
+            about=about,
+            state="running",
+            exit_code=None,
+        )
+        found.insert(0, job)
+        return job
 
     monkeypatch.setattr(jobs, "start", start)
+    monkeypatch.setattr(jobs, "find", lambda work, kind: [job for job in found if job.kind == kind])
+    return found
 
 
 def parsed(job: jobs.Job) -> tuple[str, dict[str, Any]]:
@@ -129,3 +159,272 @@ def test_a_result_is_linked_while_it_is_there(work: Workplace, file: lora_files.
     (job.folder / jobs.LOG_FILE).write_text("error: <b>no</b>. Fix: do.\n")
     failed = replace(job, state="failed", exit_code=2)
     assert "error: &lt;b&gt;no&lt;/b&gt;. Fix: do." in lora_tools.shown(work, [failed])
+
+
+def drawn(work: Workplace, job: jobs.Job, *names: str) -> None:
+    folder = work.own / "tries" / str(job.about["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        picture(folder / name)
+
+
+def test_texts_of_the_form_arrive_as_values(work: Workplace, file: lora_files.LoraFile) -> None:
+    prompts = "--output=/tmp/x\n\n; touch marker\n$(touch marker)\n  a, (b:1.2)  "
+    wish = tries.wish(prompts=prompts, strengths="1,0.4 -0.5", seed=7, base="me/model")
+    command, arguments = parsed(tries.start(work, file, wish))
+    assert command == "sample"
+    assert arguments["run"] == file.path
+    assert arguments["prompt"] == [
+        "--output=/tmp/x",
+        "; touch marker",
+        "$(touch marker)",
+        "a, (b:1.2)",
+    ]
+    assert arguments["strength"] == [-0.5, 0.4, 1.0]
+    assert (arguments["seed"], arguments["base"]) == (7, "me/model")
+    assert arguments["output"].parent == work.own / "tries"
+
+
+def test_a_base_outside_of_what_may_be_named_is_refused(
+    file: lora_files.LoraFile, tmp_path: Path, work: Workplace, started: list[jobs.Job]
+) -> None:
+    shared = replace(work, roots=())
+    wish = tries.wish(prompts="x", strengths="1", seed=1, base=str(tmp_path))
+    with pytest.raises(InputError, match="outside of the folders"):
+        tries.start(shared, file, wish)
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompts": " \n "}, {"prompts": "\n".join(map(str, range(13)))}, {"strengths": ""},
+        {"strengths": "a"}, {"strengths": "nan"}, {"strengths": "1e9"}, {"seed": -1.0}, {"seed": 0.5},
+        {"seed": 1e30}, {"seed": float("inf")}, {"seed": float("nan")},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_drawn_is_refused(wrong: dict[str, Any]) -> None:
+    fine: dict[str, Any] = {"prompts": "x", "strengths": "1", "seed": 1, "base": ""}
+    tries.wish(**fine)
+    with pytest.raises(RequestError):
+        tries.wish(**{**fine, **wrong})
+
+
+def test_one_try_at_a_time(work: Workplace, file: lora_files.LoraFile) -> None:
+    wish = tries.wish(prompts="x", strengths="1", seed=None, base="")
+    tries.start(work, file, wish)
+    with pytest.raises(RequestError, match="already"):
+        tries.start(work, file, wish)
+
+
+def test_the_grid_fills_as_images_come(work: Workplace, file: lora_files.LoraFile) -> None:
+    wish = tries.wish(prompts="one\ntwo <b>", strengths="0.4 1", seed=5, base="")
+    job = tries.start(work, file, wish)
+    stamps = [tries.stamp(work, [job])]
+    assert "loading the base model" in tries.shown(work, [job])
+    drawn(
+        work,
+        job,
+        "zorble-5-x0.4.png",
+        "zorble-6-x1.png",
+        "other.png",
+        ".tmp-1-zorble-5-x1.png",
+    )
+    stamps.append(tries.stamp(work, [job]))
+    assert {place: path.name for place, path in tries.images(work, job).items()} == {
+        (0, 0.4): "zorble-5-x0.4.png",
+        (1, 1.0): "zorble-6-x1.png",
+    }
+    markup = tries.shown(work, [job])
+    assert "2 of 4 images" in markup
+    assert markup.count("<img") == 2
+    assert "two &lt;b&gt;" in markup
+    assert f"/media/own/tries/{job.about['folder']}/zorble-5-x0.4.png" in markup
+    done = replace(job, state="finished", exit_code=0)
+    stamps.append(tries.stamp(work, [done]))
+    assert len(set(stamps)) == 3
+    assert "4 images, seed 5" in tries.shown(work, [done])
+
+
+def test_one_strength_has_the_names_that_the_command_gives(
+    work: Workplace, file: lora_files.LoraFile
+) -> None:
+    job = tries.start(work, file, tries.wish(prompts="x", strengths="1", seed=5, base=""))
+    drawn(work, job, "zorble-5.png")
+    assert list(tries.images(work, job)) == [(0, 1.0)]
+
+
+def test_a_refusal_is_one_line_and_a_stop_is_no_error(
+    work: Workplace, file: lora_files.LoraFile
+) -> None:
+    job = tries.start(work, file, tries.wish(prompts="x", strengths="1", seed=5, base=""))
+    job.folder.mkdir(parents=True)
+    (job.folder / jobs.LOG_FILE).write_text("loading\nerror: no <base>. Fix: --base.\n")
+    markup = tries.shown(work, [replace(job, state="failed", exit_code=3)])
+    assert "error: no &lt;base&gt;. Fix: --base." in markup
+    markup = tries.shown(work, [replace(job, state="failed", exit_code=-15)])
+    assert "Stopped after 0 of 1" in markup
+    assert "error" not in markup
+
+
+def test_a_record_that_somebody_changed_leads_nowhere(
+    work: Workplace, file: lora_files.LoraFile
+) -> None:
+    job = tries.start(work, file, tries.wish(prompts="x", strengths="1", seed=5, base=""))
+    picture(work.runs.parent / "zorble-5.png")
+    for about in (
+        {"folder": "../../.."}, {"folder": 5, "prompts": 3, "strengths": ["x"], "seed": "y"}, {},
+    ):  # fmt: skip
+        changed = replace(job, about={**job.about, **about} if about else {})
+        assert tries.images(work, changed) == {}
+        tries.shown(work, [changed])
+
+
+CARD: dict[str, Any] = {"description": "x", "preferred weight": 0.8}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_card_has_the_names_that_a1111_reads(file: lora_files.LoraFile) -> None:
+    card = sharing.card(inspect_file(file.path), weight=0.8, notes=" made at /home/me/x ")
+    assert card == {
+        "description": "A blue creature",
+        "sd version": "SD1",
+        "activation text": "zorble",
+        "preferred weight": 0.8,
+        "notes": "made at [path]",
+    }
+    for weight in (-0.1, 2.1, float("nan")):
+        with pytest.raises(RequestError):
+            sharing.card(inspect_file(file.path), weight=weight, notes="")
+
+
+def test_file_preview_and_card_share_a_name(file: lora_files.LoraFile, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "loras"
+    preview = picture(tmp_path / "x.jpg", px=2000)
+    done = sharing.export(file, out, preview=preview, card=CARD)
+    assert names(out) == {"zorble.safetensors", "zorble.preview.png", "zorble.json"}
+    assert {path.name for path in done.files} == names(out)
+    assert (out / "zorble.safetensors").read_bytes() == file.path.read_bytes()
+    assert json.loads((out / "zorble.json").read_bytes()) == CARD
+    with Image.open(out / "zorble.preview.png") as shown:
+        assert (shown.format, shown.size) == ("PNG", (1536, 1536))
+    before = contents(out)
+    again = sharing.export(file, out, preview=preview, card=CARD)
+    assert again.was_there and not done.was_there
+    assert contents(out) == before
+
+
+def test_what_is_there_is_never_replaced(file: lora_files.LoraFile, tmp_path: Path) -> None:
+    out = tmp_path / "loras"
+    out.mkdir()
+    lora(out / "zorble.safetensors", rank=4)
+    (out / "zorble-002.json").write_text("my notes")
+    before = contents(out)
+    done = sharing.export(file, out, preview=None, card=CARD)
+    assert done.files[0].name == "zorble-003.safetensors"
+    assert contents(out).items() > before.items()
+
+
+def test_nothing_half_written_stays(file: lora_files.LoraFile, tmp_path: Path) -> None:
+    out = tmp_path / "loras"
+    with pytest.raises(InputError, match="no picture"):
+        sharing.export(file, out, preview=file.path, card=CARD)
+    assert not out.exists()
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(MachineError):
+        sharing.export(file, blocked / "x", preview=None, card=CARD)
+
+
+def test_what_others_will_miss_is_said_gravest_first(tmp_path: Path) -> None:
+    bare = inspect_file(lora(tmp_path / "bare.safetensors", ss_network_dim="99"))
+    found = sharing.remarks(bare, preview=None)
+    order = ["error", "warning", "note"]
+    severities = [order.index(remark.severity) for remark in found]
+    assert severities == sorted(severities)
+    said = " ".join(remark.what for remark in found)
+    for missing in ("title", "trigger", "description", "license", "preview", "which base model"):
+        assert missing in said
+    full = inspect_file(lora(tmp_path / "full.safetensors", width=320, **TOLD))
+    assert "title" not in " ".join(r.what for r in sharing.remarks(full, preview=Path("x.png")))
+
+
+def test_only_exports_to_the_run_are_linked(
+    work: Workplace, file: lora_files.LoraFile, tmp_path: Path
+) -> None:
+    inside = sharing.export(file, file.path.parent / "export", preview=None, card=CARD)
+    assert "/media/run/a/export/zorble.safetensors" in sharing.exported_html(file, inside)
+    outside = sharing.export(file, tmp_path / "<b>", preview=None, card=CARD)
+    markup = sharing.exported_html(file, outside)
+    assert "href" not in markup
+    assert "&lt;b&gt;" in markup
+
+
+def test_it_is_copied_to_a_program_that_is_remembered(
+    work: Workplace, file: lora_files.LoraFile, tmp_path: Path
+) -> None:
+    comfy = tmp_path / "ComfyUI"
+    loras = comfy / "models" / "loras"
+    loras.mkdir(parents=True)
+    (loras / file.path.name).write_bytes(b"of somebody else")
+    assert sharing.remembered_folder(work) == ""
+    done = sharing.copy_to_program(work, file, str(comfy))
+    assert done.files[0] == loras / "zorble-002.safetensors"
+    assert (loras / file.path.name).read_bytes() == b"of somebody else"
+    assert sharing.remembered_folder(work) == str(loras)
+    assert sharing.copy_to_program(work, file, str(loras)).was_there
+    with pytest.raises(InputError, match="no folder of LoRAs"):
+        sharing.copy_to_program(work, file, str(tmp_path / "runs"))
+    assert sharing.remembered_folder(work) == str(loras)
+
+
+def published(work: Workplace, *, repository: str, private: bool) -> jobs.Job:
+    file = lora_files.find(work, "zorble/zorble.safetensors")
+    job = sharing.publish(work, file, repository=repository, private=private)
+    until(lambda: jobs.read(work, job.id).state != "running")
+    return jobs.read(work, job.id)
+
+
+def test_a_lora_is_published_privately_with_its_card_and_the_token_is_told_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Workplace(runs=tmp_path / "runs")
+    finished_run(work.runs / "zorble", modelspec__title="Zorble", modelspec__trigger_phrase="zorb")
+    with hub_server() as hub:
+        login(monkeypatch, hub)
+        done = published(work, repository="zorble", private=True)
+        assert done.state == "finished", done.log_tail()
+        assert hub.private == {"jane/zorble": True}
+        files = hub.files["jane/zorble"]
+        lora = (work.runs / "zorble" / "zorble.safetensors").read_bytes()
+        assert files["zorble.safetensors"] == lora
+        assert {"README.md", "samples/00.png"} <= files.keys()
+        card = files["README.md"].decode()
+        assert "# Zorble" in card and "instance_prompt: zorb" in card
+        assert done.log_tail(1) == [f"published at {hub.address}/jane/zorble"]
+        assert TOKEN in hub.tokens
+        assert published(work, repository="club/zorble", private=False).state == "finished"
+        assert hub.private["club/zorble"] is False
+        hub.refuses = True
+        refused = published(work, repository="club/zorble", private=False)
+        assert "the Hub answers 403" in refused.error() and "hf auth login" in refused.error()
+        assert sharing.may_only_read(refused) and not sharing.may_only_read(done)
+        told = [path for path in work.own.rglob("*") if path.is_file()]
+        assert told and not any(TOKEN.encode() in path.read_bytes() for path in told)
+    with pytest.raises(RequestError, match="no name"):
+        sharing.publish(
+            work, lora_files.find(work, "zorble/zorble.safetensors"), repository=" ", private=True
+        )
+
+
+def login(monkeypatch: pytest.MonkeyPatch, hub: HubServer) -> None:
+    """Let commands be started, and talk to this Hub."""
+    monkeypatch.undo()
+    for name in [name for name in os.environ if name.startswith("HF_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_ENDPOINT", hub.address)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
