@@ -133,7 +133,7 @@ def use_in_comfyui(trigger: str) -> Html:
 
 def copy_button() -> Html:
     """Return the button that copies the element before it (assets/share.js)."""
-    return button("Copy", icon_name="copy", attributes={"data-copy": ""})
+    return button("Copy", icon_name="copy", kind="bare", attributes={"data-copy": ""})
 
 
 def delete_button(kind: str, ref: str, *, name: str, then: str) -> Html:

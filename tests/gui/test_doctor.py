@@ -108,13 +108,6 @@ def test_a_token_is_never_part_of_the_page(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "False"
 
 
-def test_the_cache_is_cleared_when_nothing_trains(work: Workplace, entry: Path) -> None:
-    assert "Remove 1 entries, 2.0 KiB?" in doctor.question(doctor.cache_state())
-    assert doctor.cleared_text(doctor.clear_cache(work)).startswith("Removed 1 entries: 2.0 KiB")
-    assert not entry.exists()
-    assert "empty already" in doctor.question(doctor.cache_state())
-
-
 def test_the_cache_stays_while_a_run_of_this_folder_trains(work: Workplace, entry: Path) -> None:
     write_status(fake_run(work.runs / "live", steps=30).write())
     with pytest.raises(MachineError, match="while live trains"):

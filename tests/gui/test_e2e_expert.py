@@ -75,7 +75,9 @@ IN_THE_PAGE = """() => Object.fromEntries([...document.querySelectorAll(".field"
 }))"""
 
 
-def test_every_setting_is_there_with_a_label_and_its_help(settings: Any) -> None:
+def test_every_setting_has_a_label_and_help_and_what_does_not_matter_is_folded(
+    settings: Any,
+) -> None:
     fields = settings.evaluate(IN_THE_PAGE)
     # Sorted: once the plan is there, the settings it does not use move to the end of their section.
     assert sorted(fields) == sorted(info.key for info in all_settings())
@@ -83,6 +85,15 @@ def test_every_setting_is_there_with_a_label_and_its_help(settings: Any) -> None
         control, label, help_text = fields[info.key]
         assert (control, label) == (f"set-{info.key}", info.label)
         assert help_text.startswith(named(info.doc).replace("`", ""))
+    settings.locator(".memory .fit").wait_for(timeout=PLANNED_WITHIN_MS)
+    factor = row(settings, "adapter.lokr_factor")
+    assert not factor.is_visible()
+    settings.locator("#expert-search").fill("lokr_factor")
+    factor.get_by_text("needs \u201cKind\u201d = lokr, but it is lora").wait_for()
+    settings.locator("#expert-search").fill("")
+    field(settings, "adapter.kind").select_option(label="lokr")
+    until(settings, "() => document.getElementById('adapter.dora').closest('details')")
+    assert factor.is_visible()
 
 
 def test_search_change_refusal_reset(settings: Any, work: Workplace, draft: drafts.Draft) -> None:
@@ -126,18 +137,6 @@ def test_a_number_is_not_rewritten_under_the_cursor(
     offset.fill("0.0010")
     offset.blur()
     until(settings, "() => document.getElementById('set-objective.noise_offset').value === '0.001'")
-
-
-def test_what_does_not_matter_is_folded_with_the_reason(settings: Any) -> None:
-    settings.locator(".memory .fit").wait_for(timeout=PLANNED_WITHIN_MS)
-    factor = row(settings, "adapter.lokr_factor")
-    assert not factor.is_visible()
-    settings.locator("#expert-search").fill("lokr_factor")
-    factor.get_by_text("needs \u201cKind\u201d = lokr, but it is lora").wait_for()
-    settings.locator("#expert-search").fill("")
-    field(settings, "adapter.kind").select_option(label="lokr")
-    until(settings, "() => document.getElementById('adapter.dora').closest('details')")
-    assert factor.is_visible()
 
 
 def test_two_tabs_and_the_json_of_both(

@@ -68,8 +68,14 @@ def desk(
         commands.remove(place.runs, item.id)
 
 
-def test_the_order_is_changed_by_keyboard_alone(desk: Desk, page: Any) -> None:
+def test_order_and_removal_by_keyboard_while_what_is_open_in_another_tab_stays_so(
+    desk: Desk, page: Any, new_page: NewPage
+) -> None:
     desk.open(page)
+    other = desk.open(new_page())
+    command = other.locator("li", has_text="owls").locator("details")
+    command.locator("summary").click()
+    other.get_by_role("button", name="Remove owls").focus()
     page.get_by_role("button", name="Later cats").focus()
     page.keyboard.press("Enter")
     until(lambda: desk.waiting()[1] == "cats")
@@ -79,14 +85,13 @@ def test_the_order_is_changed_by_keyboard_alone(desk: Desk, page: Any) -> None:
     until(lambda: desk.waiting()[2] == "cats")
     page.wait_for_function(f"{NAMED} === 'Earlier cats'")
     assert page.get_by_role("button", name="Later cats").is_disabled()
+    other.wait_for_function("document.querySelector('.queue ol h3').textContent.startsWith('dogs')")
+    assert command.get_attribute("open") is not None
+    assert other.evaluate(NAMED) == "Remove owls"
     page.reload()
     titles = page.locator(".queue ol h3").all_inner_texts
     page.get_by_role("button", name="Earlier cats").wait_for()
     assert titles() == desk.waiting()
-
-
-def test_removing_what_waits_is_asked_twice(desk: Desk, page: Any) -> None:
-    desk.open(page)
     remove = page.get_by_role("button", name="Remove owls")
     remove.click()
     sure = page.get_by_role("button", name="Really remove? owls")
@@ -98,20 +103,6 @@ def test_removing_what_waits_is_asked_twice(desk: Desk, page: Any) -> None:
     sure.click()
     until(lambda: "owls" not in desk.waiting())
     remove.wait_for(state="detached")
-
-
-def test_what_is_open_and_focused_stays_so_while_the_lists_change(
-    desk: Desk, page: Any, new_page: NewPage
-) -> None:
-    desk.open(page)
-    command = page.locator("li", has_text="owls").locator("details")
-    command.locator("summary").click()
-    page.get_by_role("button", name="Remove owls").focus()
-    other = desk.open(new_page())
-    other.get_by_role("button", name="Later cats").click()
-    page.wait_for_function("document.querySelector('.queue ol h3').textContent.startsWith('dogs')")
-    assert command.get_attribute("open") is not None
-    assert page.evaluate(NAMED) == "Remove owls"
 
 
 def test_one_that_failed_says_why_and_is_started_again(desk: Desk, page: Any) -> None:

@@ -201,14 +201,6 @@ def test_a_run_is_asked_to_stop_and_the_page_follows_its_files(page: Any, place:
     page.get_by_text("does not say where its images are").wait_for()
 
 
-def test_an_unknown_run_is_one_sentence_and_a_way_home(page: Any, place: Place) -> None:
-    opened(place, page, "%3Cimg%20src%3Dx%3E..%2Fsecret")
-    page.get_by_text("There is no run '<img src=x>../secret'.").wait_for()
-    assert page.get_by_role("button", name="Stop").count() == 0
-    page.get_by_role("link", name="See all runs").click()
-    page.wait_for_url(place.server.url("/"))
-
-
 def test_the_chart_is_looked_at_more_closely_by_mouse_and_by_keyboard(
     place: Place, page: Any
 ) -> None:

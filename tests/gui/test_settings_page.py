@@ -60,14 +60,6 @@ def call(work: Workplace, draft: Draft) -> Call:
     return ask
 
 
-def test_a_change_and_its_reset_are_in_the_file(call: Call, work: Workplace, draft: Draft) -> None:
-    changed = call("change", key="adapter.rank", text="8")
-    assert drafts.read(work, draft.id).settings == {"adapter.rank": 8}
-    assert changed["given"] == {"adapter.rank": "8"}
-    call("reset", key="adapter.rank")
-    assert drafts.read(work, draft.id).settings == {}
-
-
 @pytest.mark.parametrize(
     "asked",
     [
@@ -93,13 +85,6 @@ def test_a_request_that_is_no_object_is_refused(work: Workplace) -> None:
         for asked in (None, [], "x", 5):
             answer = function(asked)
             assert answer is not None and "error" in answer
-
-
-def test_a_tab_sees_the_change_of_another(call: Call) -> None:
-    before = call("open")
-    assert call("look", stamp=before["stamp"]) is None
-    call("change", key="train.seed", text="7")
-    assert call("look", stamp=before["stamp"])["given"] == {"train.seed": "7"}
 
 
 def test_without_an_id_the_newest_draft_opens(call: Call, draft: Draft) -> None:

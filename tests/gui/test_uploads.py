@@ -132,17 +132,6 @@ def batch(work: Workplace, *contents: bytes) -> None:
         (folder / str(number)).write_bytes(content)
 
 
-def test_what_a_browser_sent_becomes_a_folder_of_its_own(tmp_path: Path) -> None:
-    work = Workplace(runs=tmp_path)
-    batch(work, b"picture", b"program")
-    posted = Posted.of({"name": "my set", "files": ["x.png", "y.exe"]})
-    answer = dataset_upload.receive(work, BATCH, posted)
-    assert Path(answer["received"]) == work.own / "uploads" / "my set"
-    assert "1 image and 0 captions" in answer["said"]
-    assert "y.exe" in answer["said"]
-    assert not dataset_upload.batch_folder(work, BATCH).exists()
-
-
 @pytest.mark.parametrize(
     ("name", "files"),
     [
