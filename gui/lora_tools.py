@@ -18,6 +18,7 @@ from lora_trainer.reporting.charts import Html, tag
 from . import jobs, launch
 from .library import page_url
 from .lora_files import SUFFIX, LoraFile, find, recorded_base, unused
+from .markup import inline
 from .workplace import Workplace
 
 KIND = "tool"
@@ -97,7 +98,7 @@ def _job(work: Workplace, job: jobs.Job) -> Html:
     if job.state == "running":
         return tag("li", f"{what} \u2192 {result}: working\u2026", role="status")
     if job.state == "failed":
-        return tag("li", f"{what}: ", tag("span", job.error(), class_="error"))
+        return tag("li", f"{what}: ", tag("span", inline(job.error()), class_="error"))
     facts = [one_line(line) for line in job.log_tail(8) if not line.startswith("wrote ")]
     return tag(
         "li", f"{what} \u2192 ", _result(work, result), *(tag("small", fact) for fact in facts)

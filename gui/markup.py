@@ -193,6 +193,11 @@ def named(text: str) -> str:
     return _SETTING.sub(_label_in, text)
 
 
+def plain(text: str) -> str:
+    """Return a message as `inline` does, for a script that sets it as text."""
+    return named(text).replace("`", "")
+
+
 def _label_in(match: re.Match[str]) -> str:
     if match["key"] not in _labels():
         return match[0]

@@ -30,6 +30,7 @@ from lora_trainer.run.hub_upload import WRITE_REFUSED
 from . import jobs, launch
 from .library import preview_of
 from .lora_files import PREVIEW_SUFFIX, SUFFIX, LoraFile
+from .markup import inline
 from .media import EXPORTS, run_url
 from .workplace import Workplace
 
@@ -108,8 +109,8 @@ def remarks_html(found: tuple[Remark, ...]) -> Html:
     items = (
         tag(
             "li",
-            tag("b", f"{_sentence(remark.what)}. "),
-            tag("span", f"{_sentence(remark.advice)}.", class_="quiet"),
+            tag("b", inline(f"{_sentence(remark.what)}. ")),
+            tag("span", inline(f"{_sentence(remark.advice)}."), class_="quiet"),
             class_=remark.severity,
         )
         for remark in found

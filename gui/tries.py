@@ -20,6 +20,7 @@ from lora_trainer.reporting.sample_files import last_samples, sample_prompt, try
 
 from . import jobs, launch, state
 from .lora_files import Header, LoraFile, recorded_base
+from .markup import inline
 from .media import try_url
 from .workplace import Workplace
 
@@ -178,7 +179,7 @@ def _try(work: Workplace, job: jobs.Job) -> Html:
     return join(
         [
             tag("p", _said(job, len(found), count), class_="said", role="status"),
-            tag("p", job.error(), class_="error notice") if not _was_stopped(job) else None,
+            tag("p", inline(job.error()), class_="error notice") if not _was_stopped(job) else None,
             tag("div", *rows, class_="try-grid", role="table", style=f"--columns:{len(strengths)}"),
         ]
     )

@@ -10,7 +10,7 @@ import gradio as gr
 
 from lora_trainer.common.errors import LoraTrainError
 
-from ..markup import named
+from ..markup import plain
 from ..posted import Posted
 
 PRIVATE: Mapping[str, Any] = {"api_visibility": "private"}
@@ -53,7 +53,7 @@ def answering(
         try:
             return act(Posted.of(values))
         except LoraTrainError as error:
-            return {"error": named(str(error)).replace("`", "")}
+            return {"error": plain(str(error))}
 
     answer.__name__ = name or act.__name__
     return answer

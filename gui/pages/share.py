@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import bases, browse, lora_files, sharing
+from ..markup import plain
 from ..posted import Posted
 from ..workplace import Workplace
 from .gradio_events import answering, html, module
@@ -64,7 +65,11 @@ def build(work: Workplace) -> None:
         newest = jobs[0]
         last = next(iter(newest.log_tail(1)), "")
         only_reads = sharing.may_only_read(newest)
-        return {"state": newest.state, "said": newest.error() or last, "only_reads": only_reads}
+        return {
+            "state": newest.state,
+            "said": plain(newest.error() or last),
+            "only_reads": only_reads,
+        }
 
     html(
         html_template='<div class="share"></div>',

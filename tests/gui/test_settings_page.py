@@ -18,7 +18,7 @@ from lora_trainer.gui import drafts, expert_edit, expert_view, launch, setting_p
 from lora_trainer.gui.drafts import Draft
 from lora_trainer.gui.expert_text import text_of, value_of
 from lora_trainer.gui.launch import Answer
-from lora_trainer.gui.markup import named
+from lora_trainer.gui.markup import inline, named
 from lora_trainer.gui.pages import expert
 from lora_trainer.gui.plans import Plans
 from lora_trainer.gui.workplace import Workplace
@@ -510,3 +510,19 @@ def test_nothing_is_not_saved(work: Workplace) -> None:
 def test_what_is_not_there_cannot_be_loaded(work: Workplace) -> None:
     with pytest.raises(RequestError, match="cannot be read"):
         setting_presets.text(work, name="b")
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("leave optimizer.learning_rate out", "leave \u201cLearning rate\u201d out"),
+        ("use --set train.precision=fp32, and", "use \u201cTrain: Precision\u201d = fp32, and"),
+        ("train.steps=4 is above sampling.steps", "\u201cTrain: Steps\u201d = 4 is above \u201cSampling: Steps\u201d"),
+        ("run `lora-train <b>`", "run <code>lora-train &lt;b&gt;</code>"),
+        ("a ` alone, data.none, mydata.flip, data.flip.png", "a ` alone, data.none, mydata.flip, data.flip.png"),
+    ],
+)  # fmt: skip
+def test_messages_name_settings_by_their_labels_and_show_code_as_code(
+    said: str, shown: str
+) -> None:
+    assert inline(said) == shown
