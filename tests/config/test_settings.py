@@ -250,3 +250,7 @@ def test_forms_follow_from_the_schema(
     info = INFOS[key]
     assert vars(info.form) == {**vars(type(info.form)(kind=form["kind"])), **form}
     assert (info.form.allowed, info.label) == (allowed, label)
+
+
+def test_a_label_of_every_steps_is_english() -> None:
+    assert INFOS["train.validate_every_steps"].label == "Validate every N steps"

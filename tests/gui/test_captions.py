@@ -21,7 +21,7 @@ from PIL import Image
 
 from lora_trainer.cli.main import main
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import read_caption_file
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 from lora_trainer.dataset.scan import scan

@@ -20,7 +20,8 @@ from lora_trainer.gui.workplace import Workplace
 from PIL import Image
 
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
-from lora_trainer.config.config import DataSettings, build_config
+from lora_trainer.config.config import build_config
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.listing import EXCLUDED_FOLDER, ImageFile, list_dataset
 
 BULK = {"kind": "prepend", "text": "word", "replacement": "", "joint": ", "}

@@ -35,7 +35,7 @@ from lora_trainer.gui.run_view import head, machine_now, memory
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.hardware.card_state import CardState
+from lora_trainer.hardware.nvml import CardState
 from lora_trainer.queue import commands
 from lora_trainer.reporting.control import Control, Request
 from lora_trainer.reporting.history import HistoryReader, read_history
