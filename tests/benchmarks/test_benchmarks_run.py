@@ -42,17 +42,6 @@ def test_step_ladder(tmp_path: Path) -> None:
     assert "way" in (tmp_path / "out.svg").read_text()
 
 
-def test_wheels_are_of_all_that_is_needed_but_torch() -> None:
-    """Its own packages come with torch, which the other machine has for its GPU."""
-    asking = "from wheels import closure; import json; own = closure(['torch'], without={}); "
-    asking += "print(json.dumps([list(own), list(closure(['diffusers', 'peft'], without=own))]))"
-    done = run("-c", f"import sys; sys.path.insert(0, 'benchmarks'); {asking}")
-    own, needed = json.loads(done.stdout)
-    assert {"torch", "sympy"} <= set(own)
-    assert {"diffusers", "peft", "safetensors", "numpy"} <= set(needed)
-    assert not set(own) & set(needed)
-
-
 def test_startup(tmp_path: Path) -> None:
     (row,), _ = measured("startup", "--rounds 1 --model sd15", tmp_path)
     assert row["ratio_wall_s"] == pytest.approx(row["ours_wall_s"][0] / row["bare_wall_s"][0])

@@ -344,6 +344,10 @@ def test_wheels_leave_out_what_is_there(tmp_path: Path) -> None:
     needed = closure(["pydantic>=2"], without={}, installed={"annotated-types": "0.7.0"})
     assert "pydantic" in needed and "annotated-types" not in needed
     assert "pydantic" in closure(["pydantic>=2"], without={}, installed={"pydantic": "1.10"})
+    own = closure(["torch"], without={})  # its own packages come with it, built for the GPU there
+    others = closure(["diffusers", "peft"], without=own)
+    assert {"torch", "sympy"} <= set(own) and not set(own) & set(others)
+    assert {"diffusers", "peft", "safetensors", "numpy"} <= set(others)
     wheel = tmp_path / "bitsandbytes-1-py3-none-any.whl"
     names = ["code.py", "lib_cuda128.so", "lib_cuda130.so", "lib_cpu.so", "lib_rocm70.so"]
     record = "bitsandbytes-1.dist-info/RECORD"

@@ -22,8 +22,6 @@ from lora_trainer.common.files import (
     write_file,
 )
 
-LONG_AGO_NS = 1_600_000_000 * 10**9
-
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
