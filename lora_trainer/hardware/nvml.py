@@ -259,25 +259,29 @@ def card_states(nvml: Nvml | None = None) -> tuple[CardState, ...]:
 
 
 def _state(asker: _Asker, handle: Any) -> CardState | None:
-    nvml, ask = asker.nvml, asker.ask_quietly
-    memory = None if handle is None else ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+    def ask(name: str, *arguments: Any) -> Any:
+        call = getattr(asker.nvml, name, None)  # another release of pynvml may lack it
+        return None if call is None else asker.ask_quietly(call, handle, *arguments)
+
+    memory = None if handle is None else ask("nvmlDeviceGetMemoryInfo")
     if memory is None:
         return None
     processes = [
-        *(ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
-        *(ask(nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or ()),
+        *(ask("nvmlDeviceGetComputeRunningProcesses") or ()),
+        *(ask("nvmlDeviceGetGraphicsRunningProcesses") or ()),
     ]
-    samples = ask(nvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
-    load = ask(nvml.nvmlDeviceGetUtilizationRates, handle)
-    milliwatts = ask(nvml.nvmlDeviceGetPowerUsage, handle)
+    load, milliwatts = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetPowerUsage")
     return CardState(
         total_bytes=int(memory.total),
         used_bytes=int(memory.total) - int(memory.free),
         load_percent=None if load is None else int(load.gpu),
-        clock_mhz=ask(nvml.nvmlDeviceGetClockInfo, handle, _SM_CLOCK),
-        celsius=ask(nvml.nvmlDeviceGetTemperature, handle, _CORE_SENSOR),
+        clock_mhz=ask("nvmlDeviceGetClockInfo", _SM_CLOCK),
+        celsius=ask("nvmlDeviceGetTemperature", _CORE_SENSOR),
         watts=None if milliwatts is None else milliwatts / 1000,
-        held_back=ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0,
+        held_back=ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0,
         users=frozenset(int(process.pid) for process in processes),
-        busy_percent={int(sample.pid): int(sample.smUtil) for sample in samples},
+        busy_percent={
+            int(sample.pid): int(sample.smUtil)
+            for sample in ask("nvmlDeviceGetProcessUtilization", 0) or ()
+        },
     )
