@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config.config import Config, build_config, setting_keys
+from lora_trainer.config.config import build_config, setting_keys
+from lora_trainer.config.running import Config
 from lora_trainer.measuring.profile import Measured, verdict
 
 RESOLVED: dict[str, Any] = {

@@ -24,7 +24,8 @@ from lora_trainer.common.events import EventStream, JsonlWriter, Listener
 from lora_trainer.common.files import json_bytes, write_atomic
 from lora_trainer.common.processes import read_dist_env
 from lora_trainer.common.wording import without_secrets
-from lora_trainer.config.config import Config, build_config, flatten
+from lora_trainer.config.config import build_config, flatten
+from lora_trainer.config.running import Config
 from lora_trainer.dataset.records import bucket_counts
 from lora_trainer.hardware.devices import allocator_settings
 from lora_trainer.planning.search import gib
