@@ -15,12 +15,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lora_trainer import __version__
-from lora_trainer.cache.lease import Cleared, clear, entries
+from lora_trainer.cache.store import Cleared, clear, entries
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.common.wording import bytes_text
 from lora_trainer.config.config import build_config
-from lora_trainer.dataset.run_dataset import cache_in
+from lora_trainer.dataset.scan import cache_in
 from lora_trainer.hardware.machine import PURPOSES, Hardware, is_optional, package_notes
 from lora_trainer.reporting.charts import Html, table, tag
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.files import disk_error
 from lora_trainer.common.wording import bytes_text, duration_text, one_line, without_secrets
-from lora_trainer.queue import commands
+from lora_trainer.queue import commands, worker
 from lora_trainer.queue.commands import Item
 from lora_trainer.reporting.charts import Html, tag
 from lora_trainer.reporting.control import Control
@@ -81,11 +81,11 @@ def worker_line(work: Workplace, found: Sequence[Item]) -> str:
     waiting = [item for item in found if item.state == "waiting"]
     if not running and not waiting:
         return "Nothing waits. A training that you start begins at once."
-    if fault := commands.worker_fault(work.runs):
+    if fault := worker.worker_fault(work.runs):
         return f"The queue cannot work: {without_secrets(fault)}"
-    if commands.worker_pid(work.runs) is None:
+    if worker.worker_pid(work.runs) is None:
         return "The queue is starting."
-    others = commands.outside(work.runs, running)
+    others = worker.outside(work.runs, running)
     if waiting and not running and others:
         return f"Waiting for {others[0]}, which was started outside of the queue."
     return "The queue works by itself: closing this page or the program stops nothing."
@@ -107,7 +107,7 @@ def asked(work: Workplace, *, action: str, id: str) -> str:
                 commands.remove(work.runs, item.id)
         else:
             raise RequestError(f"{action!r} is nothing to ask", fix="reload the page")
-        commands.ensure_worker(work.runs)
+        worker.ensure_worker(work.runs)
     except LoraTrainError as error:
         return error_html(str(error))
     except OSError as error:

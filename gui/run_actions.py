@@ -12,7 +12,7 @@ from pathlib import Path
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import read_json_object
 from lora_trainer.config.choices import PRIORITIES
-from lora_trainer.queue import commands
+from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.control import Control, Request
 from lora_trainer.reporting.history import mapping, read_history
 from lora_trainer.reporting.status import end_process, read_status
@@ -64,7 +64,7 @@ def resume(work: Workplace, run: str, *, dataset: str = "") -> None:
         raise RequestError(f"{run} is being trained already", fix="wait for it, or stop it first")
     words = launch.resume_words(folder, dataset=dataset, work=work)
     commands.add(work.runs, words, label=folder.name)
-    commands.ensure_worker(work.runs)
+    worker.ensure_worker(work.runs)
 
 
 def clone(work: Workplace, run: str, *, mended: bool = False) -> drafts.Draft:

@@ -34,7 +34,7 @@ from lora_trainer.gui import trash  # noqa: E402 - after sys.path
 from lora_trainer.gui.workplace import Workplace  # noqa: E402 - after sys.path
 
 from lora_trainer.common.events import read_events  # noqa: E402 - after sys.path
-from lora_trainer.queue import commands  # noqa: E402 - after sys.path
+from lora_trainer.queue import commands, worker  # noqa: E402 - after sys.path
 from lora_trainer.reporting.control import Control  # noqa: E402 - after sys.path
 from tests.fakes.gui_server import GuiServer, start_gui  # noqa: E402 - after sys.path
 
@@ -245,7 +245,7 @@ def queued(runs: Path, images: Path, name: str, *options: str) -> str:
     """Put a training of the example into the queue; return the id of its item."""
     words = [str(images), f"--name={name}", f"--output={runs}", *options]
     item = commands.add(runs, words, label=name)
-    commands.ensure_worker(runs)
+    worker.ensure_worker(runs)
     return item.id
 
 

@@ -92,7 +92,7 @@ def light_modules() -> list[str]:
         "run.prepare",
     ]
     names += ["run.run_folder", "tools.describe"]
-    names += [f"cache.{name}" for name in ("background", "index", "keys", "lease", "store")]
+    names += [f"cache.{name}" for name in ("background", "keys", "store")]
     found = [f"lora_trainer.{name}" for name in names]
     for room in TORCH_FREE_ROOMS:
         folder = ROOT / "lora_trainer" / room

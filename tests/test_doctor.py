@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from lora_trainer.cache.keys import text_key
-from lora_trainer.cache.lease import in_use
-from lora_trainer.cache.store import Cache
+from lora_trainer.cache.store import Cache, in_use
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.common.memo import FILE_NAME
 from lora_trainer.hardware.machine import GIB, Hardware

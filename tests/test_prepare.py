@@ -18,7 +18,7 @@ from lora_trainer.config.constraints import contradictions
 from lora_trainer.config.layers import SettingsFile, read_settings_file, read_settings_text
 from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.dataset.records import bucket_counts
-from lora_trainer.dataset.run_dataset import cache_folder
+from lora_trainer.dataset.scan import cache_folder
 from lora_trainer.hardware.machine import Hardware, assume_card
 from lora_trainer.run import prepare as prepare_module
 from lora_trainer.run.plan_text import plan_text, run_warnings, shares

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from lora_trainer.cli import main
-from lora_trainer.queue import commands
-from lora_trainer.queue.items import changing, write
+from lora_trainer.queue import commands, worker
+from lora_trainer.queue.commands import changing, write
 from lora_trainer.reporting.status import read_status
 from tests.fakes.queues import Place, until
 from tests.fakes.runs import ROOT, start, toy
@@ -34,7 +34,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 @pytest.fixture
 def held(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A queue that nobody works through."""
-    monkeypatch.setattr(commands, "ensure_worker", lambda runs: None)
+    monkeypatch.setattr(worker, "ensure_worker", lambda runs: None)
     return place
 
 

@@ -16,9 +16,9 @@ import pytest
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.queue import commands, process
+from lora_trainer.queue import commands
 from lora_trainer.queue import worker as queue_worker
-from lora_trainer.queue.items import Item, changing, write
+from lora_trainer.queue.commands import Item, changing, write
 from lora_trainer.queue.worker import Child, Worker, slots
 from tests.fakes.queue_trainer import status
 from tests.fakes.queues import FAKE_TRAINER, WORKER_PROGRAM, Place, until
@@ -263,7 +263,7 @@ def test_an_end_that_nobody_saw_is_told_by_the_run(
     place.let("a").touch()
     until(lambda: gone(place.item(item.id).pid))
     assert place.item(item.id).state == "running", "as the dead worker left it"
-    commands.settle(place.runs)
+    queue_worker.settle(place.runs)
     ended = place.item(item.id)
     assert (ended.state, ended.exit_code, ended.error) == (state, code, error)
 
@@ -278,7 +278,7 @@ def test_a_run_that_went_on_elsewhere_does_not_speak_for_the_item(
     os.kill(place.item(item.id).pid or 0, signal.SIGKILL)
     until(lambda: gone(place.item(item.id).pid))
     status(place.runs / "a", state="finished", code=0, say="by another process")
-    commands.settle(place.runs)
+    queue_worker.settle(place.runs)
     assert place.item(item.id).state == "interrupted"
 
 
@@ -330,7 +330,7 @@ def test_a_worker_that_is_asked_to_end_leaves_the_training_alone(
     )
     item = place.add("a", until=str(place.let("a")))
     said: list[str] = []
-    commands.work(
+    queue_worker.work(
         place.runs,
         trainer=FAKE_TRAINER,
         devices=[""],
@@ -340,11 +340,11 @@ def test_a_worker_that_is_asked_to_end_leaves_the_training_alone(
     )
     pid = place.item(item.id).pid
     assert not gone(pid)
-    assert commands.worker_pid(place.runs) is None
+    assert queue_worker.worker_pid(place.runs) is None
     assert said == [f"{item.id} started, process {pid}"]
     place.let("a").touch()
     children[0].process.wait()
-    commands.settle(place.runs)
+    queue_worker.settle(place.runs)
     assert place.item(item.id).state == "finished"
 
 
@@ -353,20 +353,20 @@ def test_a_worker_that_is_asked_to_end_leaves_the_training_alone(
 
 def test_there_is_one_worker_and_it_ends_by_itself(place: Place) -> None:
     place.add("a", until=str(place.let("a")))
-    commands.ensure_worker(place.runs, program=WORKER_PROGRAM)
-    pid = commands.worker_pid(place.runs)
+    queue_worker.ensure_worker(place.runs, program=WORKER_PROGRAM)
+    pid = queue_worker.worker_pid(place.runs)
     assert pid is not None
     assert os.getsid(pid) == pid
-    commands.ensure_worker(place.runs, program=("no such program",))
-    assert commands.worker_pid(place.runs) == pid
+    queue_worker.ensure_worker(place.runs, program=("no such program",))
+    assert queue_worker.worker_pid(place.runs) == pid
     until(lambda: place.states()["a"] == "running")
     with pytest.raises(RequestError, match=f"process {pid}"):
-        commands.work(place.runs, devices=[""])
-    until(lambda: commands.worker_pid(place.runs) == pid, what="the worker to say so again")
+        queue_worker.work(place.runs, devices=[""])
+    until(lambda: queue_worker.worker_pid(place.runs) == pid, what="the worker to say so again")
     place.let("a").touch()
-    until(lambda: commands.worker_pid(place.runs) is None)
+    until(lambda: queue_worker.worker_pid(place.runs) is None)
     assert place.states() == {"a": "finished"}
-    commands.ensure_worker(place.runs, program=("no such program",))
+    queue_worker.ensure_worker(place.runs, program=("no such program",))
 
 
 def test_a_worker_that_was_killed_is_replaced(place: Place) -> None:
@@ -375,39 +375,39 @@ def test_a_worker_that_was_killed_is_replaced(place: Place) -> None:
     with place.worker_process() as process:
         until(lambda: trains(place, item))
         process.kill()
-    commands.ensure_worker(place.runs, program=WORKER_PROGRAM)
+    queue_worker.ensure_worker(place.runs, program=WORKER_PROGRAM)
     place.let("a").touch()
     until(lambda: place.states() == {"b": "finished", "a": "finished"})
-    until(lambda: commands.worker_pid(place.runs) is None)
+    until(lambda: queue_worker.worker_pid(place.runs) is None)
 
 
 def test_a_worker_that_dies_at_once_is_not_started_by_every_look(place: Place) -> None:
     place.add("a")
     broken = (sys.executable, "-c", "import sys; sys.exit('error: torch is broken')")
-    commands.ensure_worker(place.runs, program=broken, clock=lambda: 100.0)
-    until(lambda: commands.worker_pid(place.runs) is None)
-    assert commands.worker_fault(place.runs) == "torch is broken"
-    commands.ensure_worker(place.runs, program=("no such program",), clock=lambda: 105.0)
+    queue_worker.ensure_worker(place.runs, program=broken, clock=lambda: 100.0)
+    until(lambda: queue_worker.worker_pid(place.runs) is None)
+    assert queue_worker.worker_fault(place.runs) == "torch is broken"
+    queue_worker.ensure_worker(place.runs, program=("no such program",), clock=lambda: 105.0)
     with pytest.raises(MachineError, match="no such program|No such file"):
-        commands.ensure_worker(place.runs, program=("no such program",), clock=lambda: 111.0)
-    commands.ensure_worker(place.runs, program=WORKER_PROGRAM, clock=lambda: 111.0)
+        queue_worker.ensure_worker(place.runs, program=("no such program",), clock=lambda: 111.0)
+    queue_worker.ensure_worker(place.runs, program=WORKER_PROGRAM, clock=lambda: 111.0)
     until(lambda: place.states() == {"a": "finished"})
-    assert commands.worker_fault(place.runs) == ""
-    until(lambda: commands.worker_pid(place.runs) is None)
+    assert queue_worker.worker_fault(place.runs) == ""
+    until(lambda: queue_worker.worker_pid(place.runs) is None)
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"pid": -5}', b"\xff"])
 def test_a_damaged_note_of_the_worker_is_replaced(damage: bytes, place: Place) -> None:
     place.add("a")
     (place.runs / ".queue" / ".worker.json").write_bytes(damage)
-    assert commands.worker_pid(place.runs) is None
-    commands.work(place.runs, trainer=FAKE_TRAINER, devices=[""], sleep=lambda _: None)
+    assert queue_worker.worker_pid(place.runs) is None
+    queue_worker.work(place.runs, trainer=FAKE_TRAINER, devices=[""], sleep=lambda _: None)
     assert place.states() == {"a": "finished"}
 
 
 def test_what_comes_while_a_worker_retires_is_worked_on(place: Place) -> None:
     """The last poll finds nothing; before the worker says that it is gone, somebody adds."""
-    real = process.changing
+    real = queue_worker.changing
     late = []
 
     def add_before_the_lock(runs: Path) -> Any:
@@ -417,8 +417,8 @@ def test_what_comes_while_a_worker_retires_is_worked_on(place: Place) -> None:
         return real(runs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "changing", add_before_the_lock)
-        commands.work(
+        patch.setattr(queue_worker, "changing", add_before_the_lock)
+        queue_worker.work(
             place.runs, trainer=FAKE_TRAINER, devices=[""], sleep=lambda _: None, idle_polls=2
         )
     assert place.states() == {"late": "finished"}
@@ -433,7 +433,7 @@ def test_a_worker_whose_queue_was_deleted_ends(place: Place) -> None:
         for file in (place.runs / ".queue").glob(".worker.lock"):
             file.unlink()
 
-    commands.work(place.runs, trainer=FAKE_TRAINER, devices=[], sleep=sleep, stop=lambda: None)
+    queue_worker.work(place.runs, trainer=FAKE_TRAINER, devices=[], sleep=sleep, stop=lambda: None)
     assert len(polls) == 1
 
 
@@ -451,7 +451,7 @@ def test_a_worker_goes_on_when_the_disk_is_full_for_a_while(place: Place) -> Non
     real = Worker.tick
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Worker, "tick", full_at_first)
-        commands.work(
+        queue_worker.work(
             place.runs, trainer=FAKE_TRAINER, devices=[""], say=said.append, sleep=lambda _: None
         )
     assert place.states() == {"a": "finished"}
@@ -473,7 +473,7 @@ def test_a_training_started_by_hand_takes_a_device(place: Place) -> None:
     for name in "ab":
         place.add(name)
     worker = place.worker("0", "1")
-    assert commands.outside(place.runs, ()) == ("by-hand",)
+    assert queue_worker.outside(place.runs, ()) == ("by-hand",)
     until(lambda: worker.tick() and place.item("0001-a").has_ended)
     assert place.given("a")["device"] == "1", "CUDA's first GPU is where one trains by itself"
     status(by_hand(place), state="finished", code=0, say="")

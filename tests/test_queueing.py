@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.queue import commands, items
-from lora_trainer.queue.items import Item, write
+from lora_trainer.queue import commands, worker
+from lora_trainer.queue.commands import Item, write
 from lora_trainer.queue.worker import Child, Worker
 from tests.fakes.queues import Place
 
@@ -34,7 +34,7 @@ def ids(place: Place) -> list[str]:
 def become(place: Place, item: Item, **changes: Any) -> Item:
     """Let an item be what a worker would make of it."""
     changed = replace(item, **changes)
-    with items.changing(place.runs):
+    with commands.changing(place.runs):
         write(place.runs, changed)
     return changed
 
@@ -44,8 +44,8 @@ def become(place: Place, item: Item, **changes: Any) -> Item:
 
 def test_a_queue_that_was_never_used_is_empty_and_stays_absent(place: Place) -> None:
     assert commands.items(place.runs) == ()
-    assert commands.worker_pid(place.runs) is None
-    commands.ensure_worker(place.runs, program=("no such program",))
+    assert worker.worker_pid(place.runs) is None
+    worker.ensure_worker(place.runs, program=("no such program",))
     assert not place.runs.exists()
 
 
@@ -58,14 +58,6 @@ def test_items_are_named_after_their_number_and_label(place: Place) -> None:
     ]
     assert place.item("0002-training").label == "小猫"
     assert len(place.item(f"0004-{'x' * 40}").label) == 200
-
-
-def test_running_first_then_waiting_in_order_then_the_newest_end(place: Place) -> None:
-    a, b, c, d, e = (place.add(name) for name in "abcde")
-    become(place, a, state="finished", ended_s=10.0)
-    become(place, c, state="failed", ended_s=20.0)
-    become(place, d, state="running", started_s=5.0)
-    assert ids(place) == [d.id, b.id, e.id, c.id, a.id]
 
 
 @pytest.mark.parametrize("state", ["waiting", "running"])
@@ -114,18 +106,6 @@ def test_many_can_add_at_once(place: Place) -> None:
 
 
 # ---- moving, removing, again
-
-
-def test_moving_changes_the_order_and_stops_at_the_ends(place: Place) -> None:
-    a, b, c = (place.add(name).id for name in "abc")
-    commands.move(place.runs, c, by=-1)
-    assert ids(place) == [a, c, b]
-    commands.move(place.runs, c, by=-1)
-    commands.move(place.runs, c, by=-1)
-    assert ids(place) == [c, a, b]
-    commands.move(place.runs, c, by=+9)
-    assert ids(place) == [a, b, c]
-    assert place.add("d").id == ids(place)[-1]
 
 
 def test_a_crash_while_moving_loses_nothing_and_can_be_repaired(

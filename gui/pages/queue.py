@@ -11,7 +11,7 @@ from typing import Any
 import gradio as gr
 
 from lora_trainer.common.errors import MachineError
-from lora_trainer.queue import commands
+from lora_trainer.queue import commands, worker
 
 from .. import queue_view
 from ..asset_files import asset
@@ -56,7 +56,7 @@ def shown(work: Workplace, stamp: Stamp) -> Any:
     A queue nobody works through gets a worker.
     """
     try:
-        commands.ensure_worker(work.runs)
+        worker.ensure_worker(work.runs)
         now = queue_view.stamp(work)
         if now == stamp:
             return gr.skip()

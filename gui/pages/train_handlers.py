@@ -15,7 +15,7 @@ import gradio as gr
 
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.choices import CONCEPT
-from lora_trainer.queue import commands
+from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.charts import join, tag
 from lora_trainer.reporting.history import mapping
 
@@ -248,7 +248,7 @@ def starting(work: Workplace) -> Callable[..., list[Any]]:
                     item = commands.add(work.runs, words, label=label)
                     draft = replace(draft, started_as=item.id)
                     drafts.save(work, draft)
-            commands.ensure_worker(work.runs)
+            worker.ensure_worker(work.runs)
         except LoraTrainError as error:
             return [gr.skip(), error_html(str(error)), gr.skip(), gr.skip()]
         return [gr.Walkthrough(selected=STARTED), "", _waiting(work, draft), gr.Timer(active=True)]
@@ -355,7 +355,7 @@ def _train_label(work: Workplace, values: Mapping[str, Any]) -> str:
     """Return what the button does with a plan: another training that goes on comes first."""
     waits = any(not item.has_ended for item in commands.items(work.runs))
     is_try_out = values.get("base") == bases.EMBEDDED
-    if waits or commands.outside(work.runs, ()):
+    if waits or worker.outside(work.runs, ()):
         return "Add try-out to queue" if is_try_out else "Add to queue"
     return "Train a try-out" if is_try_out else "Train"
 

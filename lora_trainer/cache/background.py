@@ -35,19 +35,6 @@ def prefetch_map(
     """
     workers = min(MOST_AHEAD, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="lora-train-ahead")
-    try:
-        yield _made(pool, make, items, cost, most_cost)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _made(
-    pool: ThreadPoolExecutor,
-    make: Callable[[Item], Made],
-    items: Sequence[Item],
-    cost: Callable[[Item], int],
-    most_cost: int,
-) -> Iterator[Made]:
     waiting: deque[tuple[Future[Made], int]] = deque()
     begun = spent = 0
 
@@ -60,13 +47,20 @@ def _made(
             waiting.append((pool.submit(make, items[begun]), costs))
             begun, spent = begun + 1, spent + costs
 
-    begin()
-    while waiting:
-        future, costs = waiting.popleft()
-        item = future.result()
-        spent -= costs
+    def in_order() -> Iterator[Made]:
+        nonlocal spent
         begin()
-        yield item
+        while waiting:
+            future, costs = waiting.popleft()
+            item = future.result()
+            spent -= costs
+            begin()  # before the item is handed over: the caller may be busy with it for long
+            yield item
+
+    try:
+        yield in_order()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 Later = Callable[[Callable[[], None]], None]

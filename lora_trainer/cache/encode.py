@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from lora_trainer.cache.background import Later, prefetch_map, write_behind
 from lora_trainer.cache.cache_plan import ImageJob, Needs, TextEntries
-from lora_trainer.cache.index import missing
 from lora_trainer.cache.keys import CacheKey
-from lora_trainer.cache.store import Cache
+from lora_trainer.cache.store import Cache, missing
 from lora_trainer.common.errors import RESUME, InputError, MachineError, StoppedBySignal, first_line
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.inputs import DataSettings

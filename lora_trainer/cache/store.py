@@ -4,20 +4,30 @@ An entry is one safetensors file of float32 arrays at ROOT/KIND/ab/DIGEST.safete
 a hash of everything the arrays depend on, so it is never stale; its header carries that key and
 a checksum over the key, names, shapes and bytes, so it is never wrong: a damaged or swapped entry is
 moved aside, reported and encoded again. Writes are atomic but not flushed: they can be repeated.
+
+An entry whose checksum was verified once is not read again before training: it is remembered in the cache folder by
+(size, mtime_ns, inode). A training holds a lease, a locked file in the folder, and the cache can be emptied while
+nobody does; the system releases the lock when the process ends, also by a kill.
 """
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Protocol
 
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from lora_trainer.cache.keys import Arrays, CacheKey, Damaged, build, parse
@@ -29,7 +39,8 @@ from lora_trainer.common.files import (
     retry_while_open,
     write_atomic,
 )
-from lora_trainer.common.memo import FILE_NAME
+from lora_trainer.common.memo import FILE_NAME, MemoTable
+from lora_trainer.common.processes import gc_disabled
 
 DAMAGED_FOLDER = "damaged"
 _LEFTOVER_AGE_S = 3600.0
@@ -194,3 +205,206 @@ def _old_files(paths: Iterable[Path], *, age_s: float) -> Iterator[Path]:
             continue
         if old:
             yield path
+
+
+MAX_REMEMBERED = 1_000_000
+SETTLED_NS = 60 * 10**9
+"""Younger entries may not be on the disk yet: a power cut can still take what was just read."""
+_FEW = 64
+
+
+_STAMPS = "stamps"
+
+
+@dataclass(kw_only=True)
+class CacheIndex:
+    """Entries that were read and found whole: a 64-bit hash of name and stamp of each.
+
+    The stamp leaves out ctime, which `Cache.touch` changes: nobody but us writes these files. All stamps are
+    one text of the memo, 16 MB at most, the latest used last.
+    """
+
+    table: MemoTable
+    written_stamps: dict[int, None] = field(init=False)
+    used: dict[int, None] = field(default_factory=dict)
+    """Those asked for in this run, which are forgotten last."""
+    _saved: bool = True
+
+    def __post_init__(self) -> None:
+        self.written_stamps = dict.fromkeys(_stamps(self.table.get(_STAMPS)))
+
+    def has(self, stamp: int) -> bool:
+        """Say whether the file of this stamp was found whole."""
+        if stamp in self.written_stamps:
+            self.used[stamp] = None
+            return True
+        return False
+
+    def add(self, stamp: int) -> None:
+        """Remember a file that is whole."""
+        self.used[stamp] = None
+        self._saved = False
+
+    def save(self) -> None:
+        """Write the verified entries, merged with those that other processes added; raises MachineError."""
+        if self._saved:
+            return
+        others = _stamps(self.table.stored().get(_STAMPS))
+        stamps = [*(stamp for stamp in others if stamp not in self.used), *self.used]
+        self.table.put(_STAMPS, array("Q", stamps[-MAX_REMEMBERED:]).tobytes().hex())
+        self.table.save()
+        self._saved = True
+
+
+def _stamps(text: str | None) -> array[int]:
+    return array("Q", bytes.fromhex(text or ""))
+
+
+@gc_disabled()
+def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
+    """Return the digests of the entries that are not there or were damaged."""
+    memo = CacheIndex(table=MemoTable.load(cache.folder.root, "whole entries"))
+    absent, to_read = set(), []
+    settled_ns = time.time_ns() - SETTLED_NS
+    for key in keys:
+        stat = _stat(cache.file(key))
+        if stat is None:
+            absent.add(key.digest)
+            continue
+        stamp = _stamp(key, stat)
+        if memo.has(stamp):
+            cache.touch(key, stat)
+        else:
+            to_read.append((key, stamp if stat.st_mtime_ns < settled_ns else None))
+    whole = _verified([key for key, _ in to_read], cache)
+    for (key, settled), is_whole in zip(to_read, whole, strict=True):
+        if not is_whole:
+            absent.add(key.digest)
+        elif settled is not None:
+            memo.add(settled)
+    try:
+        memo.save()
+    except MachineError as error:
+        fix = "nothing to do; the entries are read again at the next start"
+        cache.on_problem(error.found, fix=fix, file=FILE_NAME, code="CAC-04")
+    return frozenset(absent)
+
+
+def _verified(keys: Sequence[CacheKey], cache: Cache) -> list[bool]:
+    """Read entries; of many several at a time, as reading and hashing release the GIL."""
+    if len(keys) < _FEW:
+        return [cache.verify(key) for key in keys]
+    with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
+        return pool.map(cache.verify, keys, chunksize=16)
+
+
+def _stat(file: str) -> os.stat_result | None:
+    try:
+        return os.stat(file)  # noqa: PTH116 - a Path for each of 200,000 entries is slow
+    except OSError:
+        return None
+
+
+def _stamp(key: CacheKey, stat: os.stat_result) -> int:
+    name = f"{key.digest} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
+
+
+_DOOR = ".in-use.lock"
+_MARKS = ".in-use-*.lock"
+_ENTRY = re.compile(r"[0-9a-f]{64}\.safetensors")
+_KINDS = ("latents", "text", "masks", DAMAGED_FOLDER)
+_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cleared:
+    """The files and bytes removed from a cache."""
+
+    folder: Path
+    files: int
+    bytes: int
+
+
+@contextmanager
+def in_use(root: Path) -> Iterator[None]:
+    """Keep a cache from being cleared meanwhile; raises MachineError when the disk refuses."""
+    mark = root / f".in-use-{platform.node()}-{os.getpid()}.lock"
+    lock = FileLock(mark)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        # One that clears the cache has the door shut: no training begins among entries that vanish.
+        with FileLock(root / _DOOR, timeout=_WITHIN_S):
+            lock.acquire(timeout=0)
+    except Timeout:
+        raise MachineError(f"the cache in {root} is being cleared", fix="start again") from None
+    except OSError as error:
+        raise disk_error(mark, error) from error
+    except NotImplementedError:
+        # A network folder without locks; clearing it during a training costs a --resume at worst.
+        pass
+    try:
+        yield
+    finally:
+        lock.release(force=True)
+        with suppress(OSError):
+            mark.unlink(missing_ok=True)
+
+
+def clear(folder: CappedFolder) -> Cleared:
+    """Remove all entries; raises MachineError while a training uses them, or for a folder that is no cache."""
+    root = folder.root
+    if not (root / folder.marker).is_file():
+        raise MachineError(
+            f"{root} is no cache of lora-train", fix="name its folder, or do nothing"
+        )
+    with unused(root):
+        return _removed(folder)
+
+
+@contextmanager
+def unused(root: Path) -> Iterator[int]:
+    """Keep trainings from a cache meanwhile; yields how many marks of killed trainings were removed.
+
+    Raises MachineError while a training uses the cache and when the disk refuses.
+    """
+    try:
+        with FileLock(root / _DOOR, timeout=0):
+            yield _refuse_used(root)
+    except Timeout:
+        raise MachineError(
+            f"{root} is being cleared or used", fix="try again in a minute"
+        ) from None
+    except OSError as error:
+        raise disk_error(root, error) from error
+
+
+def entries(folder: CappedFolder) -> Iterator[tuple[Path, int]]:
+    """Yield each entry with its size in bytes."""
+    for path, stat in folder.files():
+        if _ENTRY.fullmatch(path.name) and path.relative_to(folder.root).parts[0] in _KINDS:
+            yield path, stat.st_size
+
+
+def _refuse_used(root: Path) -> int:
+    removed = 0
+    for mark in root.glob(_MARKS):
+        lock = FileLock(mark)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise MachineError(
+                f"a training uses the cache in {root}", fix="wait for it, or stop it first"
+            ) from None
+        lock.release(force=True)
+        mark.unlink(missing_ok=True)  # its process was killed
+        removed += 1
+    return removed
+
+
+def _removed(folder: CappedFolder) -> Cleared:
+    files = size_bytes = 0
+    for path, entry_bytes in list(entries(folder)):
+        path.unlink(missing_ok=True)
+        files, size_bytes = files + 1, size_bytes + entry_bytes
+    return Cleared(folder=folder.root, files=files, bytes=size_bytes)

@@ -1,12 +1,8 @@
-"""`lora-train caption`: what was asked for, and a caption by a model for every image without one.
-
-What `lora-train caption` was asked for, and which of it goes together. Torch-free.
-
-`lora-train caption`: a caption by a model for every image of a dataset that has none.
+"""`lora-train caption`: a caption by a model for every image of a dataset that has none.
 
 Input is a `CaptionRequest`, output are NAME.txt files beside the images, written one by one, and
 an event for each. What is there stays there: captions are replaced only where that is asked for,
-never if they were edited meanwhile, and `caption_journal` keeps what was before. Torch-free until a
+never if they were edited meanwhile, and `caption_files` keeps the old ones. Torch-free until a
 model is loaded.
 """
 
@@ -14,14 +10,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from PIL import Image
 
-from lora_trainer.captioning.caption_files import Chosen, Target, choose, content_of
-from lora_trainer.captioning.caption_journal import CaptionJournal, opened
+from lora_trainer.captioning.caption_files import (
+    CaptionJournal,
+    Chosen,
+    Target,
+    choose,
+    content_of,
+    opened,
+)
 from lora_trainer.captioning.catalogue import RequestedModel, Writes, find, located, what_it_writes
 from lora_trainer.captioning.tagger import Captioner, ModelCaption, OutOfRoom, no_room
 from lora_trainer.common.errors import InputError, RequestError, StoppedBySignal
@@ -57,24 +59,18 @@ class CaptionRequest:
 
     def refuse_unfit(self, writes: Writes) -> None:
         """Raise RequestError for options that this kind of model has no use for, and for bad numbers."""
-        unfit: dict[str, object]
-        if writes == "tags":
-            unfit = {"--prompt": self.prompt, "--max-tokens": self.max_tokens}
-        else:
-            unfit = {
-                "--threshold": self.threshold,
-                "--character-threshold": self.character_threshold,
-            }
-        for name, value in unfit.items():
+        of_text = {"--prompt": self.prompt, "--max-tokens": self.max_tokens}
+        of_tags = {
+            "--threshold": self.threshold,
+            "--character-threshold": self.character_threshold,
+        }
+        for name, value in (of_text if writes == "tags" else of_tags).items():
             if value is not None:
                 raise RequestError(
                     f"{name} is not for {self.model}, which writes {writes}",
                     fix=f"leave {name} out",
                 )
-        for name, share in (
-            ("--threshold", self.threshold),
-            ("--character-threshold", self.character_threshold),
-        ):
+        for name, share in of_tags.items():
             if share is not None and not 0 < share <= 1:
                 raise RequestError(f"{name} {share:g} is no probability", fix="give 0.05 to 0.95")
         if self.max_tokens is not None and not 1 <= self.max_tokens <= 4096:
@@ -84,17 +80,9 @@ class CaptionRequest:
 
     def decisive(self, source: str) -> dict[str, object]:
         """Return the values that decide the text of captions: a call with others is another call."""
-        return {
-            "model": source,
-            "overwrite": self.overwrite,
-            "prefix": self.prefix,
-            "suffix": self.suffix,
-            "trigger": self.trigger,
-            "prompt": self.prompt,
-            "max_tokens": self.max_tokens,
-            "threshold": self.threshold,
-            "character_threshold": self.character_threshold,
-        }
+        elsewhere = ("dataset", "images", "output", "device")
+        values = {name: value for name, value in vars(self).items() if name not in elsewhere}
+        return {**values, "model": source}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,11 +154,10 @@ class _Work:
     chosen: Chosen
     events: EventStream
     written: int = 0
-    failed: int = field(init=False)
+    failed: int = 0
     first_fault: str = ""
 
     def __post_init__(self) -> None:
-        self.failed = 0
         for refusal in self.chosen.refused:
             self._fail(refusal.name, refusal.what, refusal.fix)
         if self.chosen.findings:
@@ -213,12 +200,7 @@ class _Work:
                 f"no image could be captioned ({self.failed} tried); the first {self.first_fault}",
                 fix="see the line of each image",
             )
-        self.events.emit(
-            "captioned",
-            written=captioned.written,
-            failed=captioned.failed,
-            had_one=captioned.had_one,
-        )
+        self.events.emit("captioned", **asdict(captioned))
         return captioned
 
     def _picture(self, target: Target, journal: CaptionJournal) -> Image.Image | None:

@@ -1,18 +1,33 @@
-"""Which images of a dataset get a caption, and where it is written.
+"""The files that a captioning model writes: which images get a caption, where it goes, and the way back.
 
-Input is a dataset folder, which is only listed here. A caption from a file, from `metadata.jsonl` or
-from a folder's name counts as one, and is left alone unless it is asked to be replaced.
+A caption from a file, from `metadata.jsonl` or from a folder's name counts as one, and is left alone unless it is
+asked to be replaced. Beside the captions lies a hidden folder `.captions-before` with a numbered folder for each
+call: `journal.jsonl` names every file with the SHA-256 of its new text, `old/` holds the replaced files. It is hidden,
+so that training does not take it for a part of the dataset, and it lies in the dataset, so that it is found where
+the captions are missed. Files edited since are left alone.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from lora_trainer.common.errors import InputError, RequestError, did_you_mean
-from lora_trainer.common.events import shown
+from lora_trainer.common.errors import InputError, MachineError, RequestError, did_you_mean
+from lora_trainer.common.events import read_jsonl, shown
+from lora_trainer.common.files import (
+    disk_error,
+    locked,
+    retry_while_open,
+    sha256_bytes,
+    sync_folder,
+    write_atomic,
+)
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import is_json, read_caption_file, split_name
 from lora_trainer.dataset.listing import ImageFile, list_dataset
@@ -134,3 +149,199 @@ def _caption_source(picture: ImageFile, file: Path, before: bytes | None) -> str
         if read_caption_file(path.name, content).text:
             return path.name
     return next((stand_in.source for stand_in in picture.stand_ins if stand_in.text), None)
+
+
+FOLDER = ".captions-before"
+JOURNAL = "journal.jsonl"
+_NUMBERED = re.compile(r"(\d{4,})(-undone)?")
+
+
+@dataclass(kw_only=True)
+class CaptionJournal:
+    """The record of one call. `written`: SHA-256 by file of the captions it wrote, for going on with it."""
+
+    root: Path
+    folder: Path
+    written: dict[str, str] = field(default_factory=dict)
+
+    def has_written(self, file: Path, content: bytes | None) -> bool:
+        """Say whether this call, interrupted, wrote `content` to `file` before."""
+        written_digest = self.written.get(self._name(file))
+        return content is not None and written_digest == sha256_bytes(content)
+
+    def write(self, file: Path, text: bytes, *, before: bytes | None) -> None:
+        """Write a caption file so that it can be taken back; raises MachineError."""
+        name = self._name(file)
+        old = None if before is None else self._keep(name, before)
+        self._append({"file": name, "sha256": sha256_bytes(text), "old": old})
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise disk_error(file, error) from error
+        write_atomic(file, text)
+        self.written[name] = sha256_bytes(text)
+
+    def finish(self) -> None:
+        """Note that the call did all it was asked for: the next one is one of its own."""
+        self._append({"finished": True})
+
+    def end_line(self) -> None:
+        """End a last line that a kill cut, so that the next one is apart from it."""
+        self._append_text("\n")
+
+    def discard_if_unused(self) -> None:
+        """Remove the record of a call that wrote nothing."""
+        rows = read_jsonl(self.folder / JOURNAL)
+        if not any("file" in row for row in rows):
+            with suppress(OSError):
+                (self.folder / JOURNAL).unlink(missing_ok=True)
+                self.folder.rmdir()
+
+    def _keep(self, name: str, content: bytes) -> str:
+        """Store a file's old bytes under its own name, or that with a number; return the name."""
+        for number in range(1, 10_000):
+            copy_name = name if number == 1 else f"{name}.{number}"
+            path = self.folder / "old" / copy_name
+            if not path.exists():
+                break
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise disk_error(path, error) from error
+        write_atomic(path, content)
+        return copy_name
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        # Escaped to ASCII: a file name may hold bytes that are not UTF-8.
+        self._append_text(json.dumps(row) + "\n")
+
+    def _append_text(self, text: str) -> None:
+        file = self.folder / JOURNAL
+        try:
+            with file.open("a", encoding="ascii", newline="\n") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise disk_error(file, error) from error
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self.root).as_posix()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UndoResult:
+    """The files that undoing a call removed, restored, or left alone because they were edited."""
+
+    removed: tuple[str, ...]
+    restored: tuple[str, ...]
+    edited: tuple[str, ...]
+
+
+@contextmanager
+def opened(root: Path, request: Mapping[str, Any]) -> Iterator[CaptionJournal]:
+    """Begin a record in `root`, or go on with the last one if that was the same request, interrupted.
+
+    Raises MachineError when the folder cannot be written or another process captions it.
+    """
+    with _locked(root) as parent:
+        folders = [folder for folder in _numbered(parent) if not folder.name.endswith("-undone")]
+        rows = read_jsonl(folders[-1] / JOURNAL) if folders else []
+        if rows and rows[0] == {"request": dict(request)} and {"finished": True} not in rows:
+            journal = CaptionJournal(root=root, folder=folders[-1], written=_written(rows))
+            journal.end_line()
+        else:
+            journal = CaptionJournal(root=root, folder=_new_folder(parent))
+            journal._append({"request": dict(request)})
+        try:
+            yield journal
+        finally:
+            journal.discard_if_unused()
+
+
+def undo(root: Path) -> UndoResult:
+    """Take back the last call that wrote captions in `root`; the record stays, marked as undone.
+
+    Raises InputError when there is none, MachineError when the disk refuses.
+    """
+    if not (root / FOLDER).is_dir():
+        raise _nothing_to_undo(root)
+    with _locked(root) as parent:
+        folders = [folder for folder in _numbered(parent) if not folder.name.endswith("-undone")]
+        if not folders:
+            raise _nothing_to_undo(root)
+        files_by_outcome: dict[str, list[str]] = {"removed": [], "restored": [], "edited": []}
+        for row in reversed(read_jsonl(folders[-1] / JOURNAL)):
+            if "file" in row:
+                files_by_outcome[_take_back(root, folders[-1], row)].append(str(row["file"]))
+        undone = folders[-1].with_name(f"{folders[-1].name}-undone")
+        retry_while_open(lambda: folders[-1].rename(undone))
+    return UndoResult(
+        **{name: tuple(sorted(set(files))) for name, files in files_by_outcome.items()}
+    )
+
+
+def _take_back(root: Path, folder: Path, row: Mapping[str, Any]) -> str:
+    """Take back one file; return which list of `UndoResult` it belongs to."""
+    try:
+        file = _inside(root, row["file"])
+        old = None if row["old"] is None else _inside(folder / "old", row["old"]).read_bytes()
+        now = file.read_bytes() if file.exists() else None
+        if now != old and (now is None or sha256_bytes(now) != row["sha256"]):
+            return "edited"
+        if old is None:
+            file.unlink(missing_ok=True)
+            return "removed"
+    except OSError as error:
+        raise disk_error(file, error) from error
+    write_atomic(file, old)
+    return "restored"
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Return a file of `folder`; a record that came with a dataset may name any other."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"a record of captions in {folder} names {name!r}", fix="remove it")
+    return path
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[Path]:
+    """Make the hidden folder and hold its lock."""
+    parent = root / FOLDER
+    busy = MachineError(
+        f"{root} is being captioned by another process", fix="wait for it, or stop it first"
+    )
+    with locked(parent / ".lock", within_s=0, busy=busy):
+        yield parent
+    with suppress(OSError):  # a folder that holds no record is of no use
+        if [path.name for path in parent.iterdir()] == [".lock"]:
+            (parent / ".lock").unlink()
+            parent.rmdir()
+
+
+def _numbered(parent: Path) -> list[Path]:
+    matches = {path: _NUMBERED.fullmatch(path.name) for path in parent.iterdir()}
+    numbers = {path: int(match[1]) for path, match in matches.items() if match}
+    return sorted(numbers, key=lambda path: numbers[path])
+
+
+def _new_folder(parent: Path) -> Path:
+    folders = _numbered(parent)
+    last = int(folders[-1].name.partition("-")[0]) if folders else 0
+    folder = parent / f"{last + 1:04d}"
+    try:
+        folder.mkdir()
+        sync_folder(parent)
+    except OSError as error:
+        raise disk_error(folder, error) from error
+    return folder
+
+
+def _written(rows: list[dict[str, Any]]) -> dict[str, str]:
+    return {str(row["file"]): str(row["sha256"]) for row in rows if "file" in row}
+
+
+def _nothing_to_undo(root: Path) -> InputError:
+    return InputError(f"there are no captions to take back in {root}", fix="check the folder")

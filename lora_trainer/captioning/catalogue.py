@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -32,7 +34,7 @@ _NEEDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class KnownModel:
-    """A released model; `memory_gib` is computed from its parameters in 16 bits, not measured."""
+    """A released model, a row of `catalogue.toml`; `memory_gib` is computed, not measured."""
 
     name: str
     source: str
@@ -43,90 +45,12 @@ class KnownModel:
     memory_gib: float
 
 
-KNOWN = (
-    KnownModel(
-        name="florence2",
-        source="florence-community/Florence-2-large",
-        writes="sentences",
-        good_for="photographs and drawings, two or three plain sentences; small and quick",
-        licence="MIT",
-        download_gb=1.6,
-        memory_gib=3,
-    ),
-    KnownModel(
-        name="florence2-base",
-        source="florence-community/Florence-2-base",
-        writes="sentences",
-        good_for="the same with a third of the memory, on a processor too",
-        licence="MIT",
-        download_gb=0.5,
-        memory_gib=2,
-    ),
-    KnownModel(
-        name="blip",
-        source="Salesforce/blip-image-captioning-base",
-        writes="sentences",
-        good_for="one short sentence; for bases with a short prompt, on any machine",
-        licence="BSD-3-Clause",
-        download_gb=1.0,
-        memory_gib=2,
-    ),
-    KnownModel(
-        name="blip-large",
-        source="Salesforce/blip-image-captioning-large",
-        writes="sentences",
-        good_for="one short sentence, a little closer to the image",
-        licence="BSD-3-Clause",
-        download_gb=1.9,
-        memory_gib=2,
-    ),
-    KnownModel(
-        name="qwen2.5-vl",
-        source="Qwen/Qwen2.5-VL-7B-Instruct",
-        writes="sentences",
-        good_for="the most exact sentences of these; does as --prompt asks",
-        licence="Apache-2.0",
-        download_gb=16.6,
-        memory_gib=19,
-    ),
-    KnownModel(
-        name="qwen3-vl",
-        source="Qwen/Qwen3-VL-4B-Instruct",
-        writes="sentences",
-        good_for="exact sentences; does as --prompt asks; for GPUs of 12 GB and more",
-        licence="Apache-2.0",
-        download_gb=8.9,
-        memory_gib=11,
-    ),
-    KnownModel(
-        name="qwen3-vl-2b",
-        source="Qwen/Qwen3-VL-2B-Instruct",
-        writes="sentences",
-        good_for="the same for GPUs of 6 to 8 GB",
-        licence="Apache-2.0",
-        download_gb=4.3,
-        memory_gib=6,
-    ),
-    KnownModel(
-        name="wd14",
-        source="SmilingWolf/wd-eva02-large-tagger-v3",
-        writes="tags",
-        good_for="drawings in anime style, for bases that were trained with such tags",
-        licence="Apache-2.0",
-        download_gb=1.3,
-        memory_gib=3,
-    ),
-    KnownModel(
-        name="wd14-vit",
-        source="SmilingWolf/wd-vit-tagger-v3",
-        writes="tags",
-        good_for="the same, smaller and quicker on a processor",
-        licence="Apache-2.0",
-        download_gb=0.4,
-        memory_gib=2,
-    ),
-)
-"""Sizes and licences as their publishers state them; none of these weights was at hand here."""
+def _known_models() -> tuple[KnownModel, ...]:
+    text = files(__package__).joinpath("catalogue.toml").read_text("utf-8")
+    return tuple(KnownModel(name=name, **row) for name, row in tomllib.loads(text).items())
+
+
+KNOWN = _known_models()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,9 @@
 """The interface of captioning models, and tags by the WD taggers.
 
-A captioning model: texts for upright RGB images, the same for the same image.
-
-Tags by the WD taggers: an ONNX file that gives every tag of `selected_tags.csv` a probability.
-
-Input are upright RGB images, padded to a square with white and given as 0 to 255 in the order
-blue, green, red. Output are tags above a threshold: characters first, then the likeliest. Needs
-onnxruntime and no torch.
+A captioning model gives texts for upright RGB images, the same for the same image. A WD tagger is an ONNX file
+that gives every tag of `selected_tags.csv` a probability. Input are upright RGB images, padded to a square with
+white and given as 0 to 255 in the order blue, green, red. Output are tags above a threshold: characters first,
+then the likeliest. Needs onnxruntime and no torch.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal, TextIO
 from cyclopts import Parameter
 
 from lora_trainer.captioning.caption_dataset import CaptionRequest, caption_dataset, look
-from lora_trainer.captioning.caption_files import Chosen
-from lora_trainer.captioning.caption_journal import UndoResult
-from lora_trainer.captioning.caption_journal import undo as take_back
+from lora_trainer.captioning.caption_files import Chosen, UndoResult
+from lora_trainer.captioning.caption_files import undo as take_back
 from lora_trainer.captioning.catalogue import DEFAULT, KNOWN, RequestedModel
 from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.events import Event, EventStream, shown

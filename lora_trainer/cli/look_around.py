@@ -137,7 +137,7 @@ def doctor(
 ) -> Reply:
     """Check this machine: its hardware, the device trainings use and why, and how to fix problems."""
     from lora_trainer.config.config import build_config
-    from lora_trainer.dataset.run_dataset import cache_in
+    from lora_trainer.dataset.scan import cache_in
     from lora_trainer.run.machine_report import (
         checks,
         cleared_text,
@@ -149,7 +149,7 @@ def doctor(
     if clear_cache and fix:
         raise RequestError("--clear-cache and --fix contradict each other", fix="give one of them")
     if clear_cache:
-        from lora_trainer.cache.lease import clear
+        from lora_trainer.cache.store import clear
 
         result = clear(cache_in(build_config(overrides(set_))))
         return {**asdict(result), "folder": str(result.folder)} if json else cleared_text(result)

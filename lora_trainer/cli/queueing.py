@@ -22,7 +22,7 @@ from lora_trainer.cli.train_dataset import read
 from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.wording import without_secrets
 from lora_trainer.config.running import Config
-from lora_trainer.queue import commands
+from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.control import StopFlag, taking_signals
 from lora_trainer.run.plan_text import add_row
 
@@ -51,7 +51,7 @@ def add(
     argv = [*_output(training, folder), *words]
     item = commands.add(folder, argv, label=label or _name(training))
     # The worker is a process of its own: the queue goes on after this terminal is closed.
-    commands.ensure_worker(folder)
+    worker.ensure_worker(folder)
     return item.id
 
 
@@ -59,11 +59,11 @@ def add(
 def list_items(*, runs: Runs = None, json: Json = False) -> Reply:
     """List the trainings that run, wait or have ended."""
     folder = _runs(runs)
-    commands.settle(folder)
+    worker.settle(folder)
     items = commands.items(folder)
     if json:
         return [asdict(item) for item in items]
-    return _listing(items, worker=commands.worker_pid(folder))
+    return _listing(items, worker=worker.worker_pid(folder))
 
 
 @app.command
@@ -75,7 +75,7 @@ def move(id: str, where: Literal["up", "down"], /, *, runs: Runs = None) -> None
 @app.command
 def remove(id: str, /, *, runs: Runs = None) -> None:
     """Remove a training that waits or has ended from the list; its run folder stays."""
-    commands.settle(folder := _runs(runs))
+    worker.settle(folder := _runs(runs))
     commands.remove(folder, id)
 
 
@@ -84,7 +84,7 @@ def run(*, runs: Runs = None) -> None:
     """Run the waiting trainings until none is left; `add` starts this by itself, in the background."""
     stop = StopFlag()
     with taking_signals(stop):
-        commands.work(_runs(runs), stop=stop, say=_say)
+        worker.work(_runs(runs), stop=stop, say=_say)
     if stop.number is not None:
         raise StoppedBySignal(
             stop.number,

@@ -55,7 +55,7 @@ def train(
         plan = api.plan(dataset, **keywords)
         return plan_text(plan.prepared, plan.longer)
     with made_to_stay():
-        from lora_trainer.queue.items import download_listeners
+        from lora_trainer.queue.commands import download_listeners
         from lora_trainer.reporting.console import ConsoleListener
 
     with ConsoleListener(console()) as listener:

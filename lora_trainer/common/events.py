@@ -157,13 +157,6 @@ class Finding:
     code: str = ""
 
 
-def unusable(file: str, what: str, *, advice: str, code: str) -> Finding:
-    """Return the finding for an image that is left out."""
-    return Finding(
-        kind="unusable", severity="error", file=file, what=what, advice=advice, code=code
-    )
-
-
 def note(kind: str, file: str | None, what: str, *, advice: str) -> Finding:
     """Return a finding of severity "note"."""
     return Finding(kind=kind, severity="note", file=file, what=what, advice=advice)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.errors import LoraTrainError, MachineError, RequestError
 
 TEMPORARY_PREFIX = ".tmp-"
 WINDOWS_FORBIDDEN = frozenset('<>:"/\\|?*')
@@ -134,7 +134,7 @@ def windows_name_problem(name: str) -> str:
 
 
 @contextmanager
-def locked(file: Path, *, within_s: float, busy: MachineError) -> Iterator[None]:
+def locked(file: Path, *, within_s: float, busy: LoraTrainError) -> Iterator[None]:
     """Hold the lock `file` while the block runs, creating its folder; the lock does not nest.
 
     Raises `busy` when another process holds it for `within_s` seconds, MachineError on a disk error.

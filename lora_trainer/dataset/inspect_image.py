@@ -1,16 +1,29 @@
 """Inspection of one listed image: its hash, its size and numbers, its mask and its caption, as a record.
 
-The memo answers for files that have not changed, so that a second start opens none of them.
+The memo answers for files that have not changed, so that a second start opens none of them. A caption can lie inside
+the image: the first text that describes it, that of generators cut to its prompt; a workflow in JSON is no caption.
+Sources: PNG specification 11.3.3 (keywords), EXIF 2.32 (UserComment), XMP specification part 1 (dc:description),
+and the "parameters" text of AUTOMATIC1111's web UI.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
+from xml.etree import ElementTree
+
+import PIL
+from PIL import ExifTags, Image
+from pydantic import TypeAdapter, ValidationError
 
 from lora_trainer.common.events import Finding
 from lora_trainer.common.files import sha256_bytes
+from lora_trainer.common.memo import HashMemo, MemoTable
+from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import Place
 from lora_trainer.dataset.caption_rules import plain_text
@@ -19,16 +32,146 @@ from lora_trainer.dataset.captions import (
     MAX_CAPTION_BYTES,
     TRIGGER_PLACEHOLDER,
     CaptionText,
+    caption_of,
+    clean,
+    decoded,
     is_json,
     read_caption_file,
 )
-from lora_trainer.dataset.decode_memo import DatasetMemo
-from lora_trainer.dataset.finding_texts import finding
-from lora_trainer.dataset.image_text import IMAGE_TEXT, read_image_text
-from lora_trainer.dataset.images import ImageDecodeError, VerifiedImage, verify
+from lora_trainer.dataset.images import ImageDecodeError, VerifiedImage, loaded, verify
 from lora_trainer.dataset.listing import ImageFile
-from lora_trainer.dataset.masks import Mask, check_mask
-from lora_trainer.dataset.records import ImageRecord
+from lora_trainer.dataset.masks import Mask, MaskSize, mask_size, refuse_unfit
+from lora_trainer.dataset.records import ImageRecord, finding
+
+IMAGE_TEXT = "image metadata"
+"""Source of a caption that lies inside the image."""
+_PNG_KEYS = ("caption", "description", "prompt", "parameters", "comment", "title")
+_DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
+_LIST_ITEM = "{http://www.w3.org/1999/02/22-rdf-syntax-ns#}li"
+_MAX_XMP_BYTES = 1 << 20
+# What AUTOMATIC1111 and its forks write after the prompt.
+_GENERATOR_TAIL = re.compile(r"\n(Negative prompt: |Steps: \d).*", re.DOTALL)
+_COMMENT_ENCODINGS = {b"ASCII\0\0\0": "ascii", b"JIS\0\0\0\0\0": "shift_jis", b"\0" * 8: "utf-8"}
+_XP_TAGS = (0x9C9C, 0x9C9B)
+"""Comment and title as Windows' Explorer writes them, in UTF-16."""
+
+
+def read_image_text(path: Path, *, settings: DataSettings, content_hash: str) -> CaptionText:
+    """Return the caption inside an image file, an empty one where there is none.
+
+    Raises ImageDecodeError for a damaged image and for a file that no longer has this SHA-256.
+    """
+    # PNG may have its text behind the pixels, so the image is loaded first.
+    with loaded(path, settings, content_hash, []) as (image, _):
+        texts = (_prompt_of(text) for text in _texts(image))
+        return caption_of([next(filter(None, texts), "")])
+
+
+def _texts(image: Image.Image) -> Iterator[str]:
+    """Yield the texts of an image that may describe it, the most explicit first."""
+    fields = {key.casefold(): value for key, value in image.info.items() if isinstance(key, str)}
+    for key in _PNG_KEYS:
+        yield _plain_text(fields.get(key))
+    try:
+        exif = image.getexif()
+        yield _plain_text(exif.get(ExifTags.Base.ImageDescription))
+        details = exif.get_ifd(ExifTags.IFD.Exif)
+        yield _user_comment(details.get(ExifTags.Base.UserComment))
+        for tag in _XP_TAGS:
+            value = exif.get(tag)
+            yield bytes(value).decode("utf-16-le", "replace") if value else ""
+    except Exception:  # noqa: BLE001 - damaged EXIF is named by the check of the image itself
+        pass
+    packet = fields.get("xmp") or fields.get("xml:com.adobe.xmp") or b""
+    yield from _xmp_texts(packet if isinstance(packet, bytes) else str(packet).encode())
+
+
+def _plain_text(value: object) -> str:
+    return decoded(value)[0] if isinstance(value, bytes) else str(value or "")
+
+
+def _user_comment(value: object) -> str:
+    """Return the text of a UserComment, whose first eight bytes name its encoding."""
+    if not isinstance(value, bytes):
+        return _plain_text(value)
+    head, body = value[:8], value[8:]
+    if head == b"UNICODE\0":
+        # EXIF leaves the byte order open: of the two, Latin text has its zero bytes on one side.
+        is_big = body[:2] == b"\xfe\xff" or body[0:200:2].count(0) > body[1:200:2].count(0)
+        return body.decode("utf-16-be" if is_big else "utf-16-le", "replace")
+    encoding = _COMMENT_ENCODINGS.get(head)
+    return body.decode(encoding, "replace") if encoding else _plain_text(value)
+
+
+def _xmp_texts(packet: bytes) -> Iterator[str]:
+    # A packet has no use for a document type, with which small files expand to large ones.
+    if not packet or len(packet) > _MAX_XMP_BYTES or b"<!" in packet:
+        return
+    try:
+        root = ElementTree.fromstring(packet.strip(b"\0 \r\n"))
+    except (ElementTree.ParseError, ValueError, LookupError):
+        return
+    for description in root.iter(_DESCRIPTION):
+        yield (
+            "".join(description.itertext())
+            if description.find(f".//{_LIST_ITEM}") is None
+            else ("".join(next(description.iter(_LIST_ITEM)).itertext()))
+        )
+
+
+def _prompt_of(text: str) -> str:
+    """Return the prompt in the text of a generator, other text as it is, and nothing for JSON."""
+    prompt = clean(_GENERATOR_TAIL.sub("", text))
+    return "" if prompt.startswith(("{", "[{")) else prompt
+
+
+# Raise the number when what is kept of an image changes. Rows made with another Pillow are forgotten.
+_MEMO_VERSION = f"2, Pillow {PIL.__version__}"
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Remembered(Generic[Value]):
+    """Values by the SHA-256 of the bytes that they were read from.
+
+    Kept as JSON texts: of a hundred thousand, the lists in them would take 200 MB.
+    """
+
+    kind: TypeAdapter[Value]
+    table: MemoTable
+
+    def get(self, key: str) -> Value | None:
+        """Return a value; None for one that must be read from the file."""
+        text = self.table.get(key)
+        try:
+            return None if text is None else self.kind.validate_json(text)
+        except ValidationError:
+            return None
+
+    def put(self, key: str, value: Any) -> None:
+        """Remember a value: a tuple of plain values."""
+        self.table.put(key, json.dumps(value))
+
+
+def _table(folder: Path | None, name: str) -> MemoTable:
+    return MemoTable.load(folder, name, version=_MEMO_VERSION)
+
+
+class DatasetMemo:
+    """Hashes of files by name, and images, captions and masks by hash: of a cache folder, or in memory only."""
+
+    @gc_disabled()
+    def __init__(self, folder: Path | None = None) -> None:
+        self.hashes = HashMemo.load(folder)
+        self.images = Remembered(TypeAdapter(VerifiedImage), _table(folder, "images"))
+        self.captions = Remembered(TypeAdapter(CaptionText), _table(folder, "caption files"))
+        self.masks = Remembered(TypeAdapter(MaskSize), _table(folder, "masks"))
+
+    def save(self) -> None:
+        """Write the new rows; raises MachineError."""
+        for table in (self.hashes.table, self.images.table, self.captions.table, self.masks.table):
+            table.save()
+
 
 BAD_MASK = "bad-mask"
 """Kind of the findings about masks that cannot be used, which nobody wants to train without."""
@@ -67,20 +210,12 @@ class Inspector:
             content_hash = self._hash(image.file)
             facts = self._facts(image.path, content_hash)
             inside = self._caption_inside(image, content_hash)
-        except ImageDecodeError as error:
-            words = {"what": error.reason, "advice": error.fix, "code": error.code}
-            return None, [finding("unusable", image.name, **words)]
-        except OSError as error:
-            reason = error.strerror or error
-            return None, [finding("unusable.unreadable", image.name, reason=reason)]
+        except (ImageDecodeError, OSError) as error:
+            return _refused("unusable", image.name, error)
         try:
             mask = self._mask(image, facts, content_hash)
-        except ImageDecodeError as error:
-            words = {"what": error.reason, "advice": error.fix, "code": error.code}
-            return None, [finding(BAD_MASK, image.mask_name or image.name, **words)]
-        except OSError as error:
-            reason, name = error.strerror or error, image.mask_name or image.name
-            return None, [finding(f"{BAD_MASK}.unreadable", name, reason=reason)]
+        except (ImageDecodeError, OSError) as error:
+            return _refused(BAD_MASK, image.mask_name or image.name, error)
         sidecar = self._sidecar(image)
         caption = _first_caption(image, sidecar, inside)
         settings = self.settings.of_folder(image.folder)
@@ -146,9 +281,12 @@ class Inspector:
             mask = Mask(path=image.path, content_hash=content_hash, of_alpha=True)
         else:
             return None
-        if self.memo.masks.get(mask.memo_key) is None:
+        size = self.memo.masks.get(mask.memo_key)
+        if size is None:
             self._must_read()
-        check_mask(mask, facts, settings=self.settings, sizes=self.memo.masks)
+            size = mask_size(mask, settings=self.settings)
+            self.memo.masks.put(mask.memo_key, size)
+        refuse_unfit(mask, size, facts)
         return mask
 
     def _sidecar(self, image: ImageFile) -> CaptionText:
@@ -170,6 +308,13 @@ class Inspector:
         except OSError as error:
             text = CaptionText(problems=(f"cannot be read ({error.strerror or error})",))
         return text._replace(source=source)
+
+
+def _refused(kind: str, name: str, error: ImageDecodeError | OSError) -> Inspected:
+    if isinstance(error, ImageDecodeError):
+        words = {"what": error.reason, "advice": error.fix, "code": error.code}
+        return None, [finding(kind, name, **words)]
+    return None, [finding(f"{kind}.unreadable", name, reason=error.strerror or error)]
 
 
 def _first_caption(image: ImageFile, sidecar: CaptionText, inside: CaptionText) -> CaptionText:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -34,21 +34,76 @@ from lora_trainer.dataset.captions import (
     same_name,
     split_name,
 )
-from lora_trainer.dataset.dir_entries import (
-    CONTROL_SUFFIX,
-    Entry,
-    entries_in,
-    folder_kind,
-    holds,
-    is_inside,
-    kind_of,
-    text_of,
-)
-from lora_trainer.dataset.finding_texts import finding, finding_of_all
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
 from lora_trainer.dataset.masks import masked_stem
+from lora_trainer.dataset.records import MAX_REPEATS, finding, finding_of_all
 
-MAX_REPEATS = 1000
+Entry = os.DirEntry[str]
+FolderKind = Literal["mask", "control", "class"]
+_IGNORED_NAMES = frozenset({"__macosx", "thumbs.db", "desktop.ini"})
+_DOCUMENT_STEMS = frozenset({"readme", "license", "licence"})
+_FOLDER_KINDS: Mapping[str, FolderKind] = {
+    **dict.fromkeys(("masks", "mask"), "mask"),
+    **dict.fromkeys(
+        ("control", "controls", "control_images", "conditioning", "conditioning_images"), "control"
+    ),
+    **dict.fromkeys(("class", "class_images", "class_data", "reg", "reg_images"), "class"),
+    **dict.fromkeys(("regularization", "regularisation"), "class"),
+    **dict.fromkeys(("regularization_images", "regularisation_images"), "class"),
+}
+"""Folders that other trainers keep beside the images to learn."""
+CONTROL_SUFFIX = "-condlabel"
+"""End of the name of a control image beside its image, as OneTrainer has it."""
+
+
+def folder_kind(name: str) -> FolderKind | None:
+    """Return the kind of images that a folder holds by its name; None: images to learn."""
+    return _FOLDER_KINDS.get(name.casefold())
+
+
+def entries_in(path: Path | str) -> list[Entry]:
+    """Return a folder's entries by name, without system files and documents; raises InputError."""
+    try:
+        with os.scandir(path) as entries:
+            meant = [entry for entry in entries if _is_meant(entry.name)]
+    except OSError as error:
+        what = f"cannot read folder {shown(str(path))} ({error.strerror or error})"
+        raise InputError(what, fix="make it readable or move it away") from None
+    return sorted(meant, key=lambda entry: entry.name)
+
+
+def _is_meant(name: str) -> bool:
+    folded = name.casefold()
+    stem, extension = split_name(folded)
+    is_document = stem in _DOCUMENT_STEMS and extension not in IMAGE_EXTENSIONS
+    return not (name.startswith(".") or folded in _IGNORED_NAMES or is_document)
+
+
+def text_of(name: str) -> str:
+    """Return a file name as text: it may hold bytes that are not UTF-8, which no JSON file can."""
+    return name if name.isascii() else os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def holds(question: Callable[[], bool]) -> bool:
+    """Ask something of an entry; one that cannot be followed is nothing."""
+    try:
+        return question()
+    except OSError:  # a loop of links
+        return False
+
+
+def is_inside(path: str, real_root: str) -> bool:
+    """Say whether a path, its links followed, lies in a folder."""
+    return Path(os.path.realpath(path)).is_relative_to(real_root)
+
+
+def kind_of(entry: Entry) -> str:
+    """Return the kind of an entry that is no regular file, for a message."""
+    if entry.is_symlink():
+        return "a link to no file"
+    return "a folder" if holds(entry.is_dir) else "a pipe, socket or device"
+
+
 MAX_DEPTH = 2
 """Levels of subfolders that are read, as `img/10_name` of a project of kohya_ss needs."""
 PROJECT_FOLDER = "img"

@@ -17,11 +17,12 @@ from PIL import Image
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.captions import split_name
-from lora_trainer.dataset.decode_memo import MaskSize, Remembered
 from lora_trainer.dataset.images import ImageDecodeError, VerifiedImage, decode, decode_alpha
 
 MASK_SUFFIX = "-masklabel"
 """End of the name of a mask beside its image, as OneTrainer has it; `folder_kind` tells folders of masks."""
+MaskSize = tuple[int, int, int]
+"""Width and height in pixels, and the brightest value."""
 ASPECT_TOLERANCE = 0.02
 """What sides rounded to pixels make of a ratio, at most."""
 
@@ -46,15 +47,14 @@ def masked_stem(file_name: str) -> str | None:
     return stem.removesuffix(MASK_SUFFIX) if stem.endswith(MASK_SUFFIX) else None
 
 
-def check_mask(
-    mask: Mask, image: VerifiedImage, *, settings: DataSettings, sizes: Remembered[MaskSize]
-) -> None:
-    """Raise ImageDecodeError for a mask that is no image, of another shape than its own, or all black."""
-    size = sizes.get(mask.memo_key)
-    if size is None:
-        pixels = decode_mask(mask, settings=settings)
-        size = (*pixels.size, int(np.asarray(pixels).max()))
-        sizes.put(mask.memo_key, size)
+def mask_size(mask: Mask, *, settings: DataSettings) -> MaskSize:
+    """Decode a mask and return its size; raises ImageDecodeError for one that is no image."""
+    pixels = decode_mask(mask, settings=settings)
+    return (*pixels.size, int(np.asarray(pixels).max()))
+
+
+def refuse_unfit(mask: Mask, size: MaskSize, image: VerifiedImage) -> None:
+    """Raise ImageDecodeError for a mask of another shape than its image, or all black."""
     width_px, height_px, brightest = size
     if brightest == 0:
         what = "is transparent everywhere" if mask.of_alpha else "is black everywhere"

@@ -19,9 +19,8 @@ from lora_trainer.common.events import Finding, by_severity
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import FOLDER_NAME, has_trigger
-from lora_trainer.dataset.finding_texts import finding
-from lora_trainer.dataset.measures import PRINT_LENGTH_BITS, Measures, same_colours
-from lora_trainer.dataset.records import Dataset, ImageRecord, bucket_counts
+from lora_trainer.dataset.images import PRINT_LENGTH_BITS, Measures, same_colours
+from lora_trainer.dataset.records import Dataset, ImageRecord, bucket_counts, finding
 from lora_trainer.dataset.scan import REGULARISATION
 
 FACTORS = ("usable", "near_duplicates", "captions")

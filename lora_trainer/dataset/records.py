@@ -1,22 +1,33 @@
-"""A checked dataset: its usable images with their captions and masks.
+"""A checked dataset: its usable images with their captions and masks, findings about it, samples of an epoch.
 
-`scan` makes it from a folder; planning, encoding, training and reports read it.
+`scan` makes it from a folder; planning, encoding, training and reports read it. The findings' severity, case in
+FAULTS, sentence and advice are in finding_texts.toml.
+
+Which samples an epoch holds, and in which order, are pure functions of the seed and the epoch's number. Every sample
+of the dataset is in every epoch once. Of the regularisation samples each epoch takes the next few of an endless
+stream: all of them shuffled, then all shuffled anew, so that none comes a second time before every other has come.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from lora_trainer.common.events import Finding
+from lora_trainer.common.events import Finding, named
 from lora_trainer.common.randomness import Stream, shuffled
 from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
 from lora_trainer.dataset.buckets import Placement
-from lora_trainer.dataset.listing import MAX_REPEATS
+from lora_trainer.dataset.images import Measures
 from lora_trainer.dataset.masks import Mask
-from lora_trainer.dataset.measures import Measures
+
+MAX_REPEATS = 1000
+"""Of an image in an epoch; copies of the same bytes number their samples from multiples of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,3 +128,58 @@ def mean_aspect_error(records: Sequence[ImageRecord]) -> float | None:
         for one, bucket in pairs
     ]
     return sum(errors) / len(errors) if errors else None
+
+
+_ROUND = "#"
+
+
+def regularisation_count(sample_count: int, *, pool: int, ratio: float) -> int:
+    """Return how many regularisation samples go with an epoch of `sample_count` samples, from a pool of them."""
+    return max(1, round(sample_count * ratio)) if pool else 0
+
+
+def epoch_order(
+    learned_ids: Iterable[str], regularisation: Sequence[str], *, count: int, seed: int, epoch: int
+) -> list[str]:
+    """Return the samples of an epoch, `count` of them regularisation samples, shuffled together.
+
+    One of these is named by its id and the round of the stream it comes in, as it may come twice in an
+    epoch with other draws; `sample_id` takes the name apart.
+    """
+    names = [*learned_ids, *_turns(regularisation, range(epoch * count, (epoch + 1) * count), seed)]
+    return shuffled(names, seed, Stream.ORDER, epoch)
+
+
+def sample_id(name: str) -> str:
+    """Return the id of the sample that stands under a name in an epoch."""
+    return name.partition(_ROUND)[0]
+
+
+def _turns(samples: Sequence[str], positions: range, seed: int) -> list[str]:
+    """Return the names at these positions of the endless stream."""
+    rounds = sorted({position // len(samples) for position in positions}) if samples else []
+    orders = {turn: shuffled(samples, seed, Stream.REGULARISATION, turn) for turn in rounds}
+    places = (divmod(position, len(samples)) for position in positions)
+    return [f"{orders[turn][index]}{_ROUND}{turn}" for turn, index in places]
+
+
+def finding(name: str, file: str | None = None, /, **words: object) -> Finding:
+    """Return the finding of this name about a file, or about the dataset; `words` fill its sentence."""
+    row = _texts()
+    for part in name.split("."):
+        row = row[part]
+    what, advice, code = (row.get(key, "").format(**words) for key in ("what", "advice", "code"))
+    kind = name.partition(".")[0]
+    return Finding(
+        kind=kind, severity=row["severity"], file=file, what=what, advice=advice, code=code
+    )
+
+
+def finding_of_all(name: str, names: Collection[str], /, **words: object) -> list[Finding]:
+    """Return one finding that counts and names some files; none where there are no such files."""
+    return [finding(name, count=len(names), names=named(names), **words)] if names else []
+
+
+@cache
+def _texts() -> dict[str, Any]:
+    return tomllib.loads(files(__package__).joinpath("finding_texts.toml").read_text("utf-8"))

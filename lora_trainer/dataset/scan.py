@@ -15,24 +15,32 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+from lora_trainer.common.caption_markup import has_choice
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import Finding, by_severity, shown
-from lora_trainer.common.files import json_bytes, sha256_bytes
+from lora_trainer.common.files import CappedFolder, json_bytes, sha256_bytes, user_cache_folder
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.buckets import Place
-from lora_trainer.dataset.dataset_checks import findings_of
-from lora_trainer.dataset.decode_memo import DatasetMemo
-from lora_trainer.dataset.finding_texts import finding
-from lora_trainer.dataset.images import background_rgb
-from lora_trainer.dataset.inspect_image import Inspected, Inspector
+from lora_trainer.config.running import Config
+from lora_trainer.dataset.buckets import Place, buckets_for, placing
+from lora_trainer.dataset.captions import FILE_NAME, FOLDER_NAME, caption_of_name
+from lora_trainer.dataset.images import ImageDecodeError, background_rgb
+from lora_trainer.dataset.inspect_image import (
+    IMAGE_TEXT,
+    DatasetMemo,
+    Inspected,
+    Inspector,
+    read_image_text,
+)
 from lora_trainer.dataset.listing import ImageFile, list_dataset
-from lora_trainer.dataset.records import Dataset, ImageRecord
+from lora_trainer.dataset.records import Dataset, ImageRecord, finding, finding_of_all
+from lora_trainer.families.base import BaseFacts
+from lora_trainer.hardware.machine import GIB
 
 REGULARISATION = "regularisation:"
 """Begins the names of images in a folder of their own, so that none is like one of the dataset."""
@@ -204,3 +212,106 @@ def _fingerprint(records: Sequence[ImageRecord]) -> str:
         opening = ",\n"
     digest.update(b"\n]\n")
     return digest.hexdigest()
+
+
+_STAND_INS = {
+    FOLDER_NAME: "their folder's name",
+    FILE_NAME: "their file's name",
+    IMAGE_TEXT: "the text inside the image",
+}
+_MARKS: Mapping[str, tuple[Callable[[str], bool], Callable[[DataSettings], bool], str]] = {
+    "{a|b}": (has_choice, lambda data: data.wildcards, "data.wildcards=true"),
+    "|||": (
+        lambda text: "|||" in text,
+        lambda data: data.keep_tokens_separator is not None,
+        "'data.keep_tokens_separator=|||'",
+    ),
+}
+"""Marks that other trainers read: whether a text has one, whether the settings read it, the setting."""
+_MAX_IMAGES_READ = 5
+_EXAMPLE_CHARACTERS = 60
+
+
+def findings_of(records: Sequence[ImageRecord], settings: DataSettings) -> Iterator[Finding]:
+    """Yield what is odd about the images together."""
+    first: dict[str, str] = {}
+    for record in records:
+        original = first.setdefault(record.content_hash, record.name)
+        if original != record.name:
+            yield finding("duplicate", record.name, original=original)
+    names = [record.name for record in records if record.caption_source is None]
+    others = _other_captions(records, settings) if len(names) == len(records) else ""
+    yield from finding_of_all("no-caption", names, all=len(records), others=others)
+    for source, words in _STAND_INS.items():
+        names = [record.name for record in records if record.caption_source == source]
+        yield from finding_of_all("no-caption.stand-in", names, all=len(records), source=words)
+    # Marks that are trained as words, because no setting reads them.
+    for mark, (is_in, is_read, setting) in _MARKS.items():
+        names = [
+            record.name
+            for record in records
+            if any(map(is_in, record.written)) and not is_read(settings.of_folder(record.folder))
+        ]
+        yield from finding_of_all("unread-marks", names, mark=mark, setting=setting)
+    if settings.masks != "none":
+        learned = [one for one in records if not settings.is_regularisation(one.folder)]
+        names = [record.name for record in learned if record.mask is None]
+        lack = "no mask" if settings.masks == "files" else "no transparent part"
+        yield from finding_of_all("no-mask", names, all=len(learned), lack=lack)
+
+
+def _other_captions(records: Sequence[ImageRecord], settings: DataSettings) -> str:
+    """Return the setting that finds captions where nobody wrote any, with an example; "" if none does."""
+    if settings.caption_fallback != "none":
+        return ""
+    for record in records[:_MAX_IMAGES_READ]:
+        try:
+            text = read_image_text(record.path, settings=settings, content_hash=record.content_hash)
+        except ImageDecodeError:  # it has changed since it was checked; training will name it
+            continue
+        if text.text:
+            example = f'(in {record.name}: "{text.text[:_EXAMPLE_CHARACTERS]}")'
+            return f", or --set data.caption_fallback=metadata for the text inside them {example}"
+    words = next((caption_of_name(one.name) for one in records), "")
+    if " " in words and not any(character.isdigit() for character in words):
+        example = f'("{words[:_EXAMPLE_CHARACTERS]}")'
+        return f", or --set data.caption_fallback=file_name for their names {example}"
+    return ""
+
+
+def cache_folder(config: Config) -> Path:
+    """Return the cache root from the setting, or the platform's folder for caches."""
+    if config.data.cache_dir != "auto":
+        return Path(config.data.cache_dir).expanduser()
+    return user_cache_folder()
+
+
+def cache_in(config: Config) -> CappedFolder:
+    """Return the cache with its size cap."""
+    limit_bytes = int(config.data.cache_max_gib * GIB)
+    return CappedFolder(root=cache_folder(config), limit_bytes=limit_bytes)
+
+
+def read_dataset(folder: Path, config: Config, facts: BaseFacts) -> Dataset:
+    """Scan a dataset for a base, skipping images whose check the cache folder's memo has already."""
+    memo = DatasetMemo(cache_folder(config))
+    place_image = placing(
+        config.data, resolution_px=facts.resolution_px, step_px=facts.bucket_step_px
+    )
+    dataset = scan(folder, settings=config.data, memo=memo, place_image=place_image)
+    memo.save()
+    return dataset
+
+
+def bucket_bounds(config: Config, facts: BaseFacts) -> tuple[int, int] | None:
+    """Return the shortest and the longest side in pixels of all buckets at `data.resolution`; None without buckets."""
+    if not config.data.buckets:
+        return None
+    resolution = config.data.resolution
+    buckets = buckets_for(
+        resolution_px=facts.resolution_px if resolution == "auto" else resolution,
+        step_px=facts.bucket_step_px,
+        max_aspect=config.data.max_aspect,
+    )
+    sides = [side for bucket in buckets for side in (bucket.width_px, bucket.height_px)]
+    return min(sides), max(sides)

@@ -20,9 +20,9 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.dataset.buckets import cut
+from lora_trainer.dataset.caption_lengths import new_word
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.records import ImageRecord
-from lora_trainer.dataset.tokens import new_word
 from lora_trainer.evaluate.evaluated_lora import EvaluatedLora
 from lora_trainer.evaluate.features import pixels
 from lora_trainer.evaluate.losses import LossProbe

@@ -1,36 +1,249 @@
-"""The user's actions on the training queue: add, move, remove, start again.
+"""The training queue as files, and the user's actions on it: add, move, remove, start again.
 
-Inputs: the runs folder and the words of a training's command line. Outputs: items in `<runs>/.queue/`
-(`items.py`), which a worker process starts (`process.py`). The public names of these two modules
-are imported here.
+Inputs: the runs folder, the words of a training's command line, and the files in `<runs>/.queue/`, even damaged
+ones. An item is one JSON file, `ID.json`, always replaced whole and changed under one lock, with `ID.log`, its
+trainer's output, and `ID.download` while its base comes. Reading takes no lock and changes nothing. A worker
+process (`worker.py`) starts the items.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
 import psutil
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from lora_trainer.common.errors import RequestError
-from lora_trainer.common.files import disk_error
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.events import Event, Listener
+from lora_trainer.common.files import disk_error, json_bytes, locked, write_atomic
 from lora_trainer.common.wording import one_line
-from lora_trainer.queue.items import Download as Download
-from lora_trainer.queue.items import Item as Item
-from lora_trainer.queue.items import changing, download_file, in_order, item_file, new_id, write
-from lora_trainer.queue.items import download_of as download_of
-from lora_trainer.queue.items import items as items
-from lora_trainer.queue.items import log_file as log_file
-from lora_trainer.queue.process import ensure_worker as ensure_worker
-from lora_trainer.queue.process import settle as settle
-from lora_trainer.queue.process import work as work
-from lora_trainer.queue.process import worker_fault as worker_fault
-from lora_trainer.queue.process import worker_pid as worker_pid
-from lora_trainer.queue.worker import outside as outside
 from lora_trainer.reporting.status import is_alive, read_status
+
+State = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]
+
+FOLDER = ".queue"
+ITEM_VARIABLE = "LORA_TRAIN_QUEUE_ITEM"
+"""Environment variable that names a trainer's item, so it can be found even before its pid is written."""
+_LOCK_FILE = ".lock"
+_LAST_NUMBER_FILE = ".last-number"
+_LOCK_WITHIN_S = 10.0
+_SLUG_MAX_LENGTH = 40
+_MAX_TIME_S = 4e9
+"""Upper bound of times (the year 2096), so that every system's calendar functions accept them."""
+_ITEM_FILE = re.compile(r"([0-9]{1,9})(-[a-z0-9-]+)?\.json")
+
+
+Time = Annotated[float, Field(ge=0, le=_MAX_TIME_S, allow_inf_nan=False)]
+
+
+def _folder_name(name: str) -> str:
+    if name in ("", ".", "..") or set(name) & set("/\\"):
+        raise ValueError("not a folder name")
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A training that waits, runs or has ended; times are Unix times in seconds.
+
+    Relative paths in `argv` start at `folder`. `device` is the trainer's CUDA_VISIBLE_DEVICES, `run` the
+    name of its run folder. `pid` and `pid_started_s` together identify the process, as systems reuse pids.
+    """
+
+    id: str
+    order: int
+    argv: tuple[str, ...]
+    folder: str
+    label: str
+    state: State = "waiting"
+    added_s: Time
+    started_s: Time | None = None
+    ended_s: Time | None = None
+    device: str = ""
+    pid: Annotated[int, Field(gt=0, lt=2**31)] | None = None
+    pid_started_s: Time | None = None
+    run: Annotated[str, AfterValidator(_folder_name)] | None = None
+    exit_code: int | None = None
+    error: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state not in ("waiting", "running")
+
+
+_ITEM = TypeAdapter(Item)
+
+
+def queue_folder(runs: Path) -> Path:
+    """Return the folder of a runs folder's queue."""
+    return runs / FOLDER
+
+
+def item_file(runs: Path, id: str) -> Path:
+    """Return the file of an item; `id` must come from a listing."""
+    return queue_folder(runs) / f"{id}.json"
+
+
+def log_file(runs: Path, id: str) -> Path:
+    """Return the file of the trainer's output, missing before it starts; `id` must come from a listing."""
+    return queue_folder(runs) / f"{id}.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Download:
+    """How much of a base is on this machine, of the bytes that were missing."""
+
+    source: str
+    here_bytes: Annotated[int, Field(ge=0)]
+    all_bytes: Annotated[int, Field(gt=0)]
+
+
+_DOWNLOAD = TypeAdapter(Download)
+
+
+def download_file(runs: Path, id: str) -> Path:
+    """Return the file that tells how far an item's download is; `id` must come from a listing."""
+    return queue_folder(runs) / f"{id}.download"
+
+
+def download_of(runs: Path, item: Item) -> Download | None:
+    """Return how far the download of a running item's base is, None where nothing is downloaded."""
+    if item.state != "running" or item.run is not None:
+        return None
+    try:
+        download = _DOWNLOAD.validate_json(download_file(runs, item.id).read_bytes(), strict=True)
+    except (OSError, ValidationError):
+        return None
+    return download if download.here_bytes < download.all_bytes else None
+
+
+def download_listeners(environment: Mapping[str, str]) -> tuple[Listener, ...]:
+    """Return a listener that writes how far the download of a queued trainer's base is; none for others."""
+    place = environment.get(ITEM_VARIABLE)
+    if place is None:
+        return ()
+
+    def write_download(event: Event) -> None:
+        if event.kind != "phase" or event.fields["phase"] != "download":
+            return
+        download = Download(
+            source=event.fields["message"],
+            here_bytes=event.fields["done"],
+            all_bytes=event.fields["total"],
+        )
+        with suppress(MachineError):  # a full disk ends the download itself, with its reason
+            write_atomic(Path(f"{place}.download"), json_bytes(asdict(download)), durable=False)
+
+    return (write_download,)
+
+
+def items(runs: Path) -> tuple[Item, ...]:
+    """Return running items, then waiting ones in order, then ended ones, the newest first.
+
+    A damaged file becomes a failed item with the reason. Raises MachineError if the queue cannot be listed.
+    """
+    listed = [item for path in _item_files(runs) if (item := _read(path)) is not None]
+    running = [item for item in listed if item.state == "running"]
+    running.sort(key=lambda item: (item.started_s or 0.0, item.id))
+    ended = [item for item in listed if item.has_ended]
+    ended.sort(key=lambda item: (item.ended_s or 0.0, item.id), reverse=True)
+    return (*running, *in_order(listed), *ended)
+
+
+def in_order(listed: Sequence[Item]) -> list[Item]:
+    """Return the waiting items, the next one first."""
+    waiting = (item for item in listed if item.state == "waiting")
+    return sorted(waiting, key=lambda item: (item.order, item.id))
+
+
+@contextmanager
+def changing(runs: Path) -> Iterator[None]:
+    """Hold the queue's lock while the block runs; raises MachineError if it is not free in time.
+
+    Every block takes milliseconds. The lock does not nest.
+    """
+    folder = queue_folder(runs)
+    busy = MachineError(
+        f"the queue in {folder} has been locked for {_LOCK_WITHIN_S:.0f} s",
+        fix="end the process that holds the lock, perhaps a suspended one",
+    )
+    with locked(folder / _LOCK_FILE, within_s=_LOCK_WITHIN_S, busy=busy):
+        yield
+
+
+def write(runs: Path, item: Item) -> None:
+    """Replace the file of an item; only inside `changing`. Raises MachineError."""
+    write_atomic(item_file(runs, item.id), json_bytes(asdict(item)))
+
+
+def new_id(runs: Path, *, label: str) -> str:
+    """Return an id that no item ever had; call it inside `changing`. Raises MachineError.
+
+    Ids are never reused, or an outdated page could act on another item than it shows.
+    """
+    counter = queue_folder(runs) / _LAST_NUMBER_FILE
+    matches = [_ITEM_FILE.fullmatch(path.name) for path in _item_files(runs)]
+    try:
+        last = int(counter.read_bytes())
+    except (OSError, ValueError):  # missing or damaged: the existing items tell the last number too
+        last = 0
+    number = 1 + max([last, *(int(match[1]) for match in matches if match)])
+    write_atomic(counter, str(number).encode(), durable=False)
+    slug = re.sub(r"[^a-z0-9]+", "-", label.lower())[:_SLUG_MAX_LENGTH].strip("-")
+    return f"{number:04d}-{slug or 'training'}"
+
+
+def _item_files(runs: Path) -> list[Path]:
+    folder = queue_folder(runs)
+    try:
+        return [path for path in folder.iterdir() if _ITEM_FILE.fullmatch(path.name)]
+    except FileNotFoundError:  # nothing was ever added
+        return []
+    except OSError as error:
+        raise MachineError(
+            f"cannot read the queue in {folder}: {error.strerror or error}",
+            fix="make it a folder that you may read",
+        ) from error
+
+
+def _read(path: Path) -> Item | None:
+    """Return the item in a file, a failed item if it is damaged, None if it was removed."""
+    try:
+        item = _ITEM.validate_json(path.read_bytes(), strict=True)
+    except FileNotFoundError:  # removed since the folder was listed
+        return None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return _damaged(path, f"{where}: {first['msg']}" if where else first["msg"])
+    except OSError as error:
+        return _damaged(path, error.strerror or str(error))
+    return replace(item, id=path.stem)
+
+
+def _damaged(path: Path, reason: str) -> Item:
+    try:
+        changed_s = path.stat().st_mtime
+    except OSError:
+        changed_s = 0.0
+    return Item(
+        id=path.stem,
+        order=0,
+        argv=(),
+        folder="",
+        label=path.stem,
+        state="failed",
+        added_s=changed_s,
+        ended_s=changed_s,
+        error=one_line(f"{path.name} is damaged: {reason}"),
+    )
+
 
 _LABEL_MAX_LENGTH = 200
 

@@ -23,7 +23,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.config.choices import QUANTIZATIONS, BaseMatmul, BasePrecision
 from lora_trainer.config.declare import SCHEDULE_FREE
 from lora_trainer.config.running import RunConfig
-from lora_trainer.dataset.tokens import new_word
+from lora_trainer.dataset.caption_lengths import new_word
 from lora_trainer.families.base import DENOISER, WEIGHTS, Conditioning, TextEncoder
 from lora_trainer.lora.adapter import Adapter, denoiser_layers, inject, layer_shapes
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant

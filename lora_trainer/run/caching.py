@@ -17,7 +17,7 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.running import RunConfig
-from lora_trainer.dataset.tokens import new_word
+from lora_trainer.dataset.caption_lengths import new_word
 from lora_trainer.families.base import TextEncoder
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.network.offload import offload

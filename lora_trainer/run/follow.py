@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from lora_trainer.cache.lease import in_use
+from lora_trainer.cache.store import in_use
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.memo import HashMemo

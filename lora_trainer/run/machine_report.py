@@ -22,8 +22,7 @@ from rich.text import Text
 
 from lora_trainer import __version__
 from lora_trainer.cache.keys import Damaged, parse
-from lora_trainer.cache.lease import Cleared, entries, unused
-from lora_trainer.cache.store import DAMAGED_FOLDER
+from lora_trainer.cache.store import DAMAGED_FOLDER, Cleared, entries, unused
 from lora_trainer.common import memo
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import TEMPORARY_PREFIX, CappedFolder

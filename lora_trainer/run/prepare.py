@@ -30,17 +30,17 @@ from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.dataset import caption_lengths
 from lora_trainer.dataset.caption_lengths import (
     MOST_CHUNKS,
+    CaptionLimit,
     Reading,
+    caption_limit,
     reading_of,
     too_long,
 )
 from lora_trainer.dataset.caption_rules import max_texts, sample_prompts
-from lora_trainer.dataset.epochs import regularisation_count
 from lora_trainer.dataset.inspect_image import BAD_MASK
 from lora_trainer.dataset.quality import DatasetReport, inspect_images
-from lora_trainer.dataset.records import Dataset, ImageRecord, hold_out
-from lora_trainer.dataset.run_dataset import cache_folder, read_dataset
-from lora_trainer.dataset.tokens import CaptionLimit, caption_limit
+from lora_trainer.dataset.records import Dataset, ImageRecord, hold_out, regularisation_count
+from lora_trainer.dataset.scan import cache_folder, read_dataset
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.families.hub_files import OnBytes, unheard
 from lora_trainer.families.locate import EMBEDDED, describe, locate, with_choices

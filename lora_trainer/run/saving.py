@@ -21,7 +21,7 @@ from lora_trainer.common.files import json_bytes, write_atomic
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import flatten
 from lora_trainer.dataset.records import bucket_counts, mean_aspect_error
-from lora_trainer.dataset.run_dataset import bucket_bounds
+from lora_trainer.dataset.scan import bucket_bounds
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.tensors import AdapterTensors
 from lora_trainer.lora_file.embedding import WORD, embedding_path, write_embedding

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lora_trainer import __version__
-from lora_trainer.cache.lease import in_use
+from lora_trainer.cache.store import in_use
 from lora_trainer.checkpoint.states import TrainingState, load_newest
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
 from lora_trainer.common.events import EventStream, JsonlWriter, Listener

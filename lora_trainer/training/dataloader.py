@@ -23,7 +23,7 @@ from lora_trainer.common.randomness import Stream, draw_choice, draw_seed, draw_
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.dataset.caption_rules import is_dropped, variant_of
-from lora_trainer.dataset.epochs import epoch_order, sample_id
+from lora_trainer.dataset.records import epoch_order, sample_id
 from lora_trainer.families.base import Conditioning, Prediction
 from lora_trainer.training.batch import Sample
 from lora_trainer.training.loss import draw_noise, loss_delta, loss_weight

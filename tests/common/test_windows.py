@@ -21,7 +21,7 @@ from lora_trainer.common import files
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.files import read_json_object, write_atomic
 from lora_trainer.queue import worker
-from lora_trainer.queue.items import Item
+from lora_trainer.queue.commands import Item
 from lora_trainer.reporting.control import Control, StopFlag, taking_signals
 from lora_trainer.run import run_folder
 from tests.fakes import runs

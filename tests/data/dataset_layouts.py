@@ -20,7 +20,9 @@ class Layout:
     """Files by path, and their expected reading.
 
     `captions`: of each image to learn, None where it has none; `repeats`: other than 1; `regularisation`: names
-    of images; `said` and `unsaid`: kinds of findings that must and must not be there; `error`: in its place.
+    of images; `said` and `unsaid`: kinds of findings that must and must not be there; `findings`: all of them, as
+    "severity kind code file: sentence", where "..." leaves out an end; `sources`: of some captions; `error`: in
+    place of all that.
     """
 
     tool: str
@@ -35,6 +37,8 @@ class Layout:
     advice: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
+    sources: Mapping[str, str | None] = field(default_factory=dict)
+    findings: Collection[str] | None = None
 
 
 def image(name: str, **saving: Any) -> bytes:
@@ -87,6 +91,27 @@ def image_description(tags: Image.Exif) -> None:
     tags[ExifTags.Base.ImageDescription] = "a red cat"
 
 
+def plain(case: str, files: Mapping[str, bytes], **expected: Any) -> Layout:
+    return Layout(tool="any", case=case, files=files, **expected)
+
+
+def unknown_orientation(tags: Image.Exif) -> None:
+    tags[ExifTags.Base.Orientation] = 99
+
+
+def saved(pixels: Image.Image, kind: str = "PNG", **saving: Any) -> bytes:
+    data = io.BytesIO()
+    pixels.save(data, kind, **saving)
+    return data.getvalue()
+
+
+def masks(*names: str) -> dict[str, bytes]:
+    """Return masks of the images that `image` gives, white in a corner."""
+    pixels = Image.new("L", (48, 32))
+    pixels.paste(255, (0, 0, 5, 5))
+    return {name: saved(pixels, "WEBP" if name.endswith("webp") else "PNG") for name in names}
+
+
 XMP = (
     '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
     '<rdf:Description xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:description><rdf:Alt>'
@@ -99,6 +124,9 @@ INSIDE = {"data.caption_fallback": "metadata"}
 NAMES = {"data.caption_fallback": "file_name"}
 CSV_ROWS = 'file_name,text\na.png,"a cat"\nb.jpg,a dog\n'
 META_CAP = {"a": {"caption": "a cat", "tags": "red, small"}, "b": {"caption": "a dog"}}
+MASKS = {"data.masks": "files"}
+CASES = [{"file_name": name, "text": name} for name in ("a.png", "caf\u00e9.png", "b.png")]
+RED = Image.new("RGB", (20, 20), "red")
 PHOTOS = images("one.webp", "two.webp")
 
 LAYOUTS = (
@@ -283,4 +311,248 @@ LAYOUTS = (
            captions={"captions.png": "a cat"}),
     Layout(tool="any", case="JSON beside an image, without a caption", files={**PHOTOS, "one.json": js({"width": 3})},
            captions={"one.webp": None, "two.webp": None}, said=("caption-text",)),
+    # one folder, its layout
+    plain("the first extension counts", {**images("a.png"), "a.txt": b"text", "a.caption": b"caption"},
+           captions={"a.png": "text"}, findings=(
+               "warning two-captions CAP-01 images with two captions, of which the first counts (1): a.png (a.tx...",
+           )),
+    plain("the order of extensions is a setting", {**images("a.png"), "a.txt": b"text", "a.caption": b"caption"},
+           captions={"a.png": "caption"}, settings={"data.caption_extensions": ["caption", "txt"]}, findings=(
+               "warning two-captions CAP-01 images with two captions, of which the first counts (1): a.png (a.ca...",
+           )),
+    plain("numbered folders, plain subfolders", {
+               **images("10_zibbo cat/a.png", "10_zibbo cat/b.png", "more/c.png"), "10_zibbo cat/b.txt": b"own",
+               "more/c.txt": b"green"},
+           captions={"10_zibbo cat/a.png": "zibbo cat", "10_zibbo cat/b.png": "own", "more/c.png": "green"},
+           repeats={"10_zibbo cat/a.png": 10, "10_zibbo cat/b.png": 10, "more/c.png": 2},
+               settings={"data.repeats": 2}, findings=(
+               "note no-caption CAP-01 1 of 3 images have no caption but their folder's name: 10_zibbo cat/a.png",
+               "note subfolder 10_zibbo cat/: its images (2) are seen 10 times per epoch",
+               "note subfolder more/: its images (1) are seen 2 times per epoch",
+           )),
+    plain("two levels are read", images("a.png", "10_x/b.png", "10_x/deep/c.png", "10_x/deep/er/d.png"),
+           captions={"a.png": None, "10_x/b.png": "x", "10_x/deep/c.png": "x"}, repeats={"10_x/b.png": 10,
+               "10_x/deep/c.png": 10},
+           findings=(
+               "warning no-caption CAP-01 1 of 3 images have no caption but the trigger, if one is set: a.png",
+               "warning deep-folder 10_x/deep/er: is not read, it lies 3 folders deep",
+               "note no-caption CAP-01 2 of 3 images have no caption but their folder's name: 10_x/b.png, 10_x/d...",
+               "note subfolder 10_x/: its images (1) are seen 10 times per epoch",
+               "note subfolder 10_x/deep/: its images (1) are seen 10 times per epoch",
+           )),
+    plain("images taken out", {**images("a.png", "_excluded/b.png", "_excluded/3_cat/c.png"), "a.txt": b"x"},
+           captions={"a.png": "x"}, findings=(
+               "note excluded _excluded/: is not read",
+           )),
+    plain("images taken out, in another case", {**images("a.png", "_Excluded/b.png"), "a.txt": b"x"},
+           captions={"a.png": "x"}, findings=(
+               "note excluded _Excluded/: is not read",
+           )),
+    plain("documents and hidden files", {
+               **images("a.png"), "a.txt": b"x", ".hidden.png": b"no", "._a.png": b"no", "README.md": b"no",
+               "readme.txt": b"no",
+               "LICENSE": b"no", "Thumbs.db": b"no", "__MACOSX/x.png": b"no"},
+           captions={"a.png": "x"}, findings=()),
+    plain("files of no use", {
+               **images("a.png"), "a.txt": b"x", "a.npz": b"", "b.npz": b"", "c.ZIP": b"", "sub/d.npz": b"",
+               "noext": b""},
+           captions={"a.png": "x"}, findings=(
+               "note ignored-files files that are neither image nor caption are ignored: 3 .npz, 1 .zip, 1 witho...",
+           )),
+    plain("no repeats", images("0_cat/a.png"), error="folder 0_cat means 0 repeats, allowed: 1 to 1000"),
+    plain("too many repeats", images("1001_cat/a.png"), error="folder 1001_cat means 1001 repeats"),
+    plain("a date is no number of repeats", images("2023_holiday/a.png"), error="means 2023 repeats"),
+    plain("settings for a folder that is none", images("more/a.png"),
+           settings={"data.folders.moer.repeats": 2}, error="'moer', which is no subfolder. Did you mean 'more'?"),
+    # tables
+    plain("tables at the root and inside", {
+               **images("a.png", "b.png", "train/c.png", "train/d.png"), "metadata.jsonl": lines(
+                   {"file_name": "a.png", "text": "text"}, {"file_name": "b.png", "caption": "caption"},
+                   {"file_name": "train/c.png", "prompt": "root"}, {"file_name": "gone.png", "text": "nobody"},
+                   {"file_name": "../../etc/passwd", "text": "nobody"}),
+               "train/metadata.jsonl": lines({"file_name": "d.png", "text": "inside"})},
+           captions={"a.png": "text", "b.png": "caption", "train/c.png": "root", "train/d.png": "inside"},
+           sources={"a.png": "metadata.jsonl", "train/d.png": "train/metadata.jsonl"}, findings=(
+               "warning unused-caption CAP-01 captions without an image (2): ../../etc/passwd, gone.png",
+               "note subfolder train/: its images (2) are seen 1 times per epoch",
+           )),
+    plain("a row of an image that was taken out", {
+               **images("a.png", "_excluded/out.png"), "a.txt": b"x", "metadata.jsonl": lines(
+                   {"file_name": "gone.png", "text": "x"}, {"file_name": "out.png", "text": "x"})},
+           captions={"a.png": "x"}, findings=(
+               "warning unused-caption CAP-01 captions without an image (1): gone.png",
+               "note excluded _excluded/: is not read",
+           )),
+    plain("names in another case or composition", {
+               **images("A.PNG", "cafe\u0301.png", "b.png"), "metadata.jsonl": lines(*CASES)},
+           captions={"A.PNG": "a.png", "b.png": "b.png", "cafe\u0301.png": "caf\u00e9.png"}, findings=()),
+    plain("one row, two images that differ in case", {
+               **images("A.PNG", "a.png", "cafe\u0301.png", "b.png"), "metadata.jsonl": lines(*CASES)},
+           captions={"A.PNG": "a.png", "a.png": "a.png", "b.png": "b.png", "cafe\u0301.png": "caf\u00e9.png"},
+               findings=(
+               "warning ambiguous-caption IMG-08 a.png: is the caption of 2 images: A.PNG, a.png",
+           )),
+    plain("two rows, two images that differ in case", {
+               **images("A.PNG", "a.png", "cafe\u0301.png", "b.png"),
+               "metadata.jsonl": lines(*CASES, {"file_name": "A.PNG", "text": "its own"})},
+           captions={"A.PNG": "its own", "a.png": "a.png", "b.png": "b.png", "cafe\u0301.png": "caf\u00e9.png"},
+               findings=()),
+    plain("a table that contradicts a caption file", {
+               **images("a.png", "b.png"), **texts(a="a cat", b="a cat"), "metadata.jsonl": lines(
+                   {"file_name": "a.png", "text": "a dog"}, {"file_name": "b.png", "text": "a cat"})},
+           captions={"a.png": "a cat", "b.png": "a cat"}, findings=(
+               "warning two-captions a.png: has two captions; a.txt is used, metadata.jsonl is not",
+           )),
+    plain("a bad line in a table", {
+               **images("a.png"), "metadata.jsonl": b'{"file_name": "a.png", "text": "x"}\n{oops\n'},
+           captions={"a.png": "x"}, findings=(
+               "warning metadata CAP-02 metadata.jsonl: line 2: not JSON (Expecting property name enclosed in do...",
+           )),
+    # caption files
+    plain("no caption, an empty one", {
+               **images("a.png", "b.png", "c.png"), "b.txt": b"\xef\xbb\xbf \r\n", "c.txt": b"x"},
+           captions={"a.png": None, "b.png": None, "c.png": "x"}, sources={"a.png": None}, findings=(
+               "warning no-caption CAP-01 2 of 3 images have no caption but the trigger, if one is set: a.png, b.png",
+           )),
+    plain("an empty caption in a numbered folder", {
+               **images("3_cat/a.png"), "3_cat/a.txt": b" ", "metadata.jsonl": lines({"file_name": "3_cat/a.png",
+               "text": ""})},
+           captions={"3_cat/a.png": "cat"}, repeats={"3_cat/a.png": 3}, sources={"3_cat/a.png": "folder name"},
+               findings=(
+               "note no-caption CAP-01 1 of 1 images have no caption but their folder's name: 3_cat/a.png",
+               "note subfolder 3_cat/: its images (1) are seen 3 times per epoch",
+           )),
+    plain("odd bytes in a caption", {**images("a.png"), "a.txt": b"it\x92s a cat"},
+           captions={"a.png": "it\u2019s a cat"}, findings=(
+               "warning caption-text CAP-02 a.txt: byte 2 (0x92) is not UTF-8; read as Windows-1252",
+           )),
+    plain("one caption file for three images", {**images("a.png", "a.jpg", "A.PNG"), "a.txt": b"which?"},
+           captions={"a.png": "which?", "a.jpg": "which?", "A.PNG": "which?"}, findings=(
+               "warning ambiguous-caption IMG-08 a.txt: is the caption of 3 images: A.PNG, a.jpg, a.png",
+           )),
+    plain("names composed differently", {
+               **images("caf\u00e9.png", "cafe\u0301.png"), "caf\u00e9.txt": b"red", "cafe\u0301.txt": b"blue"},
+           captions={"caf\u00e9.png": "red", "cafe\u0301.png": "blue"}, findings=()),
+    plain("names composed differently, one caption", {
+               **images("caf\u00e9.png", "cafe\u0301.png"), "caf\u00e9.txt": b"red"},
+           captions={"caf\u00e9.png": "red", "cafe\u0301.png": "red"}, findings=(
+               "warning ambiguous-caption IMG-08 caf\u00e9.txt: is the caption of 2 images: cafe\u0301.png...",
+           )),
+    plain("captions without an image", {
+               **images("a.png"), "a.txt": b"x", "a.caption": b"x", "b.txt": b"x", "c.caption": b"x"},
+           captions={"a.png": "x"}, findings=(
+               "warning unused-caption CAP-01 captions without an image (2): b.txt, c.caption",
+           )),
+    plain("a placeholder without a trigger", {**images("a.png"), "a.txt": b"[trigger] in a tree"},
+           captions={"a.png": "[trigger] in a tree"}, findings=(
+               "warning no-trigger a.png: is captioned with [trigger], and there is no trigger",
+           )),
+    plain("a placeholder with a trigger", {**images("a.png"), "a.txt": b"[trigger] in a tree"},
+           captions={"a.png": "zibbo in a tree"}, settings={"data.trigger": "zibbo"}, findings=()),
+    plain("changes that decoding makes", {
+               "alpha.png": saved(Image.new("RGBA", (20, 20), (1, 2, 3, 100))), "cmyk.tif": saved(Image.new("CMYK",
+               (20, 20)), "TIFF"),
+               "deep.png": saved(Image.new("I;16", (20, 20))), "turned.png": exif("turned.png", unknown_orientation),
+               "frames.gif": saved(RED, "GIF", save_all=True, append_images=[Image.new("RGB", (20, 20), "blue")])},
+           captions=dict.fromkeys(("alpha.png", "cmyk.tif", "deep.png", "frames.gif", "turned.png")),
+           findings=(
+               "warning no-caption CAP-01 5 of 5 images have no caption but the trigger, if one is set: alpha.pn...",
+               "warning cmyk-profile IMG-05 cmyk.tif: CMYK without a colour profile, converted by the plain formula",
+               "warning animated IMG-06 frames.gif: only the first of its 2 frames or pages is used",
+               "note alpha IMG-04 alpha.png: transparent parts are put on the colour data.alpha_background",
+               "note depth IMG-05 deep.png: 16 bits per channel are scaled to 8",
+               "note exif IMG-03 turned.png: orientation 99 is ignored, 1 to 8 exist",
+           )),
+    plain("a broken image that is allowed", {**images("a.png"), "a.txt": b"x", "b.png": b"<html>"},
+           captions={"a.png": "x"}, settings={"data.max_bad_fraction": 0.5}, findings=(
+               "error unusable IMG-02 b.png: is not an image (looks like HTML)",
+           )),
+    plain("an empty folder", {"sub/x/deep/a.txt": b"", "pictures.zip": b""}, error="1 .zip"),
+    # masks
+    plain("masks beside the images and in folders", {
+               **images("a.png", "b.JPG", "c.png", "10_x/d.png", "10_x/e.png"), **masks("a-masklabel.png",
+               "masks/a.png", "masks/B.png",
+               "masks/c-masklabel.png", "10_x/masks/d.webp")},
+           captions={"a.png": None, "b.JPG": None, "c.png": None, "10_x/d.png": "x", "10_x/e.png": "x"},
+           repeats={"10_x/d.png": 10, "10_x/e.png": 10}, settings=MASKS, findings=(
+               "warning no-caption CAP-01 3 of 5 images have no caption but the trigger, if one is set: a.png, b...",
+               "warning no-mask 1 of 5 images have no mask, all of them counts: 10_x/e.png",
+               "note no-caption CAP-01 2 of 5 images have no caption but their folder's name: 10_x/d.png, 10_x/e.png",
+               "note subfolder 10_x/: its images (2) are seen 10 times per epoch",
+           ),
+           masks={"a.png": "a-masklabel.png", "b.JPG": "masks/B.png", "c.png": "masks/c-masklabel.png",
+               "10_x/d.png": "10_x/masks/d.webp"}),
+    plain("masks that are not asked for", {**images("a.png"), **masks("a-masklabel.png", "masks/a.png")},
+           captions={"a.png": None}, findings=(
+               "warning no-caption CAP-01 1 of 1 images have no caption but the trigger, if one is set: a.png",
+               "note unused-mask masks are not used (1): a-masklabel.png",
+           )),
+    plain("a folder called masks with images to learn", images("a.png", "masks/venice.png"),
+           captions={"a.png": None, "masks/venice.png": None}, findings=(
+               "warning no-caption CAP-01 2 of 2 images have no caption but the trigger, if one is set: a.png, m...",
+               "note subfolder masks/: its images (1) are seen 1 times per epoch",
+           )),
+    plain("a folder called masks where masks are asked for", images("a.png", "masks/venice.png"),
+           captions={"a.png": None}, settings=MASKS, findings=(
+               "warning no-caption CAP-01 1 of 1 images have no caption but the trigger, if one is set: a.png",
+               "warning no-mask 1 of 1 images have no mask, all of them counts: a.png",
+               "warning unused-mask masks without an image (1): masks/venice.png",
+           )),
+    plain("a mask without an image, an image without a mask", {
+               **images("a.png", "b.png"), **masks("a-masklabel.png", "gone-masklabel.png")},
+           captions={"a.png": None, "b.png": None}, masks={"a.png": "a-masklabel.png"}, settings=MASKS,
+               findings=(
+               "warning no-caption CAP-01 2 of 2 images have no caption but the trigger, if one is set: a.png, b.png",
+               "warning no-mask 1 of 2 images have no mask, all of them counts: b.png",
+               "warning unused-mask masks without an image (1): gone-masklabel.png",
+           )),
+    plain("masks of images that were taken out", {
+               **images("a.png", "_excluded/b.jpg", "10_x/c.png", "_excluded/10_x/d.png"), **masks("a-masklabel.png",
+               "b-masklabel.png",
+               "10_x/c-masklabel.png", "10_x/d-masklabel.png")},
+           captions={"a.png": None, "10_x/c.png": "x"}, repeats={"10_x/c.png": 10}, settings=MASKS, findings=(
+               "warning no-caption CAP-01 1 of 2 images have no caption but the trigger, if one is set: a.png",
+               "note no-caption CAP-01 1 of 2 images have no caption but their folder's name: 10_x/c.png",
+               "note subfolder 10_x/: its images (1) are seen 10 times per epoch",
+               "note excluded _excluded/: is not read",
+           ),
+           masks={"a.png": "a-masklabel.png", "10_x/c.png": "10_x/c-masklabel.png"}),
+    plain("masks that mean nothing", {
+               **images("a.png", "b.png", "c.png"), "a-masklabel.png": saved(Image.new("L", (48, 32))),
+               "b-masklabel.png": saved(Image.new("L", (64, 32), 255)), "c-masklabel.png": saved(Image.new("L", (25,
+               17), 9))},
+           captions={"c.png": None}, masks={"c.png": "c-masklabel.png"}, settings={**MASKS,
+               "data.max_bad_fraction": 0.9}, findings=(
+               "error bad-mask IMG-04 a-masklabel.png: is black everywhere: nothing would be learned",
+               "error bad-mask IMG-04 b-masklabel.png: is 64x32, not of the shape of its image, 48x32",
+               "warning no-caption CAP-01 1 of 1 images have no caption but the trigger, if one is set: c.png",
+           )),
+    plain("a mask that is no image", {**images("a.png"), "a-masklabel.png": b"not an image"},
+           settings=MASKS, error="a-masklabel.png is not an image"),
+    plain("an image that is transparent everywhere", {
+               "a.png": saved(Image.new("RGBA", (20, 20), (255, 0, 0, 0))), **images("b.png")},
+           captions={"b.png": None}, settings={"data.masks": "alpha", "data.max_bad_fraction": 0.9}, findings=(
+               "error bad-mask IMG-04 a.png: is transparent everywhere: nothing would be learned",
+               "warning no-caption CAP-01 1 of 1 images have no caption but the trigger, if one is set: b.png",
+               "warning no-mask 1 of 1 images have no transparent part, all of them counts: b.png",
+           )),
+    # regularisation
+    plain("a folder of the class gets no trigger", {
+               **images("a.png", "2_toy/b.png"), "a.txt": b"a toy", "2_toy/b.txt": b"a toy"},
+           captions={"a.png": "zwx, a toy"}, regularisation=("2_toy/b.png",), findings=(
+               "note subfolder 2_toy/: its images (1) are seen 2 times per epoch",
+           ),
+           settings={"data.trigger": "zwx", "data.folders.2_toy.regularisation": True}),
+    plain("the same image to learn and of the class", {
+               **images("a.png"), "2_toy/b.png": image("a.png"), "a.txt": b"a toy", "2_toy/b.txt": b"a toy"},
+           captions={"a.png": "a toy"}, regularisation=("2_toy/b.png",), findings=(
+               "warning regularisation 2_toy/b.png: is for regularisation and the same file as a.png",
+               "warning duplicate IMG-08 a.png: is the same file as 2_toy/b.png",
+               "note subfolder 2_toy/: its images (1) are seen 2 times per epoch",
+           ),
+           settings={"data.folders.2_toy.regularisation": True}),
+    plain("all images are of the class", images("a.png"),
+           settings={"data.folders": {".": {"regularisation": True}}}, error="none is left to learn"),
+    plain("no folder of the class", images("a.png"),
+           settings={"data.regularisation_dir": "/nowhere/at all"}, error="does not exist"),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.cache.lease import clear, entries, in_use
+from lora_trainer.cache.store import clear, entries, in_use
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import CappedFolder
 from tests.fakes.runs import ROOT
@@ -27,7 +27,7 @@ NOT_OURS = (
 HOLDS = """
 import sys
 from pathlib import Path
-from lora_trainer.cache.lease import in_use
+from lora_trainer.cache.store import in_use
 with in_use(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -100,15 +100,6 @@ def test_each_text_is_encoded_once(studio: Studio) -> None:
         assert len(set(texts_of(record))) <= max_texts(record.written, settings=own)
 
 
-def test_an_edited_caption_is_encoded_again_alone(studio: Studio) -> None:
-    before = {text for record in records_of(studio).values() for text in texts_of(record)}
-    studio.work()
-    (studio.folder / "p1.txt").write_text(CAPTION.replace("hat", "tree"))
-    after = set(texts_of(records_of(studio)["p1.png"]))
-    assert after.isdisjoint(before)
-    assert studio.work() == (0, sorted(map(studio.texts_as().words, after)))
-
-
 def test_samples_are_trained_with_what_encoding_their_text_gives(studio: Studio) -> None:
     feeder = feeder_of(studio)
     encoder, entries = text_encoder(studio.base), studio.texts_as()

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.common.errors import InputError
+from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.common.events import Finding
 from lora_trainer.config.config import build_config
 from lora_trainer.dataset.caption_tables import read_table
-from lora_trainer.dataset.decode_memo import DatasetMemo
+from lora_trainer.dataset.inspect_image import DatasetMemo
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan
 from lora_trainer.lora_file.header import open_checked
@@ -31,6 +32,13 @@ def read(root: Path, settings: dict[str, object], memo: DatasetMemo | None = Non
     return scan(root, settings=data, memo=memo)
 
 
+def as_line(finding: Finding) -> str:
+    file = f"{finding.file}:" if finding.file else ""
+    return " ".join(
+        filter(None, (finding.severity, finding.kind, finding.code, file, finding.what))
+    )
+
+
 @pytest.fixture(autouse=True)
 def _without_pyarrow(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Where it is installed or not, the layouts read the same."""
@@ -42,7 +50,7 @@ def _without_pyarrow(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReq
 def test_a_layout_is_read(layout: Layout, tmp_path: Path) -> None:
     root = written(dict(layout.files), tmp_path)
     if layout.error:
-        with pytest.raises(InputError) as refusal:
+        with pytest.raises(LoraTrainError) as refusal:
             read(root, dict(layout.settings))
         assert layout.error in f"{refusal.value}"
         return
@@ -55,6 +63,13 @@ def test_a_layout_is_read(layout: Layout, tmp_path: Path) -> None:
     }
     assert masks == dict(layout.masks)
     assert {one.name for one in dataset.regularisation} == set(layout.regularisation)
+    sources = {one.name: one.caption_source for one in dataset.records}
+    assert {name: sources[name] for name in layout.sources} == dict(layout.sources)
+    if layout.findings is not None:
+        for line, expected in zip(map(as_line, dataset.findings), layout.findings, strict=True):
+            cut = len(expected) - 3 if expected.endswith("...") else None
+            assert line[:cut] == expected[:cut]
+        return
     kinds = {finding.kind for finding in dataset.findings}
     assert set(layout.said) <= kinds
     assert not set(layout.unsaid) & kinds

@@ -52,31 +52,6 @@ def test_equal_pictures_and_equal_captions_are_encoded_once(studio: Studio) -> N
     assert studio.work() == (3, sorted(TEXTS))
 
 
-def test_an_edited_caption_encodes_one_text(studio: Studio) -> None:
-    studio.encode()
-    (studio.folder / "p1.txt").write_text("something else")
-    assert studio.work() == (0, ["something else"])
-
-
-def test_a_replaced_picture_encodes_one_latent(studio: Studio) -> None:
-    studio.encode()
-    draw(studio.folder / "p0.png", seed=77)
-    assert studio.work() == (1, [])
-
-
-def test_a_renamed_picture_encodes_nothing(studio: Studio) -> None:
-    studio.encode()
-    for suffix in (".png", ".txt"):
-        (studio.folder / f"p0{suffix}").rename(studio.folder / f"new{suffix}")
-    assert studio.work() == (0, [])
-
-
-def test_another_resolution_encodes_all_latents_and_no_text(studio: Studio) -> None:
-    studio.encode()
-    studio.resolution_px = 24
-    assert studio.work() == (3, [])
-
-
 def test_every_resolution_has_its_latents_and_is_told_its_own_size(studio: Studio) -> None:
     studio.encode()
     studio.more_px = (24, 32)
@@ -94,41 +69,6 @@ def test_every_resolution_has_its_latents_and_is_told_its_own_size(studio: Studi
         corner = (placed.placement.left_px, placed.placement.top_px)
         assert at.geometry["corner"].tolist() == [list(corner)]
     assert shapes == sizes
-
-
-@pytest.mark.parametrize(
-    ("part", "file", "images", "texts"),
-    [
-        ("vae", "diffusion_pytorch_model.safetensors", 3, []),
-        ("text_encoder", "model.safetensors", 0, TEXTS),
-        ("unet", "diffusion_pytorch_model.safetensors", 0, []),
-    ],
-)
-def test_other_weights_encode_what_they_made(
-    studio: Studio, tmp_path: Path, part: str, file: str, images: int, texts: list[str]
-) -> None:
-    studio.encode()
-    studio.base = copy_base(studio.base, tmp_path / "other base")
-    weights = load_file(studio.base / part / file)
-    next(iter(weights.values())).view(-1)[0] += 0.5
-    save_file(weights, studio.base / part / file, metadata={"format": "pt"})
-    assert studio.work() == (images, sorted(texts))
-
-
-def test_a_damaged_entry_is_encoded_again_and_no_other(studio: Studio) -> None:
-    studio.encode()
-    wanted = studio.needs()
-    key = next(iter(wanted.latents.values())).key
-    before = studio.cache.read(key)
-    data = bytearray(studio.cache.path(key).read_bytes())
-    data[-3] ^= 1
-    studio.cache.path(key).write_bytes(data)
-    assert studio.work() == (1, [])
-    after = studio.cache.read(key)
-    assert before is not None and after is not None
-    assert all(np.array_equal(before[name], after[name]) for name in before)
-    (problem,) = studio.damage
-    assert "damaged" in problem
 
 
 def test_an_entry_holds_what_the_vae_of_diffusers_gives(studio: Studio) -> None:
@@ -161,12 +101,6 @@ def test_an_entry_holds_what_the_text_encoder_gives(studio: Studio) -> None:
     entry = studio.cache.read(studio.texts_as().key(PROMPT))
     assert entry is not None and entry["text"].shape == (1, 77, 16)
     np.testing.assert_allclose(entry["text"], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_another_precision_of_the_text_encoder_encodes_the_texts_again(studio: Studio) -> None:
-    studio.encode()
-    studio.precision = "bf16"
-    assert studio.work() == (0, sorted(TEXTS))
 
 
 def test_texts_of_a_trained_encoder_are_kept_as_tokens(studio: Studio) -> None:
@@ -273,13 +207,6 @@ def test_what_is_encoded_when_a_signal_comes_is_written(studio: Studio) -> None:
     with pytest.raises(StoppedBySignal, match=r"2 of 8 done; they stay cached"):
         studio.encode(wanted, stop=lambda: next(asked))
     assert sum(studio.cache.has(key) for key in keys) == 2
-
-
-def test_a_picture_that_changed_after_the_scan_is_refused(studio: Studio) -> None:
-    wanted = studio.needs()
-    draw(studio.folder / "p2.png", seed=5)
-    with pytest.raises(InputError, match="p2.png.*changed while in use"):
-        studio.encode(wanted)
 
 
 def test_latents_that_are_not_finite_name_the_picture(studio: Studio, tmp_path: Path) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
-import random
 import signal
 import struct
 import threading
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,15 +22,15 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import sha256_bytes
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import CaptionText
-from lora_trainer.dataset.decode_memo import DatasetMemo
 from lora_trainer.dataset.images import (
     DecodedImage,
     ImageDecodeError,
     background_rgb,
     decode,
+    measure,
     verify,
 )
-from lora_trainer.dataset.measures import measure
+from lora_trainer.dataset.inspect_image import DatasetMemo
 from tests.fakes.odd_pictures import (
     chunk,
     cmyk_profile,
@@ -40,7 +38,6 @@ from tests.fakes.odd_pictures import (
     header_only,
     picture,
     png,
-    stored_for,
 )
 
 SETTINGS = DataSettings()
@@ -86,14 +83,6 @@ def test_ordinary_files_need_no_note(tmp_path: Path, kind: str) -> None:
     difference = np.asarray(found.image, dtype=int) - np.asarray(picture(), dtype=int)
     lossless = kind in ("PNG", "BMP", "TIFF")
     assert np.abs(difference).max() == 0 if lossless else np.abs(difference).mean() < 12
-
-
-@pytest.mark.parametrize("mode", ["L", "1", "P"])
-def test_gray_bitmaps_and_palettes_become_rgb(tmp_path: Path, mode: str) -> None:
-    source = picture().convert(mode)
-    found = decoded(tmp_path, encoded(source))
-    assert found.image.tobytes() == source.convert("RGB").tobytes()
-    assert found.notes == ()
 
 
 def test_the_name_does_not_decide_the_format(tmp_path: Path) -> None:
@@ -159,63 +148,7 @@ def test_what_is_no_picture_is_told_by_its_first_bytes(
     assert found.code == "IMG-02"
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "AVIF"])
-def test_any_damage_is_a_fault_or_a_picture_never_a_crash(tmp_path: Path, kind: str) -> None:
-    image = picture(24, 20)
-    exif = Image.Exif()
-    exif[274] = 6
-    options: dict[str, Any] = {} if kind in ("GIF", "BMP") else {"exif": exif.tobytes()}
-    data = encoded(image, kind, **options)
-    rng = random.Random(kind)
-    survived = 0
-    for _ in range(60):
-        mutated = bytearray(data)
-        for _ in range(rng.choice((1, 1, 2, 8))):
-            mutated[rng.randrange(min(len(mutated), rng.choice((64, 4000))))] = rng.randrange(256)
-        try:
-            decoded(tmp_path, bytes(mutated))
-            survived += 1
-        except ImageDecodeError as found:
-            assert "\n" not in str(found)
-    assert survived < 60
-
-
 # --- IMG-03: orientation
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG", "WEBP"])
-def test_pictures_are_upright(tmp_path: Path, kind: str, orientation: int) -> None:
-    upright = picture()
-    exif = Image.Exif()
-    exif[274] = orientation
-    options: dict[str, Any] = {"lossless": True} if kind == "WEBP" else {}
-    if kind == "JPEG":
-        options = {"quality": 100, "subsampling": 0}
-    found = decoded(tmp_path, encoded(stored_for(orientation, upright), kind, exif=exif, **options))
-    assert found.image.size == upright.size
-    difference = np.asarray(found.image, dtype=int) - np.asarray(upright, dtype=int)
-    assert np.abs(difference).max() <= (12 if kind == "JPEG" else 0)
-    assert found.notes == ()
-
-
-@pytest.mark.parametrize("orientation", [0, 99])
-def test_an_orientation_that_does_not_exist_is_ignored(tmp_path: Path, orientation: int) -> None:
-    exif = Image.Exif()
-    exif[274] = orientation
-    found = decoded(tmp_path, encoded(picture(), exif=exif))
-    assert found.image.tobytes() == picture().tobytes()
-    wanted = ("exif: orientation 99 is ignored, 1 to 8 exist",) if orientation else ()
-    assert found.notes == wanted
-
-
-def test_garbage_exif_is_ignored_with_a_note(tmp_path: Path) -> None:
-    garbage = b"Exif\0\0" + random.Random(1).randbytes(60)
-    for kind in ("JPEG", "PNG", "WEBP"):
-        found = decoded(tmp_path, encoded(picture(), kind, exif=garbage))
-        assert found.image.size == (48, 32)
-        (note,) = found.notes
-        assert note.startswith("exif: unreadable EXIF data is ignored")
 
 
 def test_a_warning_of_pillow_becomes_a_note(tmp_path: Path) -> None:
@@ -252,33 +185,6 @@ def test_transparency_is_put_on_the_background(
     assert found.image.getpixel((30, 5)) == rgb
     blended = np.asarray(found.image.getpixel((44, 5)))
     assert np.abs(blended - np.asarray(rgb) * 127 / 255).max() <= 1
-
-
-def test_an_opaque_alpha_channel_needs_no_background(tmp_path: Path) -> None:
-    found = decoded(tmp_path, encoded(picture().convert("RGBA")))
-    assert found.image.tobytes() == picture().tobytes()
-    assert not found.transparent
-    assert found.notes == ()
-
-
-def test_gray_with_alpha(tmp_path: Path) -> None:
-    image = Image.new("LA", (20, 20), (100, 0))
-    image.paste((50, 255), (0, 0, 10, 20))
-    found = decoded(tmp_path, encoded(image))
-    assert found.image.getpixel((2, 2)) == (50, 50, 50)
-    assert found.image.getpixel((15, 2)) == (255, 255, 255)
-    assert found.transparent
-
-
-@pytest.mark.parametrize("transparency", [1, bytes([255, 0])])
-def test_palettes_with_a_transparent_colour(tmp_path: Path, transparency: Any) -> None:
-    image = Image.new("P", (20, 20), 0)
-    image.putpalette([10, 20, 30, 40, 50, 60])
-    image.paste(1, (0, 0, 10, 20))
-    found = decoded(tmp_path, encoded(image, transparency=transparency))
-    assert found.image.getpixel((2, 2)) == (255, 255, 255)
-    assert found.image.getpixel((15, 2)) == (10, 20, 30)
-    assert found.transparent
 
 
 def test_a_transparent_colour_in_other_bit_depths(tmp_path: Path) -> None:
@@ -331,30 +237,6 @@ def test_big_endian_16_bit_tiff(tmp_path: Path) -> None:
     assert found.image.getpixel((3, 3)) == (round(0x1234 / 257),) * 3
 
 
-def test_16_bit_rgb(tmp_path: Path) -> None:
-    values = np.full((16, 16, 3), 0x8080, ">u2")
-    rows = b"".join(b"\0" + row.tobytes() for row in values)
-    found = decoded(tmp_path, png(16, 16, 16, 2, rows))
-    assert found.image.getpixel((0, 0)) == (0x80, 0x80, 0x80)
-    assert found.notes == ("depth: 16 bits per channel are scaled to 8",)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"), [(np.float32, "floating-point"), (np.int32, "32-bit integer")]
-)
-def test_pixels_without_a_known_range_are_refused(tmp_path: Path, dtype: Any, name: str) -> None:
-    found = fault(tmp_path, encoded(Image.fromarray(np.ones((20, 20), dtype)), "TIFF"))
-    assert found.code == "IMG-05"
-    assert found.reason == f"has {name} pixels"
-
-
-def test_cmyk_without_a_profile(tmp_path: Path) -> None:
-    source = Image.new("CMYK", (20, 20), (255, 0, 0, 0))
-    found = decoded(tmp_path, encoded(source, "TIFF"))
-    assert found.image.getpixel((5, 5)) == source.convert("RGB").getpixel((0, 0))
-    assert found.notes[0].startswith("cmyk-profile: CMYK without a colour profile")
-
-
 def test_cmyk_goes_through_its_profile(tmp_path: Path) -> None:
     source = Image.new("CMYK", (20, 20), (255, 0, 0, 0))
     profile = cmyk_profile((136, 208, 195))  # about sRGB red
@@ -366,30 +248,7 @@ def test_cmyk_goes_through_its_profile(tmp_path: Path) -> None:
     assert max(green, blue) < 60
 
 
-@pytest.mark.parametrize(
-    "profile",
-    [b"no profile", ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()],
-)
-def test_a_broken_or_wrong_profile_is_ignored_with_a_note(tmp_path: Path, profile: bytes) -> None:
-    source = Image.new("CMYK", (20, 20), (255, 0, 0, 0))
-    found = decoded(tmp_path, encoded(source, "JPEG", icc_profile=profile), name="a.jpg")
-    assert found.notes[0].startswith("cmyk-profile: broken CMYK profile ignored")
-    red, _, blue = np.asarray(found.image)[5, 5].tolist()
-    assert red < 20 < 230 < blue
-
-
 # --- IMG-06: animations
-
-
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
-def test_the_first_frame_of_an_animation_is_used(tmp_path: Path, kind: str) -> None:
-    frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "lime", "blue")]
-    options = {"save_all": True, "append_images": frames[1:]}
-    found = decoded(tmp_path, encoded(frames[0], kind, **options))
-    assert found.notes == ("animated: only the first of its 3 frames or pages is used",)
-    red, green, blue = np.asarray(found.image)[5, 5].tolist()
-    assert red > 240
-    assert max(green, blue) < 20
 
 
 def test_the_previews_in_a_camera_jpeg_are_no_animation(tmp_path: Path) -> None:
@@ -403,21 +262,6 @@ def test_the_previews_in_a_camera_jpeg_are_no_animation(tmp_path: Path) -> None:
 
 
 # --- IMG-07: sizes
-
-
-@pytest.mark.parametrize("size", [(25_000, 25_000), (13_500, 13_000), (10_001, 10_000)])
-def test_too_many_pixels_are_refused_from_the_header(
-    tmp_path: Path, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object) -> None:
-        raise AssertionError("pixels were allocated")
-
-    monkeypatch.setattr("PIL.Image.core.new", refuse)
-    monkeypatch.setattr("PIL.Image.core.fill", refuse)
-    found = fault(tmp_path, header_only(*size))
-    assert found.code == "IMG-07"
-    assert "data.max_megapixels=100 are allowed" in found.reason
-    assert f"claims {size[0] * size[1]:,} pixels" in found.reason
 
 
 def test_the_limit_is_the_setting_in_both_directions(tmp_path: Path) -> None:
@@ -441,30 +285,6 @@ def test_pillows_limit_and_pythons_warnings_are_left_as_they_were(tmp_path: Path
     decoded(tmp_path, encoded(picture()))
     fault(tmp_path, header_only(25_000, 25_000))
     assert (Image.MAX_IMAGE_PIXELS, list(warnings.filters)) == before
-
-
-def test_an_inflating_text_chunk_is_refused(tmp_path: Path) -> None:
-    bomb = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(64 << 20), 9))
-    data = png(16, 16, 8, 0, (b"\0" + bytes(16)) * 16, bomb)
-    assert len(data) < 1 << 20
-    assert fault(tmp_path, data).code == "IMG-02"
-
-
-@pytest.mark.parametrize(
-    ("size", "reason"),
-    [((1, 1), "too small"), ((1, 4000), "too small"), ((15, 40), "too small"), ((321, 16), "long")],
-)
-def test_too_small_and_too_long_pictures_are_named(
-    tmp_path: Path, size: tuple[int, int], reason: str
-) -> None:
-    found = fault(tmp_path, encoded(Image.new("RGB", size)))
-    assert found.code == "IMG-07"
-    assert reason in found.reason
-    assert f"{size[0]}x{size[1]}" in found.reason
-
-
-def test_the_smallest_and_longest_pictures_that_are_used(tmp_path: Path) -> None:
-    assert decoded(tmp_path, encoded(Image.new("RGB", (16, 320)))).image.size == (16, 320)
 
 
 # --- IMG-09 and files that change

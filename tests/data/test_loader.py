@@ -27,7 +27,6 @@ from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.timesteps import Level, flow_levels
 from tests.fakes.training import (
     CPU,
-    EMPTY_TEXT,
     MIXED,
     SQUARE,
     TALL,
@@ -136,12 +135,6 @@ def test_every_sample_once_per_epoch_and_steps_cross_epochs(count: int, batch_si
     assert names(feeder, steps) == [name for _, name in stream[: steps * batch_size]]
 
 
-def test_epochs_are_shuffled_differently() -> None:
-    feeder = build_feeder([SQUARE] * 9, batch_size=9)
-    orders = [tuple(names_of(feeder.prepare(step))) for step in range(5)]
-    assert len(set(orders)) == 5
-
-
 def names_of(batch: tuple[Sample, ...]) -> list[str]:
     return [sample.sample for sample in batch]
 
@@ -161,24 +154,6 @@ def test_latents_are_draws_from_the_posterior() -> None:
     drawn = torch.stack([sample.latents - mean for sample in feeder.prepare(0)])
     assert float(drawn.std()) == pytest.approx(0.1, rel=0.03)
     assert float(drawn.mean()) == pytest.approx(0.0, abs=0.003)
-
-
-def test_latents_and_noise_share_no_numbers() -> None:
-    sample = build_feeder([SQUARE], batch_size=1).prepare(0)[0]
-    stacked = torch.stack([sample.latents.flatten(), sample.noise.flatten()])
-    assert abs(float(torch.corrcoef(stacked)[0, 1])) < 0.4
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 999), (0, 0), (999, 999), (100, 102)])
-def test_timesteps_are_in_the_range_both_ends_included(low: int, high: int) -> None:
-    objective = ObjectiveSettings(min_timestep=low, max_timestep=high)
-    feeder = build_feeder([SQUARE], batch_size=300, objective=objective)
-    found = {sample.level.timestep for sample in feeder.prepare(0)}
-    assert low <= min(found) and max(found) <= high
-    if high - low < 3:
-        assert found == set(range(low, high + 1))
-    else:
-        assert min(found) < 50 and max(found) > 950
 
 
 def test_signal_and_weight_belong_to_the_timestep() -> None:
@@ -232,27 +207,6 @@ def test_a_mirrored_sample_is_told_its_own_crop() -> None:
         for sample in cropped.prepare(0)
     }
     assert found == {("plain", 3), ("mirrored", 4)}
-
-
-@pytest.mark.parametrize(
-    ("fraction", "low", "high"), [(0.0, 0, 0), (0.3, 85, 155), (1.0, 400, 400)]
-)
-def test_captions_are_dropped_in_that_share(fraction: float, low: int, high: int) -> None:
-    empty = build_feeder([SQUARE]).entries.read(EMPTY_TEXT)["text"]
-    samples = stream_of(DataSettings(caption_dropout=fraction))
-    dropped = sum(torch.equal(sample.conditioning["text"], empty) for sample in samples)
-    assert low <= dropped <= high
-
-
-def test_all_variants_of_a_caption_are_used_about_equally() -> None:
-    """The first text is the plain one, which is validated with where there are others."""
-    feeder = build_feeder([SQUARE], texts=4)
-    texts = [feeder.entries.read(key)["text"] for key in feeder.sources["s0"].texts[1:]]
-    found = Counter(
-        next(k for k, text in enumerate(texts) if torch.equal(sample.conditioning["text"], text))
-        for sample in stream_of(DataSettings(), texts=4)
-    )
-    assert set(found) == {0, 1, 2} and min(found.values()) > 90
 
 
 # ---- validation

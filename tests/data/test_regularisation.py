@@ -42,14 +42,6 @@ def captions(dataset: Dataset) -> tuple[dict[str, str], dict[str, str]]:
     )
 
 
-def test_a_marked_folder_is_told_apart_and_gets_no_trigger(folder: Path) -> None:
-    own, regularisation = captions(scanned(folder, MARKED))
-    assert own == {f"p{index}.png": f"zwx, a toy {index}" for index in range(3)}
-    assert regularisation == {f"2_toy/p{index}.png": f"a toy {index}" for index in range(2)}
-    assert len(scanned(folder, {}).records) == 5
-    assert scanned(folder, {}).regularisation == ()
-
-
 def test_a_folder_elsewhere_is_read_too(folder: Path) -> None:
     other = {"data.regularisation_dir": str(folder.parent / "other")}
     dataset = scanned(folder, {**MARKED, **other})

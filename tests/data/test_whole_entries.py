@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lora_trainer.cache.index import MAX_REMEMBERED, CacheIndex, missing
 from lora_trainer.cache.keys import CacheKey, text_key
-from lora_trainer.cache.store import Cache
+from lora_trainer.cache.store import MAX_REMEMBERED, Cache, CacheIndex, missing
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.common.memo import FILE_NAME, MemoTable
 
@@ -192,7 +191,7 @@ def test_what_was_not_used_is_forgotten_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MAX_REMEMBERED >= 1_000_000
-    monkeypatch.setattr("lora_trainer.cache.index.MAX_REMEMBERED", 3)
+    monkeypatch.setattr("lora_trainer.cache.store.MAX_REMEMBERED", 3)
     memo = index_in(tmp_path)
     for stamp in (1, 2, 3):
         memo.add(stamp)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.queue import commands
-from lora_trainer.queue.items import Item
+from lora_trainer.queue import commands, worker
+from lora_trainer.queue.commands import Item
 from lora_trainer.queue.worker import Worker
 from tests.fakes.runs import ROOT
 
@@ -28,7 +28,7 @@ WITHIN_S = 250.0
 _WORKER = """
 import sys
 from pathlib import Path
-from lora_trainer.queue.commands import work
+from lora_trainer.queue.worker import work
 *trainer, _, _, _, runs = sys.argv[1:]
 work(Path(runs), trainer=trainer, devices=[""], idle_polls=1)
 """
@@ -91,7 +91,7 @@ class Place:
     def clean_up(self) -> None:
         """Kill what still runs."""
         pids = [item.pid for item in commands.items(self.runs) if item.state == "running"]
-        for pid in (*pids, commands.worker_pid(self.runs)):
+        for pid in (*pids, worker.worker_pid(self.runs)):
             if pid is not None and pid != os.getpid():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ import pytest
 from lora_trainer.gui import doctor
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.cache.lease import in_use
+from lora_trainer.cache.store import in_use
 from lora_trainer.common.errors import MachineError
 from lora_trainer.hardware.machine import GIB, Hardware, detect
 from lora_trainer.hardware.nvml import Gpu

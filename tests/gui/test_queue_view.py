@@ -13,8 +13,8 @@ import pytest
 from gui import queue_view
 from gui.workplace import Workplace
 from lora_trainer.common.events import EventStream
-from lora_trainer.queue import commands
-from lora_trainer.queue.items import (
+from lora_trainer.queue import commands, worker
+from lora_trainer.queue.commands import (
     ITEM_VARIABLE,
     Item,
     changing,
@@ -33,7 +33,7 @@ HOSTILE = '<img src=x onerror="alert(1)">${alert(1)}{{x}}'
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """A queue whose trainings only start when a test lets a worker tick."""
-    monkeypatch.setattr(commands, "ensure_worker", lambda runs: None)
+    monkeypatch.setattr(worker, "ensure_worker", lambda runs: None)
     place = Place(folder=tmp_path)
     yield place
     place.clean_up()
@@ -227,11 +227,11 @@ def test_the_line_says_who_works_and_for_what_it_waits(
     assert line() == "Nothing waits. A training that you start begins at once."
     place.add("a")
     assert line() == "The queue is starting."
-    monkeypatch.setattr(commands, "worker_fault", lambda runs: "no <b>torch</b>")
+    monkeypatch.setattr(worker, "worker_fault", lambda runs: "no <b>torch</b>")
     assert line() == "The queue cannot work: no <b>torch</b>"
     assert "&lt;b&gt;torch" in queue_view.view(work)
-    monkeypatch.setattr(commands, "worker_fault", lambda runs: "")
-    monkeypatch.setattr(commands, "worker_pid", lambda runs: 1)
+    monkeypatch.setattr(worker, "worker_fault", lambda runs: "")
+    monkeypatch.setattr(worker, "worker_pid", lambda runs: 1)
     assert "closing this page" in line()
     by_hand = place.runs / "by-hand"
     by_hand.mkdir()

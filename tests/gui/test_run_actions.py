@@ -28,7 +28,7 @@ from lora_trainer.config.config import setting_keys
 from lora_trainer.config.layers import RESUMED
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.write import prune_exports
-from lora_trainer.queue import commands
+from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.history import read_history
 from lora_trainer.reporting.status import read_status
@@ -90,7 +90,7 @@ def test_resume_goes_through_the_queue(
     work: Workplace, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Path] = []
-    monkeypatch.setattr(commands, "ensure_worker", started.append)
+    monkeypatch.setattr(worker, "ensure_worker", started.append)
     with pytest.raises(RequestError, match="being trained already"):
         run_actions.resume(work, "live")
     write_status(folder, state="stopped", exit_code=143)

@@ -285,9 +285,12 @@ def test_img_09_what_is_no_regular_file_is_named_and_never_opened(
     with socket.socket(socket.AF_UNIX) as listener, chdir(folder):
         listener.bind("socket.png")
     dataset = scanned(folder)
-    bad = {row.file for row in dataset.findings if row.severity == "error"}
-    assert bad == {
-        f"{name}.png" for name in ("dangling", "loop", "device", "folder", "pipe", "socket")
+    errors = {row.file: row.what for row in dataset.findings if row.severity == "error"}
+    kinds = dict.fromkeys(("dangling", "loop", "device"), "a link to no file")
+    kinds |= dict.fromkeys(("pipe", "socket"), "a pipe, socket or device") | {"folder": "a folder"}
+    bad = {f"{name}.png" for name in kinds}
+    assert errors == {
+        f"{name}.png": f"is {kind}, not a regular file" for name, kind in kinds.items()
     }
     named = {row.file for row in dataset.findings if row.code == "IMG-09"}
     assert named == bad | {"linked.png", "again/", "pipe.txt"}

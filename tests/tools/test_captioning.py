@@ -15,9 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from lora_trainer.captioning import caption_dataset
+from lora_trainer.captioning import caption_dataset, caption_files
 from lora_trainer.captioning.caption_dataset import compose
-from lora_trainer.captioning.caption_journal import FOLDER, opened
+from lora_trainer.captioning.caption_files import FOLDER, opened
 from lora_trainer.captioning.describer import Describer
 from lora_trainer.captioning.tagger import ModelCaption, Tagger
 from lora_trainer.cli import main
@@ -423,16 +423,15 @@ def test_a_full_disk_is_one_line_and_costs_no_caption(
     command: Command, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (dataset / "a.txt").write_text("by hand")
-    from lora_trainer.captioning import caption_journal
 
-    real = caption_journal.write_atomic
+    real = caption_files.write_atomic
 
     def full(path: Path, data: bytes, *, durable: bool = True) -> None:
         if path.name == "b.txt":
-            raise caption_journal.disk_error(path, OSError(28, "No space left on device"))
+            raise caption_files.disk_error(path, OSError(28, "No space left on device"))
         real(path, data, durable=durable)
 
-    monkeypatch.setattr(caption_journal, "write_atomic", full)
+    monkeypatch.setattr(caption_files, "write_atomic", full)
     code, _, err = command("--overwrite")
     assert code == 4 and "No space left on device" in err and err.count("error:") == 1
     assert texts(dataset) == {"a": "red"}
