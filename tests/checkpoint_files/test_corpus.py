@@ -73,7 +73,7 @@ def test_describing_and_refusing_do_not_import_torch(tmp_path: Path) -> None:
         files.append(str(write(case, folder)))
     code = (
         "import sys\nfrom lora_trainer.families.locate import describe\n"
-        "from lora_trainer.config.config import BaseSettings\n"
+        "from lora_trainer.config.inputs import BaseSettings\n"
         "from lora_trainer.common.errors import InputError\n"
         "for file in sys.argv[1:]:\n"
         "    try:\n        print(describe(BaseSettings(model=file)).family)\n"

@@ -220,7 +220,7 @@ def test_img_03_04_05_06_07_each_is_used_as_displayed_or_refused_by_name(
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from lora_trainer.config.config import DataSettings
+from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.scan import scan
 from lora_trainer.common.memo import HashMemo
 
