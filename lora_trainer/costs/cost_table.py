@@ -58,21 +58,13 @@ class Grid:
         return small**2, middle**2, large**2
 
 
-Curve = Callable[[Sequence[float], Sequence[int], float], float]
-
-
-def bytes_at(values: Sequence[float], workload: Workload, *, grid: Grid, text_tokens: int) -> float:
-    """Interpolate a peak or the saved bytes of one sample; `values` are those at the grid's points."""
-    return _at(values, workload, grid, text_tokens, over_size=_polyline)
-
-
-def flops_at(values: Sequence[float], workload: Workload, *, grid: Grid, text_tokens: int) -> float:
-    """Interpolate the FLOPs of one sample; `values` are those at the grid's points."""
-    return _at(values, workload, grid, text_tokens, over_size=_parabola)
-
-
 def _at(
-    values: Sequence[float], workload: Workload, grid: Grid, text_tokens: int, *, over_size: Curve
+    values: Sequence[float],
+    workload: Workload,
+    grid: Grid,
+    text_tokens: int,
+    *,
+    over_size: Callable[[Sequence[float], Sequence[int], float], float],
 ) -> float:
     """Interpolate over size at the smallest rank, one sample and the usual text, then add each change.
 
@@ -289,10 +281,10 @@ def _tabled(release: Mapping[str, Any], workload: Workload, *, text_tokens: int)
         step = {**traces["full"], **step}
 
     def kib(values: Sequence[int]) -> int:
-        return int(KIB * bytes_at(values, workload, grid=grid, text_tokens=text_tokens))
+        return int(KIB * _at(values, workload, grid, text_tokens, over_size=_polyline))
 
     def mega(values: Sequence[int]) -> int:
-        return int(MEGA * flops_at(values, workload, grid=grid, text_tokens=text_tokens))
+        return int(MEGA * _at(values, workload, grid, text_tokens, over_size=_parabola))
 
     saved = kib(step["saved_kib"])
     return SampleCost(

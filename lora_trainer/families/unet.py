@@ -64,7 +64,6 @@ from lora_trainer.families.base_files.unet_file import (
     elements,
     header_traits,
     load_unet,
-    load_unet_folder,
     training_marks,
     unet_names,
     weight_places,
@@ -307,12 +306,7 @@ class UNetFamily(Family):
 
         with init_empty_weights():
             network = self.empty_denoiser(facts.architecture)
-        single = part_file(facts.located, "denoiser")
-        if single is not None:
-            load_unet(single, network, dtype=dtype)
-        else:
-            folder = part_folder(facts.located, "denoiser", "unet")
-            load_unet_folder(folder, network, dtype=dtype)
+        load_unet(facts.located, network, dtype=dtype)
         return network.eval().requires_grad_(False).to(device)
 
     # ---- training

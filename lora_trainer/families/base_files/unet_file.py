@@ -257,25 +257,24 @@ def elements(header: Header, names: Iterable[str]) -> int:
 # ---- loading
 
 
-def load_unet_folder(folder: Path, network: Any, *, dtype: torch.dtype) -> nn.Module:
-    """Fill a U-Net on `meta` with the weights of its folder; raises InputError when the weights do not fit."""
-    tensors: dict[str, Tensor] = {}
-    for file in weights(folder):
-        tensors |= read_tensors(file, {name: name for name in read_header(file)}, dtype=dtype)
-    network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
-    return fill(network, tensors, file=folder, part="denoiser", config="its config.json", fix=AGAIN)
-
-
-def load_unet(file: Path, network: nn.Module, *, dtype: torch.dtype) -> nn.Module:
-    """Fill a U-Net on `meta` with the weights of a file; raises InputError when the weights do not fit."""
+def load_unet(layout: Layout, network: Any, *, dtype: torch.dtype) -> nn.Module:
+    """Fill a U-Net on `meta` with its weights in `dtype`; raises InputError when the weights do not fit."""
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
-    names = unet_names(read_header(file))
-    tensors = read_tensors(file, names, dtype=dtype)
+    tensors: dict[str, Tensor] = {}
+    single = part_file(layout, "denoiser")
+    if single is None:
+        folder = part_folder(layout, "denoiser", "unet")
+        for file in weights(folder):
+            tensors |= read_tensors(file, {name: name for name in read_header(file)}, dtype=dtype)
+        network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
+        ours = "its config.json"
+        return fill(network, tensors, file=folder, part="denoiser", config=ours, fix=AGAIN)
+    tensors = read_tensors(single, unet_names(read_header(single)), dtype=dtype)
     if "input_blocks.0.0.weight" in tensors:
         prefixed = {UNET + name: tensor for name, tensor in tensors.items()}
-        tensors = converted(file, lambda: convert_ldm_unet_checkpoint(prefixed, network.config))
-    return fill(network, tensors, file=file, part="denoiser")
+        tensors = converted(single, lambda: convert_ldm_unet_checkpoint(prefixed, network.config))
+    return fill(network, tensors, file=single, part="denoiser")
 
 
 # ---- where a checkpoint keeps its weights
