@@ -284,6 +284,7 @@ def take(browser: Any, server: GuiServer, pictures: Sequence[Picture], images: P
                     place.evaluate(
                         "(element) => scrollTo(0, element.getBoundingClientRect().top + scrollY - 72)"
                     )
+                    page.wait_for_function(SHOWN)
                 image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
                 file = TARGET / f"{picture.name}-{screen}-{scheme}.webp"
                 image.save(file, quality=WEBP_QUALITY, method=6)
