@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.hardware.devices import TorchBuild
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.queue import commands
@@ -492,7 +493,7 @@ def test_the_only_device_is_waited_for(place: Place) -> None:
     assert place.states() == {"a": "finished"}
 
 
-def hardware(*gpus: str, torch: str = "2.13.0+cu130") -> Hardware:
+def hardware(*gpus: str, kind: Any = "cuda") -> Hardware:
     cards = tuple(
         Gpu(
             index=index,
@@ -512,8 +513,9 @@ def hardware(*gpus: str, torch: str = "2.13.0+cu130") -> Hardware:
         cpu_threads=1,
         ram_total_bytes=1,
         ram_free_bytes=1,
-        packages={"torch": torch},
+        packages={},
         reasons={},
+        torch=TorchBuild(version="2.13.0", kind=kind, toolkit="13.0"),
     )
 
 
@@ -525,7 +527,7 @@ def hardware(*gpus: str, torch: str = "2.13.0+cu130") -> Hardware:
         (hardware("GPU-a", "GPU-b"), {}, ("GPU-a", "GPU-b")),
         (hardware("", ""), {}, ("0", "1")),
         (hardware("GPU-c", "GPU-a"), {"CUDA_VISIBLE_DEVICES": " 2,GPU-a,nonsense"}, ("2", "GPU-a")),
-        (hardware("GPU-a", "GPU-b", torch="2.13.0+cpu"), {}, ("",)),
+        (hardware("GPU-a", "GPU-b", kind="cpu"), {}, ("",)),
     ],
 )
 def test_one_slot_a_usable_card(

@@ -14,6 +14,7 @@ from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.cache.store import in_use
 from lora_trainer.common.errors import MachineError
+from lora_trainer.hardware.devices import TorchBuild
 from lora_trainer.hardware.machine import GIB, Hardware, detect
 from lora_trainer.hardware.nvml import Gpu
 from tests.fakes.live_runs import write_status
@@ -58,8 +59,8 @@ def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_machine_is_told_in_words(here: Hardware) -> None:
     assert "Trains on the processor" in doctor.machine(here)
     assert "no driver" in doctor.machine(here)
-    packages = {**here.packages, "torch": "2.13.0+cu130"}
-    markup = doctor.machine(replace(here, gpus=(CARD,), packages=packages))
+    build = TorchBuild(version="2.13.0+cu130", kind="cuda", toolkit="13.0")
+    markup = doctor.machine(replace(here, gpus=(CARD,), torch=build))
     assert "Trains on &lt;b&gt;RTX 4090&lt;/b&gt;." in markup
     assert "23.0 GiB free of 24.0 GiB" in markup
 

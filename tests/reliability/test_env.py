@@ -19,6 +19,7 @@ from torch import nn
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware import machine
+from lora_trainer.hardware.devices import TorchBuild
 from lora_trainer.hardware.machine import assume_card, detect, package_notes
 from lora_trainer.network.attention import apply_attention
 from lora_trainer.run.run_folder import MAX_NAME_BYTES, checked_name
@@ -278,7 +279,8 @@ def test_env_03_doctor_shows_it(
 def test_env_03_a_torch_without_cuda_beside_a_card_is_named() -> None:
     found = assume_card(detect(), vram_gib=12)
     card = replace(found.gpus[0], assumed=False, name="RTX 4070")
-    machine = replace(found, gpus=(card,), packages={**found.packages, "torch": "2.13.0+cpu"})
+    build = TorchBuild(version="2.13.0+cpu", kind="cpu")
+    machine = replace(found, gpus=(card,), torch=build)
     fact = machine.accelerator()
     assert fact.value is None
     assert "built without CUDA, so RTX 4070 cannot be used" in fact.reason
