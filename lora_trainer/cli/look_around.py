@@ -189,8 +189,7 @@ def import_settings(
 ) -> Reply:
     """Turn another trainer's settings file into a lora-train settings file; reports every key."""
     from lora_trainer.common.files import write_atomic
-    from lora_trainer.importing.reading import import_file
-    from lora_trainer.importing.writing import report, settings_json, settings_toml
+    from lora_trainer.importing.reading import import_file, report, settings_json, settings_toml
 
     writers = {".toml": settings_toml, ".json": settings_json}
     if output is not None and output.suffix.lower() not in writers:

@@ -24,7 +24,7 @@ from lora_trainer.lora_file.fitting_base import check_usable
 from lora_trainer.lora_file.formats import FormatRequest
 
 if TYPE_CHECKING:
-    from lora_trainer.tools.results import Result
+    from lora_trainer.tools.convert import ToolResult
 
 Output = Annotated[Path, Parameter(help="file to write")]
 Force = Annotated[bool, Parameter(negative="", help="replace an existing output")]
@@ -246,13 +246,11 @@ def publish(
     json: Json = False,
 ) -> Reply:
     """Upload a LoRA to the Hugging Face Hub, with its last samples and a model card; private by default."""
-    from lora_trainer.tools.publish import publish
+    from lora_trainer.tools.describe import publish
 
     address = publish(file, repository=repository, private=not public)
     return {"address": address, "private": not public} if json else f"published at {address}"
 
 
-def _answer(result: Result, *, as_json: bool) -> Reply:
-    from lora_trainer.tools.results import result_json, result_text
-
-    return result_json(result) if as_json else result_text(result)
+def _answer(result: ToolResult, *, as_json: bool) -> Reply:
+    return result.to_json() if as_json else result.text()

@@ -10,27 +10,30 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import nn
 
 from lora_trainer.cache.cache_plan import SampleSource
-from lora_trainer.common.errors import InputError
+from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.randomness import Stream, draw_seed
+from lora_trainer.config.config import all_settings, flatten
+from lora_trainer.config.running import Config
 from lora_trainer.dataset.buckets import cut
 from lora_trainer.dataset.caption_lengths import new_word
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.records import ImageRecord
-from lora_trainer.evaluate.evaluated_lora import EvaluatedLora
 from lora_trainer.evaluate.features import pixels
-from lora_trainer.evaluate.losses import LossProbe
 from lora_trainer.families.base import DENOISER, Geometry, Sampler
 from lora_trainer.lora.adapter import Adapter, denoiser_layers, layer_shapes
-from lora_trainer.lora.lora_hooks import attach_lora
+from lora_trainer.lora.lora_hooks import LoraStrength, attach_lora
 from lora_trainer.lora.new_tokens import add_new_tokens
 from lora_trainer.lora_file.embedding import embedding_path, read_embedding
+from lora_trainer.lora_file.header import file_of, holds_adapter
 from lora_trainer.lora_file.names import file_names
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.lora_file.read_tensors import read_tensors
@@ -41,15 +44,67 @@ from lora_trainer.run.final_scores import WeightFigures, weight_figures
 from lora_trainer.run.follow import prepare_with_base
 from lora_trainer.run.prepare import Prepared as Plan
 from lora_trainer.run.prepare import Request
-from lora_trainer.run.run_folder import RunFolder, TrainingJob
-from lora_trainer.training.batch import Sample
+from lora_trainer.run.run_folder import RunFolder, TrainingJob, read_run
+from lora_trainer.run.sample_lora import adapter_of, stated_settings
+from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
+from lora_trainer.training.loss import Model, add_noise, target
 
 QUANTILES = 16
 MAX_PICTURES = 16
 """Most trained and most held-out images whose losses are measured: enough for a mean, in bounded time."""
 SAMPLE_STEPS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossProbe:
+    """A model, the strength control of its adapter, and the micro-batch that fits."""
+
+    model: Model
+    dial: LoraStrength
+    at_once: int
+
+    @torch.no_grad()
+    def losses(self, batches: Sequence[Sequence[Sample]], *, strength: float) -> list[float]:
+        """Return the mean loss of each batch; a batch has one timestep."""
+        with self.dial.at(strength):
+            return [self._mean_loss(samples) for samples in batches]
+
+    def _mean_loss(self, samples: Sequence[Sample]) -> float:
+        losses = torch.cat([self.model.losses(group).cpu() for group in self._split(samples)])
+        return float(losses.double().mean())
+
+    @torch.no_grad()
+    def drift(self, batches: Sequence[Sequence[Sample]]) -> tuple[float, float]:
+        """Return (mean squared change of the predictions at strength 1, the base's mean squared error)."""
+        changes, errors = [], []
+        for samples in batches:
+            for group in self._split(samples):
+                change, error = self._drift(group)
+                changes += change
+                errors += error
+        return fmean(changes), fmean(errors)
+
+    def _split(self, samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
+        return split(samples, cap=self.at_once, group_key=self.model.batch_group_key)
+
+    def _drift(self, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+        model = self.model
+        batch = model.collate(samples).on(model.device)
+        level = (batch.alpha, batch.sigma)
+        noisy = add_noise(batch.latents, batch.noise, *level).to(model.precision)
+        target_values = target(batch.latents, batch.noise, *level, model.prediction)
+        predicted = []
+        for strength in (0.0, 1.0):
+            with self.dial.at(strength):
+                conditioning = model.embed(batch.conditioning)
+                prediction = model.predict(model.denoiser, noisy, batch.timesteps, conditioning)
+                predicted.append(prediction.float())
+        base, adapted = predicted
+        change: list[float] = (adapted - base).square().flatten(1).mean(1).tolist()
+        error: list[float] = (base - target_values.float()).square().flatten(1).mean(1).tolist()
+        return change, error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,3 +288,78 @@ def _add_words(file: Path, plan: Plan, networks: Networks) -> None:
 def _inside(networks: Networks) -> dict[str, nn.Module]:
     inside: dict[str, nn.Module] = {DENOISER: networks.denoiser}
     return inside | (dict(networks.text.networks) if networks.text is not None else {})
+
+
+KEPT_SECTIONS = ("base.", "data.", "objective.", "adapter.", "sampling.")
+KEPT_SETTINGS = (
+    "hardware.threads",
+    "train.seed",
+    "train.precision",
+    "memory.text_encoder_precision",
+)
+OF_THIS_MACHINE = (
+    "hardware.threads",
+    "data.cache_dir",
+    "data.cache_max_gib",
+    "data.prefetch_steps",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedLora:
+    """An adapter file, with the settings of its training that a validation needs.
+
+    `has_settings`: the file or run states them. `fingerprint` is of the dataset at training time, "" where
+    none is recorded.
+    """
+
+    file: Path
+    run: Path | None
+    settings: Mapping[str, Any]
+    has_settings: bool
+    fingerprint: str
+
+
+def evaluated_lora_of(path: Path, *, base: str | None) -> EvaluatedLora:
+    """Read the adapter's file and settings; raises InputError and RequestError, as `sample` does."""
+    if path.is_dir() and not holds_adapter(path):
+        file, record = adapter_of(path), read_run(path)
+        settings = dict(record["settings"])
+        source = base or str(record["base"]["source"])
+        settings_kept = _kept(settings, elsewhere=base is not None)
+        return EvaluatedLora(
+            file=file,
+            run=path,
+            settings=settings_kept | {"base.model": source},
+            has_settings=True,
+            fingerprint=str(record["dataset"]["fingerprint"]),
+        )
+    config: Config | None = stated_settings(read_contents(path).metadata)
+    base_model = base or (config.base.model if config else None)
+    if base_model in (None, "auto"):
+        raise RequestError(
+            f"{path.name} does not say which base it was trained on",
+            fix="name the base with --base",
+        )
+    settings = flatten(config) if config else {}
+    return EvaluatedLora(
+        file=file_of(path),
+        run=None,
+        settings=_kept(settings, elsewhere=True) | {"base.model": base_model},
+        has_settings=config is not None,
+        fingerprint="",
+    )
+
+
+def _kept(settings: Mapping[str, Any], *, elsewhere: bool) -> dict[str, Any]:
+    """Return the settings to reuse; `elsewhere`: paths may be of another machine or base, so drop them."""
+    paths = {info.key for info in all_settings() if info.path}
+    setting_keys = {info.key for info in all_settings()}
+    return {
+        key: value
+        for key, value in settings.items()
+        if key in setting_keys
+        and (key.startswith(KEPT_SECTIONS) or key in KEPT_SETTINGS)
+        and value != "auto"
+        and not (elsewhere and key in (*paths, *OF_THIS_MACHINE))
+    }

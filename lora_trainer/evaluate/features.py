@@ -2,7 +2,8 @@
 
 Input: PIL images of any size, cropped square here; output: float32 [N, D]. The encoder is a CLIP image
 encoder if this machine has one (Radford et al. 2021, arXiv 2103.00020), else the embedded base's VAE, whose
-latents hold colours and layout but no meaning. Nothing is downloaded.
+latents hold colours and layout but no meaning. Nothing is downloaded. A sample's prompt is the caption of an
+image, so that image is left out in the search for copies.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,12 @@ from lora_trainer.common.errors import InputError, first_line
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.hub_files import cached_snapshot
 from lora_trainer.families.locate import EMBEDDED, locate
-from lora_trainer.reporting.score import energy_distance
+from lora_trainer.reporting.score import energy_distance, expected_nearest
 
 CLIP = "openai/clip-vit-base-patch32"
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+LEAST_PICTURES = 2
 GRIDS = (1, 2, 4)
 """Cells per side over which latents are averaged: so coarse that a subject that moves a little still matches."""
 
@@ -138,3 +141,46 @@ def _pairs(features: Tensor) -> list[float]:
     upper = torch.triu_indices(len(features), len(features), offset=1)
     pair_distances: list[float] = distances(features, features)[upper[0], upper[1]].tolist()
     return pair_distances
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceImages:
+    """Features [N, D] of a dataset's images with their captions; `trained` marks the training images."""
+
+    features: Tensor
+    captions: Sequence[str]
+    trained: Sequence[bool]
+
+
+def nearness(base: Tensor, adapted: Tensor, album: ReferenceImages) -> tuple[float, float]:
+    """Return the energy distances of the base's and of the adapter's samples to the dataset's images."""
+    return set_distance(base, album.features), set_distance(adapted, album.features)
+
+
+def copy_ratio(samples: Tensor, prompts: Sequence[str], album: ReferenceImages) -> float | None:
+    """Return the mean over samples of nearest trained distance / nearest held-out distance.
+
+    Both sets are compared at the size of the smaller one. None where no trained or no held-out image is left.
+    """
+    ratios = []
+    for row, prompt in zip(distances(samples, album.features), prompts, strict=True):
+        near: dict[bool, list[float]] = {True: [], False: []}
+        other_images = [
+            index
+            for index, caption in enumerate(album.captions)
+            if caption.strip() != prompt.strip()
+        ]
+        for index in other_images:
+            near[album.trained[index]].append(float(row[index]))
+        count = min(map(len, near.values()))
+        if count == 0:
+            return None
+        held_out = expected_nearest(near[False], count=count)
+        if held_out > 0:
+            ratios.append(expected_nearest(near[True], count=count) / held_out)
+    return fmean(ratios) if ratios else None
+
+
+def finite(features: Tensor) -> bool:
+    """Whether all features are finite; features of a broken adapter's samples may not be."""
+    return bool(torch.isfinite(features).all())

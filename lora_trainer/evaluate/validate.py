@@ -17,13 +17,19 @@ from lora_trainer.common.events import EventStream, Listener
 from lora_trainer.common.files import json_bytes, write_atomic
 from lora_trainer.dataset.captions import has_trigger
 from lora_trainer.dataset.records import ImageRecord
-from lora_trainer.evaluate.evaluated_lora import EvaluatedLora, evaluated_lora_of
-from lora_trainer.evaluate.evaluation import Evaluation, build_evaluation, plan_of
-from lora_trainer.evaluate.features import Features, find_features
-from lora_trainer.evaluate.losses import (
+from lora_trainer.evaluate.evaluation import (
+    EvaluatedLora,
+    Evaluation,
+    build_evaluation,
+    evaluated_lora_of,
+    plan_of,
+)
+from lora_trainer.evaluate.features import (
     LEAST_PICTURES,
+    Features,
     ReferenceImages,
     copy_ratio,
+    find_features,
     finite,
     nearness,
 )

@@ -78,7 +78,10 @@ def tables_of(value: Any) -> list[Mapping[str, Any]]:
 def named_file(
     foreign: Foreign, option: str, parse: Callable[[str], Any], fits: Callable[[Any], object]
 ) -> Any:
-    """Return the contents of a further file that an option names, None where no fitting one is there."""
+    """Return the contents of a further file that an option names, None where no fitting one is there.
+
+    Those that `fits` returns flat, or under their names, count as values of the file from then on.
+    """
     file_name = foreign.on(option)
     if file_name is None:
         return None
@@ -89,7 +92,8 @@ def named_file(
             content = parse(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError):
             continue
-        if fits(content):
+        if fitting := fits(content):
+            foreign.values |= fitting if isinstance(fitting, dict) else {}
             foreign.stays(option, f"{file.name} is read too")
             return content
     why = "no such file here that fits: put it beside this one, or import it by itself"
@@ -202,7 +206,7 @@ def set_length(foreign: Foreign, epochs: float | None, key: str, *, whole: bool 
     if whole:
         steps = (samples // at_once) * epochs * at_once // images
     note = f"of {samples} images, repeats included"
-    foreign.set("train.steps", max(1, math.ceil(steps)), key, note=note)
+    foreign.set("train.steps", max(1, math.ceil(min(steps, 1e15))), key, note=note)
 
 
 def samples_per_epoch(foreign: Foreign) -> int | None:
@@ -239,7 +243,7 @@ def set_sizes(foreign: Foreign, sizes: Sequence[Sourced]) -> bool:
 
 def set_resolutions(foreign: Foreign, sizes: Sequence[tuple[float, float]], key: str) -> None:
     """Set `data.resolution`, a side of a square, and further ones; in steps of 64 px, as buckets need them."""
-    sides = [round(math.sqrt(width * height) / 64) * 64 for width, height in sizes]
+    sides = [round(math.sqrt(min(width * height, 2.0**24)) / 64) * 64 for width, height in sizes]
     sides = list(dict.fromkeys(min(4096, max(64, side)) for side in sides))
     foreign.set("data.resolution", sides[0], key)
     rounded = dict.fromkeys(

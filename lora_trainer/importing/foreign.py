@@ -46,16 +46,8 @@ class Imported:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `import --json`."""
-        return {
-            "trainer": self.trainer,
-            "settings": dict(self.values),
-            "from": dict(self.sources),
-            "nearest": dict(self.nearest),
-            "nothing_to_set": dict(self.nothing_to_set),
-            "without_equivalent": dict(self.without_equivalent),
-            "unknown": list(self.unknown),
-            "dataset": self.dataset,
-        }
+        plain = {**vars(self), "unknown": list(self.unknown)}
+        return {"settings": plain.pop("values"), "from": plain.pop("sources"), **plain}
 
 
 @dataclass(kw_only=True)

@@ -40,17 +40,7 @@ OPTIMIZERS: Mapping[str, Nearest] = {
     for name in entry["names"].split()
 }
 """By name in lower case, letters and digits only."""
-_UNKNOWN = Nearest(
-    ours="adamw",
-    why="is not known: AdamW, and steps of another size: the rate is the preset's for AdamW",
-    rate="preset",
-    decay=0.01,
-)
-_RELATIVE = Nearest(
-    ours="adafactor",
-    why="makes its rate of the step there (relative_step), here it has one: the preset's",
-    rate="preset",
-)
+_OTHERS = {name: Nearest(**_TABLE[name]) for name in ("unknown", "relative")}
 
 
 def plain(name: str) -> str:
@@ -74,9 +64,9 @@ def set_optimizer(
     optimizer needs another: 1.0 where it finds it itself, else the preset's, which is said.
     """
     source = key if key in foreign.values else THERE
-    nearest = OPTIMIZERS.get(plain(name), _UNKNOWN)
+    nearest = OPTIMIZERS.get(plain(name), _OTHERS["unknown"])
     if nearest.ours == "adafactor" and relative_step:
-        nearest = _RELATIVE
+        nearest = _OTHERS["relative"]
     how = f"optimizer.name={nearest.ours}, {nearest.why}"
     foreign.set("optimizer.name", nearest.ours, source)
     foreign.is_schedule_free = "schedulefree" in plain(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,11 @@ from lora_trainer.importing.foreign import Foreign, Imported
 from lora_trainer.importing.rules import Trainer, apply, flattened
 from lora_trainer.importing.trainers.ai_toolkit import AI_TOOLKIT
 from lora_trainer.importing.trainers.diffusion_pipe import DIFFUSION_PIPE, DIFFUSION_PIPE_DATASET
-from lora_trainer.importing.trainers.kohya_gui import KOHYA_GUI
-from lora_trainer.importing.trainers.lora_easy import LORA_EASY
 from lora_trainer.importing.trainers.musubi import MUSUBI, MUSUBI_DATASET
 from lora_trainer.importing.trainers.onetrainer import ONETRAINER
 from lora_trainer.importing.trainers.sd_scripts import SD_SCRIPTS, SD_SCRIPTS_DATASET
-from lora_trainer.importing.trainers.simpletuner import SIMPLETUNER, SIMPLETUNER_BACKENDS
-from lora_trainer.importing.trainers.simpletuner_data import LIST
+from lora_trainer.importing.trainers.sd_scripts_guis import KOHYA_GUI, LORA_EASY
+from lora_trainer.importing.trainers.simpletuner import LIST, SIMPLETUNER, SIMPLETUNER_BACKENDS
 
 TRAINERS: tuple[Trainer, ...] = (
     KOHYA_GUI,
@@ -151,3 +149,80 @@ def _finish(foreign: Foreign) -> None:
         foreign.sources["output.save_every_steps"] += f" ({every}: there is no save before the end)"
     if "data.validation_fraction" not in foreign.settings:
         foreign.set("data.validation_fraction", 0.0, note="nothing is held out there")
+
+
+def settings_toml(imported: Imported) -> str:
+    """Return the settings as TOML, and as comments where they come from and what is not in them."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in imported.values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    lines = [f"# {line}" for line in remarks(imported)]
+    for section, values in sections.items():
+        tables = {name: value for name, value in values.items() if isinstance(value, Mapping)}
+        lines += ["", f"[{section}]"]
+        lines += [
+            f"{name} = {_toml(value)}{_source(imported, f'{section}.{name}')}"
+            for name, value in values.items()
+            if name not in tables
+        ]
+        for name, entries in tables.items():
+            lines += _tables(f"{section}.{name}", entries, imported)
+    return "\n".join(lines).strip() + "\n"
+
+
+def settings_json(imported: Imported) -> str:
+    """Return the settings as JSON."""
+    return json.dumps(dict(imported.values), indent=2, ensure_ascii=False) + "\n"
+
+
+def report(imported: Imported) -> str:
+    """Return where the settings come from, and what is not in them, as text."""
+    rows = [_one_line(f"{key} from {source}") for key, source in imported.sources.items()]
+    return "\n".join([*remarks(imported), "Settings:", *(f"  {row}" for row in rows)])
+
+
+def remarks(imported: Imported) -> Iterator[str]:
+    """Yield lines that say what to train on, and name each key that is not among the settings."""
+    yield f"A settings file of {imported.trainer}"
+    if imported.dataset is not None:
+        yield _one_line(f"Train on: {imported.dataset}")
+    parts = (
+        ("The nearest that there is here:", imported.nearest),
+        ("Without an equivalent here:", imported.without_equivalent),
+        ("Nothing to set for:", imported.nothing_to_set),
+    )
+    for title, rows in parts:
+        if rows:
+            yield title
+            yield from (_one_line(f"  {key} {why}") for key, why in sorted(rows.items()))
+    if imported.unknown:
+        yield _one_line(f"Not known: {', '.join(sorted(imported.unknown))}")
+
+
+def _tables(key: str, entries: Mapping[str, Any], imported: Imported) -> Iterator[str]:
+    for name, fields in entries.items():
+        yield ""
+        yield f"[{key}.{_text(name)}]"
+        for field, value in fields.items():
+            yield f"{field} = {_toml(value)}{_source(imported, f'{key}.{name}.{field}')}"
+
+
+def _source(imported: Imported, key: str) -> str:
+    return f"  # {_one_line(imported.sources[key])}" if key in imported.sources else ""
+
+
+def _one_line(text: str) -> str:
+    """Return a foreign text as a comment can hold it: TOML refuses control characters there."""
+    return "".join(mark if mark.isprintable() else "\ufffd" for mark in text)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return _text(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _text(value: str) -> str:
+    # A JSON string is a TOML one, but for one control character that JSON leaves as it is.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

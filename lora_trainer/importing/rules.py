@@ -18,7 +18,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -62,6 +62,7 @@ class Trainer:
         return rules_of(*self.tables)
 
 
+@cache
 def table_of(name: str) -> dict[str, Any]:
     """Return the table of a trainer as its file has it."""
     text = files("lora_trainer.importing.trainers").joinpath(f"{name}.toml").read_text("utf-8")
@@ -87,7 +88,9 @@ def _rules(table: Mapping[str, Any]) -> dict[str, KeyRule]:
             kind="carried",
             setting=entry["setting"],
             default=entry.get("default"),
-            read=words(DTYPES if meanings == "dtypes" else meanings) if meanings else None,
+            read=words(table_of("words")["dtypes"] if meanings == "dtypes" else meanings)
+            if meanings
+            else None,
         )
     for kind in KINDS:
         for entry in table.get(kind, ()):
@@ -108,14 +111,6 @@ def words(meanings: Mapping[str, Any]) -> Reader:
         return ours.get(word, ours.get("*"))
 
     return read
-
-
-DTYPES: Mapping[str, str] = {
-    **dict.fromkeys(("no", "float", "float32", "fp32", "float_32", "tfloat_32", "tf32"), "fp32"),
-    **dict.fromkeys(("fp16", "float16", "float_16"), "fp16"),
-    **dict.fromkeys(("bf16", "bfloat16", "bfloat_16"), "bf16"),
-}
-"""Our dtype by what trainers call it."""
 
 
 def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,28 +13,10 @@ from typing import Any, Literal
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced, shown
-from lora_trainer.importing.rules import DTYPES, words
+from lora_trainer.importing.rules import table_of, words
 
 Distribution = Literal["uniform", "sigmoid", "logit_normal", "mode", "cosmap"]
 Shift = float | Literal["resolution"]
-_BOTH_TRAINED = ("lora", "both of its factors are trained")
-_KINDS: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(("lora", "locon", "standard", "dora"), ("lora", "")),
-    **{kind: (kind, "") for kind in ("loha", "lokr", "oft")},
-    "oft_2": ("oft", ""),
-    "diag-oft": ("oft", ""),
-    "boft": ("oft", "one rotation in place of several, one after the other"),
-    "dylora": ("lora", "all of its ranks are trained at once"),
-    "lora_fa": _BOTH_TRAINED,
-    "fa": _BOTH_TRAINED,
-    "lorm": ("lora", "a LoRA of the base as it is"),
-    "glora": ("lora", "the update has no part that goes with the base's weights"),
-    "ia3": ("lora", "factors on the outputs have no equivalent"),
-    "tlora": ("lora", "its rank is the same at all timesteps"),
-    "abba": ("loha", "its two products are not started from the base's weights"),
-    "full": ("lora", "whole matrices are not trained: choose a high adapter.rank"),
-    "norm": ("lora", "norms are not trained"),
-}
 FULL_RANK = 1024
 WHOLE = 1e6
 """A rank that stands for whole matrices."""
@@ -53,9 +35,9 @@ def set_model(foreign: Foreign, name: str, key: str, models: Mapping[str, Any]) 
 
 def set_kind(foreign: Foreign, algorithm: str, key: str) -> str:
     """Set the kind of adapter from its name there; return ours."""
-    kind, why = _KINDS.get(
-        algorithm.lower(), ("lora", "adapters here are lora, loha, lokr and oft")
-    )
+    kind: str
+    another = ("lora", "adapters here are lora, loha, lokr and oft")
+    kind, why = table_of("words")["kinds"].get(algorithm.lower(), another)
     foreign.set("adapter.kind", kind, key)
     if why:
         foreign.is_nearest(key, f"{algorithm}: adapter.kind={kind}, {why}")
@@ -226,7 +208,7 @@ def set_precision(foreign: Foreign, key: str, *, missing: str) -> None:
     """Set the dtype of base and activations."""
     value = foreign.get(key, missing)
     try:
-        precision = words(DTYPES)(value)
+        precision = words(table_of("words")["dtypes"])(value)
     except ValueError as error:
         foreign.lacks(key, value, str(error))
         return

@@ -8,7 +8,6 @@ are recognised but not written, because diffusers refuses such a file. Torch-fre
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from lora_trainer.common.errors import InputError, TrainingStopped
 from lora_trainer.common.files import disk_error
 from lora_trainer.families.base import NewWord
+from lora_trainer.lora_file.metadata import header_settings
 from lora_trainer.lora_file.stream import Slot, ordered, write_tensors
 
 FOLDER = "embeddings"
@@ -75,17 +75,9 @@ def read_embedding(path: Path) -> Embedding:
         raise InputError(
             f"{path} cannot be read as an embedding: {error}", fix="export it again"
         ) from None
-    shapes = {key: values.shape for key, values in vectors.items()}
-    if not embedding_shapes(shapes):
+    if not vectors or set(vectors) - set(KEYS) or any(each.ndim != 2 for each in vectors.values()):
         raise InputError(f"{path} holds no embedding", fix="give a file with emb_params or clip_l")
     return Embedding(vectors=vectors, metadata=metadata)
-
-
-def embedding_shapes(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the vectors' shapes where the tensors are those of an embedding file, else nothing."""
-    is_embedding = bool(tensors) and set(tensors) <= set(KEYS)
-    is_embedding = is_embedding and all(len(shape) == 2 for shape in tensors.values())
-    return dict(tensors) if is_embedding else {}
 
 
 def bundled(keys: Iterable[str]) -> list[str]:
@@ -96,11 +88,8 @@ def bundled(keys: Iterable[str]) -> list[str]:
 
 def trained_words(metadata: Mapping[str, str]) -> NewWord | None:
     """Return the new tokens that an adapter file of ours was trained with, by its header."""
-    try:
-        settings = json.loads(metadata["lora_train.settings"])
-        tokens, text = settings["adapter.new_tokens"], settings["data.trigger"]
-    except (KeyError, ValueError, TypeError, RecursionError):
-        return None
+    settings = header_settings(metadata)
+    tokens, text = settings.get("adapter.new_tokens"), settings.get("data.trigger")
     if not isinstance(tokens, int) or not isinstance(text, str) or tokens < 1:
         return None
     return NewWord(text=text.strip(), tokens=tokens)

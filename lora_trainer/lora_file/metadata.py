@@ -109,23 +109,11 @@ MAX_TAGS = 1000
 """Tags listed per file, the most frequent first; ComfyUI ignores headers above 8 MiB."""
 MAX_TAG_CHARACTERS = 300
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-ALGORITHMS = {
-    "lora": "lora",
-    "loha": "loha",
-    "lokr": "lokr",
-    "oft": "diag-oft",
-    "oft_in": "oft",
-    "glora": "glora",
-    "ia3": "ia3",
-    "full": "full",
-    "norm": "full",
-}
-"""LyCORIS's names of our kinds of adapter."""
 
 
 @cache
-def _kohya_entries() -> dict[str, dict[str, Any]]:
-    """Return the table of kohya's entries: settings of ours by entry, and options that are not here, unused."""
+def kohya_entries() -> dict[str, dict[str, Any]]:
+    """Return the table of kohya's entries: our settings by entry, unused options, algorithms by kind of adapter."""
     file = resources.files("lora_trainer.lora_file").joinpath("kohya_entries.json")
     table: dict[str, dict[str, Any]] = json.loads(file.read_text("utf-8"))
     return table
@@ -133,7 +121,7 @@ def _kohya_entries() -> dict[str, dict[str, Any]]:
 
 def _as_set(info: ExportInfo) -> dict[str, Any]:
     """Return kohya's entries that are settings of ours as they are, and those of options that are not here."""
-    table = _kohya_entries()
+    table = kohya_entries()
     flow = table["flow_settings"] if info.prediction == "flow" else {}
     names = {**table["settings"], **flow}
     return {**{key: info.settings[name] for key, name in names.items()}, **table["unused"]}
@@ -177,7 +165,7 @@ def _network_arguments(info: ExportInfo) -> dict[str, str]:
     settings, arguments = info.settings, dict[str, str]()
     kind, dora, rslora = (settings[f"adapter.{name}"] for name in ("kind", "dora", "rslora"))
     if kind != "lora" or dora or rslora:
-        arguments["algo"] = ALGORITHMS[kind]
+        arguments["algo"] = kohya_entries()["algorithms"][kind]
     if dora:
         arguments |= {"dora_wd": "True", "wd_on_output": "True"}
     if rslora:
@@ -358,6 +346,7 @@ def _ceil_divide(total: int, part: int) -> int:
     return -(-total // part)
 
 
+SETTINGS_ENTRY = "lora_train.settings"
 MACHINE_SETTINGS = ("output.folder", "data.cache_dir")
 """Settings that say where things lie on this machine and nothing about the result."""
 
@@ -409,6 +398,21 @@ def _modelspec(info: ExportInfo) -> dict[str, Any]:
     return {f"modelspec.{key}": value for key, value in present.items()}
 
 
+def header_settings(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings in the header of a file of ours, none where they cannot be read."""
+    try:
+        settings = json.loads(metadata[SETTINGS_ENTRY])
+    except (KeyError, ValueError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def stated_base(metadata: Mapping[str, str]) -> str | None:
+    """Return the base model that the header of a file of ours names, None where it names none."""
+    source = header_settings(metadata).get("base.model")
+    return source if isinstance(source, str) else None
+
+
 def usage_hint(trigger: str) -> str:
     """Return the sentence that tells how a trigger is used, an empty one for no trigger."""
     return f"Put '{trigger}' into the prompt." if trigger else ""
@@ -418,7 +422,7 @@ def _lora_train(info: ExportInfo) -> dict[str, Any]:
     settings = {key: value for key, value in info.settings.items() if key not in MACHINE_SETTINGS}
     return {
         "lora_train.version": __version__,
-        "lora_train.settings": _dumps_sorted(settings),
+        SETTINGS_ENTRY: _dumps_sorted(settings),
         "lora_train.base_identity": info.base_identity,
     }
 

@@ -248,16 +248,6 @@ class LayerNames:
             if name.endswith("to_out.0"):
                 self._denoiser.setdefault(_flat(name.removesuffix(".0")), layer)
 
-    def __contains__(self, spelling: object) -> bool:
-        return isinstance(spelling, str) and bool(self.find(spelling))
-
-    def __getitem__(self, spelling: str) -> str:
-        """Return "component.module" of a layer that is spelt alone; raises KeyError for any other."""
-        layers = self.find(spelling)
-        if len(layers) != 1:
-            raise KeyError(spelling)
-        return layers[0].key
-
     def shape(self, key: str) -> Shape:
         """Return the shape of a layer's weight by "component.module", () where it is not known."""
         component, _, name = key.partition(".")

@@ -19,8 +19,7 @@ from lora_trainer.families.recognise import stated_family
 from lora_trainer.lora_file.embedding import BUNDLED, bundled, trained_words
 from lora_trainer.lora_file.fitting_base import Fit, sized
 from lora_trainer.lora_file.names import SCALED, key_format
-from lora_trainer.lora_file.read import Contents
-from lora_trainer.lora_file.strength import DIFFUSERS_METADATA, FOLDED
+from lora_trainer.lora_file.read import DIFFUSERS_METADATA, FOLDED, Contents
 
 
 @dataclass(frozen=True)

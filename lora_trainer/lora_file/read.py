@@ -6,6 +6,8 @@ checked before it is believed, and nothing in the file is used as a path.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from lora_trainer.common.errors import InputError
+from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter_size import AdapterKind, update_size
-from lora_trainer.lora_file.header import HeaderEntry, Opened, open_checked, refuse
+from lora_trainer.lora_file.header import PEFT_FILE, HeaderEntry, Opened, open_checked, refuse
 from lora_trainer.lora_file.module_update import Update, normal_form
 from lora_trainer.lora_file.names import PART_MARK, Role, parse_key
-from lora_trainer.lora_file.strength import Strengths, read_strengths
 
 Array = np.ndarray[Any, Any]
 _NUMPY = {
@@ -112,29 +114,27 @@ class ModuleFactors:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """The contents of a header: metadata, the modules as spelt there, and the keys of no adapter.
+    """The contents of an adapter file: the modules as spelt there, and the keys of no adapter.
 
-    `strengths` are those that stand in the header, or in the settings beside the file.
+    `strengths` are those that stand in the header, or in the settings beside the file. Tensors are read
+    when asked for, while the file is open.
     """
 
-    metadata: Mapping[str, str]
+    name: str
+    opened: Opened
     parts: Mapping[str, ModuleFactors]
     unknown: tuple[str, ...]
     strengths: Strengths
 
     @property
+    def metadata(self) -> Mapping[str, str]:
+        """The header's entries."""
+        return self.opened.metadata
+
+    @property
     def whole(self) -> Mapping[str, ModuleFactors]:
         """The modules whose tensors are all there, by name."""
         return {name: part for name, part in sorted(self.parts.items()) if part.complete}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeltAdapter:
-    """An adapter file that is open: its modules as they are spelt there, each read when asked for."""
-
-    name: str
-    contents: Contents
-    opened: Opened
 
     def array(self, entry: HeaderEntry) -> Array:
         """Return a tensor's numbers, float32 for dtypes that numpy has not; raises InputError."""
@@ -142,7 +142,7 @@ class SpeltAdapter:
 
     def update(self, spelling: str) -> Update:
         """Return a module in its normal form; raises InputError for one whose tensors do not fit."""
-        part = self.contents.parts[spelling]
+        part = self.parts[spelling]
         arrays = {role: self.array(entry) for role, entry in part.entries.items()}
         dtypes = {role: entry.dtype for role, entry in part.entries.items()}
         # A column [1, n] is a magnitude of inputs in LyCORIS's files and of a convolution's outputs in peft's.
@@ -154,7 +154,7 @@ class SpeltAdapter:
                     part.kind,
                     arrays,
                     dtypes=dtypes,
-                    strength_of=lambda rank: self.contents.strengths.scale_of(spelling, rank=rank),
+                    strength_of=lambda rank: self.strengths.scale_of(spelling, rank=rank),
                     magnitude_of_outputs=peft,
                 )
         except (ValueError, IndexError, KeyError) as error:
@@ -165,20 +165,20 @@ class SpeltAdapter:
 
 
 @contextmanager
-def open_spelt(source: Path | bytes) -> Iterator[SpeltAdapter]:
+def open_contents(source: Path | bytes) -> Iterator[Contents]:
     """Open and check a safetensors file; raises InputError naming the fault."""
-    name = source.name if isinstance(source, Path) else "the file in memory"
     with open_checked(source) as opened:
-        yield SpeltAdapter(name=name, contents=_contents(opened), opened=opened)
+        name = source.name if isinstance(source, Path) else opened.path.name
+        yield _contents(opened, name=name)
 
 
 def read_contents(source: Path | bytes) -> Contents:
     """Check a file's header and return its contents, no tensor read; raises InputError."""
-    with open_checked(source) as opened:
-        return _contents(opened)
+    with open_contents(source) as contents:
+        return contents
 
 
-def _contents(opened: Opened) -> Contents:
+def _contents(opened: Opened, *, name: str) -> Contents:
     parts: dict[str, dict[Role, HeaderEntry]] = {}
     kinds: dict[str, set[AdapterKind]] = {}
     unknown: list[HeaderEntry] = []
@@ -201,7 +201,8 @@ def _contents(opened: Opened) -> Contents:
     unknown_keys = [entry.key for entry in unknown if not _take_factor(entry, parts)]
     _share_beside(parts)
     return Contents(
-        metadata=opened.metadata,
+        name=name,
+        opened=opened,
         parts={
             module: ModuleFactors(kind=_kind(kinds.get(module, set()), roles), entries=roles)
             for module, roles in parts.items()
@@ -273,3 +274,120 @@ def _f8_table(exponent_bits: int, mantissa_bits: int) -> Array:
         values[124:] = [np.inf, np.nan, np.nan, np.nan]
     table: Array = np.concatenate([values, -values]).astype("<f4")
     return table
+
+
+DIFFUSERS_METADATA = "lora_adapter_metadata"
+"""Header entry with peft's settings; diffusers refuses `.alpha` tensors beside it."""
+FOLDED = "lora_train.strength"
+"""Header entry of files whose strength is multiplied into the tensors: they lack an alpha on purpose."""
+PEFT_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strengths:
+    """Settings of peft by component; without any, alpha is the rank and the factor 1."""
+
+    settings: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def stated(self) -> bool:
+        """Whether there is an alpha at all."""
+        return any(True for _ in self.alphas())
+
+    @property
+    def unsupported(self) -> str:
+        """Why peft's kind of adapter cannot be read, "" where it can."""
+        for settings in self.settings.values():
+            kind = settings.get("peft_type", "LORA")
+            if kind not in ("LORA", "LOHA", "LOKR", "OFT"):
+                return f"is an adapter of peft's kind {kind}; LORA, LOHA, LOKR and OFT are read"
+            # A rotation is the Cayley transform (I + Q)(I - Q)^-1 or, in peft, five terms of its series
+            # (Neumann); other numbers of terms and coft's limit give other rotations.
+            terms = settings.get("use_cayley_neumann", True) and settings.get(
+                "num_cayley_neumann_terms", 5
+            )
+            if kind == "OFT" and (settings.get("coft") or terms != 5):
+                return "is an OFT of peft with settings of its own (coft, Cayley without 5 terms)"
+            if settings.get("fan_in_fan_out"):
+                return "was made with fan_in_fan_out for layers that no base here has"
+        return ""
+
+    def alphas(self) -> Iterator[float]:
+        """Yield every alpha that is stated, patterns included."""
+        for settings in self.settings.values():
+            values = (_alpha(settings), *_patterns(settings).values())
+            yield from (value for value in map(_number, values) if value is not None)
+
+    def scale_of(self, spelling: str, *, rank: int) -> float:
+        """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; 1 where no alpha is stated.
+
+        `spelling` is the module's name in the file ("unet.down_blocks..."); `rank` 0: the tensors do not
+        tell it, as of a LoKr of whole factors.
+        """
+        prefix, _, module = spelling.partition(".")
+        component = prefix if prefix.startswith("text_encoder") else DENOISER
+        # The settings beside a file of peft are of no component, those in a header of diffusers are of each.
+        settings = self.settings.get(component, self.settings.get("", {}))
+        alpha = _number(_alpha(settings))
+        for pattern, value in _patterns(settings).items():
+            # As in peft, the last pattern that matches wins.
+            if _names(pattern, module) and (own_alpha := _number(value)) is not None:
+                alpha = own_alpha
+        rank = rank or int(_number(settings.get("r")) or 0)
+        if alpha is None or rank < 1:
+            return 1.0
+        # rsLoRA (Kalajdzievski 2023, arXiv 2312.03732): updates of every rank get the same size.
+        return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def read_strengths(metadata: Mapping[str, str], path: Path) -> Strengths:
+    """Take the settings from the header, else from the file that peft writes beside its own."""
+    if text := metadata.get(DIFFUSERS_METADATA):
+        return Strengths(settings=_by_component(_json_object(text)))
+    try:
+        text = path.with_name(PEFT_CONFIG).read_text("utf-8") if path.name == PEFT_FILE else ""
+    except (OSError, UnicodeError):
+        text = ""
+    return Strengths(settings={"": _json_object(text)} if text else {})
+
+
+def _by_component(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Sort "unet.lora_alpha" and the like under this program's components."""
+    by_component: dict[str, dict[str, Any]] = {}
+    for name, value in flat.items():
+        part, _, setting = name.rpartition(".")
+        component = part if part.startswith("text_encoder") else DENOISER
+        by_component.setdefault(component, {})[setting] = value
+    return by_component
+
+
+def _alpha(settings: Mapping[str, Any]) -> Any:
+    """Return peft's alpha, which has another name for LoHa and LoKr."""
+    return settings.get("lora_alpha", settings.get("alpha"))
+
+
+def _patterns(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    patterns = settings.get("alpha_pattern")
+    return patterns if isinstance(patterns, dict) else {}
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Match as peft does, but the end of a name only: a hostile pattern could match for ever."""
+    plain = pattern.replace("\\", "")
+    if plain.startswith("^"):
+        return module == plain[1:]
+    return module == plain or module.endswith(f".{plain}")
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -30,7 +30,7 @@ from lora_trainer.lora_file.names import (
     key_format,
     kind_of_others,
 )
-from lora_trainer.lora_file.read import ModuleFactors, SpeltAdapter, open_spelt
+from lora_trainer.lora_file.read import Contents, ModuleFactors, open_contents
 from lora_trainer.lora_file.stream import Slot
 
 SLOT_DTYPES: Mapping[str, torch.dtype] = {
@@ -71,31 +71,31 @@ class OpenAdapter(Mapping[str, ModuleTensors]):
 
     names: LayerNames
     must_be_finite: bool
-    _spelt: SpeltAdapter
+    _contents: Contents
     _places: Mapping[str, tuple[str, LayerRows]]
     _last: tuple[str, Update] | None = field(default=None, init=False)
 
     @property
     def name(self) -> str:
         """The file's name."""
-        return self._spelt.name
+        return self._contents.name
 
     @property
     def metadata(self) -> Mapping[str, str]:
         """The header's entries."""
-        return self._spelt.contents.metadata
+        return self._contents.metadata
 
     @property
     def format(self) -> KeyFormat:
         """The format in which the file spells its keys."""
-        return key_format(self._spelt.contents.parts)
+        return key_format(self._contents.parts)
 
     @property
     def precision(self) -> Precision:
         """The narrowest precision that holds every factor."""
         dtypes = {
             entry.dtype
-            for part in self._spelt.contents.parts.values()
+            for part in self._contents.parts.values()
             for role, entry in part.entries.items()
             if role not in ("alpha", "magnitude")
         }
@@ -125,7 +125,7 @@ class OpenAdapter(Mapping[str, ModuleTensors]):
         if (
             self._last is None or self._last[0] != spelling
         ):  # joined layers come one after the other
-            self._last = (spelling, self._spelt.update(spelling))
+            self._last = (spelling, self._contents.update(spelling))
         update = self._last[1]
         try:
             if layer.rows is not None:
@@ -156,23 +156,22 @@ def open_adapter(
     Raises InputError where the file is no whole safetensors file, where modules are unknown or lack
     tensors, and where a tensor belongs to no kind of adapter that is known.
     """
-    with open_spelt(source) as spelt:
-        contents = spelt.contents
-        places = _places(contents.parts, names, name=spelt.name)
+    with open_contents(source) as contents:
+        places = _places(contents.parts, names, name=contents.name)
         unknown = [key for key in contents.unknown if not key.startswith(BUNDLED)]
         if unknown:
             refuse(
-                spelt.name,
+                contents.name,
                 f"holds {len(unknown)} tensors of no known kind, first {unknown[0]!r}"
                 f"{kind_of_others(unknown)}",
                 fix=_OTHER_KIND,
             )
         if not places:
-            refuse(spelt.name, "holds no adapter", fix=_OTHER_KIND)
+            refuse(contents.name, "holds no adapter", fix=_OTHER_KIND)
         yield OpenAdapter(
             names=names,
             must_be_finite=must_be_finite,
-            _spelt=spelt,
+            _contents=contents,
             _places=dict(sorted(places.items())),
         )
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,7 +29,6 @@ LEGACY_HASH = "sshs_legacy_hash"
 HASHES = (MODELSPEC_HASH, MODEL_HASH, LEGACY_HASH)
 """Header entries that readers of adapters look for; all follow from the tensor bytes."""
 _LEGACY_START, _LEGACY_END = 0x100000, 0x110000
-_CHUNK_BYTES = 1 << 20
 _DTYPES = (
     *("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
@@ -151,13 +150,18 @@ def write_tensors(
         _require_body(file, path, start=len(room), sha256_hex=entries[MODEL_HASH])
 
 
+def temporary_beside(path: Path) -> Path:
+    """Return a name in the folder of `path` that no other write has."""
+    return path.with_name(
+        f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:200]
+    )
+
+
 @contextmanager
 def whole_or_absent(path: Path, *, force: bool) -> Iterator[BinaryIO]:
     """Give a file to write that appears as `path` once it is on the disk; raises as `write_tensors`."""
     refuse_existing(path, force=force)
-    temporary = path.with_name(
-        f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:200]
-    )
+    temporary = temporary_beside(path)
     try:
         with temporary.open("xb+") as file:
             yield file
@@ -188,7 +192,4 @@ def _chosen(entries: Mapping[str, str], hashes: Collection[str] | None) -> dict[
 
 def _body_sha256(file: BinaryIO, *, start: int) -> str:
     file.seek(start)
-    digest = sha256()
-    while data := file.read(_CHUNK_BYTES):
-        digest.update(data)
-    return digest.hexdigest()
+    return file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # files have readinto

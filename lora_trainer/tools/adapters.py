@@ -22,10 +22,10 @@ from lora_trainer.families.locate import EMBEDDED, describe
 from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.fitting_base import Fit, check_usable, released_names
+from lora_trainer.lora_file.metadata import stated_base
 from lora_trainer.lora_file.names import LayerNames, file_names
 from lora_trainer.lora_file.read import Contents
 from lora_trainer.lora_file.read_tensors import OpenAdapter, open_adapter
-from lora_trainer.tools.header_entries import stated_base
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

@@ -26,7 +26,7 @@ from lora_trainer.families.base import (
     TensorInfo,
     WeightPlace,
 )
-from lora_trainer.families.base_files.base_folder import AGAIN
+from lora_trainer.families.base_files.base_folder import AGAIN, BESIDE_WEIGHTS, refuse_quantised
 from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.families.locate import describe, locate
 from lora_trainer.lora.tensors import split_key
@@ -39,11 +39,6 @@ SUFFIX = ".safetensors"
 WEIGHT = ".weight"
 TEXT_MODEL = "text_model."
 """transformers 5 leaves it out of the names of some CLIP encoders; here all go without."""
-_SCALES = frozenset(
-    {"scale_weight", "weight_scale", "scaled_fp8", "absmax", "quant_map", "qweight", "SCB"}
-)
-"""Last names of tensors without which a quantised weight means nothing."""
-_WHOLE = "use the fp16, bf16 or fp32 version of this base model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +47,11 @@ class TensorFile:
 
     opened: Opened
     entries: Mapping[str, HeaderEntry]
+
+    @property
+    def header(self) -> Header:
+        """The tensors' dtypes and shapes by name."""
+        return {n: TensorInfo(dtype=e.dtype, shape=e.shape) for n, e in self.entries.items()}
 
     def read(self, name: str) -> bytearray:
         """Return a tensor's bytes; raises InputError when the file cannot be read."""
@@ -143,10 +143,7 @@ def open_base(source: str) -> Iterator[BaseWeights]:
 
 def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
     file = open_file(path, stack)
-    header = {
-        name: TensorInfo(dtype=entry.dtype, shape=entry.shape)
-        for name, entry in file.entries.items()
-    }
+    header = file.header
     recognised = families.detect_file(header)
     if recognised is None:
         describe(BaseSettings(model=source))  # raises InputError naming its kind
@@ -229,19 +226,12 @@ def open_file(path: Path, stack: ExitStack) -> TensorFile:
         opened = stack.enter_context(open_checked(path))
     except InputError as error:
         raise InputError(error.found, fix=AGAIN) from None
-    entries = {entry.key: entry for entry in opened.entries}
-    _refuse_quantised(path, entries)
-    return TensorFile(opened=opened, entries=entries)
-
-
-def _refuse_quantised(path: Path, entries: Mapping[str, HeaderEntry]) -> None:
-    """Raise InputError for weights that are integers, or have scales of their own beside them."""
-    for name, entry in entries.items():
-        integers = name.endswith(WEIGHT) and entry.dtype not in SLOT_DTYPES
-        if integers or name.rsplit(".", 1)[-1] in _SCALES:
-            raise InputError(
-                f"{path.name} is quantised: {name} is {entry.dtype}"
-                if integers
-                else f"{path.name} is quantised: it has scales such as {name}",
-                fix=_WHOLE,
-            )
+    file = TensorFile(opened=opened, entries={entry.key: entry for entry in opened.entries})
+    refuse_quantised(path, file.header)
+    scale = next((n for n in file.entries if n.rpartition(".")[2] in BESIDE_WEIGHTS), None)
+    if scale is not None:
+        raise InputError(
+            f"{path.name} is quantised: it has scales such as {scale}",
+            fix="use the fp16, bf16 or fp32 version of this base model",
+        )
+    return file

@@ -1,19 +1,221 @@
-"""`convert`: an adapter of any trainer in the key names of kohya, of diffusers or of ComfyUI.
+"""`convert`, and the writing of an adapter that need not fit into memory, which the other tools share.
 
-Input is a file, output one with the same updates in other names. Where the new format states no
-strength, it is multiplied into the tensors, in fp32 if their own precision would round it.
+Input are modules that are read when looked up, output a file in the names of kohya, of diffusers or
+of ComfyUI, with the same bytes that an export of the live adapter would have. The file appears when
+it is whole and every module has been read back. Where a format states no strength, it is multiplied
+into the tensors, in fp32 if their own precision would round it.
 """
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from lora_trainer import __version__
+from lora_trainer.common.errors import InputError, RequestError, TrainingStopped
+from lora_trainer.common.wording import public_source, public_text
 from lora_trainer.config.declare import Precision
-from lora_trainer.families.base import FileFormat
+from lora_trainer.families.base import BaseFacts, Family, FileFormat
+from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors
+from lora_trainer.lora_file.formats import AdapterContents, FormatRequest, format_for, format_notes
 from lora_trainer.lora_file.header import file_of
-from lora_trainer.tools.adapter_writer import SUFFIX, WrittenAdapter, refuse_output, write_adapter
+from lora_trainer.lora_file.metadata import SETTINGS_ENTRY, kohya_entries, stated_base
+from lora_trainer.lora_file.names import ALPHA
+from lora_trainer.lora_file.read import DIFFUSERS_METADATA, FOLDED
+from lora_trainer.lora_file.read_tensors import slot, tensor_bytes
+from lora_trainer.lora_file.stream import HASHES, Body, ordered, refuse_existing, write_tensors
+from lora_trainer.lora_file.write import check_written, common_alpha, contents_of, file_tensors
 from lora_trainer.tools.adapters import open_source
-from lora_trainer.tools.header_entries import carried
+
+SUFFIX = ".safetensors"
+_NOT_CARRIED = frozenset({*HASHES, DIFFUSERS_METADATA, FOLDED})
+"""Header entries about the tensors of the old file; peft's settings would be a second strength."""
+_MODULE, _ARGUMENTS = "ss_network_module", "ss_network_args"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolResult:
+    """The file or folder that a tool wrote; `notes` are for the user, such as losses that readers will have."""
+
+    file: Path
+    family: str
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return {**asdict(self), "file": str(self.file)}
+
+    def text(self) -> str:
+        """Return the file, its size and its losses, a line each, notes last."""
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n".join([f"wrote {self.file}", *self.facts(), *notes])
+
+    def facts(self) -> Iterable[str]:
+        """Yield what was written, a line each."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenAdapter(ToolResult):
+    """The adapter file that a tool wrote; `rank` is that of most modules."""
+
+    format: FileFormat
+    precision: Precision
+    modules: int
+    rank: int
+
+    def facts(self) -> Iterable[str]:
+        yield f"{self.family}, {self.format} format, {self.precision}, {self.modules} modules"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The facts about an adapter that its header states: `rank` and `alpha` are those of most modules."""
+
+    rank: int
+    alpha: float
+    contents: AdapterContents
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FileSpec:
+    """The file to write: family, key names, precision, and the alpha that it states for LoRAs."""
+
+    family: Family
+    format: FileFormat
+    precision: Precision
+    lora_alpha: float
+
+    def tensors(self, key: str, module: ModuleTensors) -> dict[str, Tensor]:
+        """Return the file's tensors of one module by name; raises RequestError for values beyond the precision."""
+        try:
+            return file_tensors(
+                module,
+                key=key,
+                family=self.family,
+                format=self.format,
+                precision=self.precision,
+                lora_alpha=self.lora_alpha,
+            )
+        except TrainingStopped as error:
+            raise RequestError(error.found, fix="write it with --precision fp32") from None
+
+    def exact(self, modules: AdapterTensors) -> bool:
+        """Say whether this precision holds every value as fp32 would."""
+        fp32 = replace(self, precision="fp32")
+        for key, module in modules.items():
+            try:
+                rounded = self.tensors(key, module)
+            except RequestError:
+                return False
+            exact = fp32.tensors(key, module)
+            if not all(torch.equal(rounded[name].float(), exact[name]) for name in exact):
+                return False
+        return True
+
+    def checked(self, key: str, module: ModuleTensors) -> dict[str, Tensor]:
+        """Return the file's tensors of one module once they read back right."""
+        tensors = self.tensors(key, module)
+        try:
+            check_written(
+                save(tensors), {key: module}, family=self.family, precision=self.precision
+            )
+        except TrainingStopped as error:
+            raise InputError(error.found, fix="report this as a bug; nothing was written") from None
+        return tensors
+
+
+def refuse_output(path: Path, *, force: bool) -> None:
+    """Raise RequestError where an adapter cannot be written, before any work is done."""
+    if path.suffix != SUFFIX:
+        raise RequestError(
+            f"--output {path.name} does not end with {SUFFIX}", fix=f"call it {path.stem}{SUFFIX}"
+        )
+    refuse_existing(path, force=force)
+
+
+def write_adapter(
+    path: Path,
+    modules: AdapterTensors,
+    *,
+    family: Family,
+    format: FormatRequest,
+    precision: Precision | None,
+    default: Precision,
+    entries: Callable[[Summary], Mapping[str, str]],
+    exact: bool = False,
+    force: bool,
+) -> WrittenAdapter:
+    """Write an adapter; `entries` gives the header's entries but the hashes.
+
+    Without `precision` it is `default`; with `exact` it is fp32 instead where `default` would round, and
+    a note says so. Modules are looked up several times, one at a time. Raises RequestError with the reason
+    where the format cannot hold the adapter, for values beyond the precision and for an output that exists,
+    unless `force`, and MachineError when the disk refuses.
+    """
+    contents = contents_of(modules)
+    try:
+        format = format_for(family, format, contents)
+    except RequestError as error:
+        raise RequestError(_as_option(error.found), fix=_as_option(error.fix)) from None
+    notes = [_as_option(note) for note in format_notes(format, contents)]
+    spec = _FileSpec(
+        family=family,
+        format=format,
+        precision=precision or default,
+        lora_alpha=common_alpha(modules.values()),
+    )
+    rounds = exact and precision is None and default != "fp32"
+    if rounds and not spec.exact(modules):
+        spec = replace(spec, precision="fp32")
+        notes.insert(
+            0, f"written in fp32, as {default} would round it; --precision {default} rounds"
+        )
+    ranks, alphas = Counter[int](), Counter[float | None]()
+    module_of: dict[str, str] = {}
+    slots = []
+    for key, module in modules.items():
+        tensors = spec.checked(key, module)
+        slots += [slot(name, tensor) for name, tensor in tensors.items()]
+        module_of |= dict.fromkeys(tensors, key)
+        file_alphas = (float(each) for name, each in tensors.items() if name.endswith(ALPHA))
+        alphas[next(file_alphas, None)] += 1
+        ranks[module.rank] += 1
+    if len(module_of) < len(slots):
+        raise ValueError("two modules share one name in the file")
+    rank, alpha = ranks.most_common(1)[0][0], alphas.most_common(1)[0][0]
+    summary = Summary(rank=rank, alpha=float(rank) if alpha is None else alpha, contents=contents)
+    strength = {FOLDED: "multiplied in"} if None in alphas else {}
+
+    def bodies() -> Iterator[Body]:
+        # A file begins with the widest dtype, so a module's alpha is not beside its factors: it is made twice.
+        last, tensors = "", dict[str, Tensor]()
+        for each in ordered(slots):
+            if module_of[each.name] != last:
+                last = module_of[each.name]
+                tensors = spec.tensors(last, modules[last])
+            yield tensor_bytes(tensors[each.name])
+
+    write_tensors(
+        path, ordered(slots), bodies(), metadata={**entries(summary), **strength}, force=force
+    )
+    return WrittenAdapter(
+        file=path,
+        family=family.name,
+        format=format,
+        precision=spec.precision,
+        modules=len(modules),
+        rank=rank,
+        notes=tuple(notes),
+    )
 
 
 def convert(
@@ -45,3 +247,87 @@ def convert(
             exact=True,
             force=force,
         )
+
+
+def _as_option(text: str) -> str:
+    plain = text.replace("--set output.format=", "output.format=")
+    return plain.replace("output.format=", "--format ")
+
+
+# ---- header entries
+
+
+def carried(metadata: Mapping[str, str], summary: Summary, *, resized: bool) -> dict[str, str]:
+    """Return the entries of an adapter made from one other, of another rank if `resized`."""
+    kept_entries = {key: value for key, value in metadata.items() if key not in _NOT_CARRIED}
+    if resized:
+        for key in (_MODULE, _ARGUMENTS):
+            kept_entries.pop(key, None)
+    return {**_network(summary), **kept_entries, **_strength(summary)}
+
+
+def merged(
+    files: Sequence[tuple[str, Mapping[str, str]]], summary: Summary, *, title: str
+) -> dict[str, str]:
+    """Return the entries of a sum of adapters, (name, metadata): those that all share, and their names."""
+    first, *others = [metadata for _, metadata in files]
+    common = {
+        key: value
+        for key, value in first.items()
+        if all(other.get(key) == value for other in others)
+    }
+    bases = {stated_base(metadata) for _, metadata in files}
+    if len(bases) == 1 and (base := bases.pop()) is not None:
+        common.setdefault(SETTINGS_ENTRY, _made_for(base))
+    names = ", ".join(public_text(name) for name, _ in files)
+    return {
+        **carried(common, summary, resized=True),
+        "ss_output_name": public_text(title),
+        "modelspec.title": public_text(title),
+        "modelspec.merged_from": names,
+    }
+
+
+def extracted(
+    tuned: str, base: str, *, family: Family, facts: BaseFacts, title: str, summary: Summary
+) -> dict[str, str]:
+    """Return the entries of the difference between two base models."""
+    return {
+        **_network(summary),
+        **_strength(summary),
+        "ss_base_model_version": family.adapter_names(facts).kohya,
+        "ss_sd_model_name": public_source(base),
+        "ss_output_name": public_text(title),
+        "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.architecture": family.adapter_names(facts).modelspec,
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": public_text(title),
+        "modelspec.description": f"{public_source(tuned)} minus {public_source(base)}",
+        "lora_train.version": __version__,
+        SETTINGS_ENTRY: _made_for(public_source(base)),
+    }
+
+
+def _made_for(base: str) -> str:
+    return json.dumps({"base.model": base})
+
+
+def _network(summary: Summary) -> dict[str, str]:
+    """Return with which of kohya's networks an adapter of this kind is read."""
+    others = sorted(summary.contents.kinds - {"lora"})
+    arguments = (
+        {"algo": kohya_entries()["algorithms"][others[0] if others else "lora"]}
+        if others or summary.contents.dora
+        else {}
+    )
+    if summary.contents.dora:
+        arguments |= {"dora_wd": "True", "wd_on_output": "True"}
+    return {
+        _MODULE: "lycoris.kohya" if arguments else "networks.lora",
+        _ARGUMENTS: json.dumps(arguments),
+    }
+
+
+def _strength(summary: Summary) -> dict[str, str]:
+    alpha = float(f"{summary.alpha:.7g}")  # as far as the float32 in the tensors is meant
+    return {"ss_network_dim": str(summary.rank), "ss_network_alpha": str(alpha)}

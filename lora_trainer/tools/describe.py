@@ -8,14 +8,15 @@ them. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.wording import public_text
 from lora_trainer.lora_file.header import open_checked
 from lora_trainer.lora_file.metadata import usage_hint
 from lora_trainer.lora_file.stream import Slot, write_tensors
+from lora_trainer.run.hub_upload import LOGIN, check_upload, push, release_of_file
 
 MAX_TEXT_CHARACTERS = 20_000
 """Of one entry; ComfyUI ignores headers above 8 MiB."""
@@ -103,3 +104,34 @@ def _checked(name: str, value: str) -> str:
             fix=f"use at most {MAX_TEXT_CHARACTERS:,}",
         )
     return public_text(value.strip())
+
+
+OPTION = "--repository"
+
+
+def publish(file: Path, *, repository: str, private: bool) -> str:
+    """Upload a LoRA file and return its address; a `repository` without an owner is the user's own.
+
+    Raises InputError for a file that is no LoRA, RequestError for a name that no repository can have,
+    MachineError where nobody is logged in or the Hub refuses.
+    """
+    release = release_of_file(file, repository=repository, private=private)
+    if "/" not in repository:
+        check_upload(f"owner/{repository}", asked_by=OPTION)
+        release = replace(release, repository=f"{_user()}/{repository}")
+    check_upload(release.repository, asked_by=OPTION)
+    return push(release)
+
+
+def _user() -> str:
+    """Return the name of whoever is logged in; raises MachineError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # re-exported
+
+    try:
+        return str(HfApi().whoami()["name"])
+    except (HfHubHTTPError, HTTPError, OSError) as error:
+        raise MachineError(
+            f"the Hub does not say who is logged in ({type(error).__name__})",
+            fix=f"{LOGIN}; or name the owner too, as owner/name",
+        ) from None

@@ -8,7 +8,7 @@ LoRA does not reach (norms, biases, embeddings) is measured and said.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,23 +23,28 @@ from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.low_rank import approximated
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.formats import FormatRequest
-from lora_trainer.tools.adapter_writer import WrittenAdapter, refuse_output, write_adapter
 from lora_trainer.tools.base_weights import BaseWeights, WeightLocation, open_base
-from lora_trainer.tools.header_entries import extracted
-from lora_trainer.tools.resize import Cut, RankCutter, ResizeLimits
-from lora_trainer.tools.spool import module_spool
+from lora_trainer.tools.convert import extracted, refuse_output, write_adapter
+from lora_trainer.tools.resize import CutAdapter, RankCutter, ResizeLimits, module_spool, percent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extracted(WrittenAdapter):
-    """The file that was written; `cuts` has each layer that differs, `energy` the share of their energy kept.
+class Extracted(CutAdapter):
+    """The file that was written; `cuts` has each layer that differs.
 
     `unreached` is the share of the whole difference that lies in tensors this LoRA cannot change.
     """
 
-    cuts: Mapping[str, Cut]
-    energy: float
     unreached: float
+
+    def facts(self) -> Iterable[str]:
+        yield from super().facts()
+        yield f"rank {self.new_ranks()}"
+        yield self.kept("these layers' energy")
+        yield (
+            f"{percent(self.unreached)} of the whole difference is out of reach: other layers, norms, "
+            "biases, embeddings"
+        )
 
 
 def extract(

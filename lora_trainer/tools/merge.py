@@ -8,7 +8,7 @@ weights. Cut: the best LoRA of a rank, by singular values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +22,17 @@ from lora_trainer.lora.low_rank import NotLowRank, kind_name, lora
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.formats import FormatRequest
 from lora_trainer.lora_file.read_tensors import OpenAdapter
-from lora_trainer.tools.adapter_writer import WrittenAdapter, refuse_output, write_adapter
 from lora_trainer.tools.adapters import Weighted, WeightedSources, open_weighted
-from lora_trainer.tools.header_entries import merged
-from lora_trainer.tools.resize import Parts, RankCutter, ResizeLimits, summed, with_bias
-from lora_trainer.tools.spool import module_spool
+from lora_trainer.tools.convert import WrittenAdapter, merged, refuse_output, write_adapter
+from lora_trainer.tools.resize import (
+    Parts,
+    RankCutter,
+    ResizeLimits,
+    module_spool,
+    percent,
+    summed,
+    with_bias,
+)
 
 _BAKE = "merge it into its base model with --into"
 
@@ -36,6 +42,13 @@ class Merged(WrittenAdapter):
     """The file that was written; `energy` is the share of the sum's squared norm that a lower rank kept."""
 
     energy: float
+
+    def facts(self) -> Iterable[str]:
+        yield from super().facts()
+        share = (
+            "the whole sum" if self.energy == 1 else f"{percent(self.energy)} of the sum's energy"
+        )
+        yield f"rank {self.rank} holds {share}"
 
 
 def parse_weighted(text: str) -> Weighted:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +18,22 @@ import torch
 from torch import Tensor
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open, sync_folder
+from lora_trainer.common.files import disk_error, retry_while_open, sync_folder
 from lora_trainer.common.wording import public_text
 from lora_trainer.families.base import WeightPlace
 from lora_trainer.lora.low_rank import fits
 from lora_trainer.lora.tensors import update
 from lora_trainer.lora_file.read_tensors import tensor_bytes
-from lora_trainer.lora_file.stream import HASHES, Body, Slot, refuse_existing, write_tensors
+from lora_trainer.lora_file.stream import (
+    HASHES,
+    Body,
+    Slot,
+    refuse_existing,
+    temporary_beside,
+    write_tensors,
+)
 from lora_trainer.tools.adapters import Weighted, WeightedSources, open_weighted
 from lora_trainer.tools.base_weights import (
-    SUFFIX,
     TEXT_MODEL,
     BaseWeights,
     TensorFile,
@@ -38,6 +43,7 @@ from lora_trainer.tools.base_weights import (
     open_file,
     rows_at,
 )
+from lora_trainer.tools.convert import SUFFIX, ToolResult
 
 INDEX = "model_index.json"
 BIAS = ":bias"
@@ -53,13 +59,13 @@ Changes = Mapping[tuple[Path, str], Sequence[Changed]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergedBase:
+class MergedBase(ToolResult):
     """The folder or file that was written, how many layers changed; `notes` name the files left out."""
 
-    file: Path
-    family: str
     layers: int
-    notes: tuple[str, ...]
+
+    def facts(self) -> Iterable[str]:
+        yield f"a {self.family} base model, {self.layers} layers changed"
 
 
 def _merged(
@@ -198,9 +204,7 @@ def _write_single(
 def _write_folder(
     base: BaseWeights, adapters: WeightedSources, output: Path, *, force: bool
 ) -> list[str]:
-    temporary = output.with_name(
-        f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{output.name}"[:200]
-    )
+    temporary = temporary_beside(output)
     try:
         temporary.mkdir()
         changes = _changes(base, adapters)

@@ -7,16 +7,21 @@ or a ratio to the largest value needs. Output is a LoRA file and how much of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
+from typing import IO
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error
 from lora_trainer.config.declare import Precision
 from lora_trainer.lora.low_rank import (
     LowRankUpdate,
@@ -30,11 +35,9 @@ from lora_trainer.lora.low_rank import (
 )
 from lora_trainer.lora.tensors import ModuleTensors, needs_weight, update
 from lora_trainer.lora_file.formats import FormatRequest
-from lora_trainer.tools.adapter_writer import WrittenAdapter, refuse_output, write_adapter
 from lora_trainer.tools.adapters import open_source
 from lora_trainer.tools.base_weights import open_base
-from lora_trainer.tools.header_entries import carried
-from lora_trainer.tools.spool import ModuleSpool, module_spool
+from lora_trainer.tools.convert import WrittenAdapter, carried, refuse_output, write_adapter
 
 Parts = Sequence[tuple[ModuleTensors, float]]
 """The modules of several adapters that change one layer, and the weight on the update of each."""
@@ -90,6 +93,44 @@ class Cut:
     old_rank: int
     new_rank: int
     energy: float
+
+
+@dataclass(kw_only=True, eq=False)
+class ModuleSpool(Mapping[str, ModuleTensors]):
+    """An adapter on the disk between two passes: modules by "component.module", each read when looked up."""
+
+    _file: IO[bytes]
+    _modules: dict[str, tuple[ModuleTensors, int, int]] = field(default_factory=dict)
+
+    def add(self, key: str, module: ModuleTensors) -> None:
+        """Put a module at the end; raises OSError when the disk refuses."""
+        data = save({role: tensor.contiguous() for role, tensor in module.tensors.items()})
+        self._modules[key] = (replace(module, tensors={}), self._file.seek(0, 2), len(data))
+        self._file.write(data)
+
+    def __getitem__(self, key: str) -> ModuleTensors:
+        module, start, length = self._modules[key]
+        self._file.seek(start)
+        return replace(module, tensors=load(self._file.read(length)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+
+@contextmanager
+def module_spool(folder: Path) -> Iterator[ModuleSpool]:
+    """Open an empty spool until the block ends; raises MachineError when the disk refuses.
+
+    It is a file without a name in the folder of the result, so it is gone when the program is, however that ends.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX) as file:
+            yield ModuleSpool(_file=file)
+    except OSError as error:
+        raise disk_error(folder, error) from error
 
 
 @dataclass(kw_only=True)
@@ -167,11 +208,44 @@ def with_bias(cut: ModuleTensors, parts: Parts) -> ModuleTensors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resized(WrittenAdapter):
-    """The file that was written; `energy` is the kept share of the squared norm of all updates together."""
+class CutAdapter(WrittenAdapter):
+    """The file that was written; `cuts` has each layer, `energy` the kept share of their squared norm together."""
 
     cuts: Mapping[str, Cut]
     energy: float
+
+    def kept(self, whole: str) -> str:
+        """Say how much of `whole` was kept, and in which layer least."""
+        key, cut = min(self.cuts.items(), key=lambda item: item[1].energy)
+        least = percent(cut.energy)
+        rest = "" if least == percent(1.0) else f", least {least} in {key}"
+        return f"kept {percent(self.energy)} of {whole}{rest}"
+
+    def new_ranks(self) -> str:
+        """Return the ranks in the file, smallest, largest and usual."""
+        return _ranks(cut.new_rank for cut in self.cuts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resized(CutAdapter):
+    """The file that `resize` wrote."""
+
+    def facts(self) -> Iterable[str]:
+        yield from super().facts()
+        yield f"rank {_ranks(cut.old_rank for cut in self.cuts.values())} -> {self.new_ranks()}"
+        yield self.kept("the energy")
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    ordered = sorted(ranks)
+    if ordered[0] == ordered[-1]:
+        return str(ordered[0])
+    return f"{ordered[0]} to {ordered[-1]} (median {median(ordered):g})"
+
+
+def percent(share: float) -> str:
+    """Return a share for people."""
+    return f"{100 * share:.4g} %"
 
 
 def resize(

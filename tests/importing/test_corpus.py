@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.config import build_config
 from lora_trainer.config.layers import read_settings_text
-from lora_trainer.importing.foreign import Imported
-from lora_trainer.importing.reading import import_file, read_tables, recognised
-from lora_trainer.importing.writing import settings_json, settings_toml
+from lora_trainer.importing.reading import TRAINERS, import_file, settings_json, settings_toml
 from tests.importing import cases_others, cases_sd_scripts
 from tests.importing.corpus import Case, case_id
 
@@ -27,7 +26,7 @@ SETTLED = (
 """What presets here would choose otherwise: a training file settles each of these."""
 
 
-def said(imported: Imported) -> str:
+def said(imported: Any) -> str:
     """Return all foreign keys of which something is said, each between blanks."""
     rows = [*imported.sources.values(), *imported.nearest, *imported.nothing_to_set]
     return f" {' '.join([*rows, *imported.without_equivalent, *imported.unknown])} "
@@ -56,7 +55,8 @@ def test_a_file_reads_as_expected(case: Case, tmp_path: Path) -> None:
 def test_every_key_is_named_and_what_is_written_loads(case: Case, tmp_path: Path) -> None:
     file = case.write(tmp_path)
     imported, told = import_file(file), said(import_file(file))
-    _, flat = recognised(read_tables(file), file)
+    data = {"[]": case.data} if isinstance(case.data, list) else case.data
+    flat = next(flat for each in TRAINERS if (flat := each.flat(data)) is not None)
     for key, value in flat.items():
         nested = isinstance(value, dict) and any(f"{key}.{name}" in told for name in value)
         plain = key.removeprefix("dataset.")

@@ -14,8 +14,7 @@ import pytest
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.config.config import build_config
 from lora_trainer.config.layers import read_settings_text
-from lora_trainer.importing.reading import import_file
-from lora_trainer.importing.writing import remarks, settings_toml
+from lora_trainer.importing.reading import import_file, settings_toml
 from tests.importing import cases_others, cases_sd_scripts
 from tests.importing.corpus import Case
 
@@ -70,6 +69,23 @@ def test_a_deep_and_a_large_file_are_refused(tmp_path: Path) -> None:
             import_file(tmp_path / name)
 
 
+@pytest.mark.parametrize("value", [1e308, -1, 1e30])
+def test_a_size_or_a_length_of_no_sense_is_no_traceback(value: float, tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(b"")
+    data = {"model_family": "flux", "model_type": "lora", "resolution": value}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(data), encoding="utf-8")
+    assert 64 <= import_file(file).values["data.resolution"] <= 4096
+    lengths = f'train_data_dir = "images"\nnetwork_dim = 4\nmax_train_epochs = {value}\n'
+    (tmp_path / "their.toml").write_text(lengths, encoding="utf-8")
+    try:
+        import_file(tmp_path / "their.toml")
+    except RequestError as error:
+        assert "train.steps" in error.found
+
+
 def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value, tables and lists included."""
     items = (
@@ -122,7 +138,6 @@ def test_damaged_values_give_a_reading_or_a_reason(tmp_path: Path) -> None:
         readings += 1
         build_config(imported.values)
         json.dumps(imported.to_json())
-        assert all("\n" not in line for line in remarks(imported))
         written = read_settings_text(settings_toml(imported), name="ours.toml", toml=True)
         build_config(written.values)
     assert readings > MUTATIONS / 2

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import build_config
 from lora_trainer.config.layers import read_settings_file
-from lora_trainer.importing.foreign import Imported
-from lora_trainer.importing.reading import import_file
-from lora_trainer.importing.rules import rules_of
+from lora_trainer.importing.reading import TRAINERS, import_file
 from tests.fakes.runs import python, run_cli, write_dataset
 
 TRAINING = """
@@ -95,7 +93,7 @@ def write(folder: Path, text: str, name: str = "their.toml") -> Path:
     return folder / name
 
 
-def named(found: Imported) -> str:
+def named(found: Any) -> str:
     """Return everything that says what became of keys."""
     rows = (*found.sources.values(), *found.nearest, *found.nothing_to_set)
     return "\n".join((*rows, *found.without_equivalent, *found.unknown))
@@ -275,44 +273,7 @@ def test_what_cannot_be_done_is_refused(text: str, message: str, tmp_path: Path)
     assert message in caught.value.found
 
 
-@pytest.mark.parametrize(
-    ("text", "settings"),
-    [
-        (
-            'optimizer_type = "Prodigy"\nunet_lr = 1.0\ntext_encoder_lr = 1.0\n'
-            'optimizer_args = ["decouple=True", "d_coef=2", "safeguard_warmup=True"]\n',
-            {"name": "prodigy", "learning_rate": 1.0, "prodigy_d_coef": 2.0},
-        ),
-        (
-            'optimizer_type = "AdamWScheduleFree"\nlr_scheduler = "cosine"\n',
-            {"name": "schedulefree_adamw", "schedule": "constant"},
-        ),
-        ("use_lion_optimizer = true\n", {"name": "lion"}),
-        (
-            'optimizer_type = "adafactor"\n'
-            'optimizer_args = ["relative_step=False", "scale_parameter=False"]\n',
-            {"name": "adafactor"},
-        ),
-        ('optimizer_type = "pytorch_optimizer.CAME"\n', {"name": "came"}),
-    ],
-)
-def test_optimizers_are_carried_over(text: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    found = import_file(write(tmp_path, text))
-    own = {key: value for key, value in found.values.items() if key.startswith("optimizer.")}
-    assert settings.items() <= {key.partition(".")[2]: v for key, v in own.items()}.items()
-    assert not {key for key in found.without_equivalent if "optimizer" in key}
-    assert ("optimizer.text_encoder_learning_rate" in own) == (settings["name"] != "prodigy")
-
-
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no TOML"):
-        import_file(write(tmp_path, "a = = 1"))
-    with pytest.raises(InputError, match="cannot read"):
-        import_file(tmp_path / "none.toml")
-
-
-@pytest.mark.parametrize("name", ["train.toml", "data.toml"])
-def test_missing_options_are_what_they_are_there_by_default(name: str, tmp_path: Path) -> None:
+def test_missing_options_are_what_they_are_there_by_default(tmp_path: Path) -> None:
     found = import_file(write(tmp_path, "network_dim = 4\n")).values
     assert found["adapter.alpha"] == 1
     assert found["objective.weighting"] == "none"
@@ -331,6 +292,7 @@ def test_a_training_file_brings_its_dataset_file(tmp_path: Path) -> None:
     assert found.dataset == "cat"
     assert found.values["train.steps"] == 2 * 3  # 3 x 3 + 3 samples, 4 a step
     assert found.values["adapter.text_encoder"] is False
+    assert found.unknown == ("datasets[0].subsets[1].odd",), "its keys are named too"
     lost = import_file(write(tmp_path, 'dataset_config = "gone.toml"\nmax_train_epochs = 2\n'))
     assert sorted(lost.without_equivalent) == [
         "dataset_config",
@@ -339,69 +301,43 @@ def test_a_training_file_brings_its_dataset_file(tmp_path: Path) -> None:
     assert lost.values["optimizer.learning_rate"] == 2e-6
 
 
-KEYS = {key: rule for key, rule in rules_of("sd_scripts").items() if "." not in key}
-DATASET_KEYS = rules_of("sd_scripts_dataset")
-SAMPLES: dict[str, Any] = {
-    "lr_scheduler": "polynomial",
-    "optimizer_type": "Nobody",
-    "network_module": "networks.oft",
-    "resolution": "odd",
-    "loss_type": "l3",
-    "timestep_sampling": "odd_shift",
-    "weighting_scheme": "sigma_sqrt",
-    "mixed_precision": "no",
-    "log_with": "wandb",
-    "network_args": ["a=b"],
-    "optimizer_args": ["a=b"],
-    "huber_schedule": "snr",
-    "model_prediction_type": "additive",
-    "max_train_epochs": 2,
-    "sigmoid_scale": 2.0,
-    "lr_warmup_steps": 10,
-}
-WORDS = {"pretrained_model_name_or_path", "vae", "output_dir", "output_name", "network_weights"}
-WORDS |= {"train_data_dir", "caption_extension", "caption_separator", "keep_tokens_separator"}
-WORDS |= {"secondary_separator", "caption_prefix", "caption_suffix", "huggingface_repo_id"}
-WORDS |= {name for name in KEYS if name.startswith("metadata")} | {"dataset_config"}
+VALUES: tuple[Any, ...] = ("x", 0.5, True, 2, ["a=b"], 0, False, "", "odd_shift", "sigma_sqrt")
+OF = {trainer.name: trainer.keys for trainer in TRAINERS}
 
 
-@pytest.mark.parametrize("name", sorted(KEYS))
+def tried(text: str, name: str, folder: Path) -> None:
+    """Read a file with a key; assert that it is named, or refused with the reason."""
+    try:
+        found = import_file(write(folder, text))
+    except RequestError as error:
+        assert "cannot be done here" in error.found
+        return
+    assert name in named(found) and name not in found.unknown, text
+
+
+@pytest.mark.parametrize("name", sorted(key for key in OF["sd-scripts"] if "." not in key))
 def test_no_option_is_lost(name: str, tmp_path: Path) -> None:
-    """Each one alone in a file, as it is usually given and as it is switched off."""
-    on = SAMPLES.get(name, "x" if name in WORDS else True if name in FLAGS else 0.5)
-    for value in (on, 1, 0, False, ""):
-        try:
-            found = import_file(write(tmp_path, f"{name} = {json.dumps(value)}\n"))
-        except RequestError as error:
-            assert "cannot be done here" in error.found
-            continue
-        assert name in named(found), value
+    """Each one alone in a file, with values of every sort."""
+    for value in VALUES:
+        tried(f"seed = 1\n{name} = {json.dumps(value)}\n" if name != "seed" else
+              f"seed = {json.dumps(value)}\n", name, tmp_path)  # fmt: skip
 
 
-FLAGS = {"weighted_captions", "zero_terminal_snr", "shuffle_caption", "flip_aug", "enable_wildcard"}
-FLAGS |= {"network_train_unet_only", "enable_bucket", "use_lion_optimizer", "v_parameterization"}
+SUBSET = "datasets[].subsets[]."
 
 
-SUBSET_KEYS = sorted(
-    key.removeprefix("datasets[].subsets[].")
-    for key in DATASET_KEYS
-    if key.startswith("datasets[].subsets[].") and not key.endswith("image_dir")
+@pytest.mark.parametrize(
+    "name",
+    sorted(key.removeprefix(SUBSET) for key in OF["sd-scripts"] if key.startswith(SUBSET)),
 )
-
-
-@pytest.mark.parametrize("name", SUBSET_KEYS)
-@pytest.mark.parametrize("place", ["general", "datasets", "datasets.subsets"])
-def test_no_key_of_a_subset_is_lost(name: str, place: str, tmp_path: Path) -> None:
-    sample: Any = "x" if name in WORDS or name == "class_tokens" else True if name in FLAGS else 1
-    tables = {"general": "[general]", "datasets": "[[datasets]]"}
-    tables["datasets.subsets"] = '[[datasets.subsets]]\nimage_dir = "a"'
-    lines = []
-    sample = 0.2 if name == "validation_split" else sample
-    for table, head in tables.items():
-        lines += [head, *([f"{name} = {json.dumps(sample)}"] if table == place else [])]
-    found = import_file(write(tmp_path, "\n".join(lines)))
-    assert name in named(found)
-    assert not found.unknown
+def test_no_key_of_a_subset_is_lost(name: str, tmp_path: Path) -> None:
+    """In each of the three tables in which it may stand."""
+    heads = ["[general]", "[[datasets]]", '[[datasets.subsets]]\nimage_dir = "a"']
+    for place in range(3 if name != "image_dir" else 0):
+        for value in ("x", True, 1, 0.2):
+            lines = list(heads)
+            lines.insert(place + 1, f"{name} = {json.dumps(value)}")
+            tried("\n".join(lines), name, tmp_path)
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.lora.tensors import update
-from lora_trainer.lora_file.header import FOLDER_FILES
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.tools.adapters import open_source
 from lora_trainer.tools.convert import convert
@@ -111,6 +110,6 @@ def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
         InputError, match="is no file but a folder without adapter_model.safetensors"
     ):
         inspect_file(tmp_path)
-    (tmp_path / FOLDER_FILES[1]).with_suffix(".bin").write_bytes(b"PK")
+    (tmp_path / "pytorch_lora_weights.bin").write_bytes(b"PK")
     with pytest.raises(InputError, match="as a pickle only"):
         inspect_file(tmp_path)

@@ -25,8 +25,8 @@ from lora_trainer.lora_file import write
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.lora_file.metadata import metadata
-from lora_trainer.lora_file.verify import check_written
 from lora_trainer.lora_file.write import (
+    check_written,
     export_bytes,
     prune_exports,
     step_export_name,

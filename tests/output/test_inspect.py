@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.lora_file.inspect import Inspection, Problem, inspect_file
-from lora_trainer.lora_file.norms import block_of
+from lora_trainer.lora_file.inspect import inspect_file
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
@@ -61,11 +60,11 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "a.safetensors"
 
 
-def kinds(found: Inspection) -> list[str]:
+def kinds(found: Any) -> list[str]:
     return [problem.kind for problem in found.problems]
 
 
-def only_problem(found: Inspection) -> Problem:
+def only_problem(found: Any) -> Any:
     (problem,) = found.problems
     return problem
 
@@ -318,8 +317,8 @@ def test_the_strength_that_diffusers_states_counts(file: Path) -> None:
         ("unet.conv_in", "other"),
     ],
 )
-def test_blocks_of_modules(module: str, block: str) -> None:
-    assert block_of(module) == block
+def test_blocks_of_modules(module: str, block: str, file: Path) -> None:
+    assert list(inspect_file(saved(file, linear(module))).norms) == [block]
 
 
 # ---- what is wrong

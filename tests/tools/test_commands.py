@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from lora_trainer.cli import main
 from lora_trainer.lora_file import stream
@@ -22,8 +23,8 @@ from tests.fakes.ldm_file import write_checkpoint
 from tests.fakes.runs import contents
 from tests.fakes.tool_files import adapter_of, deltas, distance, saved
 
-Hostile = Callable[[Path], Path]
-"""Makes a file out of a good adapter."""
+Hostile = Callable[[Path], Any]
+"""Spoils a good file."""
 
 
 def adapter(path: Path, name: str = "sd15", **options: Any) -> Path:
@@ -145,108 +146,67 @@ def test_a_weight_and_several_files_on_the_command_line(
 # ---- files that cannot be used
 
 
-def truncated(file: Path) -> Path:
-    file.write_bytes(file.read_bytes()[:-100])
-    return file
+def bytes_of(change: Callable[[bytes], bytes]) -> Hostile:
+    return lambda file: file.write_bytes(change(file.read_bytes()))
 
 
-def cut_in_the_header(file: Path) -> Path:
-    file.write_bytes(file.read_bytes()[:500])
-    return file
+def tensors_of(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Hostile:
+    return lambda file: save_file(change(load_file(file)), file)
 
 
-def with_a_tensor(role: str, value: float) -> Hostile:
-    def make(file: Path) -> Path:
-        tensors = load_file(file)
-        name = max(key for key in tensors if role in key)
-        tensors[name].view(-1)[0] = value
-        save_file(tensors, file)
-        return file
+def with_a_number(role: str, value: float) -> Hostile:
+    def spoilt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors[max(key for key in tensors if role in key)].view(-1)[0] = value
+        return tensors
 
-    return make
+    return tensors_of(spoilt)
 
 
-def of_another_family(file: Path) -> Path:
-    return adapter(file, "sdxl")
+def first_up(tensors: dict[str, Tensor]) -> str:
+    return next(key for key in tensors if ".lora_up" in key)
 
 
-def of_an_unknown_family(file: Path) -> Path:
-    save_file({"x.lora_A.weight": torch.ones(2, 2), "x.lora_B.weight": torch.ones(2, 2)}, file)
-    return file
-
-
-def without_a_factor(file: Path) -> Path:
-    tensors = load_file(file)
-    tensors.pop(next(key for key in tensors if ".lora_up" in key))
-    save_file(tensors, file)
-    return file
-
-
-def of_two_ranks(file: Path) -> Path:
-    tensors = load_file(file)
-    name = next(key for key in tensors if ".lora_up" in key)
-    tensors[name] = tensors[name][:, :-1].contiguous()
-    save_file(tensors, file)
-    return file
-
-
-def no_adapter(file: Path) -> Path:
-    save_file({"weight": torch.ones(2)}, file)
-    return file
-
-
-def empty(file: Path) -> Path:
-    file.write_bytes(b"")
-    return file
-
-
-def a_pickle(file: Path) -> Path:
-    torch.save({"x": torch.ones(1)}, file)
-    return file
-
-
-def absent(file: Path) -> Path:
-    file.unlink()
-    return file
-
-
-def a_folder(file: Path) -> Path:
-    file.unlink()
-    file.mkdir()
-    return file
-
-
-HOSTILE: list[Hostile] = [
-    *(truncated, cut_in_the_header, of_another_family, of_an_unknown_family, without_a_factor),
-    *(of_two_ranks, no_adapter, empty, a_pickle, absent, a_folder),
-    *(with_a_tensor(".lora_up", value) for value in (float("nan"), float("inf"))),
-    with_a_tensor(".alpha", float("nan")),
-]
+FOREIGN = {"x.lora_A.weight": torch.ones(2, 2), "x.lora_B.weight": torch.ones(2, 2)}
+NO_BASE: dict[str, Hostile] = {
+    "truncated": bytes_of(lambda data: data[:-100]),
+    "cut in the header": bytes_of(lambda data: data[:500]),
+    "no adapter": tensors_of(lambda _: {"weight": torch.ones(2)}),
+    "empty": bytes_of(lambda _: b""),
+    "absent": Path.unlink,
+}
+HOSTILE: dict[str, Hostile] = {
+    **NO_BASE,
+    "of another family": lambda file: adapter(file, "sdxl"),
+    "of an unknown family": tensors_of(lambda _: FOREIGN),
+    "without a factor": tensors_of(lambda t: {k: t[k] for k in t if k != first_up(t)}),
+    "of two ranks": tensors_of(lambda t: t | {first_up(t): t[first_up(t)][:, :-1].contiguous()}),
+    "a pickle": lambda file: torch.save({"x": torch.ones(1)}, file),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "NaN": with_a_number(".lora_up", float("nan")),
+    "infinity": with_a_number(".lora_up", float("inf")),
+    "an alpha of NaN": with_a_number(".alpha", float("nan")),
+}
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("make", HOSTILE, ids=lambda make: make.__qualname__.partition(".")[0])
+@pytest.mark.parametrize("fault", HOSTILE)
 def test_a_file_that_cannot_be_used_is_one_line_and_exit_code_3(
-    tool: str, make: Hostile, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tool: str, fault: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hostile = make(file)
-    line = commands(hostile, tmp_path / "out.safetensors")[tool]
+    HOSTILE[fault](file)
+    line = commands(file, tmp_path / "out.safetensors")[tool]
     assert "a.safetensors" in refusal(capsys, line, tmp_path, code=3)
 
 
 @pytest.mark.parametrize("which", ["tuned", "base"])
-@pytest.mark.parametrize(
-    "make",
-    [truncated, cut_in_the_header, no_adapter, empty, absent],
-    ids=lambda make: make.__name__,
-)
+@pytest.mark.parametrize("fault", NO_BASE)
 def test_a_base_that_cannot_be_used_is_one_line_and_exit_code_3(
-    which: str, make: Hostile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    which: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from lora_trainer.families import family
 
     single = write_checkpoint(base_of("sd15"), tmp_path / "b.safetensors", family("sd15").texts)
-    make(single)
+    NO_BASE[fault](single)
     sources = [str(single), str(base_of("sd15"))]
     sources = sources if which == "tuned" else sources[::-1]
     out = str(tmp_path / "out.safetensors")
@@ -319,7 +279,7 @@ class FullDisk(io.FileIO):
         raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool != "into"])
+@pytest.mark.parametrize("tool", ["cut", "resize"])
 def test_a_full_disk_while_spooling_is_one_line(
     tool: str,
     file: Path,

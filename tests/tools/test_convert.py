@@ -17,7 +17,6 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.inspect import inspect_file
-from lora_trainer.lora_file.strength import DIFFUSERS_METADATA, FOLDED
 from lora_trainer.tools.convert import convert
 from tests.fakes.adapters import adapted, draw_module
 from tests.fakes.family_bases import CPU, base_of, facts_of
@@ -161,14 +160,14 @@ def test_peft_settings_become_tensors_once(tmp_path: Path) -> None:
             f"unet.{name}.lora_B.weight": module.tensors["up"],
         },
         file,
-        metadata={DIFFUSERS_METADATA: json.dumps(settings), "mine": "kept"},
+        metadata={"lora_adapter_metadata": json.dumps(settings), "mine": "kept"},
     )
     done = convert(file, format="kohya", base=str(base_of("sd15")))
     (value,) = deltas(done.file, base_of("sd15")).values()
     wanted = 1.5 * module.tensors["up"].double() @ module.tensors["down"].double()
     assert float((value - wanted).norm() / wanted.norm()) < 1e-6
     entries = metadata_of(done.file)
-    assert DIFFUSERS_METADATA not in entries
+    assert "lora_adapter_metadata" not in entries
     assert (entries["mine"], entries["ss_network_dim"], entries["ss_network_alpha"]) == (
         "kept",
         "4",
@@ -212,9 +211,13 @@ def test_the_header_is_carried_over_and_what_changed_is_true(tmp_path: Path) -> 
     assert changed == {
         *("modelspec.hash_sha256", "sshs_model_hash", "ss_network_alpha"),
     }
-    assert (after["ss_network_alpha"], FOLDED in after, FOLDED in before) == ("4.0", True, False)
+    assert (
+        after["ss_network_alpha"],
+        "lora_train.strength" in after,
+        "lora_train.strength" in before,
+    ) == ("4.0", True, False)
     back = convert(done.file, format="kohya", base=base, output=tmp_path / "back.safetensors")
-    assert FOLDED not in metadata_of(back.file)
+    assert "lora_train.strength" not in metadata_of(back.file)
     for each in (done.file, back.file):
         assert not inspect_file(each).problems, "hash, alpha and rank are those of the tensors"
 

@@ -88,7 +88,6 @@ def assert_bounded(found: Mapping[int, tuple[int, int]], *, unit_bytes: int) -> 
 @pytest.fixture(autouse=True)
 def _hashing_holds_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds up to 2 MB of any file, which would hide what is measured of files of 3 MB."""
-    monkeypatch.setattr(stream, "_CHUNK_BYTES", 4096)
     monkeypatch.setattr(stream, "_LEGACY_END", 4096)
 
 

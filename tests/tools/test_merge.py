@@ -16,8 +16,9 @@ from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.tools.adapters import Weighted
 from lora_trainer.tools.merge import merge, parse_weighted
+from tests.fakes.adapters import Draws
 from tests.fakes.family_bases import base_of
-from tests.fakes.tool_files import adapter_of, deltas, distance, energy, saved
+from tests.fakes.tool_files import adapter_of, deltas, distance, energy, networks_of, saved
 
 BASE = "sd15"
 
@@ -143,16 +144,56 @@ def test_what_is_not_linear_is_refused_with_the_way_out(kind: str, tmp_path: Pat
     assert distance(deltas(done.file, base()), weighted_sum({file: 1.0})) < 1e-6
 
 
+@pytest.mark.parametrize(("kind", "name"), [("loha", "LoHa"), ("lokr", "LoKr")])
+def test_a_sum_of_full_rank_is_refused_and_made_where_it_is_cut(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    files = {written(tmp_path / f"{n}.safetensors", n, kind=kind): 0.5 for n in (1, 2)}
+    with pytest.raises(RequestError, match=f"its {name} update has full rank"):
+        merge(inputs(files), output=tmp_path / "no.safetensors", base=base())
+    done = merge(inputs(files), output=tmp_path / "cut.safetensors", base=base(), rank=64)
+    assert distance(deltas(done.file, base()), weighted_sum(files)) < 1e-5
+    assert done.energy == pytest.approx(1)
+
+
+@pytest.mark.parametrize("whole", ["w1", "w2"])
+def test_a_kronecker_product_with_a_whole_factor_adds_up(whole: str, tmp_path: Path) -> None:
+    """Of a convolution the second factor has the kernel."""
+    key = "denoiser.mid_block.resnets.0.conv1"
+    out, fan_in, *kernel = networks_of(BASE)["denoiser"].get_parameter(f"{key[9:]}.weight").shape
+    files = {}
+    for seed in (1, 2):
+        draw, tensors = Draws(seed), dict[str, torch.Tensor]()
+        for name, (rows, columns), inner in (
+            ("w1", (2, 2), []),
+            ("w2", (out // 2, fan_in // 2), kernel),
+        ):
+            if name == whole:
+                tensors[name] = draw(rows, columns, *inner)
+            else:
+                tensors |= {f"{name}_a": draw(rows, 1), f"{name}_b": draw(1, columns, *inner)}
+        module = ModuleTensors(kind="lokr", tensors=tensors, rank=1, scale=0.3)
+        files[saved(tmp_path / f"{seed}.safetensors", BASE, {key: module}, format="kohya")] = 0.5
+    done = merge(inputs(files), output=tmp_path / "sum.safetensors", base=base())
+    assert distance(deltas(done.file, base()), weighted_sum(files)) < 1e-6
+    assert done.rank == (4 if whole == "w1" else 2 * min(out, fan_in * 9) // 2)
+
+
 # ---- cut sums
 
 
-def test_a_cut_sum_is_the_best_of_its_rank_and_says_what_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [1, 6])
+def test_a_cut_sum_is_the_best_of_its_rank_and_says_what_is_left(
+    times: int, tmp_path: Path
+) -> None:
+    """Also where the factors side by side have more columns than the weight has sides."""
     files = {
         written(tmp_path / "a.safetensors", 1, scale=0.7): 0.6,
         written(tmp_path / "b.safetensors", 2, scale=1.3): 1.0,
     }
-    done = merge(inputs(files), output=tmp_path / "cut.safetensors", base=base(), rank=2)
-    whole, cut = weighted_sum(files), deltas(done.file, base())
+    done = merge(inputs(files) * times, output=tmp_path / "cut.safetensors", base=base(), rank=2)
+    whole = {key: times * value for key, value in weighted_sum(files).items()}
+    cut = deltas(done.file, base())
     best = {}
     for key, value in whole.items():
         left, values, right = torch.linalg.svd(value.flatten(1), full_matrices=False)

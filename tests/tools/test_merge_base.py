@@ -312,6 +312,15 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
             inputs=inputs({file: 1.0}), output=tmp_path / "no")  # fmt: skip
 
 
+def test_a_share_of_inputs_that_the_layer_does_not_have_is_refused(tmp_path: Path) -> None:
+    """The size of an IA3 is not in its header."""
+    name = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
+    file = tmp_path / "a.safetensors"
+    save_file({f"{name}.weight": torch.ones(7), f"{name}.on_input": torch.tensor(1.0)}, file)
+    refused(tmp_path, InputError, "in another size", base=str(base_of("sd15")),
+            inputs=inputs({file: 1.0}), output=tmp_path / "no")  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", ["integers", "scales"])
 def test_a_quantised_base_is_refused(kind: str, tmp_path: Path) -> None:
     base = checkpoint(tmp_path / "base.safetensors", "sd15")

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image, ImageFilter
+from PIL import Image, ImageFilter, ImageOps
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.evaluate.features import (
-    clip_features,
+    ReferenceImages,
+    copy_ratio,
     distances,
     find_features,
-    latent_features,
-    pooled,
     set_distance,
 )
-from lora_trainer.evaluate.losses import ReferenceImages, copy_ratio
 
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange")
 
@@ -33,7 +31,7 @@ def picture(colour: str, *, seed: int = 0, size_px: tuple[int, int] = (64, 64)) 
 
 
 def test_alike_pictures_are_near() -> None:
-    features = latent_features()
+    features = find_features()
     red, soft, blue = features.encode(
         [
             picture("red"),
@@ -46,11 +44,12 @@ def test_alike_pictures_are_near() -> None:
     assert red.shape == (168,)
 
 
-def test_pooled_latents_keep_coarse_layout() -> None:
-    left = torch.zeros(4, 16, 16)
-    left[..., :8] = 1
-    assert torch.equal(pooled(left), pooled(left))
-    assert (pooled(left) - pooled(left.flip(-1))).norm() > 0.5
+def test_the_layout_of_a_picture_counts() -> None:
+    left = Image.new("RGB", (64, 64), "white")
+    left.paste("red", (0, 0, 32, 64))
+    one, same, mirrored = find_features().encode([left, left, ImageOps.mirror(left)])
+    assert torch.equal(one, same)
+    assert (one - mirrored).norm() > 0.3
 
 
 def test_sets_of_one_kind_are_nearer_than_sets_of_two() -> None:
@@ -85,7 +84,7 @@ def test_a_clip_model_that_is_not_here_or_is_none_is_refused(tmp_path: Path) -> 
     with pytest.raises(InputError, match="nor in the local Hub cache"):
         find_features("nobody/nothing")
     with pytest.raises(InputError, match="cannot be loaded"):
-        clip_features(tmp_path, name="nothing")
+        find_features(str(tmp_path))
 
 
 def test_copies_of_trained_pictures_are_told_from_new_ones() -> None:

@@ -39,7 +39,7 @@ SUFFIXES = frozenset({".safetensors", ".sft", gguf_file.SUFFIX})
 """Suffixes of single files; `.sft` is safetensors under the name that FLUX.1's first release used."""
 _WEIGHT_SCALES = ("scale_weight", "weight_scale")
 """Names of an fp8 weight's scale, a number or one per row, beside it (ComfyUI's former and present names)."""
-_BESIDE_WEIGHTS = (*_WEIGHT_SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant")
+BESIDE_WEIGHTS = (*_WEIGHT_SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _QUANTISED = (
     ("bitsandbytes (NF4, INT8)", (".absmax", ".quant_map", ".SCB")),
@@ -215,7 +215,7 @@ def read_header(file: Path) -> Header:
         name: info
         for name, info in tensors.items()
         # Scales are no layers: they would count as parameters, and no network has them.
-        if name.rpartition(".")[2] not in _BESIDE_WEIGHTS
+        if name.rpartition(".")[2] not in BESIDE_WEIGHTS
     }
 
 

@@ -26,15 +26,6 @@ from lora_trainer.importing.foreign_optimizers import set_arguments, set_optimiz
 from lora_trainer.importing.rules import Trainer, flattened, table_of
 
 _TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
-_FOLDER_FIELDS = {
-    "num_repeats": "repeats",
-    "flip_x": "flip",
-    "caption_dropout_rate": "caption_dropout",
-    "shuffle_tokens": "shuffle_tags",
-    "token_dropout_rate": "tag_dropout",
-    "trigger_word": "trigger",
-    "loss_multiplier": "weight",
-}
 
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -249,7 +240,10 @@ def _datasets(foreign: Foreign) -> None:
 
 
 def _folder_fields(foreign: Foreign, folder: ImageFolder, table: FolderTable) -> None:
-    folder.settings = {"repeats": (1, THERE), **table.fields(_FOLDER_FIELDS)}
+    folder.settings = {
+        "repeats": (1, THERE),
+        **table.fields(table_of("ai_toolkit")["folder_fields"]),
+    }
     if table.get("loss_multiplier") == 1:
         folder.settings.pop("weight")
     if folder.settings.keys() & {"shuffle_tags", "tag_dropout"}:

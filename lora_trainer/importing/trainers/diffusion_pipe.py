@@ -31,14 +31,6 @@ from lora_trainer.importing.foreign_optimizers import (
 from lora_trainer.importing.rules import Trainer, flattened, table_of
 
 NAME = "diffusion-pipe"
-_LOSSES = {
-    "pseudo_huber_c": (
-        "huber",
-        "objective.loss=huber, as earlier versions had it: today's does not read it",
-    ),
-    "huber_delta": ("huber", "objective.loss=huber, twice as large and without a corner"),
-    "smooth_l1_beta": ("smooth_l1", "objective.loss=smooth_l1, larger and without a corner"),
-}
 _PATHS = ("model.checkpoint_path", "model.transformer_path", "model.diffusion_model",
           "model.diffusers_path")  # fmt: skip
 
@@ -83,7 +75,6 @@ def read(foreign: Foreign) -> None:
     _optimizer(foreign)
     data = named_file(foreign, "dataset", tomllib.loads, flat_dataset)
     if data is not None:
-        foreign.values |= flattened(data, "dataset.")
         _read_tables(foreign, data)
     _objective(foreign)
     _timesteps(foreign, model)
@@ -136,11 +127,12 @@ def _objective(foreign: Foreign) -> None:
         foreign.set("objective.weighting", "debiased", "model.debiased_estimation_loss")
     if foreign.on("model.v_pred"):
         foreign.set("base.prediction", "v_prediction", "model.v_pred")
-    key = foreign.first_on(*_LOSSES)
+    losses = table_of("diffusion_pipe")["losses"]
+    key = foreign.first_on(*losses)
     if key is None:
         foreign.set("objective.loss", "mse")
         return
-    loss, how = _LOSSES[key]
+    loss, how = losses[key]
     foreign.set("objective.loss", loss, key)
     shared.set_huber(foreign, foreign.nonzero(key, 1.0), key)
     foreign.is_nearest(key, f"{foreign.values[key]}: {how}")

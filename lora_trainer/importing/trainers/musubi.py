@@ -25,7 +25,7 @@ from lora_trainer.importing.folders import (
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced
 from lora_trainer.importing.rules import Trainer, flattened
 from lora_trainer.importing.trainers import sd_scripts
-from lora_trainer.importing.trainers.sd_scripts_objective import set_density, set_flow_weights
+from lora_trainer.importing.trainers.sd_scripts import set_density, set_flow_weights
 
 NAME = "musubi-tuner"
 NETWORKS = ("lora_qwen_image", "lora_zimage", "lora_flux_2")
@@ -74,7 +74,6 @@ def read(foreign: Foreign) -> None:
     foreign.set("objective.loss", "mse")
     data = named_file(foreign, "dataset_config", tomllib.loads, flat_dataset)
     if data is not None:
-        foreign.values |= flattened(data)
         _read_tables(foreign, data)
     _timesteps(foreign, module)
     sd_scripts.read_precision(foreign)

@@ -15,22 +15,14 @@ from lora_trainer.importing import shared
 from lora_trainer.importing.folders import set_length, set_sizes
 from lora_trainer.importing.foreign import THERE, Foreign, as_number
 from lora_trainer.importing.foreign_optimizers import set_arguments, set_optimizer, set_schedule
-from lora_trainer.importing.rules import Trainer, flattened
+from lora_trainer.importing.rules import Trainer, table_of
 from lora_trainer.importing.trainers import sd_scripts_dataset
-from lora_trainer.importing.trainers.sd_scripts_objective import read_objective
 
 NAME = "sd-scripts"
 DEFAULT_STEPS = 1600
 _FLOW_KEYS = ("ae", "clip_g", "t5xxl", "clip_l", "model_prediction_type", "timestep_sampling",
               "discrete_flow_shift", "training_shift", "guidance_scale", "sigmoid_scale")  # fmt: skip
 _OTHER_MODULES = ("lumina", "hunyuan", "anima", "lllite", "leco")
-_OF_LORA = {
-    "loraplus_lr_ratio": "optimizer.lora_plus_ratio",
-    "loraplus_unet_lr_ratio": "optimizer.lora_plus_ratio",
-    "dora_wd": "adapter.dora",
-    "rs_lora": "adapter.rslora",
-}
-"""Options of the network that plain LoRAs have here."""
 _AS_TEXT_OFF = ("", "0", "0.0", "false", "none")
 
 
@@ -53,10 +45,6 @@ def without_sections(data: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in data.items():
         values |= value if isinstance(value, Mapping) else {name: value}
     return values
-
-
-def _flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
-    return flattened(data) if sd_scripts_dataset.is_dataset(data) else None
 
 
 def read_training(foreign: Foreign) -> None:
@@ -122,19 +110,19 @@ def read_adapter(foreign: Foreign) -> None:
 
 
 def _network_argument(foreign: Foreign, name: str, value: Any, kind: str) -> None:
-    key = f"network_args.{name}"
+    key, of_lora = f"network_args.{name}", table_of("sd_scripts")["of_lora"]
     if name == "factor" and kind == "lokr":
         foreign.carry("adapter.lokr_factor", key)
-    elif name not in (*_OF_LORA, "rank_dropout", "module_dropout", "dropout"):
+    elif name not in (*of_lora, "rank_dropout", "module_dropout", "dropout"):
         return
     elif str(value).lower() in _AS_TEXT_OFF:
         foreign.stays(key, "is off there")
-    elif name not in _OF_LORA:
+    elif name not in of_lora:
         shared.set_dropout(foreign, f"adapter.{name}", key)
     elif kind != "lora":
         foreign.lacks(key, value, f"is for adapter.kind=lora, not {kind}")
     else:
-        foreign.carry(_OF_LORA[name], key)
+        foreign.carry(of_lora[name], key)
 
 
 def _targets(foreign: Foreign, arguments: Mapping[str, Any], *, is_lycoris: bool) -> None:
@@ -286,10 +274,111 @@ def _is_number(value: Any) -> bool:
     return True
 
 
+def read_objective(foreign: Foreign) -> None:
+    """Set weights, loss and timesteps."""
+    shared.set_snr_weights(foreign, "min_snr_gamma")
+    if foreign.on("debiased_estimation_loss") and not foreign.is_flow:
+        foreign.set("objective.weighting", "debiased", "debiased_estimation_loss")
+        if foreign.on("min_snr_gamma"):
+            how = "these weights alone, there times those of min_snr_gamma"
+            foreign.is_nearest("debiased_estimation_loss", how)
+    _loss(foreign)
+    module = str(foreign.values.get("network_module"))
+    is_sd3 = "training_shift" in foreign.values or module.endswith("sd3")
+    if is_sd3 or not foreign.is_flow:
+        shared.set_timestep_range(foreign, "min_timestep", "max_timestep")
+    if not foreign.is_flow:
+        shared.set_timesteps(foreign, "uniform", THERE)
+        return
+    set_flow_weights(foreign)
+    if is_sd3:
+        shift = foreign.nonzero("training_shift", 1.0)
+        set_density(foreign, sign=1, shift=(shift, "training_shift"))
+    else:
+        _flux(foreign)
+    if foreign.settings["objective.timestep_sampling"] == "mode":
+        mode_scale = foreign.get("mode_scale", 1.29)
+        foreign.carry("objective.mode_scale", "mode_scale", mode_scale)
+
+
+def _loss(foreign: Foreign) -> None:
+    kind = foreign.word("loss_type", "l2")
+    ours = {"l2": "mse", "huber": "huber", "smooth_l1": "smooth_l1"}.get(kind)
+    foreign.set("objective.loss", ours or "smooth_l1", "loss_type")
+    if ours is None:
+        how = f"{kind}: smooth_l1 with objective.huber_delta=0.01, which is close"
+        foreign.is_nearest("loss_type", how)
+        shared.set_huber(foreign, 0.01, "loss_type")
+    elif ours != "mse":
+        delta, scale = foreign.nonzero("huber_c", 0.1), foreign.number("huber_scale", 1.0)
+        schedule = foreign.word("huber_schedule", "snr")
+        if schedule == "constant":
+            delta *= scale or 1.0
+        elif schedule == "exponential" and scale not in (None, 1):
+            foreign.lacks("huber_scale", scale, "the threshold without noise is 1")
+        foreign.set("objective.huber_delta", min(1.0, delta), "huber_c", "huber_scale")
+        foreign.carry("objective.huber_schedule", "huber_schedule", schedule)
+
+
+def set_flow_weights(foreign: Foreign) -> None:
+    """Set the weights of a flow-matching loss, which `weighting_scheme` names beside ways to draw timesteps."""
+    scheme = foreign.values.get("weighting_scheme")
+    if scheme in ("sigma_sqrt", "cosmap"):
+        foreign.set("objective.weighting", scheme, "weighting_scheme")
+
+
+def set_density(foreign: Foreign, *, sign: float, shift: tuple[float, str] = (1.0, THERE)) -> None:
+    """Set the timesteps that `weighting_scheme` draws.
+
+    FLUX's sigmas are drawn at descending indices (`sign` -1): a mean above 0 is less noise there.
+    """
+    scheme = foreign.word("weighting_scheme", "none")
+    drawn: shared.Distribution = "uniform"
+    if scheme == "mode":
+        drawn = "mode"
+        if sign < 0:
+            how = "mode: its ends are swapped there, which matters little"
+            foreign.is_nearest("weighting_scheme", how)
+    elif scheme == "logit_normal":
+        drawn = "logit_normal"
+    mean = (sign * foreign.nonzero("logit_mean", 0.0), "logit_mean")
+    std = (foreign.nonzero("logit_std", 1.0), "logit_std")
+    shared.set_timesteps(foreign, drawn, "weighting_scheme", mean=mean, std=std, shift=shift)
+
+
+def _flux(foreign: Foreign) -> None:
+    sampling = foreign.word("timestep_sampling", "sigma")
+    shift = (foreign.nonzero("discrete_flow_shift", 3.0), "discrete_flow_shift")
+    by_size = sampling.endswith("_shift")
+    if sampling == "sigma":
+        set_density(foreign, sign=-1, shift=shift)
+    else:
+        if sampling not in ("uniform", "sigmoid", "shift") and not by_size:
+            foreign.is_nearest("timestep_sampling", f"{sampling}: sigmoid without a shift")
+        sampler_shift: shared.Shift = "resolution" if by_size else 1.0
+        if by_size and foreign.values.get("model_type") == "chroma":
+            sampler_shift = shared.shift_by_tokens(foreign)
+            foreign.is_nearest(
+                "timestep_sampling", f"{sampling}: {sampler_shift:g}, that of this resolution"
+            )
+        shared.set_timesteps(
+            foreign,
+            "uniform" if sampling == "uniform" else "sigmoid",
+            "timestep_sampling",
+            std=(foreign.nonzero("sigmoid_scale", 1.0), "sigmoid_scale"),
+            shift=shift if sampling == "shift" else (sampler_shift, "timestep_sampling"),
+        )
+    guidance = foreign.number("guidance_scale", 3.5)
+    foreign.carry("objective.guidance_scale", "guidance_scale", guidance)
+    kind = foreign.word("model_prediction_type", "sigma_scaled")
+    if kind != "raw":
+        foreign.is_nearest("model_prediction_type", f"{kind}: raw, the velocity as it is")
+
+
 SD_SCRIPTS = Trainer(NAME, ("sd_scripts_dataset", "sd_scripts"), flat, read_training)
 SD_SCRIPTS_DATASET = Trainer(
     f"{NAME} (a dataset file)",
     ("sd_scripts_dataset",),
-    _flat_dataset,
+    sd_scripts_dataset.flat_dataset,
     sd_scripts_dataset.read_dataset,
 )

@@ -22,22 +22,9 @@ from lora_trainer.importing.folders import (
     set_sizes,
 )
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced
-from lora_trainer.importing.rules import flattened, rules_of
+from lora_trainer.importing.rules import flattened, rules_of, table_of
 
-SUBSET_FIELDS: Mapping[str, str] = {
-    "num_repeats": "repeats",
-    "flip_aug": "flip",
-    "shuffle_caption": "shuffle_tags",
-    "keep_tokens": "keep_tokens",
-    "keep_tokens_separator": "keep_tokens_separator",
-    "secondary_separator": "secondary_separator",
-    "caption_prefix": "caption_prefix",
-    "caption_suffix": "caption_suffix",
-    "caption_dropout_rate": "caption_dropout",
-    "caption_dropout_every_n_epochs": "caption_dropout_every_epochs",
-    "caption_tag_dropout_rate": "tag_dropout",
-    "enable_wildcard": "wildcards",
-}
+SUBSET_FIELDS: Mapping[str, str] = table_of("sd_scripts_dataset")["fields"]
 """Their key -> ours in `data` and in `data.folders.NAME`."""
 _CLASS_TOKENS = (
     "is used there for images without a caption file; name the folder N_WORDS for that, or give data.trigger, "
@@ -46,13 +33,14 @@ _CLASS_TOKENS = (
 _MASKS_BESIDE = "masks belong in a folder masks/ beside the images, under their names"
 
 
-def is_dataset(data: Mapping[str, Any]) -> bool:
-    """Say whether a file is a dataset file of sd-scripts, as other trainers' do not name folders so."""
+def flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return flat keys of a dataset file of sd-scripts, as other trainers' do not name folders so."""
     datasets = data.get("datasets")
     if not isinstance(datasets, list) or not all(isinstance(one, Mapping) for one in datasets):
-        return False
+        return None
     keys = {key for one in datasets for key in one}
-    return "subsets" in keys or (bool(keys) and keys <= _keys("datasets[]."))
+    is_one = "subsets" in keys or (keys and keys <= _keys("datasets[]."))
+    return flattened(data) if is_one else None
 
 
 def _keys(prefix: str) -> set[str]:
@@ -66,9 +54,8 @@ def read_training_options(foreign: Foreign) -> None:
     """Read a training file's options about the dataset, and the dataset file that it names."""
     values = FolderTable((foreign.values, ""))
     has_file = foreign.on("dataset_config") is not None
-    data = named_file(foreign, "dataset_config", tomllib.loads, is_dataset)
+    data = named_file(foreign, "dataset_config", tomllib.loads, flat_dataset)
     if data is not None:
-        foreign.values |= flattened(data)
         read_dataset(foreign, data)
     if foreign.on("train_data_dir") and foreign.dataset is None:
         foreign.dataset = str(path_of(values["train_data_dir"]))
