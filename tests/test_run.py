@@ -501,7 +501,7 @@ def test_a_stop_file_stops_as_sigterm_does(copied: Toy) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(StoppedBySignal) as stopped:
         train_asking(copied, "asked", stop=3)
-    assert stopped.value.signal_exit_code == 143
+    assert stopped.value.exit_code == 143
     run = copied.runs / "asked"
     assert last_state(run).name == "step-00000003"
     assert list((run / "control").iterdir()) == []
