@@ -95,7 +95,7 @@ def test_ckp_07_one_signal_saves_and_the_run_goes_on_to_the_same_bits(
     with pytest.raises(StoppedBySignal) as stopped:
         train(asked(place, name), listeners=(listener,))
     run = place.runs / name
-    assert stopped.value.signal_exit_code == code
+    assert stopped.value.exit_code == code
     assert (read_status(run).state, read_status(run).exit_code) == ("stopped", code)
     state = load_newest(run / "states", events=None)
     assert state is not None
@@ -145,7 +145,7 @@ def test_ckp_07_caching_stops_between_two_items_and_keeps_them(
             asked(place, f"cached-{done}", **cache),
             listeners=(signals_at(moment, signal.SIGTERM),),
         )
-    assert stopped.value.signal_exit_code == 143
+    assert stopped.value.exit_code == 143
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == done
     run = place.runs / f"cached-{done}"
     assert read_status(run).exit_code == 143
