@@ -49,7 +49,9 @@ SHOWN = """() => [...document.querySelectorAll("use")].every((use) =>
     !use.parentElement.checkVisibility() || use.getBBox().width > 0) &&
   [...document.images].every((image) => {
   const box = image.getBoundingClientRect();
-  return image.complete || !image.offsetParent || box.top > innerHeight || box.bottom < 0;
+  const place = (image.closest(".sheet-scroll") ?? document.body).getBoundingClientRect();
+  const isOut = box.top > innerHeight || box.bottom < 0 || box.left > place.right || box.right < place.left;
+  return image.complete || !image.offsetParent || isOut;
 })"""
 
 
