@@ -43,25 +43,11 @@ from lora_trainer.lora.adapter import Adapter  # noqa: E402 - after sys.path
 from lora_trainer.network.compiling import CompiledBlocks  # noqa: E402 - after sys.path
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing  # noqa: E402 - after sys.path
 from lora_trainer.network.out_of_memory import free_memory, is_lost  # noqa: E402 - after sys.path
-from lora_trainer.training.cuda_graphs import (  # noqa: E402 - after sys.path
-    WARM_UPS,
-    CudaCapture,  # noqa: E402 - after sys.path
-    StepGraphs,
-)
 from lora_trainer.training.training import Speedups  # noqa: E402 - after sys.path
 
 MIDDLING = [f"{name}:256:2:{dtype}" for name in NAMES for dtype in DTYPES]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 DRAWS = 4000
-SPEEDUPS = {
-    "cpu": {},
-    "cuda": {
-        "ours, compiled": "compiled",
-        "ours, recorded": "recorded",
-        "ours, compiled and recorded": "compiled, recorded",
-    },
-}
-"""Rungs above ours, by device."""
 
 
 def measure(case: Case, *, steps: int, block: int) -> dict[str, Any]:
@@ -71,7 +57,7 @@ def measure(case: Case, *, steps: int, block: int) -> dict[str, Any]:
     are to the first that is there, which is the bare loop if any.
     """
     with tempfile.TemporaryDirectory(prefix="step-ladder-", ignore_cleanup_errors=True) as place:
-        warm_up = max(block, WARM_UPS + 2)
+        warm_up = max(block, 4)
         rungs: list[Rung] = []
         left_out: dict[str, str] = {}
         peaks: dict[str, int | None] = {}
@@ -139,7 +125,7 @@ def _taken(rung: Rung, count: int) -> list[float]:
 def _warm_up(case: Case, rung: Rung, *, steps: int) -> int | None:
     """Take the first steps; return the bytes of network, adapter and a step, None on a CPU. Raises _Fell.
 
-    The first step compiles, what comes later is recorded: a replay allocates nothing that would be counted.
+    The first step compiles.
     """
     if case.device.type != "cuda":
         _taken(rung, steps)
@@ -173,10 +159,13 @@ def build(case: Case, folder: Path, *, steps: int) -> list[Rung]:
             again = {"autocast": True, "reads_loss": True, "checkpointing": "full"}
             rungs.append(bare("trainers' way, recomputing", **again))
     rungs.append(ours("ours", case, fused, adapter, folder, steps=steps))
-    for name, kinds in SPEEDUPS[case.device.type].items():
+    if case.device.type == "cuda":
         own = sharing(network)
         adapter = our_adapter(case, own)
-        rungs.append(ours(name, case, own, adapter, folder, steps=steps, kinds=kinds))
+        speedups = Speedups(compiled=CompiledBlocks(own, shapes=1))
+        rungs.append(
+            ours("ours, compiled", case, own, adapter, folder, steps=steps, speedups=speedups)
+        )
     return rungs
 
 
@@ -188,20 +177,11 @@ def ours(
     folder: Path,
     *,
     steps: int,
-    kinds: str = "",
+    speedups: Speedups | None = None,
 ) -> Ours:
-    """Return our loop, with compiled blocks, recorded passes, or both."""
+    """Return our loop, with compiled blocks or without."""
     apply_checkpointing(network, case.checkpointing)
-    speedups = Speedups()
-    if "compiled" in kinds:
-        speedups.compiled = CompiledBlocks(network, shapes=1)
-    if "recorded" in kinds:
-        speedups.graphs = StepGraphs(
-            capture=CudaCapture(case.device),
-            parameters=adapter.parameters(),
-            device=case.device,
-            most=1,
-        )
+    speedups = speedups or Speedups()
     return Ours(name, case, network, adapter, folder, steps=steps, speedups=speedups)
 
 

@@ -54,10 +54,7 @@ CHANGED: Mapping[Size, Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training: which release, at what size, how many images a step, in which dtype.
-
-    `wide`: every second image is of a bucket twice as wide as high, of as many pixels.
-    """
+    """One training: which release, at what size, how many images a step, in which dtype."""
 
     name: str
     side_px: int
@@ -66,7 +63,6 @@ class Case:
     device: torch.device
     size: Size
     checkpointing: Checkpointing = "none"
-    wide: bool = False
 
     @classmethod
     def from_words(cls, words: str, *, device: torch.device, size: Size) -> Case:
@@ -123,14 +119,12 @@ def sharing(network: nn.Module) -> nn.Module:
 
 
 def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
-    """Return a feeder over a cache of random entries of one bucket or two, made where there is none."""
+    """Return a feeder over a cache of random entries of one bucket, made where there is none."""
     root = CappedFolder(root=folder / "cache", limit_bytes=1 << 34)
     root.create()
     cache = Cache(folder=root, on_problem=events.problem)
     rng, config, facts = np.random.default_rng(SEED), case.config, case.facts
-    sizes_px = [(case.side_px, case.side_px)]
-    if case.wide:
-        sizes_px.append((case.side_px * 2, case.side_px // 2))
+    width_px, height_px = size_px = (case.side_px, case.side_px)
 
     def normal(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         return rng.standard_normal(shape, dtype=np.float32)
@@ -147,7 +141,6 @@ def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
 
     sources = {}
     for index in range(IMAGES):
-        width_px, height_px = size_px = sizes_px[index % len(sizes_px)]
         whole = Geometry(original_px=size_px, corner_px=(0, 0), target_px=size_px)
         told = facts.geometry_conditioning(whole)
         plain = latent_key(

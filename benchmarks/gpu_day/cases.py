@@ -36,7 +36,6 @@ class Way:
     beside: bool = True
     adapter: Literal["fused", "peft"] = "fused"
     compiled: bool = False
-    recorded: bool = False
     base: Literal["whole", "int8", "int8 by int8"] = "whole"
 
 
@@ -55,8 +54,6 @@ WAYS: Mapping[str, Way] = {
     "full, streamed in turn": Way(checkpointing="full", streamed=1.0, beside=False),
     "peft's adapters": Way(promise="bound", adapter="peft"),
     "compiled": Way(promise="bound", compiled=True),
-    "recorded": Way(promise="bound", recorded=True),
-    "compiled, recorded": Way(promise="bound", compiled=True, recorded=True),
     "int8": Way(
         promise="bound", checkpointing="full", base="int8", against="full", **ROUNDED_WEIGHTS
     ),
@@ -117,7 +114,6 @@ def _ways(
     *,
     seconds: float,
     after: int = 1,
-    wide: bool = False,
 ) -> Iterator[Case]:
     """Yield a case for each size and way; those of sizes after the first few come later."""
     for number, size in enumerate(sizes):
@@ -125,14 +121,13 @@ def _ways(
             way = WAYS[name]
             yield Case(
                 name=f"{size} {name}",
-                values={"size": size, "way": name, "wide": wide},
+                values={"size": size, "way": name},
                 seconds=seconds + (60.0 if way.compiled else 0.0),
                 later=number >= after,
             )
 
 
 EXACT = [name for name, way in WAYS.items() if way.promise == "bits" and name != REFERENCE]
-RECORDED = ("recorded", "compiled, recorded")
 MULTIPLIED = ("int8", "int8 by int8", "int8, compiled", "int8 by int8, compiled")
 
 
@@ -195,20 +190,6 @@ SLICES: Sequence[Slice] = (
         ],
     ),
     Slice(
-        name="graphs",
-        module="ways",
-        title="CUDA graphs: two shapes, given back and recorded anew",
-        cases=[
-            *_ways(
-                ("sd15:512:1:bf16", "sdxl:1024:1:bf16", "sdxl:512:1:bf16"),
-                RECORDED,
-                seconds=15.0,
-                wide=True,
-            )
-        ],
-        tiny=[*_ways(("sd15:64:1:fp32",), ("recorded",), seconds=0, wide=True)],
-    ),
-    Slice(
         name="capped",
         module="capped",
         title="predicted and measured memory of whole trainings at capped sizes",
@@ -225,7 +206,7 @@ SLICES: Sequence[Slice] = (
     Slice(
         name="ladder",
         module="ladder",
-        title="a step: bare, the way of other trainers, ours, compiled, recorded",
+        title="a step: bare, the way of other trainers, ours, compiled",
         cases=[
             Case(name=size, values={"size": size}, seconds=seconds, later=number >= LADDER_FIRST)
             for number, (size, seconds) in enumerate(LADDER.items())

@@ -14,7 +14,7 @@ from benchmarks.gpu_day.cases import SLICES, Slice
 from benchmarks.gpu_day.results import Results
 from benchmarks.gpu_day.verdicts import described, said, verdicts
 
-PAGES = ("performance.md", "memory.md", "compile.md")
+PAGES = ("performance.md", "memory.md")
 GIB = 2**30
 Rows = Sequence[tuple[str, dict[str, Any]]]
 """Cases of a slice with their results, in order."""
@@ -47,7 +47,6 @@ def _tables(results: Results) -> dict[str, list[str]]:
         "ways": ("bits", _ways),
         "layers": ("products", _layers),
         "products": ("products", _ways),
-        "graphs": ("graphs", _ways),
         "capped": ("capped", _capped),
         "ladder": ("ladder", _ladder),
         "pair": ("pair", _pair),

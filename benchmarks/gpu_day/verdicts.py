@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from benchmarks.gpu_day.cases import REFERENCE, SLICES, WAYS
+from benchmarks.gpu_day.cases import REFERENCE, SLICES
 from benchmarks.gpu_day.results import Results
 
 LEAST_TIME, LEAST_MEMORY = 0.05, 0.10
@@ -25,11 +25,6 @@ OPTIONS: Mapping[str, Sequence[tuple[str, str, str]]] = {
         (RUNG, "ours", "trainers' way"),
     ],
     "hardware.compile=blocks": [(WAY, "compiled", REFERENCE), (RUNG, "ours, compiled", "ours")],
-    "hardware.cuda_graphs": [
-        (WAY, "recorded", REFERENCE),
-        (RUNG, "ours, recorded", "ours"),
-        (RUNG, "ours, compiled and recorded", "ours, compiled"),
-    ],
     "memory.base_precision=int8": [(WAY, "int8", "full")],
     "memory.base_matmul=int8": [
         (WAY, "int8 by int8", "int8"),
@@ -111,16 +106,14 @@ def _verdict(
 
 
 def _ways(results: Results) -> dict[str, dict[str, Step]]:
-    """Return the ways of each case; of a recorded one what the allocator held, as its pool is its own."""
+    """Return the ways of each case."""
     found: dict[str, dict[str, Step]] = {}
     for row in _done(results):
         if "way" not in row:
             continue
-        # A slice has its own: two shapes are not one, and each process times what it compares with.
-        steps = found.setdefault(f"{row['case']}{', two shapes' if row['wide'] else ''}", {})
-        size = "reserved_bytes" if WAYS[row["way"]].recorded else "peak_bytes"
-        steps[row["way"]] = Step(step_s=row["step_s"], bytes=row[size], holds=row["holds"])
-        against = Step(step_s=row["against_step_s"], bytes=row[f"against_{size}"])
+        steps = found.setdefault(row["case"], {})
+        steps[row["way"]] = Step(step_s=row["step_s"], bytes=row["peak_bytes"], holds=row["holds"])
+        against = Step(step_s=row["against_step_s"], bytes=row["against_peak_bytes"])
         steps.setdefault(row["against"], against)
     return found
 

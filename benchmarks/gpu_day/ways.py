@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,15 +30,12 @@ from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.out_of_memory import free_memory
 from lora_trainer.network.quantize import quantize
-from lora_trainer.training.cuda_graphs import CudaCapture, StepGraphs
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
 from lora_trainer.training.training import Progress, Speedups
 
-COMPARED = {False: 4, True: 14}
-"""Steps that are compared; with two shapes enough to record both, give them back and record them anew."""
-GIVEN_BACK_AT = 8
-WARM = {False: 2, True: 10}
+COMPARED, WARM = 4, 2
+"""Steps that are compared, and those that follow before the timed ones."""
 TIMED = {"cuda": 10, "cpu": 2}
 RATE = 1.0
 """Of plain gradient descent: updates are the clipped gradients, so they show how far those are off."""
@@ -62,24 +59,21 @@ class GivenUp(Exception):
     """The loop went on in another way than it was asked to."""
 
 
-_trained: dict[tuple[str, str, bool], Trained] = {}
-"""What this process has trained, by size, way and number of shapes."""
+_trained: dict[tuple[str, str], Trained] = {}
+"""What this process has trained, by size and way."""
 
 
 def measure(values: dict[str, Any], here: Here) -> dict[str, Any]:
     """Train in this way, and in the one it is held against unless that was done; raises what that raises."""
-    name, wide = values["way"], values["wide"]
-    way, size = WAYS[name], values["size"]
-    case = replace(
-        Case.from_words(size, device=here.device, size="tiny" if here.tiny else "true size"),
-        wide=wide,
-    )
-    if (size, way.against, wide) not in _trained:
-        _trained[size, way.against, wide] = train(case, WAYS[way.against])
-    other = _trained[size, way.against, wide]
-    own = _trained[size, name, wide] = train(case, way)
+    name, size = values["way"], values["size"]
+    way = WAYS[name]
+    case = Case.from_words(size, device=here.device, size="tiny" if here.tiny else "true size")
+    if (size, way.against) not in _trained:
+        _trained[size, way.against] = train(case, WAYS[way.against])
+    other = _trained[size, way.against]
+    own = _trained[size, name] = train(case, way)
     found = judged(own, other, way, in_fp32=case.precision == torch.float32)
-    return {"way": name, "against": way.against, "case": case.title, "wide": wide, **found}
+    return {"way": name, "against": way.against, "case": case.title, **found}
 
 
 def judged(own: Trained, other: Trained, way: Way, *, in_fp32: bool) -> dict[str, Any]:
@@ -161,8 +155,7 @@ def _run(case: Case, way: Way, folder: Path) -> Trained:
         streamed = stream_blocks(network, count=count, device=case.device)
         if not way.beside:
             streamed.copy_when_due()
-    speedups = _speedups(case, way, network, parameters)
-    course = Course(case=case, parameters=parameters, speedups=speedups)
+    course = Course(case=case, parameters=parameters)
     losses: list[float] = []
     given_up: list[str] = []
 
@@ -185,17 +178,15 @@ def _run(case: Case, way: Way, folder: Path) -> Trained:
         steps=course.steps,
         events=events,
         actions=[course],
-        speedups=speedups,
+        speedups=_speedups(case, way, network),
     )
     run(inputs, Progress(step=0, images=0, guard=GuardState(micro_batch=case.batch)))
     if given_up:
         raise GivenUp(given_up[0])
-    if way.recorded and not course.replays:
-        raise GivenUp("no step was recorded")
     if streamed is not None:
         streamed.remove()  # what is pinned is given back
     return Trained(
-        losses=losses[: course.compared],
+        losses=losses[:COMPARED],
         update=course.update(),
         step_s=course.step_s,
         peak_bytes=course.peak_bytes,
@@ -213,26 +204,12 @@ def _with_adapter(case: Case, way: Way, network: nn.Module) -> list[nn.Parameter
     return peft_adapter(case, network, like)
 
 
-def _speedups(case: Case, way: Way, network: nn.Module, parameters: list[nn.Parameter]) -> Speedups:
-    """Return compiled blocks and recordings; on a CPU blocks are traced but not compiled, and what is
-    recorded is computed again on the recorded memory."""
-    speedups, shapes = Speedups(), 2 if case.wide else 1
-    on_gpu = case.device.type == "cuda"
-    if way.compiled:
-        backend: Any = "inductor" if on_gpu else "eager"
-        speedups.compiled = CompiledBlocks(network, shapes=shapes, backend=backend)
-    if way.recorded:
-        capture: Any
-        if on_gpu:
-            capture = CudaCapture(case.device)
-        else:
-            from tests.fakes.recorded import Recorded
-
-            capture = Recorded(list(parameters))
-        speedups.graphs = StepGraphs(
-            capture=capture, parameters=parameters, device=case.device, most=shapes
-        )
-    return speedups
+def _speedups(case: Case, way: Way, network: nn.Module) -> Speedups:
+    """Return the compiled blocks of a way; on a CPU blocks are traced but not compiled."""
+    if not way.compiled:
+        return Speedups()
+    backend = "inductor" if case.device.type == "cuda" else "eager"
+    return Speedups(compiled=CompiledBlocks(network, shapes=1, backend=backend))
 
 
 @dataclass(kw_only=True)
@@ -242,24 +219,17 @@ class Course:
     what: ClassVar[str] = "the comparison"
     case: Case
     parameters: list[nn.Parameter]
-    speedups: Speedups
     step_s: float = math.nan
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
-    replays: bool = False
-    """Whether steps were being replayed at the end."""
     _began: list[Tensor] = field(default_factory=list)
     _ended: list[Tensor] = field(default_factory=list)
     _timed_from_s: float = 0.0
 
     @property
-    def compared(self) -> int:
-        return COMPARED[self.case.wide]
-
-    @property
     def steps(self) -> int:
         """How many steps there are."""
-        return self.compared + WARM[self.case.wide] + TIMED[self.case.device.type]
+        return COMPARED + WARM + TIMED[self.case.device.type]
 
     def due(self, progress: Progress) -> bool:
         """Look at the step that is over; nothing is ever due."""
@@ -267,10 +237,8 @@ class Course:
         if step == 0:
             self._began = self._values()
         if step == 1 and not deterministic:
-            self._watch_memory()  # what is compiled is compiled, and nothing is recorded yet
-        if step == GIVEN_BACK_AT and self.case.wide:
-            self.speedups.make_room()
-        if step == self.compared:
+            self._watch_memory()  # what is compiled is compiled
+        if step == COMPARED:
             self._ended = self._values()
             torch.use_deterministic_algorithms(False)
             if deterministic:
@@ -279,7 +247,6 @@ class Course:
             self._timed_from_s = self._now()
         if step == self.steps:
             self.step_s = (self._now() - self._timed_from_s) / TIMED[self.case.device.type]
-            self.replays = self.speedups.keeps_gradients
             if self.case.device.type == "cuda":
                 self.peak_bytes = torch.cuda.max_memory_allocated(self.case.device)
                 self.reserved_bytes = torch.cuda.max_memory_reserved(self.case.device)

@@ -214,7 +214,9 @@ def _without_effect(config: Config) -> Iterator[str]:
 
 
 SEE_ALL_SETTINGS = "see `lora-train plan DATASET` for all settings"
-RETIRED_SETTINGS = frozenset({"memory.kept_share", "memory.modulation_cache"})
+RETIRED_SETTINGS = frozenset(
+    {"memory.kept_share", "memory.modulation_cache", "hardware.cuda_graphs"}
+)
 """Settings of earlier versions that changed speed or memory but never a result: read from old runs and
 settings files without effect."""
 

@@ -225,7 +225,6 @@ WORKS_ANYWHERE: Mapping[str, Any] = {
     "memory.streamed_blocks": 0,
     "memory.text_encoder_offload": False,
     "hardware.compile": "none",
-    "hardware.cuda_graphs": False,
 }
 """The value of each setting with needs that every machine meets."""
 

@@ -103,11 +103,6 @@ class HardwareSettings(Section, Generic[A_co]):
         "auto",
         "fuse the blocks' kernels (torch.compile); auto: with priority speed, if this run gets faster",
     )
-    cuda_graphs: bool | A_co = setting(
-        "auto",
-        "record steps and replay them as one launch; auto: with priority speed, if this run gets faster",
-        only_for=CUDA,
-    )
     process_timeout_s: float = setting(
         120.0,
         "with several processes: longest silence of one process before all are stopped",

@@ -32,7 +32,6 @@ class DeviceKind:
     pins: copies from pinned host memory run in parallel to computation.
     pins_in_place: existing memory can be pinned (cudaHostRegister).
     streams: copies and kernels can be queued on several streams; else the host waits for each copy.
-    graphs: a step can be recorded and replayed (`torch.cuda.CUDAGraph`).
     compiles: `auto` may choose torch.compile (inductor).
     fused_skips: torch's fused AdamW skips the update when `found_inf` is set.
     blocks_convolutions: a convolution copies its input and its output into another layout.
@@ -52,7 +51,6 @@ class DeviceKind:
     pins: bool = True
     pins_in_place: bool = True
     streams: bool = True
-    graphs: bool = True
     compiles: bool = True
     fused_skips: bool = True
     blocks_convolutions: bool = False
@@ -87,14 +85,12 @@ KINDS: Mapping[KindName, DeviceKind] = {
             name="rocm",
             says="an AMD GPU (ROCm)",
             torch_type="cuda",
-            graphs=False,
             compiles=False,
             runtime_bytes=int(0.8 * GIB),
             collectives="nccl",  # RCCL, under NCCL's name
             install=f"pip install torch --index-url {_ORDINARY_INDEX}/rocm6.4",
             lacks={
                 "memory.base_matmul=int8": _NO_INT8,
-                "hardware.cuda_graphs=True": "HIP's graphs are untested with it",
             },
         ),
         # Shares the machine's memory. A non-blocking copy to the host may be read too early
@@ -108,7 +104,6 @@ KINDS: Mapping[KindName, DeviceKind] = {
             pins=False,
             pins_in_place=False,
             streams=False,
-            graphs=False,
             compiles=False,
             fused_skips=False,
             runtime_bytes=int(1.0 * GIB),
@@ -121,16 +116,14 @@ KINDS: Mapping[KindName, DeviceKind] = {
                 "memory.attention=xformers": _NO_XFORMERS,
                 "memory.base_matmul=int8": _NO_INT8,
                 "hardware.compile=blocks": "inductor on MPS is a prototype",
-                "hardware.cuda_graphs=True": "CUDA graphs need an NVIDIA GPU",
             },
         ),
-        # torch.xpu has torch.cuda's API except graphs; bitsandbytes' optimizers are triton kernels.
+        # torch.xpu has torch.cuda's API; bitsandbytes' optimizers are triton kernels.
         DeviceKind(
             name="xpu",
             says="an Intel GPU (XPU)",
             torch_type="xpu",
             pins_in_place=False,
-            graphs=False,
             compiles=False,
             fused_skips=False,
             runtime_bytes=int(0.8 * GIB),
@@ -140,7 +133,6 @@ KINDS: Mapping[KindName, DeviceKind] = {
                 "optimizer.name=paged_adamw8bit": _NO_PAGES,
                 "memory.attention=xformers": _NO_XFORMERS,
                 "memory.base_matmul=int8": _NO_INT8,
-                "hardware.cuda_graphs=True": "CUDA graphs need an NVIDIA GPU",
             },
         ),
         DeviceKind(
@@ -151,14 +143,12 @@ KINDS: Mapping[KindName, DeviceKind] = {
             pins=False,
             pins_in_place=False,
             streams=False,
-            graphs=False,
             runtime_bytes=int(0.58 * GIB),  # Python with torch, diffusers, TensorBoard: docs/LOG.md
             blocks_convolutions=True,  # oneDNN computes in blocks of channels (its "Memory Format Propagation")
             collectives="gloo",
             install="pip install torch",
             lacks={
                 "memory.attention=xformers": "xformers needs a GPU",
-                "hardware.cuda_graphs=True": "there is no GPU",
             },
         ),
     )

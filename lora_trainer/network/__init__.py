@@ -1,1 +1,1 @@
-"""The frozen base: quantising, checkpointing, block swap, compiling, CUDA graphs."""
+"""The frozen base: quantising, checkpointing, block swap, compiling."""

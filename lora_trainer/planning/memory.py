@@ -54,15 +54,11 @@ TEMPORARY = (
     "text encoding",
 )
 """Items allocated and freed within one block."""
-ACTIVATIONS = (
-    "activations",
-    "adapter inputs",
-    "dropped inputs",
-    "rebuilt weights",
-    "largest temporary",
+MOVED = (
+    *("activations", "adapter inputs", "dropped inputs", "rebuilt weights", "inputs"),
+    *("adapter gradients", *TEMPORARY),
 )
-"""Items that a training step allocates and frees; CUDA graphs keep their memory between steps."""
-MOVED = (*ACTIVATIONS, *TEMPORARY, "inputs", "adapter gradients")
+"""Items that a training step allocates and frees."""
 Phase = Literal["images", "texts", "loading", "training", "sampling"]
 
 

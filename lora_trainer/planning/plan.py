@@ -34,7 +34,7 @@ from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwi
 from lora_trainer.planning.plan_input import Decision, PlanInput
 from lora_trainer.planning.precisions import best_precision, capability
 from lora_trainer.planning.run_time import RunTime, RunTimeInputs, disk_bytes, run_length
-from lora_trainer.planning.speedups import SpeedupChooser
+from lora_trainer.planning.speedups import choose_compile
 
 PLANNER = "planner"
 SAVES_PER_RUN = 5
@@ -84,7 +84,8 @@ def plan(inputs: PlanInput) -> Plan:
     planner.decide_possible()
     planner.decide_optimizer()
     planner.decide_length()
-    memory_choice = planner.decide_speedups(planner.decide_memory())
+    memory_choice = planner.decide_memory()
+    planner.decide_compiling(memory_choice)
     return planner.finish(memory_choice, planner.decide_samples(memory_choice.load))
 
 
@@ -316,18 +317,14 @@ class _Planner:
             self.decide(choice.key, choice.value, choice.reason, peak_bytes=choice.bytes)
         return memory_choice
 
-    def decide_speedups(self, memory_choice: MemoryChoice) -> MemoryChoice:
-        """Decide compiling and CUDA graphs; recorded graphs keep memory, which the prediction then counts."""
-        # After memory: a graph's cost depends on the micro-batches, and its memory comes on top of all else.
-        chooser = SpeedupChooser(
-            inputs=self.inputs, config=self.config, gpu=self.gpu, memory_choice=memory_choice
+    def decide_compiling(self, memory_choice: MemoryChoice) -> None:
+        """Decide whether blocks are compiled: after memory, as the cost depends on the micro-batches."""
+        setting = self.config.hardware.compile
+        value, reason = choose_compile(
+            self.inputs, self.config, gpu=self.gpu, memory_choice=memory_choice
         )
-        for choice in chooser.choose():
-            self.decide(choice.key, choice.value, choice.reason)
-        if self.config.hardware.cuda_graphs is not True:
-            return memory_choice
-        # The load stays as it was found: a recording that does not fit is left out, it never shrinks a batch.
-        return replace(memory_choice, memory=chooser.recorded)
+        if setting != value:
+            self.decide("hardware.compile", value, reason)
 
     def decide_samples(self, load: Load) -> RunTimeInputs:
         """Draw sample images less often than the run saves, if they would take much of its time."""

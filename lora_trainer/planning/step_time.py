@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from lora_trainer.config.choices import BasePrecision
 from lora_trainer.config.declare import KEEP_ATTENTION, Precision
@@ -110,7 +110,6 @@ LINK_BYTES_PER_S = (6e9, 22e9)
 # GPU (NVIDIA, "How to Optimize Data Transfers in CUDA C/C++"), 0.3 to 0.6 on others.
 UNPINNED_BYTES_PER_S = (2.4e9, 8.8e9)
 FP32_SLOWDOWN = 4
-ARITHMETIC, LAUNCHES = "arithmetic", "starting kernels"
 # Measured on two cores: 49 GFLOP/s per core for a 4 M-parameter U-Net, everything included.
 CPU_GFLOPS_PER_CORE = (20, 80)
 # Bytes read and written to dequantise one weight to 16 bits, and the kernels that dequantise a layer.
@@ -159,17 +158,11 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Shortest and longest expected seconds of an optimizer step; `note` names the bottleneck.
-
-    `parts` are the seconds of each part of a step on a GPU by itself (arithmetic, starting kernels, copies),
-    `kernels` the kernels that it starts.
-    """
+    """Shortest and longest expected seconds of an optimizer step; `note` names the bottleneck."""
 
     low_s: float
     high_s: float
     note: str
-    parts: Mapping[str, Range] = field(default_factory=dict)
-    kernels: int = 0
 
     @property
     def seconds(self) -> float:
@@ -274,8 +267,8 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
     beside = _range(moved_bytes / card.bytes_per_s, TRAFFIC_SHARE)
     fast_s, slow_s = KERNEL_START_S
     parts = {
-        ARITHMETIC: (computing[0] + beside[0], computing[1] + beside[1]),
-        LAUNCHES: (work.kernels * fast_s, work.kernels * slow_s),
+        "arithmetic": (computing[0] + beside[0], computing[1] + beside[1]),
+        "starting kernels": (work.kernels * fast_s, work.kernels * slow_s),
         "copies from host memory": _range(work.bus_bytes, LINK_BYTES_PER_S),
     }
     unpinned = _range(work.unpinned_bytes, UNPINNED_BYTES_PER_S)
@@ -290,8 +283,6 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
         low_s=max(low for low, _ in parts.values()) + unpinned[0],
         high_s=max(high for _, high in parts.values()) + unpinned[1],
         note=note,
-        parts=parts,
-        kernels=work.kernels,
     )
 
 

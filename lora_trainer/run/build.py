@@ -44,7 +44,6 @@ from lora_trainer.run.device import CPU, DTYPES, planned_device
 from lora_trainer.run.oom_fallbacks import oom_as_error
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.run.run_folder import TrainingJob
-from lora_trainer.training.cuda_graphs import CudaCapture, StepGraphs
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.guards import GuardState, from_plain
 from lora_trainer.training.loss import Model
@@ -359,13 +358,6 @@ def speedups(
     speedups = Speedups(compiled_shapes=frozenset(shapes))
     if config.hardware.compile == "blocks" and not (guard.uncompiled or guard.plain):
         speedups.compiled = CompiledBlocks(parts.networks.denoiser, shapes=len(shapes))
-    if config.hardware.cuda_graphs is True and not (guard.ungraphed or guard.plain):
-        speedups.graphs = StepGraphs(
-            capture=CudaCapture(parts.model.device),
-            parameters=parts.parameters,
-            device=parts.model.device,
-            most=MOST_SHAPES,
-        )
     return speedups
 
 

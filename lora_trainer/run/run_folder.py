@@ -73,7 +73,6 @@ _WATCHED = frozenset({"train.validate_every_steps", "output.weights"})
 ROUNDING_SETTINGS = frozenset(
     {
         "hardware.compile",
-        "hardware.cuda_graphs",
         "memory.attention",
         "memory.gradient_checkpointing",
         "memory.micro_batch",

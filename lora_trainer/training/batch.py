@@ -23,8 +23,6 @@ from lora_trainer.lora.dropout import halves
 from lora_trainer.network.pinned_memory import pinned, pinned_copy
 from lora_trainer.training.timesteps import Level
 
-Signature = tuple[tuple[str, torch.Size, torch.dtype], ...]
-"""Names, shapes and dtypes of all tensors of a batch."""
 _CONDITIONING, _BASE_CONDITIONING = "conditioning.", "base conditioning."
 """What the names of a batch's conditioning tensors begin with."""
 
@@ -103,11 +101,6 @@ class Batch:
         ahead = may_copy_ahead(device)
         moved = {name: t.to(device, non_blocking=ahead) for name, t in self.tensors.items()}
         return replace(self, tensors=moved)
-
-    @property
-    def signature(self) -> Signature:
-        """The shape of a batch: two batches with the same one are computed by the same kernels."""
-        return tuple((name, value.shape, value.dtype) for name, value in self.tensors.items())
 
     @property
     def latents_shape(self) -> tuple[int, int, int]:

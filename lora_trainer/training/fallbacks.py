@@ -1,12 +1,10 @@
 """The answers to a step that failed: give up a speed-up, use less memory, or compute on the plain way.
 
 Each answer keeps the result, up to rounding, and is remembered in the guard state, so a resumed run does not
-try again what failed. Compiled blocks and CUDA graphs affect the speed only: the one that fails is switched
-off. Out of memory, the micro-batch is halved; at one image the next remedy of the plan is applied.
+try again what failed. Compiled blocks affect the speed only: when they fail they are switched off. Out of memory, the micro-batch is halved; at one image the next remedy of the plan is applied.
 
 The plain way is one retry, with every optional feature off, after an error that is not a lack of memory.
-Selective checkpointing, block swap, int8 products, compiled blocks and CUDA graphs all give the same result
-as the plain way, but a GPU, a driver or a library version may not support them. So an error in a first
+Selective checkpointing, block swap, int8 products and compiled blocks all give the same result as the plain way, but a GPU, a driver or a library version may not support them. So an error in a first
 pass switches all of them off, for the rest of the run and for every run that resumes it. A second error
 ends the run and names both reasons.
 
@@ -27,21 +25,14 @@ from lora_trainer.common.errors import RESUME, LoraTrainError, TrainingStopped, 
 from lora_trainer.network.compiling import CompilationFailed
 from lora_trainer.network.out_of_memory import free_memory, is_lost, is_out_of_memory
 from lora_trainer.training.batch import Batch
-from lora_trainer.training.cuda_graphs import NotRecorded
 from lora_trainer.training.guards import GuardState, Unstable, after_fitting, after_out_of_memory
-from lora_trainer.training.training import (
-    COMPILE,
-    GRAPHS,
-    First,
-    OomFallback,
-    PartialOptimizerStep,
-    Training,
-)
+from lora_trainer.training.training import First, OomFallback, PartialOptimizerStep, Training
 
 Fallback = Callable[[], GuardState]
 """Applies one answer and returns the guard state to go on with. It holds no tensor; call it outside the
 `except` block, whose traceback keeps alive the tensors that have to be freed."""
-_NOUNS = {COMPILE: "compiled blocks", GRAPHS: "CUDA graphs"}
+_UNCOMPILED = OomFallback(key="hardware.compile", old="blocks", new="none", apply=lambda: None)
+"""The change of the setting when `Speedups.compiled` is dropped."""
 _OUR_OWN = (LoraTrainError, PartialOptimizerStep, Unstable)
 """Errors that this package raises on purpose: another way to compute does not cure them."""
 
@@ -55,9 +46,7 @@ def fallback_for(
     is the size of the largest pass.
     """
     if isinstance(error, CompilationFailed):
-        return partial(give_up, training, guard, COMPILE, reason=str(error))
-    if isinstance(error, NotRecorded):
-        return partial(give_up, training, guard, GRAPHS, reason=str(error))
+        return partial(_stop_compiling, training, guard, reason=str(error))
     if isinstance(error, RuntimeError) and is_out_of_memory(error):
         return partial(use_less_memory, training, guard, images=images, reason=first_line(error))
     if isinstance(error, _OUR_OWN):
@@ -78,19 +67,16 @@ def fallback_for(
     return partial(go_plainly, training, guard, reason=_line(error))
 
 
-def give_up(training: Training, guard: GuardState, key: str, *, reason: str) -> GuardState:
-    """Do without compiled blocks (COMPILE) or CUDA graphs (GRAPHS) from now on, and report it."""
-    training.speedups.switch_off(key)
-    change = _switched_off(key)
-    training.tell_change(key, change.old, change.new, reason=reason)
+def _stop_compiling(training: Training, guard: GuardState, *, reason: str) -> GuardState:
+    """Do without compiled blocks from now on, and report it."""
+    training.speedups.compiled = None
+    training.tell_change(_UNCOMPILED.key, _UNCOMPILED.old, _UNCOMPILED.new, reason=reason)
     training.events.problem(
-        f"the run continues without {_NOUNS[key]}, which affect only its speed: {reason}",
-        fix=f"nothing; start with {_settings([change])} to skip the attempt",
+        f"the run continues without compiled blocks, which affect only its speed: {reason}",
+        fix=f"nothing; start with {_settings([_UNCOMPILED])} to skip the attempt",
         severity="note",
     )
-    if key == COMPILE:
-        return replace(guard, uncompiled=True)
-    return replace(guard, ungraphed=True)
+    return replace(guard, uncompiled=True)
 
 
 def use_less_memory(
@@ -98,21 +84,10 @@ def use_less_memory(
 ) -> GuardState:
     """Apply the next remedy after a pass of `images` did not fit; raises TrainingStopped without one."""
     training.events.emit("out_of_memory", images_at_once=images, reason=reason)
-    recorded = training.speedups.keeps_gradients
-    # Recordings own memory that the allocator cannot use for anything else. Freeing it costs speed only,
-    # so it comes before every remedy, and the step is tried again before one is applied.
-    if recorded:
-        guard = give_up(training, guard, GRAPHS, reason=reason)
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
-    if recorded:
-        return guard
     remedies = training.remedies_of(guard)
     smaller = after_out_of_memory(guard, images=images, remedies=len(remedies))
-    if smaller.remedies > guard.remedies and training.speedups.graphs is not None:
-        # A remedy may move weights to host memory, and a copy from there cannot be part of a recording.
-        # No pass has been recorded so far, so there is no memory to free first.
-        smaller = give_up(training, smaller, GRAPHS, reason=reason)
     for remedy in remedies[guard.remedies : smaller.remedies]:
         remedy.apply()
         training.tell_change(remedy.key, remedy.old, remedy.new, reason=reason)
@@ -129,15 +104,17 @@ def count_fitting(training: Training, guard: GuardState) -> GuardState:
 
 
 def tell_unplanned(training: Training, batch: Batch) -> None:
-    """Emit a note, once per setting, when samples of an unplanned shape run without that speed-up."""
+    """Emit a note, once a run, when samples of an unplanned shape run uncompiled."""
+    if training.speedups.is_told or not training.speedups.leaves_out(batch):
+        return
+    training.speedups.is_told = True  # shapes change with every step, the reason does not
     height, width, images = batch.latents_shape
-    for key in training.speedups.newly_unplanned(batch):
-        training.events.problem(
-            f"{key} is not used for {images} latents of {width}x{height} at once and for other shapes "
-            "that the plan did not include",
-            fix="nothing; with fewer buckets or a lower memory.micro_batch there are fewer shapes",
-            severity="note",
-        )
+    training.events.problem(
+        f"{_UNCOMPILED.key} is not used for {images} latents of {width}x{height} at once and for other "
+        "shapes that the plan did not include",
+        fix="nothing; with fewer buckets or a lower memory.micro_batch there are fewer shapes",
+        severity="note",
+    )
 
 
 # ---- the plain way
@@ -146,14 +123,9 @@ def tell_unplanned(training: Training, batch: Batch) -> None:
 def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardState:
     """Switch to the plain way and report it."""
     changes, speedups = _changes(training, guard), training.speedups
-    guard = replace(
-        guard,
-        plain=True,
-        uncompiled=guard.uncompiled or speedups.compiled is not None,
-        ungraphed=guard.ungraphed or speedups.graphs is not None,
-    )
-    speedups.switch_off(COMPILE)
-    speedups.switch_off(GRAPHS)
+    uncompiled = guard.uncompiled or speedups.compiled is not None
+    guard = replace(guard, plain=True, uncompiled=uncompiled)
+    speedups.compiled = None
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
     for change in changes:
@@ -193,19 +165,10 @@ def _changes(training: Training, guard: GuardState) -> Sequence[OomFallback]:
     A change from "none" only adds recomputation. By itself that makes nothing plainer, but it gives the
     memory that the other changes cost.
     """
-    speedups = training.speedups
     changes = list(training.plain.changes)
-    if speedups.compiled is not None:
-        changes.append(_switched_off(COMPILE))
-    if speedups.graphs is not None:
-        changes.append(_switched_off(GRAPHS))
+    if training.speedups.compiled is not None:
+        changes.append(_UNCOMPILED)
     return changes if guard.remedies or any(change.old != "none" for change in changes) else []
-
-
-def _switched_off(key: str) -> OomFallback:
-    """Return the change of a speed-up's setting; `Speedups.switch_off` makes it."""
-    old, new = ("blocks", "none") if key == COMPILE else (True, False)
-    return OomFallback(key=key, old=old, new=new, apply=lambda: None)
 
 
 # ---- wording

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lora_trainer.common.errors import TrainingStopped
@@ -112,8 +112,7 @@ class GuardState:
     """The memory and the decisions of the guards; written to the resume state by `to_plain`.
 
     `micro_batch` is the present cap in images, `remedies` the number of out-of-memory remedies in force,
-    `plain` whether the run is on the plain way after an error. `uncompiled` and `ungraphed` record
-    speed-ups that failed. `lr_scale` and `clip_scale` are factors on the learning rate and on
+    `plain` whether the run is on the plain way after an error, `uncompiled` whether compiling has failed. `lr_scale` and `clip_scale` are factors on the learning rate and on
     `train.max_grad_norm`. The counters count steps that fitted, non-finite steps and rollbacks.
     """
 
@@ -121,7 +120,6 @@ class GuardState:
     remedies: int = 0
     plain: bool = False
     uncompiled: bool = False
-    ungraphed: bool = False
     fitting_steps: int = 0
     patience_steps: int = FIRST_PATIENCE_STEPS
     skipped_in_row: int = 0
@@ -197,7 +195,7 @@ def with_best(state: GuardState, loss: float, *, step: int) -> GuardState:
 
 
 _KEPT_ON_GOING_BACK = (
-    *("micro_batch", "remedies", "plain", "uncompiled", "ungraphed"),
+    *("micro_batch", "remedies", "plain", "uncompiled"),
     *("fitting_steps", "patience_steps", "skipped"),
 )
 """Facts about the machine and counts of failures: going back undoes the weights, but the same micro-batch
@@ -279,11 +277,15 @@ def to_plain(state: GuardState) -> dict[str, Any]:
 
 
 def from_plain(values: Mapping[str, Any]) -> GuardState:
-    """Return the guard state of the values of `to_plain`; groups that an older state lacks are as new."""
+    """Return the guard state of the values of `to_plain`; groups that an older state lacks are as new.
+
+    Values that only older versions had (`ungraphed`) are ignored.
+    """
     nested = {
         "trend": LossTrend(**values.get("trend", {})),
         "plateau": Plateau(**values.get("plateau", {})),
         "best": BestValidation(**values.get("best", {})),
         "learning": Learning(**values.get("learning", {})),
     }
-    return GuardState(**{**values, **nested})
+    known = {field.name for field in fields(GuardState)}
+    return GuardState(**{name: values[name] for name in known & values.keys()} | nested)

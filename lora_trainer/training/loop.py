@@ -138,12 +138,7 @@ def _train(training: Training, start: Progress) -> Progress:
                 raise
             # ---- update: no gradient has been averaged yet: each pass divides by the batch size of all processes, so
             # their sum is the mean over the whole batch, however the images were shared out.
-            loss = training.ranks.reduce(
-                training.parameters,
-                loss,
-                ask=training.stop,
-                in_place=training.speedups.keeps_gradients,
-            )
+            loss = training.ranks.reduce(training.parameters, loss, ask=training.stop)
             reached = any(parameter.grad is not None for parameter in training.parameters)
             # From here on `step` counts finished steps from 1; `progress.step` was the 0-based index.
             step, images = progress.step + 1, progress.images + training.batch_size
@@ -261,7 +256,6 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
             guard = fall_back()
         else:
             sizes.pop(0)
-            training.speedups.make_room()
             free_memory()
     # A stop needs its saved state, and in a run of several processes the others wait for this one's share.
     if progress.stopping or not training.ranks.is_single:

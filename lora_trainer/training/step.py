@@ -1,9 +1,9 @@
 """The two halves of an optimizer step: accumulate the gradients, then clip them and update the weights.
 
 The first half, `compute_gradients_with_oom_retry`, runs one forward and one backward pass per micro-batch, the
-images that go through the network together: eagerly, with compiled blocks, or as the replay of a recorded
-CUDA graph. Gradients and loss differ by rounding only. It may be repeated: it changes no weight, and the
-samples already hold their random draws. A step that fails is repeated as fallbacks.py says.
+images that go through the network together, with compiled blocks or without, which changes rounding only. It
+may be repeated: it changes no weight, and the samples already hold their random draws. A step that fails is
+repeated as fallbacks.py says.
 
 The second half may not be repeated: an optimizer that runs out of memory has updated some weights only, so
 it raises PartialOptimizerStep and the loop goes back to the last good state.
@@ -12,7 +12,6 @@ it raises PartialOptimizerStep and the loop goes back to the last good state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +30,13 @@ def compute_gradients_with_oom_retry(
     """Accumulate the gradients of (1/B) sum of weight_i loss_i, with one fallback after another until it fits.
 
     Return the loss of this process's samples, detached on the device, and the guard state. The whole
-    step is repeated, from zeroed gradients, after out of memory, after compiled code or a recording has
-    failed (then without it), and after another error in a first pass (then on the plain way).
+    step is repeated, from zeroed gradients, after out of memory, after compiled code has failed (then without
+    it), and after another error in a first pass (then on the plain way).
     """
     model = training.model
     # Dropout masks are one per sample of the batch, so the denoiser must then see a batch in one piece.
     group_key = model.batch_group_key if model.masks is not None else lambda _: 0
     while True:
-        # A step is recorded or not, compiled or not: what has failed before is switched off by now.
-        run_pass = training.speedups.recorded(partial(forward_backward, training))
         micro_batches = split(
             samples,
             cap=guard.micro_batch,
@@ -57,7 +54,7 @@ def compute_gradients_with_oom_retry(
             for micro_batch in micro_batches:
                 batch = model.collate(micro_batch)
                 tell_unplanned(training, batch)
-                loss += run_pass(batch)
+                loss += forward_backward(training, batch)
         except Exception as error:  # noqa: BLE001 - raised again where there is no fallback
             images = max(map(len, micro_batches))
             fall_back = fallback_for(training, guard, error, firsts=passes, images=images)
@@ -76,7 +73,6 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
     then, so the caller zeroes them and repeats the step.
     """
     model = training.model
-    # Nothing to copy inside a recording, whose inputs are on the device already.
     batch = batch.on(model.device)
     # The masks stay set during `backward`: checkpointing runs the forward pass again there and has to
     # meet the same ones.
@@ -127,6 +123,5 @@ def _clip_and_step(training: Training, loss: Tensor, *, clip_scale: float) -> Te
         optimizer.step()
     elif bool(norm.isfinite()):
         optimizer.step()
-    # A recorded graph adds to gradients at fixed addresses, so they are zeroed; else they are freed.
-    optimizer.zero_grad(set_to_none=not training.speedups.keeps_gradients)
+    optimizer.zero_grad(set_to_none=True)
     return norm.detach()

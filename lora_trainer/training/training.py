@@ -14,15 +14,12 @@ from torch import nn
 from lora_trainer.common.events import EventStream
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.training.batch import Batch
-from lora_trainer.training.cuda_graphs import Pass, StepGraphs
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import LearningRate
 
-COMPILE, GRAPHS = "hardware.compile", "hardware.cuda_graphs"
-"""The settings that switch the speed-ups on."""
 LatentShape = tuple[int, int, int]
 """(height, width, images) of the latents of a pass."""
 First = Hashable
@@ -105,9 +102,8 @@ class PlainWay:
 
 @dataclass(kw_only=True)
 class Speedups:
-    """Compiled blocks and CUDA graphs in use; None if not set, or after a failure.
+    """Compiled blocks in use; None if not set, or after a failure, and then for good.
 
-    Either can be switched off at any time, for good, and the run continues with the same random draws.
     Only passes of `compiled_shapes` run compiled (None: all). The shapes are fixed before the first step,
     because compiled code rounds differently: if they depended on the order in which shapes come up, an
     interrupted run would end with other weights.
@@ -115,50 +111,19 @@ class Speedups:
 
     compiled: CompiledBlocks | None = None
     compiled_shapes: Collection[LatentShape] | None = None
-    graphs: StepGraphs | None = None
-    _told: set[str] = field(default_factory=set)
+    is_told: bool = False
+    """Whether the user knows that passes of other shapes do not run compiled."""
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradient tensors stay allocated from step to step and are zeroed in place."""
-        return self.graphs is not None and self.graphs.holding
-
-    def recorded(self, run: Pass) -> Pass:
-        """Return `run`, or the function that replays its recordings; both take batches on the host."""
-        graphs = self.graphs
-        return run if graphs is None else lambda batch: graphs.run(batch, run)
+    def leaves_out(self, batch: Batch) -> bool:
+        """Say whether a batch runs uncompiled although blocks are compiled."""
+        planned = self.compiled_shapes
+        return bool(self.compiled and planned is not None and batch.latents_shape not in planned)
 
     def compilation(self, batch: Batch) -> AbstractContextManager[None]:
         """Run the blocks compiled inside the context if the shape is planned; raises CompilationFailed."""
-        is_planned = self.compiled_shapes is None or batch.latents_shape in self.compiled_shapes
-        return self.compiled.used() if self.compiled and is_planned else nullcontext()
-
-    def newly_unplanned(self, batch: Batch) -> list[str]:
-        """Return the settings in force that are not used for these samples, each setting only once."""
-        planned, graphs = self.compiled_shapes, self.graphs
-        unplanned = set[str]()
-        if self.compiled and planned is not None and batch.latents_shape not in planned:
-            unplanned.add(COMPILE)
-        if graphs is not None and graphs.is_left_out(batch):
-            unplanned.add(GRAPHS)
-        # Told once a setting: shapes change with every step, the reason does not.
-        new_keys = sorted(unplanned - self._told)
-        self._told |= unplanned
-        return new_keys
-
-    def make_room(self) -> None:
-        """Free the memory of recordings between steps; the next steps record again."""
-        if self.graphs is not None and self.graphs.holding:
-            self.graphs.release()
-
-    def switch_off(self, key: str) -> None:
-        """Do without COMPILE or GRAPHS from now on; recordings are dropped, as they contain compiled blocks."""
-        if self.graphs is not None:
-            self.graphs.release()
-        if key == COMPILE:
-            self.compiled = None
-        else:
-            self.graphs = None
+        if self.compiled is None or self.leaves_out(batch):
+            return nullcontext()
+        return self.compiled.used()
 
 
 class PartialOptimizerStep(Exception):

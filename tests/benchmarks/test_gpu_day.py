@@ -74,7 +74,7 @@ def test_every_slice_has_a_result(work: Path) -> None:
 def test_every_way_comes_to_what_it_promises(work: Path) -> None:
     ways = [
         row["result"]
-        for piece in ("bits", "products", "graphs")
+        for piece in ("bits", "products")
         for row in rows(work / "results", piece).values()
         if "way" in row["result"]
     ]
@@ -156,7 +156,6 @@ def ways(results: Results, piece: str, found: dict[str, tuple[float, float]], **
             "way": way,
             "against": against,
             "case": "case",
-            "wide": False,
             "promise": "bits",
             "holds": way not in more.get("wrong", ()),
             "same_bits": False,
@@ -212,7 +211,6 @@ def test_measurements_of_a_gpu_fill_every_table(tmp_path: Path) -> None:
     results = Results(folder=tmp_path / "results", origin=HERE)
     ways(results, "bits", {"as it is": (1.0, 20.0), "full": (1.4, 8.0)})
     ways(results, "products", {"full": (1.0, 20.0), "int8": (1.4, 8.0)}, against="full")
-    ways(results, "graphs", {"as it is": (1.0, 20.0), "recorded": (0.5, 21.0)})
     product = {"dequantized_s": 2e-4, "int8_s": 1e-4, "cosine": 0.99991}
     layer = {"fan_in": 640, "out": 1280, "rows": 4096, "forward": product}
     layer |= {"backward": {"dequantized_s": 2e-4, "refused": "CUBLAS_STATUS_NOT_SUPPORTED"}}
@@ -223,7 +221,7 @@ def test_measurements_of_a_gpu_fill_every_table(tmp_path: Path) -> None:
     training |= {"step_s": 0.5, "changes": [], "settings": {"memory.streamed_blocks": 39}}
     results.write("capped", capped, "done", seconds=1.0, result=training)
     rung = {"median_s": 1.0, "ratio": 1.0, "ratio_upper": 1.1, "peak_bytes": GIB}
-    ladder = {"case": "a case", "left_out": {"ours, recorded": "why"}, "rungs": {"bare": rung}}
+    ladder = {"case": "a case", "left_out": {"ours, compiled": "why"}, "rungs": {"bare": rung}}
     results.write("ladder", rungs, "done", seconds=1.0, result=ladder)
     results.write("pair", "gloo", "failed", seconds=1.0, error="it hung")
     refusal = {"works": False, "said": "Duplicate GPU detected"}
@@ -231,22 +229,22 @@ def test_measurements_of_a_gpu_fill_every_table(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", docs)
     assert {page.name for page in write_docs(results, docs)} == {
-        *("performance.md", "memory.md", "compile.md")
+        *("performance.md", "memory.md")
     }
     text = "".join(path.read_text() for path in docs.glob("*.md"))
     assert "**Not yet measured.**" not in text
     for line in (
         " 640 to 1280 | 4096 | 100 | 200 | 100 | 0.99991 | 100 | 200 | refused: CUBLAS_STATUS",
         "| 8.00 | 7.00 | +14.3% | 0.500 | nothing | streamed_blocks 39 |",
-        "| a case | ours, recorded | why | | | |",
+        "| a case | ours, compiled | why | | | |",
         "* gloo: failed, it hung",
         "* nccl refuses: Duplicate GPU detected",
-        "| hardware.cuda_graphs | keep | saves at best +50.0% time (case)",
+        "| memory.gradient_checkpointing=full | keep | ",
         "a GPU, torch 2.11.0, commit abc, ",
     ):
         assert line in text, line
-    (docs / "compile.md").write_text("no markers")
-    with pytest.raises(SystemExit, match="gpu-day:graphs"):
+    (docs / "performance.md").write_text("no markers")
+    with pytest.raises(SystemExit, match="gpu-day:ladder"):
         write_docs(results, docs)
 
 

@@ -238,7 +238,6 @@ def test_a_gpu_of_another_maker_is_found_and_planned_for(here: Hardware, kind: s
     assert made.config.hardware.device == KINDS[kind].torch_type  # type: ignore[index]
     assert made.config.train.precision == "bf16"
     assert made.memory.fits
-    assert made.config.hardware.cuda_graphs is False
     assert made.config.hardware.compile == "none"
     assert made.config.memory.base_matmul == "dequantized"
 
@@ -346,7 +345,6 @@ MAY_ASK = {
     "lora_trainer/hardware/devices.py": "the description itself",
     "lora_trainer/hardware/device_calls.py": "the calls of torch that differ by device",
     "lora_trainer/training/learning_check.py": "names a kind as the likely cause of learning nothing",
-    "lora_trainer/training/cuda_graphs.py": "records CUDA graphs, which are torch.cuda's",
     "lora_trainer/network/async_copies.py": "copies on a stream or behind an event, where there are streams",
     "lora_trainer/captioning/tagger.py": "onnxruntime's providers, not torch's devices",
 }

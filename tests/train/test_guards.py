@@ -69,7 +69,7 @@ def test_it_is_unstable_at_the_fifth_in_a_row_and_never_before(steps: list[bool]
 
 def test_each_way_back_keeps_what_was_learned_and_is_slower_than_the_last() -> None:
     good = GuardState(micro_batch=8, lr_scale=0.5, skipped=1, trend=LossTrend(count=4))
-    facts = {"micro_batch": 2, "remedies": 1, "plain": True, "uncompiled": True, "ungraphed": True}
+    facts = {"micro_batch": 2, "remedies": 1, "plain": True, "uncompiled": True}
     facts |= {"fitting_steps": 3, "patience_steps": 100, "skipped": 6}
     failed = GuardState(
         **facts,  # type: ignore[arg-type]

@@ -1,20 +1,25 @@
-"""Compiled passes in the loop: which shapes, what happens when compiling fails, and that it is said."""
+"""Compiled passes in the loop: which shapes, and what happens when compiling fails; no step waits for a number."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.network.compiling import CompiledBlocks
+from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
+from lora_trainer.training.step import compute_gradients_with_oom_retry, optimizer_step
 from lora_trainer.training.training import LatentShape, Speedups
 from tests.fakes.training import (
     SQUARE,
     WIDE,
     TinyTraining,
+    add_gradients,
     at_start,
     build_feeder,
     build_training,
@@ -79,3 +84,37 @@ def test_a_compiler_that_fails_costs_one_line_and_no_step() -> None:
     assert "no compiler" in problem["what"] and "hardware.compile=none" in problem["fix"]
     assert [row["key"] for row in tiny.of_kind("change")] == ["hardware.compile"]
     assert end.guard.uncompiled, "a resumed run does not try again"
+
+
+# ---- nothing waits for the device
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails where a GPU would make the host wait: a number of a tensor becomes one of Python."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        asked = func.name().removeprefix("aten::").partition(".")[0]
+        assert asked not in ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero"), asked
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"adapter_settings": {"dropout": 0.2, "rank_dropout": 0.3}}, {"precision": torch.float16}],
+    ids=["plain", "dropout", "fp16"],
+)
+def test_no_step_waits_for_a_number(options: dict[str, Any]) -> None:
+    training = build_training(build_feeder(), steps=3, **options).training
+    batch, guard = training.feeder.prepare(0), GuardState(micro_batch=2)
+    for step in (1, 2):
+        with NoWaiting():
+            loss, guard = compute_gradients_with_oom_retry(training, batch, guard)
+            optimizer_step(training, loss, guard, step=step)
+
+
+def test_what_waits_would_be_noticed() -> None:
+    tiny = build_training(build_feeder(), steps=1)
+    with NoWaiting(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        float(add_gradients(tiny.training, tiny.training.feeder.prepare(0), cap=4))

@@ -120,13 +120,11 @@ class ProcessGroup:
         loss: Tensor,
         *,
         ask: Callable[[], int | None],
-        in_place: bool = False,
     ) -> Tensor:
         """Sum gradients and loss over all processes, in place; return the loss of the whole batch.
 
         A parameter without a gradient on every process keeps none, so optimizers skip it, as they do in a
-        run of one process. `ask` returns the stop signal of this process or None. `in_place` writes the
-        sums into the present gradient tensors instead of new ones.
+        run of one process. `ask` returns the stop signal of this process or None.
         """
         if self.is_single:
             return loss
@@ -166,10 +164,7 @@ class ProcessGroup:
         for view, parameter, trained in zip(views, parameters, self._trained, strict=True):
             # `requires_grad` is off for stages that have ended since the first step.
             has_gradient = trained and parameter.requires_grad
-            if in_place and has_gradient and parameter.grad is not None:
-                parameter.grad.copy_(view)
-            else:
-                parameter.grad = view.to(parameter.device) if has_gradient else None
+            parameter.grad = view.to(parameter.device) if has_gradient else None
         self._asked.append(AsyncRead(tail[1 : 1 + len(STOPS)].clone()))
         return tail[0].clone().to(loss.device)
 
