@@ -1,11 +1,12 @@
 """The answers to a step that failed: give up a speed-up, use less memory, or compute on the plain way.
 
 Each answer keeps the result, up to rounding, and is remembered in the guard state, so a resumed run does not
-try again what failed. Compiled blocks affect the speed only: when they fail they are switched off. Out of memory, the micro-batch is halved; at one image the next remedy of the plan is applied.
+try again what failed. Compiled blocks affect the speed only: when they fail they are switched off. Out of
+memory, the micro-batch is halved; at one image the next remedy of the plan is applied.
 
 The plain way is one retry, with every optional feature off, after an error that is not a lack of memory.
-Selective checkpointing, block swap, int8 products and compiled blocks all give the same result as the plain way, but a GPU, a driver or a library version may not support them. So an error in a first
-pass switches all of them off, for the rest of the run and for every run that resumes it. A second error
+Selective checkpointing, block swap, int8 products and compiled blocks all give the same result as the plain
+way, but a GPU, a driver or a library version may not support them. So an error in a first pass switches all of them off, for the rest of the run and for every run that resumes it. A second error
 ends the run and names both reasons.
 
 A pass counts as first until this process has finished an optimizer step with a pass of the same key: same

@@ -112,8 +112,8 @@ class GuardState:
     """The memory and the decisions of the guards; written to the resume state by `to_plain`.
 
     `micro_batch` is the present cap in images, `remedies` the number of out-of-memory remedies in force,
-    `plain` whether the run is on the plain way after an error, `uncompiled` whether compiling has failed. `lr_scale` and `clip_scale` are factors on the learning rate and on
-    `train.max_grad_norm`. The counters count steps that fitted, non-finite steps and rollbacks.
+    `plain` whether the run is on the plain way after an error, `uncompiled` whether compiling has failed.
+    `lr_scale` and `clip_scale` are factors on the learning rate and on `train.max_grad_norm`. The counters count steps that fitted, non-finite steps and rollbacks.
     """
 
     micro_batch: int

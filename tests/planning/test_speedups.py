@@ -52,7 +52,6 @@ def test_nothing_is_compiled_unasked_elsewhere(priority: str, hardware: Any, why
         ({"adapter.kind": "lokr"}, "lokr"),
         ({"adapter.init": "pissa"}, "pissa"),
         ({"adapter.rank_dropout": 0.1}, "dropout"),
-        ({"memory.gradient_checkpointing": "selective"}, "single kernels"),
     ],
 )
 def test_compiling_that_cannot_be_is_left_out_with_its_reason(
