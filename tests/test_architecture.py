@@ -83,7 +83,7 @@ def test_module_says_what_it_is_for(path: Path) -> None:
 
 def light_modules() -> list[str]:
     """Return the modules behind the commands that must answer at once."""
-    names = ["cli.main", "lora.adapter_size", "lora_file.inspect", "network.swapped_blocks"]
+    names = ["cli.main", "lora.adapter_size", "lora_file.inspect"]
     names += [
         "cli.look_around",
         "queue.commands",

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.training import learning_check, step
-from lora_trainer.training.learning_check import LEAST_CHANGE, ZERO_STEPS
+from lora_trainer.training import guards, step
+from lora_trainer.training.guards import LEAST_CHANGE, ZERO_STEPS
 from lora_trainer.training.training import Training
 from tests.fakes.runs import SQUARES_PX, Toy, events, toy
 
@@ -45,8 +45,8 @@ def other(place: Toy, tmp_path: Path) -> Toy:
 @pytest.fixture
 def looked_at_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look after 20 steps in place of 50, when a run has learned less."""
-    monkeypatch.setattr(learning_check, "LOOK_STEPS", 20)
-    monkeypatch.setattr(learning_check, "LOOK_IMAGES", 80)
+    monkeypatch.setattr(guards, "LOOK_STEPS", 20)
+    monkeypatch.setattr(guards, "LOOK_IMAGES", 80)
 
 
 def ended(other: Toy) -> str:

@@ -12,7 +12,7 @@ import torch
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.network.out_of_memory import device_memory
 from lora_trainer.run import step_monitor
-from lora_trainer.training import loop, pace, slow_causes
+from lora_trainer.training import loop, pace
 from lora_trainer.training.cores import CpuTimes
 from tests.fakes.runs import Toy, toy
 
@@ -57,8 +57,8 @@ def processors(taken: float, monkeypatch: pytest.MonkeyPatch) -> None:
             yield CpuTimes(at_s=3.0, all_s=3.0 + taken, own_s=3.0)
 
     measured = times()
-    monkeypatch.setattr(slow_causes, "_WATCHED_S", 0.0)
-    monkeypatch.setattr(slow_causes, "cpu_times", lambda numbers: next(measured))
+    monkeypatch.setattr(pace, "_WATCHED_S", 0.0)
+    monkeypatch.setattr(pace, "cpu_times", lambda numbers: next(measured))
 
 
 def test_steps_that_became_slow_are_explained_once(

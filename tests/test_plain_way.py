@@ -20,9 +20,9 @@ from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS, STATE
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.declare import KEEP_ATTENTION
 from lora_trainer.network import quantized_matmul
-from lora_trainer.network.async_copies import CopyStream
 from lora_trainer.network.block_swap import Streamed
 from lora_trainer.network.gradient_checkpointing import BlockRunner
+from lora_trainer.network.pinned_memory import CopyStream
 from lora_trainer.planning import plan
 from lora_trainer.planning.memory_choice import MemoryChooser
 from lora_trainer.training import loop, step

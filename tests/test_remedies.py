@@ -15,7 +15,7 @@ from lora_trainer.common.events import Event, EventStream
 from lora_trainer.config.running import MemorySettings
 from lora_trainer.hardware.machine import GIB, Hardware, assume_card
 from lora_trainer.network.block_swap import block_sizes
-from lora_trainer.planning.oom_history import BELOW, OomHistory
+from lora_trainer.planning.plan_input import BELOW, OomHistory
 from lora_trainer.run import oom_fallbacks
 from lora_trainer.run.oom_fallbacks import oom_as_error, oom_history_memo
 from lora_trainer.run.prepare import Prepared, Request, prepare

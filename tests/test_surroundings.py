@@ -12,10 +12,11 @@ import pytest
 from lora_trainer.config.config import build_config
 from lora_trainer.config.running import Config
 from lora_trainer.hardware.nvml import CardState, Gpu, card_state, card_states
-from lora_trainer.training.pace import Slow, Timed
-from lora_trainer.training.slow_causes import (
+from lora_trainer.training.pace import (
     Cause,
     MachineState,
+    Slow,
+    Timed,
     causes,
     look,
 )
@@ -188,7 +189,7 @@ def test_a_driver_that_says_nothing_is_no_error(nvml: FakeNvml) -> None:
 
 
 def test_a_look_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lora_trainer.training.slow_causes._WATCHED_S", 0.05)
+    monkeypatch.setattr("lora_trainer.training.pace._WATCHED_S", 0.05)
     seen = look(None)
     assert seen.card is None
     assert 0 <= seen.cores_taken <= seen.processors == len(os.sched_getaffinity(0))

@@ -9,7 +9,7 @@ in bytes are those of memory plan and network alike, so predicted and stored byt
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 Priority = Literal["speed", "balanced", "quality"]
@@ -125,3 +125,31 @@ def int8_rows_at_once(inner: int, columns: int) -> int:
     """
     row_bytes = max(9 * inner, 5 * inner + 8 * columns)
     return max(1, INT8_TEMPORARY_BYTES // row_bytes // _ROW_STEP) * _ROW_STEP
+
+
+# ---- streamed blocks
+
+BUFFERS = 2
+"""Streamed blocks on the device at a time: one computes while the next one is copied."""
+
+
+def streamed_indices(total: int, count: int) -> tuple[int, ...]:
+    """Return the indices of `count` streamed blocks among `total` repeated ones, evenly spread.
+
+    A copy hides behind the computation between two streamed blocks, so the gaps should be equally wide.
+    """
+    return tuple((2 * index + 1) * total // (2 * count) for index in range(count))
+
+
+def moved_bytes(block_bytes: Sequence[int], count: int) -> int:
+    """Return the host memory of `count` streamed blocks, which is also the most that a pass copies."""
+    return sum(block_bytes[index] for index in streamed_indices(len(block_bytes), count))
+
+
+def saved_bytes(block_bytes: Sequence[int], count: int) -> int:
+    """Return the device memory that `count` streamed blocks free, net of their buffers.
+
+    Below 0 where the buffers, each as large as the largest streamed block, take more than they replace.
+    """
+    chosen = [block_bytes[index] for index in streamed_indices(len(block_bytes), count)]
+    return sum(chosen) - min(BUFFERS, count) * max(chosen, default=0)

@@ -30,8 +30,8 @@ from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.evaluate.features import pixels
 from lora_trainer.families.base import DENOISER, Geometry, Sampler
 from lora_trainer.lora.adapter import Adapter, denoiser_layers, layer_shapes
+from lora_trainer.lora.adapter_kinds import add_new_tokens
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_lora
-from lora_trainer.lora.new_tokens import add_new_tokens
 from lora_trainer.lora_file.embedding import embedding_path, read_embedding
 from lora_trainer.lora_file.header import file_of, holds_adapter
 from lora_trainer.lora_file.names import file_names

@@ -7,7 +7,7 @@ exports and its state to a resume state. Only `injection` distinguishes the kind
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +24,9 @@ from lora_trainer.lora.inject import AdaptedLayer, adapt
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, split_key
 
 _INITIAL, _AVERAGE, _BEST, _NEW_TOKENS = "initial.", "average.", "best.", "new_tokens."
+NORM_TOLERANCE = 1e-5
+"""Relative excess that is tolerated: a layer scaled back to the limit may round to just above it, and the
+next step would change its bits again although the optimizer did not move it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,30 +140,32 @@ class Adapter:
             list(self.average.values()), [live[name] for name in self.average], share
         )
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Swap the weights with their running average while the block runs; needs no memory."""
-        with self._exchanged(self.average):
-            yield
+    def averaged(self) -> AbstractContextManager[None]:
+        """Swap the weights with their running average while a block runs; needs no memory."""
+        return self._exchanged(self.average)
 
     def keep_as_best(self) -> None:
         """Copy the present weights over the best weights so far."""
         live = self._named()
         torch._foreach_copy_(list(self.best.values()), [live[name] for name in self.best])
 
-    @contextmanager
-    def at_best(self) -> Iterator[None]:
-        """Swap the weights with the best weights so far while the block runs; needs no memory."""
-        with self._exchanged(self.best):
-            yield
+    def at_best(self) -> AbstractContextManager[None]:
+        """Swap the weights with the best weights so far while a block runs; needs no memory."""
+        return self._exchanged(self.best)
 
     @contextmanager
     def _exchanged(self, others: Mapping[str, Tensor]) -> Iterator[None]:
-        self._exchange(others)
+        # `.data` is swapped, not the parameters: the optimizer and the hooks keep their references.
+        def exchange() -> None:
+            for name, parameter in self._all():
+                other = others[name]
+                parameter.data, other.data = other.data, parameter.data
+
+        exchange()
         try:
             yield
         finally:
-            self._exchange(others)
+            exchange()
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -172,12 +177,6 @@ class Adapter:
         finally:
             for layer in self.layers.values():
                 layer.switch(True)
-
-    def _exchange(self, others: Mapping[str, Tensor]) -> None:
-        # `.data` is swapped, not the parameters: the optimizer and the hooks keep their references.
-        for name, parameter in self._all():
-            other = others[name]
-            parameter.data, other.data = other.data, parameter.data
 
     def _all(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter, frozen ones too, with its name in `state`."""
@@ -192,6 +191,26 @@ class Adapter:
             for name, tensor in layer.initial.items()
         }
         return live | start
+
+    @torch.no_grad()
+    def limit_norms(self, limit: float) -> None:
+        """Scale the updates of trained layers whose Frobenius norm is above `limit` back to it.
+
+        Max-norm regularisation after Srebro & Shraibman 2005 and Srivastava et al. 2014 (sd-scripts:
+        scale_weight_norms). The host does not wait for the device. For LoRA, LoHa and LoKr; not for DoRA and
+        PiSSA, whose updates are more than the product of the factors.
+        """
+        layers = [
+            layer
+            for layer in self.layers.values()
+            if any(parameter.requires_grad for parameter in layer.parameters.values())
+        ]
+        excess = torch.stack([layer.update_norm() for layer in layers]) / limit
+        for layer, too_large in zip(layers, excess.unbind(), strict=True):
+            factors: list[Tensor] = list(layer.parameters.values())
+            # The update is the product of n factors, so each takes the n-th root of the correction.
+            back = too_large.pow(-1 / len(factors))
+            torch._foreach_mul_(factors, torch.where(too_large > 1 + NORM_TOLERANCE, back, 1.0))
 
     @contextmanager
     def rounded(self, dtype: torch.dtype) -> Iterator[None]:

@@ -63,6 +63,43 @@ class AdaptedLayer:
             rank *= 2
         return ModuleTensors(kind=self.kind, tensors=values, rank=rank, scale=self.width.scale)
 
+    def update_norm(self) -> Tensor:
+        """Return the Frobenius norm of the layer's update, a float32 scalar on its device.
+
+        From the factors' Gram matrices, without the [out, in] product; only LoHa's product is formed.
+        """
+        factors: Mapping[str, Tensor] = {
+            name: parameter.detach().flatten(1) for name, parameter in self.parameters.items()
+        }
+        match self.kind:
+            case "lora":
+                norm = _product_norm(factors["up"], factors["down"])
+            case "loha":
+                first = factors["w1_a"] @ factors["w1_b"]
+                norm = torch.linalg.vector_norm(first * (factors["w2_a"] @ factors["w2_b"]))
+            case "lokr":
+                # The norm of a Kronecker product is the product of the norms.
+                norm = _side_norm(factors, "w1") * _side_norm(factors, "w2")
+            case kind:
+                raise AssertionError(f"the update of {kind} has no norm of its own")
+        return norm * abs(self.width.scale)
+
+
+def _side_norm(factors: Mapping[str, Tensor], name: str) -> Tensor:
+    if name in factors:
+        norm: Tensor = torch.linalg.vector_norm(factors[name])
+        return norm
+    return _product_norm(factors[f"{name}_a"], factors[f"{name}_b"])
+
+
+def _product_norm(first: Tensor, second: Tensor) -> Tensor:
+    """Return the Frobenius norm of `first` [m, r] @ `second` [r, n].
+
+    Its square is the sum of (first^T first) * (second second^T), elementwise over [r, r].
+    """
+    # Rounding may make the sum of a tiny update negative, whose root would be NaN.
+    return ((first.mT @ first) * (second @ second.mT)).sum().clamp(min=0.0).sqrt()
+
 
 def adapt(
     network: nn.Module,

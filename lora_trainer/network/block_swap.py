@@ -1,19 +1,17 @@
-"""Block swap: frozen blocks wait in host memory and are on the device while they are due.
+"""Frozen weights that wait in host memory and are copied to the device when they are due.
 
-Frozen weights of blocks packed into host memory, so that one copy brings a block to a device.
+Block swap: `stream_blocks` takes a network with adapters and checkpointing in place, on the CPU or on the
+device, and makes it ready to train and sample on the device. The frozen tensors of a block become views of one
+piece of host memory, so that one copy brings the block. Copies run one block ahead into one of two buffers, in
+the forward and in the backward pass, and never back, as the base is frozen. Every swapped block must be
+recomputed: autograd would otherwise save weights whose buffer is overwritten. torch's version counters would
+then refuse the backward pass, so no gradient is ever silently wrong.
 
-Input are modules of a network. Their tensors become views of one piece of memory per block: on the host,
-or wherever that memory was copied to. Adapters inside the blocks are not packed. The memory of each block
-is pinned in place, as a whole or not at all: torch's own pinned allocations are rounded up to a power of
-two, and a copy must not run past the end of a pinned range.
+Adapters inside the blocks are not packed. The memory of each block is pinned in place, as a whole or not at
+all: torch's own pinned allocations are rounded up to a power of two, and a copy must not run past the end of a
+pinned range.
 
-Block swap: the weights of frozen blocks stay in host memory and are copied to the device when needed.
-
-`stream_blocks` takes a network with adapters and checkpointing in place, on the CPU or on the device, and
-makes it ready to train and sample on the device. Weights are copied one block ahead into one of two
-buffers, in the forward and in the backward pass, and never back, as the base is frozen. Every swapped
-block must be recomputed: autograd would otherwise save weights whose buffer is overwritten. torch's version
-counters would then refuse the backward pass, so no gradient is ever silently wrong.
+`offload` is for networks that only run forward, such as text encoders during caching.
 """
 
 from __future__ import annotations
@@ -25,14 +23,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
+from diffusers.hooks import apply_group_offloading
 from torch import Tensor, nn
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.config.choices import BUFFERS, streamed_indices
 from lora_trainer.hardware.device_calls import synchronize
-from lora_trainer.network.async_copies import CopyStream, Done
 from lora_trainer.network.gradient_checkpointing import is_checkpointed
-from lora_trainer.network.pinned_memory import pinned, whole_pages
-from lora_trainer.network.swapped_blocks import BUFFERS, streamed_indices
+from lora_trainer.network.pinned_memory import CopyStream, Done, pinned, whole_pages
 
 ALIGNMENT_BYTES = 256
 """Alignment of tensors in packed memory: matrix kernels are chosen by alignment up to this value, so a
@@ -325,3 +324,21 @@ class Streamed:
             max(block.bytes for block in self._blocks), dtype=torch.uint8, device=self.device
         )
         return _Buffer(memory=memory, views=[block.views(memory) for block in self._blocks])
+
+
+def offload(network: nn.Module, device: torch.device) -> None:
+    """Let a network on the CPU compute on `device`, one layer's weights at a time; it cannot be trained.
+
+    It stays on the CPU for its callers: inputs and outputs are there. The results are those of the device.
+    """
+    apply_group_offloading(
+        network,
+        onload_device=device,
+        offload_device=torch.device("cpu"),
+        offload_type="leaf_level",
+    )
+    # Code outside the layers, such as masks and positions, runs on the device of the inputs.
+    network.register_forward_pre_hook(
+        lambda _, args, kwargs: send_to_device((args, kwargs), device), with_kwargs=True
+    )
+    network.register_forward_hook(lambda _, args, output: send_to_device(output, "cpu"))

@@ -1,11 +1,10 @@
-"""Pinned host memory, which a GPU copies beside its computation: the only module that pins, with a count.
+"""Host memory that a GPU copies beside its computation, and copies to and from it that nobody waits for.
 
 A system refuses to pin beyond a limit that it does not report: WSL2 at half a GiB to one, Windows at about
-half of the memory. So this module requests no more than the platform is known to allow, memory that is
-copied in every step comes first, and after a refusal the rest stays unpinned. Results do not change:
-unpinned copies are slower, and the host waits for them.
-
-The limit is one for the whole process, so the count is global: `counted` sets a new one for a run.
+half of the memory. So this module, the only one that pins, requests no more than the platform is known to
+allow; memory that is copied in every step comes first, and after a refusal the rest stays unpinned. Results do
+not change: unpinned copies are slower, and the host waits for them. The limit is one for the whole process, so
+the count is global: `counted` sets a new one for a run.
 """
 
 from __future__ import annotations
@@ -20,7 +19,16 @@ import torch
 from torch import Tensor
 
 from lora_trainer.common.errors import first_line
-from lora_trainer.hardware.device_calls import kind_of, register_host, unregister_host
+from lora_trainer.hardware.device_calls import (
+    current_stream,
+    kind_of,
+    mark,
+    may_copy_ahead,
+    on_stream,
+    register_host,
+    side_stream,
+    unregister_host,
+)
 from lora_trainer.hardware.devices import PAGE_BYTES, RESERVED_BYTES, pinned_bytes
 from lora_trainer.hardware.machine import GIB
 
@@ -185,3 +193,52 @@ def whole_pages(size: int) -> Tensor:
     memory = torch.empty(pages + PAGE_BYTES, dtype=torch.uint8)
     start = -memory.data_ptr() % PAGE_BYTES
     return memory[start : start + size]
+
+
+class AsyncRead:
+    """A copy of a few float32 numbers to the host, queued behind the work that computes them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._host = values.detach()
+        self._copied: torch.Event | None = None
+        if may_copy_ahead(values.device):
+            # Into pageable memory the driver copies by way of its own buffer, and the host waits for it.
+            self._host = pinned().empty(values.shape, dtype=values.dtype, device=values.device)
+            self._host.copy_(values.detach(), non_blocking=True)
+            self._copied = mark(values.device)
+
+    def read(self) -> list[float]:
+        """Return the numbers; waits until the copy is done, not for work queued later."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
+
+
+Done = torch.Event | None
+"""An event at the end of a copy; None if the copy is over."""
+
+
+class CopyStream:
+    """The copies of one device; with `beside=False` they run in order with the computation."""
+
+    def __init__(self, device: torch.device, *, beside: bool = True) -> None:
+        self.device = device
+        self._stream = side_stream(device) if beside else None
+
+    def copy(self, target: Tensor, source: Tensor) -> Done:
+        """Start target <- source, after all work queued so far; asynchronous if host memory is pinned."""
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        # The source may still be computed, and the target still read, by work queued earlier.
+        self._stream.wait_stream(current_stream(self.device))
+        with on_stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event: Done = self._stream.record_event()
+        return event
+
+    def wait(self, event: Done) -> None:
+        """Make all work queued from now on wait for a copy; the host does not wait."""
+        if event is not None:
+            current_stream(self.device).wait_event(event)

@@ -1,19 +1,28 @@
-"""Everything a plan is made from: settings by layers, the base, the machine, and counts of the data. No torch."""
+"""Everything a plan is made from: settings by layers, the base, the machine, counts of the data. No torch.
+
+`OomHistory` has the GPUs on which a planned run ran out of memory, so that later runs there are planned to use
+less: a prediction cannot see all memory that a driver or an allocator adds. It is a table of the memo in the
+cache folder, with one entry for each GPU model, family and version of torch, as another one of these may need
+less. An entry can only make a plan smaller.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from lora_trainer.common.memo import MemoTable
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.running import Config
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.loads import RememberedCosts
-from lora_trainer.planning.oom_history import OomRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,3 +104,69 @@ class PlanInput:
 
     def _cached(self, count: int | None, of_each: int) -> int:
         return of_each * max(self.images, len(self.buckets)) if count is None else count
+
+
+BELOW = 0.95
+"""The next plan may use this share of the peak of a plan that ran out of memory."""
+PLAUSIBLE = 0.7
+"""A plan for a smaller share of its limit did not fail by its prediction: another program took memory too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OomRecord:
+    """An out-of-memory record: plans may use `share` of the GPU's free memory, because of a run `on` a date."""
+
+    share: float
+    on: str
+
+    def __str__(self) -> str:
+        return f"only {self.share:.0%} of it used, because a run ran out of memory on {self.on}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OomHistory:
+    """This machine's out-of-memory records."""
+
+    table: MemoTable
+
+    @classmethod
+    def of(cls, cache_root: Path) -> OomHistory:
+        return cls(table=MemoTable.load(cache_root, "out of memory"))
+
+    def known(self, hardware: Hardware, family: str) -> OomRecord | None:
+        """Return the record of the GPU that a run would use, None without one."""
+        entry = self.table.get(_key(hardware, family)) if hardware.gpus else None
+        if entry is None:
+            return None
+        share, on = json.loads(entry)
+        return OomRecord(share=share, on=on)
+
+    def remember(
+        self, hardware: Hardware, family: str, *, planned_bytes: int, limit_bytes: int
+    ) -> OomRecord | None:
+        """Note that a plan for `planned_bytes` of `limit_bytes` ran out of memory; raises MachineError.
+
+        `limit_bytes` is the memory that was free or allowed. Returns the record that later plans will
+        follow, None when the plan was too far below its limit to be at fault.
+        """
+        # Else one run beside a game would make all later runs on this GPU slower for good.
+        if planned_bytes < PLAUSIBLE * limit_bytes:
+            return None
+        record = OomRecord(
+            # Of the plan, not of the limit: the limit may have had room that the plan did not use.
+            share=round(BELOW * min(planned_bytes / limit_bytes, 1.0), 4),
+            on=datetime.now(UTC).date().isoformat(),
+        )
+        earlier = self.known(hardware, family)
+        # The smallest share wins, as a run that was planned for less has failed as well.
+        if earlier is not None and earlier.share <= record.share:
+            return earlier
+        self.table.put(_key(hardware, family), json.dumps([record.share, record.on]))
+        self.table.save()
+        return record
+
+
+def _key(hardware: Hardware, family: str) -> str:
+    # Torch's version too, because another version has other kernels and other workspaces.
+    card = (hardware.usable() or hardware.gpus)[0]
+    return f"{card.name}, {card.total_bytes}, {family}, torch {hardware.packages.get('torch')}"

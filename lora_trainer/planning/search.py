@@ -18,7 +18,7 @@ from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import GIB, Prediction, predict
-from lora_trainer.planning.oom_history import OomRecord
+from lora_trainer.planning.plan_input import OomRecord
 from lora_trainer.planning.step_time import StepTime, step_time, step_work
 
 AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")

@@ -19,11 +19,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from lora_trainer.config.choices import QUANTIZATIONS, BasePrecision, weight_bytes
+from lora_trainer.config.choices import (
+    QUANTIZATIONS,
+    BasePrecision,
+    moved_bytes,
+    saved_bytes,
+    weight_bytes,
+)
 from lora_trainer.config.declare import Precision
 from lora_trainer.hardware.devices import pinned_bytes
 from lora_trainer.lora.adapter_size import Shape
-from lora_trainer.network.swapped_blocks import moved_bytes, saved_bytes
 
 ELEMENT_BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -26,15 +26,13 @@ from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.caption_lengths import new_word
 from lora_trainer.families.base import DENOISER, WEIGHTS, Conditioning, TextEncoder
 from lora_trainer.lora.adapter import Adapter, denoiser_layers, inject, layer_shapes
+from lora_trainer.lora.adapter_kinds import add_new_tokens
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
-from lora_trainer.lora.new_tokens import add_new_tokens
-from lora_trainer.lora.norm_limit import limit_norms
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.names import file_names
 from lora_trainer.lora_file.read_tensors import read_tensors
-from lora_trainer.network.attention import apply_attention
 from lora_trainer.network.block_swap import Streamed, stream_blocks
-from lora_trainer.network.compiling import CompiledBlocks
+from lora_trainer.network.compiling import CompiledBlocks, apply_attention
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import quantize
 from lora_trainer.network.quantized_matmul import Int8Layouts
@@ -366,7 +364,7 @@ def afterwards(config: RunConfig, adapter: Adapter) -> list[Callable[[int], None
     hooks: list[Callable[[int], None]] = []
     limit = config.optimizer.max_weight_norm
     if limit is not None:
-        hooks.append(lambda step: limit_norms(adapter, limit))
+        hooks.append(lambda step: adapter.limit_norms(limit))
     decay = config.train.ema_decay
     if decay is not None:
         # After the norm limit, so that the average is of the weights that stay.

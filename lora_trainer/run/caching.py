@@ -20,7 +20,7 @@ from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.caption_lengths import new_word
 from lora_trainer.families.base import TextEncoder
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
-from lora_trainer.network.offload import offload
+from lora_trainer.network.block_swap import offload
 from lora_trainer.run.device import CPU, DTYPES, encoder_device, planned_device
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.run.run_folder import TrainingJob

@@ -18,14 +18,14 @@ from torch import nn
 from lora_trainer.common.errors import MachineError, first_line
 from lora_trainer.common.events import Event, EventStream, Listener
 from lora_trainer.common.memo import FILE_NAME
+from lora_trainer.config.choices import moved_bytes
 from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, Decided
 from lora_trainer.config.running import MemorySettings
 from lora_trainer.hardware.machine import spare_ram_bytes
 from lora_trainer.network.block_swap import base_tensors, repeated_blocks, stream_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.out_of_memory import is_out_of_memory
-from lora_trainer.network.swapped_blocks import moved_bytes
-from lora_trainer.planning.oom_history import OomHistory
+from lora_trainer.planning.plan_input import OomHistory
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.training.training import OomFallback
 

@@ -47,9 +47,8 @@ from lora_trainer.families.locate import EMBEDDED, describe, locate, with_choice
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora_file.formats import resolve_format
-from lora_trainer.planning.oom_history import OomHistory
 from lora_trainer.planning.plan import Plan, plan
-from lora_trainer.planning.plan_input import PlanInput
+from lora_trainer.planning.plan_input import OomHistory, PlanInput
 
 PLANNED_BY = (
     "memory.",

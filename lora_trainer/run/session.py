@@ -45,8 +45,7 @@ from lora_trainer.training.actions import (
 )
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.guards import GuardState
-from lora_trainer.training.learning_check import LearningContext, look_step
+from lora_trainer.training.guards import GuardState, LearningContext, look_step
 from lora_trainer.training.loop import run
 from lora_trainer.training.optimizers import learning_rate
 from lora_trainer.training.training import Action, OomFallback, PlainWay, Progress, Training

@@ -16,8 +16,17 @@ from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.run.device import CPU, card_of, planned_device
 from lora_trainer.run.prepare import Prepared
-from lora_trainer.training.pace import Creep, Growth, Slow, StepPace, Timed
-from lora_trainer.training.slow_causes import Cause, MachineState, causes, look
+from lora_trainer.training.pace import (
+    Cause,
+    Creep,
+    Growth,
+    MachineState,
+    Slow,
+    StepPace,
+    Timed,
+    causes,
+    look,
+)
 
 _PAUSES = frozenset({"sample", "validation", "learned"})
 _CHANGES = frozenset({"change", "out_of_memory"})

@@ -28,11 +28,15 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.guards import GuardState, Unstable, after_validation, to_plain, with_best
-from lora_trainer.training.learning_check import (
+from lora_trainer.training.guards import (
     LEAST_CHANGE,
+    GuardState,
     LearningContext,
+    Unstable,
+    after_validation,
     least_change,
+    to_plain,
+    with_best,
     without_effect,
 )
 from lora_trainer.training.loss import Model

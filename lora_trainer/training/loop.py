@@ -32,24 +32,22 @@ from lora_trainer.common.errors import (
     first_line,
 )
 from lora_trainer.hardware.device_calls import kind_of, may_copy_ahead
-from lora_trainer.network.async_copies import AsyncRead
 from lora_trainer.network.out_of_memory import device_memory, free_memory, is_lost, is_out_of_memory
+from lora_trainer.network.pinned_memory import AsyncRead
 from lora_trainer.training.batch import Sample
 from lora_trainer.training.fallbacks import fallback_for, lost_device, use_less_memory
 from lora_trainer.training.guards import (
+    ZERO_STEPS,
     GuardState,
+    LearningContext,
     Unstable,
     after_going_back,
+    after_gradient,
     after_rollback,
     after_step,
     after_training_loss,
     changes,
     stopped,
-)
-from lora_trainer.training.learning_check import (
-    ZERO_STEPS,
-    LearningContext,
-    after_gradient,
     without_gradients,
     without_movement,
 )

@@ -15,7 +15,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
-from lora_trainer.config.choices import QUANTIZATIONS
+from lora_trainer.config.choices import BUFFERS, QUANTIZATIONS, streamed_indices
 from lora_trainer.config.declare import Precision
 from lora_trainer.costs.trace import TracedNetwork, add_adapters, empty_conditioning
 from lora_trainer.families.base import AUTOENCODER_KL, BaseFacts, Family
@@ -23,7 +23,6 @@ from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.live_storages import FusedKernels, LiveStorages
 from lora_trainer.network.quantize import quantize
-from lora_trainer.network.swapped_blocks import BUFFERS, streamed_indices
 from lora_trainer.planning.loads import Load, runs_wide
 from scripts.replay.caching_allocator import Event
 

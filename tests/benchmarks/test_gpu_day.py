@@ -228,9 +228,7 @@ def test_measurements_of_a_gpu_fill_every_table(tmp_path: Path) -> None:
     results.write("pair", "nccl", "done", seconds=1.0, result=refusal)
     docs = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", docs)
-    assert {page.name for page in write_docs(results, docs)} == {
-        *("performance.md", "memory.md")
-    }
+    assert {page.name for page in write_docs(results, docs)} == {*("performance.md", "memory.md")}
     text = "".join(path.read_text() for path in docs.glob("*.md"))
     assert "**Not yet measured.**" not in text
     for line in (

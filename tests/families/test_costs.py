@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora_trainer.network.selective_checkpoint import keeps_product
+from lora_trainer.network.gradient_checkpointing import keeps_product
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lora_trainer import families
 from lora_trainer.config.declare import Checkpointing
 from lora_trainer.costs.trace import StepTrace, host_bytes, trace_step
-from lora_trainer.network.async_copies import CopyStream, Done
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.gradient_checkpointing import (
     BlockRunner,
@@ -23,6 +22,7 @@ from lora_trainer.network.gradient_checkpointing import (
     is_checkpointed,
 )
 from lora_trainer.network.live_storages import LiveStorages
+from lora_trainer.network.pinned_memory import CopyStream, Done
 from tests.fakes.late_copies import LateCopies
 from tests.fakes.trainee import LAYERS, Trainee, failing, same, trainee
 

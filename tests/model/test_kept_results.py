@@ -14,8 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lora_trainer import families
-from lora_trainer.network.gradient_checkpointing import apply_checkpointing
-from lora_trainer.network.selective_checkpoint import SelectivePolicy, selective_contexts
+from lora_trainer.network.gradient_checkpointing import (
+    SelectivePolicy,
+    apply_checkpointing,
+    selective_contexts,
+)
 from tests.fakes.trainee import Trainee, same, trainee
 
 ATEN = torch.ops.aten

@@ -15,7 +15,7 @@ from torch import nn
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError, TrainingStopped
 from lora_trainer.families.base import NewWord, TextEncoder
-from lora_trainer.lora.new_tokens import ExtendedTable, add_new_tokens
+from lora_trainer.lora.adapter_kinds import ExtendedTable, add_new_tokens
 from lora_trainer.lora_file.embedding import embedding_path, read_embedding, write_embedding
 from tests.fakes.family_bases import CPU, facts_of
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.lora.adapter import Adapter, inject
-from lora_trainer.lora.norm_limit import limit_norms, update_norm
 from lora_trainer.lora.tensors import update
 
 KINDS: list[dict[str, Any]] = [
@@ -49,7 +48,7 @@ def values(adapter: Adapter) -> list[Tensor]:
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_the_norm_is_that_of_the_whole_update(settings: dict[str, Any]) -> None:
     adapter = adapted(0.7, **settings)
-    found = [float(update_norm(layer)) for layer in adapter.layers.values()]
+    found = [float(layer.update_norm()) for layer in adapter.layers.values()]
     assert found == pytest.approx(norms(adapter), rel=1e-5)
 
 
@@ -65,7 +64,7 @@ def test_what_is_larger_comes_back_to_the_limit_and_the_rest_stays(
         update(module) / float(update(module).norm()) for module in adapter.tensors().values()
     ]
     before = values(adapter)
-    limit_norms(adapter, limit)
+    adapter.limit_norms(limit)
     assert norms(adapter) == pytest.approx([limit, second], rel=1e-5)
     for module, direction in zip(adapter.tensors().values(), directions, strict=True):
         now = update(module)
@@ -82,15 +81,15 @@ def test_doing_it_again_changes_no_bit(settings: dict[str, Any]) -> None:
     """A step that was skipped must leave the weights as they are."""
     for spread in (0.9, 1.3, 2.0, 3.7):
         adapter = adapted(spread, **settings)
-        limit_norms(adapter, 1.0)
+        adapter.limit_norms(1.0)
         once = values(adapter)
-        limit_norms(adapter, 1.0)
+        adapter.limit_norms(1.0)
         assert all(torch.equal(a, b) for a, b in zip(values(adapter), once, strict=True))
 
 
 def test_updates_that_are_zero_stay_zero() -> None:
     adapter = adapted(0.0)
-    limit_norms(adapter, 1.0)
+    adapter.limit_norms(1.0)
     assert all(bool(value.isfinite().all()) for value in values(adapter))
 
 
@@ -100,6 +99,6 @@ def test_frozen_layers_are_left_alone() -> None:
     for parameter in frozen.parameters.values():
         parameter.requires_grad_(False)
     before = {name: tensor.detach().clone() for name, tensor in frozen.parameters.items()}
-    limit_norms(adapter, 0.1)
+    adapter.limit_norms(0.1)
     assert all(torch.equal(before[name], frozen.parameters[name]) for name in before)
-    assert float(update_norm(trained)) == pytest.approx(0.1, rel=1e-5)
+    assert float(trained.update_norm()) == pytest.approx(0.1, rel=1e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-from lora_trainer.network.offload import offload
+from lora_trainer.network.block_swap import offload
 
 CPU = torch.device("cpu")
 IDS = torch.arange(8).reshape(1, 8)

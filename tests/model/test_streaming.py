@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.common.errors import RequestError
-from lora_trainer.network.async_copies import CopyStream
+from lora_trainer.config.choices import BUFFERS, moved_bytes, saved_bytes, streamed_indices
 from lora_trainer.network.block_swap import (
     ALIGNMENT_BYTES,
     Streamed,
@@ -22,8 +22,8 @@ from lora_trainer.network.block_swap import (
 )
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.live_storages import storage_key
+from lora_trainer.network.pinned_memory import CopyStream
 from lora_trainer.network.quantize import quantize
-from lora_trainer.network.swapped_blocks import BUFFERS, moved_bytes, saved_bytes, streamed_indices
 from tests.fakes.family_bases import CPU
 from tests.fakes.late_copies import LateCopies
 from tests.fakes.trainee import Trainee, failing, same, trainee

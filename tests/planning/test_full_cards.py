@@ -9,7 +9,7 @@ import pytest
 
 from lora_trainer.hardware.machine import GIB, Hardware
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.oom_history import BELOW, OomHistory, OomRecord
+from lora_trainer.planning.plan_input import BELOW, OomHistory, OomRecord
 
 CARD = Gpu(
     index=0,

@@ -21,7 +21,7 @@ from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware import machine
 from lora_trainer.hardware.devices import TorchBuild
 from lora_trainer.hardware.machine import assume_card, detect, package_notes
-from lora_trainer.network.attention import apply_attention
+from lora_trainer.network.compiling import apply_attention
 from lora_trainer.run.run_folder import MAX_NAME_BYTES, checked_name
 from lora_trainer.training.optimizers import build_optimizer
 from tests.fakes.runs import STEPS, Toy, events, listing, run_cli, start, toy

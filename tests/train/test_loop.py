@@ -20,7 +20,6 @@ from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped
 from lora_trainer.config.learning import ObjectiveSettings, OptimizerSettings
 from lora_trainer.families.base import Conditioning
-from lora_trainer.lora.norm_limit import limit_norms, update_norm
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 from lora_trainer.training.actions import SaveAction
 from lora_trainer.training.batch import Sample, split
@@ -319,7 +318,7 @@ def test_gradients_are_clipped_to_the_norm() -> None:
 
 def test_a_norm_limit_holds_in_every_step_and_on_every_split() -> None:
     limit = 0.002
-    free = [float(update_norm(layer)) for layer in trained(6).adapter.layers.values()]
+    free = [float(layer.update_norm()) for layer in trained(6).adapter.layers.values()]
     assert max(free) > 2 * limit, "else nothing is limited"
     found, steps = [], list[int]()
     for cap in (4, 1):
@@ -327,10 +326,10 @@ def test_a_norm_limit_holds_in_every_step_and_on_every_split() -> None:
 
         def limited(step: int, tiny: TinyTraining = tiny) -> None:
             steps.append(step)
-            limit_norms(tiny.adapter, limit)
+            tiny.adapter.limit_norms(limit)
 
         run(replace(tiny.training, afterwards=[limited]), at_start(micro_batch=cap))
-        norms = [float(update_norm(layer)) for layer in tiny.adapter.layers.values()]
+        norms = [float(layer.update_norm()) for layer in tiny.adapter.layers.values()]
         assert max(norms) <= limit * 1.0001
         found.append(values(tiny))
     assert distance(found[1], found[0]) < 5e-5

@@ -33,8 +33,7 @@ from lora_trainer.common.errors import (
 )
 from lora_trainer.common.processes import DistEnv, without_launcher
 from lora_trainer.hardware.device_calls import gpu_identity, kind_of, may_copy_ahead
-from lora_trainer.network.async_copies import AsyncRead
-from lora_trainer.network.pinned_memory import pinned_copy
+from lora_trainer.network.pinned_memory import AsyncRead, pinned_copy
 from lora_trainer.training.distributed.heartbeat import LOOK, PeerMonitor
 
 PATIENCE = timedelta(days=7)
