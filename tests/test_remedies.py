@@ -14,7 +14,6 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.config.running import MemorySettings
 from lora_trainer.hardware.machine import GIB, Hardware, assume_card
-from lora_trainer.network.block_swap import block_sizes
 from lora_trainer.planning.plan_input import BELOW, OomHistory
 from lora_trainer.run import oom_fallbacks
 from lora_trainer.run.oom_fallbacks import oom_as_error, oom_history_memo
@@ -22,6 +21,7 @@ from lora_trainer.run.prepare import Prepared, Request, prepare
 from lora_trainer.training.training import OomFallback
 from tests.fakes.family_bases import CPU, denoiser_of
 from tests.fakes.runs import toy
+from tests.fakes.trainee import block_sizes
 
 MACHINE = assume_card(
     Hardware(

@@ -90,7 +90,6 @@ class StateWriter:
     folder: Path
     keep: int
     events: EventStream
-    clock: Callable[[], float] = time.perf_counter
     copies: HostCopies = field(default_factory=HostCopies)
     failures: int = 0
     _newest: Frozen | None = None
@@ -118,7 +117,7 @@ class StateWriter:
         Raises the third failure in a row, unless it is the `last` save of the run, and
         NonFiniteAdapter; in both cases nothing is copied.
         """
-        began = self.clock()
+        began = time.perf_counter()
         self.wait()
         if not last and self.failures >= MAX_FAILURES and self._failed is not None:
             raise self._failed
@@ -135,7 +134,7 @@ class StateWriter:
             frozen = self._newest = freeze(state, copy=self.copies.take)
             write_export = export(self.copies.take) if export is not None else None
             self.copies.mark()
-            blocked_s = self.clock() - began
+            blocked_s = time.perf_counter() - began
             work = partial(self._work, frozen, write_export, began, blocked_s, last)
         finally:
             copied.put(work)
@@ -191,7 +190,7 @@ class StateWriter:
                 export=file,
                 state=folder.name,
                 bytes=sum(path.stat().st_size for path in folder.iterdir()),
-                seconds=self.clock() - began,
+                seconds=time.perf_counter() - began,
                 blocked_s=blocked_s,
             )
         self._count_failure(self._failed, frozen.step, last=last)

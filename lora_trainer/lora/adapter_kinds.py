@@ -28,10 +28,11 @@ from torch.nn import functional
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.families.base import TextEncoder
+from lora_trainer.lora.low_rank import leading_basis
 from lora_trainer.lora.tensors import rotation
 from lora_trainer.network.quantize import frozen_weight
 
-OVERSAMPLING, ITERATIONS = 8, 8
+PISSA_OVERSAMPLING = 8
 
 
 def principal_factors(
@@ -52,14 +53,10 @@ def principal_factors(
     values = weight.detach().float()
     outputs, inputs = values.shape
     # A few columns more than needed make the iteration converge on the last wanted singular vectors.
-    width = min(rank + OVERSAMPLING, outputs, inputs)
+    width = min(rank + PISSA_OVERSAMPLING, outputs, inputs)
     # Drawn on the CPU, so that the start is the same on every device.
     start = torch.randn(inputs, width, generator=generator).to(values.device)
-    basis = torch.linalg.qr(values @ start).Q
-    # A QR decomposition after each product: without it all columns would turn to the largest singular
-    # vector and lose the others in float32.
-    for _ in range(ITERATIONS):
-        basis = torch.linalg.qr(values @ torch.linalg.qr(values.T @ basis).Q).Q
+    basis = leading_basis(values, start)
     left_vectors, singular, right_vectors = torch.linalg.svd(basis.T @ values, full_matrices=False)
     used_rank = min(rank, width)
     roots = singular[:used_rank].sqrt()

@@ -88,16 +88,6 @@ def factorise(dimension: int, *, factor: int) -> tuple[int, int]:
     return left_side, dimension // left_side
 
 
-def adapter_parameters(
-    shapes: Mapping[str, Sequence[int]],
-    settings: AdapterSettings,
-    *,
-    component: str = "denoiser",
-) -> int:
-    """Return the exact number of trained parameters of these layers' adapters; arguments: `adapter_tensors`."""
-    return total_elements(adapter_tensors(shapes, settings, component=component))
-
-
 def adapter_tensors(
     shapes: Mapping[str, Sequence[int]],
     settings: AdapterSettings,

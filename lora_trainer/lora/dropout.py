@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.lora.adapter_size import AdapterKind
 
 _BITS = 32
 _LOW = 2**_BITS - 1
@@ -113,24 +112,15 @@ def gates_of_lora(
 ) -> tuple[list[Mask], list[Mask]]:
     """Return the masks for the inputs of a `down` layer and the masks for its outputs."""
     rank, channels = down.get_parameter("weight").shape[:2]
-    name = f"{key}.input"
-    before = [masks.add(name, width=channels, share=settings.dropout)] if settings.dropout else []
-    return before, list(_of_outputs(masks, key, rank, settings))
+    return _gates(masks, key, settings, channels=channels, rank=rank)
 
 
-def drop_in_lycoris(
-    masks: SampleMasks, key: str, layer: Any, kind: AdapterKind, settings: AdapterSettings
-) -> None:
+def drop_in_lycoris(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -> None:
     """Add dropout to the inputs of a LoHa or LoKr update of peft, and to the update as a whole."""
-    assert kind in ("loha", "lokr") and not settings.rank_dropout
+    assert settings.kind in ("loha", "lokr") and not settings.rank_dropout
     real = layer._get_delta_activations
     channels = layer.get_base_layer().weight.shape[1]
-    into = (
-        [masks.add(f"{key}.input", width=channels, share=settings.dropout)]
-        if settings.dropout
-        else []
-    )
-    out = list(_of_outputs(masks, key, 1, settings))
+    into, out = _gates(masks, key, settings, channels=channels, rank=1)
 
     def activations(adapter_name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         for mask in into:
@@ -143,14 +133,18 @@ def drop_in_lycoris(
     layer._get_delta_activations = activations
 
 
-def _of_outputs(
-    masks: SampleMasks, key: str, rank: int, settings: AdapterSettings
-) -> Iterator[Mask]:
+def _gates(
+    masks: SampleMasks, key: str, settings: AdapterSettings, *, channels: int, rank: int
+) -> tuple[list[Mask], list[Mask]]:
+    """Return the masks for an update's inputs, and those for its ranks and the update as a whole."""
+    before, after = [], []
+    if settings.dropout:
+        before.append(masks.add(f"{key}.input", width=channels, share=settings.dropout))
     if settings.rank_dropout:
-        yield masks.add(f"{key}.rank", width=rank, share=settings.rank_dropout)
-    if settings.module_dropout:  # not rescaled, as in sd-scripts and LyCORIS
-        share = settings.module_dropout
-        yield masks.add(f"{key}.module", width=1, share=share, rescaled=False)
+        after.append(masks.add(f"{key}.rank", width=rank, share=settings.rank_dropout))
+    if share := settings.module_dropout:  # not rescaled, as in sd-scripts and LyCORIS
+        after.append(masks.add(f"{key}.module", width=1, share=share, rescaled=False))
+    return before, after
 
 
 def _before(mask: Mask) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:

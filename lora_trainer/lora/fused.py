@@ -32,10 +32,8 @@ class FusedLinear(Linear):
     adapter's inputs, `gates` are masks of its ranks.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.before: list[Gate] = []
-        self.gates: list[Gate] = []
+    before: Sequence[Gate] = ()
+    gates: Sequence[Gate] = ()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
@@ -174,10 +172,8 @@ class LeanConv2d(Conv2d):
     `before` and `gates` as in `FusedLinear`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]  # peft has no annotation
-        self.before: list[Gate] = []
-        self.gates: list[Gate] = []
+    before: Sequence[Gate] = ()
+    gates: Sequence[Gate] = ()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters

@@ -144,7 +144,7 @@ def adapt(
 
 def _drop(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -> None:
     if settings.kind != "lora":
-        drop_in_lycoris(masks, key, layer, settings.kind, settings)
+        drop_in_lycoris(masks, key, layer, settings)
         return
     if isinstance(layer, FusedLinear | LeanConv2d) and not layer.lora_variant:
         layer.before, layer.gates = gates_of_lora(masks, key, layer.lora_A[_NAME], settings)

@@ -184,9 +184,7 @@ def truncated(weight: Tensor, *, rank: int, generator: torch.Generator) -> Singu
         left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     else:
         start = torch.randn(matrix.shape[1], width, generator=generator)
-        basis = torch.linalg.qr(matrix @ start).Q
-        for _ in range(ITERATIONS):
-            basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
+        basis = leading_basis(matrix, start)
         core, values, right = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
         left = basis @ core
     return Singular(
@@ -196,6 +194,16 @@ def truncated(weight: Tensor, *, rank: int, generator: torch.Generator) -> Singu
         inputs=tuple(weight.shape[1:]),
         energy=energy,
     )
+
+
+def leading_basis(matrix: Tensor, start: Tensor) -> Tensor:
+    """Return an orthonormal basis [m, k] of the main directions of [m, n], from a random `start` [n, k]."""
+    basis: Tensor = torch.linalg.qr(matrix @ start).Q
+    # A QR decomposition after each product: without it all columns would turn to the largest singular
+    # vector and lose the others in float32.
+    for _ in range(ITERATIONS):
+        basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
+    return basis
 
 
 def approximated(

@@ -58,8 +58,8 @@ class _Slot:
 class PackedBlock:
     """The frozen tensors of one block, parameters and buffers; `bytes` is their size with alignment."""
 
-    def __init__(self, block: nn.Module, *, setting: str = "memory.streamed_blocks") -> None:
-        """Raise RequestError, naming `setting`, for weights that are not plain tensors."""
+    def __init__(self, block: nn.Module) -> None:
+        """Raise RequestError for weights that are not plain tensors."""
         self.bytes = 0
         self._slots: list[_Slot] = []
         for owner, name in base_tensors(block):
@@ -68,8 +68,8 @@ class PackedBlock:
             # A subclass (torchao, GGUF) may keep its values outside its storage, which packing would lose.
             if type(tensor) not in (Tensor, nn.Parameter):
                 raise RequestError(
-                    f"{setting} cannot stream weights of type {type(tensor).__name__}",
-                    fix=f"use --set {setting}=0, or another memory.base_precision",
+                    f"memory.streamed_blocks cannot stream weights of type {type(tensor).__name__}",
+                    fix="use --set memory.streamed_blocks=0, or another memory.base_precision",
                 )
             slot = _Slot(
                 owner=owner,
@@ -138,14 +138,6 @@ def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module for name, module in network.named_modules() if type(module).__name__ in kinds
     }
-
-
-def block_sizes(network: nn.Module) -> list[int]:
-    """Return the number of base weights in each repeated block; works on `meta` too."""
-    return [
-        sum(owner[name].numel() for owner, name in base_tensors(block))
-        for block in repeated_blocks(network).values()
-    ]
 
 
 def stream_blocks(network: nn.Module, *, count: int, device: torch.device) -> Streamed:

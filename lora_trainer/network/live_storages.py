@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -67,31 +66,6 @@ def _signature(value: Any) -> Any:
         return None if None in parts else parts
     # 1, 1.0 and True are equal as keys, but give results of other dtypes.
     return type(value), value
-
-
-_ATTENTION_BACKWARD = (
-    _ATEN._scaled_dot_product_flash_attention_backward,
-    _ATEN._scaled_dot_product_efficient_attention_backward,
-)
-_CONVOLUTIONS = (_ATEN.convolution, _ATEN.convolution_backward)
-_ACCUMULATOR_BYTES = 4
-
-
-def kernel_workspace_bytes(packet: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Return the bytes a CUDA kernel allocates while it runs, besides inputs and outputs.
-
-    Attention sums the gradient of its queries in fp32 (flash_api.cpp, `dq_accum`). cuDNN converts 16-bit
-    images to the layout of tensor cores and back, so inputs, weights and outputs exist twice; if that
-    memory is refused it uses less (Conv_v8.cpp tries the next plan).
-    """
-    if packet in _ATTENTION_BACKWARD:
-        query: Tensor = args[1]
-        return _ACCUMULATOR_BYTES * query.numel()
-    if packet in _CONVOLUTIONS:
-        tensors = [value for value in (*args, *outputs_of(result)) if isinstance(value, Tensor)]
-        images = [value for value in tensors if value.dim() == 4]
-        return sum(value.nbytes for value in images if value.element_size() == 2)
-    return 0
 
 
 class FusedKernels(TorchFunctionMode):
@@ -200,24 +174,20 @@ class LiveStorages(TorchDispatchMode):
     """Counts `now_bytes` of live storages that were created inside the mode, and their maximum `peak_bytes`.
 
     Storages of `ignored` do not count. `flops` are those of matrix products, attention included; `kernels`
-    counts the kernels that a device would launch. `events` lists (storage number, bytes) for each creation
-    and (storage number, 0) for each release, in order. Workspaces of CUDA kernels appear in the events
-    only, and in no other figure.
+    counts the kernels that a device would launch. Workspaces of CUDA kernels are not counted.
     """
 
     def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation
         # The storages are held: a freed storage's address, which is its key, could be reused by another.
         self._ignored = {storage_key(tensor): tensor.untyped_storage() for tensor in ignored}
-        self._alive: dict[int, tuple[int, int, weakref.ref[Any]]] = {}
-        """Bytes and number of each storage; weakly, as a strong reference would keep it alive."""
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        """Bytes of each storage; weakly, as a strong reference would keep it alive."""
         self._marked: set[int] = set()
         self.marking = False
         """Whether storages are marked as they are made."""
         self._answers = MetaAnswers()
         self.now_bytes = self.peak_bytes = self.flops = self.kernels = 0
-        self.events: list[tuple[int, int]] = []
-        self._numbers = count(1)
 
     @property
     def marked_bytes(self) -> int:
@@ -246,32 +216,27 @@ class LiveStorages(TorchDispatchMode):
         for output in outputs_of(result):
             if isinstance(output, Tensor):
                 self._watch(output)
-        if workspace_bytes := kernel_workspace_bytes(packet, args, result):
-            number = next(self._numbers)
-            self.events += [(number, workspace_bytes), (number, 0)]
         return result
 
     def _watch(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = int(storage._cdata)
-        if key in self._alive or key in self._ignored:
-            return
-        size, number = storage.nbytes(), next(self._numbers)
-        forget = weakref.ref(storage, lambda _: self._forget(key))
-        self._alive[key] = size, number, forget
-        if size:
-            self.events.append((number, size))
+        if key not in self._alive and key not in self._ignored:
+            self._alive[key] = storage.nbytes(), weakref.ref(storage, lambda _: self.forget(key))
+            self.create(key, storage.nbytes())
+
+    def create(self, key: int, size: int) -> None:
+        """Count a new storage."""
         self.now_bytes += size
         if self.marking:
             self._marked.add(key)
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
-    def _forget(self, key: int) -> None:
-        size, number, _ = self._alive.pop(key)
+    def forget(self, key: int) -> None:
+        """Count a storage no more."""
+        size, _ = self._alive.pop(key)
         self.now_bytes -= size
         self._marked.discard(key)
-        if size:
-            self.events.append((number, 0))
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -153,9 +153,7 @@ class Int8Layouts:
     against_backward: str = ""
 
 
-def int8_layouts(
-    shapes: Iterable[tuple[int, int]], *, rows: Sequence[int] = _PROBED_ROWS, device: torch.device
-) -> Int8Layouts:
+def int8_layouts(shapes: Iterable[tuple[int, int]], *, device: torch.device) -> Int8Layouts:
     """Multiply random codes of each (fan_in, out) on a device, and compare the sums with exact ones.
 
     Takes milliseconds a shape. Raises RuntimeError where the device is out of memory.
@@ -166,7 +164,7 @@ def int8_layouts(
         # Seeded by the shape: every start judges a device by the same numbers.
         generator = torch.Generator().manual_seed(fan_in * out)
         codes = _random_codes(out, fan_in, generator).to(device)
-        for count in rows:
+        for count in _PROBED_ROWS:
             x, gradient = (
                 _random_codes(count, width, generator).to(device) for width in (fan_in, out)
             )

@@ -7,10 +7,9 @@ fits, its predictions, its time, and a decision with its reason for every settin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import value_of
@@ -39,11 +38,6 @@ from lora_trainer.planning.search import (
     images_at_once,
 )
 from lora_trainer.planning.step_time import StepTime
-
-NEWER_SETTINGS: Mapping[str, Any] = {
-    "memory.base_matmul": "dequantized",
-}
-"""Settings that older runs were planned without, and the values that change nothing for such a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +68,14 @@ class MemoryChooser:
         kept_at_once, ideal_load = self.inputs.kept_at_once, self._ideal_load
         if kept_at_once is not None and set(self._buckets) <= kept_at_once.keys():
             at_once = {size: kept_at_once[size] for size in self._buckets}
-            return self._chosen(ideal_load, at_once, self._of_older_runs())
+            choice = self._chosen(ideal_load, at_once)
+            if self.config.memory.base_matmul != "auto":
+                return choice
+            # Older runs were planned without this setting.
+            older = Decision(
+                key="memory.base_matmul", value="dequantized", reason="the run began without it"
+            )
+            return replace(choice, decisions=(older,))
         judge, step_px = self._judge, self._costs.facts.bucket_step_px
         best_fit = fit(ideal_load, choices=self._choices, judge=judge, step_px=step_px)
         load = best_fit.load
@@ -86,12 +87,7 @@ class MemoryChooser:
         choice = self._chosen(load, at_once)
         return replace(choice, decisions=tuple(self._decisions(choice, best_fit, why_matmul)))
 
-    def _chosen(
-        self,
-        load: Load,
-        at_once: Mapping[tuple[int, int], int],
-        decisions: Iterable[Decision] = (),
-    ) -> MemoryChoice:
+    def _chosen(self, load: Load, at_once: Mapping[tuple[int, int], int]) -> MemoryChoice:
         loads = [
             replace(load, bucket_px=bucket, micro_batch=count) for bucket, count in at_once.items()
         ]
@@ -106,7 +102,7 @@ class MemoryChooser:
             host=self._judge.predict_host(load),
             time=self._judge.time(load),
             images_at_once=at_once,
-            decisions=tuple(decisions),
+            decisions=(),
         )
 
     # ---- the loads that may be tried
@@ -184,12 +180,6 @@ class MemoryChooser:
         """Most blocks that can be streamed: none with an assistant, whose LoRA weights stay where they are."""
         is_possible = self._has_host and self.config.base.assistant is None
         return len(self._costs.blocks) if is_possible else 0
-
-    def _of_older_runs(self) -> Iterator[Decision]:
-        """Yield values for the settings that did not exist yet when a resumed run was planned."""
-        for key, value in NEWER_SETTINGS.items():
-            if value_of(self.config, key) == "auto":
-                yield Decision(key=key, value=value, reason="the run began without it")
 
     @cached_property
     def _known_kinds(self) -> tuple[Checkpointing, ...]:

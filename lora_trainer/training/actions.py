@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -35,7 +35,6 @@ from lora_trainer.training.guards import (
     Unstable,
     after_validation,
     least_change,
-    to_plain,
     with_best,
     without_effect,
 )
@@ -211,7 +210,7 @@ class SaveAction:
             images_seen=progress.images,
             adapter=self.adapter.state(),
             optimizer=self.optimizer.state_dict(),
-            loop=LoopValues.of(to_plain(progress.guard), self.scaler),
+            loop=LoopValues.of(asdict(progress.guard), self.scaler),
         )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lora_trainer.common.errors import TrainingStopped
@@ -120,7 +120,7 @@ MIN_SCALE = 0.125
 
 @dataclass(frozen=True, kw_only=True)
 class GuardState:
-    """The memory and the decisions of the guards; written to the resume state by `to_plain`.
+    """The memory and the decisions of the guards; written to the resume state by `asdict`.
 
     `micro_batch` is the present cap in images, `remedies` the number of out-of-memory remedies in force,
     `plain` whether the run is on the plain way after an error, `uncompiled` whether compiling has failed.
@@ -283,13 +283,8 @@ def changes(before: GuardState, after: GuardState) -> Iterator[tuple[str, float,
             yield key, old, new
 
 
-def to_plain(state: GuardState) -> dict[str, Any]:
-    """Return a guard state as plain values, for a resume state."""
-    return asdict(state)
-
-
 def from_plain(values: Mapping[str, Any]) -> GuardState:
-    """Return the guard state of the values of `to_plain`; groups that an older state lacks are as new.
+    """Return the guard state of its fields as plain values; groups that an older state lacks are as new.
 
     Values that only older versions had (`ungraphed`) are ignored.
     """

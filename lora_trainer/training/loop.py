@@ -16,12 +16,15 @@ To follow one optimizer step, read `_train` from top to bottom, then these funct
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lora_trainer.common.errors import (
     RESUME,
@@ -109,16 +112,16 @@ def _mended(training: Training, torn: GuardState, reason: str) -> Progress:
 
 def _train(training: Training, start: Progress) -> Progress:
     """Train from `start` to the end; raises Unstable and PartialOptimizerStep, and the errors of `run`."""
-    progress, reports = start, _Reports(training)
+    progress, reports = start, _Reports(training=training)
     with training.feeder.stream(
         start.step, training.steps, ahead=training.prefetch_steps
     ) as prepared_steps:
         while progress.step < training.steps and not _has_converged(training, progress):
             try:
                 # ---- data: a thread prepares batches ahead, so this is the time the device may sit idle
-                began = training.clock()
+                began_s = time.perf_counter()
                 samples = next(prepared_steps)
-                waited = training.clock() - began
+                waited_s = time.perf_counter() - began_s
 
                 # ---- gradients: the noise that the dataloader drew is added; prediction, weighted loss, backward
                 # The rate is a function of the step number and of the guards' factor, both of which
@@ -148,7 +151,7 @@ def _train(training: Training, start: Progress) -> Progress:
             fields = {
                 "step": step,
                 "images": images,
-                "data_wait_s": waited,
+                "data_wait_s": waited_s,
                 "lr": effective_rate(training.optimizer, rate),
                 "epoch": training.feeder.epochs_after(step),
                 "latents": _latent_positions(samples),
@@ -278,15 +281,6 @@ def _tell_changes(training: Training, old: GuardState, new: GuardState, *, reaso
         )
 
 
-def _left_zero(training: Training) -> AsyncRead | None:
-    """Start copying to the host whether any parameter that began at zero has changed: 1.0 or 0.0."""
-    if not training.from_zero:
-        return None
-    device = training.model.device
-    has_nonzero = [parameter.detach().any().to(device) for parameter in training.from_zero]
-    return AsyncRead(torch.stack(has_nonzero).any().float().reshape(1))
-
-
 def _latent_positions(samples: Sequence[Sample]) -> int:
     """Return the latent positions (height x width, summed over the images) that a step computes.
 
@@ -309,6 +303,7 @@ class _Report:
     left_zero: AsyncRead | None
 
 
+@dataclass(kw_only=True)
 class _Reports:
     """The finished steps that wait for their numbers, oldest first; `judge` logs them and asks the guards.
 
@@ -316,83 +311,67 @@ class _Reports:
     reports are a few steps late, so they are the duration of a step but not of the step that is reported.
     """
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
-        self._pending = deque[_Report]()
-        self.restart_lap()
+    training: Training
+    lap_began_s: float = field(default_factory=time.perf_counter)
+    _pending: deque[_Report] = field(default_factory=deque)
 
-    def restart_lap(self) -> None:
-        """Measure the time to the next report from now on."""
-        self._lap_began_s = self._training.clock()
+    def restart_lap(self) -> float:
+        """Measure the time to the next report from now on; return that since the last one."""
+        began_s, self.lap_began_s = self.lap_began_s, time.perf_counter()
+        return self.lap_began_s - began_s
 
     def add(
-        self,
-        fields: dict[str, Any],
-        loss: torch.Tensor,
-        grad_norm: torch.Tensor,
-        *,
-        reached: bool,
+        self, fields: dict[str, Any], loss: Tensor, grad_norm: Tensor, *, reached: bool
     ) -> None:
         """Start copying the numbers of a finished step to the host."""
-        is_checked = fields["step"] == ZERO_STEPS
+        left_zero, device = None, self.training.model.device
+        if fields["step"] == ZERO_STEPS and self.training.from_zero:
+            moved = [parameter.detach().any().to(device) for parameter in self.training.from_zero]
+            left_zero = AsyncRead(torch.stack(moved).any().float().reshape(1))
+        numbers = AsyncRead(torch.stack([loss, grad_norm]))
         self._pending.append(
-            _Report(
-                fields=fields,
-                loss_and_norm=AsyncRead(torch.stack([loss, grad_norm])),
-                reached=reached,
-                left_zero=_left_zero(self._training) if is_checked else None,
-            )
+            _Report(fields=fields, loss_and_norm=numbers, reached=reached, left_zero=left_zero)
         )
 
     def judge(self, progress: Progress, *, but_last: int = 0) -> Progress:
         """Log the pending steps and let the guards judge them; raises TrainingStopped and Unstable."""
         while len(self._pending) > but_last:
-            guard = _report(self._training, self._pending.popleft(), progress.guard, self._lap_s)
-            progress = replace(progress, guard=guard)
+            progress = replace(progress, guard=self._judge(self._pending.popleft(), progress.guard))
         return progress
 
-    def _lap_s(self) -> float:
-        began_s = self._lap_began_s
-        self.restart_lap()
-        return self._lap_began_s - began_s
-
-
-def _report(
-    training: Training, report: _Report, guard: GuardState, lap_s: Callable[[], float]
-) -> GuardState:
-    """Log one finished step and let the guards judge it; raises TrainingStopped and Unstable."""
-    step, (loss, norm) = report.fields["step"], report.loss_and_norm.read()
-    seconds = lap_s()  # after the read, which may have waited for the device
-    # x - x is 0 for finite numbers and NaN for NaN and infinities. A loss that is not
-    # finite has taken the place of the norm (see `_clip_and_step` in step.py).
-    finite = norm - norm == 0.0
-    training.events.emit(
-        "step",
-        **report.fields,
-        loss=loss if loss - loss == 0.0 else None,
-        grad_norm=norm if finite else None,
-        **device_memory(training.model.device),
-        seconds=seconds,
-    )
-    if not finite and _is_searching(training.scaler):
-        scale = training.scaler.get_scale()
-        reason = "fp16 gradients overflowed"
-        training.tell_change("loss scale", 2 * scale, scale, reason=reason)
-        return guard
-    if not finite:
-        training.events.problem(
-            f"step {step} was skipped: its gradients were not finite numbers",
-            fix="nothing if this is rare; else lower optimizer.learning_rate",
-            code="TRN-01",
+    def _judge(self, report: _Report, guard: GuardState) -> GuardState:
+        training, step = self.training, report.fields["step"]
+        loss, norm = report.loss_and_norm.read()
+        seconds = self.restart_lap()  # after the read, which may have waited for the device
+        # A loss that is not finite has taken the place of the norm (see `_clip_and_step` in step.py).
+        finite = math.isfinite(norm)
+        training.events.emit(
+            "step",
+            **report.fields,
+            loss=loss if math.isfinite(loss) else None,
+            grad_norm=norm if finite else None,
+            **device_memory(training.model.device),
+            seconds=seconds,
         )
-    guard = after_step(guard, finite=finite, step=step)
-    if finite:
-        guard = _check_learning(training, report, guard, loss=loss, norm=norm)
-    if finite and training.watch_spikes:
-        tighter = after_training_loss(guard, loss)
-        _tell_changes(training, guard, tighter, reason=f"the loss jumped at step {step}")
-        guard = tighter
-    return guard
+        if not finite and _is_searching(training.scaler):
+            scale = training.scaler.get_scale()
+            reason = "fp16 gradients overflowed"
+            training.tell_change("loss scale", 2 * scale, scale, reason=reason)
+            return guard
+        if not finite:
+            training.events.problem(
+                f"step {step} was skipped: its gradients were not finite numbers",
+                fix="nothing if this is rare; else lower optimizer.learning_rate",
+                code="TRN-01",
+            )
+        guard = after_step(guard, finite=finite, step=step)
+        if finite:
+            guard = _check_learning(training, report, guard, loss=loss, norm=norm)
+        if finite and training.watch_spikes:
+            tighter = after_training_loss(guard, loss)
+            _tell_changes(training, guard, tighter, reason=f"the loss jumped at step {step}")
+            guard = tighter
+        return guard
 
 
 def _check_learning(

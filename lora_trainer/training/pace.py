@@ -27,7 +27,7 @@ import psutil
 
 from lora_trainer.config.running import RunConfig
 from lora_trainer.hardware.machine import GIB, SPILL_MARGIN_BYTES, cpu_quota, usable_processors
-from lora_trainer.hardware.nvml import CardState, Gpu, Nvml, card_state
+from lora_trainer.hardware.nvml import CardState, Gpu, card_state
 from lora_trainer.training.cores import Cores, cpu_times
 
 WARM_UP_STEPS = 3
@@ -227,9 +227,9 @@ class Cause:
     fix: str
 
 
-def look(gpu: Gpu | None, *, nvml: Nvml | None = None) -> MachineState:
+def look(gpu: Gpu | None) -> MachineState:
     """Measure the machine for one second; blocks meanwhile."""
-    card = card_state(gpu, nvml) if gpu is not None else None
+    card = card_state(gpu) if gpu is not None else None
     numbers = usable_processors()
     cores = Cores(processors=len(numbers), quota=cpu_quota(Path("/")))
     cores_taken, swapped = 0.0, 0.0

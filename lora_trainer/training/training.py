@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -141,7 +140,7 @@ class Training:
     `batch_size` counts the images of one optimizer step over all processes. `micro_batch` is the planned
     cap of images in one pass; `images_at_once` are caps by (height, width) of the latents.
     `scaler` is enabled for fp16 only. `max_grad_norm` 0 means no clipping.
-    `stop()` returns a signal number once the run should end, else None. `clock` returns seconds.
+    `stop()` returns a signal number once the run should end, else None.
     `remedies` are applied in order when the device is out of memory; a resumed run begins with the
     remedies it had applied before.
     `plain` is the plain way that is tried once after another error in a first pass (fallbacks.py).
@@ -180,7 +179,6 @@ class Training:
     afterwards: Sequence[Callable[[int], None]] = ()
     from_zero: Sequence[nn.Parameter] = ()
     speedups: Speedups = field(default_factory=Speedups)
-    clock: Callable[[], float] = time.perf_counter
 
     def remedies_of(self, guard: GuardState) -> Sequence[OomFallback]:
         """Return the remedies that apply: the plain way has its own."""

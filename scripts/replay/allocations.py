@@ -7,9 +7,11 @@ Neither weights nor a GPU are needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import count
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
@@ -21,7 +23,7 @@ from lora_trainer.costs.trace import TracedNetwork, add_adapters, empty_conditio
 from lora_trainer.families.base import AUTOENCODER_KL, BaseFacts, Family
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
-from lora_trainer.network.live_storages import FusedKernels, LiveStorages
+from lora_trainer.network.live_storages import FusedKernels, LiveStorages, outputs_of
 from lora_trainer.network.quantize import quantize
 from lora_trainer.planning.loads import Load, runs_wide
 from scripts.replay.caching_allocator import Event
@@ -204,7 +206,7 @@ def _step(traced: TracedNetwork, load: Load, shape: PassShape) -> Iterator[Event
     def forward() -> Tensor:
         return family.predict(network, noisy, timesteps, conditioning)
 
-    live = LiveStorages([*network.parameters(), *network.buffers(), *tensors])
+    live = ListedStorages([*network.parameters(), *network.buffers(), *tensors])
     with FusedKernels("cuda"), live:
         inputs = [torch.empty_like(tensor) for tensor in tensors]
         target, noise = torch.empty_like(noisy), torch.empty_like(noisy)
@@ -224,7 +226,7 @@ def _sampling(traced: TracedNetwork, load: Load) -> Iterator[Event]:
     network, family, side_px = traced.network, traced.family, load.sample_side_px
     workload = replace(load.workload(), width_px=side_px, height_px=side_px, micro_batch=1)
     noisy, timesteps, conditioning = traced.inputs(workload)
-    live = LiveStorages([*network.parameters(), *network.buffers(), noisy])
+    live = ListedStorages([*network.parameters(), *network.buffers(), noisy])
     with torch.no_grad(), FusedKernels("cuda"), live, META:
         for _ in range(2):
             family.predict(network, noisy, timesteps, conditioning)
@@ -301,3 +303,64 @@ def _loading(network: nn.Module, load: Load) -> Iterator[Event]:
             yield from ((number + index, size) for index, size in enumerate(sizes))
             yield from ((number + index, 0) for index in range(len(sizes)))
             number += len(sizes)
+
+
+# ---- allocations in their order
+
+_ATEN = torch.ops.aten
+_ATTENTION_BACKWARD = (
+    _ATEN._scaled_dot_product_flash_attention_backward,
+    _ATEN._scaled_dot_product_efficient_attention_backward,
+)
+_CONVOLUTIONS = (_ATEN.convolution, _ATEN.convolution_backward)
+_ACCUMULATOR_BYTES = 4
+
+
+class ListedStorages(LiveStorages):
+    """Lists `events`: (storage number, bytes) for each creation, (storage number, 0) for each release.
+
+    Workspaces of CUDA kernels are among them; no other figure counts those.
+    """
+
+    def __init__(self, ignored: Iterable[Tensor]) -> None:
+        super().__init__(ignored)
+        self.events: list[Event] = []
+        self._numbers, self._number_of = count(1), dict[int, int]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if workspace_bytes := kernel_workspace_bytes(function.overloadpacket, args, result):
+            number = next(self._numbers)
+            self.events += [(number, workspace_bytes), (number, 0)]
+        return result
+
+    def create(self, key: int, size: int) -> None:
+        super().create(key, size)
+        number = next(self._numbers)
+        if size:
+            self._number_of[key] = number
+            self.events.append((number, size))
+
+    def forget(self, key: int) -> None:
+        super().forget(key)
+        if number := self._number_of.pop(key, 0):
+            self.events.append((number, 0))
+
+
+def kernel_workspace_bytes(packet: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Return the bytes a CUDA kernel allocates while it runs, besides inputs and outputs.
+
+    Attention sums the gradient of its queries in fp32 (flash_api.cpp, `dq_accum`). cuDNN converts 16-bit
+    images to the layout of tensor cores and back, so inputs, weights and outputs exist twice; if that
+    memory is refused it uses less (Conv_v8.cpp tries the next plan).
+    """
+    if packet in _ATTENTION_BACKWARD:
+        query: Tensor = args[1]
+        return _ACCUMULATOR_BYTES * query.numel()
+    if packet in _CONVOLUTIONS:
+        tensors = [value for value in (*args, *outputs_of(result)) if isinstance(value, Tensor)]
+        images = [value for value in tensors if value.dim() == 4]
+        return sum(value.nbytes for value in images if value.element_size() == 2)
+    return 0

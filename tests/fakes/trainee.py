@@ -16,6 +16,7 @@ from lora_trainer import families
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base import DENOISER, BaseFacts, Conditioning, Family
 from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.network.block_swap import base_tensors, repeated_blocks
 from tests.fakes.family_bases import conditioning_of, denoiser_of, facts_of, side_of
 
 PROMPTS = ("one toy", "two words more")
@@ -101,6 +102,12 @@ def trainee(
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     """Say whether all are equal bit by bit."""
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def block_sizes(network: nn.Module) -> list[int]:
+    """Return the number of base weights in each repeated block; works on `meta` too."""
+    blocks = repeated_blocks(network).values()
+    return [sum(owner[name].numel() for owner, name in base_tensors(block)) for block in blocks]
 
 
 @contextmanager

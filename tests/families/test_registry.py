@@ -27,7 +27,7 @@ from lora_trainer.costs.sample_cost import Workload
 from lora_trainer.families.base import DENOISER, PARTS, FileFormat, TextEncoder
 from lora_trainer.families.base_files.base_folder import read_header, weights
 from lora_trainer.lora.adapter import inject
-from lora_trainer.lora.adapter_size import adapter_parameters
+from lora_trainer.lora.adapter_size import adapter_tensors, total_elements
 from tests.fakes.family_bases import (
     CPU,
     base_of,
@@ -244,7 +244,7 @@ def test_targets_and_their_count_are_those_of_the_plan(name: str, targets: Any) 
         {DENOISER: denoiser}, modules={DENOISER: modules}, settings=settings, alpha=3.0, seed=0
     )
     counted = sum(parameter.numel() for parameter in adapter.parameters())
-    assert counted == adapter_parameters(shapes, settings)
+    assert counted == total_elements(adapter_tensors(shapes, settings))
     trainable = sum(p.numel() for p in denoiser.parameters() if p.requires_grad)
     assert trainable == counted, "peft adapted more than was asked"
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lora_trainer.hardware.devices import RESERVED_BYTES
-from lora_trainer.network.block_swap import block_sizes, repeated_blocks, stream_blocks
+from lora_trainer.network.block_swap import repeated_blocks, stream_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.pinned_memory import counted, pinned, pinned_copy, whole_pages
 from tests.fakes.family_bases import CPU
 from tests.fakes.pinning import pinning_driver
-from tests.fakes.trainee import same, trainee
+from tests.fakes.trainee import block_sizes, same, trainee
 
 MIB = 2**20
 

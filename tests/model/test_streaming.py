@@ -16,7 +16,6 @@ from lora_trainer.config.choices import BUFFERS, moved_bytes, saved_bytes, strea
 from lora_trainer.network.block_swap import (
     ALIGNMENT_BYTES,
     Streamed,
-    block_sizes,
     repeated_blocks,
     stream_blocks,
 )
@@ -26,7 +25,7 @@ from lora_trainer.network.pinned_memory import CopyStream
 from lora_trainer.network.quantize import quantize
 from tests.fakes.family_bases import CPU
 from tests.fakes.late_copies import LateCopies
-from tests.fakes.trainee import Trainee, failing, same, trainee
+from tests.fakes.trainee import Trainee, block_sizes, failing, same, trainee
 
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
 

@@ -16,7 +16,6 @@ from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.cost_table import adapter_shapes
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.adapter_size import (
-    adapter_parameters,
     adapter_tensors,
     block_size,
     factorise,
@@ -72,7 +71,7 @@ def test_the_count_is_that_of_the_injected_adapter(values: dict[str, Any]) -> No
     injected = Counter(planned(tuple(parameter.shape)) for parameter in adapter.parameters())
     assert Counter(map(planned, adapter_tensors(shapes, chosen).elements())) == injected
     real = sum(parameter.numel() for parameter in adapter.parameters())
-    assert adapter_parameters(shapes, chosen) == total_elements(injected) == real
+    assert total_elements(injected) == real
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,8 @@ def test_the_plan_knows_which_layers_of_a_base_are_convolutions(values: dict[str
     modules = {"denoiser": family.lora_targets(denoiser, "all")}
     adapter = inject({"denoiser": denoiser}, modules=modules, settings=chosen, alpha=4.0, seed=0)
     injected = sum(parameter.numel() for parameter in adapter.parameters())
-    assert adapter_parameters(adapter_shapes(family, facts, targets="all"), chosen) == injected
+    shapes = adapter_shapes(family, facts, targets="all")
+    assert total_elements(adapter_tensors(shapes, chosen)) == injected
 
 
 @given(dimension=st.integers(1, 3000), factor=st.sampled_from([-1, 1, 2, 3, 4, 7, 8, 16, 64]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 from lora_trainer.training.actions import SaveAction
 from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.dataloader import TrainingDataLoader
-from lora_trainer.training.guards import GuardState, from_plain, to_plain
+from lora_trainer.training.guards import GuardState, from_plain
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import restore_optimizer
@@ -437,7 +437,7 @@ def test_a_loss_scale_goes_on_after_a_step_that_was_torn_once_unscaled() -> None
         parameter.grad = torch.ones_like(parameter)
     state = scaler.state_dict()
     scaler.unscale_(optimizer)
-    saved = LoopValues.of(to_plain(GuardState(micro_batch=1)), scaler)
+    saved = LoopValues.of(asdict(GuardState(micro_batch=1)), scaler)
     replace(saved, loss_scale=8.0, loss_scale_growth=3).restore_loss_scale(scaler)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
