@@ -165,25 +165,20 @@ class StateWriter:
         self, frozen: Frozen, export: Export | None, began: float, blocked_s: float, last: bool
     ) -> None:
         self._failed = self._unwritten = None
+        folder = file = None
         try:
             with _memory_for("the state"):
                 self.copies.arrived()
                 folder = write_state(self.folder, frozen, keep=self.keep)
+            with _memory_for("the exported file"):
+                file = export() if export is not None else None
         except LoraTrainError as error:
-            self._failed = self._unwritten = error
+            self._failed = error
+            self._unwritten = error if folder is None else None  # a state counts without its export
         except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
             self._mistake = error
             return
-        file = None
-        if self._unwritten is None:
-            try:
-                with _memory_for("the exported file"):
-                    file = export() if export is not None else None
-            except LoraTrainError as error:  # a state counts without its export
-                self._failed = error
-            except Exception as error:  # noqa: BLE001 - likewise
-                self._mistake = error
-                return
+        if folder is not None:
             self.events.emit(
                 "saved",
                 step=frozen.step,

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import value_of
+from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, settled
 from lora_trainer.config.running import Config
 from lora_trainer.hardware.nvml import Gpu
@@ -266,8 +267,7 @@ class MemoryChooser:
             if before != value:
                 reason = why or f"{gib(peak_bytes)} predicted, {limit}"
                 if before != "auto":
-                    words = str(before).lower() if isinstance(before, bool) else before
-                    reason = f"instead of {words}: {reason}"
+                    reason = f"instead of {typed(before)}: {reason}"
                 yield Decision(key=key, value=value, reason=reason, bytes=peak_bytes)
         if size := best_fit.sampling_bytes:
             reason = f"sample images would take {gib(size)}, {limit}"

@@ -7,6 +7,7 @@ load fits, the error names the nearest setting that would.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -296,14 +297,7 @@ def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:
 
     Every number below one that fits must fit too; `least` is returned untested.
     """
-    low, high = least, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return least + bisect_left(range(least + 1, most + 1), True, key=lambda count: not fits(count))
 
 
 def _nothing_fits(

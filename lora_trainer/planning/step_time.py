@@ -142,8 +142,8 @@ class StepWork:
 
     `int8_flops` are the part of `flops` in int8 products (forward passes only), which move `int8_bytes`.
     `other_flops` stand for the non-product kernels of recomputed blocks, as arithmetic that takes as long.
-    `bus_bytes` are copied while the GPU computes. `waited_bytes` are copied between steps, where no
-    computation hides them; `unpinned_bytes` come from unpinned memory, so the host waits for each copy.
+    `bus_bytes` are copied while the GPU computes; `unpinned_bytes` come from unpinned memory, so the host waits
+    for each copy.
     """
 
     flops: float

@@ -23,9 +23,6 @@ from lora_trainer.lora.dropout import halves
 from lora_trainer.network.pinned_memory import pinned, pinned_copy
 from lora_trainer.training.timesteps import Level
 
-_CONDITIONING, _BASE_CONDITIONING = "conditioning.", "base conditioning."
-"""What the names of a batch's conditioning tensors begin with."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -83,24 +80,43 @@ def split(
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Samples of one shape as few tensors by name, on the host (`collate`) or on the device (`on`).
+    """Samples of one shape as few tensors, on the host (`collate`) or on the device (`on`).
 
-    Latents and noises are float32 [B, C, H, W], `mask_weights` [B, 1, H, W] or None. The numbers of the
-    samples (alpha, sigma, weight, delta) are one float32 tensor [4, B], so that they are one copy to the
-    device; timesteps [B] are apart, because some bases count them in whole numbers. `as_base` int64 [N] are
-    the rows whose target is the base's prediction. `dropout_seeds` int64 [B, 2] are the halves of the
-    samples' seeds.
+    Latents and noises are float32 [B, C, H, W], `mask_weights` [B, 1, H, W] or None. `input_noise` is None
+    where it is the noise to predict. The numbers of the samples are one float32 tensor [4, B], so that they
+    are one copy to the device; timesteps [B] are apart, because some bases count them in whole numbers.
+    `as_base` int64 [N] are the rows whose target is the base's prediction, `base_conditioning` is stacked of
+    these rows alone: a text by itself has no padding, and some families compute something else where there
+    is padding. `dropout_seeds` int64 [B, 2] are the halves of the samples' seeds.
     """
 
-    tensors: Mapping[str, Tensor]
+    latents: Tensor
+    noise: Tensor
+    input_noise: Tensor | None
+    timesteps: Tensor
+    numbers: Tensor
+    dropout_seeds: Tensor
+    mask_weights: Tensor | None
+    as_base: Tensor | None
+    conditioning: Conditioning
+    base_conditioning: Conditioning
     loss: LossName
     precision: torch.dtype
 
     def on(self, device: torch.device) -> Batch:
-        """Copy to a device; the host does not wait for pinned tensors."""
+        """Copy to a device, floating conditioning in `precision`; the host does not wait for pinned tensors."""
         ahead = may_copy_ahead(device)
-        moved = {name: t.to(device, non_blocking=ahead) for name, t in self.tensors.items()}
-        return replace(self, tensors=moved)
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Mapping):  # cast on the device: host and bus stay out of it
+                values = {name: moved(tensor) for name, tensor in value.items()}
+                return {
+                    name: t.to(self.precision) if t.is_floating_point() else t
+                    for name, t in values.items()
+                }
+            return value.to(device, non_blocking=ahead) if isinstance(value, Tensor) else value
+
+        return replace(self, **{name: moved(value) for name, value in vars(self).items()})
 
     @property
     def latents_shape(self) -> tuple[int, int, int]:
@@ -108,66 +124,28 @@ class Batch:
         count, _, height, width = self.latents.shape
         return height, width, count
 
-    # ---- the tensors by the names of the formula
-
-    @property
-    def latents(self) -> Tensor:
-        return self.tensors["latents"]
-
-    @property
-    def noise(self) -> Tensor:
-        return self.tensors["noise"]
-
-    @property
-    def input_noise(self) -> Tensor:
-        return self.tensors.get("input_noise", self.noise)
-
     @property
     def alpha(self) -> Tensor:
-        return self.tensors["numbers"][0]
+        return self.numbers[0]
 
     @property
     def sigma(self) -> Tensor:
-        return self.tensors["numbers"][1]
+        return self.numbers[1]
 
     @property
     def weights(self) -> Tensor:
-        return self.tensors["numbers"][2]
+        return self.numbers[2]
 
     @property
     def delta(self) -> Tensor:
-        return self.tensors["numbers"][3]
-
-    @property
-    def timesteps(self) -> Tensor:
-        return self.tensors["timesteps"]
-
-    @property
-    def conditioning(self) -> Conditioning:
-        """The conditioning of all rows, floating tensors in `precision`."""
-        return self._conditioning(_CONDITIONING)
-
-    @property
-    def base_conditioning(self) -> Conditioning:
-        """The conditioning of the rows `as_base`, stacked by themselves.
-
-        A text alone has no padding, and some families compute something else where there is padding.
-        """
-        return self._conditioning(_BASE_CONDITIONING)
-
-    def _conditioning(self, start: str) -> Conditioning:
-        return {
-            name.removeprefix(start): t.to(self.precision) if t.is_floating_point() else t
-            for name, t in self.tensors.items()
-            if name.startswith(start)
-        }
+        return self.numbers[3]
 
 
 def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch.dtype) -> Batch:
     """Stack samples of one shape in host memory, from where `Batch.on` copies them to `device`.
 
     For a device with memory of its own the host memory is pinned, because only then the copy runs beside
-    the computation. Floating conditioning is cast to `precision` on the device: host and bus stay out of it.
+    the computation.
     """
 
     def joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -182,34 +160,36 @@ def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch
     def listed(values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
         return pinned_copy(torch.tensor(values, dtype=dtype), device=device)
 
+    def conditioning_of(some: Sequence[Sample]) -> Conditioning:
+        return {
+            name: joined(padded_alike([sample.conditioning[name] for sample in some]))
+            for name in (some[0].conditioning if some else ())
+        }
+
     numbers = [(s.level.alpha, s.level.sigma, s.weight, s.delta) for s in samples]
-    tensors = {
-        "latents": stacked(s.latents for s in samples),
-        "noise": stacked(s.noise for s in samples),
-        "timesteps": listed([s.level.timestep for s in samples]),
-        "numbers": listed([*zip(*numbers, strict=True)], torch.float32),
-        "dropout_seeds": listed([halves(s.dropout_seed) for s in samples], torch.int64),
-    }
     # Noise is perturbed by a setting of the run: in all of its samples or in none.
     perturbed = [s.input_noise for s in samples if s.input_noise is not None]
-    if perturbed:
-        tensors["input_noise"] = stacked(perturbed)
+    mask_weights = None
     if any(s.mask_weights is not None for s in samples):
         # Images without a mask count everywhere alike.
         ones = samples[0].latents.new_ones(1, *samples[0].latents.shape[1:])
-        tensors["mask_weights"] = stacked(
-            ones if s.mask_weights is None else s.mask_weights for s in samples
-        )
+        masks = (ones if s.mask_weights is None else s.mask_weights for s in samples)
+        mask_weights = stacked(masks)
     rows = [row for row, sample in enumerate(samples) if sample.as_base]
-    if rows:
-        tensors["as_base"] = listed(rows, torch.int64)
-    for start, some in (
-        (_CONDITIONING, samples),
-        (_BASE_CONDITIONING, [samples[row] for row in rows]),
-    ):
-        for name in some[0].conditioning if some else ():
-            tensors[start + name] = joined(padded_alike([s.conditioning[name] for s in some]))
-    return Batch(tensors=tensors, loss=samples[0].loss, precision=precision)
+    return Batch(
+        latents=stacked(s.latents for s in samples),
+        noise=stacked(s.noise for s in samples),
+        input_noise=stacked(perturbed) if perturbed else None,
+        timesteps=listed([s.level.timestep for s in samples]),
+        numbers=listed([*zip(*numbers, strict=True)], torch.float32),
+        dropout_seeds=listed([halves(s.dropout_seed) for s in samples], torch.int64),
+        mask_weights=mask_weights,
+        as_base=listed(rows, torch.int64) if rows else None,
+        conditioning=conditioning_of(samples),
+        base_conditioning=conditioning_of([samples[row] for row in rows]),
+        loss=samples[0].loss,
+        precision=precision,
+    )
 
 
 def padded_alike(tensors: Sequence[Tensor]) -> list[Tensor]:

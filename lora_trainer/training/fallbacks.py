@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from lora_trainer.common.errors import RESUME, LoraTrainError, TrainingStopped, first_line
+from lora_trainer.config.constraints import typed
 from lora_trainer.network.compiling import CompilationFailed
 from lora_trainer.network.out_of_memory import free_memory, is_lost, is_out_of_memory
 from lora_trainer.training.batch import Batch
@@ -135,14 +136,14 @@ def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardSt
             change.apply()
         except RuntimeError as error:
             raise TrainingStopped(
-                f"{reason}; and {change.key}={_value(change.new)} was not possible: {_line(error)}",
+                f"{reason}; and {change.key}={typed(change.new)} was not possible: {_line(error)}",
                 fix=f"run the same command with --resume {_settings(changes)}",
             ) from error
         training.tell_change(change.key, change.old, change.new, reason=reason)
     training.plain.first_error = reason
     training.events.problem(
         f"an error, not for lack of memory: {reason}. It is tried again, and the run continues, with every "
-        f"optional feature off: {', '.join(f'{c.key}={_value(c.new)}' for c in changes)}",
+        f"optional feature off: {', '.join(f'{c.key}={typed(c.new)}' for c in changes)}",
         fix=f"nothing; to start a run this way add {_settings(changes)}",
     )
     # `guard.remedies` counts into the list of remedies in force. The plain way has a list of its own; a
@@ -183,12 +184,8 @@ def _tell_micro_batch(training: Training, old: GuardState, new: GuardState, *, r
 
 def _settings(changes: Sequence[OomFallback]) -> str:
     return " ".join(
-        f"--set {change.key}={_value(change.new)}" for change in changes if "." in change.key
+        f"--set {change.key}={typed(change.new)}" for change in changes if "." in change.key
     )
-
-
-def _value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _line(error: BaseException) -> str:

@@ -152,8 +152,7 @@ class Model:
 
     def dropping(self, batch: Batch) -> AbstractContextManager[None]:
         """Use the dropout masks of these samples in forward and backward passes, while a block runs."""
-        seeds = batch.tensors["dropout_seeds"]
-        return nullcontext() if self.masks is None else self.masks.of(seeds)
+        return nullcontext() if self.masks is None else self.masks.of(batch.dropout_seeds)
 
     def losses(self, samples: Sequence[Sample]) -> Tensor:
         """Return the unweighted loss of each sample (all of one shape), float32 [B], with its graph."""
@@ -161,36 +160,38 @@ class Model:
 
     def losses_of(self, batch: Batch) -> Tensor:
         """Return the unweighted losses, float32 [B], of a batch on the device; the host never waits."""
-        extras = batch.tensors
         # The noise in the input may be another than the noise in the target (Ning et al. 2023, arXiv
         # 2301.11706). Both are float32: only what the network sees is rounded to its dtype.
-        input_noise = batch.input_noise
+        input_noise = batch.noise if batch.input_noise is None else batch.input_noise
         noisy = add_noise(batch.latents, input_noise, batch.alpha, batch.sigma).to(self.precision)
         targets = target(batch.latents, batch.noise, batch.alpha, batch.sigma, self.prediction)
-        if "as_base" in extras:
-            targets = self._with_base_targets(targets, batch, noisy)
+        if batch.as_base is not None:
+            targets = self._with_base_targets(targets, batch, noisy, rows=batch.as_base)
         conditioning = self.embed(batch.conditioning)
         predicted = self.predict(self.denoiser, noisy, batch.timesteps, conditioning)
-        mask_weights = extras.get("mask_weights")
         return sample_losses(
-            predicted, targets, loss=batch.loss, delta=batch.delta, mask_weights=mask_weights
+            predicted,
+            targets,
+            loss=batch.loss,
+            delta=batch.delta,
+            mask_weights=batch.mask_weights,
         )
 
     @torch.no_grad()
-    def _with_base_targets(self, targets: Tensor, batch: Batch, noisy: Tensor) -> Tensor:
-        """Return `targets` with the base model's own prediction in the rows `as_base`, int64 [N].
+    def _with_base_targets(
+        self, targets: Tensor, batch: Batch, noisy: Tensor, *, rows: Tensor
+    ) -> Tensor:
+        """Return `targets` with the base model's own prediction in `rows`, int64 [N].
 
         With class preservation each sample appears twice: once with its caption, once with the class word
         and the base model's prediction as target.
         """
-        rows = batch.tensors["as_base"]
         with self.without_adapter():
             conditioning = self.embed(batch.base_conditioning)
             base_prediction = self.predict(
                 self.denoiser, noisy[rows], batch.timesteps[rows], conditioning
             )
-        # Out of place: in epsilon prediction `targets` is the batch's noise, which a repeated step and a
-        # recorded graph read again.
+        # Out of place: in epsilon prediction `targets` is the batch's noise, which the input may share.
         return targets.index_copy(0, rows, base_prediction.to(targets.dtype))
 
 

@@ -137,9 +137,9 @@ def test_a_mask_is_weighed_by_its_background_and_its_mean_in_validation_too() ->
 
 def test_a_batch_without_masks_is_as_it_was() -> None:
     samples = build_feeder([SQUARE] * 3, batch_size=3).prepare(0)
-    assert collate(samples, device=CPU, precision=torch.float32).tensors.get("mask_weights") is None
+    assert collate(samples, device=CPU, precision=torch.float32).mask_weights is None
     mixed = with_priors([SQUARE] * 3, masked=(1,), batch_size=3).prepare(0)
-    counts = collate(mixed, device=CPU, precision=torch.float32).tensors.get("mask_weights")
+    counts = collate(mixed, device=CPU, precision=torch.float32).mask_weights
     assert counts is not None and counts.shape == (3, 1, 8, 8)
     whole = [index for index, sample in enumerate(mixed) if sample.mask_weights is None]
     assert torch.equal(counts[whole], torch.ones(2, 1, 8, 8))
