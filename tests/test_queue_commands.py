@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,6 @@ import pytest
 
 from lora_trainer.cli import main
 from lora_trainer.queue import commands, worker
-from lora_trainer.queue.commands import changing, write
 from lora_trainer.reporting.status import read_status
 from tests.fakes.queues import Place, until
 from tests.fakes.runs import ROOT, start, toy
@@ -137,9 +135,7 @@ def test_the_list_tells_what_ended_unseen_and_starts_nothing(
 ) -> None:
     for name in ("cats", "dogs"):
         said(capsys, "add", "--", name)
-    with changing(held.runs):
-        item = replace(held.item("0001-cats"), state="running", pid=2**30, pid_started_s=1.0)
-        write(held.runs, item)
+    held.become(held.item("0001-cats"), state="running", pid=2**30, pid_started_s=1.0)
     rows = json.loads(said(capsys, "list", "--json"))
     assert [(row["label"], row["state"]) for row in rows] == [
         ("dogs", "waiting"),

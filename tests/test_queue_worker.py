@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from lora_trainer.hardware.machine import Hardware
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.queue import commands
 from lora_trainer.queue import worker as queue_worker
-from lora_trainer.queue.commands import Item, changing, write
+from lora_trainer.queue.commands import Item
 from lora_trainer.queue.worker import Child, Worker, slots
 from tests.fakes.queue_trainer import status
 from tests.fakes.queues import FAKE_TRAINER, WORKER_PROGRAM, Place, until
@@ -186,8 +185,8 @@ def test_the_reason_is_of_this_start_not_of_one_before(place: Place) -> None:
     assert place.item(item.id).error == "first"
     place.let("a").unlink()
     commands.again(place.runs, item.id)
-    with changing(place.runs):  # its words without the resume, which the fake does not know
-        write(place.runs, replace(place.item(item.id), argv=item.argv))
+    # Its words without the resume, which the fake does not know.
+    place.become(place.item(item.id), argv=item.argv)
     until(lambda: worker.tick() and trains(place, item))
     os.kill(place.item(item.id).pid or 0, signal.SIGKILL)
     place.finish(worker)
@@ -205,8 +204,9 @@ def test_a_full_disk_delays_what_is_written_and_loses_nothing(
     def refuse_if_full(runs: Path, item: Item) -> None:
         if full and item.pid is not None:
             raise MachineError("cannot write: 0 bytes free", fix="free some space")
-        write(runs, item)
+        real(runs, item)
 
+    real = queue_worker.write
     monkeypatch.setattr(queue_worker, "write", refuse_if_full)
     with pytest.raises(MachineError):
         worker.tick()
@@ -287,9 +287,9 @@ def test_after_a_reboot_what_ran_is_interrupted_and_what_waits_goes_on(place: Pl
     first = place.add("a")
     place.add("b")
     mine = psutil.Process()
-    with changing(place.runs):  # another process has the number now
-        again = {"pid": mine.pid, "pid_started_s": mine.create_time() - 3600}
-        write(place.runs, replace(first, state="running", started_s=1.0, run="a", **again))
+    # Another process has the number now.
+    again = {"pid": mine.pid, "pid_started_s": mine.create_time() - 3600}
+    place.become(first, state="running", started_s=1.0, run="a", **again)
     place.finish(place.worker())
     assert place.states() == {"b": "finished", "a": "interrupted"}
 
@@ -301,8 +301,7 @@ def test_a_worker_killed_before_it_wrote_the_process_down_starts_nothing_twice(
     worker = place.worker()
     until(lambda: worker.tick() and trains(place, item))
     began = place.item(item.id)
-    with changing(place.runs):
-        write(place.runs, replace(began, pid=None, pid_started_s=None, run=None))
+    place.become(began, pid=None, pid_started_s=None, run=None)
     successor = place.worker()
     until(lambda: successor.tick() and trains(place, item))
     assert place.item(item.id).pid == began.pid
@@ -314,8 +313,7 @@ def test_a_worker_killed_before_it_wrote_the_process_down_starts_nothing_twice(
 
 def test_a_start_that_left_no_process_is_interrupted(place: Place) -> None:
     item = place.add("a")
-    with changing(place.runs):
-        write(place.runs, replace(item, state="running", started_s=1.0))
+    place.become(item, state="running", started_s=1.0)
     place.finish(place.worker())
     assert place.states() == {"a": "interrupted"}
     assert not (place.runs / "a").exists(), "it might have run already: people decide"

@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.queue import commands, worker
-from lora_trainer.queue.commands import Item, write
+from lora_trainer.queue.commands import Item
 from lora_trainer.queue.worker import Child, Worker
 from tests.fakes.queues import Place
 
@@ -29,14 +28,6 @@ def place(tmp_path: Path) -> Place:
 
 def ids(place: Place) -> list[str]:
     return [item.id for item in commands.items(place.runs)]
-
-
-def become(place: Place, item: Item, **changes: Any) -> Item:
-    """Let an item be what a worker would make of it."""
-    changed = replace(item, **changes)
-    with commands.changing(place.runs):
-        write(place.runs, changed)
-    return changed
 
 
 # ---- adding
@@ -62,7 +53,7 @@ def test_items_are_named_after_their_number_and_label(place: Place) -> None:
 
 @pytest.mark.parametrize("state", ["waiting", "running"])
 def test_the_same_training_twice_is_refused(state: Any, place: Place) -> None:
-    item = become(place, place.add("a"), state=state)
+    item = place.become(place.add("a"), state=state)
     with pytest.raises(RequestError, match=f"in the queue already: {item.id}, {state}"):
         place.add("a")
     assert ids(place) == [item.id]
@@ -71,7 +62,7 @@ def test_the_same_training_twice_is_refused(state: Any, place: Place) -> None:
 def test_the_same_words_are_another_training_elsewhere_or_later(place: Place) -> None:
     item = place.add("a")
     other = commands.add(place.runs, item.argv, label="a", folder=place.folder / "elsewhere")
-    become(place, item, state="failed", ended_s=1.0)
+    place.become(item, state="failed", ended_s=1.0)
     assert [found.id for found in commands.items(place.runs) if not found.has_ended] == [other.id]
     assert place.add("a").id == "0003-a"
 
@@ -118,8 +109,9 @@ def test_a_crash_while_moving_loses_nothing_and_can_be_repaired(
         calls.append(item.id)
         if len(calls) > 1:
             raise MachineError("the disk is gone", fix="look for it")
-        write(runs, item)
+        real(runs, item)
 
+    real = commands.write
     with monkeypatch.context() as patch, pytest.raises(MachineError):
         patch.setattr(commands, "write", one_write)
         commands.move(place.runs, c, by=-2)
@@ -130,13 +122,13 @@ def test_a_crash_while_moving_loses_nothing_and_can_be_repaired(
 
 @pytest.mark.parametrize("state", ["running", "finished", "failed"])
 def test_only_what_waits_can_be_moved(state: Any, place: Place) -> None:
-    item = become(place, place.add("a"), state=state)
+    item = place.become(place.add("a"), state=state)
     with pytest.raises(RequestError, match=state):
         commands.move(place.runs, item.id, by=1)
 
 
 def test_removing_takes_the_log_along_and_leaves_the_run(place: Place) -> None:
-    item = become(place, place.add("a"), state="failed", run="a")
+    item = place.become(place.add("a"), state="failed", run="a")
     commands.log_file(place.runs, item.id).write_text("said")
     (place.runs / "a").mkdir()
     commands.remove(place.runs, item.id)
@@ -146,7 +138,7 @@ def test_removing_takes_the_log_along_and_leaves_the_run(place: Place) -> None:
 
 
 def test_what_runs_cannot_be_removed(place: Place) -> None:
-    item = become(place, place.add("a"), state="running")
+    item = place.become(place.add("a"), state="running")
     with pytest.raises(RequestError, match="stop its training first"):
         commands.remove(place.runs, item.id)
     assert ids(place) == [item.id]
@@ -169,7 +161,7 @@ def test_only_what_is_listed_can_be_named(name: str, place: Place) -> None:
 def test_one_that_ended_early_goes_on_with_its_run(state: Any, place: Place) -> None:
     first, item = place.add("b"), place.add("a", "--name", "a")
     (place.runs / "a").mkdir()
-    become(place, item, state=state, run="a", ended_s=1.0, exit_code=5, error="nan", pid=7)
+    place.become(item, state=state, run="a", ended_s=1.0, exit_code=5, error="nan", pid=7)
     waiting = commands.again(place.runs, item.id)
     assert waiting.argv == ("--resume-from", str(place.runs / "a"), *item.argv)
     assert (waiting.state, waiting.pid, waiting.exit_code, waiting.error) == (
@@ -181,7 +173,7 @@ def test_one_that_ended_early_goes_on_with_its_run(state: Any, place: Place) -> 
     assert ids(place) == [first.id, item.id]
     with pytest.raises(RequestError, match="waiting already"):
         commands.again(place.runs, item.id)
-    become(place, waiting, state=state, run="a", ended_s=2.0)
+    place.become(waiting, state=state, run="a", ended_s=2.0)
     assert commands.again(place.runs, item.id).argv == waiting.argv, "not resumed twice over"
 
 
@@ -193,7 +185,7 @@ def test_one_without_a_run_to_go_on_with_starts_over(
 ) -> None:
     item = place.add("a")
     (place.runs / "a").mkdir()
-    become(place, item, state=state, run=run, ended_s=1.0)
+    place.become(item, state=state, run=run, ended_s=1.0)
     assert commands.again(place.runs, item.id).argv == item.argv
 
 

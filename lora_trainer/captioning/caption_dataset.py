@@ -9,7 +9,7 @@ model is loaded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -181,7 +181,9 @@ class _Work:
             ]
             while pictures:
                 part = pictures[:batch]
-                descriptions = _described(captioner, [picture for *_, picture in part])
+                descriptions = None
+                with suppress(OutOfRoom):
+                    descriptions = captioner.describe([picture for *_, picture in part])
                 if descriptions is None:
                     batch = self._halved(len(part))
                     captioner.give_back()
@@ -264,14 +266,6 @@ class _Work:
             found=f"stopped with {self.written} of {len(self.chosen.targets)} captions written",
             fix="run the same command again to go on",
         )
-
-
-def _described(captioner: Captioner, pictures: Sequence[Image.Image]) -> list[ModelCaption] | None:
-    """Return the model's captions, None when memory ran out."""
-    try:
-        return captioner.describe(pictures)
-    except OutOfRoom:
-        return None
 
 
 def _load(request: CaptionRequest, model: RequestedModel, events: EventStream) -> Captioner:

@@ -185,10 +185,6 @@ class CaptionJournal:
         """Note that the call did all it was asked for: the next one is one of its own."""
         self._append({"finished": True})
 
-    def end_line(self) -> None:
-        """End a last line that a kill cut, so that the next one is apart from it."""
-        self._append_text("\n")
-
     def discard_if_unused(self) -> None:
         """Remove the record of a call that wrote nothing."""
         rows = read_jsonl(self.folder / JOURNAL)
@@ -245,11 +241,12 @@ def opened(root: Path, request: Mapping[str, Any]) -> Iterator[CaptionJournal]:
     Raises MachineError when the folder cannot be written or another process captions it.
     """
     with _locked(root) as parent:
-        folders = [folder for folder in _numbered(parent) if not folder.name.endswith("-undone")]
-        rows = read_jsonl(folders[-1] / JOURNAL) if folders else []
-        if rows and rows[0] == {"request": dict(request)} and {"finished": True} not in rows:
-            journal = CaptionJournal(root=root, folder=folders[-1], written=_written(rows))
-            journal.end_line()
+        last = _last_call(parent)
+        rows = read_jsonl(last / JOURNAL) if last is not None else []
+        if last and rows[:1] == [{"request": dict(request)}] and {"finished": True} not in rows:
+            written = {str(row["file"]): str(row["sha256"]) for row in rows if "file" in row}
+            journal = CaptionJournal(root=root, folder=last, written=written)
+            journal._append_text("\n")  # ends a last line that a kill cut
         else:
             journal = CaptionJournal(root=root, folder=_new_folder(parent))
             journal._append({"request": dict(request)})
@@ -267,15 +264,14 @@ def undo(root: Path) -> UndoResult:
     if not (root / FOLDER).is_dir():
         raise _nothing_to_undo(root)
     with _locked(root) as parent:
-        folders = [folder for folder in _numbered(parent) if not folder.name.endswith("-undone")]
-        if not folders:
+        last = _last_call(parent)
+        if last is None:
             raise _nothing_to_undo(root)
         files_by_outcome: dict[str, list[str]] = {"removed": [], "restored": [], "edited": []}
-        for row in reversed(read_jsonl(folders[-1] / JOURNAL)):
+        for row in reversed(read_jsonl(last / JOURNAL)):
             if "file" in row:
-                files_by_outcome[_take_back(root, folders[-1], row)].append(str(row["file"]))
-        undone = folders[-1].with_name(f"{folders[-1].name}-undone")
-        retry_while_open(lambda: folders[-1].rename(undone))
+                files_by_outcome[_take_back(root, last, row)].append(str(row["file"]))
+        retry_while_open(lambda: last.rename(last.with_name(f"{last.name}-undone")))
     return UndoResult(
         **{name: tuple(sorted(set(files))) for name, files in files_by_outcome.items()}
     )
@@ -327,6 +323,12 @@ def _numbered(parent: Path) -> list[Path]:
     return sorted(numbers, key=lambda path: numbers[path])
 
 
+def _last_call(parent: Path) -> Path | None:
+    """Return the folder of the last call that was not undone."""
+    folders = [folder for folder in _numbered(parent) if not folder.name.endswith("-undone")]
+    return folders[-1] if folders else None
+
+
 def _new_folder(parent: Path) -> Path:
     folders = _numbered(parent)
     last = int(folders[-1].name.partition("-")[0]) if folders else 0
@@ -337,10 +339,6 @@ def _new_folder(parent: Path) -> Path:
     except OSError as error:
         raise disk_error(folder, error) from error
     return folder
-
-
-def _written(rows: list[dict[str, Any]]) -> dict[str, str]:
-    return {str(row["file"]): str(row["sha256"]) for row in rows if "file" in row}
 
 
 def _nothing_to_undo(root: Path) -> InputError:

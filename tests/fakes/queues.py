@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,13 @@ class Place:
         """Queue a fake training of that name."""
         first = json.dumps({"name": name, **orders})
         return commands.add(self.runs, [first, *words], label=name, folder=self.folder)
+
+    def become(self, item: Item, **changes: Any) -> Item:
+        """Let an item be what a worker would make of it."""
+        changed = replace(item, **changes)
+        with commands.changing(self.runs):
+            commands.write(self.runs, changed)
+        return changed
 
     def worker(self, *slots: str) -> Worker:
         """Return a worker of this process with the fake trainer."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,8 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.queue import commands, worker
 from lora_trainer.queue.commands import (
     ITEM_VARIABLE,
-    Item,
-    changing,
     download_listeners,
     queue_folder,
-    write,
 )
 from tests.fakes.live_runs import write_status
 from tests.fakes.queue_trainer import status
@@ -44,12 +40,6 @@ def work(place: Place) -> Workplace:
     return Workplace(runs=place.runs)
 
 
-def become(place: Place, item: Item, **changes: Any) -> Item:
-    with changing(place.runs):
-        write(place.runs, replace(item, **changes))
-    return place.item(item.id)
-
-
 def buttons(html: str) -> list[tuple[str, str]]:
     """Return action and item of the buttons that can be pressed."""
     found = re.findall(r'<button[^>]*data-action="(\w+)" data-id="([^"]*)"[^>]*>', html)
@@ -66,9 +56,9 @@ def test_each_item_has_the_buttons_that_fit_its_state(place: Place, work: Workpl
     run = place.runs / "a"
     run.mkdir()
     status(run, state="training", code=None, say="step 1 of 4")
-    become(place, a, state="running", run="a", started_s=1.0)
-    become(place, d, state="finished", run="d", started_s=5.0, ended_s=70.0)
-    become(place, e, state="failed", exit_code=3, ended_s=60.0, error="no images. Fix: add some.")
+    place.become(a, state="running", run="a", started_s=1.0)
+    place.become(d, state="finished", run="d", started_s=5.0, ended_s=70.0)
+    place.become(e, state="failed", exit_code=3, ended_s=60.0, error="no images. Fix: add some.")
     html = queue_view.view(work)
     assert buttons(html) == [
         ("stop", a.id),
@@ -91,7 +81,7 @@ def test_why_one_failed_comes_with_what_to_do_and_the_end_of_its_log(
     place: Place, work: Workplace
 ) -> None:
     item = place.add("a")
-    become(place, item, state="failed", exit_code=3, error="no images. Fix: add some.")
+    place.become(item, state="failed", exit_code=3, error="no images. Fix: add some.")
     log = commands.log_file(place.runs, item.id)
     log.write_text("".join(f"line {number}\n" for number in range(100)))
     html = queue_view.view(work)
@@ -101,13 +91,13 @@ def test_why_one_failed_comes_with_what_to_do_and_the_end_of_its_log(
 
 
 def test_an_error_nobody_foresaw_is_called_a_fault(place: Place, work: Workplace) -> None:
-    become(place, place.add("a"), state="failed", exit_code=1, error="KeyError: 'x'")
+    place.become(place.add("a"), state="failed", exit_code=1, error="KeyError: 'x'")
     assert "A fault of lora-train or of a library it uses: KeyError:" in queue_view.view(work)
 
 
 def test_tokens_are_struck_out(place: Place, work: Workplace) -> None:
     token = "hf_" + "a" * 34
-    item = become(place, place.add("a"), state="failed", exit_code=3, error=f"no {token}")
+    item = place.become(place.add("a"), state="failed", exit_code=3, error=f"no {token}")
     commands.log_file(place.runs, item.id).write_text(f"using {token}\n")
     assert token not in queue_view.view(work)
 
@@ -127,7 +117,7 @@ def test_starting_again_is_called_what_it_does(
 ) -> None:
     if has_run:
         (place.runs / "a").mkdir(parents=True)
-    item = become(place, place.add("a"), state=state, run="a" if has_run else None)
+    item = place.become(place.add("a"), state=state, run="a" if has_run else None)
     assert f">{label}</button>" in queue_view.view(work)
     assert queue_view.asked(work, action="again", id=item.id) == ""
     argv = place.item(item.id).argv
@@ -136,7 +126,7 @@ def test_starting_again_is_called_what_it_does(
 
 def test_a_run_that_finished_otherwise_is_trained_again(place: Place, work: Workplace) -> None:
     write_status(fake_run(place.runs / "a", steps=3).write(), state="finished", exit_code=0)
-    item = become(place, place.add("a"), state="interrupted", run="a")
+    item = place.become(place.add("a"), state="interrupted", run="a")
     assert "resume" not in queue_view.view(work).casefold()
     queue_view.asked(work, action="again", id=item.id)
     assert place.item(item.id).argv[0] != "--resume-from"
@@ -154,13 +144,13 @@ def test_a_damaged_item_is_shown_and_can_only_be_removed(place: Place, work: Wor
 
 def test_nothing_a_file_says_becomes_markup(place: Place, work: Workplace) -> None:
     a, b, c = (place.add(f"{HOSTILE}{name}", HOSTILE) for name in "abc")
-    become(place, a, state="failed", exit_code=1, error=HOSTILE)
+    place.become(a, state="failed", exit_code=1, error=HOSTILE)
     commands.log_file(place.runs, a.id).write_text(HOSTILE)
     run = place.runs / "a"
     run.mkdir()
     status(run, state="training", code=None, say=HOSTILE)
-    become(place, b, state="running", run="a", device=HOSTILE)
-    become(place, c, state="interrupted", run="<b>x", error=HOSTILE)
+    place.become(b, state="running", run="a", device=HOSTILE)
+    place.become(c, state="interrupted", run="<b>x", error=HOSTILE)
     html = queue_view.view(work)
     assert html.count("&lt;img") >= 6
     assert "<img" not in html and "<b>x" not in html
@@ -186,8 +176,8 @@ def test_the_buttons_do_what_they_say(place: Place, work: Workplace) -> None:
     queue_view.asked(work, action="up", id=c)
     assert [item.id for item in commands.items(place.runs)] == [b, c, a]
     queue_view.asked(work, action="remove", id=c)
-    become(place, place.item(a), state="finished", ended_s=1.0)
-    failed = become(place, place.add("d"), state="failed", ended_s=2.0)
+    place.become(place.item(a), state="finished", ended_s=1.0)
+    failed = place.become(place.add("d"), state="failed", ended_s=2.0)
     queue_view.asked(work, action="clear", id="")
     assert [item.id for item in commands.items(place.runs)] == [b, failed.id]
 
@@ -211,7 +201,7 @@ def test_the_stamp_changes_with_the_view_only(place: Place, work: Workplace) -> 
     run = place.runs / "a"
     run.mkdir()
     status(run, state="training", code=None, say="step 1")
-    become(place, item, state="running", run="a")
+    place.become(item, state="running", run="a")
     stamp = queue_view.stamp(work)
     assert queue_view.stamp(work) == stamp
     status(run, state="training", code=None, say="step 2")
@@ -241,7 +231,7 @@ def test_the_line_says_who_works_and_for_what_it_waits(
 
 def test_old_ends_are_counted_not_shown(place: Place, work: Workplace) -> None:
     for number in range(queue_view.MAX_ENDED + 2):
-        become(place, place.add(f"t{number}"), state="failed", ended_s=float(number + 1))
+        place.become(place.add(f"t{number}"), state="failed", ended_s=float(number + 1))
     html = queue_view.view(work)
     assert html.count('data-action="again"') == queue_view.MAX_ENDED
     assert "2 older ones are not shown." in html
@@ -251,7 +241,7 @@ def test_old_ends_are_counted_not_shown(place: Place, work: Workplace) -> None:
 def test_the_download_of_a_base_is_told_in_bytes_and_can_be_ended(
     place: Place, work: Workplace
 ) -> None:
-    item = become(place, place.add("cats"), state="running", started_s=1.0)
+    item = place.become(place.add("cats"), state="running", started_s=1.0)
     events = EventStream()
     for listener in download_listeners({ITEM_VARIABLE: str(queue_folder(place.runs) / item.id)}):
         events.subscribe(listener)
@@ -265,8 +255,7 @@ def test_the_download_of_a_base_is_told_in_bytes_and_can_be_ended(
     assert buttons(html) == [("stop", item.id)]
     events.emit("phase", phase="download", message="owner/name", done=4 * gib, total=4 * gib)
     assert "starting" in queue_view.view(work), "all is here: the data comes next"
-    with changing(place.runs):
-        write(place.runs, replace(item, state="stopped", ended_s=2.0))
+    place.become(item, state="stopped", ended_s=2.0)
     commands.remove(place.runs, item.id)
     assert [path for path in queue_folder(place.runs).iterdir() if item.id in path.name] == []
     assert download_listeners({}) == ()
