@@ -94,5 +94,6 @@ def test_no_name_stands_for_two_layers(name: str) -> None:
     for table in released_layers(name):
         names = file_names(family, {DENOISER: table})
         for layer in table:
-            assert names[f"diffusion_model.{layer}"] == f"{DENOISER}.{layer}"
-            assert names["lora_unet_" + layer.replace(".", "_")] == f"{DENOISER}.{layer}"
+            for spelling in (f"diffusion_model.{layer}", f"lora_unet_{layer.replace('.', '_')}"):
+                keys = [each.key for each in names.find(spelling)]
+                assert keys == [f"{DENOISER}.{layer}"], spelling
