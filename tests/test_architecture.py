@@ -53,6 +53,17 @@ def test_every_folder_is_a_layer_and_nothing_else_lies_at_the_root() -> None:
     assert {path.name for path in package.glob("*.py")} == {"__init__.py", "__main__.py"}
 
 
+def test_the_page_of_the_architecture_names_every_module_of_every_room() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)/` \| (.*) \|$", page, re.MULTILINE)
+    named = {f"{room}/{name}" for room, names in rows for name in re.findall(r"`([\w/]+)`", names)}
+    package = ROOT / "lora_trainer"
+    modules = (path.relative_to(package).with_suffix("") for path in package.rglob("*.py"))
+    assert named == {
+        str(path) for path in modules if len(path.parts) > 1 and path.name != "__init__"
+    }
+
+
 def test_no_module_imports_itself_by_way_of_others(imports: grimp.ImportGraph) -> None:
     """Layers allow neighbours to import each other; this keeps them from doing so in a circle."""
     graph = {name: imports.find_modules_directly_imported_by(name) for name in imports.modules}
