@@ -85,7 +85,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place = Place(folder=toy(tmp_path_factory.mktemp("adapters"), images=3).folder)
     for case in CASES:
         assert run_cli(place.command(case, case)) == 0, case
-    point = ("lora_trainer.training.loop", "_report", 3, True)
+    point = ("lora_trainer.training.loop", "judge_step", 3, True)
     work = [(place.command(case, f"{case}-killed"), point) for case in CASES]
     done = python(DRIVER, json.dumps(work), timeout_s=280)
     codes = [line for line in done.stderr.split() if line.lstrip("-").isdigit()]

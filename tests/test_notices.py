@@ -43,7 +43,7 @@ def slow_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let steps take 2 s each, 5 s from that one on; five stand for the fifteen that are usual."""
     monkeypatch.setattr(pace, "BASELINE_STEPS", 5)
     seconds = iter([2.0] * step + [5.0] * STEPS)
-    monkeypatch.setattr(loop._Reports, "_lap_s", lambda self: next(seconds))
+    monkeypatch.setattr(loop._Reports, "lap_s", lambda self: next(seconds))
 
 
 def processors(taken: float, monkeypatch: pytest.MonkeyPatch) -> None:

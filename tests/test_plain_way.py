@@ -168,7 +168,7 @@ def test_all_at_once_and_an_interrupted_run_goes_on_plainly(
 ) -> None:
     for _, patch, _ in MEANS.values():
         patch(monkeypatch)
-    real, calls = loop._report, 0
+    real, calls = loop.judge_step, 0
 
     def failing(*args: object) -> object:
         nonlocal calls
@@ -178,7 +178,7 @@ def test_all_at_once_and_an_interrupted_run_goes_on_plainly(
         return real(*args)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "_report", failing)
+        patched.setattr(loop, "judge_step", failing)
         broken = train(place, "broken", code=4, **{**PLAIN, **EVERYTHING})
     assert len(retries(broken)) == 1
     resumed = train(place, "broken", "--resume", **{**PLAIN, **EVERYTHING})

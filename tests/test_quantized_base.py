@@ -45,7 +45,7 @@ def train(place: Toy, name: str, kind: str, *more: str, **settings: object) -> P
 def test_an_interrupted_run_quantises_again_and_goes_on_to_the_same_bits(
     kind: str, place: Toy, whole: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = loop._report, 0
+    real, calls = loop.judge_step, 0
 
     def failing(*args: object) -> object:
         nonlocal calls
@@ -55,7 +55,7 @@ def test_an_interrupted_run_quantises_again_and_goes_on_to_the_same_bits(
         return real(*args)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "_report", failing)
+        patched.setattr(loop, "judge_step", failing)
         broken = train(place, f"{kind}-broken", kind)
     assert len(trajectory(broken)) == 3
     resumed = train(place, f"{kind}-broken", kind, "--resume")

@@ -74,7 +74,7 @@ class Kill:
 # A run saves at steps 2, 4 and 6; a state is five files, a rename, a line of the log, and a prune.
 KILLS = {
     "while caching": Kill("cache.store:Cache.write", 5, None),
-    "before the first save": Kill("training.loop:_report", 1, None, after=True),
+    "before the first save": Kill("training.loop:judge_step", 1, None, after=True),
     # A save waits for the one before, which is written beside the training; the first copy is of the start.
     "between saves": Kill("checkpoint.writer:freeze", 3, 2),
     "in the first state": Kill("checkpoint.codec:write_file", 4, None),

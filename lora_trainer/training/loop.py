@@ -268,7 +268,8 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
         fix="free memory on the device, or lower hardware.vram_limit_gib",
         code="TRN-03",
     )
-    return progress.guard
+    # An answer to another error stays in force: the next step must not try the failed feature again.
+    return replace(guard, micro_batch=planned)
 
 
 def _tell_changes(training: Training, old: GuardState, new: GuardState, *, reason: str) -> None:
@@ -315,9 +316,14 @@ class _Reports:
     lap_began_s: float = field(default_factory=time.perf_counter)
     _pending: deque[_Report] = field(default_factory=deque)
 
-    def restart_lap(self) -> float:
-        """Measure the time to the next report from now on; return that since the last one."""
-        began_s, self.lap_began_s = self.lap_began_s, time.perf_counter()
+    def restart_lap(self) -> None:
+        """Measure the time to the next report from now on."""
+        self.lap_began_s = time.perf_counter()
+
+    def lap_s(self) -> float:
+        """Return the time since the last report, and begin the next lap."""
+        began_s = self.lap_began_s
+        self.restart_lap()
         return self.lap_began_s - began_s
 
     def add(
@@ -336,42 +342,45 @@ class _Reports:
     def judge(self, progress: Progress, *, but_last: int = 0) -> Progress:
         """Log the pending steps and let the guards judge them; raises TrainingStopped and Unstable."""
         while len(self._pending) > but_last:
-            progress = replace(progress, guard=self._judge(self._pending.popleft(), progress.guard))
+            guard = judge_step(self, self._pending.popleft(), progress.guard)
+            progress = replace(progress, guard=guard)
         return progress
 
-    def _judge(self, report: _Report, guard: GuardState) -> GuardState:
-        training, step = self.training, report.fields["step"]
-        loss, norm = report.loss_and_norm.read()
-        seconds = self.restart_lap()  # after the read, which may have waited for the device
-        # A loss that is not finite has taken the place of the norm (see `_clip_and_step` in step.py).
-        finite = math.isfinite(norm)
-        training.events.emit(
-            "step",
-            **report.fields,
-            loss=loss if math.isfinite(loss) else None,
-            grad_norm=norm if finite else None,
-            **device_memory(training.model.device),
-            seconds=seconds,
-        )
-        if not finite and _is_searching(training.scaler):
-            scale = training.scaler.get_scale()
-            reason = "fp16 gradients overflowed"
-            training.tell_change("loss scale", 2 * scale, scale, reason=reason)
-            return guard
-        if not finite:
-            training.events.problem(
-                f"step {step} was skipped: its gradients were not finite numbers",
-                fix="nothing if this is rare; else lower optimizer.learning_rate",
-                code="TRN-01",
-            )
-        guard = after_step(guard, finite=finite, step=step)
-        if finite:
-            guard = _check_learning(training, report, guard, loss=loss, norm=norm)
-        if finite and training.watch_spikes:
-            tighter = after_training_loss(guard, loss)
-            _tell_changes(training, guard, tighter, reason=f"the loss jumped at step {step}")
-            guard = tighter
+
+def judge_step(reports: _Reports, report: _Report, guard: GuardState) -> GuardState:
+    """Log one finished step and let the guards judge it; raises TrainingStopped and Unstable."""
+    training, step = reports.training, report.fields["step"]
+    loss, norm = report.loss_and_norm.read()
+    seconds = reports.lap_s()  # after the read, which may have waited for the device
+    # A loss that is not finite has taken the place of the norm (see `_clip_and_step` in step.py).
+    finite = math.isfinite(norm)
+    training.events.emit(
+        "step",
+        **report.fields,
+        loss=loss if math.isfinite(loss) else None,
+        grad_norm=norm if finite else None,
+        **device_memory(training.model.device),
+        seconds=seconds,
+    )
+    if not finite and _is_searching(training.scaler):
+        scale = training.scaler.get_scale()
+        reason = "fp16 gradients overflowed"
+        training.tell_change("loss scale", 2 * scale, scale, reason=reason)
         return guard
+    if not finite:
+        training.events.problem(
+            f"step {step} was skipped: its gradients were not finite numbers",
+            fix="nothing if this is rare; else lower optimizer.learning_rate",
+            code="TRN-01",
+        )
+    guard = after_step(guard, finite=finite, step=step)
+    if finite:
+        guard = _check_learning(training, report, guard, loss=loss, norm=norm)
+    if finite and training.watch_spikes:
+        tighter = after_training_loss(guard, loss)
+        _tell_changes(training, guard, tighter, reason=f"the loss jumped at step {step}")
+        guard = tighter
+    return guard
 
 
 def _check_learning(

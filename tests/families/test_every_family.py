@@ -77,7 +77,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Place]:
         folder = toy(tmp_path_factory.mktemp(name), images=3).folder
         found[name] = Place(folder=folder, name=name)
         assert run_cli(found[name].command("whole")) == 0, name
-    point = ("lora_trainer.training.loop", "_report", 3, True)
+    point = ("lora_trainer.training.loop", "judge_step", 3, True)
     work = [(place.command("killed"), point) for place in found.values()]
     done = python(DRIVER, json.dumps(work), timeout_s=380)
     codes = [line for line in done.stderr.split() if line.lstrip("-").isdigit()]

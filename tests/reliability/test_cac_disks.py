@@ -162,7 +162,7 @@ def test_cac_04_a_cache_deleted_during_training_is_named_and_the_state_is_kept(
 @contextmanager
 def deleted_at_step(step: int, cache: Path, *, resident: bool) -> Iterator[dict[str, Any]]:
     """Delete the cache when a step is done; `resident`: its entries stay in memory."""
-    real = loop._report
+    real = loop.judge_step
 
     def report(*args: Any, **options: Any) -> Any:
         nonlocal done
@@ -173,7 +173,7 @@ def deleted_at_step(step: int, cache: Path, *, resident: bool) -> Iterator[dict[
 
     done = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_report", report)
+        patch.setattr(loop, "judge_step", report)
         if not resident:
             patch.setattr(build, "Entries", partial(Entries, limit_bytes=0))
         yield {"data__cache_dir": str(cache), "data__prefetch_steps": 1}

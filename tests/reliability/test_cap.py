@@ -195,7 +195,7 @@ def test_cap_05_a_run_goes_on_with_its_snapshot_and_the_next_encodes_what_change
     place: Toy, tmp_path: Path
 ) -> None:
     mine = toy(tmp_path)  # the same images and captions, to be edited
-    real, steps = loop._report, 0
+    real, steps = loop.judge_step, 0
     picture = mine.dataset / "p0.png"
 
     def edit(*args: Any, **options: Any) -> Any:
@@ -214,7 +214,7 @@ def test_cap_05_a_run_goes_on_with_its_snapshot_and_the_next_encodes_what_change
     line = {**QUIET, "data__validation_fraction": 0.0}
     assert place.train("--name", "undisturbed", **line) == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_report", edit)
+        patch.setattr(loop, "judge_step", edit)
         assert mine.with_base().train(**line) == 0
     assert trajectory(mine.run) == trajectory(place.runs / "undisturbed")
     assert mine.train("--name", "next", **line) == 0
