@@ -78,6 +78,7 @@ class Paths:
 
     environment: Path
     command: Path
+    chosen: bool = False  # with --prefix: whoever chooses a place sees to PATH
 
     @property
     def python(self) -> Path:
@@ -87,6 +88,13 @@ class Paths:
     def is_on_path(self) -> bool:
         """Whether this terminal finds the command by its name."""
         return str(self.command.parent) in os.environ.get("PATH", "").split(os.pathsep)
+
+    @property
+    def path_home(self) -> str:
+        """Where new terminals are told of the command; empty where it is left to the user."""
+        if self.is_on_path or self.chosen:
+            return ""
+        return "your user's Path" if WINDOWS else str(shell_file() or "")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -117,9 +125,8 @@ def install(options: argparse.Namespace, paths: Paths) -> int:
         print(f"     or, where that has no {TORCH}, {_words(other)}")
     print(f"  3. run {_words(trainer)}")
     print(f"  4. put the command lora-train at {paths.command}")
-    if not paths.is_on_path:
-        where = "your user's Path" if WINDOWS else shell_file()
-        print(f"  5. add {paths.command.parent} to {where}, so that new terminals know it")
+    if paths.path_home:
+        print(f"  5. add {paths.command.parent} to PATH in {paths.path_home}, for new terminals")
     if options.dry_run:
         return 0
     if not (options.yes or _agreed("Go on?")):
@@ -131,30 +138,55 @@ def install(options: argparse.Namespace, paths: Paths) -> int:
             "pip failed, see above; run the installer again to go on, or with --uninstall to undo"
         )
     _link(paths)
+    whole = f'& "{paths.command}"' if WINDOWS else shlex.quote(str(paths.command))
     if paths.is_on_path:
         print("Done. Start it with: lora-train gui")
-        return 0
-    (add_to_windows_path if WINDOWS else add_to_shell)(paths.command.parent)
-    whole = f'& "{paths.command}"' if WINDOWS else shlex.quote(str(paths.command))
-    print("Done. Open a new terminal and start it with: lora-train gui")
-    print(f"In this terminal: {whole} gui")
+    elif paths.path_home and _tell_terminals(paths):
+        print("Done. Open a new terminal and start it with: lora-train gui")
+        print(f"In this terminal: {whole} gui")
+    else:
+        print(f"Done. Start it with: {whole} gui")
     return 0
+
+
+def _tell_terminals(paths: Paths) -> bool:
+    """Put the command's folder on PATH; False, with a line to say so, where that cannot be written."""
+    folder, file = paths.command.parent, shell_file()
+    try:
+        if WINDOWS:
+            add_to_windows_path(folder)
+        elif file is not None:
+            add_to_shell(folder, file)
+    except OSError as error:
+        print(
+            f"{paths.path_home} cannot be written ({error.strerror}); add {folder} to PATH yourself."
+        )
+        return False
+    return True
 
 
 def uninstall(paths: Paths, *, yes: bool) -> int:
     """Remove the environment and the command, after asking; returns the exit code."""
     if not (paths.environment / MARKER).exists():
         raise Refused(f"nothing to remove: lora-train is not installed in {paths.environment}")
-    print(f"This removes {paths.environment} and {paths.command}; runs, caches and datasets stay.")
+    print(f"This removes {paths.environment}, {paths.command} and its folder's line from PATH.")
+    print("Runs, caches and datasets stay.")
     if not (yes or _agreed("Go on?")):
         print("Nothing was changed.")
         return 1
     _refuse_foreign(paths)
     paths.command.unlink(missing_ok=True)
-    (remove_from_windows_path if WINDOWS else remove_from_shell)(paths.command.parent)
     shutil.rmtree(paths.environment)
     if not any(paths.environment.parent.iterdir()):
         paths.environment.parent.rmdir()
+    folder, file = paths.command.parent, shell_file()
+    try:
+        if WINDOWS:
+            remove_from_windows_path(folder)
+        elif file is not None:
+            remove_from_shell(folder, file)
+    except OSError as error:
+        print(f"{folder} is still on PATH: {error}")
     print("Removed.")
     return 0
 
@@ -254,6 +286,7 @@ def locations(prefix: Path | None) -> Paths:
         return Paths(
             prefix.expanduser().absolute() / "environment",
             prefix.expanduser().absolute() / "bin" / name,
+            chosen=True,
         )
     if WINDOWS:
         local = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
@@ -305,44 +338,54 @@ def _refuse_foreign(paths: Paths) -> None:
 # ---- PATH
 
 
-def shell_file() -> Path:
-    """Return the file that each new terminal of this user's shell reads."""
-    shell = Path(os.environ.get("SHELL", "")).name
-    if shell == "zsh":
-        return Path(os.environ.get("ZDOTDIR") or Path.home()) / ".zshrc"
-    if shell == "fish":
-        return Path.home() / ".config" / "fish" / "conf.d" / "lora-train.fish"
-    if shell == "bash":  # the terminals of macOS are login shells, which do not read .bashrc
-        return Path.home() / (".bash_profile" if sys.platform == "darwin" else ".bashrc")
-    return Path.home() / ".profile"
+def shell_file() -> Path | None:
+    """Return the file that each new terminal of this user's shell reads; None for a shell that is not known."""
+    home = Path.home()
+    match Path(os.environ.get("SHELL", "")).name:
+        case "zsh":
+            return Path(os.environ.get("ZDOTDIR") or home) / ".zshrc"
+        case "fish":
+            config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+            return config / "fish" / "conf.d" / "lora-train.fish"
+        case "bash" if sys.platform != "darwin":
+            return home / ".bashrc"
+        case (
+            "bash"
+        ):  # macOS opens login shells: they read the first of these that is there, and no other
+            files = [home / name for name in (".bash_profile", ".bash_login", ".profile")]
+            return next((file for file in files if file.exists()), files[0])
+        case "sh" | "dash" | "ksh":
+            return home / ".profile"
+    return None
 
 
-def add_to_shell(folder: Path) -> None:
-    """Put `folder` first on PATH in the shell's file, once however often it is called."""
-    remove_from_shell(folder)
-    file, quoted = shell_file(), shlex.quote(str(folder))
-    fish = file.suffix == ".fish"
-    line = f"fish_add_path {quoted}" if fish else f'export PATH={quoted}:"$PATH"'
-    file.parent.mkdir(parents=True, exist_ok=True)
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    new_line = "" if not text or text.endswith("\n") else "\n"
-    with file.open(
-        "a", encoding="utf-8"
-    ) as opened:  # appended: a link to the user's own place stays one
-        opened.write(f"{new_line}{line}  {PATH_REMARK}\n")
-
-
-def remove_from_shell(folder: Path) -> None:
-    """Remove the line that `add_to_shell` wrote; a file that then is empty goes too."""
-    file = shell_file()
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    left = [line for line in lines if not (PATH_REMARK in line and str(folder) in line)]
-    if left == lines:
+def add_to_shell(folder: Path, file: Path) -> None:
+    """Put `folder` first on PATH in the shell's file, once however often it is called; may raise OSError."""
+    line, data = _path_line(folder, file), file.read_bytes() if file.exists() else b""
+    if line in data.splitlines(keepends=True):
         return
-    if left:
-        file.write_text("".join(left), encoding="utf-8")
-    else:
-        file.unlink()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new_line = b"" if not data or data.endswith(b"\n") else b"\n"
+    with file.open("ab") as opened:  # appended: a link to the user's own place stays one
+        opened.write(new_line + line)
+
+
+def remove_from_shell(folder: Path, file: Path) -> None:
+    """Remove the line that `add_to_shell` wrote, and no other; may raise OSError."""
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    left = [line for line in lines if line != _path_line(folder, file)]
+    if left != lines:
+        file.write_bytes(b"".join(left))
+
+
+def _path_line(folder: Path, file: Path) -> bytes:
+    quoted = shlex.quote(str(folder))
+    command = (
+        f"fish_add_path --path {quoted}"  # without --path it would outlive this file
+        if file.suffix == ".fish"
+        else f'export PATH={quoted}:"$PATH"'
+    )
+    return f"{command}  {PATH_REMARK}\n".encode()
 
 
 def add_to_windows_path(folder: Path) -> None:

@@ -229,11 +229,41 @@ def test_each_shell_reads_the_folder_of_the_command_from_its_own_file(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("ZDOTDIR", raising=False)
     monkeypatch.setattr(installer.sys, "platform", system)
+    other = b"\xe9 = latin\r\nexport PATH=/a/bin2:$PATH\n"
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_bytes(other)
+    found = installer.shell_file()
+    assert found == tmp_path / file
     for _ in range(2):
-        installer.add_to_shell(tmp_path / "a bin")
-    assert (tmp_path / file).read_text().count(f"'{tmp_path}/a bin'") == 1
-    installer.remove_from_shell(tmp_path / "a bin")
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+        installer.add_to_shell(tmp_path / "a 'bin", found)
+    assert found.read_bytes().startswith(other) and found.read_bytes().count(b"bin") == 2
+    installer.remove_from_shell(tmp_path / "a 'bin", found)
+    assert found.read_bytes() == other
+
+
+def test_a_mac_user_keeps_the_file_that_bash_reads_and_a_shell_that_is_not_known_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    monkeypatch.setattr(installer.sys, "platform", "darwin")
+    (tmp_path / ".profile").touch()
+    assert installer.shell_file() == tmp_path / ".profile"
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    assert installer.shell_file() is None
+    assert installer.main(["--dry-run"]) == 0
+    assert "  5. " not in capsys.readouterr().out
+
+
+def test_a_shell_file_that_cannot_be_written_leaves_the_installation_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", "/bin/zsh")
+    monkeypatch.delenv("ZDOTDIR", raising=False)
+    (tmp_path / ".zshrc").mkdir()
+    assert not installer._tell_terminals(installer.locations(None))
+    assert "add " in capsys.readouterr().out
 
 
 def wheel(folder: Path, name: str, version: str, files: Mapping[str, str], extra: str = "") -> Path:
