@@ -196,7 +196,10 @@ def whole_pages(size: int) -> Tensor:
 
 
 class AsyncRead:
-    """A copy of a few float32 numbers to the host, queued behind the work that computes them."""
+    """A copy of a few float32 numbers to the host, queued behind the work that computes them.
+
+    `float(tensor)` would wait for all work queued so far, also that of later steps; `read` waits for its copy.
+    """
 
     def __init__(self, values: Tensor) -> None:
         self._host = values.detach()
@@ -220,7 +223,12 @@ Done = torch.Event | None
 
 
 class CopyStream:
-    """The copies of one device; with `beside=False` they run in order with the computation."""
+    """The copies of one device; with `beside=False` they run in order with the computation.
+
+    The caller of `copy` keeps both tensors alive until it has called `wait`: the allocator does not know of the
+    side stream and would reuse their memory. Telling it (`record_stream`) would hold memory back for as
+    long as the host runs ahead.
+    """
 
     def __init__(self, device: torch.device, *, beside: bool = True) -> None:
         self.device = device

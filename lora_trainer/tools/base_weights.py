@@ -37,6 +37,7 @@ from lora_trainer.lora_file.read_tensors import SLOT_DTYPES
 
 SUFFIX = ".safetensors"
 WEIGHT = ".weight"
+_WHOLE = "use the fp16, bf16 or fp32 version of this base model"
 TEXT_MODEL = "text_model."
 """transformers 5 leaves it out of the names of some CLIP encoders; here all go without."""
 
@@ -227,11 +228,14 @@ def open_file(path: Path, stack: ExitStack) -> TensorFile:
     except InputError as error:
         raise InputError(error.found, fix=AGAIN) from None
     file = TensorFile(opened=opened, entries={entry.key: entry for entry in opened.entries})
-    refuse_quantised(path, file.header)
+    try:
+        refuse_quantised(path, file.header)
+    except InputError as error:  # more is read for a training than these tools can write
+        raise InputError(error.found.partition(";")[0], fix=_WHOLE) from None
     scale = next((n for n in file.entries if n.rpartition(".")[2] in BESIDE_WEIGHTS), None)
     if scale is not None:
         raise InputError(
             f"{path.name} is quantised: it has scales such as {scale}",
-            fix="use the fp16, bf16 or fp32 version of this base model",
+            fix=_WHOLE,
         )
     return file

@@ -100,13 +100,18 @@ class ModuleSpool(Mapping[str, ModuleTensors]):
     """An adapter on the disk between two passes: modules by "component.module", each read when looked up."""
 
     _file: IO[bytes]
+    _folder: Path
     _modules: dict[str, tuple[ModuleTensors, int, int]] = field(default_factory=dict)
 
     def add(self, key: str, module: ModuleTensors) -> None:
-        """Put a module at the end; raises OSError when the disk refuses."""
+        """Put a module at the end; raises MachineError when the disk refuses."""
         data = save({role: tensor.contiguous() for role, tensor in module.tensors.items()})
-        self._modules[key] = (replace(module, tensors={}), self._file.seek(0, 2), len(data))
-        self._file.write(data)
+        try:
+            self._modules[key] = (replace(module, tensors={}), self._file.seek(0, 2), len(data))
+            self._file.write(data)
+            self._file.flush()  # here and not while something else of the caller's is closed
+        except OSError as error:
+            raise disk_error(self._folder, error) from error
 
     def __getitem__(self, key: str) -> ModuleTensors:
         module, start, length = self._modules[key]
@@ -128,7 +133,7 @@ def module_spool(folder: Path) -> Iterator[ModuleSpool]:
     """
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX) as file:
-            yield ModuleSpool(_file=file)
+            yield ModuleSpool(_file=file, _folder=folder)
     except OSError as error:
         raise disk_error(folder, error) from error
 

@@ -50,7 +50,7 @@ from lora_trainer.dataset.buckets import (  # noqa: E402 - after sys.path
 )
 from lora_trainer.dataset.images import decode  # noqa: E402 - after sys.path
 from lora_trainer.dataset.scan import scan  # noqa: E402 - after sys.path
-from lora_trainer.families.locate import describe, identified, locate  # noqa: E402 - after sys.path
+from lora_trainer.families.locate import identified, locate  # noqa: E402 - after sys.path
 from lora_trainer.lora_file.write import final_export_name  # noqa: E402 - after sys.path
 from lora_trainer.run.run_folder import EVENTS_FILE, read_run  # noqa: E402 - after sys.path
 
@@ -95,15 +95,17 @@ class Run:
 def open_run(folder: Path, *, base: Path | None) -> Run:
     """Read a run folder; its own base unless another is named. Exits when the base is not the same."""
     record = read_run(folder)
-    source = locate(record["base"]["source"], revision=record["settings"]["base.revision"])
+    facts = locate(build_config(record["settings"]).base)
     if base is None:
-        parts = identified(describe(str(source)), HashMemo()).parts
+        parts = identified(facts, HashMemo()).parts
         trained_on = record["base"]["identities"]
         changed = [name for name, part in parts.items() if part.identity != trained_on[name]]
         if changed:
-            sys.exit(f"{source} has another {', '.join(changed)} than {folder} was trained on")
+            sys.exit(
+                f"{facts.source} has another {', '.join(changed)} than {folder} was trained on"
+            )
     events = read_jsonl(folder / EVENTS_FILE)
-    return Run(folder=folder, record=record, events=events, base=base or source)
+    return Run(folder=folder, record=record, events=events, base=base or facts.located.folder)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.common.errors import InputError
+from lora_trainer.common.errors import InputError, MachineError
 from lora_trainer.lora import low_rank
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.tools.adapters import Weighted
@@ -62,6 +64,21 @@ def test_a_known_lora_comes_back_in_every_family(name: str, tmp_path: Path) -> N
     assert done.notes == ()
     assert done.family == name
     assert not inspect_file(done.file).problems
+
+
+def test_a_full_disk_is_the_machines_fault_and_not_the_bases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15")
+    tuned = tuned_by(file, base, tmp_path / "tuned")
+
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Full())
+    with pytest.raises(MachineError, match="No space left"):
+        extract(str(tuned), str(base), output=tmp_path / "found.safetensors", rank=RANK)
 
 
 @pytest.mark.parametrize("name", UNETS)

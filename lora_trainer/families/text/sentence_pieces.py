@@ -58,6 +58,8 @@ def read_pieces(file: Path) -> SentencePieces:
                 kind = int(trainer.get(_MODEL_TYPE, _UNIGRAM))
             elif field == _NORMALIZER:
                 characters = dict(_fields(value)).get(_CHARACTERS, b"")
+                if not isinstance(characters, bytes):
+                    raise TypeError("the characters of its normalizer are a number")
     except (OSError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
         raise InputError(f"{file} is no SentencePiece model ({error})", fix=AGAIN) from None
     if not pieces or kind != _UNIGRAM:
