@@ -1,4 +1,4 @@
-"""One sample, and a batch of samples of one shape as tensors on the device.
+"""One sample, and a batch of samples of one shape, stacked in host memory and copied to the device.
 
 The dataloader makes `Sample`s, which hold every random draw already. `split` groups the samples of a step into
 micro-batches, `collate` stacks one of these. So the same step may be split in another way, or repeated, and

@@ -1,8 +1,9 @@
-"""The training loop: one readable function over plain values.
+"""The training loop over plain values: `_train` is the loop, `run` recovers from what stops it.
 
 It knows nothing of presets, the command line or files. Each `Action` (save, sample, validate) decides
-for itself at which steps it runs. Two rules hold for every step: it decodes no image, encodes no
-caption and touches no disk, and every random number it uses was drawn by the dataloader.
+for itself at which steps it runs. Two rules hold for every step: it decodes no image and waits for no file
+(cached texts are read ahead; a text encoder that is trained runs in the step), and every random number it
+uses was drawn by the dataloader.
 
 To follow one optimizer step, read `_train` from top to bottom, then these functions in this order:
 
@@ -11,7 +12,7 @@ To follow one optimizer step, read `_train` from top to bottom, then these funct
 3. `Model.losses_of` (loss.py) adds noise, predicts, and compares with the target;
 4. `ProcessGroup.reduce` (training/distributed/process_group.py) sums the gradients of all processes;
 5. `optimizer_step` (step.py) clips the gradients and calls the optimizer;
-6. `_Reports` (below) logs the step and lets the guards judge it.
+6. `judge_step` (below) logs the step and lets the guards judge it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def run(training: Training, start: Progress) -> Progress:
     """Train from `start` to `training.steps` and return where it ended.
 
     Raises StoppedBySignal when a stop was requested, after the actions have run with `ending` set, and
-    TrainingStopped when no remedy is left; the adapter then still holds its last good values.
+    TrainingStopped when no remedy is left; a saved state then holds the last whole step.
     """
     progress = start
     if start.step == 0:  # a resumed run has already validated and sampled the untouched base
