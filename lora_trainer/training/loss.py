@@ -6,10 +6,12 @@ there; `forward_backward` (step.py) multiplies by `Batch.weights`, which validat
     L = w(t) mean_i E(F(alpha x + sigma eps, t, c) - target)_i
 
 Where an image has a mask, the mean over its positions i is weighted by it; with noise perturbation the input has
-another eps than the target. x are the latents, eps the noise, c the conditioning, F the denoiser (Ho et al. 2020, arXiv 2006.11239, eq. 4
-and 14; for flow matching alpha = 1 - sigma, Lipman et al. 2022, arXiv 2210.02747). To add an error function E,
-write it below, name it in `ERRORS`, and add its name to `LossName`, and to `WITH_DELTA` if it has a delta
-(both in config/declare.py); then run scripts/write_schema.py. `smooth_l1` is Huber's error over its delta.
+another eps than the target. x are the latents, eps the noise, c the conditioning, F the denoiser (Ho et al. 2020,
+arXiv 2006.11239, eq. 4 and 14; for flow matching alpha = 1 - sigma, Lipman et al. 2022, arXiv 2210.02747).
+
+To add an error function E, write it below, name it in `ERRORS`, and add its name to `LossName`, and to
+`WITH_DELTA` if it has a delta (both in config/declare.py); then run scripts/write_schema.py. `smooth_l1` is
+Huber's error over its delta.
 
 SNR is alpha^2 / sigma^2 = signal / (1 - signal), with alpha-bar of Ho et al. as `signal`. The papers define SNR
 weights for the loss of predicted noise. The loss of v is (SNR + 1) / SNR times as large, so a weight for v
