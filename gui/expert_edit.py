@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import SettingInfo, all_settings, build_config, check_keys, flatten
+from lora_trainer.config.config import (
+    SettingInfo,
+    all_settings,
+    build_config,
+    check_keys,
+    flatten,
+    without_retired,
+)
 from lora_trainer.config.layers import read_settings_text
 
 from .bases import EMBEDDED
@@ -116,6 +123,7 @@ def _with(draft: Draft, values: Mapping[str, Any]) -> Draft:
             f"{FOLDER} is the runs folder of this interface",
             fix="start the interface with --runs FOLDER for another one",
         )
+    values = without_retired(values)
     _refuse_halves(as_json(values))
     # What the model makes of a value is kept: 123 is a word where a word is wanted.
     flat = flatten(build_config(values))

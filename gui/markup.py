@@ -182,15 +182,22 @@ def note_html(line: str) -> Html:
 
 def inline(text: str) -> Html:
     """Return a message of the trainer as a page shows it: `code` as code, settings by their labels."""
-    parts = named(text).split("`")
-    if len(parts) % 2 == 0:  # a backtick without another one
-        return join(["`".join(parts)])
+    parts = _at_backticks(named(text))
     return join(tag("code", part) if at % 2 else part for at, part in enumerate(parts))
 
 
 def named(text: str) -> str:
-    """Return a message with the label of each setting that it names by its key."""
-    return _SETTING.sub(_label_in, text)
+    """Return a message with the label of each setting that it names by its key outside of `code`."""
+    parts = _at_backticks(text)
+    return "`".join(
+        part if at % 2 else _SETTING.sub(_label_in, part) for at, part in enumerate(parts)
+    )
+
+
+def _at_backticks(text: str) -> list[str]:
+    """Return a text in parts of which every second one is code; it is whole with an odd backtick."""
+    parts = text.split("`")
+    return parts if len(parts) % 2 else [text]
 
 
 def plain(text: str) -> str:

@@ -13,7 +13,13 @@ from typing import Any
 
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.choices import PRIORITIES
-from lora_trainer.config.config import SettingInfo, all_settings, build_config, flatten
+from lora_trainer.config.config import (
+    SettingInfo,
+    all_settings,
+    build_config,
+    flatten,
+    without_retired,
+)
 from lora_trainer.config.layers import COMMAND_LINE, RESUMED, TIERS, resolve
 from lora_trainer.reporting.charts import Html, join, table, tag
 from lora_trainer.reporting.history import Row, mapping
@@ -91,7 +97,7 @@ def chosen_settings(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     origins, preset = mapping(record, "origins"), preset_values(mapping(record, "plan"))
     chosen: dict[str, Any] = {}
-    for key, value in mapping(record, "settings").items():
+    for key, value in without_retired(mapping(record, "settings")).items():
         layer = str(mapping(origins, key).get("layer", ""))
         kept = layer == RESUMED and value != preset.get(key) and not key.startswith(_OF_THE_MACHINE)
         if key in _NOT_CLONED or not (kept or layer.startswith(_BY_YOU)):

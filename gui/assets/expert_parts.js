@@ -31,9 +31,11 @@ function make(name, attributes = {}, ...children) {
   return made;
 }
 
-/** Return a text of the server in parts: `code` as code. */
+/** Return a text of the server in parts: `code` as code, nothing as code with an odd backtick. */
 function inline(text) {
-  return text.split("`").map((part, at) => (at % 2 ? make("code", {}, part) : part));
+  const parts = text.split("`");
+  if (parts.length % 2 === 0) return [text];
+  return parts.map((part, at) => (at % 2 ? make("code", {}, part) : part));
 }
 
 function put(target, text) {

@@ -191,7 +191,7 @@ def _validated(values: Mapping[str, Any], kind: type[C]) -> C:
     check_keys(values)
     refuse_secrets(values)
     nested: dict[str, dict[str, Any]] = {}
-    for key, value in overlaid({}, values).items():
+    for key, value in overlaid({}, without_retired(values)).items():
         section, name = key.split(".")
         nested.setdefault(section, {})[name] = value
     try:

@@ -254,3 +254,7 @@ def test_forms_follow_from_the_schema(
 
 def test_a_label_of_every_steps_is_english() -> None:
     assert INFOS["train.validate_every_steps"].label == "Validate every N steps"
+
+
+def test_a_setting_of_an_earlier_version_has_no_effect() -> None:
+    assert build_config({"hardware.cuda_graphs": True}) == Config()

@@ -103,6 +103,27 @@ def test_a_file_does_not_replace_what_was_changed_meanwhile(
     assert drafts.read(work, draft.id).settings == {"adapter.rank": 4}
 
 
+RETIRED = {"adapter.rank": 4, "hardware.cuda_graphs": True}
+
+
+def test_a_draft_of_an_earlier_version_is_read_without_what_is_gone(
+    call: Call, work: Workplace, draft: Draft
+) -> None:
+    drafts.save(work, replace(draft, settings=RETIRED))
+    assert drafts.current(work) == replace(draft, settings={"adapter.rank": 4})
+    assert call("open")["given"] == {"adapter.rank": "4"}
+
+
+def test_a_file_and_a_preset_of_an_earlier_version_are_read_without_what_is_gone(
+    call: Call, work: Workplace, draft: Draft
+) -> None:
+    assert call("replace", text=json.dumps(RETIRED))["given"] == {"adapter.rank": "4"}
+    setting_presets.save(work, RETIRED, name="old")
+    call("reset", key="adapter.rank")
+    assert call("load", name="old")["given"] == {"adapter.rank": "4"}
+    assert drafts.read(work, draft.id).settings == {"adapter.rank": 4}
+
+
 def test_changes_at_once_are_all_kept(call: Call, work: Workplace, draft: Draft) -> None:
     keys = ("adapter.rank", "train.seed", "train.steps", "data.repeats", "sampling.steps")
     threads = [
@@ -519,6 +540,7 @@ def test_what_is_not_there_cannot_be_loaded(work: Workplace) -> None:
         ("use --set train.precision=fp32, and", "use \u201cTrain: Precision\u201d = fp32, and"),
         ("train.steps=4 is above sampling.steps", "\u201cTrain: Steps\u201d = 4 is above \u201cSampling: Steps\u201d"),
         ("run `lora-train <b>`", "run <code>lora-train &lt;b&gt;</code>"),
+        ("`--set train.steps=4` optimizer.beta1", "<code>--set train.steps=4</code> \u201cBeta1\u201d"),
         ("a ` alone, data.none, mydata.flip, data.flip.png", "a ` alone, data.none, mydata.flip, data.flip.png"),
     ],
 )  # fmt: skip
