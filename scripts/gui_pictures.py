@@ -60,7 +60,7 @@ class Picture:
     """A page in a state: its address, and a selector that matches once the page is complete.
 
     `{images}` in the address is the folder of the example, `{mixed}` one beside it with findings; `click` is
-    pressed and `scroll_to` brought to the top of the window first.
+    pressed, `after` waited for and `scroll_to` brought to the top of the window first.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Picture:
     ready: str
     scroll_to: str = ""
     click: str = ""
+    after: str = ""
 
 
 EMPTY = (
@@ -78,7 +79,6 @@ EMPTY = (
     Picture(name="trash-empty", path="/trash", ready="text=The trash is empty"),
     Picture(name="library-empty", path="/library", ready=".empty"),
     Picture(name="doctor", path="/doctor", ready="h2:has-text('Versions')"),
-    Picture(name="settings", path="/settings", ready="[id='set-adapter.rank']"),
 )
 STARTING = (Picture(name="run-starting", path="/run?run=zibbo-again", ready=".run-head .said"),)
 BUSY = (
@@ -102,6 +102,13 @@ BUSY = (
         path="/train?draft=new&example=1",
         ready="text=Fits:",
         scroll_to=".plan",
+    ),
+    Picture(
+        name="settings",
+        path="/train?draft=new&example=1",
+        ready="text=Fits:",
+        click="header a[href='/settings']",
+        after=".expert-summary .fit",
     ),
     Picture(name="datasets", path="/datasets?folder={images}", ready="img[src*='/media/thumb']"),
     Picture(
@@ -281,17 +288,28 @@ def take(browser: Any, server: GuiServer, pictures: Sequence[Picture], images: P
                 if picture.click:
                     page.locator(picture.click).click()
                     page.mouse.move(0, 0)
+                if picture.after:
+                    page.locator(picture.after).first.wait_for()
+                    page.wait_for_function(SHOWN)
                 if picture.scroll_to:
                     place = page.locator(picture.scroll_to).first
                     place.evaluate(
                         "(element) => scrollTo(0, element.getBoundingClientRect().top + scrollY - 72)"
                     )
                     page.wait_for_function(SHOWN)
-                image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+                image = drawn(page.screenshot(), name=picture.name)
                 file = TARGET / f"{picture.name}-{screen}-{scheme}.webp"
                 image.save(file, quality=WEBP_QUALITY, method=6)
                 print(file.relative_to(ROOT), f"{file.stat().st_size:,} bytes")
             context.close()
+
+
+def drawn(content: bytes, *, name: str) -> Image.Image:
+    """Return a picture of the browser; raises RuntimeError for one flat colour, which shows no page."""
+    image = Image.open(io.BytesIO(content)).convert("RGB")
+    if all(low == high for low, high in image.getextrema()):
+        raise RuntimeError(f"the picture of {name} is one flat colour: take it again")
+    return image
 
 
 if __name__ == "__main__":
