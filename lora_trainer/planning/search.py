@@ -28,10 +28,10 @@ SAMPLES_WORTH = 1.2
 """Sample images are dropped if room for them makes a step longer than this factor, or needs fewer bits."""
 PRODUCTS_PAY_FROM = 1.1
 """Factor by which int8 products must shorten a step to be chosen, as both predictions are estimates."""
-# The seconds of a step are multiplied by this before they are compared: balanced takes nf4 only where an
-# unquantised base takes 1.5 times as long, and int8 1.5 / 1.2 times. Priority quality has no row: it keeps the
-# most precise that fits, however slow. The values rise with fewer bits, so a choice of fewer bits never comes
-# with longer steps.
+# The seconds of a step are multiplied by this before they are compared: balanced takes nf4 where its steps are more
+# than 1.5 times as fast as those of an unquantised base and more than 1.5 / 1.2 = 1.25 times as fast as those of
+# int8. Priority quality has no row: it keeps the most precise that fits, however slow. The values rise with fewer
+# bits, so a choice of fewer bits never comes with longer steps.
 FEWER_BITS: Mapping[str, Mapping[BasePrecision, float]] = {
     "speed": {"int8": 1.1, "fp8": 1.1, "nf4": 1.2},
     "balanced": {"int8": 1.2, "fp8": 1.25, "nf4": 1.5},
