@@ -65,8 +65,9 @@ _LEFTOVER = re.compile(r"\.(tmp|del)-step-(\d{8,})\.(\d+)")
 class LoopValues:
     """The values that the loop itself must know after a kill; a new key of the state is a new field here.
 
-    `of` fills them, called by training/actions.py, and run/build.py restores them. A value of the loop that they do not reach
-    yet travels in `Progress` (training/training.py), one of the guards in `GuardState`, which has its own rules.
+    `of` fills them, called by training/actions.py, and run/build.py restores them. A value of the loop that they
+    do not reach yet travels in `Progress` (training/training.py), one of the guards in `GuardState`, which has its
+    own rules.
 
     Give a new field a default: what an older state without it stands for. Values are None, bool, int,
     float, str, lists and dicts of them. `guard` are the fields of training/guards.py:GuardState, which
