@@ -59,7 +59,7 @@ def train(
         from lora_trainer.reporting.console import ConsoleListener
 
     with ConsoleListener(console()) as listener:
-        api.train(
+        file = api.train(
             dataset,
             **keywords,
             resume=resume,
@@ -68,6 +68,7 @@ def train(
             command=sys.argv[1:],
             listeners=(listener, *download_listeners(os.environ)),
         )
+        listener.show_file(file)
     return None
 
 

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -191,6 +192,11 @@ class ConsoleListener:
         if self._problems:
             count = "1 problem" if self._problems == 1 else f"{self._problems} problems"
             self._say(f"{count} on the way: see problems.jsonl and the report")
+
+    def show_file(self, file: Path) -> None:
+        """Say where the LoRA lies; only the process that told of the end of the run does."""
+        if self._ended:
+            self._say(f"the LoRA: {file}; samples and report.html lie beside it")
 
     def _end_bar(self) -> None:
         if self._bar is not None:

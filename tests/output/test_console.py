@@ -66,6 +66,9 @@ def test_a_whole_run_in_plain_lines(tmp_path: Path) -> None:
     assert lines[-2].startswith("finished 300 steps in 1 min")
     assert lines[-2].endswith("validation loss 0.0555, 58 % below the base's")
     assert lines[-1] == "4 problems on the way: see problems.jsonl and the report"
+    show.show_file(Path("runs/zorble/zorble.safetensors"))
+    (line,) = out.getvalue().splitlines()[len(lines) :]
+    assert line.startswith("the LoRA: runs/zorble/zorble.safetensors;")
     for line in (
         "validation of the base: loss 0.1337, 2 held-out images",
         "validation at step 300: loss 0.0555, 58 % below the base's",
