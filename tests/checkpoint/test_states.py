@@ -147,7 +147,8 @@ def test_a_folder_that_cannot_be_listed_is_no_new_start(
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)  # Python 3.11 and 3.12
+    monkeypatch.setattr(os, "scandir", refuse)  # 3.13
     with pytest.raises(MachineError, match="cannot read"):
         load_newest(states, events=None)
 

@@ -253,7 +253,7 @@ def test_every_way_to_write_settings_means_the_same(tmp_path: Path, name: str, t
     [
         ("a.json", '{\n  "train": {"stepz": 7}}', ":2:13", "Did you mean 'train.steps'?"),
         ("a.json", '{\n  "lerning_rate": 7}', ":2:3", "Did you mean 'optimizer.learning_rate'?"),
-        ("a.json", '{"train": {"steps": 7,}}', ":1:23", "not JSON"),
+        ("a.json", '{"train": {"steps": 7 8}}', ":1:23", "not JSON"),
         ("a.json", '{"train.steps": 1,\n "train": {"steps": 7}}', ":2:12", "set twice"),
         ("a.json", '{"train.steps": 1, "train.steps": 2}', "", "occurs twice"),
         ("a.json", '{"train": 5}', ":1:2", "unknown setting 'train'"),

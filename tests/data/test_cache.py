@@ -292,8 +292,12 @@ def test_damage_that_cannot_be_moved_is_still_reported(
 def test_asking_for_an_entry_opens_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, _ = make_cache(tmp_path)
     cache.write(KEY, ARRAYS)
-    monkeypatch.delattr(Path, "open")
-    monkeypatch.delattr(Path, "read_bytes")
+
+    def refuse(*_: object, **options: object) -> None:
+        raise AssertionError("it was opened")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     assert cache.has(KEY)
 
 
