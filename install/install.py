@@ -151,12 +151,9 @@ def install(options: argparse.Namespace, paths: Paths) -> int:
 
 def _tell_terminals(paths: Paths) -> bool:
     """Put the command's folder on PATH; False, with a line to say so, where that cannot be written."""
-    folder, file = paths.command.parent, shell_file()
+    folder = paths.command.parent
     try:
-        if WINDOWS:
-            add_to_windows_path(folder)
-        elif file is not None:
-            add_to_shell(folder, file)
+        change_path(folder, add=True)
     except OSError as error:
         print(
             f"{paths.path_home} cannot be written ({error.strerror}); add {folder} to PATH yourself."
@@ -169,7 +166,8 @@ def uninstall(paths: Paths, *, yes: bool) -> int:
     """Remove the environment and the command, after asking; returns the exit code."""
     if not (paths.environment / MARKER).exists():
         raise Refused(f"nothing to remove: lora-train is not installed in {paths.environment}")
-    print(f"This removes {paths.environment}, {paths.command} and its folder's line from PATH.")
+    from_path = "" if paths.chosen else f", and takes {paths.command.parent} off PATH"
+    print(f"This removes {paths.environment} and {paths.command}{from_path}.")
     print("Runs, caches and datasets stay.")
     if not (yes or _agreed("Go on?")):
         print("Nothing was changed.")
@@ -179,14 +177,12 @@ def uninstall(paths: Paths, *, yes: bool) -> int:
     shutil.rmtree(paths.environment)
     if not any(paths.environment.parent.iterdir()):
         paths.environment.parent.rmdir()
-    folder, file = paths.command.parent, shell_file()
-    try:
-        if WINDOWS:
-            remove_from_windows_path(folder)
-        elif file is not None:
-            remove_from_shell(folder, file)
-    except OSError as error:
-        print(f"{folder} is still on PATH: {error}")
+    if not paths.chosen:
+        folder = paths.command.parent
+        try:
+            change_path(folder, add=False)
+        except OSError as error:
+            print(f"{folder} is still on PATH: {error}")
     print("Removed.")
     return 0
 
@@ -338,6 +334,15 @@ def _refuse_foreign(paths: Paths) -> None:
 # ---- PATH
 
 
+def change_path(folder: Path, *, add: bool) -> None:
+    """Put `folder` on the PATH of new terminals, or take it off; may raise OSError."""
+    file = shell_file()
+    if WINDOWS:
+        (add_to_windows_path if add else remove_from_windows_path)(folder)
+    elif file is not None:
+        (add_to_shell if add else remove_from_shell)(folder, file)
+
+
 def shell_file() -> Path | None:
     """Return the file that each new terminal of this user's shell reads; None for a shell that is not known."""
     home = Path.home()
@@ -349,9 +354,8 @@ def shell_file() -> Path | None:
             return config / "fish" / "conf.d" / "lora-train.fish"
         case "bash" if sys.platform != "darwin":
             return home / ".bashrc"
-        case (
-            "bash"
-        ):  # macOS opens login shells: they read the first of these that is there, and no other
+        case "bash":
+            # macOS opens login shells, which read the first of these that is there, and no other.
             files = [home / name for name in (".bash_profile", ".bash_login", ".profile")]
             return next((file for file in files if file.exists()), files[0])
         case "sh" | "dash" | "ksh":

@@ -266,6 +266,19 @@ def test_a_shell_file_that_cannot_be_written_leaves_the_installation_whole(
     assert "add " in capsys.readouterr().out
 
 
+def test_a_place_that_the_user_chose_is_left_on_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **options: object) -> None:
+        raise AssertionError("PATH was changed")
+
+    monkeypatch.setattr(installer, "change_path", refuse)
+    (tmp_path / "environment").mkdir()
+    (tmp_path / "environment" / installer.MARKER).touch()
+    assert installer.main(["--uninstall", "--yes", "--prefix", str(tmp_path)]) == 0
+    assert not (tmp_path / "environment").exists()
+
+
 def wheel(folder: Path, name: str, version: str, files: Mapping[str, str], extra: str = "") -> Path:
     """Write a wheel of a package with these files."""
     path = folder / f"{name}-{version}-py3-none-any.whl"
