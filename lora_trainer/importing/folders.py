@@ -92,7 +92,7 @@ def named_file(
             content = parse(file.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError):
             continue
-        if (fitting := fits(content)) not in (None, False):
+        if fitting := fits(content):
             foreign.values |= fitting if isinstance(fitting, dict) else {}
             foreign.stays(option, f"{file.name} is read too")
             return content

@@ -26,7 +26,7 @@ from lora_trainer.families.base import (
     TensorInfo,
     WeightPlace,
 )
-from lora_trainer.families.base_files.base_folder import AGAIN, BESIDE_WEIGHTS, refuse_quantised
+from lora_trainer.families.base_files.base_folder import AGAIN, BESIDE_WEIGHTS, unread_quantisation
 from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.families.locate import describe, locate
 from lora_trainer.lora.tensors import split_key
@@ -37,7 +37,6 @@ from lora_trainer.lora_file.read_tensors import SLOT_DTYPES
 
 SUFFIX = ".safetensors"
 WEIGHT = ".weight"
-_WHOLE = "use the fp16, bf16 or fp32 version of this base model"
 TEXT_MODEL = "text_model."
 """transformers 5 leaves it out of the names of some CLIP encoders; here all go without."""
 
@@ -228,14 +227,11 @@ def open_file(path: Path, stack: ExitStack) -> TensorFile:
     except InputError as error:
         raise InputError(error.found, fix=AGAIN) from None
     file = TensorFile(opened=opened, entries={entry.key: entry for entry in opened.entries})
-    try:
-        refuse_quantised(path, file.header)
-    except InputError as error:  # more is read for a training than these tools can write
-        raise InputError(error.found.partition(";")[0], fix=_WHOLE) from None
+    kind = unread_quantisation(path, file.header)
     scale = next((n for n in file.entries if n.rpartition(".")[2] in BESIDE_WEIGHTS), None)
-    if scale is not None:
+    if kind or scale:  # a training reads some of these; these tools cannot write them
         raise InputError(
-            f"{path.name} is quantised: it has scales such as {scale}",
-            fix=_WHOLE,
+            f"{path.name} is quantised{f' {kind}' if kind else f': it has scales such as {scale}'}",
+            fix="use the fp16, bf16 or fp32 version of this base model",
         )
     return file

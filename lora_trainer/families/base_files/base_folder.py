@@ -240,22 +240,25 @@ def _safetensors_header(file: Path) -> tuple[dict[str, TensorInfo], int]:
 
 def refuse_quantised(file: Path, header: Header) -> None:
     """Raise InputError for weights in a quantisation that is not read: taken as numbers they are noise."""
+    if kind := unread_quantisation(file, header):
+        raise InputError(
+            f"{file.name} is quantised {kind}; readable are fp32, bf16, fp16, fp8 plain or with a scale per "
+            "tensor or row, and GGUF",
+            fix="use such a version of this model; lora-train quantises it again where memory asks for it",
+        )
+
+
+def unread_quantisation(file: Path, header: Header) -> str:
+    """Return the quantisation of weights that is not read, to follow "quantised"; empty if all are read."""
     for kind, endings in _QUANTISED:
         if first := next((name for name in header if name.endswith(endings)), None):
-            raise _quantised(file, f"as {kind} ({first})")
+            return f"as {kind} ({first})"
     readable = gguf_file.TYPES if file.suffix == gguf_file.SUFFIX else _FLOATS
     for name, info in header.items():
         # Norms, biases and buffers keep their type in quantised files and say nothing.
         if len(info.shape) > 1 and name.endswith("weight") and info.dtype not in readable:
-            raise _quantised(file, f"({name} is {info.dtype})")
-
-
-def _quantised(file: Path, kind: str) -> InputError:
-    return InputError(
-        f"{file.name} is quantised {kind}; readable are fp32, bf16, fp16, fp8 plain or with a scale per "
-        "tensor or row, and GGUF",
-        fix="use such a version of this model; lora-train quantises it again where memory asks for it",
-    )
+            return f"({name} is {info.dtype})"
+    return ""
 
 
 def read_tensors(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) -> dict[str, Tensor]:
