@@ -52,7 +52,7 @@ def test_a_flat_config_builds_the_same_config_which_cannot_change() -> None:
     assert config.objective.zero_terminal_snr is False, "off is not auto"
     assert config.memory.gradient_checkpointing == "none", "as older files write it"
     with pytest.raises(ValidationError, match="frozen"):
-        config.train.batch_size = 9  # type: ignore[misc]
+        config.train.batch_size = 9  # type: ignore[misc]  # it is frozen
 
 
 @pytest.mark.parametrize(

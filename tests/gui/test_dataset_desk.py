@@ -370,18 +370,6 @@ def decoded_url(url: str) -> Image.Image:
 EXTENSIONS = (".txt", ".caption")
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    folder = tmp_path / "set"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def journal(root: Path, tmp_path: Path) -> Journal:
-    return Journal(root=root, folder=tmp_path / "undo")
-
-
 def add(root: Path, name: str, caption: str | None = None, *, shade: int = 0) -> None:
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)

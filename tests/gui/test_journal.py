@@ -41,18 +41,6 @@ def snapshot(root: Path) -> Snapshot:
     }
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    folder = tmp_path / "set"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def journal(root: Path, tmp_path: Path) -> Journal:
-    return Journal(root=root, folder=tmp_path / "undo")
-
-
 def write(journal: Journal, file: str, after: str | None, *, group: str = "") -> Outcome:
     with journal.locked():
         before = read_content(journal.root / file)
