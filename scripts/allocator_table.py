@@ -252,7 +252,7 @@ def _traced(cell: Cell, made: Plan, networks: Networks) -> tuple[Stays, Passes]:
         for index, ((width_px, height_px), count) in enumerate(made.images_at_once.items())
     ]
     adapter = load.adapter.model_dump_json()
-    network = (cell.source, load.precision, load.base_precision, load.base_matmul, adapter)
+    network = (cell.source, load.precision, load.base_precision, adapter)
     if network not in networks:
         networks.clear()  # the largest take a gigabyte of modules
         networks[network] = built(load, family=family, facts=facts, prompt=prompt)

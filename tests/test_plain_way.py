@@ -19,7 +19,6 @@ from torch import nn
 from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS, STATE
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.declare import KEEP_ATTENTION
-from lora_trainer.network import quantized_matmul
 from lora_trainer.network.block_swap import Streamed
 from lora_trainer.network.gradient_checkpointing import BlockRunner
 from lora_trainer.network.pinned_memory import CopyStream
@@ -77,10 +76,6 @@ def keeping_fails(monkeypatch: pytest.MonkeyPatch, failing: Callable[..., Any] =
     monkeypatch.setattr(BlockRunner, "__call__", call)
 
 
-def codes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_matmul, "_product", fault)
-
-
 def copies_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that run beside the computation."""
     real = CopyStream.__init__
@@ -96,7 +91,6 @@ def copies_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 PLAIN: Mapping[str, Any] = {
     "memory__gradient_checkpointing": "full",
     "memory__base_precision": "int8",
-    "memory__base_matmul": "dequantized",
     "sampling__every_steps": 4,
     "train__validate_every_steps": 4,
 }
@@ -111,7 +105,6 @@ MEANS: Mapping[str, tuple[dict[str, Any], Patch, str]] = {
         keeping_fails,
         "memory.gradient_checkpointing=full",
     ),
-    "int8": ({"memory__base_matmul": "int8"}, codes_fail, "memory.base_matmul=dequantized"),
     "streamed": (
         {"memory__streamed_blocks": 3},
         copies_fail,
@@ -120,7 +113,6 @@ MEANS: Mapping[str, tuple[dict[str, Any], Patch, str]] = {
 }
 EVERYTHING: Mapping[str, Any] = {
     "memory__gradient_checkpointing": "selective",
-    "memory__base_matmul": "int8",
     "memory__streamed_blocks": 3,
 }
 

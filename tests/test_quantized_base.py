@@ -13,11 +13,9 @@ from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.choices import QUANTIZATIONS
 from lora_trainer.training import loop
-from tests.fakes.cublas import Missing, without_layouts
-from tests.fakes.runs import Toy, last_state, problems, toy, trajectory
+from tests.fakes.runs import Toy, last_state, toy, trajectory
 
-INT8_PRODUCTS = "int8 by int8"
-KINDS = (*QUANTIZATIONS, INT8_PRODUCTS)
+KINDS = QUANTIZATIONS
 pytestmark = pytest.mark.timeout(300)  # a loaded machine is no failure
 
 
@@ -34,9 +32,6 @@ def whole(place: Toy) -> Mapping[str, Path]:
 
 def train(place: Toy, name: str, kind: str, *more: str, **settings: object) -> Path:
     settings["memory__base_precision"] = kind
-    if kind == INT8_PRODUCTS:
-        settings |= {"memory__base_precision": "int8", "memory__base_matmul": "int8"}
-    name = name.replace(" ", "-")
     place.train("--name", name, *more, output__precision="fp32", **settings)
     return place.runs / name
 
@@ -77,29 +72,3 @@ def test_few_bits_change_the_run_a_little_and_every_kind_in_its_own_way(
     assert len({tuple(values) for values in losses.values()}) == 1 + len(KINDS)
     for values in losses.values():
         assert values == pytest.approx(losses["fp32"], rel=0.02)
-
-
-def test_int8_products_do_not_depend_on_how_a_step_is_split(
-    place: Toy, whole: Mapping[str, Path]
-) -> None:
-    """A row is rounded by itself: one image at once is the same run, up to the rounding of sums."""
-    split = train(place, "split", INT8_PRODUCTS, memory__micro_batch=1, train__batch_size=4)
-    together = train(place, "together", INT8_PRODUCTS, memory__micro_batch=4, train__batch_size=4)
-    one, other = (load_file(last_state(run) / ADAPTER) for run in (split, together))
-    difference = sum(float((one[key] - other[key]).square().sum()) for key in one) ** 0.5
-    assert difference < 1e-3 * sum(float(value.square().sum()) for value in one.values()) ** 0.5
-
-
-@pytest.mark.parametrize("missing", ["refused", "wrong", "everything"])
-def test_a_card_whose_cublas_lacks_a_layout_trains_without_it_and_says_so(
-    missing: Missing, place: Toy, whole: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With an `_int_mm` that refuses what cuBLAS does not promise, the first step was the end of the run."""
-    without_layouts(monkeypatch, missing)
-    run = train(place, f"without-{missing}", INT8_PRODUCTS)
-    found = trajectory(run)
-    losses, others = ([loss for _, loss, *_ in each] for each in (found, trajectory(whole["int8"])))
-    assert losses == (others if missing == "everything" else pytest.approx(others, rel=0.02))
-    (said,) = (row for row in problems(run) if "int8 products" in row["what"])
-    assert said["severity"] == ("warning" if missing == "everything" else "note")
-    assert ("backward" in said["what"]) == (missing != "everything")

@@ -24,7 +24,6 @@ from tests.fakes.runs import Toy, toy
 PLAIN: Mapping[str, Any] = {
     "train.precision": "fp32",
     "memory.base_precision": "fp32",
-    "memory.base_matmul": "dequantized",
     "memory.gradient_checkpointing": "none",
     "memory.streamed_blocks": 0,
     "memory.attention": "sdpa",

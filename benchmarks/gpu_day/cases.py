@@ -23,8 +23,7 @@ class Way:
     promise: the same bits as the way it is held `against`, where torch computes deterministically, or the
     same but for rounding: losses within `loss_bound` of them, updates of the adapter within `update_bound`
     of their length, both with a base in 16 bits. streamed: the share of the blocks whose weights lie in
-    host memory; `beside`: copied beside the computation. base: how frozen weights are kept and
-    multiplied.
+    host memory; `beside`: copied beside the computation. base: how frozen weights are kept.
     """
 
     promise: Promise = "bits"
@@ -36,11 +35,10 @@ class Way:
     beside: bool = True
     adapter: Literal["fused", "peft"] = "fused"
     compiled: bool = False
-    base: Literal["whole", "int8", "int8 by int8"] = "whole"
+    base: Literal["whole", "int8"] = "whole"
 
 
 ROUNDED_WEIGHTS: Mapping[str, float] = {"loss_bound": 0.05, "update_bound": 0.25}
-ROUNDED_INPUTS: Mapping[str, float] = {"loss_bound": 0.03, "update_bound": 0.15}
 """Random networks magnify what 8 bits round more than trained ones."""
 WAYS: Mapping[str, Way] = {
     REFERENCE: Way(),
@@ -57,19 +55,8 @@ WAYS: Mapping[str, Way] = {
     "int8": Way(
         promise="bound", checkpointing="full", base="int8", against="full", **ROUNDED_WEIGHTS
     ),
-    "int8 by int8": Way(
-        promise="bound", checkpointing="full", base="int8 by int8", against="int8", **ROUNDED_INPUTS
-    ),
     "int8, compiled": Way(
         promise="bound", checkpointing="full", base="int8", compiled=True, against="int8"
-    ),
-    "int8 by int8, compiled": Way(
-        promise="bound",
-        checkpointing="full",
-        base="int8 by int8",
-        compiled=True,
-        against="int8",
-        **ROUNDED_INPUTS,
     ),
 }
 
@@ -128,16 +115,11 @@ def _ways(
 
 
 EXACT = [name for name, way in WAYS.items() if way.promise == "bits" and name != REFERENCE]
-MULTIPLIED = ("int8", "int8 by int8", "int8, compiled", "int8 by int8, compiled")
 
 
 def _capped(base: str, gib: int, *, later: bool = False, steps: int = 12) -> Case:
     values = {"base": base, "gib": gib, "steps": steps}
     return Case(name=f"{base} {gib} GiB", values=values, seconds=60.0, later=later)
-
-
-def _products(base: str, rows: Sequence[int]) -> Case:
-    return Case(name=f"{base} layers", values={"base": base, "rows": rows}, seconds=15.0)
 
 
 LADDER: Mapping[str, float] = {
@@ -168,26 +150,15 @@ SLICES: Sequence[Slice] = (
                 [*EXACT, "peft's adapters", "compiled"],
                 seconds=8.0,
             ),
+            *_ways(
+                ("zimage:1024:1:bf16", "sdxl:1024:1:bf16"), ("int8", "int8, compiled"), seconds=12.0
+            ),
         ],
         tiny=[
             *_ways(("sd15:64:2:fp32",), [*EXACT, "peft's adapters", "compiled"], seconds=0),
-            *_ways(("zimage:64:2:bf16",), ["full, streamed", "peft's adapters"], seconds=0),
+            *_ways(("zimage:64:2:bf16",), ["full, streamed", "peft's adapters", "int8"], seconds=0),
         ],
         environment=DETERMINISTIC,
-    ),
-    Slice(
-        name="products",
-        module="products",
-        title="int8 products: layouts, layers, steps",
-        cases=[
-            _products("sdxl", (1024, 4096)),
-            _products("zimage", (1536, 4608)),
-            *_ways(("zimage:1024:1:bf16", "sdxl:1024:1:bf16"), MULTIPLIED, seconds=12.0),
-        ],
-        tiny=[
-            _products("zimage", (32,)),
-            *_ways(("zimage:64:2:bf16",), MULTIPLIED[:2], seconds=0),
-        ],
     ),
     Slice(
         name="capped",

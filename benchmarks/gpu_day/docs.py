@@ -45,8 +45,6 @@ def _tables(results: Results) -> dict[str, list[str]]:
     """Return the lines of each table that there are results for, by the name of its markers."""
     makers: Mapping[str, tuple[str, Callable[[Rows], Iterator[str]]]] = {
         "ways": ("bits", _ways),
-        "layers": ("products", _layers),
-        "products": ("products", _ways),
         "capped": ("capped", _capped),
         "ladder": ("ladder", _ladder),
         "pair": ("pair", _pair),
@@ -124,30 +122,6 @@ def _came(row: Mapping[str, Any]) -> str:
         return f"{promised}, **not finite**"
     far = f"losses {row['loss_difference']:.1e}, updates {row['update_difference']:.1e} off"
     return f"{promised}, {far}" if row["holds"] else f"{promised}, **{far}**"
-
-
-def _layers(rows: Rows) -> Iterator[str]:
-    measured = [(case, layer) for case, row in rows for layer in row.get("layers", ())]
-    if not measured:
-        return
-    yield (
-        "| layer | rows | forward, µs: 16 bits | dequantized | int8 | cosine "
-        "| backward, µs: 16 bits | dequantized | int8 | cosine |"
-    )
-    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
-    for case, layer in measured:
-        passes = " | ".join(
-            f"{layer[f'whole_{name}_s'] * 1e6:.0f} | {_product(layer[name])}"
-            for name in ("forward", "backward")
-        )
-        yield f"| {case} {layer['fan_in']} to {layer['out']} | {layer['rows']} | {passes} |"
-
-
-def _product(found: Mapping[str, Any]) -> str:
-    dequantized = f"{found['dequantized_s'] * 1e6:.0f}"
-    if "refused" in found:
-        return f"{dequantized} | refused: {found['refused']} | "
-    return f"{dequantized} | {found['int8_s'] * 1e6:.0f} | {found['cosine']:.5f}"
 
 
 def _capped(rows: Rows) -> Iterator[str]:

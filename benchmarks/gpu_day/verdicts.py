@@ -26,10 +26,6 @@ OPTIONS: Mapping[str, Sequence[tuple[str, str, str]]] = {
     ],
     "hardware.compile=blocks": [(WAY, "compiled", REFERENCE), (RUNG, "ours, compiled", "ours")],
     "memory.base_precision=int8": [(WAY, "int8", "full")],
-    "memory.base_matmul=int8": [
-        (WAY, "int8 by int8", "int8"),
-        (WAY, "int8 by int8, compiled", "int8, compiled"),
-    ],
 }
 """What each is compared with: the same without it, or for a kind of recomputing with the next that keeps less."""
 Word = Literal["keep", "take out", "wrong", "not measured"]

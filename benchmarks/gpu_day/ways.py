@@ -138,14 +138,8 @@ def _train(case: Case, way: Way, *, deterministic: str = "") -> Trained:
 def _run(case: Case, way: Way, folder: Path) -> Trained:
     network = frozen_network(case)
     if way.base != "whole":
-        matmul = "int8" if way.base == "int8 by int8" else "dequantized"
-        quantize(
-            network,
-            "int8",
-            device=case.device,
-            skip=case.family.traits.quantization_skip,
-            matmul=matmul,
-        )
+        skip = case.family.traits.quantization_skip
+        quantize(network, "int8", device=case.device, skip=skip)
     events = EventStream()
     parameters = _with_adapter(case, way, network)
     apply_checkpointing(network, way.checkpointing)

@@ -76,14 +76,9 @@ def rate_for_batch(rate: float, *, batch_size: int, preset_batch_size: int) -> f
 
 Quantization = Literal["int8", "fp8", "nf4"]
 BasePrecision = Literal["fp32", "bf16", "fp16", Quantization]
-BaseMatmul = Literal["dequantized", "int8"]
-"""Matrix product of an int8 base: with weights dequantized to the network's dtype, or int8 by int8."""
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 INT8_MAX = 127.0
-INT8_TEMPORARY_BYTES = 128 * 2**20
-"""Limit on the temporary memory of an integer product."""
-_ROW_STEP = 32
 NF4_BLOCK = 64
 """Weights that share a scale."""
 NF4_SCALES_BLOCK = 256
@@ -110,21 +105,6 @@ def weight_bytes(*, fan_in: int, out: int, precision: BasePrecision) -> int:
             scales = -(-elements // NF4_BLOCK)
             outer = -(-scales // NF4_SCALES_BLOCK)
             return -(-elements // 2) + scales + 4 * (outer + 1 + NF4_SCALE_LEVELS)
-
-
-def has_int8_product(fan_in: int, out: int) -> bool:
-    """Return whether `torch._int_mm` multiplies this shape: it needs multiples of eight."""
-    return fan_in % 8 == 0 and out % 8 == 0
-
-
-def int8_rows_at_once(inner: int, columns: int) -> int:
-    """Return the number of rows of `inner` elements to multiply at once within `INT8_TEMPORARY_BYTES`.
-
-    First a row needs two float32 copies and its int8 codes (9 bytes an element), then one float32 copy and
-    codes (5) beside `columns` sums in int32 and in float32 (8 bytes a column).
-    """
-    row_bytes = max(9 * inner, 5 * inner + 8 * columns)
-    return max(1, INT8_TEMPORARY_BYTES // row_bytes // _ROW_STEP) * _ROW_STEP
 
 
 # ---- streamed blocks

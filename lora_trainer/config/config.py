@@ -215,14 +215,19 @@ def _without_effect(config: Config) -> Iterator[str]:
 
 SEE_ALL_SETTINGS = "see `lora-train plan DATASET` for all settings"
 RETIRED_SETTINGS = frozenset(
-    {"memory.kept_share", "memory.modulation_cache", "hardware.cuda_graphs"}
+    {
+        "memory.kept_share",
+        "memory.modulation_cache",
+        "memory.base_matmul",
+        "hardware.cuda_graphs",
+    }
 )
-"""Settings of earlier versions that changed speed or memory but never a result: read from old runs and
-settings files without effect."""
+"""Settings of earlier versions that changed speed or memory, and of a result no more than rounding: read from
+old runs and settings files without effect."""
 
 
 def without_retired(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without those that earlier versions had and that never changed a result."""
+    """Return settings without those that earlier versions had and that changed no result but by rounding."""
     return {key: value for key, value in values.items() if key not in RETIRED_SETTINGS}
 
 

@@ -172,13 +172,6 @@ SETTINGS: tuple[Rule, ...] = (
     ),
     Rule(
         when=lambda c: (
-            c.memory.base_matmul == "int8" and c.memory.base_precision not in ("auto", "int8")
-        ),
-        found="memory.base_matmul=int8 needs a base in int8, not in {memory.base_precision}",
-        fix="use memory.base_precision=int8",
-    ),
-    Rule(
-        when=lambda c: (
             c.memory.streamed_blocks not in ("auto", 0)
             and c.memory.gradient_checkpointing == "none"
         ),
@@ -215,33 +208,15 @@ OPTIMIZER_PACKAGES: Mapping[OptimizerName, str] = {
     "schedulefree_adamw": "schedulefree",
 }
 """The package of each optimizer that torch itself does not have."""
-INT8_CAPABILITY = (8, 0)
-"""Lowest CUDA compute capability with fast int8 products: Ampere."""
 WORKS_ANYWHERE: Mapping[str, Any] = {
     "optimizer.name": "adamw",
     "memory.base_precision": "auto",
-    "memory.base_matmul": "dequantized",
     "memory.attention": "sdpa",
     "memory.streamed_blocks": 0,
     "memory.text_encoder_offload": False,
     "hardware.compile": "none",
 }
 """The value of each setting with needs that every machine meets."""
-
-
-def has_int8_products(gpu: Gpu | None) -> bool:
-    """Say whether int8 matrix products are supported; on a processor they are, but never chosen."""
-    if gpu is None:
-        return True
-    return gpu.compute_capability is not None and gpu.compute_capability >= INT8_CAPABILITY
-
-
-def _against_int8(gpu: Gpu | None) -> str:
-    if gpu is None or has_int8_products(gpu):
-        return ""
-    capability = gpu.compute_capability
-    version = f"{capability[0]}.{capability[1]}" if capability else "unknown"
-    return f"a GPU of compute capability 8.0 or higher, but that of {gpu.name} is {version}"
 
 
 def _against_host_memory(gpu: Gpu | None) -> str:
@@ -274,7 +249,6 @@ NEEDS: tuple[Need, ...] = (
         for name, package in OPTIMIZER_PACKAGES.items()
     ),
     Need(key="memory.base_precision", value="nf4", package="bitsandbytes"),
-    Need(key="memory.base_matmul", value="int8", unmet=_against_int8),
     Need(
         key="memory.streamed_blocks",
         value=ANY_NUMBER,

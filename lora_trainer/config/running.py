@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lora_trainer.config.choices import BaseMatmul, BasePrecision
+from lora_trainer.config.choices import BasePrecision
 from lora_trainer.config.declare import (
     CARD,
     WITHOUT_VALIDATION,
@@ -59,11 +59,6 @@ class MemorySettings(Section, Generic[A_co]):
         "auto",
         "precision of the frozen base: train.precision, or its blocks in 8 or 4 bits",
         headline=True,
-    )
-    base_matmul: BaseMatmul | A_co = setting(
-        "auto",
-        "matrix products of an int8 base: dequantized weights, or int8 by int8; auto: the faster one",
-        only_for={"memory.base_precision": ("int8",)},
     )
     streamed_blocks: Interval | A_co = setting(
         "auto",

@@ -61,7 +61,6 @@ class DeviceKind:
         return self.lacks.get(f"{key}={value}", "")
 
 
-_NO_INT8 = "torch._int_mm is untested on it"
 _NO_XFORMERS = "xformers has kernels for CUDA and ROCm only"
 _NO_8BIT = "bitsandbytes has no 8-bit optimizer for it"
 _NO_PAGES = "bitsandbytes' paging needs CUDA's managed memory"
@@ -89,9 +88,6 @@ KINDS: Mapping[KindName, DeviceKind] = {
             runtime_bytes=int(0.8 * GIB),
             collectives="nccl",  # RCCL, under NCCL's name
             install=f"pip install torch --index-url {_ORDINARY_INDEX}/rocm6.4",
-            lacks={
-                "memory.base_matmul=int8": _NO_INT8,
-            },
         ),
         # Shares the machine's memory. A non-blocking copy to the host may be read too early
         # (pytorch#139550), and fused optimizers ignored found_inf up to torch 2.12 (pytorch#186360).
@@ -114,7 +110,6 @@ KINDS: Mapping[KindName, DeviceKind] = {
                 "memory.base_precision=nf4": "bitsandbytes is not installed on macOS",
                 "memory.base_precision=fp8": "MPS has no 8-bit floating point",
                 "memory.attention=xformers": _NO_XFORMERS,
-                "memory.base_matmul=int8": _NO_INT8,
                 "hardware.compile=blocks": "inductor on MPS is a prototype",
             },
         ),
@@ -132,7 +127,6 @@ KINDS: Mapping[KindName, DeviceKind] = {
             lacks={
                 "optimizer.name=paged_adamw8bit": _NO_PAGES,
                 "memory.attention=xformers": _NO_XFORMERS,
-                "memory.base_matmul=int8": _NO_INT8,
             },
         ),
         DeviceKind(

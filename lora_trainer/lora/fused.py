@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lora_trainer.network.quantize import QuantizedLinear, frozen_parts
-from lora_trainer.network.quantized_matmul import WeightMatmul
+from lora_trainer.network.quantize import QuantizedLinear, Restore, frozen_parts
 
 Gate = Callable[[Tensor], Tensor]
 """Multiplies [..., channels] by a dropout mask, the same one until the backward pass is over."""
@@ -48,9 +47,9 @@ class FusedLinear(Linear):
             change: Tensor = LowRank.apply(adapter_input, *weights, update)  # type: ignore[no-untyped-call]
             outputs: Tensor = base(x)
             return outputs + change.view(outputs.shape)
-        stored, product = frozen_parts(base, x)
+        stored, restore = frozen_parts(base)
         fused: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]
-            x, *weights, update, base.bias, product, *stored
+            x, *weights, update, base.bias, restore, *stored
         )
         return fused
 
@@ -119,12 +118,13 @@ class FrozenAndLowRank(torch.autograd.Function):
         up: Tensor,
         update: _Update,
         bias: Tensor | None,
-        product: WeightMatmul,
+        restore: Restore,
         *stored: Tensor,
     ) -> Tensor:
-        ctx.update, ctx.product = update, product
+        ctx.update, ctx.restore = update, restore
         ctx.save_for_backward(x, down, up, *stored)
-        outputs = product.forward(_flat(x), stored, update.of(x, down, up, bias))
+        # In place: another tensor of [rows, out] is saved.
+        outputs = update.of(x, down, up, bias).addmm_(_flat(x), restore(stored).T)
         return outputs.view(*x.shape[:-1], up.shape[0])
 
     @staticmethod
@@ -139,7 +139,7 @@ class FrozenAndLowRank(torch.autograd.Function):
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = of_middle @ down.to(x.dtype)
-            of_x = ctx.product.backward(gradient, stored, of_x).view(x.shape)
+            of_x = of_x.addmm_(gradient, ctx.restore(stored)).view(x.shape)
         return of_x, of_down, of_up, None, None, None, *(None for _ in stored)
 
 

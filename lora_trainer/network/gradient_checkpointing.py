@@ -31,7 +31,6 @@ from torch.utils.checkpoint import checkpoint
 from lora_trainer.config.declare import KEEP_ATTENTION, Checkpointing
 from lora_trainer.network.live_storages import storage_key
 from lora_trainer.network.pinned_memory import CopyStream, Done, pinned
-from lora_trainer.network.quantized_matmul import INT8_PRODUCT
 
 BLOCKS_ON_DEVICE = 2
 """Blocks whose inputs are on the device at a time: the block at work, and one whose copy is under way."""
@@ -233,13 +232,8 @@ class _Kept:
 
 
 _ATEN = torch.ops.aten
-_FACTORS = {
-    _ATEN.mm.default: (0, 1),
-    _ATEN.addmm.default: (1, 2),
-    _ATEN.addmm_.default: (1, 2),
-    INT8_PRODUCT: (0, 1),
-}
-"""Kernels of matrix products, with the positions of the two factors among their arguments."""
+_FACTORS = {_ATEN.mm.default: 1, _ATEN.addmm.default: 2, _ATEN.addmm_.default: 2}
+"""Kernels of matrix products, with the position of the second factor among their arguments."""
 LEAST_SHAPE = 1 / 16
 """Smallest fan_in / out of a matrix product that `light` keeps. A smaller ratio means an adapter's up
 projection (fan_in is the rank): recomputing it costs next to nothing."""
@@ -274,8 +268,8 @@ class SelectivePolicy:
         if self.checkpointing not in KEEP_ATTENTION:
             return False
         if kernel in _FACTORS:
-            first, second = _FACTORS[kernel]
-            return self._keeps(arguments[second], *arguments[second].shape)
+            weight = arguments[_FACTORS[kernel]]
+            return self._keeps(weight, *weight.shape)
         if kernel is _ATEN.convolution.default:
             weight = arguments[1]
             return self._keeps(weight, weight[0].numel(), weight.shape[0])

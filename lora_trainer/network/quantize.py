@@ -1,4 +1,4 @@
-"""Stores a frozen network's linear weights in 4 or 8 bits; computes in the network's dtype or with int8 codes.
+"""Stores a frozen network's linear weights in 4 or 8 bits; computes in the network's dtype.
 
 `quantize` takes a loaded, frozen network and replaces its large linear layers in place, one by one. nf4
 uses bitsandbytes' kernels in a layer of this package, because its `Linear4bit` repacks the weight in the
@@ -16,64 +16,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, package_problem
-from lora_trainer.config.choices import (
-    INT8_MAX,
-    NF4_BLOCK,
-    NF4_SCALES_BLOCK,
-    BaseMatmul,
-    Quantization,
-    has_int8_product,
-)
-from lora_trainer.network.quantized_matmul import (
-    Int8Layouts,
-    Int8Product,
-    RestoredProduct,
-    WeightMatmul,
-    int8_layouts,
-)
+from lora_trainer.config.choices import INT8_MAX, NF4_BLOCK, NF4_SCALES_BLOCK, Quantization
 
 Stored = Mapping[str, Tensor]
 """The stored tensors of a weight by name: `codes` and scales."""
+Restore = Callable[[Sequence[Tensor]], Tensor]
+"""Returns a frozen weight [out, in] from its stored tensors."""
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = torch.finfo(_FP8).max
 
 
 def quantize(
-    network: nn.Module,
-    kind: Quantization,
-    *,
-    device: torch.device,
-    skip: Collection[str] = (),
-    matmul: BaseMatmul = "dequantized",
-) -> Int8Layouts | None:
+    network: nn.Module, kind: Quantization, *, device: torch.device, skip: Collection[str] = ()
+) -> None:
     """Quantise the layers of `quantizable` in place; each goes to `device` for that and back.
 
     So a network in host memory is never on `device` as a whole, and the codes have the same bits wherever
-    they are stored afterwards. Returns the int8 products that `device` can compute, None unless `matmul`
-    is int8; layers do not use the others. Raises MachineError when nf4's library is missing.
+    they are stored afterwards. Raises MachineError when nf4's library is missing.
     """
     if kind == "nf4":
         _require_bitsandbytes()
-    shapes = quantizable(network, skip=skip)
-    layouts = None
-    if matmul == "int8" and device.type != "meta":
-        multiplied = [shape for shape in shapes.values() if has_int8_product(*shape)]
-        layouts = int8_layouts(multiplied, device=device)
-    for name in shapes:
+    for name in quantizable(network, skip=skip):
         layer = network.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        quantized = QuantizedLinear(layer, kind, device=device, matmul=matmul, layouts=layouts)
-        network.set_submodule(name, quantized)
-    return layouts
-
-
-def dequantize_products(network: nn.Module) -> None:
-    """Stop multiplying int8 codes: from now on each product restores its weight first."""
-    for module in network.modules():
-        if isinstance(module, QuantizedLinear):
-            module.multiplies_codes = False
+        network.set_submodule(name, QuantizedLinear(layer, kind, device=device))
 
 
 def quantizable(network: nn.Module, *, skip: Collection[str] = ()) -> dict[str, tuple[int, int]]:
@@ -102,14 +71,11 @@ def frozen_weight(layer: nn.Module) -> Tensor:
     return weight.detach()
 
 
-def frozen_parts(layer: nn.Linear, x: Tensor) -> tuple[Sequence[Tensor], WeightMatmul]:
-    """Return the stored tensors of a linear layer's weight, and the product of `x` with them."""
+def frozen_parts(layer: nn.Linear) -> tuple[Sequence[Tensor], Restore]:
+    """Return the stored tensors of a linear layer's weight, and the function that restores it."""
     if isinstance(layer, QuantizedLinear):
-        return layer.stored(), layer.product(x)
-    return (layer.weight,), _PLAIN
-
-
-_PLAIN = RestoredProduct(lambda stored: stored[0])
+        return layer.stored(), layer.restored
+    return (layer.weight,), lambda stored: stored[0]
 
 
 class QuantizedLinear(nn.Linear):
@@ -118,33 +84,13 @@ class QuantizedLinear(nn.Linear):
     `weight` is a dequantised copy, created at every access, in the dtype of the original layer: adapters
     read its shape, norms and singular vectors as from a plain layer. The backward pass dequantises again;
     between the passes autograd holds only the stored tensors. W is never trained.
-
-    With `matmul` int8 the codes are multiplied directly if their size allows it and the device's `layouts`
-    do (None: both passes). Two-dimensional inputs [samples, in] are always multiplied by the restored
-    weight: they modulate every token of a block, are few, and their rounding would affect all values.
     """
 
-    def __init__(
-        self,
-        layer: nn.Linear,
-        kind: Quantization,
-        *,
-        device: torch.device,
-        matmul: BaseMatmul = "dequantized",
-        layouts: Int8Layouts | None = None,
-    ) -> None:
+    def __init__(self, layer: nn.Linear, kind: Quantization, *, device: torch.device) -> None:
         nn.Module.__init__(self)  # nn.Linear's constructor would allocate a float32 weight
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.kind = kind
         self.bias = layer.bias
-        layouts = layouts or Int8Layouts()
-        self.multiplies_codes = (
-            matmul == "int8"
-            and kind == "int8"
-            and has_int8_product(layer.in_features, layer.out_features)
-            and not layouts.against_forward
-        )
-        self.multiplies_backwards = not layouts.against_backward
         encode, decode = _CODECS[kind]
         weight = layer.weight.detach()
         self._decode = partial(decode, shape=tuple(weight.shape), dtype=weight.dtype)
@@ -166,20 +112,13 @@ class QuantizedLinear(nn.Linear):
         return sum(tensor.nbytes for tensor in self.stored())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        stored, product = self.stored(), self.product(inputs)
         # Without a gradient no custom backward is needed, and torch.compile does not accept one here.
         if not inputs.requires_grad:
-            return _multiplied(product, inputs, stored, self.bias)
+            return F.linear(inputs, self.weight, self.bias)
         outputs: Tensor = _FrozenLinear.apply(  # type: ignore[no-untyped-call]
-            inputs, self.bias, product, *stored
+            inputs, self.bias, self.restored, *self.stored()
         )
         return outputs
-
-    def product(self, inputs: Tensor) -> WeightMatmul:
-        """Return the product to use for these inputs."""
-        if self.multiplies_codes and inputs.dim() > 2:
-            return Int8Product(None if self.multiplies_backwards else self.restored)
-        return RestoredProduct(self.restored)
 
     def stored(self) -> list[Tensor]:
         """Return the stored tensors of W."""
@@ -195,26 +134,17 @@ class _FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, bias: Tensor | None, product: WeightMatmul, *stored: Tensor
+        ctx: Any, inputs: Tensor, bias: Tensor | None, restore: Restore, *stored: Tensor
     ) -> Tensor:
-        ctx.product = product
+        ctx.restore = restore
         ctx.save_for_backward(*stored)
-        return _multiplied(product, inputs, stored, bias)
+        return F.linear(inputs, restore(stored), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         stored = ctx.saved_tensors  # read once only: under checkpointing a second access raises
-        of_inputs = ctx.product.backward(gradient.reshape(-1, gradient.shape[-1]), stored)
-        shape = (*gradient.shape[:-1], of_inputs.shape[-1])
-        return of_inputs.view(shape), None, None, *(None for _ in stored)
-
-
-def _multiplied(
-    product: WeightMatmul, inputs: Tensor, stored: Sequence[Tensor], bias: Tensor | None
-) -> Tensor:
-    outputs = product.forward(inputs.reshape(-1, inputs.shape[-1]), stored, bias)
-    return outputs.view(*inputs.shape[:-1], outputs.shape[-1])
+        return gradient @ ctx.restore(stored), None, None, *(None for _ in stored)
 
 
 # ---- int8 and fp8: symmetric, one float32 scale per output

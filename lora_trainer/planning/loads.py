@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 
-from lora_trainer.config.choices import BaseMatmul, BasePrecision
+from lora_trainer.config.choices import BasePrecision
 from lora_trainer.config.declare import Checkpointing, Precision, Targets
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.cost_table import (
@@ -208,7 +208,6 @@ class Load:
     twice: float = 0.0
     as_base: float = 0.0
     keeps_best: bool = False
-    base_matmul: BaseMatmul = "dequantized"
     beside: DeviceSurroundings = DeviceSurroundings()
 
     def workload(self) -> Workload:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from lora_trainer.config.choices import INT8_TEMPORARY_BYTES
 from lora_trainer.config.declare import SCHEDULE_FREE, Checkpointing
 from lora_trainer.families.base_files.base_folder import READ_BYTES
 from lora_trainer.hardware.devices import KINDS
@@ -177,11 +176,8 @@ def _weights(load: Load, base: FrozenBase) -> Iterator[MemoryItem]:
         yield MemoryItem("base blocks", base.linear_bytes - elsewhere, note)
         note = f"embeddings, norms, convolutions in {precision}"
         yield MemoryItem("rest of the base", base.other_bytes, note)
-        size, note = base.dequantized_bytes, f"the largest, in {precision}"
-        if load.base_matmul == "int8":
-            size = max(size, INT8_TEMPORARY_BYTES)
-            note += ", or buffers of an int8 product"
-        yield MemoryItem("dequantised layer", size, note)
+        note = f"the largest, in {precision}"
+        yield MemoryItem("dequantised layer", base.dequantized_bytes, note)
     if count:
         note = f"{count} of {len(base.block_bytes)} blocks come from host memory"
         yield MemoryItem("streaming buffers", base.buffer_bytes(count), note)

@@ -22,9 +22,7 @@ from lora_trainer.planning.loads import Load, RememberedCosts, surroundings
 from lora_trainer.planning.memory import Prediction
 from lora_trainer.planning.plan_input import Decision, PlanInput
 from lora_trainer.planning.precisions import (
-    against_products,
     base_precisions,
-    choose_matmul,
     in_16_bits,
     why_base_precision,
 )
@@ -69,24 +67,13 @@ class MemoryChooser:
         kept_at_once, ideal_load = self.inputs.kept_at_once, self._ideal_load
         if kept_at_once is not None and set(self._buckets) <= kept_at_once.keys():
             at_once = {size: kept_at_once[size] for size in self._buckets}
-            choice = self._chosen(ideal_load, at_once)
-            if self.config.memory.base_matmul != "auto":
-                return choice
-            # Older runs were planned without this setting.
-            older = Decision(
-                key="memory.base_matmul", value="dequantized", reason="the run began without it"
-            )
-            return replace(choice, decisions=(older,))
+            return self._chosen(ideal_load, at_once)
         judge, step_px = self._judge, self._costs.facts.bucket_step_px
         best_fit = fit(ideal_load, choices=self._choices, judge=judge, step_px=step_px)
         load = best_fit.load
-        # Decided before the buckets get more images, because int8 products need buffers of their own.
-        matmul, why_matmul = choose_matmul(load, judge)
-        if self.config.memory.base_matmul == "auto":
-            load = replace(load, base_matmul=matmul)
         at_once = images_at_once(load, self._buckets, most=ideal_load.micro_batch, judge=judge)
         choice = self._chosen(load, at_once)
-        return replace(choice, decisions=tuple(self._decisions(choice, best_fit, why_matmul)))
+        return replace(choice, decisions=tuple(self._decisions(choice, best_fit)))
 
     def _chosen(self, load: Load, at_once: Mapping[tuple[int, int], int]) -> MemoryChoice:
         loads = [
@@ -145,7 +132,6 @@ class MemoryChooser:
             twice=twice,
             as_base=twice + learned_from_base,
             keeps_best=config.output.keep_best,
-            base_matmul="int8" if config.memory.base_matmul == "int8" else "dequantized",
             beside=surroundings(
                 gpu,
                 expandable=self.inputs.hardware.expandable_segments,
@@ -171,8 +157,6 @@ class MemoryChooser:
                 self._streamable,
             ),
             text_offload=offload if may_offload else (False,),
-            int8_products=memory.base_matmul == "auto"
-            and not against_products(gpu, priority=self.inputs.resolved.priority),
             in_16_bits=in_16_bits(self._costs.family.traits.precisions, gpu),
         )
 
@@ -241,22 +225,18 @@ class MemoryChooser:
 
     # ---- why
 
-    def _decisions(
-        self, choice: MemoryChoice, best_fit: SearchResult, why_matmul: str
-    ) -> Iterator[Decision]:
+    def _decisions(self, choice: MemoryChoice, best_fit: SearchResult) -> Iterator[Decision]:
         load, limit = choice.load, self._judge.limit
         peak_bytes, at_once = choice.memory.peak_bytes, max(choice.images_at_once.values())
         why_precision = why_base_precision(
             load,
             best_fit.seconds,
             self._choices.base_precisions,
-            asks_for_products=self.config.memory.base_matmul == "int8",
             priority=self._judge.priority,
             step_s=choice.time.seconds,
         )
         chosen = {
             "memory.base_precision": (load.base_precision, why_precision),
-            "memory.base_matmul": (load.base_matmul, why_matmul),
             "memory.gradient_checkpointing": (load.checkpointing, self._why_recomputing(load)),
             "memory.streamed_blocks": (load.streamed_blocks, self._why_streaming(load)),
             "memory.micro_batch": (at_once, self._why_micro_batch(load, at_once)),

@@ -1,28 +1,22 @@
-"""The rules for precisions: to compute in, to keep the frozen base in, and how a quantised base is multiplied.
+"""The rules for precisions: to compute in and to keep the frozen base in.
 
 Input is a family's allowed precisions, the GPU, the settings and loads with their predicted seconds; output
 a precision, or a choice with its reason. For the frozen base, `base_precisions` lists the candidates, `search.price`
 weighs fewer bits against the seconds of a step, search.py takes the load that fits at the lowest price, and
 `why_base_precision` says why it won; memory_choice.py puts these together. scripts/plan_tables.py repeats the
-price in docs/plans.md.
-
-int8 products round inputs and gradients to 8 bits too, so they are chosen only where a step is predicted to
-be clearly faster, and never by priority quality. `auto` never quantises a base for them; a user who sets
-them gets an int8 base. No torch.
+price in docs/plans.md. No torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from lora_trainer.config.choices import BaseMatmul, BasePrecision
-from lora_trainer.config.constraints import has_int8_products
+from lora_trainer.config.choices import BasePrecision
 from lora_trainer.config.declare import Precision, settled
 from lora_trainer.config.running import Config
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.loads import Load
-from lora_trainer.planning.search import AUTOMATIC, FEWER_BITS, PRODUCTS_PAY_FROM, Evaluator
+from lora_trainer.planning.search import AUTOMATIC, FEWER_BITS
 
 
 def on_card(allowed: Sequence[Precision], gpu: Gpu) -> tuple[Precision, ...]:
@@ -76,9 +70,6 @@ def base_precisions(
     train_precision: Precision = settled(config.train.precision)
     if setting != "auto":
         return (setting,)
-    # int8 products exist for int8 weights only, so whoever asks for them asks for an int8 base.
-    if config.memory.base_matmul == "int8":
-        return ("int8",)
     if gpu is None:
         return (train_precision,)
     return (train_precision, *(kind for kind in AUTOMATIC if kind != "nf4" or has_bitsandbytes))
@@ -89,7 +80,6 @@ def why_base_precision(
     seconds: Mapping[BasePrecision, float],
     tried: Sequence[BasePrecision],
     *,
-    asks_for_products: bool,
     priority: str,
     step_s: float,
 ) -> str:
@@ -97,8 +87,6 @@ def why_base_precision(
 
     `seconds` are those of a step by precision, of those that fit; `step_s` are those of `load`.
     """
-    if asks_for_products:
-        return "memory.base_matmul=int8 needs an int8 base"
     others = [precision for precision in tried if precision != load.base_precision]
     if not others:
         return "same as train.precision" if load.base_precision == load.precision else ""
@@ -113,30 +101,3 @@ def why_base_precision(
     if priority in FEWER_BITS:
         rule = f"{priority}: fewer bits only where clearly faster"
     return f"{compared}; {rule}"
-
-
-def choose_matmul(load: Load, judge: Evaluator) -> tuple[BaseMatmul, str]:
-    """Return the value of `memory.base_matmul=auto` for a load that fits, and the reason."""
-    if load.base_precision != "int8":
-        return "dequantized", f"the base is in {load.base_precision}"
-    if obstacle := against_products(judge.gpu, priority=judge.priority):
-        return "dequantized", obstacle
-    codes, plain = (replace(load, base_matmul=each) for each in ("int8", "dequantized"))
-    faster, seconds = judge.time(codes).seconds, judge.time(plain).seconds
-    comparison = (
-        f"about {faster:.3g} s a step with int8 products, {seconds:.3g} s dequantized (estimates)"
-    )
-    if seconds < PRODUCTS_PAY_FROM * faster:
-        return "dequantized", f"{comparison}: not clearly faster"
-    if not judge.fits(codes):
-        return "dequantized", f"{comparison}, but int8 products do not fit"
-    return "int8", comparison
-
-
-def against_products(gpu: Gpu | None, *, priority: str) -> str:
-    """Return why `auto` never chooses int8 products here; empty: it may."""
-    if gpu is None:
-        return "chosen on a GPU only"
-    if priority == "quality":
-        return "quality: int8 products would round inputs and gradients to 8 bits"
-    return "" if has_int8_products(gpu) else f"{gpu.name} has no fast int8 products"

@@ -26,8 +26,6 @@ AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
 """Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more."""
 SAMPLES_WORTH = 1.2
 """Sample images are dropped if room for them makes a step longer than this factor, or needs fewer bits."""
-PRODUCTS_PAY_FROM = 1.1
-"""Factor by which int8 products must shorten a step to be chosen, as both predictions are estimates."""
 # The seconds of a step are multiplied by this before they are compared: balanced takes nf4 where its steps are more
 # than 1.5 times as fast as those of an unquantised base and more than 1.5 / 1.2 = 1.25 times as fast as those of
 # int8. Priority quality has no row: it keeps the most precise that fits, however slow. The values rise with fewer
@@ -53,16 +51,12 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """Values the search may try, the most precise or the fastest first; `streamed` is (fewest, most) blocks.
-
-    `int8_products` allows int8 matrix products with an int8 base.
-    """
+    """Values the search may try, the most precise or the fastest first; `streamed` is (fewest, most) blocks."""
 
     base_precisions: tuple[BasePrecision, ...]
     checkpointing: tuple[Checkpointing, ...]
     streamed: tuple[int, int]
     text_offload: tuple[bool, ...]
-    int8_products: bool = False
     in_16_bits: Precision | None = None
     """Best 16-bit precision for this base on this GPU; None: only fp32 works."""
 
@@ -152,14 +146,9 @@ def fit(ideal_load: Load, *, choices: SearchSpace, judge: Evaluator, step_px: in
     ideal_load = replace(ideal_load, text_offload=_text_offload(ideal_load, choices, judge))
     # Sample images are a wish: first the best load without them, then whether they fit beside it.
     silent = replace(ideal_load, samples=False)
-    plain = replace(choices, int8_products=False)
-    best = _best(silent, plain, judge)
+    best = _best(silent, choices, judge)
     if best is None:
         raise _nothing_fits(silent, choices, judge=judge, step_px=step_px)
-    if best.load.base_precision not in QUANTIZATIONS:
-        choices = plain  # int8 products may never be the reason to quantise a base
-    elif choices.int8_products:
-        best = _best(silent, choices, judge) or best
     load, dropped_bytes = best.load, 0
     if ideal_load.samples:
         # Room for sample images may not cost fewer bits, so only the chosen base precision is tried.
@@ -222,10 +211,8 @@ def _text_offload(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> b
 def _best(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> _Candidate | None:
     def candidate(load: Load) -> _Candidate:
         seconds = judge.time(load).seconds
-        # int8 products round, so they count as slower than predicted and win only by a clear margin.
-        doubted = PRODUCTS_PAY_FROM if load.base_matmul != ideal_load.base_matmul else 1.0
         order = (
-            price(judge.priority, load.base_precision, doubted * seconds),
+            price(judge.priority, load.base_precision, seconds),
             # Equal prices: fewer moving parts first, so that estimates do not decide between equal runs.
             load.streamed_blocks,
             choices.checkpointing.index(load.checkpointing),
@@ -233,13 +220,7 @@ def _best(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> _Candidat
         )
         return _Candidate(load=load, seconds=seconds, order=order)
 
-    def multiplied(load: Load) -> Iterator[Load]:
-        yield load
-        codes = replace(load, base_matmul="int8")
-        if choices.int8_products and load.base_precision == "int8" and judge.fits(codes):
-            yield codes
-
-    loads = (load for each in _fitting(ideal_load, choices, judge) for load in multiplied(each))
+    loads = _fitting(ideal_load, choices, judge)
     return min(map(candidate, loads), key=lambda each: each.order, default=None)
 
 

@@ -34,15 +34,12 @@ Range = tuple[float, float]
 class Card:
     """A GPU's 16-bit matrix rate with fp32 accumulation, and its memory bandwidth.
 
-    `stands_for` names a GPU that is missing from the table and is taken for this one. int8 products are
-    `int8_speedup` times as fast: 4 on gaming GPUs, which halve the 16-bit rate when they accumulate in
-    fp32, else 2.
+    `stands_for` names a GPU that is missing from the table and is taken for this one.
     """
 
     name: str
     flops_per_s: float
     bytes_per_s: float
-    int8_speedup: float = 2.0
     stands_for: str = ""
 
 
@@ -62,7 +59,6 @@ _RATES: Mapping[str, tuple[float, float]] = {
     "Apple M3 Max": (16, 400), "Apple M3 Ultra": (28, 820), "Apple M4": (4.6, 120), "Apple M4 Pro": (9, 273),
     "Apple M4 Max": (18, 546),
 }  # fmt: skip
-_FOR_GAMES = ("RTX 30", "RTX 40", "RTX 50")
 # (GiB, name): an unknown GPU of at most so many GiB is taken for this one, the first row that is enough.
 _ORDINARY: tuple[tuple[float, str], ...] = (
     (6.5, "RTX 2060"),
@@ -93,7 +89,6 @@ def _card(name: str, *, stands_for: str = "") -> Card:
         name=name,
         flops_per_s=tflops * 1e12,
         bytes_per_s=gigabytes * 1e9,
-        int8_speedup=4.0 if name.startswith(_FOR_GAMES) else 2.0,
         stands_for=stands_for,
     )
 
@@ -121,15 +116,6 @@ OTHER_KERNELS = 0.32
 # Where blocks keep results of single kernels, Python inspects each kernel in both passes: 10 us (measured on
 # a processor) for two thirds of a step's kernels and their views, as a share of the time to start a kernel.
 WATCHED_KERNELS = 0.2
-# Share of a step's arithmetic in the blocks' linear layers: 0.3 in SD1.5 at 512 px, 0.64 in SDXL and 0.8 in
-# a transformer at 1024. Whether int8 products are faster hardly depends on it.
-LINEAR_SHARE = 0.6
-# Share of the data sheet's int8 speed-up over 16 bits that cuBLAS reaches.
-INT8_REACHED = 0.75
-# Bytes moved beside an int8 product for each number of its input and of its output, the mean of both passes.
-# Input: find the largest, divide, round, store codes. Output: int32 sums, scale, add. Then its kernels.
-INT8_BYTES = (16.5, 25.5)
-INT8_KERNELS = 8
 FORWARD_KERNELS = 1 / 3
 """Kernels of a pass without gradients, as a share of a training step's."""
 STREAM_PASSES = 2
@@ -140,7 +126,6 @@ STREAM_PASSES = 2
 class StepWork:
     """Work of one optimizer step: arithmetic, kernels, bytes to dequantise, bytes over the bus one way.
 
-    `int8_flops` are the part of `flops` in int8 products (forward passes only), which move `int8_bytes`.
     `other_flops` stand for the non-product kernels of recomputed blocks, as arithmetic that takes as long.
     `bus_bytes` are copied while the GPU computes; `unpinned_bytes` come from unpinned memory, so the host waits
     for each copy.
@@ -152,8 +137,6 @@ class StepWork:
     dequantised_bytes: float = 0.0
     bus_bytes: float = 0.0
     unpinned_bytes: float = 0.0
-    int8_flops: float = 0.0
-    int8_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,26 +177,15 @@ def step_work(
     pinned = pinned_shares(load, costs, pinnable_bytes=pinnable_bytes)
     started = (passes + forwards * FORWARD_KERNELS) * cost.kernels
     flops = cost.step_flops * images + cost.forward_flops * forward
-    # A GPU may lack the int8 product of the backward pass (`network/quantized_matmul.py` tests it), so only forward
-    # passes are counted: all passes over the weights but one.
-    ahead = 1 - 1 / weight_passes if load.base_matmul == "int8" else 0.0
-    share = LINEAR_SHARE * ahead
-    # Layers whose input is one vector are dequantised in any case; their names are unknown here, so all
-    # layers are counted as int8 products.
-    layer_kernels = _layer_kernels(base) + ahead * len(base.shapes) * INT8_KERNELS
-    # A product of r rows takes 2 * r * weights FLOPs; solved for the rows of all passes together.
-    rows = share * flops / (2 * base.linear_elements) if share else 0.0
     return StepWork(
         flops=flops,
         other_flops=OTHER_KERNELS * spared_flops * images,
         kernels=round(
-            started * (1 + WATCHED_KERNELS * keeps_results) + dequantised * layer_kernels
+            started * (1 + WATCHED_KERNELS * keeps_results) + dequantised * _layer_kernels(base)
         ),
         dequantised_bytes=dequantised * _layer_bytes(base),
         bus_bytes=pinned.streamed * streamed + pinned.offloaded * offloaded,
         unpinned_bytes=(1 - pinned.streamed) * streamed + (1 - pinned.offloaded) * offloaded,
-        int8_flops=share * flops,
-        int8_bytes=rows * _row_bytes(base),
     )
 
 
@@ -236,11 +208,6 @@ def _layer_kernels(base: FrozenBase) -> int:
     return len(base.shapes) * DEQUANTISE_KERNELS.get(base.kept_as, 0)
 
 
-def _row_bytes(base: FrozenBase) -> float:
-    of_input, of_output = INT8_BYTES
-    return sum(of_input * fan_in + of_output * out for fan_in, out in base.shapes.values())
-
-
 def step_time(work: StepWork, *, gpu: Gpu | None, threads: int, precision: Precision) -> StepTime:
     """Estimate a step on a GPU, or on `threads` cores of the processor where `gpu` is None."""
     if gpu is not None:
@@ -259,11 +226,9 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
     it; a step waits for every copy of unpinned memory.
     """
     rate = card.flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
-    int8_rate = card.flops_per_s * card.int8_speedup * INT8_REACHED
-    plain_flops = work.flops + work.other_flops - work.int8_flops
-    computing = _range(plain_flops / rate + work.int8_flops / int8_rate, CARD_SHARE)
+    computing = _range((work.flops + work.other_flops) / rate, CARD_SHARE)
     # Copies from the host are written to the same memory that the computation reads.
-    moved_bytes = work.dequantised_bytes + work.int8_bytes + work.bus_bytes
+    moved_bytes = work.dequantised_bytes + work.bus_bytes
     beside = _range(moved_bytes / card.bytes_per_s, TRAFFIC_SHARE)
     fast_s, slow_s = KERNEL_START_S
     parts = {

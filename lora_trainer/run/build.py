@@ -19,8 +19,7 @@ from lora_trainer.cache.cache_plan import Entries, Needs
 from lora_trainer.cache.store import Cache
 from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.common.errors import RequestError
-from lora_trainer.common.events import EventStream
-from lora_trainer.config.choices import QUANTIZATIONS, BaseMatmul, BasePrecision
+from lora_trainer.config.choices import QUANTIZATIONS, BasePrecision
 from lora_trainer.config.declare import SCHEDULE_FREE
 from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.caption_lengths import new_word
@@ -35,7 +34,6 @@ from lora_trainer.network.block_swap import Streamed, stream_blocks
 from lora_trainer.network.compiling import CompiledBlocks, apply_attention
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import quantize
-from lora_trainer.network.quantized_matmul import Int8Layouts
 from lora_trainer.planning.speedups import MOST_SHAPES, pass_shapes
 from lora_trainer.run.caching import runs_text_encoders, texts_as
 from lora_trainer.run.device import CPU, DTYPES, planned_device
@@ -52,15 +50,11 @@ from lora_trainer.training.training import FreezeAfter, Progress, Speedups
 
 @dataclass(frozen=True, kw_only=True)
 class Networks:
-    """Networks on the device while training: the denoiser, trained text encoders, an assistant.
-
-    `int8` are the int8 products that the device supports, None unless `memory.base_matmul` is int8.
-    """
+    """Networks on the device while training: the denoiser, trained text encoders, an assistant."""
 
     denoiser: nn.Module
     text: TextEncoder | None
     assistant: LoraStrength | None
-    int8: Int8Layouts | None = None
 
 
 def load_networks(prepared: Prepared) -> Networks:
@@ -74,16 +68,9 @@ def load_networks(prepared: Prepared) -> Networks:
     load_device = CPU if smaller else device
     denoiser = family.load_denoiser(prepared.facts, dtype=precision, device=load_device)
     apply_attention(denoiser, config.memory.attention)
-    layouts = None
     if base_precision in ("int8", "fp8", "nf4"):
-        matmul: BaseMatmul = config.memory.base_matmul
-        layouts = quantize(
-            denoiser,
-            base_precision,
-            device=device,
-            skip=family.traits.quantization_skip,
-            matmul=matmul,
-        )
+        skip = family.traits.quantization_skip
+        quantize(denoiser, base_precision, device=device, skip=skip)
     if not streamed:
         denoiser.to(device)
     text = None
@@ -91,12 +78,7 @@ def load_networks(prepared: Prepared) -> Networks:
         text = family.load_text_encoder(prepared.facts, dtype=precision, device=device)
         if word := new_word(config):
             text.learn(word)
-    return Networks(
-        denoiser=denoiser,
-        text=text,
-        assistant=_assistant(prepared, denoiser),
-        int8=layouts,
-    )
+    return Networks(denoiser=denoiser, text=text, assistant=_assistant(prepared, denoiser))
 
 
 def _assistant(prepared: Prepared, denoiser: nn.Module) -> LoraStrength | None:
@@ -266,8 +248,6 @@ def build_components(job: TrainingJob) -> TrainComponents:
     prepared, config = job.prepared, job.prepared.config
     with oom_as_error(f"loading {prepared.facts.source}", events=job.events):
         networks = load_networks(prepared)
-        if networks.int8 is not None:
-            _tell_missing_products(networks.int8, job.events)
         adapter = with_adapter(prepared, networks, job.state)
         streamed = arrange(prepared, networks)
         groups = adapter.groups(config.optimizer)
@@ -284,21 +264,6 @@ def build_components(job: TrainingJob) -> TrainComponents:
         scaler=torch.amp.GradScaler(model.device.type, enabled=config.train.precision == "fp16"),
         streamed=streamed,
         chosen=_chosen(config, adapter, optimizer),
-    )
-
-
-def _tell_missing_products(layouts: Int8Layouts, events: EventStream) -> None:
-    """Report which int8 products this device lacks; the plan counts on those of forward passes."""
-    if layouts.against_forward:
-        limitation = "has no int8 products, so each weight is dequantized, which is slower"
-    elif layouts.against_backward:
-        limitation = "has no int8 products for the backward pass, so weights are dequantized there"
-    else:
-        return
-    events.problem(
-        f"this device {limitation} ({layouts.against_forward or layouts.against_backward})",
-        fix="no action needed; --set memory.base_matmul=dequantized turns int8 products off",
-        severity="warning" if layouts.against_forward else "note",
     )
 
 

@@ -18,11 +18,10 @@ from rich.text import Text
 from lora_trainer.common.events import Finding, note, warning
 from lora_trainer.common.processes import full_batch, share
 from lora_trainer.common.wording import duration_text
-from lora_trainer.config.choices import has_int8_product
 from lora_trainer.config.config import all_settings, flatten
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.config.running import RunConfig
-from lora_trainer.costs.cost_table import adapter_shapes, linear_shapes
+from lora_trainer.costs.cost_table import adapter_shapes
 from lora_trainer.families.base import FileFormat
 from lora_trainer.hardware.machine import tier_problem
 from lora_trainer.lora_file.formats import format_notes, planned_contents
@@ -192,8 +191,6 @@ def _regularisation_text(prepared: Prepared) -> str:
 def _base_text(config: RunConfig) -> str:
     """Return in one line the precision of the frozen base, its blocks in host memory, and checkpointing."""
     memory, parts = config.memory, [f"{config.memory.base_precision}"]
-    if memory.base_matmul == "int8":
-        parts.append("int8 matrix products")
     if memory.streamed_blocks:
         parts.append(f"{memory.streamed_blocks} blocks streamed from host memory")
     recomputed = {
@@ -331,7 +328,6 @@ def run_warnings(prepared: Prepared) -> tuple[Finding, ...]:
         *_enlarged(prepared),
         *_long(prepared),
         *_wide(config.adapter),
-        *_dequantized(prepared),
         *optimizer_remarks(
             config, shapes=adapter_shapes(prepared.family, facts, targets=config.adapter.targets)
         ),
@@ -396,18 +392,6 @@ def _wide(adapter: AdapterSettings) -> Iterator[Finding]:
             "so a step takes more time, and in 16 bits more memory"
         )
         yield warning("adapter", None, what, advice="use a plain LoRA if time or memory is short")
-
-
-def _dequantized(prepared: Prepared) -> Iterator[Finding]:
-    if prepared.config.memory.base_matmul != "int8":
-        return
-    shapes = linear_shapes(prepared.family, prepared.facts)
-    if count := sum(not has_int8_product(*shape) for shape in shapes.values()):
-        what = (
-            f"{count} of {len(shapes)} layers of the base are dequantized in spite of "
-            "memory.base_matmul=int8, because int8 products need sizes that are multiples of 8"
-        )
-        yield warning("matmul", None, what, advice="no action needed")
 
 
 def _enlarged(prepared: Prepared) -> Iterator[Finding]:

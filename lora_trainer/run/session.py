@@ -18,7 +18,6 @@ from lora_trainer.config.running import RunConfig
 from lora_trainer.hardware.device_calls import kind_of
 from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
-from lora_trainer.network.quantize import dequantize_products
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 from lora_trainer.planning.run_time import VALIDATION_QUANTILES
 from lora_trainer.run.build import (
@@ -327,13 +326,6 @@ def _changes(config: RunConfig, parts: TrainComponents) -> Iterator[OomFallback]
     recompute = partial(apply_checkpointing, networks.denoiser, PLAIN)
     if kind != PLAIN:
         yield OomFallback(key="memory.gradient_checkpointing", old=kind, new=PLAIN, apply=recompute)
-    if networks.int8 is not None and not networks.int8.against_forward:
-        yield OomFallback(
-            key="memory.base_matmul",
-            old="int8",
-            new="dequantized",
-            apply=partial(dequantize_products, networks.denoiser),
-        )
     if parts.streamed is not None:
         yield OomFallback(
             key="copies of streamed blocks",

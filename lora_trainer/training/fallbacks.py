@@ -5,10 +5,9 @@ try again what failed. Compiled blocks affect the speed only: when they fail the
 memory, the micro-batch is halved; at one image the next remedy of the plan is applied.
 
 The plain way is one retry, with every optional feature off, after an error that is not a lack of memory.
-Selective checkpointing, block swap, int8 products and compiled blocks all give the same result as the plain
-way, but a GPU, a driver or a library version may not support them. So an error in a first pass switches all
-of them off, for the rest of the run and for every run that resumes it. A second error ends the run and names
-both reasons.
+Selective checkpointing, block swap and compiled blocks all give the same result as the plain way, but a GPU,
+a driver or a library version may not support them. So an error in a first pass switches all of them off, for
+the rest of the run and for every run that resumes it. A second error ends the run and names both reasons.
 
 A pass counts as first until this process has finished an optimizer step with a pass of the same key: same
 latent shape, number of images and remedies in force. An action counts as first until it has run once.

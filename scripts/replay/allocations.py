@@ -89,13 +89,7 @@ def built(load: Load, *, family: Family, facts: BaseFacts, prompt: Prompt) -> Tr
     if load.base_precision in QUANTIZATIONS:
         # nf4's kernels do not run on meta tensors. Its passes allocate as those of int8 do; the bytes of
         # its weights are counted in `_base_tensors`.
-        quantize(
-            network,
-            "int8",
-            device=META,
-            skip=family.traits.quantization_skip,
-            matmul=load.base_matmul,
-        )
+        quantize(network, "int8", device=META, skip=family.traits.quantization_skip)
     modules = family.lora_targets(network, load.adapter.targets)
     add_adapters(network, modules, rank=load.adapter.rank, wide=runs_wide(load.adapter))
     conditioning = empty_conditioning(family, facts, prompt=prompt(None), dtype=dtype)

@@ -73,10 +73,7 @@ def test_every_slice_has_a_result(work: Path) -> None:
 
 def test_every_way_comes_to_what_it_promises(work: Path) -> None:
     ways = [
-        row["result"]
-        for piece in ("bits", "products")
-        for row in rows(work / "results", piece).values()
-        if "way" in row["result"]
+        row["result"] for row in rows(work / "results", "bits").values() if "way" in row["result"]
     ]
     assert len(ways) > 12
     for way in ways:
@@ -197,7 +194,7 @@ def test_an_option_that_wins_little_everywhere_is_taken_out(tmp_path: Path) -> N
     assert words["memory.gradient_checkpointing=light"] == "keep", "10.4 % of the time"
     assert words["memory.gradient_checkpointing=offloaded"] == "wrong"
     assert words["hardware.compile=blocks"] == "take out", "4 % of the time, 7.5 % of the memory"
-    assert words["memory.base_matmul=int8"] == "not measured"
+    assert words["memory.base_precision=int8"] == "not measured"
     assert set(said) == set(OPTIONS)
     rung = {"median_s": 1.0, "ratio": 1.0, "ratio_upper": 1.1, "peak_bytes": GIB}
     faster = {**rung, "median_s": 0.9}
@@ -210,13 +207,7 @@ def test_an_option_that_wins_little_everywhere_is_taken_out(tmp_path: Path) -> N
 def test_measurements_of_a_gpu_fill_every_table(tmp_path: Path) -> None:
     results = Results(folder=tmp_path / "results", origin=HERE)
     ways(results, "bits", {"as it is": (1.0, 20.0), "full": (1.4, 8.0)})
-    ways(results, "products", {"full": (1.0, 20.0), "int8": (1.4, 8.0)}, against="full")
-    product = {"dequantized_s": 2e-4, "int8_s": 1e-4, "cosine": 0.99991}
-    layer = {"fan_in": 640, "out": 1280, "rows": 4096, "forward": product}
-    layer |= {"backward": {"dequantized_s": 2e-4, "refused": "CUBLAS_STATUS_NOT_SUPPORTED"}}
-    layer |= {"whole_forward_s": 1e-4, "whole_backward_s": 1e-4}
-    layers, capped, rungs = (case_list(n)[0].name for n in ("products", "capped", "ladder"))
-    results.write("products", layers, "done", seconds=1.0, result={"layers": [layer]})
+    capped, rungs = (case_list(n)[0].name for n in ("capped", "ladder"))
     training = {"predicted_bytes": 8 * GIB, "measured_bytes": 7 * GIB, "over": 1 / 7}
     training |= {"step_s": 0.5, "changes": [], "settings": {"memory.streamed_blocks": 39}}
     results.write("capped", capped, "done", seconds=1.0, result=training)
@@ -232,7 +223,6 @@ def test_measurements_of_a_gpu_fill_every_table(tmp_path: Path) -> None:
     text = "".join(path.read_text() for path in docs.glob("*.md"))
     assert "**Not yet measured.**" not in text
     for line in (
-        " 640 to 1280 | 4096 | 100 | 200 | 100 | 0.99991 | 100 | 200 | refused: CUBLAS_STATUS",
         "| 8.00 | 7.00 | +14.3% | 0.500 | nothing | streamed_blocks 39 |",
         "| a case | ours, compiled | why | | | |",
         "* gloo: failed, it hung",

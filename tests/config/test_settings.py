@@ -117,7 +117,6 @@ BROKEN: list[dict[str, Any]] = [
     {"optimizer.name": "muon", "adapter.kind": "oft"},
     {"output.weights": "ema"},
     {"memory.base_precision": "bf16", "train.precision": "fp32"},
-    {"memory.base_matmul": "int8", "memory.base_precision": "nf4"},
     {"memory.streamed_blocks": 2, "memory.gradient_checkpointing": "none"},
     {"memory.streamed_blocks": 2, "base.assistant": "a.safetensors"},
     {"memory.text_encoder_offload": True, "adapter.text_encoder": True},

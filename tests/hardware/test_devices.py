@@ -239,7 +239,6 @@ def test_a_gpu_of_another_maker_is_found_and_planned_for(here: Hardware, kind: s
     assert made.config.train.precision == "bf16"
     assert made.memory.fits
     assert made.config.hardware.compile == "none"
-    assert made.config.memory.base_matmul == "dequantized"
 
 
 def test_of_two_amd_cards_the_one_that_computes_bf16_is_taken() -> None:

@@ -276,8 +276,6 @@ def test_a_quantised_base_keeps_what_is_not_in_blocks() -> None:
     assert nf4["base blocks"] == pytest.approx(11.83e9 * 4.13 / 8, rel=2e-3)
     assert int8["rest of the base"] == nf4["rest of the base"] == pytest.approx(134e6, rel=0.01)
     assert int8["dequantised layer"] == 2 * 3072 * 6 * 3072, "a modulation, in bf16"
-    products = flux(base_precision="int8", base_matmul="int8")["dequantised layer"]
-    assert products > int8["dequantised layer"], "the buffers of an int8 product are larger"
     assert "dequantised layer" not in whole
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.config import build_config, flatten, parse_assignment
 from lora_trainer.config.declare import CHECKPOINTING
-from lora_trainer.hardware.machine import GIB, Hardware
+from lora_trainer.hardware.machine import GIB
 from lora_trainer.planning.plan import Plan
 from tests.fakes.plans import (
     CARD,
@@ -20,7 +20,6 @@ from tests.fakes.plans import (
     MACHINE,
     QWEN,
     SDXL,
-    WITHOUT_CARD,
     bytes_by_name,
     machine,
     middle,
@@ -30,7 +29,7 @@ from tests.fakes.plans import (
 
 RANKS = {"bf16": 0, "int8": 1, "fp8": 2, "nf4": 3}
 BATCH, MICRO, LEVEL = "train.batch_size", "memory.micro_batch", "memory.gradient_checkpointing"
-BASE, MATMUL, STREAMED = "memory.base_precision", "memory.base_matmul", "memory.streamed_blocks"
+BASE, STREAMED = "memory.base_precision", "memory.streamed_blocks"
 OFFLOAD, SAMPLES = "memory.text_encoder_offload", "sampling.every_steps"
 SIZES = ((512, 512), (448, 576))
 
@@ -157,17 +156,6 @@ def test_the_largest_bucket_decides_and_smaller_ones_hold_more_images() -> None:
     assert counts == sorted(counts) and counts[0] < counts[-1] == made.config.memory.micro_batch
     assert made.memory.fits
     assert f"{counts[0] + 1} of 1024x1024 px would take" in reason(made, MICRO)
-
-
-def test_a_run_planned_before_there_were_int8_products_goes_on_without() -> None:
-    first = free(12, overrides={LEVEL: "selective", BATCH: 2})
-    asked = {key: value for key, value in flatten(first.config).items() if key[:6] == "memory"}
-    at_once = dict.fromkeys(first.images_at_once, 1)
-    older = free(12, overrides={**asked, MATMUL: "auto", BATCH: 2}, kept_at_once=at_once)
-    assert older.images_at_once == at_once
-    assert older.config.memory.gradient_checkpointing == "selective"
-    assert older.config.memory.base_matmul == "dequantized"
-    assert reason(older, MATMUL) == "the run began without it"
 
 
 # ---- limits
@@ -357,57 +345,3 @@ def test_blocks_that_cannot_be_pinned_are_priced_and_fewer_bits_may_be_the_bette
     assert "unpinned" not in with_pins.time_note
     assert kept(planned(FLUX))[0] == "bf16"
     assert step_s(planned(FLUX, bound)) <= step_s(without)
-
-
-# ---- int8 products
-
-
-def gpu(name: str, capability: tuple[int, int] | None = (8, 6), gib: int = 24) -> Hardware:
-    return machine(gib, name=name, compute_capability=capability)
-
-
-@pytest.mark.parametrize(
-    ("hardware", "source", "asked", "value", "why"),
-    [
-        (gpu("RTX 3090"), FLUX, {}, "int8", "s a step with int8 products"),
-        (gpu("A100"), FLUX, {}, "dequantized", "not clearly faster"),
-        (gpu("H100"), FLUX, {}, "dequantized", "not clearly faster"),
-        (gpu("RTX 3090"), SDXL, {}, "dequantized", "not clearly faster"),
-        (gpu("RTX 2080", (7, 5)), FLUX, {}, "dequantized", "RTX 2080 has no fast int8 products"),
-        (gpu("RTX 3090", None), FLUX, {}, "dequantized", "RTX 3090 has no fast int8 products"),
-        (gpu("RTX 3090"), FLUX, {BASE: "fp8"}, "dequantized", "the base is in fp8"),
-        (WITHOUT_CARD, None, {}, "dequantized", "chosen on a GPU only"),
-        (WITHOUT_CARD, None, {MATMUL: "int8"}, "int8", ""),
-    ],
-)
-def test_auto_takes_int8_products_that_are_predicted_to_be_clearly_faster(
-    hardware: Hardware, source: str | None, asked: dict[str, Any], value: str, why: str
-) -> None:
-    """Wide layers on GPUs whose int8 rate is four times the other; elsewhere the rounding costs more."""
-    blocks = {} if hardware is WITHOUT_CARD else {STREAMED: 0}
-    made = planned(source, hardware, overrides={BASE: "int8", **blocks, **asked})
-    assert made.config.memory.base_matmul == made.load.base_matmul == value
-    assert why in reason(made, MATMUL)
-
-
-def test_int8_products_make_the_step_that_is_predicted() -> None:
-    seconds = {
-        value: planned(
-            FLUX, gpu("RTX 3090"), overrides={BASE: "int8", MATMUL: value}
-        ).seconds_per_step[1]
-        for value in ("auto", "int8", "dequantized")
-    }
-    assert seconds["auto"] == seconds["int8"] < seconds["dequantized"] / 1.1
-    quality = planned(FLUX, gpu("RTX 3090"), priority="quality", overrides={BASE: "int8"})
-    assert reason(quality, MATMUL).startswith("quality: int8 products would round")
-
-
-def test_products_never_make_a_base_int8_unless_they_are_asked_for() -> None:
-    roomy = gpu("RTX 3090", gib=96)
-    memory = planned(FLUX, roomy, priority="speed").config.memory
-    assert (memory.base_precision, memory.base_matmul) == ("bf16", "dequantized")
-    asked = planned(FLUX, roomy, priority="speed", overrides={MATMUL: "int8"})
-    assert asked.config.memory.base_precision == "int8"
-    assert "base_matmul=int8" in reason(asked, BASE)
-    with pytest.raises(MachineError, match=r"8\.0 or higher, but that of RTX 2080 is 7\.5"):
-        planned(FLUX, gpu("RTX 2080", (7, 5)), overrides={MATMUL: "int8"})

@@ -15,7 +15,6 @@ from tests.fakes.plans import CARD, FLUX, costs_of, load_of
 from tests.fakes.stable_diffusion import WideCosts, mini_facts, sd15_facts
 
 SD15 = family("sd15")
-LINEAR_SHARE = 0.6
 
 
 def work_of(costs: RememberedCosts, *, batch_size: int = 1, **changes: Any) -> Any:
@@ -87,23 +86,6 @@ def test_dequantising_is_paid_once_for_each_pass_over_the_weights(kind: str) -> 
     assert once.dequantised_bytes == 1.5 * kept.dequantised_bytes
     plain = flux_work(micro_batch=2)
     assert plain.dequantised_bytes == 0 and once.kernels > plain.kernels
-
-
-@pytest.mark.parametrize("images", [1, 4])
-def test_arithmetic_moves_to_int8_and_bytes_are_moved_for_it(images: int) -> None:
-    same = {"base_precision": "int8", "batch_size": images}
-    plain, codes = (flux_work(base_matmul=value, **same) for value in ("dequantized", "int8"))
-    assert plain.int8_flops == plain.int8_bytes == 0
-    # Of a block that runs again two passes of three: backwards a GPU may have no such product.
-    assert codes.flops == plain.flops
-    assert codes.int8_flops / codes.flops == pytest.approx(LINEAR_SHARE * 2 / 3)
-    whole = flux_work(base_matmul="int8", checkpointing="none", **same)
-    assert whole.int8_flops / whole.flops == pytest.approx(LINEAR_SHARE / 2)
-    assert codes.int8_bytes > 0 and codes.kernels > plain.kernels
-    fast = card("RTX 3090", total_bytes=24 * GIB)
-    slow = replace(fast, int8_speedup=fast.int8_speedup / 2)
-    fast_s, slow_s = (gpu_step_time(codes, each, precision="bf16").high_s for each in (fast, slow))
-    assert fast_s < slow_s
 
 
 def test_copies_between_host_and_gpu_are_counted_both_ways() -> None:
