@@ -28,7 +28,6 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "lokr": ("sd15", {"adapter__kind": "lokr", "adapter__lokr_factor": 2}),
     "oft": ("sd15", {"adapter__kind": "oft"}),
     "dora": ("sd15", {"adapter__dora": True, "output__format": "diffusers"}),
-    "pissa": ("sd15", {"adapter__init": "pissa", "adapter__alpha": 2}),
     "rslora": ("sd15", {"adapter__rslora": True, "adapter__alpha": 2}),
     "locon": ("sd15", {"adapter__targets": "all", "adapter__conv_rank": 2, "adapter__alpha": 8}),
     "patterns": (
@@ -116,7 +115,7 @@ def test_training_changes_what_is_drawn_and_the_loss(case: str, place: Place) ->
 
 @pytest.mark.parametrize("case", ELSEWHERE)
 def test_a_fresh_diffusers_pipeline_draws_the_last_sample(case: str, place: Place) -> None:
-    """Also with trained text encoders, convolutions, DoRA, PiSSA and alpha other than the rank."""
+    """Also with trained text encoders, convolutions, DoRA and alpha other than the rank."""
     assert np.abs(drawn(case, place.runs / case) - shown(place.runs / case, 3)).max() <= 2
 
 
@@ -178,11 +177,11 @@ def test_a_file_of_another_rank_or_kind_is_refused(
 
 def test_an_assistant_is_trained_with_and_never_drawn_or_exported(place: Place) -> None:
     assistant = place.runs / "rslora" / final_export_name("rslora")
-    assert run_cli(place.command("pissa", "helped", base__assistant=str(assistant))) == 0
-    alone, helped = place.runs / "pissa", place.runs / "helped"
+    assert run_cli(place.command("patterns", "helped", base__assistant=str(assistant))) == 0
+    alone, helped = place.runs / "patterns", place.runs / "helped"
     assert np.array_equal(shown(alone, 0), shown(helped, 0))
     assert trajectory(alone)[0] != trajectory(helped)[0]
-    assert np.abs(drawn("pissa", helped) - shown(helped, 3)).max() <= 2
+    assert np.abs(drawn("patterns", helped) - shown(helped, 3)).max() <= 2
 
 
 # ---- other sources of the same base

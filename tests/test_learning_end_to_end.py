@@ -139,7 +139,6 @@ def test_a_run_that_learns_slowly_goes_on(other: Toy) -> None:
         {"adapter__kind": "loha"},
         {"adapter__kind": "lokr"},
         {"adapter__kind": "oft"},
-        {"adapter__init": "pissa"},
         {"train__precision": "bf16"},
     ],
     ids=str,

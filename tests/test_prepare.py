@@ -227,7 +227,6 @@ SLOW = "runs in fp32 beside each layer"
             {"adapter__dora": True, "output__format": "diffusers"},
             [f"adapter.dora {SLOW}", "output.format=diffusers: only diffusers reads"],
         ),
-        ({"adapter__init": "pissa"}, [f"adapter.init=pissa {SLOW}"]),
         ({"adapter__kind": "oft"}, ["output.format=kohya: diffusers, Forge and InvokeAI cannot"]),
     ],
 )

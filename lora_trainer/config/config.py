@@ -220,14 +220,24 @@ RETIRED_SETTINGS = frozenset(
         "memory.modulation_cache",
         "memory.base_matmul",
         "hardware.cuda_graphs",
+        "adapter.init",
     }
 )
-"""Settings of earlier versions that changed speed or memory, and of a result no more than rounding: read from
-old runs and settings files without effect."""
+"""Settings of earlier versions: read from old runs and settings files without effect. They changed speed or memory,
+and of a result no more than rounding, but for the value that `refuse_removed` names."""
+
+
+def refuse_removed(values: Mapping[str, Any]) -> None:
+    """Raise RequestError for a value of an earlier version without which the result would be another."""
+    if values.get("adapter.init") == "pissa":
+        raise RequestError(
+            "adapter.init=pissa is of an earlier version: adapters start at zero now",
+            fix="leave adapter.init out and start a new run",
+        )
 
 
 def without_retired(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without those that earlier versions had and that changed no result but by rounding."""
+    """Return settings without those of RETIRED_SETTINGS."""
     return {key: value for key, value in values.items() if key not in RETIRED_SETTINGS}
 
 

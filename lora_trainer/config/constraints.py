@@ -117,16 +117,6 @@ SETTINGS: tuple[Rule, ...] = (
     ),
     # ---- the adapter and its first weights
     Rule(
-        when=lambda c: c.adapter.dora and c.adapter.init == "pissa",
-        found="adapter.dora and adapter.init=pissa cannot be combined",
-        fix="choose one",
-    ),
-    Rule(
-        when=lambda c: c.adapter.init == "pissa" and c.train.init_from is not None,
-        found="adapter.init=pissa and train.init_from both set the first weights",
-        fix="choose one",
-    ),
-    Rule(
         when=lambda c: c.adapter.new_tokens > 0 and c.train.init_from is not None,
         found="adapter.new_tokens starts new vectors, train.init_from continues a file",
         fix="choose one",

@@ -31,6 +31,7 @@ from lora_trainer.config.config import (
     SEE_ALL_SETTINGS,
     build_config,
     overlaid,
+    refuse_removed,
     setting_keys,
     setting_of,
     setting_schemas,
@@ -278,6 +279,7 @@ def resolve(
     origins = {key: Origin(layer="default") for key in setting_keys()}
     values: dict[str, Any] = {}
     for layer in layers:
+        refuse_removed(layer.values)
         kept_values = without_retired(layer.values)
         values = overlaid(values, kept_values)
         origins.update({setting_of(key): layer.origin(key) for key in kept_values})

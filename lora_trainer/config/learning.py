@@ -98,10 +98,6 @@ class AdapterSettings(Section):
     rslora: bool = lora_setting(
         False, "scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); LoRA only"
     )
-    init: Literal["default", "pissa"] = lora_setting(
-        "default",
-        "start at zero, or at the top singular vectors (Meng et al. 2024, arXiv 2404.02948); LoRA only",
-    )
     dropout: BelowAll = setting(
         0.0,
         "fraction of input channels hidden from each layer's adapter, drawn for each sample",
@@ -426,7 +422,6 @@ class OptimizerSettings(Section):
             **NOT_OFT,
             **NOT_SCHEDULE_FREE,
             "adapter.dora": (True,),
-            "adapter.init": ("pissa",),
         },
         enforced=True,
     )

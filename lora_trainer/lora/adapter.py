@@ -23,7 +23,7 @@ from lora_trainer.lora.dropout import SampleMasks, drops
 from lora_trainer.lora.inject import AdaptedLayer, adapt
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, split_key
 
-_INITIAL, _AVERAGE, _BEST, _NEW_TOKENS = "initial.", "average.", "best.", "new_tokens."
+_AVERAGE, _BEST, _NEW_TOKENS = "average.", "best.", "new_tokens."
 NORM_TOLERANCE = 1e-5
 """Relative excess that is tolerated: a layer scaled back to the limit may round to just above it, and the
 next step would change its bits again although the optimizer did not move it."""
@@ -82,10 +82,7 @@ class Adapter:
         return optimizer_groups
 
     def tensors(self) -> AdapterTensors:
-        """Return the live float32 tensors, detached, on their device.
-
-        PiSSA is a LoRA of twice the rank, against the base as it was loaded.
-        """
+        """Return the live float32 tensors, detached, on their device."""
         return {key: layer.tensors() for key, layer in self.layers.items()}
 
     def words(self) -> dict[str, Tensor]:
@@ -95,8 +92,7 @@ class Adapter:
     def state(self) -> dict[str, Tensor]:
         """Return {"component.module.tensor": value} of the live tensors for a resume state.
 
-        Names that begin with "average." and "best." hold the running average and the best weights,
-        "initial." holds PiSSA's start, which `inject` takes back so that a resumed run has the same bits.
+        Names that begin with "average." and "best." hold the running average and the best weights.
         """
         average = {f"{_AVERAGE}{name}": tensor for name, tensor in self.average.items()}
         return self._named() | average | {f"{_BEST}{name}": t for name, t in self.best.items()}
@@ -183,22 +179,16 @@ class Adapter:
         return _named_parameters(self.layers, self.new_tokens)
 
     def _named(self) -> dict[str, Tensor]:
-        """Return the live tensors and PiSSA's start by name, detached."""
-        live = {name: parameter.detach() for name, parameter in self._all()}
-        start = {
-            f"{_INITIAL}{key}.{name}": tensor.detach()
-            for key, layer in self.layers.items()
-            for name, tensor in layer.initial.items()
-        }
-        return live | start
+        """Return the live tensors by name, detached."""
+        return {name: parameter.detach() for name, parameter in self._all()}
 
     @torch.no_grad()
     def limit_norms(self, limit: float) -> None:
         """Scale the updates of trained layers whose Frobenius norm is above `limit` back to it.
 
         Max-norm regularisation after Srebro & Shraibman 2005 and Srivastava et al. 2014 (sd-scripts:
-        scale_weight_norms). The host does not wait for the device. For LoRA, LoHa and LoKr; not for DoRA and
-        PiSSA, whose updates are more than the product of the factors.
+        scale_weight_norms). The host does not wait for the device. For LoRA, LoHa and LoKr; not for DoRA,
+        whose update is more than the product of the factors.
         """
         layers = [
             layer
@@ -238,23 +228,16 @@ def inject(
     settings: AdapterSettings,
     alpha: float,
     seed: int,
-    initial: Mapping[str, Tensor] | None = None,
     averaged: bool = False,
     new_tokens: Mapping[str, nn.Parameter] = MappingProxyType({}),
     keep_best: bool = False,
 ) -> Adapter:
     """Put an adapter on the named modules of frozen networks, both by component; updates start at zero.
 
-    `alpha` is `settings.alpha` without `auto`. `initial` is the state of the run being resumed: PiSSA starts
-    at its factors instead of decomposing the weights again. `averaged` adds a running average and
-    `keep_best` a copy for the best weights; both begin equal to the weights. `new_tokens` are trained too.
+    `alpha` is `settings.alpha` without `auto`. `averaged` adds a running average and `keep_best` a copy for the
+    best weights; both begin equal to the weights. `new_tokens` are trained too.
     Raises RequestError when a component has no named layer, or a layer that cannot be adapted.
     """
-    starts = initial and {
-        name.removeprefix(_INITIAL): tensor
-        for name, tensor in initial.items()
-        if name.startswith(_INITIAL)
-    }
     layers: dict[str, AdaptedLayer] = {}
     masks = SampleMasks() if drops(settings) else None
     for component, names in modules.items():
@@ -270,7 +253,6 @@ def inject(
             settings=settings,
             alpha=alpha,
             seed=seed,
-            initial=starts,
             masks=masks,
         )
     trained = dict(_named_parameters(layers, new_tokens))
@@ -355,11 +337,6 @@ def _refuse_others(layers: Mapping[str, AdaptedLayer], tensors: AdapterTensors) 
         raise RequestError(
             f"train.init_from holds a {' '.join(other_kind)} adapter, this run trains {' '.join(own_kind)}",
             fix=f"--set adapter.kind={other_kind[0]} --set adapter.dora={str('dora' in other_kind).lower()}",
-        )
-    if any(layer.initial for layer in layers.values()):
-        raise RequestError(
-            "adapter.init=pissa starts at the base's singular vectors, not at train.init_from",
-            fix="--set adapter.init=default",
         )
     if tensors.keys() != layers.keys():
         extra, missing = sorted(tensors.keys() - layers.keys()), sorted(layers.keys() - tensors)

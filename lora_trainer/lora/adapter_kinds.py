@@ -1,9 +1,4 @@
-"""Trained parts that peft does not have as they are needed here: PiSSA, OFT and new tokens.
-
-PiSSA (Meng et al. 2024, arXiv 2404.02948): a LoRA that starts at the weight's main singular vectors. The paper
-writes the residual W - s B0 A0 into the frozen weight. Here the weight is unchanged and the layer computes
-W x + s (B A x - B0 A0 x), which is the same function. So the base is not rounded again, other users of it see it
-unchanged, and the export is exactly the trained update.
+"""Trained parts that peft does not have as they are needed here: OFT and new tokens.
 
 OFT (Qiu et al. 2023, arXiv 2306.07280) rotates the outputs of a frozen layer in groups of channels. peft's OFT
 rotates the inputs, which no image program supports; this is the diagonal OFT of LyCORIS, ComfyUI and Forge
@@ -16,84 +11,18 @@ then tune the generator around it. The vectors are float32 whatever the dtype of
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import LoraVariant
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.families.base import TextEncoder
-from lora_trainer.lora.low_rank import leading_basis
 from lora_trainer.lora.tensors import rotation
 from lora_trainer.network.quantize import frozen_weight
-
-PISSA_OVERSAMPLING = 8
-
-
-def principal_factors(
-    weight: Tensor, *, rank: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Return float32 down [rank, n], up [m, rank] with up @ down the best rank-`rank` part of [m, n].
-
-    Each factor takes the square root of every singular value. Computed by subspace iteration (Halko et al.
-    2009, arXiv 0909.4061, algorithm 4.4), which is exact if rank + 8 reaches the smaller side; a full
-    decomposition of one layer of a large model takes half a minute. `generator` is on the CPU. Ranks
-    beyond the smaller side are zero. Raises RequestError for quantised weights.
-    """
-    if weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise RequestError(
-            "adapter.init=pissa needs the base's weights as they are, and these are quantised",
-            fix="use --set adapter.init=default",
-        )
-    values = weight.detach().float()
-    outputs, inputs = values.shape
-    # A few columns more than needed make the iteration converge on the last wanted singular vectors.
-    width = min(rank + PISSA_OVERSAMPLING, outputs, inputs)
-    # Drawn on the CPU, so that the start is the same on every device.
-    start = torch.randn(inputs, width, generator=generator).to(values.device)
-    basis = leading_basis(values, start)
-    left_vectors, singular, right_vectors = torch.linalg.svd(basis.T @ values, full_matrices=False)
-    used_rank = min(rank, width)
-    roots = singular[:used_rank].sqrt()
-    down = values.new_zeros(rank, inputs)
-    up = values.new_zeros(outputs, rank)
-    down[:used_rank] = roots[:, None] * right_vectors[:used_rank]
-    up[:, :used_rank] = (basis @ left_vectors[:, :used_rank]) * roots
-    return down, up
-
-
-class InitialVariant(LoraVariant):
-    """peft's forward pass of a LoRA minus the product of its initial factors."""
-
-    @staticmethod
-    def forward(
-        module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
-    ) -> Tensor:
-        """Return `result` + scale (up down - up0 down0) x, which is `result` before the first update."""
-        live = module.lora_B[active_adapter](module.lora_A[active_adapter](x))
-        start = module.initial_up(module.initial_down(x))
-        changed: Tensor = result + (live - start) * module.scaling[active_adapter]
-        return changed
-
-
-def start_at(layer: Any, name: str, *, down: Tensor, up: Tensor) -> dict[str, Tensor]:
-    """Set the trained and the subtracted factors of a peft layer; return the latter, frozen, by side."""
-    frozen: dict[str, Tensor] = {}
-    for side, modules, values in (("down", layer.lora_A, down), ("up", layer.lora_B, up)):
-        live: nn.Module = modules[name]
-        weight = live.get_parameter("weight")
-        with torch.no_grad():
-            weight.copy_(values.reshape(weight.shape))
-        still = copy.deepcopy(live).requires_grad_(False)
-        setattr(layer, f"initial_{side}", still)
-        frozen[side] = still.get_parameter("weight")
-    layer.lora_variant[name] = InitialVariant()
-    return frozen
 
 
 class RotatedLayer(nn.Module):

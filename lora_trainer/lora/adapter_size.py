@@ -97,7 +97,7 @@ def adapter_tensors(
     """Return the number of trained tensors of each shape in the adapters of these layers.
 
     `shapes` maps a module to (fan_in, out), or (fan_in, out, kernel) where the kernel has more than one
-    element; `fan_in` includes the kernel. PiSSA's frozen factors are not counted: as many again.
+    element; `fan_in` includes the kernel.
     """
     tensors: Counter[Shape] = Counter()
     for module, shape in shapes.items():

@@ -9,7 +9,7 @@ gives the same bits on every device, and stay in place for the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,16 +95,13 @@ def drops(settings: AdapterSettings) -> bool:
     return bool(settings.dropout or settings.rank_dropout or settings.module_dropout)
 
 
-def drop_in_lora(
-    masks: SampleMasks, key: str, downs: Sequence[nn.Module], settings: AdapterSettings
-) -> None:
-    """Add dropout to the inputs and outputs of the `down` layers of one adapted layer, with shared masks."""
-    before, after = gates_of_lora(masks, key, downs[0], settings)
-    for down in downs:
-        for mask in before:
-            down.register_forward_pre_hook(_before(mask))
-        for mask in after:
-            down.register_forward_hook(_after(mask))
+def drop_in_lora(masks: SampleMasks, key: str, down: nn.Module, settings: AdapterSettings) -> None:
+    """Add dropout to the inputs and outputs of the `down` layer of one adapted layer."""
+    before, after = gates_of_lora(masks, key, down, settings)
+    for mask in before:
+        down.register_forward_pre_hook(_before(mask))
+    for mask in after:
+        down.register_forward_hook(_after(mask))
 
 
 def gates_of_lora(

@@ -27,7 +27,7 @@ Gate = Callable[[Tensor], Tensor]
 class FusedLinear(Linear):
     """peft's LoRA of a linear layer, with its parameters, names and state, as one operation.
 
-    DoRA and PiSSA need more than this product and run peft's code. `before` are dropout masks of the
+    DoRA needs more than this product and runs peft's code. `before` are dropout masks of the
     adapter's inputs, `gates` are masks of its ranks.
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base import DENOISER
-from lora_trainer.lora.adapter_kinds import RotatedLayer, principal_factors, start_at
+from lora_trainer.lora.adapter_kinds import RotatedLayer
 from lora_trainer.lora.adapter_size import AdapterKind, Width, block_size, layer_width
 from lora_trainer.lora.dropout import SampleMasks, drop_in_lora, drop_in_lycoris, gates_of_lora
 from lora_trainer.lora.fused import CUSTOM, FusedLinear, LeanConv2d
@@ -39,7 +39,7 @@ _ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedLayer:
-    """One adapted layer: its trainable parameters by name, and for PiSSA their `initial` values.
+    """One adapted layer and its trainable parameters by name.
 
     `switch(False)` turns the layer's update off, `switch(True)` on again.
     """
@@ -48,20 +48,14 @@ class AdaptedLayer:
     width: Width
     parameters: Mapping[str, nn.Parameter]
     switch: Callable[[bool], None]
-    initial: Mapping[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> ModuleTensors:
-        """Return the live values, detached; PiSSA's as a LoRA of twice the rank on the unchanged base."""
+        """Return the live values, detached."""
         values = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        rank = self.width.rank
         if "magnitude" in values:
             values["magnitude"] = values["magnitude"].flatten()
-        if self.initial:
-            # B A - B0 A0 is the product of the concatenated factors [B, -B0] and [A; A0].
-            values["down"] = torch.cat([values["down"], self.initial["down"]])
-            values["up"] = torch.cat([values["up"], -self.initial["up"]], dim=1)
-            rank *= 2
-        return ModuleTensors(kind=self.kind, tensors=values, rank=rank, scale=self.width.scale)
+        width = self.width
+        return ModuleTensors(kind=self.kind, tensors=values, rank=width.rank, scale=width.scale)
 
     def update_norm(self) -> Tensor:
         """Return the Frobenius norm of the layer's update, a float32 scalar on its device.
@@ -109,13 +103,11 @@ def adapt(
     settings: AdapterSettings,
     alpha: float,
     seed: int,
-    initial: Mapping[str, Tensor] | None,
     masks: SampleMasks | None = None,
 ) -> dict[str, AdaptedLayer]:
     """Adapt the named layers and return them by "component.module", in that order.
 
-    `initial` holds PiSSA's saved factors as "component.module.down" and "component.module.up"; `masks`
-    collect the dropout masks of the settings. Raises RequestError for a layer that cannot be adapted.
+    `masks` collect the dropout masks of the settings. Raises RequestError for a layer that cannot be adapted.
     """
     keys = {f"{component}.{module}": network.get_submodule(module) for module in modules}
     widths = {
@@ -133,7 +125,7 @@ def adapt(
         )  # peft warns of a second adapter, and this is the same
         inject_adapter_in_model(_peft_config(settings, names, rank), network, adapter_name=_NAME)
     layers = {
-        key: _peft_layer(network, key, layer, widths[key], settings, seed=seed, initial=initial)
+        key: _peft_layer(network, key, layer, widths[key], settings, seed=seed)
         for key, layer in keys.items()
     }
     if masks is not None:
@@ -149,10 +141,7 @@ def _drop(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -
     if isinstance(layer, FusedLinear | LeanConv2d) and not layer.lora_variant:
         layer.before, layer.gates = gates_of_lora(masks, key, layer.lora_A[_NAME], settings)
         return
-    # PiSSA's initial factors are dropped with the same masks, so that the difference of both products is
-    # the trained change of the ranks that remain.
-    start = [layer.initial_down] if settings.init == "pissa" else []
-    drop_in_lora(masks, key, [layer.lora_A[_NAME], *start], settings)
+    drop_in_lora(masks, key, layer.lora_A[_NAME], settings)
 
 
 def draw(seed: int, key: str, name: str) -> torch.Generator:
@@ -203,7 +192,6 @@ def _peft_layer(
     settings: AdapterSettings,
     *,
     seed: int,
-    initial: Mapping[str, Tensor] | None,
 ) -> AdaptedLayer:
     layer: Any = network.get_submodule(split_key(key)[1])
     assert layer is not base, f"peft did not adapt {key}"
@@ -222,26 +210,19 @@ def _peft_layer(
         width = Width(rank=width.rank, scale=1.0)
     layer.scaling[_NAME] = width.scale
     for name, parameter in parameters.items():
-        _initialise(parameter, settings.kind, name, draw(seed, key, name), full="w2" in parameters)
-    frozen: Mapping[str, Tensor] = {}
+        _initialise(parameter, settings.kind, name, draw(seed, key, name))
     if settings.dora:
         parameters["magnitude"] = _learn_norms(layer)
-    if settings.init == "pissa":
-        down, up = _start(key, base, width, seed=seed, saved=initial)
-        frozen = start_at(layer, _NAME, down=down, up=up)
     return AdaptedLayer(
         kind=settings.kind,
         width=width,
         parameters=parameters,
         # peft's own switch would also freeze the parameters.
         switch=lambda on: setattr(layer, "_disable_adapters", not on),
-        initial=frozen,
     )
 
 
-def _initialise(
-    parameter: nn.Parameter, kind: str, name: str, generator: torch.Generator, *, full: bool
-) -> None:
+def _initialise(parameter: nn.Parameter, kind: str, name: str, generator: torch.Generator) -> None:
     """Set the initial values in float32: the update is zero, its first gradient is not.
 
     LoRA uses Kaiming's uniform distribution and zero (Hu et al. 2021), LoHa and LoKr are as in LyCORIS.
@@ -282,24 +263,6 @@ def _learn_norms(layer: Any) -> nn.Parameter:
     norms.weight = nn.Parameter(magnitude)
     parameter: nn.Parameter = norms.weight
     return parameter
-
-
-def _start(
-    key: str, base: nn.Module, width: Width, *, seed: int, saved: Mapping[str, Tensor] | None
-) -> tuple[Tensor, Tensor]:
-    """Return PiSSA's initial factors, from `saved` in a resumed run: a second SVD would have other bits."""
-    weight = frozen_weight(base)
-    if saved is None:
-        flat = weight.flatten(1)
-        down, up = principal_factors(flat, rank=width.rank, generator=draw(seed, key, "down"))
-        return down / math.sqrt(width.scale), up / math.sqrt(width.scale)
-    try:
-        return saved[f"{key}.down"].to(weight.device), saved[f"{key}.up"].to(weight.device)
-    except KeyError:
-        raise RequestError(
-            f"the saved state has no PiSSA start of {key}: it belongs to another adapter",
-            fix="resume with the run's own adapter settings, or start a new run",
-        ) from None
 
 
 def _rotate(network: nn.Module, key: str, layer: nn.Module, rank: int) -> AdaptedLayer:

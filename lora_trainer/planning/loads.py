@@ -96,7 +96,7 @@ def surroundings(
 
 def runs_wide(adapter: AdapterSettings) -> bool:
     """Say whether adapted layers keep fp32 copies of their inputs, as all kinds except a plain LoRA do."""
-    return adapter.kind != "lora" or adapter.dora or adapter.init == "pissa"
+    return adapter.kind != "lora" or adapter.dora
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -156,7 +156,6 @@ def saved_copies(load: Load, costs: RememberedCosts) -> MemoryItem:
     size = copied_bytes(
         costs.adapter_tensors(load.adapter),
         load.optimizer if KINDS[load.device].own_memory else load.optimizer.removeprefix("paged_"),
-        pissa=load.adapter.init == "pissa",
         pinned=KINDS[load.device].pins,
         # The best weights count twice: the copy in the resume state, and the copy its file is written from.
         copies=load.averaged + 2 * load.keeps_best,
@@ -246,11 +245,8 @@ def prepared_batches(load: Load, costs: RememberedCosts) -> MemoryItem:
 
 
 def _rebuilt(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
-    """Yield full-size weight changes, which LoHa and LoKr build and autograd keeps, and PiSSA's start."""
+    """Yield full-size weight changes, which LoHa and LoKr build and autograd keeps."""
     adapter = load.adapter
-    if adapter.init == "pissa":
-        size = MASTER_BYTES * total_elements(costs.adapter_tensors(adapter))
-        yield MemoryItem("adapter's start", size, "PiSSA, fp32")
     # Built from the factors in every forward pass, in fp32 and in the size of the layer's own weight.
     if elements := rebuilt_elements(costs.adapter_shapes(adapter.targets), adapter):
         kept_elements = elements * rebuilt_share(load)

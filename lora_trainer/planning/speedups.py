@@ -73,8 +73,6 @@ def _obstacles(inputs: PlanInput, config: Config, gpu: Gpu | None) -> Iterator[s
     kind = "DoRA" if adapter.dora else adapter.kind
     if kind in ("DoRA", "loha", "lokr"):
         yield f"peft's {kind} layers cannot be compiled in one piece"
-    if adapter.init == "pissa":
-        yield "adapter.init=pissa computes its layers in hooks, which cannot be compiled"
     if adapter.dropout or adapter.rank_dropout or adapter.module_dropout:
         yield "adapter dropout differs by layer, so each block would be compiled separately"
     if texts_vary(inputs.family, inputs.facts):

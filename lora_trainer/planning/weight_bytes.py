@@ -151,22 +151,22 @@ def state_bytes(tensors: Mapping[Shape, int], optimizer: str) -> StateBytes:
 
 
 def copied_bytes(
-    tensors: Mapping[Shape, int], optimizer: str, *, pissa: bool, pinned: bool, copies: int = 0
+    tensors: Mapping[Shape, int], optimizer: str, *, pinned: bool, copies: int = 0
 ) -> int:
     """Return the bytes of the host copies for saving: fp32 masters, optimizer states, and the export.
 
     Torch rounds each `pinned` tensor up to a power of two, at least a page. Paged states are no device
-    memory for torch, so their copies are not pinned. PiSSA's start is saved and exported too; `copies`
-    counts further sets of the masters' size (a running average, the best weights).
+    memory for torch, so their copies are not pinned. `copies` counts
+    further sets of the masters' size (a running average, the best weights).
     """
-    kept_copies = 1 + pissa + copies  # one of the masters in any case
+    kept_copies = 1 + copies  # one of the masters in any case
     sizes = [
         (count, size, pinned and not is_paged)
         for shape, count in tensors.items()
         for size, is_paged in (
             *((MASTER_BYTES * math.prod(shape), False),) * kept_copies,
             *_states(shape, optimizer),
-            (MASTER_BYTES * math.prod(shape) * (2 if pissa else 1), False),
+            (MASTER_BYTES * math.prod(shape), False),
         )
     ]
     return sum(count * (pinned_bytes(size) if rounded else size) for count, size, rounded in sizes)

@@ -108,7 +108,6 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
         settings=config.adapter,
         alpha=_alpha(config),
         seed=config.train.seed,
-        initial=state.adapter if state is not None else None,
         averaged=config.train.ema_decay is not None,
         new_tokens=_new_tokens(config, networks.text),
         keep_best=config.output.keep_best,

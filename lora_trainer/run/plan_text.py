@@ -385,10 +385,9 @@ def _long(prepared: Prepared) -> Iterator[Finding]:
 
 
 def _wide(adapter: AdapterSettings) -> Iterator[Finding]:
-    slow = {"adapter.dora": adapter.dora, "adapter.init=pissa": adapter.init == "pissa"}
-    for name in (name for name, used in slow.items() if used):
+    if adapter.dora:
         what = (
-            f"{name} runs in fp32 beside each layer instead of fused with it, "
+            "adapter.dora runs in fp32 beside each layer instead of fused with it, "
             "so a step takes more time, and in 16 bits more memory"
         )
         yield warning("adapter", None, what, advice="use a plain LoRA if time or memory is short")

@@ -305,3 +305,13 @@ def test_places_point_at_the_key_itself(
         line, column = (int(number) for number in place.split(":")[-2:])
         leaf = json.dumps(key.split(".")[1])
         assert lines[line - 1][column - 1 :].startswith(leaf)
+
+
+def test_a_value_without_which_an_older_run_would_end_otherwise_is_refused() -> None:
+    assert resolved(overrides={"adapter.init": "default"}).config == resolved().config
+    for older in (
+        {"overrides": {"adapter.init": "pissa"}},
+        {"run_settings": {"adapter.init": "pissa"}},
+    ):
+        with pytest.raises(RequestError, match=r"pissa is of an earlier version.*start a new run"):
+            resolved(**older)

@@ -27,7 +27,6 @@ OTHER = {
     "base.companion": "someone/something",
     "data.class_word": "toy",
     "optimizer.text_encoder_learning_rate": 1e-3,
-    "adapter.init": "pissa",
     "adapter.new_tokens_from": "toy",
     "memory.attention": "xformers",
     "objective.zero_terminal_snr": False,

@@ -22,7 +22,6 @@ MODULES = ("first.linear", "second.linear", "second.conv")
 KINDS: list[dict[str, Any]] = [
     {},
     {"dora": True},
-    {"init": "pissa"},
     {"kind": "loha"},
     {"kind": "lokr", "rank": 1},
     {"kind": "oft"},
@@ -54,7 +53,6 @@ def adapted(
     net: nn.Module | None = None,
     alpha: float = 8.0,
     text: nn.Module | None = None,
-    initial: Mapping[str, Tensor] | None = None,
     averaged: bool = False,
     **settings: Any,
 ) -> Adapter:
@@ -69,7 +67,6 @@ def adapted(
         settings=chosen,
         alpha=alpha,
         seed=seed,
-        initial=initial,
         averaged=averaged,
     )
 
@@ -285,7 +282,7 @@ def test_a_state_is_restored_into_the_live_parameters(settings: dict[str, Any]) 
     source = adapted(net=source_net, seed=9, **settings)
     awaken(source)
     saved = {name: tensor.clone() for name, tensor in source.state().items()}
-    target = adapted(net=net, initial=saved, **settings)
+    target = adapted(net=net, **settings)
     live = [id(parameter) for parameter in target.parameters()]
     target.load_state(saved)
     assert [id(parameter) for parameter in target.parameters()] == live
@@ -295,9 +292,7 @@ def test_a_state_is_restored_into_the_live_parameters(settings: dict[str, Any]) 
     assert torch.equal(net.second.conv(image), source_net.second.conv(image))
 
 
-@pytest.mark.parametrize(
-    "other", [{"rank": 8}, {"kind": "loha"}, {"dora": True}, {"init": "pissa"}], ids=str
-)
+@pytest.mark.parametrize("other", [{"rank": 8}, {"kind": "loha"}, {"dora": True}], ids=str)
 def test_a_state_of_another_adapter_is_refused(other: dict[str, Any]) -> None:
     _refused(adapted(**other))
 
@@ -316,13 +311,13 @@ def _refused(other: Adapter) -> None:
 
 
 def test_state_names_say_component_module_and_tensor() -> None:
-    state = adapted("first.linear", text=network(), init="pissa").state()
+    state = adapted("first.linear", text=network()).state()
     keys = [
         f"{component}.first.linear.{side}"
         for component in ("denoiser", "text_encoder")
         for side in ("down", "up")
     ]
-    assert list(state) == [*keys, *(f"initial.{key}" for key in keys)]
+    assert list(state) == keys
     assert not any(tensor.requires_grad for tensor in state.values())
 
 
@@ -395,11 +390,6 @@ def test_a_file_of_other_layers_is_refused_with_the_settings_to_look_at() -> Non
     assert "second.conv" in fewer.found and "text_encoder" not in fewer.fix
     text = refusal(adapted(text=network()).tensors())
     assert "changes 1 layers" in text.found and "adapter.text_encoder" in text.fix
-
-
-def test_pissa_does_not_go_on_from_a_file() -> None:
-    with pytest.raises(RequestError, match="adapter.init=pissa"):
-        adapted(init="pissa").load_tensors(adapted().tensors())
 
 
 # ---- the running average

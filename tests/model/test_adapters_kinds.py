@@ -10,19 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from lora_trainer.common.errors import RequestError
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.lora.adapter import Adapter, inject
-from lora_trainer.lora.adapter_kinds import principal_factors
-from lora_trainer.lora.tensors import row_norms, update
+from lora_trainer.lora.tensors import update
 
 KINDS: list[dict[str, Any]] = [
     {},
     {"rslora": True},
     {"dora": True},
-    {"init": "pissa"},
     {"kind": "loha"},
     {"kind": "lokr"},
     {"kind": "lokr", "rank": 1},
@@ -78,20 +74,6 @@ def merged(adapter: Adapter, net: Network) -> Network:
     return changed
 
 
-@BY_KIND
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_forward_pass_is_that_of_the_updated_weights(kind: dict[str, Any], bias: bool) -> None:
-    net = network(bias=bias)
-    plain = copy.deepcopy(net)
-    adapter = adapted(net, **kind)
-    awaken(adapter)
-    image = torch.randn(2, 6, 8, 8)
-    reference = merged(adapter, plain)
-    for live, wanted, base in zip(net(image), reference(image), plain(image), strict=True):
-        torch.testing.assert_close(live, wanted, rtol=1e-5, atol=1e-5)
-        assert float((live - base).detach().abs().max()) > 1e-2
-
-
 @settings(max_examples=40)
 @given(
     kind=st.sampled_from(KINDS),
@@ -100,11 +82,18 @@ def test_the_forward_pass_is_that_of_the_updated_weights(kind: dict[str, Any], b
     rank=st.integers(1, 6),
     conv_rank=st.none() | st.integers(1, 3),
     alpha=st.floats(0.5, 9.0),
+    bias=st.booleans(),
 )
 def test_any_shape_and_rank_is_that_of_the_updated_weights(
-    kind: dict[str, Any], inputs: int, out: int, rank: int, conv_rank: int | None, alpha: float
+    kind: dict[str, Any],
+    inputs: int,
+    out: int,
+    rank: int,
+    conv_rank: int | None,
+    alpha: float,
+    bias: bool,
 ) -> None:
-    net = network(inputs=inputs, out=out).double()
+    net = network(inputs=inputs, out=out, bias=bias).double()
     plain = copy.deepcopy(net)
     values = {"rank": rank, "conv_rank": conv_rank, **kind}
     adapter = adapted(net.float(), alpha=alpha, **values)
@@ -116,7 +105,7 @@ def test_any_shape_and_rank_is_that_of_the_updated_weights(
 
 
 @BY_KIND
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_update_starts_at_zero(kind: dict[str, Any], dtype: torch.dtype) -> None:
     net = network(dtype)
     plain = copy.deepcopy(net)
@@ -124,7 +113,7 @@ def test_the_update_starts_at_zero(kind: dict[str, Any], dtype: torch.dtype) -> 
     image = torch.randn(2, 6, 8, 8).to(dtype)
     for live, base in zip(net(image), plain(image), strict=True):
         assert live.dtype == dtype
-        if "init" in kind or kind.get("kind", "lora") == "lora":
+        if kind.get("kind", "lora") == "lora":
             # Products come from kernels that round differently; one sums the bias first.
             rounding = 2 * torch.finfo(dtype).eps * float(base.abs().max())
             torch.testing.assert_close(live, base, rtol=0, atol=rounding)
@@ -132,14 +121,6 @@ def test_the_update_starts_at_zero(kind: dict[str, Any], dtype: torch.dtype) -> 
             assert torch.equal(live, base)
     assert all(parameter.dtype == torch.float32 for parameter in adapter.parameters())
     assert all(parameter.is_leaf for parameter in adapter.parameters())
-
-
-@BY_KIND
-def test_masters_on_a_half_precision_base_are_those_of_a_float32_base(kind: dict[str, Any]) -> None:
-    rounded = network(torch.bfloat16)
-    exact, half = adapted(copy.deepcopy(rounded).float(), **kind), adapted(rounded, **kind)
-    for name, tensor in half.state().items():
-        torch.testing.assert_close(tensor, exact.state()[name], rtol=1e-5, atol=1e-6)
 
 
 @BY_KIND
@@ -151,21 +132,6 @@ def test_the_first_step_changes_every_layer(kind: dict[str, Any]) -> None:
     torch.stack([output.square().mean() for output in outputs]).sum().backward()
     for layer in adapter.layers.values():
         assert any(p.grad is not None and p.grad.any() for p in layer.parameters.values())
-
-
-@BY_KIND
-def test_gradients_are_the_same_with_checkpointing(kind: dict[str, Any]) -> None:
-    found = []
-    image = torch.randn(2, 6, 8, 8, generator=torch.Generator().manual_seed(4))
-    for recompute in (False, True):
-        net = network()
-        adapter = adapted(net, **kind)
-        awaken(adapter)
-        outputs = checkpoint(net, image, use_reentrant=False) if recompute else net(image)
-        torch.stack([output.square().mean() for output in outputs]).sum().backward()
-        found.append([parameter.grad for parameter in adapter.parameters()])
-    for plain, again in zip(*found, strict=True):
-        assert plain is not None and again is not None and torch.equal(plain, again)
 
 
 @BY_KIND
@@ -188,85 +154,6 @@ def test_readers_ignore_the_alpha_of_a_lokr_of_full_factors() -> None:
     assert set(module.tensors) == {"w1", "w2"} and module.scale == 1.0
     factored = adapted(network(), kind="lokr", rank=1, alpha=2.0).tensors()["denoiser.linear"]
     assert set(factored.tensors) == {"w1", "w2_a", "w2_b"} and factored.scale == 2.0
-
-
-def test_dora_starts_at_the_norms_of_the_weight() -> None:
-    net = network()
-    plain = copy.deepcopy(net)
-    adapter = adapted(net, dora=True)
-    for name in ("linear", "conv", "point"):
-        weight = plain.get_submodule(name).get_parameter("weight")
-        magnitude = adapter.tensors()[f"denoiser.{name}"].tensors["magnitude"]
-        torch.testing.assert_close(magnitude, row_norms(weight))
-
-
-# ---- PiSSA
-
-
-def matrix(rows: int, columns: int) -> Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(7))
-
-
-@pytest.mark.parametrize(("rows", "columns", "rank"), [(9, 6, 3), (40, 90, 4), (6, 9, 6)])
-def test_pissa_takes_the_best_part_of_its_rank(rows: int, columns: int, rank: int) -> None:
-    weight = matrix(rows, columns)
-    generator = torch.Generator().manual_seed(0)
-    down, up = principal_factors(weight, rank=rank, generator=generator)
-    left, singular, right = torch.linalg.svd(weight, full_matrices=False)
-    best = (left[:, :rank] * singular[:rank]) @ right[:rank]
-    least = float((weight - best).norm())
-    assert float((weight - up @ down).norm()) <= 1.01 * least + 1e-4
-    torch.testing.assert_close(up.norm(dim=0), down.norm(dim=1), rtol=1e-4, atol=1e-5)
-
-
-def test_pissa_pads_a_rank_beyond_the_weight_with_zeros() -> None:
-    weight = matrix(3, 5)
-    down, up = principal_factors(weight, rank=7, generator=torch.Generator())
-    assert down.shape == (7, 5) and up.shape == (3, 7)
-    torch.testing.assert_close(up @ down, weight)
-
-
-def test_pissa_is_the_same_however_often_it_is_computed() -> None:
-    first, second = (adapted(network(), init="pissa").state() for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_pissa_starts_at_the_weight_itself_and_leaves_the_base_alone() -> None:
-    net = network()
-    plain = copy.deepcopy(net)
-    adapter = adapted(net, init="pissa", rank=6, alpha=3.0)
-    layer = adapter.layers["denoiser.linear"]
-    start = layer.parameters["up"] @ layer.parameters["down"] * layer.width.scale
-    torch.testing.assert_close(start.detach(), plain.linear.weight)  # rank 6 is all of it
-    assert torch.equal(net.linear.base_layer.weight, plain.linear.weight)
-    module = adapter.tensors()["denoiser.conv"]
-    assert module.rank == 12 and module.tensors["down"].shape == (12, 6, 3, 3)
-    assert float(update(module).abs().max()) < 1e-6
-
-
-def test_pissa_resumes_without_a_second_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = adapted(network(), init="pissa").state()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("decomposed again")
-
-    monkeypatch.setattr("lora_trainer.lora.inject.principal_factors", fail)
-    arguments: dict[str, Any] = {
-        "modules": {"denoiser": ("linear", "conv", "point")},
-        "settings": AdapterSettings(rank=4, init="pissa"),
-        "alpha": 6.0,
-        "seed": 1,
-    }
-    again = inject({"denoiser": network()}, **arguments, initial=first).state()
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    with pytest.raises(RequestError, match="no PiSSA start of denoiser.linear"):
-        inject({"denoiser": network()}, **arguments, initial={"denoiser.linear.up": torch.ones(1)})
-
-
-def test_pissa_refuses_quantised_weights() -> None:
-    weight = torch.zeros(4, 4, dtype=torch.uint8)
-    with pytest.raises(RequestError, match="quantised"):
-        principal_factors(weight, rank=2, generator=torch.Generator())
 
 
 # ---- memory

@@ -13,7 +13,7 @@ from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.lora_hooks import attach_assistant
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, update
 
-KINDS = [{}, {"dora": True}, {"init": "pissa"}, {"kind": "loha"}, {"kind": "oft"}]
+KINDS = [{}, {"dora": True}, {"kind": "loha"}, {"kind": "oft"}]
 
 
 class Network(nn.Module):

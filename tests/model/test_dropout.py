@@ -15,7 +15,6 @@ from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.dropout import SampleMasks, halves
 
-CPU = torch.device("cpu")
 SEEDS = [draw_seed(7, Stream.ADAPTER_DROPOUT, 0, f"s{k}") for k in range(4)]
 DROPOUTS: list[dict[str, Any]] = [
     {"dropout": 0.5},
@@ -26,7 +25,6 @@ DROPOUTS: list[dict[str, Any]] = [
 KINDS: list[dict[str, Any]] = [
     *DROPOUTS,
     {"dora": True, "dropout": 0.5, "rank_dropout": 0.2},
-    {"init": "pissa", "dropout": 0.5, "rank_dropout": 0.2},
     {"kind": "loha", "dropout": 0.5, "module_dropout": 0.3},
     {"kind": "lokr", "dropout": 0.5, "module_dropout": 0.3},
 ]
@@ -221,20 +219,6 @@ def test_a_module_is_off_or_as_it_is(kind: str) -> None:
             off += is_off
             assert is_off or torch.allclose(found[k], live[k], atol=1e-6)
     assert 20 < off < 44
-
-
-def test_pissa_drops_its_start_alike() -> None:
-    """Where nothing has moved, nothing is added to the base, whatever is dropped."""
-    network, adapter = adapted(init="pissa", dropout=0.5, rank_dropout=0.5)
-    plain: Any = network.linear
-    tokens, image = inputs()
-    with torch.no_grad():
-        for layer in adapter.layers.values():
-            for name, parameter in layer.parameters.items():
-                parameter.copy_(layer.initial[name])
-    with masks_of(adapter).of(halved(SEEDS)):
-        found = network(tokens, image)[:, :40]
-    torch.testing.assert_close(found, plain.base_layer(tokens).flatten(1), rtol=1e-5, atol=1e-5)
 
 
 def test_without_dropout_there_are_no_masks() -> None:

@@ -32,7 +32,6 @@ FAMILIES = pytest.mark.parametrize("name", ["sd15", "flux"])
 ADAPTERS: list[dict[str, Any]] = [
     {},
     {"dora": True},
-    {"init": "pissa"},
     {"kind": "loha"},
     {"kind": "lokr", "rank": 1},
     {"kind": "oft"},

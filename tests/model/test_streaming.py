@@ -97,7 +97,6 @@ def test_a_copy_is_waited_for_before_it_is_used(name: str, monkeypatch: pytest.M
     "settings",
     [
         {"dora": True},
-        {"init": "pissa"},
         {"kind": "loha"},
         {"kind": "lokr"},
         {"kind": "oft"},
@@ -213,7 +212,7 @@ def test_the_planner_s_bytes_are_those_of_the_network() -> None:
 
 
 def test_all_but_the_streamed_weights_move_to_the_device() -> None:
-    at = trainee("zimage", init="pissa")
+    at = trainee("zimage")
     apply_checkpointing(at.denoiser, "full")
     blocks = stream_blocks(at.denoiser, count=2, device=torch.device("meta"))
     there = {name for name, tensor in at.denoiser.named_parameters() if tensor.device.type == "cpu"}
@@ -221,7 +220,6 @@ def test_all_but_the_streamed_weights_move_to_the_device() -> None:
     for name in there:
         assert name.startswith(tuple(f"{block}." for block in blocks.names))
         assert "lora_" not in name
-        assert "initial_" not in name
 
 
 # ---- the way there

@@ -29,7 +29,6 @@ from tests.fakes.family_bases import denoiser_of, facts_of
 KINDS = [
     {},
     {"dora": True},
-    {"init": "pissa"},
     {"conv_rank": 2},
     {"rank_pattern": {"^conv$": 3, "line": 5}},
     {"kind": "loha"},

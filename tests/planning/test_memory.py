@@ -99,8 +99,6 @@ FP32 = {"precision": "fp32", "base_precision": "fp32"}
         ({"averaged": True}, "adapter average", 4 * LORA),
         ({"keeps_best": True}, "best adapter", 4 * LORA),
         ({"optimizer": "schedulefree_adamw"}, "averaged weights", 4 * LORA),
-        ({"init": "pissa"}, "adapter's start", 4 * LORA),
-        ({"init": "pissa"}, "optimizer states", 8 * LORA),
         ({"text_encoder": True}, "adapter weights", 4 * (LORA + TEXT_LORA)),
         ({"text_encoder": True}, "optimizer states", 8 * (LORA + TEXT_LORA)),
         ({"text_encoder": True}, "text encoder weights", 2 * 123_060_480),
@@ -218,7 +216,7 @@ def test_memory_outside_of_tensors_is_named() -> None:
 def test_dropout_and_wide_adapters_copy_inputs() -> None:
     plain = items()
     assert plain["adapter inputs"] == 0
-    for changes in ({"dora": True}, {"init": "pissa"}, {"kind": "loha"}, {"kind": "oft"}):
+    for changes in ({"dora": True}, {"kind": "loha"}, {"kind": "oft"}):
         made = items(**changes)
         assert made["adapter inputs"] > made["activations"] / 4
     copies = items(dora=True)

@@ -50,7 +50,6 @@ def test_nothing_is_compiled_unasked_elsewhere(priority: str, hardware: Any, why
     [
         ({"adapter.dora": True}, "DoRA"),
         ({"adapter.kind": "lokr"}, "lokr"),
-        ({"adapter.init": "pissa"}, "pissa"),
         ({"adapter.rank_dropout": 0.1}, "dropout"),
     ],
 )

@@ -108,21 +108,20 @@ def test_pinned_memory_comes_in_powers_of_two(size: int, taken: int) -> None:
     assert pinned_bytes(size) == taken
 
 
-def adapted(init: str) -> Adapter:
+def adapted() -> Adapter:
     network = nn.Sequential(nn.Linear(300, 70), nn.Linear(70, 90)).requires_grad_(False)
     return inject(
         {"denoiser": network},
         modules={"denoiser": ["0", "1"]},
-        settings=AdapterSettings.model_validate({"rank": 16, "init": init}),
+        settings=AdapterSettings.model_validate({"rank": 16}),
         alpha=16.0,
         seed=1,
     )
 
 
-@pytest.mark.parametrize("init", ["default", "pissa"])
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
-def test_copies_are_those_that_a_save_keeps(name: str, init: str, tmp_path: Path) -> None:
-    adapter = adapted(init)
+def test_copies_are_those_that_a_save_keeps(name: str, tmp_path: Path) -> None:
+    adapter = adapted()
     settings = OptimizerSettings.model_validate({"name": name})
     optimizer = build_optimizer(adapter.groups(settings), settings)
     writer = StateWriter(folder=tmp_path, keep=2, events=EventStream())
@@ -141,8 +140,8 @@ def test_copies_are_those_that_a_save_keeps(name: str, init: str, tmp_path: Path
         if key.rpartition(".")[2] not in SHARED
     )
     tensors = Counter(tuple(parameter.shape) for parameter in adapter.parameters())
-    assert copied_bytes(tensors, name, pissa=init == "pissa", pinned=False) == kept
-    assert kept < copied_bytes(tensors, name, pissa=init == "pissa", pinned=True)
+    assert copied_bytes(tensors, name, pinned=False) == kept
+    assert kept < copied_bytes(tensors, name, pinned=True)
 
 
 def exported(adapter: Adapter, copy: Any) -> Any:
@@ -152,7 +151,7 @@ def exported(adapter: Adapter, copy: Any) -> Any:
 
 def test_a_running_average_is_copied_as_the_masters_are() -> None:
     plain, averaged = (
-        copied_bytes({(1000,): 3}, "adamw", pissa=False, pinned=False, copies=averaged)
+        copied_bytes({(1000,): 3}, "adamw", pinned=False, copies=averaged)
         for averaged in (False, True)
     )
     assert averaged - plain == 3 * 4000
@@ -162,8 +161,7 @@ def test_copies_of_paged_states_are_not_pinned() -> None:
     """Two moments of a byte each lie in the driver's memory; torch takes them for tensors of the host."""
     odd = PAGED_ELEMENTS + 1
     pinned, plain = (
-        copied_bytes({(odd,): 1}, "paged_adamw8bit", pissa=False, pinned=pinned)
-        for pinned in (True, False)
+        copied_bytes({(odd,): 1}, "paged_adamw8bit", pinned=pinned) for pinned in (True, False)
     )
     scales = 4 * -(-odd // 256)
     rounded = 2 * (pinned_bytes(4 * odd) - 4 * odd) + 2 * (pinned_bytes(scales) - scales)

@@ -153,7 +153,6 @@ def test_a_batch_without_masks_is_as_it_was() -> None:
     [
         {},
         {"dora": True, "targets": "attention"},
-        {"init": "pissa"},
         {"dropout": 0.3, "rank_dropout": 0.3, "module_dropout": 0.3},
         {"kind": "loha"},
         {"kind": "lokr", "dropout": 0.3},

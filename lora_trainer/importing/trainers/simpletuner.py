@@ -124,13 +124,8 @@ def _adapter(foreign: Foreign) -> None:
             foreign.set("adapter.dora", True, "use_dora")
     init = foreign.first_on("lora_init_type", "lora_initialisation_style")
     if init:
-        word = str(foreign.values[init])
-        is_plain = foreign.settings["adapter.kind"] == "lora" and not foreign.flag("use_dora")
-        if word == "pissa" and is_plain:
-            foreign.set("adapter.init", "pissa", init)
-        else:
-            why = "an adapter starts at zero, or with pissa"
-            foreign.lacks(init, word, why, off=("default", "gaussian"))
+        word, why = str(foreign.values[init]), "an adapter starts at zero"
+        foreign.lacks(init, word, why, off=("default", "gaussian"))
     foreign.set("adapter.targets", "transformer")
     foreign.carry_on("train.init_from", "init_lora")
 
