@@ -65,32 +65,22 @@ COMMANDS = (
     f"; touch {MARKER}",
     f"$(touch {MARKER})",
     f"`touch {MARKER}`",
-    f"| touch {MARKER}",
-    f"&& touch {MARKER} #",
     f"x\ntouch {MARKER}\n",
     f"'; touch {MARKER}; '",
-    f'"; touch {MARKER}; "',
-    "--help",
     "--config=/etc/passwd",
-    "--output=/tmp",
-    "-o",
-    "; rm -rf .",
 )
 _JS = "window.__xss=1;alert(1)"
 MARKUP = (
     f"<script>{_JS}</script>",
     f"<img src=x onerror={_JS}>",
     f'"><img src=x onerror={_JS}>',
-    f"'><img src=x onerror={_JS}>",
     f"</script><script>{_JS}</script>",
     f"</style><script>{_JS}</script>",
     f"</textarea><script>{_JS}</script>",
     f"</title><script>{_JS}</script>",
     f"--><script>{_JS}</script>",
-    f"]]><script>{_JS}</script>",
     f"<svg onload={_JS}>",
     f"<svg><script>{_JS}</script></svg>",
-    f"<svg><animate onbegin={_JS} attributeName=x>",
     f"<body onload={_JS}>",
     "<iframe srcdoc='<script>parent.__xss=1</script>'>",
     "<iframe src=javascript:parent.__xss=1>",
@@ -99,9 +89,6 @@ MARKUP = (
     f"<details open ontoggle={_JS}>",
     f"<input autofocus onfocus={_JS}>",
     f"<video><source onerror={_JS}></video>",
-    f"<audio src=x onerror={_JS}>",
-    f"<math><mtext><script>{_JS}</script></mtext></math>",
-    f"<template><script>{_JS}</script></template>",
     "<object data='data:text/html,<script>parent.__xss=1</script>'>",
     "<embed src='data:text/html,<script>parent.__xss=1</script>'>",
     f"<meta http-equiv=refresh content='0;url=javascript:{_JS}'>",
@@ -114,7 +101,6 @@ MARKUP = (
     f"' onmouseover='{_JS}' x='",
     f"x onerror={_JS} ",
     f"&lt;script&gt;{_JS}&lt;/script&gt;",
-    f"&#60;script&#62;{_JS}&#60;/script&#62;",
     f"\\u003cscript\\u003e{_JS}\\u003c/script\\u003e",
     f"${{{_JS.replace(';', ',')}}}",
     f"`+({_JS.replace(';', ',')})+`",
@@ -124,7 +110,6 @@ MARKUP = (
     f"[x](javascript:{_JS})",
     f'![x](x"onerror="{_JS})',
     f"$$\\href{{javascript:{_JS}}}{{x}}$$",
-    "<b>bold</b><!--",
     f"\u202e<script>{_JS}</script>",
 )
 """Texts that run a script, or ask another host for something, where they are taken for markup."""
@@ -146,15 +131,6 @@ class Reply:
 
     def json(self) -> Any:
         return json.loads(self.body)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One event of a page, with values that no widget need have."""
-
-    fn_index: Any
-    data: Any
-    event_data: Any = None
 
 
 @dataclass(kw_only=True)
@@ -227,27 +203,20 @@ class Attacker:
         fields = {"Content-Type": f"multipart/form-data; boundary={mark}", **headers}
         return self.ask("POST", "/gradio_api/upload", headers=fields, body=body)
 
-    def trigger(self, calls: Iterable[Call], *, query: str = "") -> list[Any]:
-        """Call handlers of events as the pages do, all at once; return what they were answered."""
+    def trigger(self, events: Iterable[tuple[int, list[Any], Any]], *, query: str = "") -> None:
+        """Call handlers of events, each (function, fields, event), as the pages do; wait for all answers."""
         session = uuid.uuid4().hex[:11]
         joined = 0
-        for call in calls:
+        for function, fields, event in events:
             body = {
-                "data": call.data,
-                "fn_index": call.fn_index,
+                "data": fields,
+                "fn_index": function,
                 "session_hash": session,
-                "event_data": call.event_data,
-                "trigger_id": None,
+                "event_data": event,
             }
             joined += self.post(f"/gradio_api/queue/join?{query}", body).status == 200
-        if not joined:
-            return []
-        stream = self.get(f"/gradio_api/queue/data?session_hash={session}")
-        return [
-            json.loads(line.removeprefix("data: "))
-            for line in stream.body.decode().splitlines()
-            if line.startswith("data: ")
-        ]
+        if joined:
+            self.get(f"/gradio_api/queue/data?session_hash={session}")
 
 
 def quoted(texts: list[str]) -> Iterator[str]:

@@ -34,7 +34,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from lora_trainer.gui.journal import Journal
 
 from tests.fakes.gui_server import GuiServer, start_gui
 
@@ -79,12 +78,6 @@ def root(tmp_path: Path) -> Path:
     folder = tmp_path / "set"
     folder.mkdir()
     return folder
-
-
-@pytest.fixture
-def journal(root: Path, tmp_path: Path) -> Journal:
-    """Return the journal of changes to `root`, which keeps its files beside it."""
-    return Journal(root=root, folder=tmp_path / "undo")
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,8 @@ from typing import Any
 
 import pytest
 from lora_trainer.gui import app
-from lora_trainer.gui.access import KeyAccess, PasswordAccess
-from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.cli import main
-from lora_trainer.common.errors import InputError, RequestError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,50 +42,12 @@ def test_both_commands_lead_here(
     assert (options.runs, options.port, options.browser) == (Path("runs"), 7999, False)
 
 
-def options(*words: str) -> app.Options:
-    return app.parsed(words)
-
-
-@pytest.mark.parametrize("password", ["", "short"])
-def test_others_are_not_let_in_without_a_good_password(
-    password: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LORA_TRAIN_GUI_PASSWORD", password)
-    given = options("--listen=0.0.0.0", f"--datasets={tmp_path}")
-    with pytest.raises(RequestError, match="at least 8 characters"):
-        app.access_for(given, Workplace(runs=tmp_path))
-
-
-def test_others_see_no_folder_that_was_not_named(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="--datasets"):
-        app.workplace(options("--listen=0.0.0.0", f"--runs={tmp_path}"))
-    with pytest.raises(InputError, match="no folder"):
-        app.workplace(options(f"--runs={tmp_path}", f"--datasets={tmp_path}/none"))
-    named = options("--listen=0.0.0.0", f"--runs={tmp_path}", f"--datasets={tmp_path}")
-    assert app.workplace(named).roots == (tmp_path,)
-    assert app.workplace(options(f"--runs={tmp_path}")).roots is None
-
-
-def test_listening_here_takes_the_key_and_elsewhere_the_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LORA_TRAIN_GUI_PASSWORD", "long enough")
-    work = Workplace(runs=tmp_path)
-    assert isinstance(app.access_for(options("--listen=127.0.0.1"), work), KeyAccess)
-    assert isinstance(app.access_for(options("--listen=::1"), work), KeyAccess)
-    listening = app.access_for(options("--listen=10.1.2.3", "--host-name=studio.lan"), work)
-    assert isinstance(listening, PasswordAccess)
-    assert {"10.1.2.3", "studio.lan", "localhost", "127.0.0.1"} <= listening.hosts
-    with pytest.raises(RequestError, match="--listen"):
-        app.access_for(options("--host-name=studio.lan"), work)
-
-
 @pytest.mark.parametrize("word", ["--share", "--password=x", "--key=x", "--auth=a:b"])
 def test_what_would_open_the_server_is_no_option(
     word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        options(word)
+        app.parsed([word])
     assert ended.value.code == 2
     assert "unrecognized arguments" in capsys.readouterr().err
 
@@ -137,27 +96,24 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result | {"runs": str(runs)}
 
 
-def test_all_pages_build_without_torch(served: dict[str, Any]) -> None:
-    assert served["loaded"] == []
-    assert served["pages"] == [
-        "",
-        "train",
-        "run",
-        "datasets",
-        "queue",
-        "library",
-        "compare",
-        "trash",
-        "settings",
-        "doctor",
-    ]
-
-
-def test_the_first_page_waits_for_no_import(served: dict[str, Any]) -> None:
-    assert served["before"] == []
-
-
-def test_our_routes_come_before_those_of_the_pages(served: dict[str, Any]) -> None:
+def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(
+    served: dict[str, Any],
+) -> None:
+    assert served["loaded"] == [] and served["before"] == [], "the first page waits for no import"
+    assert sorted(served["pages"]) == sorted(
+        [
+            "",
+            "train",
+            "run",
+            "datasets",
+            "queue",
+            "library",
+            "compare",
+            "trash",
+            "settings",
+            "doctor",
+        ]
+    )
     assert served["routes"] == [
         "/live",
         "/ready",
@@ -171,12 +127,5 @@ def test_our_routes_come_before_those_of_the_pages(served: dict[str, Any]) -> No
         "/media/own/tries/{folder}/{name}",
         "/media/thumb",
     ]
-
-
-def test_nothing_is_shared(served: dict[str, Any]) -> None:
-    assert served["allowed_paths"] == []
-    assert served["off"] == [False] * 4
-
-
-def test_uploads_wait_in_a_folder_of_the_user(served: dict[str, Any]) -> None:
+    assert served["allowed_paths"] == [] and served["off"] == [False] * 4
     assert served["uploads"] == f"{served['runs']}/.gui/incoming"

@@ -1,28 +1,31 @@
-"""The page Datasets: what its script can ask for, what nobody can, and images that are left out."""
+"""The page Datasets: what its script can ask for and what it writes; captions, masks, images left out."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
-from collections.abc import Mapping
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from lora_trainer.gui import dataset_check, dataset_notes, drafts, exclusion
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lora_trainer.gui import dataset_notes, drafts
 from lora_trainer.gui.dataset_desk import DatasetDesk
-from lora_trainer.gui.journal import Journal
-from lora_trainer.gui.launch import Answer
 from lora_trainer.gui.posted import Posted
 from lora_trainer.gui.workplace import Workplace
 from PIL import Image
 
+from lora_trainer.cli.main import main
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
 from lora_trainer.config.config import build_config
-from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.listing import EXCLUDED_FOLDER, ImageFile, list_dataset
+from lora_trainer.dataset.captions import read_caption_file
+from lora_trainer.dataset.scan import scan
+from tests.fakes.runs import ROOT
 
 BULK = {"kind": "prepend", "text": "word", "replacement": "", "joint": ", "}
 
@@ -38,14 +41,24 @@ def desk(work: Workplace) -> DatasetDesk:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    root = tmp_path / "set"
-    root.mkdir()
+def folder(root: Path) -> Path:
+    """Return a folder of three images, two of them with captions."""
     for index, caption in enumerate(("a cat", "a dog, big", None)):
-        Image.new("RGB", (32, 24), (index * 90, 0, 0)).save(root / f"p{index}.png")
-        if caption is not None:
-            (root / f"p{index}.txt").write_text(caption)
+        add(root, f"p{index}.png", caption, shade=index * 90)
     return root
+
+
+def add(root: Path, name: str, caption: str | None = None, *, shade: int = 0) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (32, 24), (shade, 0, 0)).save(path)
+    if caption is not None:
+        path.with_suffix(".txt").write_text(caption)
+
+
+def files(root: Path) -> dict[str, bytes]:
+    found = sorted(path for path in root.rglob("*") if path.is_file())
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
 
 
 def ask(desk: DatasetDesk, name: str, folder: Path, **values: Any) -> dict[str, Any]:
@@ -54,237 +67,324 @@ def ask(desk: DatasetDesk, name: str, folder: Path, **values: Any) -> dict[str, 
     return answer
 
 
-def save(desk: DatasetDesk, folder: Path, file: str, text: str, *, seen: str) -> dict[str, Any]:
+def card(desk: DatasetDesk, folder: Path, file: str) -> dict[str, Any]:
+    (found,) = [each for each in ask(desk, "look", folder)["pictures"] if each["file"] == file]
+    return dict(found)
+
+
+def save(desk: DatasetDesk, folder: Path, file: str, text: str, seen: str | None = None) -> Any:
+    """Write a caption in place of `seen`, else of the one that is shown."""
+    seen = card(desk, folder, file)["caption"] if seen is None else seen
     return ask(desk, "save", folder, file=file, text=text, seen=seen, group="")
 
 
-def captions(answer: Mapping[str, Any]) -> dict[str, str]:
-    return {picture["file"]: picture["caption"] for picture in answer["pictures"]}
-
-
-def badges(answer: Mapping[str, Any], file: str) -> list[str]:
+def badges(answer: dict[str, Any], file: str) -> list[str]:
     (picture,) = [picture for picture in answer["pictures"] if picture["file"] == file]
     return [badge["text"] for badge in picture["badges"]]
 
 
-def test_all_cards(desk: DatasetDesk, folder: Path) -> None:
+def trained(root: Path, **keys: Any) -> dict[str, Any]:
+    """Return the captions that the trainer reads."""
+    records = scan(root, settings=build_config(keys).data).records
+    return {record.name: record.caption for record in records}
+
+
+def test_all_cards_and_the_file_that_the_trainer_reads_is_edited(
+    desk: DatasetDesk, folder: Path
+) -> None:
+    (folder / "p0.txt").rename(folder / "P0.CAPTION")
     answer = ask(desk, "look", folder)
-    assert captions(answer) == {"p0.png": "a cat", "p1.png": "a dog, big", "p2.png": ""}
+    captions = {picture["file"]: picture["caption"] for picture in answer["pictures"]}
+    assert captions == {"p0.png": "a cat", "p1.png": "a dog, big", "p2.png": ""}
     assert badges(answer, "p2.png") == ["no caption"]
     assert (answer["undo"], answer["redo"], answer["excluded"]) == ("", "", [])
     assert not answer["check"]["fresh"]
+    assert save(desk, folder, "p0.png", "a cat", "something older")["saved"]
+    assert ask(desk, "look", folder)["undo"] == "", "saving what is there is no step"
+    save(desk, folder, "p0.png", "a bird")
+    save(desk, folder, "p2.png", "new")
+    assert (folder / "P0.CAPTION").read_text() == "a bird" and not (folder / "p0.txt").exists()
+    assert trained(folder) == {"p0.png": "a bird", "p1.png": "a dog, big", "p2.png": "new"}
 
 
-def test_saving_what_is_there_already_is_no_step(desk: DatasetDesk, folder: Path) -> None:
-    assert save(desk, folder, "p0.png", "a cat", seen="something older")["saved"]
-    assert ask(desk, "look", folder)["undo"] == ""
+@pytest.mark.parametrize(
+    ("before", "shown", "after"),
+    [
+        (b"one\r\ntwo\r\n", "one\ntwo", b"one\r\ntwo!\r\n"),
+        (b"one\ntwo\n\n", "one\ntwo\n", b"one\ntwo\n!\n"),
+        (b"\xef\xbb\xbfone\n", "one", b"\xef\xbb\xbfone!\n"),
+        ("caf\u00e9".encode("cp1252"), "caf\u00e9", "caf\u00e9!".encode()),
+        ("\ufeffcaf\u00e9\r\n".encode("utf-16-le"), "caf\u00e9", "caf\u00e9!\r\n".encode()),
+    ],
+)
+def test_what_is_around_the_text_is_kept(
+    desk: DatasetDesk, folder: Path, before: bytes, shown: str, after: bytes
+) -> None:
+    (folder / "p0.txt").write_bytes(before)
+    assert card(desk, folder, "p0.png")["caption"] == shown
+    save(desk, folder, "p0.png", f"{shown}!")
+    assert (folder / "p0.txt").read_bytes() == after
 
 
-def test_a_shared_caption_shows_on_both_cards(desk: DatasetDesk, folder: Path) -> None:
-    Image.new("RGB", (32, 32)).save(folder / "p0.jpg")
-    cards = save(desk, folder, "p0.png", "both", seen="a cat")["cards"]
-    assert {card["file"]: card["caption"] for card in cards} == {"p0.png": "both", "p0.jpg": "both"}
+@given(data=st.binary(max_size=60), text=st.text(max_size=20))
+@settings(
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+def test_any_file_is_left_alone_or_read_back_as_typed(
+    desk: DatasetDesk, root: Path, data: bytes, text: str
+) -> None:
+    add(root, "cat.png")
+    file = root / "cat.txt"
+    file.write_bytes(data)
+    save(desk, root, "cat.png", card(desk, root, "cat.png")["caption"])
+    assert file.read_bytes() == data, "nothing was typed, nothing is written"
+    save(desk, root, "cat.png", text)
+    written = file.read_bytes()
+    if written != data:
+        written.decode()  # what was edited is UTF-8
+    wanted = read_caption_file("a.txt", text.encode()).text
+    assert read_caption_file("a.txt", written).text == wanted
+
+
+def test_metadata_lines_are_edited_in_their_file_and_style(desk: DatasetDesk, root: Path) -> None:
+    for name in ("a.png", "B.png", "3_cat/c.png", "3_tabby cat/d.png"):
+        add(root, name)
+    lines = [
+        '{"file_name":"a.png","text":"one \\u00e9","more":[1, 2]}',
+        "no json",
+        '{"file_name": "b.PNG", "caption": "two \u00e9"}\r',
+        "",
+    ]
+    file, deeper = root / "metadata.jsonl", root / "3_cat" / "metadata.jsonl"
+    file.write_bytes("\n".join(lines).encode())
+    deeper.write_text('{"file_name":"c.png","text":"\\u00e9"}\n')
+    before = files(root)
+    seen = {"a.png": "one \u00e9", "B.png": "two \u00e9", "3_cat/c.png": "\u00e9"}
+    ask(desk, "apply", root, seen=seen, **BULK)
+    changed = file.read_bytes().decode().split("\n")
+    assert json.loads(changed[0]) == {**json.loads(lines[0]), "text": "word, one \u00e9"}
+    assert changed[1:] == [lines[1], '{"file_name": "b.PNG", "caption": "word, two \u00e9"}\r', ""]
+    assert deeper.read_text() == '{"file_name":"c.png","text":"word, \\u00e9"}\n'
+    given = {name: f"word, {text}" for name, text in seen.items()}
+    assert trained(root) == {**given, "3_tabby cat/d.png": "tabby cat"}
+    assert card(desk, root, "3_tabby cat/d.png")["stand_in"] == "tabby cat", "no text to edit"
+    ask(desk, "undo", root)
+    assert files(root) == before
+    (root / "a.txt").write_text("file")
+    assert card(desk, root, "a.png")["stand_in"] == "one \u00e9", "a file beats a line"
+    save(desk, root, "a.png", "")
+    assert (root / "a.txt").read_text() == ""
+    assert card(desk, root, "a.png")["where"] == "metadata.jsonl", "unless it is empty"
+    old = b'{"file_name": "B.png", "text": "caf\xe9"}\n{"file_name": "a.png", "text": "x"}\n'
+    file.write_bytes(old)
+    (root / "a.txt").unlink()
+    save(desk, root, "a.png", "y")
+    assert file.read_bytes() == old, "what is no UTF-8 is not rewritten"
+    assert (root / "a.txt").read_text() == "y"
+
+
+def test_pictures_that_share_a_file_are_written_once_and_show_it_both(
+    desk: DatasetDesk, folder: Path
+) -> None:
+    add(folder, "p0.jpg")
+    cards = save(desk, folder, "p0.png", "both")["cards"]
+    assert {each["file"]: each["caption"] for each in cards} == {"p0.png": "both", "p0.jpg": "both"}
     rows = ask(desk, "preview", folder, files=["p0.png", "p0.jpg"], **BULK)["rows"]
     assert len(rows) == 1
+    ask(desk, "apply", folder, seen={"p0.png": "both", "p0.jpg": "both"}, **BULK)
+    assert (folder / "p0.txt").read_text() == "word, both"
+
+
+def test_what_cannot_be_edited_is_locked_and_says_why(
+    desk: DatasetDesk, folder: Path, tmp_path: Path
+) -> None:
+    (folder / "p0.txt").write_bytes(b"x" * 70_000)
+    assert "too long" in card(desk, folder, "p0.png")["locked"]
+    secret = tmp_path / "secret.txt"
+    secret.write_text("theirs")
+    (folder / "p1.txt").unlink()
+    (folder / "p1.txt").symlink_to(secret)
+    row = json.dumps({"file_name": "p2.png", "text": ["one", "two"]})
+    (folder / "metadata.jsonl").write_text(row)
+    locked = card(desk, folder, "p2.png")["locked"]
+    assert locked == "metadata.jsonl gives 2 captions for it in a list"
+    for file, why in (("p0", "too long"), ("p1", "leads out"), ("p2", "in a list")):
+        with pytest.raises(InputError, match=why):
+            save(desk, folder, f"{file}.png", "mine")
+    assert (folder / "p0.txt").stat().st_size == 70_000 and secret.read_text() == "theirs"
+
+
+def test_a_link_inside_is_written_through_and_modes_are_kept(
+    desk: DatasetDesk, folder: Path
+) -> None:
+    real = folder / "real.caption"
+    (folder / "p0.txt").rename(real)
+    real.chmod(0o600)
+    (folder / "p0.txt").symlink_to(real.name)
+    save(desk, folder, "p0.png", "new")
+    assert real.read_text() == "new" and (folder / "p0.txt").is_symlink()
+    assert real.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("values", "before", "after"),
+    [
+        ({"kind": "prepend"}, "a cat", "word, a cat"),
+        ({"kind": "prepend", "joint": ""}, "a cat", "worda cat"),
+        ({"kind": "append"}, "a cat", "a cat, word"),
+        ({"kind": "replace", "replacement": "$1 \\1"}, "word, sword", "$1 \\1, s$1 \\1"),
+        ({"kind": "replace", "text": "  ", "replacement": " "}, "a  b", "a b"),
+        ({"kind": "remove_tag"}, "a cat,  WORD ,big, word", "a cat, big"),
+        ({"kind": "remove_tag"}, "a cat,  sword ,big", "a cat,  sword ,big"),
+        ({"kind": "trigger"}, "a cat", "word, a cat"),
+        ({"kind": "trigger"}, "a Word of a cat", "a Word of a cat"),
+        ({"kind": "trigger"}, "a [trigger] cat", "a word cat"),
+    ],
+)
+def test_an_edit_of_many_captions(
+    values: dict[str, str], before: str, after: str, desk: DatasetDesk, folder: Path
+) -> None:
+    (folder / "p0.txt").write_text(before)
+    posted = {**BULK, **values}
+    rows = ask(desk, "preview", folder, files=["p0.png"], **posted)["rows"]
+    shown = {"file": "p0.png", "before": before, "after": after}
+    assert rows == ([] if before == after else [shown])
+    ask(desk, "apply", folder, seen={"p0.png": before}, **posted)
+    assert (folder / "p0.txt").read_text() == after
+    with pytest.raises(RequestError, match="nothing is typed"):
+        ask(desk, "preview", folder, files=["p0.png"], **{**posted, "text": ""})
 
 
 def test_what_changed_since_the_preview_is_left_alone(desk: DatasetDesk, folder: Path) -> None:
     (folder / "p0.txt").write_text("theirs")
-    answer = ask(desk, "apply", folder, seen={"p0.png": "a cat", "p1.png": "a dog, big"}, **BULK)
-    assert (folder / "p0.txt").read_text() == "theirs"
-    assert (folder / "p1.txt").read_text() == "word, a dog, big"
+    seen = {"p0.png": "a cat", "p1.png": "a dog, big", "p2.png": ""}
+    answer = ask(desk, "apply", folder, seen=seen, **BULK)
+    texts = [(folder / f"p{index}.txt").read_text() for index in range(3)]
+    assert texts == ["theirs", "word, a dog, big", "word"]
     (left,) = answer["left"]
     assert "p0.png has another caption" in left
+    assert save(desk, folder, "p0.png", "mine", "a cat")["newer"] == "theirs"
+    assert (folder / "p0.txt").read_text() == "theirs"
 
 
-def test_a_folder_whose_pictures_are_all_excluded_can_be_looked_at(
-    desk: DatasetDesk, folder: Path
-) -> None:
-    answer = ask(desk, "exclude", folder, files=["p0.png", "p1.png", "p2.png"])
-    assert (len(answer["pictures"]), len(answer["excluded"])) == (0, 3)
-    assert "no images" in answer["problem"]
-    assert answer["check"]["fresh"], "there is nothing to check"
-    assert "no images" in ask(desk, "check", folder)["problem"]
-
-
-@pytest.mark.parametrize(
-    "file",
-    ["../other/x.png", "/etc/passwd", "_excluded/p0.png", "p0.txt", "P0.PNG", "", "p0.png\0"],
-)
-@pytest.mark.parametrize("act", ["save", "preview", "apply", "exclude", "put_back"])
+@pytest.mark.parametrize("act", ["save", "preview", "apply", "exclude", "put_back", "mask"])
 def test_only_pictures_of_the_listing_can_be_named(
-    act: str, file: str, desk: DatasetDesk, folder: Path
+    act: str, desk: DatasetDesk, folder: Path
 ) -> None:
-    values = {"files": [file], "seen": {file: ""}, **BULK}
-    if act == "save":
-        values |= {"file": file, "seen": "", "group": ""}
-    with pytest.raises(RequestError, match="there is no picture"):
-        ask(desk, act, folder, **values)
+    for file in ("../other/x.png", "/etc/passwd", "_excluded/p0.png", "p0.txt", "P0.PNG", "", "\0"):
+        values = {"files": [file], "seen": {file: ""}, "file": file, "mask": "", **BULK}
+        values |= {"seen": "", "group": ""} if act == "save" else {}
+        with pytest.raises(RequestError, match="there is no picture"):
+            ask(desk, act, folder, **values)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        None,
-        [],
-        {"folder": 3},
-        {"folder": "x" * 5_000},
-        {"text": "x" * 30_000},
-        {"text": "\ud800"},
-        {"text": None},
-        {"seen": {}},
-        {"group": ["a"]},
-        {"file": {"a": 1}},
-    ],
-)
-def test_values_of_another_kind_are_refused(values: Any, desk: DatasetDesk, folder: Path) -> None:
+def test_values_of_another_kind_and_folders_outside_of_the_roots_are_refused(
+    desk: DatasetDesk, folder: Path, tmp_path: Path
+) -> None:
     whole = {"folder": str(folder), "file": "p0.png", "text": "x", "seen": "a cat", "group": ""}
-    posted = {**whole, **values} if isinstance(values, dict) else values
-    with pytest.raises(LoraTrainError):
-        desk.save(Posted.of(posted))
-    assert (folder / "p0.txt").read_text() == "a cat"
-
-
-def test_a_folder_outside_of_the_roots_is_refused(folder: Path, tmp_path: Path) -> None:
-    work = Workplace(runs=tmp_path / "runs", roots=(tmp_path / "datasets",))
+    for key, values in {
+        "folder": (3, "x" * 5_000),
+        "text": ("x" * 30_000, "\ud800", None),
+        "seen": ({},),
+        "group": (["a"],),
+        "file": ({"a": 1},),
+    }.items():
+        for value in values:
+            with pytest.raises(LoraTrainError):
+                desk.save(Posted.of({**whole, key: value}))
+    for posted in (None, []):
+        with pytest.raises(LoraTrainError):
+            Posted.of(posted)
+    bounded = DatasetDesk(work=Workplace(runs=tmp_path / "r", roots=(tmp_path / "datasets",)))
     with pytest.raises(InputError, match="outside"):
-        ask(DatasetDesk(work=work), "look", folder)
-    assert not (tmp_path / "runs").exists()
+        ask(bounded, "look", folder)
+    assert (folder / "p0.txt").read_text() == "a cat" and not (tmp_path / "r").exists()
 
 
-def test_the_trigger_is_looked_for_and_remembered(desk: DatasetDesk, folder: Path) -> None:
+def test_the_trigger_is_looked_for_and_remembered_and_a_draft_says_how_it_is_trained(
+    desk: DatasetDesk, folder: Path, work: Workplace, tmp_path: Path
+) -> None:
+    draft = drafts.new(work, dataset=str(folder)).with_setting("data.trigger", "zibbo")
+    drafts.save(work, draft.with_setting("data.resolution", 640))
+    answer = ask(desk, "look", folder)
+    assert answer["trigger"] == "zibbo" and "640 px" in answer["trained_as"]
     answer = ask(desk, "look", folder, trigger=" cat ", resolution="768")
-    assert badges(answer, "p0.png") == []
-    assert badges(answer, "p1.png") == ["trigger missing"]
-    again = ask(DatasetDesk(work=desk.work), "look", folder)
+    assert (badges(answer, "p0.png"), badges(answer, "p1.png")) == ([], ["trigger missing"])
+    again = ask(DatasetDesk(work=work), "look", folder)
     assert (again["trigger"], again["resolution"]) == ("cat", "768")
     assert badges(again, "p1.png") == ["trigger missing"]
-
-
-def test_a_draft_about_the_folder_says_how_it_is_trained(
-    desk: DatasetDesk, folder: Path, work: Workplace
-) -> None:
-    draft = drafts.new(work, dataset=str(folder))
-    draft = draft.with_setting("data.trigger", "zibbo").with_setting("data.resolution", 640)
-    drafts.save(work, draft)
-    answer = ask(desk, "look", folder)
-    assert answer["trigger"] == "zibbo"
-    assert "640 px" in answer["trained_as"]
-
-
-def test_an_unreadable_caption_is_locked_and_says_why(desk: DatasetDesk, folder: Path) -> None:
-    (folder / "p0.txt").write_bytes(b"x" * 70_000)
-    (card, *_) = ask(desk, "look", folder)["pictures"]
-    assert "too long" in card["locked"]
+    other, gone = tmp_path / "other", tmp_path / "gone"
+    for path in (other, gone):
+        path.mkdir()
+        drafts.new(work, dataset=str(path))
+    gone.rmdir()
+    assert desk.recent(Posted.of({}))["recent"] == [str(folder), str(other)]
 
 
 def test_odd_names_and_captions_pass_as_they_are(desk: DatasetDesk, folder: Path) -> None:
     name = "q'\"<b>&\U0001f600 ${value}{{value}}.png"
-    Image.new("RGB", (32, 32)).save(folder / name)
     text = "\u202e<script>alert(1)</script> \u05e9\u05dc\u05d5\u05dd\n${x}"
-    assert save(desk, folder, name, text, seen="")["saved"]
-    assert captions(ask(desk, "look", folder))[name] == text
+    add(folder, name)
+    assert save(desk, folder, name, text)["saved"]
+    assert card(desk, folder, name)["caption"] == text
 
 
 def check_answer(**changes: Any) -> dict[str, Any]:
-    picture = {
-        "file": "p0.png",
-        "width_px": 32,
-        "height_px": 24,
-        "score": 0.5,
-        "bucket": "64x48",
-        "kept": [0.1, 0, 0.9, 1],
-        "cropped_fraction": 0.2,
-        "upscaled": True,
-    }
+    picture = {"file": "p0.png", "width_px": 32, "height_px": 24, "bucket": "16x16"}
+    picture |= {"kept": [0.1, 0, 0.9, 1], "cropped_fraction": 0.2}
+    found = {"severity": "warning", "what": "looks like x", "file": None}
     findings = [
-        {"kind": "blurred", "severity": "warning", "file": "p0.png", "what": "looks blurred"},
-        {"kind": "near-duplicate", "severity": "warning", "file": "p1.png", "what": "looks like x"},
-        {"kind": "no-caption", "severity": "warning", "file": None, "what": "told by the text"},
-        {"kind": "ignored-files", "severity": "note", "file": None, "what": "3 .md"},
+        {**found, "kind": "blurred", "file": "p0.png"},
+        {**found, "kind": "near-duplicate", "file": "p1.png"},
+        {**found, "kind": "no-caption"},  # told by the text itself
+        {**found, "kind": "ignored-files", "severity": "note"},
     ]
-    whole = {"score": 0.7, "buckets": {"64x48": 3}, "pictures": [picture], "findings": findings}
+    whole = {"score": 0.7, "buckets": {"16x16": 3}, "pictures": [picture], "findings": findings}
     return {**whole, **changes}
 
 
-def answered(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> list[Any]:
+def answered(monkeypatch: pytest.MonkeyPatch, values: Any, error: str = "") -> list[Any]:
     """Let `lora-train check` answer; return the list that its command lines go to."""
     asked: list[Any] = []
 
-    def stand_in(words: Any) -> Answer:
+    def stand_in(words: Any) -> Any:
         asked.append(words)
-        return answer
+        return SimpleNamespace(values=values, error=error)
 
-    monkeypatch.setattr(dataset_check, "ask", stand_in)
+    monkeypatch.setattr("lora_trainer.gui.dataset_check.ask", stand_in)
     return asked
 
 
-def test_what_the_check_found_is_on_the_cards(
+def test_the_check_is_on_the_cards_until_a_picture_or_the_size_changes(
     desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answered(monkeypatch, Answer(values=check_answer()))
+    tokenizer = ROOT / "lora_trainer" / "embedded" / "tokenizer"
+    limit = {"tokenizer": str(tokenizer), "tokens": 7}
+    asked = answered(monkeypatch, check_answer(caption_limit=limit))
+    (folder / "p2.txt").write_text("one two three four five six seven")
     answer = ask(desk, "check", folder)
-    card = answer["pictures"][0]
-    assert (card["bucket"], card["cropped_fraction"], card["width_px"]) == ("64x48", 0.2, 32)
-    assert card["kept"] == [0.1, 0, 0.9, 1]
-    assert badges(answer, "p0.png") == ["blurry"]
-    assert badges(answer, "p1.png") == ["looks like x"]
-    assert "bucket" not in answer["pictures"][1]
+    shown = answer["pictures"][0]
+    assert (shown["bucket"], shown["cropped_fraction"], shown["width_px"]) == ("16x16", 0.2, 32)
+    assert shown["kept"] == [0.1, 0, 0.9, 1] and "bucket" not in answer["pictures"][1]
+    assert (badges(answer, "p0.png"), badges(answer, "p1.png")) == (["blurry"], ["looks like x"])
+    (text,) = badges(answer, "p2.png")
+    assert text.endswith(" of 7 tokens")
     assert len(answer["notes"]) == 1
-    assert answer["check"] == {"fresh": True, "error": "", "score": 0.7, "buckets": {"64x48": 3}}
-
-
-def test_a_check_is_asked_again_when_a_picture_or_the_size_changes(
-    desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = answered(monkeypatch, Answer(values=check_answer()))
-    ask(desk, "check", folder)
+    assert answer["check"] == {"fresh": True, "error": "", "score": 0.7, "buckets": {"16x16": 3}}
     assert ask(DatasetDesk(work=desk.work), "look", folder)["check"]["fresh"]
-    save(desk, folder, "p0.png", "another caption", seen="a cat")
+    save(desk, folder, "p0.png", "another caption")
     ask(desk, "check", folder)
     assert len(asked) == 1
-    Image.new("RGB", (40, 40)).save(folder / "p0.png")
+    add(folder, "p0.png", shade=3)
     assert not ask(desk, "look", folder)["check"]["fresh"]
     ask(desk, "check", folder)
     ask(desk, "look", folder, trigger="", resolution="512")
     ask(desk, "check", folder)
-    assert len(asked) == 3
-    assert "--set=data.resolution=512" in asked[-1]
-
-
-def test_a_check_that_refuses_says_so_and_the_cards_stay(
-    desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answered(monkeypatch, Answer(values=None, error="no such base"))
+    assert len(asked) == 3 and "--set=data.resolution=512" in asked[-1]
+    answered(monkeypatch, None, error="no such base")
+    add(folder, "p0.png", shade=4)
     answer = ask(desk, "check", folder)
-    assert answer["check"]["error"] == "no such base"
-    assert len(answer["pictures"]) == 3
-
-
-def test_a_caption_is_counted_where_the_tokenizer_is_known(
-    desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    embedded = Path(__file__).resolve().parents[2] / "lora_trainer" / "embedded" / "tokenizer"
-    limit = {"tokenizer": str(embedded), "tokens": 6}
-    answered(monkeypatch, Answer(values=check_answer(caption_limit=limit)))
-    (folder / "p2.txt").write_text("one two three four five six")
-    answer = ask(desk, "check", folder)
-    (text,) = badges(answer, "p2.png")
-    assert text.endswith(" of 6 tokens")
-    assert badges(answer, "p0.png") == ["blurry"]
-
-
-def test_recent_folders_are_those_opened_drafted_and_still_there(
-    desk: DatasetDesk, folder: Path, tmp_path: Path, work: Workplace
-) -> None:
-    other, gone = tmp_path / "other", tmp_path / "gone"
-    for path in (other, gone):
-        path.mkdir()
-    drafts.new(work, dataset=str(other))
-    dataset_notes.opened(work, gone)
-    dataset_notes.opened(work, folder)
-    gone.rmdir()
-    assert dataset_notes.recent(work) == [str(folder), str(other)]
+    assert (answer["check"]["error"], len(answer["pictures"])) == ("no such base", 3)
 
 
 def png(pixels: Image.Image) -> str:
@@ -296,13 +396,16 @@ def png(pixels: Image.Image) -> str:
 def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
     desk: DatasetDesk, work: Workplace, folder: Path
 ) -> None:
+    old = folder / "p1-masklabel.jpg"
+    Image.new("L", (32, 24), 255).save(old)
+    before = old.read_bytes()
     half = Image.new("RGBA", (64, 48), "black")
     half.paste("white", (0, 0, 32, 48))
     answer = ask(desk, "mask", folder, file="p1.png", mask=png(half))
     file = folder / "p1-masklabel.png"
-    settings = build_config({"data.masks": "files"}).data
-    (picture,) = [each for each in list_dataset(folder, settings=settings).pictures if each.mask]
-    assert (picture.name, picture.mask) == ("p1.png", file)
+    assert file.is_file() and not old.exists(), "one of another kind gives way"
+    records = scan(folder, settings=build_config({"data.masks": "files"}).data).records
+    assert [record.name for record in records if record.mask] == ["p1.png"]
     assert badges(answer, "p1.png") == ["has a mask"]
     written = file.read_bytes()
     with Image.open(file) as mask:
@@ -313,13 +416,12 @@ def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
     draft = dataset_notes.draft_for(work, folder)
     assert draft.settings["data.masks"] == "files", "what was painted is trained with"
     assert "the mask of p1.png" in ask(desk, "undo", folder)["step"]
-    assert not file.exists()
+    assert old.read_bytes() == before and not file.exists()
     ask(desk, "redo", folder)
     assert file.read_bytes() == written
     ask(desk, "mask", folder, file="p1.png", mask="")
     assert not file.exists()
     ask(desk, "undo", folder)
-    assert file.read_bytes() == written
     black = png(Image.new("L", (32, 24)))
     for bad, why in (
         (black, "nothing is painted"),
@@ -328,28 +430,14 @@ def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
     ):
         with pytest.raises(RequestError, match=why):
             ask(desk, "mask", folder, file="p1.png", mask=bad)
-    with pytest.raises(RequestError, match="no picture"):
-        ask(desk, "mask", folder, file="../p1.png", mask=png(half))
     assert file.read_bytes() == written
-
-
-def test_a_mask_of_another_kind_gives_way_and_comes_back(desk: DatasetDesk, folder: Path) -> None:
-    old = folder / "p0-masklabel.jpg"
-    Image.new("L", (32, 24), 255).save(old)
-    before = old.read_bytes()
-    ask(desk, "mask", folder, file="p0.png", mask=png(Image.new("L", (32, 24), 200)))
-    assert (folder / "p0-masklabel.png").is_file() and not old.exists()
-    ask(desk, "undo", folder)
-    assert old.read_bytes() == before and not (folder / "p0-masklabel.png").exists()
 
 
 def test_the_crops_are_those_of_the_trainer(
     desk: DatasetDesk, work: Workplace, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafts.save(work, drafts.new(work, dataset=str(folder)).with_setting("data.flip", True))
-    picture = {"file": "p0.png", "bucket": "16x16", "width_px": 32, "height_px": 24}
-    answer = Answer(values={"pictures": [picture], "findings": []})
-    answered(monkeypatch, answer)
+    answered(monkeypatch, check_answer())
     with Image.open(folder / "p0.png") as image:
         drawn = image.copy()
     drawn.putpixel((20, 12), (255, 255, 255))
@@ -357,134 +445,152 @@ def test_the_crops_are_those_of_the_trainer(
     ask(desk, "check", folder)
     seen = ask(desk, "closer", folder, file="p0.png")["seen"]
     assert [each["said"] for each in seen] == ["cropped to 16x16", "cropped to 16x16, mirrored"]
-    shown = [decoded_url(each["src"]) for each in seen]
-    assert [image.size for image in shown] == [(16, 16)] * 2
-    brightest = [int(np.asarray(image.convert("L")).max(axis=0).argmax()) for image in shown]
+    brightest = []
+    for each in seen:
+        crop = Image.open(io.BytesIO(base64.b64decode(each["src"].partition(",")[2])))
+        assert crop.size == (16, 16)
+        brightest.append(int(np.asarray(crop.convert("L")).max(axis=0).argmax()))
     assert brightest[0] + brightest[1] == 15
 
 
-def decoded_url(url: str) -> Image.Image:
-    return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+def move(desk: DatasetDesk, root: Path, *names: str, back: bool = False) -> dict[str, Any]:
+    answer = ask(desk, "put_back" if back else "exclude", root, files=list(names))
+    assert answer["left"] == []
+    return answer
 
 
-EXTENSIONS = (".txt", ".caption")
-
-
-def add(root: Path, name: str, caption: str | None = None, *, shade: int = 0) -> None:
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (8, 8), (shade, 0, 0)).save(path)
-    if caption is not None:
-        path.with_suffix(".txt").write_text(caption)
-
-
-def files(root: Path) -> dict[str, bytes]:
-    found = sorted(path for path in root.rglob("*") if path.is_file())
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
-
-
-def listed(folder: Path) -> tuple[ImageFile, ...]:
-    return list_dataset(folder, settings=DataSettings()).pictures
-
-
-def move(journal: Journal, *names: str, back: bool = False) -> None:
-    act = exclusion.put_back if back else exclusion.exclude
-    every = listed(journal.root / EXCLUDED_FOLDER if back else journal.root)
-    chosen = [picture for picture in every if picture.name in names]
-    assert len(chosen) == len(names)
-    changes = act(chosen, every=every, root=journal.root, extensions=EXTENSIONS)
-    with journal.locked():
-        assert not journal.perform("move", changes).left
-
-
-def test_out_and_back(journal: Journal, root: Path) -> None:
-    add(root, "a.png", "one")
-    add(root, "b.png")
+def test_an_image_goes_out_and_comes_back_with_its_caption_and_folder(
+    desk: DatasetDesk, root: Path
+) -> None:
+    for name, caption in (("3_cat/a.png", "one"), ("b.png", None)):
+        add(root, name, caption)
+    (root / "metadata.jsonl").write_text('{"file_name": "b.png", "text": "x"}')
     before = files(root)
-    move(journal, "a.png")
-    assert sorted(files(root)) == ["_excluded/a.png", "_excluded/a.txt", "b.png"]
-    assert [picture.name for picture in listed(root)] == ["b.png"]
-    move(journal, "a.png", back=True)
+    move(desk, root, "3_cat/a.png")
+    assert {"_excluded/3_cat/a.png", "_excluded/3_cat/a.txt"} < set(files(root))
+    assert trained(root) == {"b.png": "x"}
+    move(desk, root, "3_cat/a.png", back=True)
     assert files(root) == before
     assert not (root / "_excluded").exists(), "an empty folder of ours is cleared away"
-    journal.undo()
-    journal.undo()
+    for _ in range(2):
+        ask(desk, "undo", root)
     assert files(root) == before
-
-
-def test_the_folder_of_a_picture_is_kept(journal: Journal, root: Path) -> None:
-    add(root, "3_cat/a.png", "one")
-    add(root, "b.png")
-    move(journal, "3_cat/a.png")
-    assert {"_excluded/3_cat/a.png", "_excluded/3_cat/a.txt"} < set(files(root))
-    move(journal, "3_cat/a.png", back=True)
-    assert [picture.repeats for picture in listed(root)] == [3, 1]
-
-
-def test_a_taken_name_gets_a_number_with_its_caption(journal: Journal, root: Path) -> None:
-    add(root, "_excluded/a.png", "before", shade=9)
-    add(root, "a.png", "one")
-    add(root, "b.png")
-    old = files(root)
-    move(journal, "a.png")
-    now = files(root)
-    assert now["_excluded/a.png"] == old["_excluded/a.png"]
-    assert now["_excluded/a.txt"] == b"before"
-    assert now["_excluded/a-2.png"] == old["a.png"]
-    assert now["_excluded/a-2.txt"] == b"one"
-
-
-def test_a_caption_in_the_way_counts_as_taken(journal: Journal, root: Path) -> None:
-    """Else the picture would come back with the words of another."""
-    add(root, "a.png")
-    add(root, "b.png")
-    (root / "_excluded").mkdir()
-    (root / "_excluded/a.caption").write_text("not mine")
-    move(journal, "a.png")
-    assert "_excluded/a-2.png" in files(root)
-
-
-def test_a_shared_caption_stays_and_is_copied(journal: Journal, root: Path) -> None:
-    add(root, "a.png", "both")
-    add(root, "a.jpg", shade=200)
-    before = files(root)
-    move(journal, "a.png")
-    assert sorted(files(root)) == ["_excluded/a.png", "_excluded/a.txt", "a.jpg", "a.txt"]
-    add(root, "z.png")
-    move(journal, "a.jpg")
-    assert files(root)["_excluded/a.txt"] == b"both"
-    assert "a.txt" not in files(root)
-    move(journal, "a.png", back=True)
-    move(journal, "a.jpg", back=True)
-    assert {name: data for name, data in files(root).items() if name != "z.png"} == before
-
-
-def test_both_users_of_a_caption_go_in_one_step(journal: Journal, root: Path) -> None:
-    add(root, "a.png", "both")
-    add(root, "a.jpg", shade=200)
-    add(root, "z.png")
-    before = files(root)
-    move(journal, "a.png", "a.jpg")
-    assert sorted(files(root)) == ["_excluded/a.jpg", "_excluded/a.png", "_excluded/a.txt", "z.png"]
-    journal.undo()
-    assert files(root) == before
-
-
-def test_the_line_of_an_excluded_picture_stays_and_counts_again(
-    journal: Journal, root: Path
-) -> None:
-    add(root, "a.png")
-    add(root, "b.png")
-    (root / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}')
-    move(journal, "a.png")
-    kinds = {finding.kind for finding in list_dataset(root, settings=DataSettings()).findings}
-    assert kinds == {"excluded"}, "no word of a caption without a picture"
-    move(journal, "a.png", back=True)
-    assert listed(root)[0].stand_ins[0].text == "x"
-
-
-def test_a_link_is_not_moved(journal: Journal, root: Path) -> None:
-    add(root, "a.png")
-    (root / "b.png").symlink_to("a.png")
+    move(desk, root, "b.png")
+    kinds = {finding.kind for finding in scan(root, settings=build_config({}).data).findings}
+    assert "excluded" in kinds and not any("caption" in kind for kind in kinds - {"no-caption"})
+    move(desk, root, "b.png", back=True)
+    assert trained(root)["b.png"] == "x", "its line has stayed and counts again"
+    answer = move(desk, root, "b.png", "3_cat/a.png")
+    assert (len(answer["pictures"]), len(answer["excluded"])) == (0, 2)
+    assert "no images" in answer["problem"] and answer["check"]["fresh"], "nothing to check"
+    assert "no images" in ask(desk, "check", root)["problem"]
+    (root / "c.png").symlink_to("_excluded/b.png")
     with pytest.raises(InputError, match="is a link"):
-        move(journal, "b.png")
+        move(desk, root, "c.png")
+
+
+def test_a_taken_name_gets_a_number_with_its_caption(desk: DatasetDesk, root: Path) -> None:
+    add(root, "_excluded/a.png", "before", shade=9)
+    for name, caption in (("a.png", "one"), ("c.png", None), ("d.png", None)):
+        add(root, name, caption)
+    (root / "_excluded/c.caption").write_text("not mine")
+    old = files(root)
+    move(desk, root, "a.png", "c.png")
+    now = files(root)
+    assert old["_excluded/a.png"] == now["_excluded/a.png"]
+    assert now["_excluded/a-2.png"] == old["a.png"]
+    assert (now["_excluded/a.txt"], now["_excluded/a-2.txt"]) == (b"before", b"one")
+    assert "_excluded/c-2.png" in now, "else it would come back with the words of another"
+
+
+def test_a_shared_caption_stays_and_is_copied(desk: DatasetDesk, root: Path) -> None:
+    for name, caption in (("a.png", "both"), ("a.jpg", None), ("z.png", None)):
+        add(root, name, caption)
+    before = files(root)
+    move(desk, root, "a.png")
+    away = ["_excluded/a.png", "_excluded/a.txt"]
+    assert sorted(files(root)) == [*away, "a.jpg", "a.txt", "z.png"]
+    move(desk, root, "a.jpg")
+    gone = ["_excluded/a.jpg", *away, "z.png"]
+    assert sorted(files(root)) == gone and files(root)["_excluded/a.txt"] == b"both"
+    for name in ("a.png", "a.jpg"):
+        move(desk, root, name, back=True)
+    assert files(root) == before
+    move(desk, root, "a.png", "a.jpg")
+    assert sorted(files(root)) == gone
+    ask(desk, "undo", root)
+    assert files(root) == before
+
+
+def test_a_model_writes_captions_of_what_is_asked_for(
+    desk: DatasetDesk,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command's own parser is asked, with a model folder that is not there in place of a download."""
+    lines: list[list[str]] = []
+
+    def start(work: Workplace, *, argv: list[str], **_: Any) -> None:
+        lines.append(argv)
+
+    monkeypatch.setattr("lora_trainer.gui.jobs.start", start)
+    ask(desk, "look", folder, trigger="-x", resolution="")
+    asked = {"model": "blip", "mode": "replace", "files": ["p0.png", "p2.png"]}
+    assert ask(desk, "caption", folder, **asked)["state"] == "none"
+    words = lines[0][lines[0].index("caption") :]
+    assert {"--overwrite", "--trigger=-x", "--images=p0.png", "--images=p2.png"} < set(words)
+    words = [word.replace("blip", str(folder / "no model")) for word in words]
+    with pytest.raises(SystemExit):
+        main([*words, "--dry-run"])
+    assert "no model" in capsys.readouterr().err
+    captioning(desk, folder, [])
+    with pytest.raises(RequestError, match="already"):
+        ask(desk, "caption", folder, **asked)
+    assert len(lines) == 1
+
+
+def captioning(desk: DatasetDesk, folder: Path, rows: list[Any], code: int | None = None) -> Any:
+    """Leave what a captioning writes in the folder of a job; return what is said of it."""
+    job = desk.work.own / "jobs" / ("a" * 12)
+    job.mkdir(parents=True, exist_ok=True)
+    about = {"kind": "caption", "about": {"folder": str(folder)}, "at_s": time.time()}
+    (job / "job.json").write_text(json.dumps(about))
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (job / "log.txt").write_text("\n".join(lines))
+    if code is not None:
+        (job / "result.json").write_text(json.dumps({"exit_code": code}))
+    return ask(desk, "caption_state", folder)
+
+
+def test_how_far_a_captioning_is(
+    desk: DatasetDesk, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ask(desk, "caption_state", folder)["state"] == "none"
+    ninth = {"event": "caption", "index": 9, "count": 9}
+    ended = {"event": "captioned", "written": 8, "failed": 1, "had_one": 0}
+    problem = {"event": "problem", "file": "a.png", "what": "is damaged", "fix": "remove it"}
+    for rows, code, state, said, done in (
+        ([], None, "running", "loading the model", 0),
+        (
+            [{"event": "downloading", "model": "a/b", "gigabytes": 1.6}],
+            *(None, "running", "downloading a/b, about 1.6 GB", 0),
+        ),
+        (
+            [{**ninth, "index": 3}, problem, "a word of a library", '{"event": "capt'],
+            *(None, "running", "3 of 9 captions written", 3),
+        ),
+        ([ninth, ended], 0, "finished", "8 captions written, 1 images without", 9),
+        (["error: no such model. Fix: x"], 3, "failed", "error: no such model. Fix: x", 0),
+    ):
+        shown = captioning(desk, folder, rows, code)
+        assert (shown["state"], shown["said"], shown["done"]) == (state, said, done)
+        assert shown["problems"] == (["a.png is damaged. remove it"] if problem in rows else [])
+    values = {"event": "undone", "removed": ["a", "b"], "restored": ["c"], "kept": []}
+    undone = SimpleNamespace(values=values)
+    monkeypatch.setattr("lora_trainer.gui.launch.ask", lambda words: undone)
+    assert ask(desk, "caption_undo", folder)["step"] == "2 captions removed, 1 put back"
+    refused = SimpleNamespace(values=None, error="error: nothing to take back")
+    monkeypatch.setattr("lora_trainer.gui.launch.ask", lambda words: refused)
+    with pytest.raises(InputError, match="nothing to take back"):
+        ask(desk, "caption_undo", folder)

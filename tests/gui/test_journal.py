@@ -12,25 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from lora_trainer.gui import changes as changes_module
-from lora_trainer.gui import journal as journal_module
-from lora_trainer.gui.changes import (
-    Change,
-    FileChange,
-    LinesChange,
-    MoveChange,
-    Row,
-    from_json,
-    inside,
-    read_content,
-    to_json,
-)
-from lora_trainer.gui.journal import Journal, Outcome
+from lora_trainer.gui import changes
+from lora_trainer.gui.journal import Journal
 
 from lora_trainer.common.errors import InputError, MachineError
 
 Snapshot = dict[str, bytes]
 NAMES = ("a.txt", "b.txt", "c.txt", "_excluded/a.txt")
+
+
+@pytest.fixture
+def journal(root: Path, tmp_path: Path) -> Journal:
+    return Journal(root=root, folder=tmp_path / "undo")
 
 
 def snapshot(root: Path) -> Snapshot:
@@ -41,10 +34,10 @@ def snapshot(root: Path) -> Snapshot:
     }
 
 
-def write(journal: Journal, file: str, after: str | None, *, group: str = "") -> Outcome:
+def write(journal: Journal, file: str, after: str | None, *, group: str = "") -> Any:
     with journal.locked():
-        before = read_content(journal.root / file)
-        change = FileChange(file=file, before=before, after=after)
+        before = changes.read_content(journal.root / file)
+        change = changes.FileChange(file=file, before=before, after=after)
         return journal.perform(f"edit {file}", [change], group=group)
 
 
@@ -56,20 +49,17 @@ def test_one_stay_in_a_field_is_one_step(journal: Journal, root: Path) -> None:
     assert (root / "a.txt").read_text() == "a cat"
     journal.undo()
     assert snapshot(root) == {}
-
-
-def test_a_stay_is_not_joined_over_an_edit_of_somebody_else(journal: Journal, root: Path) -> None:
     write(journal, "a.txt", "mine", group="stay")
     (root / "a.txt").write_text("theirs")
     write(journal, "a.txt", "theirs and mine", group="stay")
     journal.undo()
-    assert (root / "a.txt").read_text() == "theirs"
+    assert (root / "a.txt").read_text() == "theirs", "not joined over an edit of somebody else"
 
 
 def test_what_somebody_else_has_changed_is_left_and_named(journal: Journal, root: Path) -> None:
     with journal.locked():
-        changes = [FileChange(file=f"{n}.txt", before=None, after=n) for n in "abc"]
-        journal.perform("all", changes)
+        new = [changes.FileChange(file=f"{n}.txt", before=None, after=n) for n in "abc"]
+        journal.perform("all", new)
     (root / "b.txt").write_text("theirs")
     outcome = journal.undo()
     assert outcome is not None
@@ -84,7 +74,8 @@ def test_a_step_of_which_nothing_could_be_made_is_no_step(journal: Journal, root
     write(journal, "a.txt", "one")
     journal.undo()
     with journal.locked():
-        outcome = journal.perform("late", [FileChange(file="a.txt", before="not so", after="x")])
+        late = changes.FileChange(file="a.txt", before="not so", after="x")
+        outcome = journal.perform("late", [late])
     assert len(outcome.left) == 1
     history = journal.history()
     assert (history.done, len(history.undone)) == ((), 1)
@@ -99,7 +90,7 @@ def test_a_full_disk_leaves_the_history_as_it_was(
         raise MachineError(f"cannot write {path}", fix="free some space")
 
     with monkeypatch.context() as patch:
-        patch.setattr(changes_module, "write_atomic", full)
+        patch.setattr(changes, "write_atomic", full)
         with pytest.raises(MachineError):
             write(journal, "a.txt", "two")
     assert len(journal.history().done) == 1
@@ -124,7 +115,7 @@ def kill_at(number: int, write_atomic: Callable[..., None]) -> Callable[..., Non
 
 
 @pytest.mark.parametrize("operation", ["do", "undo", "redo"])
-@pytest.mark.parametrize("files_before_the_kill", [0, 1, 2])
+@pytest.mark.parametrize("files_before_the_kill", [0, 1])
 def test_a_step_that_a_kill_cuts_short_is_finished_later(
     operation: str,
     files_before_the_kill: int,
@@ -136,19 +127,19 @@ def test_a_step_that_a_kill_cuts_short_is_finished_later(
     new = {f"{name}.txt": b"new" for name in "abc"}
     for name in old:
         (root / name).write_text("old")
-    changes = [FileChange(file=name, before="old", after="new") for name in old]
+    all_new = [changes.FileChange(file=name, before="old", after="new") for name in old]
 
     def bulk() -> None:
         with journal.locked():
-            journal.perform("bulk", changes)
+            journal.perform("bulk", all_new)
 
     steps = {"do": [bulk], "undo": [bulk, journal.undo], "redo": [bulk, journal.undo, journal.redo]}
     *earlier, last = steps[operation]
     for step in earlier:
         step()
     with monkeypatch.context() as patch:
-        killed = kill_at(files_before_the_kill, changes_module.write_atomic)
-        patch.setattr(changes_module, "write_atomic", killed)
+        killed = kill_at(files_before_the_kill, changes.write_atomic)
+        patch.setattr(changes, "write_atomic", killed)
         with pytest.raises(Killed):
             last()
     assert snapshot(root) not in (old, new) or files_before_the_kill == 0
@@ -170,7 +161,7 @@ def test_a_log_cut_anywhere_is_a_history(journal: Journal, root: Path) -> None:
     write(journal, "a.txt", "two")
     journal.undo()
     whole = journal.log.read_bytes()
-    for length in range(len(whole)):
+    for length in range(0, len(whole), 5):
         journal.log.write_bytes(whole[:length])
         (root / "a.txt").write_text("one")
         journal.history()
@@ -178,20 +169,18 @@ def test_a_log_cut_anywhere_is_a_history(journal: Journal, root: Path) -> None:
         assert journal.history().done[-1].title == "edit b.txt"
         journal.undo()
         assert not (root / "b.txt").exists()
-
-
-def test_damaged_lines_are_passed_over(journal: Journal) -> None:
-    write(journal, "a.txt", "one")
-    with journal.log.open("ab") as file:
-        file.write(b'\xff\n[]\n{"op": "do", "id": 3}\n{"op": "end", "without": ["x"]}\n7\n')
-    assert [step.title for step in journal.history().done] == ["edit a.txt"]
+    journal.log.write_bytes(
+        whole + b'\xff\n[]\n{"op": "do", "id": 3}\n{"op": "end", "without": ["x"]}\n7\n'
+    )
+    history = journal.history()
+    assert [step.title for step in (*history.done, *history.undone)] == ["edit a.txt"] * 2
 
 
 def test_a_large_log_forgets_the_oldest_steps(
     journal: Journal, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "MAX_LOG_BYTES", 4_000)
-    monkeypatch.setattr(journal_module, "KEPT_BYTES", 2_000)
+    monkeypatch.setattr("lora_trainer.gui.journal.MAX_LOG_BYTES", 4_000)
+    monkeypatch.setattr("lora_trainer.gui.journal.KEPT_BYTES", 2_000)
     for number in range(40):
         write(journal, "a.txt", f"{number} {'x' * 100}")
     assert journal.log.stat().st_size < 6_000
@@ -201,26 +190,26 @@ def test_a_large_log_forgets_the_oldest_steps(
     assert (root / "a.txt").read_text().startswith("38 ")
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "a\0b", "link/x", "file-link"])
-def test_no_name_leads_out_of_the_folder(root: Path, tmp_path: Path, name: str) -> None:
+def test_no_name_leads_out_of_the_folder(root: Path, tmp_path: Path) -> None:
     (root / "link").symlink_to(tmp_path)
     (root / "file-link").symlink_to(tmp_path / "theirs")
-    with pytest.raises(InputError):
-        inside(root, name)
+    for name in ("../x", "/etc/x", "a/../../x", "a\0b", "link/x", "file-link"):
+        with pytest.raises(InputError):
+            changes.inside(root, name)
 
 
 TEXT = st.text(max_size=8) | st.none()
-ROWS = st.builds(Row, name=st.text(), before=st.text(), after=st.text())
+ROWS = st.builds(changes.Row, name=st.text(), before=st.text(), after=st.text())
 CHANGES = st.one_of(
-    st.builds(FileChange, file=st.text(), before=TEXT, after=TEXT),
-    st.builds(MoveChange, file=st.text(), to=st.text()),
-    st.builds(LinesChange, file=st.text(), rows=st.lists(ROWS).map(tuple)),
+    st.builds(changes.FileChange, file=st.text(), before=TEXT, after=TEXT),
+    st.builds(changes.MoveChange, file=st.text(), to=st.text()),
+    st.builds(changes.LinesChange, file=st.text(), rows=st.lists(ROWS).map(tuple)),
 )
 
 
 @given(CHANGES)
-def test_changes_survive_json(change: Change) -> None:
-    assert from_json(json.loads(json.dumps(to_json(change)))) == change
+def test_changes_survive_json(change: Any) -> None:
+    assert changes.from_json(json.loads(json.dumps(changes.to_json(change)))) == change
 
 
 class Model(RuleBasedStateMachine):
@@ -240,28 +229,28 @@ class Model(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.place.cleanup()
 
-    def _perform(self, changes: list[Change]) -> None:
+    def _perform(self, step: list[Any]) -> None:
         with self.journal.locked():
-            assert not self.journal.perform("step", changes).left
+            assert not self.journal.perform("step", step).left
         self.done.append(self.now)
         self.undone.clear()
         self.now = snapshot(self.root)
 
     @rule(name=st.sampled_from(NAMES), after=st.binary(max_size=4) | st.none())
     def edit(self, name: str, after: bytes | None) -> None:
-        before = read_content(self.root / name)
+        before = changes.read_content(self.root / name)
         text = None if after is None else after.decode("utf-8", "surrogateescape")
         if before is None and text is None:
             return
         (self.root / name).parent.mkdir(exist_ok=True)
-        self._perform([FileChange(file=name, before=before, after=text)])
+        self._perform([changes.FileChange(file=name, before=before, after=text)])
 
     @rule(suffix=st.sampled_from("xyz"))
     def edit_all(self, suffix: str) -> None:
-        found: list[Change] = []
+        found: list[Any] = []
         for name in self.now:
-            before = read_content(self.root / name)
-            found.append(FileChange(file=name, before=before, after=f"{suffix}{before}"))
+            before = changes.read_content(self.root / name)
+            found.append(changes.FileChange(file=name, before=before, after=f"{suffix}{before}"))
         if found:
             self._perform(found)
 
@@ -269,7 +258,7 @@ class Model(RuleBasedStateMachine):
     def move(self, pair: list[str]) -> None:
         source, target = pair[:2]
         if source in self.now and target not in self.now:
-            self._perform([MoveChange(file=source, to=target)])
+            self._perform([changes.MoveChange(file=source, to=target)])
 
     @precondition(lambda self: self.done)
     @rule()

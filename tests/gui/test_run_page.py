@@ -1,65 +1,107 @@
-"""The page of a run: what is said of it at each moment, its buttons, figures, log, and which parts are drawn again."""
+"""The page of a run: what it shows at each moment, what its buttons do, and which parts are drawn again."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lora_trainer.gui.run_actions import use_as_best
+from lora_trainer.gui import drafts, run_actions, run_parts, state
 from lora_trainer.gui.run_follow import Followed
-from lora_trainer.gui.run_log import line_of, log
-from lora_trainer.gui.run_parts import damaged_parts, parts, stamp
-from lora_trainer.gui.run_state import (
-    END_AFTER_S,
-    Look,
-    Possible,
-    explained,
-    left_text,
-    look,
-    possible,
-    recovery,
-    remarks,
-    sentence,
-)
-from lora_trainer.gui.run_view import head, machine_now, memory
+from lora_trainer.gui.run_state import END_AFTER_S, look
 from lora_trainer.gui.workplace import Workplace
 
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import InputError, MachineError, RequestError
+from lora_trainer.config.config import setting_keys
+from lora_trainer.config.layers import RESUMED
 from lora_trainer.hardware.nvml import CardState
+from lora_trainer.lora_file.embedding import embedding_path
+from lora_trainer.lora_file.write import prune_exports
 from lora_trainer.queue import commands
-from lora_trainer.reporting.control import Control, Request
-from lora_trainer.reporting.history import HistoryReader, read_history
+from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.status import read_status
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.lora_library import finished_run
-from tests.fakes.run_folder import HOSTILE_CAPTION, FakeRun, fake_run
+from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, fake_run
 
 DEAD = 2**22 - 3
-TRAINING = Possible(save=True, sample=True, stop=True)
+GIB = 1 << 30
+TRAINING = {"save", "sample", "stop"}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A run of 30 steps at step 12; its last save was at step 10."""
-    return until(fake_run(tmp_path / "runs" / "live", steps=30), 12)
+def work(tmp_path: Path) -> Workplace:
+    return Workplace(runs=tmp_path / "runs")
 
 
-def now(folder: Path, *, later_s: float = 0.0) -> Look:
+@pytest.fixture
+def live(work: Workplace) -> Path:
+    """A run of 30 steps that trains, at step 12; its last save was at step 10."""
+    folder = until(fake_run(work.runs / "live", steps=30), 12)
+    write_status(folder)
+    return folder
+
+
+@pytest.fixture
+def finished(work: Workplace) -> Path:
+    """A finished run of 30 steps with exports of 20 and 30; that of 10 was pruned."""
+    folder = fake_run(work.runs / "my <run>", steps=30).write()
+    write_status(folder, state="finished", step=30, steps=30, exit_code=0)
+    (folder / "zorble-step00000020.safetensors").write_bytes(b"twenty")
+    return folder
+
+
+def now(folder: Path, *, later_s: float = 0.0) -> Any:
     return look(folder, read_status(folder), now_s=time.time() + later_s)
 
 
+def page(folder: Path, **when: float) -> dict[str, Any]:
+    """Return the parts of the page as they are drawn; the buttons by those that are of use."""
+    parts = run_parts.parts(now(folder, **when), Followed().read(folder))
+    drawn = {name: part.draw() for name, part in parts.items()}
+    drawn["buttons"] = {name for name, on in asdict(drawn["buttons"]).items() if on}
+    return drawn
+
+
+def head(folder: Path, **when: float) -> str:
+    return str(page(folder, **when)["head"])
+
+
 def said(folder: Path) -> str:
-    return sentence(now(folder), read_history(folder))
+    (sentence,) = re.findall(r'<p class="said [^>]*>(.*?)</p>', head(folder))
+    return str(sentence)
+
+
+def change_record(folder: Path, change: Any) -> None:
+    """Let `change` change what run.json holds."""
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    change(record)
+    (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
+
+
+def change_events(folder: Path, change: Any) -> None:
+    """Let `change` change each row of events.jsonl."""
+    file = folder / "events.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        change(row)
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+
+def append(folder: Path, **row: object) -> None:
+    with (folder / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -70,16 +112,9 @@ def said(folder: Path) -> str:
             {"phase": "cache", "done": 14, "total": 23, "message": "x.png"},
             "Preparing the images: 14 of 23.",
         ),
-        (
-            {"phase": "cache", "done": 3, "total": 9, "message": "captions"},
-            "Preparing the captions: 3 of 9.",
-        ),
-        ({"phase": "sample", "done": 1, "total": 4}, "Making sample images 1 of 4."),
-        ({"phase": "load"}, "Loading the base model."),
+        ({"phase": "cache", "message": "captions", "total": 0}, "Preparing the captions."),
         ({"phase": "", "state": "starting"}, "Starting."),
-        ({"phase": "", "state": "training"}, "Training."),
         ({"phase": "novel", "message": "something new"}, "something new."),
-        ({"phase": "stop"}, "Saving the state, step 12."),
         ({"phase": "quit"}, "Stopping at once, without saving."),
         ({"state": "finished", "exit_code": 0}, "Finished after 12 steps."),
         (
@@ -90,316 +125,250 @@ def said(folder: Path) -> str:
         ({"pid": DEAD}, "Interrupted at step 12 of 30."),
     ],
 )
-def test_one_sentence_says_what_it_does(folder: Path, fields: dict[str, Any], words: str) -> None:
-    write_status(folder, **fields)
-    assert said(folder).startswith(words)
+def test_one_sentence_says_what_it_does(live: Path, fields: dict[str, Any], words: str) -> None:
+    write_status(live, **fields)
+    assert said(live) == words
 
 
 def test_stop_saves_force_stop_does_not_and_a_process_that_obeys_neither_is_ended(
-    folder: Path,
+    live: Path, work: Workplace
 ) -> None:
-    write_status(folder)
-    assert possible(now(folder)) == TRAINING
-    Control(folder).request("stop")
-    assert possible(now(folder)) == Possible(force=True)
-    assert said(folder).startswith("Asked to stop")
-    write_status(folder, phase="stop")  # it has seen the request
-    Control(folder).done("stop")
-    assert possible(now(folder)) == Possible(force=True)
-    assert "goes on from step 10" in remarks(now(folder), read_history(folder))[0]
-    Control(folder).request("stop_now")
-    assert possible(now(folder)) == Possible()
-    later = now(folder, later_s=END_AFTER_S + 1)
-    assert possible(later) == Possible(end=True)
-    assert str(os.getpid()) in remarks(later, read_history(folder))[0]
+    assert page(live)["buttons"] == TRAINING
+    run_actions.ask(work, "live", "stop")
+    assert Control(live).pending() == {"stop"}
+    assert page(live)["buttons"] == {"force"} and said(live).startswith("Asked to stop")
+    write_status(live, phase="stop")  # it has seen the request
+    Control(live).done("stop")
+    assert page(live)["buttons"] == {"force"} and "goes on from step 10" in head(live)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as trainer:
+        started_s = psutil.Process(trainer.pid).create_time()
+        write_status(live, pid=trainer.pid, pid_started_s=started_s)
+        with pytest.raises(RequestError, match="may still end by itself"):
+            run_actions.end(work, "live")
+        run_actions.ask(work, "live", "stop_now")
+        assert page(live)["buttons"] == set()
+        later_s = END_AFTER_S + 1
+        assert page(live, later_s=later_s)["buttons"] == {"end"}
+        assert str(trainer.pid) in head(live, later_s=later_s)
+        with pytest.raises(RequestError, match="may still end by itself"):
+            run_actions.end(work, "live")
+        asked_s = time.time() - later_s
+        os.utime(live / "control" / "stop_now", (asked_s, asked_s))
+        assert trainer.poll() is None
+        run_actions.end(work, "live")
+        assert trainer.wait() != 0
+    assert read_status(live).state == "interrupted"
+    run_actions.end(work, "live")  # from a second tab: nothing is left to end
+    Control(live).done("stop_now")
+    write_status(live, phase="quit", heartbeat_s=time.time() - later_s)
+    assert page(live)["buttons"] == {"end"}, "it has seen the request and hangs"
+    write_status(live, phase="quit")
+    assert page(live)["buttons"] == set()
 
 
-def test_one_that_has_seen_force_stop_and_hangs_can_be_ended_too(folder: Path) -> None:
-    write_status(folder, phase="quit", heartbeat_s=time.time() - END_AFTER_S - 1)
-    assert possible(now(folder)) == Possible(end=True)
-    write_status(folder, phase="quit")
-    assert possible(now(folder)) == Possible()
-
-
-@pytest.mark.parametrize("state", ["stopped", "failed", "interrupted"])
-def test_what_ended_early_can_be_resumed(folder: Path, state: str) -> None:
-    write_status(folder, **({"pid": DEAD} if state == "interrupted" else {"state": state}))
-    assert read_status(folder).state == state
-    assert possible(now(folder)) == Possible(resume=True)
-    write_status(folder, state="finished")
-    assert possible(now(folder)) == Possible()
-
-
-def test_a_run_that_waits_in_the_queue_to_go_on_says_so(folder: Path) -> None:
-    write_status(folder, state="stopped", exit_code=143)
-    words = ["datasets/x", f"--resume-from={folder.resolve()}"]
-    commands.add(folder.parent, words, label="live")
-    assert said(folder) == "Waits in the queue to be resumed from step 12 of 30."
-    assert possible(now(folder)) == Possible()
-    commands.remove(folder.parent, commands.items(folder.parent)[0].id)
-    assert possible(now(folder)) == Possible(resume=True)
-
-
-def test_a_failure_is_told_with_what_to_do(folder: Path) -> None:
-    message = "the disk is full. Fix: free some space."
-    write_status(folder, state="failed", exit_code=4, message=message)
-    history = read_history(folder)
-    assert explained(now(folder), history) == ("the disk is full.", "free some space.")
-    write_status(folder, pid=DEAD)
-    what, fix = explained(now(folder), history) or ("", "")
-    assert "without a word" in what and "from step 10" in fix
-    write_status(folder)
-    assert explained(now(folder), history) is None
-    (folder / "status.json").write_text("[]")
-    assert "cannot be read" in (explained(now(folder), history) or ("", ""))[0]
-
-
-@pytest.mark.parametrize(("request_", "word"), [("save", "to save"), ("sample", "sample images")])
-def test_a_request_that_waits_is_said(folder: Path, request_: Request, word: str) -> None:
-    write_status(folder)
-    assert remarks(now(folder), read_history(folder)) == []
-    Control(folder).request(request_)
-    (line,) = remarks(now(folder), read_history(folder))
-    assert word in line
-
-
-def test_silence_of_a_process_that_lives_is_said(folder: Path) -> None:
-    write_status(folder, heartbeat_s=time.time() - 200)
-    assert "nothing for 3 min" in remarks(now(folder), read_history(folder))[0]
-    write_status(folder, heartbeat_s=time.time() - 200, state="finished")
-    assert remarks(now(folder), read_history(folder)) == []
-
-
-def test_a_recovery_from_out_of_memory_is_said_until_the_batch_has_grown_back(
-    tmp_path: Path,
+def test_what_ended_early_is_resumed_through_the_queue(
+    live: Path, work: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = fake_run(tmp_path / "runs" / "full", steps=30)
-    folder = until(run, 20)
-    write_status(folder)
-    (line,) = remarks(now(folder), read_history(folder))
-    assert line.startswith("Recovered from out of memory at step 15: images at a time 8 -> 4")
-    run.emit("change", key="memory.micro_batch", old=4, new=8, reason="50 steps in a row fitted")
-    run.write()
-    assert recovery(read_history(folder)) is None
+    started: list[Path] = []
+    monkeypatch.setattr("lora_trainer.queue.worker.ensure_worker", started.append)
+    with pytest.raises(RequestError, match="being trained already"):
+        run_actions.resume(work, "live")
+    assert "/train?again=live" not in head(live)
+    for fields in ({"pid": DEAD}, {"state": "failed", "exit_code": 4}, {"state": "stopped"}):
+        write_status(live, **fields)
+        assert page(live)["buttons"] == {"resume"}
+        assert page(live)["where"] is True, "somebody has to say where its images are"
+        assert ("/train?again=live" in head(live)) is ("pid" not in fields)
+    for refused, why in (
+        (lambda: run_actions.ask(work, "live", "stop"), "is not being trained"),
+        (lambda: run_actions.ask(work, "../live", "stop"), "no run"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            refused()
+    with pytest.raises(InputError, match="does not say where its images are"):
+        run_actions.resume(work, "live")
+    images = tmp_path / "images"
+    images.mkdir()
+    run_actions.resume(work, "live", dataset=str(images))
+    (item,) = commands.items(work.runs)
+    assert item.argv == (str(images), f"--resume-from={live.resolve()}")
+    assert started == [work.runs]
+    assert said(live) == "Waits in the queue to be resumed from step 12 of 30."
+    assert page(live)["buttons"] == set()
+    with pytest.raises(RequestError, match="in the queue already"):
+        run_actions.resume(work, "live", dataset=str(images))
+    commands.remove(work.runs, item.id)
+    assert page(live)["buttons"] == {"resume"}
+    write_status(live, state="finished")
+    assert page(live)["buttons"] == set()
 
 
-def test_time_left_is_no_more_exact_than_it_can_be() -> None:
-    assert left_text(12.3) == "about 13 s"
-    assert left_text(600.0) == "about 10 min 00 s"
-    assert left_text(math.nan) == left_text(-1.0) == ""
+def test_a_failure_is_told_above_the_figures_with_what_to_do(live: Path) -> None:
+    message = "the disk <img src=x onerror=alert(1)> is full. Fix: <b>free</b> some."
+    write_status(live, state="failed", exit_code=4, message=message)
+    shown = head(live)
+    assert shown.index("What to do: ") < shown.index("figures")
+    assert "The disk &lt;img" in shown and "&lt;b&gt;free&lt;/b&gt; some" in shown
+    assert "<img" not in shown and "<b>free" not in shown
+    write_status(live, pid=DEAD)
+    assert "without a word" in head(live) and "from step 10" in head(live)
+    (live / "status.json").write_text("[]")
+    assert "cannot be read" in head(live)
 
 
-GIB = 1 << 30
+def test_requests_silence_and_a_recovery_are_said(live: Path) -> None:
+    assert "notice" not in head(live)
+    for request, words in (("save", "Asked to save"), ("sample", "to make sample images")):
+        run_actions.ask(Workplace(runs=live.parent), "live", request)  # type: ignore[arg-type]
+        assert words in head(live)
+        Control(live).done(request)  # type: ignore[arg-type]
+    write_status(live, heartbeat_s=time.time() - 200)
+    assert "nothing for 3 min" in head(live)
+    write_status(live, heartbeat_s=time.time() - 200, state="finished")
+    assert "notice" not in head(live).replace("notice try-out", "")
+    full = until(fake_run(live.parent / "full", steps=30), 20)
+    write_status(full)
+    assert "Recovered from out of memory at step 15: images at a time 8 -&gt; 4" in head(full)
+    append(full, event="change", key="memory.micro_batch", old=4, new=8, reason="50 steps fitted")
+    assert "Recovered" not in head(full)
 
 
-def shown(folder: Path) -> str:
-    return head(look(folder, read_status(folder), now_s=time.time()), read_history(folder))
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> FakeRun:
-    return fake_run(tmp_path / "runs" / "live", steps=30)
-
-
-def test_head_has_progress_pace_time_left_and_losses(run: FakeRun) -> None:
-    folder = until(run, 12)
-    write_status(folder)
-    page = shown(folder)
-    assert "width:40.0%" in page and 'aria-valuenow="40"' in page
-    for words in ("12 of 30", "Time left", "0.19 s", "mean of the last 12 steps"):
-        assert words in page
-    assert "below the base&#x27;s" in page
-
-
-def test_what_the_machine_does_is_told_of_the_gpus_that_a_run_trains_on(run: FakeRun) -> None:
-    folder = until(run, 12)
-    write_status(folder)
-    status = read_status(folder)
+def test_head_has_progress_pace_time_left_losses_and_what_the_machine_does(
+    live: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = head(live)
+    assert "width:40.0%" in shown and 'aria-valuenow="40"' in shown
+    for words in ("12 of 30", "about 9 s", "0.19 s", "mean of the last 12 steps"):
+        assert words in shown
+    assert "below the base&#x27;s" in shown
+    write_status(live, left_s=600.0)
+    assert "about 10 min 00 s" in head(live)
     idle = CardState(total_bytes=8 * GIB, used_bytes=GIB, load_percent=1, celsius=31, watts=9.6)
-    ours = replace(idle, load_percent=98, celsius=71, watts=None, users=frozenset({status.pid}))
-    said = machine_now(status, (idle, ours))
-    assert said == "GPU 98 % busy, 71 °C."
-    assert machine_now(status, (idle,)) == "GPU 1 % busy, 31 °C, 10 W."
+    ours = replace(idle, load_percent=98, celsius=71, watts=None, users=frozenset({os.getpid()}))
     unknown = CardState(total_bytes=8 * GIB, used_bytes=GIB)
-    assert machine_now(status, (unknown,)) == ""
-    assert said in head(look(folder, status, now_s=time.time()), read_history(folder), said)
+    for cards, words in (
+        ((idle, ours), ">GPU 98 % busy, 71 \u00b0C.<"),
+        ((idle,), ">GPU 1 % busy, 31 \u00b0C, 10 W.<"),
+        ((unknown,), ""),
+    ):
+        monkeypatch.setattr(run_parts, "card_states", lambda cards=cards: cards)
+        assert (words or "machine") in head(live) or not words
+        assert ("GPU" in head(live)) is bool(words)
 
 
-def test_before_the_first_step_there_are_no_figures_of_steps(run: FakeRun) -> None:
-    folder = until(run, 0)
-    write_status(folder, step=0, phase="cache", done=1, total=9, message="x.png", left_s=None)
-    page = shown(folder)
-    assert "Preparing the images: 1 of 9." in page
-    assert "A step takes" not in page and "Time left" not in page and "meter" not in page
-    stages = re.findall(r'<li class="(\w+)"', page)
+def test_before_the_first_step_there_are_stages_and_no_figures_of_steps(work: Workplace) -> None:
+    new = until(fake_run(work.runs / "new", steps=30), 0)
+    write_status(new, step=0, phase="cache", done=1, total=9, message="x.png", left_s=None)
+    shown = head(new)
+    assert "A step takes" not in shown and "Time left" not in shown and "meter" not in shown
+    stages = re.findall(r'<li class="(\w+)"', shown)
     assert stages == ["done", "now", "later", "later", "later"]
-    assert "1 of 9" in page and 'aria-current="step"' in page and 'aria-valuenow="11"' in page
-    write_status(folder, step=0, phase="train", done=0, total=30)
-    assert "stages" not in shown(folder)  # the first step is done: the time left is known
-
-
-def test_a_failure_stands_above_the_figures(run: FakeRun) -> None:
-    folder = until(run, 12)
-    message = "<img src=x onerror=alert(1)>. Fix: <b>do</b> it."
-    write_status(folder, state="failed", exit_code=3, message=message)
-    page = shown(folder)
-    assert page.index("What to do: ") < page.index("figures")
-    assert "<img" not in page and "<b>do" not in page
-    assert "&lt;b&gt;do&lt;/b&gt; it" in page
+    assert "1 of 9" in shown and 'aria-current="step"' in shown and 'aria-valuenow="11"' in shown
+    assert "begins with the first step" in page(new)["chart"]["drawn"]
+    write_status(new, step=0, phase="train", done=0, total=30)
+    assert "stages" not in head(new)  # the first step is done: the time left is known
 
 
 def test_a_finished_run_names_the_best_step_that_has_a_file_and_where_its_lora_works(
-    tmp_path: Path,
+    work: Workplace,
 ) -> None:
-    folder = finished_run(tmp_path / "runs" / "done", saves=(10, 20))
+    folder = finished_run(work.runs / "done", saves=(10, 20))
     write_status(folder, state="finished", exit_code=0)
-    validated(folder, {21: (20, 0.04)})
-    assert "Step 20 did best" in shown(folder) and "compare its samples below" in shown(folder)
-    assert "Download step 20 (best)" in shown(folder) and "Around step" not in shown(folder)
-    validated(folder, {15: (15, 0.001)})
-    page = shown(folder)
-    assert "Step 20 did best" in page and "Download step 20 (best)" in page
-    assert "Around step 15 the loss was lower (0.0010)" in page
-    assert "not in ComfyUI" in page and "Copy to ComfyUI" not in page
-    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    record["base"]["source"] = "owner/model"
-    (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
-    assert "not in ComfyUI" not in shown(folder) and "Copy to ComfyUI" in shown(folder)
+
+    def measured(at: int, step: int, loss: float) -> None:
+        def change(row: dict[str, Any]) -> None:
+            if row["event"] == "validation" and row["step"] == at:
+                row |= {"step": step, "loss": loss}
+
+        change_events(folder, change)
+
+    measured(21, 20, 0.04)
+    shown = head(folder)
+    assert "Step 20 did best" in shown and "compare its samples below" in shown
+    assert "Download step 20 (best)" in shown and "Around step" not in shown
+    measured(15, 15, 0.001)
+    shown = head(folder)
+    assert "Step 20 did best" in shown and "Download step 20 (best)" in shown
+    assert "Around step 15 the loss was lower (0.0010)" in shown
+    assert "not in ComfyUI" in shown and "Copy to ComfyUI" not in shown
+    change_record(folder, lambda record: record["base"].update(source="owner/model"))
+    assert "not in ComfyUI" not in head(folder) and "Copy to ComfyUI" in head(folder)
 
 
-def validated(folder: Path, others: dict[int, tuple[int, float]]) -> None:
-    """Give the validations of a run, by step, another step and loss."""
-    file = folder / "events.jsonl"
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    for row in rows:
-        if row["event"] == "validation" and row["step"] in others:
-            row["step"], row["loss"] = others[row["step"]]
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+def test_memory_is_compared_with_what_was_predicted(live: Path) -> None:
+    assert "now 1.0 GiB" in head(live) and "predicted 1.2 GiB" in head(live), "of the process"
 
-
-@pytest.mark.parametrize(
-    ("state", "offered"), [("failed", True), ("stopped", True), ("running", False)]
-)
-def test_a_run_that_ended_early_is_trained_again_with_changes(
-    run: FakeRun, state: str, offered: bool
-) -> None:
-    folder = until(run, 12)
-    write_status(folder, state=state, exit_code=None if state == "running" else 5)
-    assert ("/train?again=live" in shown(folder)) is offered
-
-
-def on_a_card(run: FakeRun) -> FakeRun:
-    for row in run.events:
+    def on_a_card(row: dict[str, Any]) -> None:
         if row["event"] == "step":
-            row |= {
-                "vram_bytes": 6 * GIB,
-                "vram_reserved_bytes": 7 * GIB + row["step"],
-                "vram_used_bytes": 8 * GIB,
-            }
-    return run
+            row |= {"vram_reserved_bytes": 7 * GIB + row["step"], "vram_used_bytes": 8 * GIB}
 
-
-def with_plan(folder: Path, **memory_fields: Any) -> Path:
-    record = json.loads((folder / "run.json").read_text("utf-8"))
-    record["plan"]["memory"] |= memory_fields
-    (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
-    return folder
-
-
-def test_memory_of_a_card_is_compared_as_it_was_predicted(run: FakeRun) -> None:
     items = [{"name": "runtime", "bytes": GIB, "note": ""}, "odd", {"name": "base"}]
-    folder = with_plan(
-        on_a_card(run).write(), items=items, peak_bytes=9 * GIB, limit_bytes=11 * GIB
-    )
-    found = memory(read_history(folder))
-    assert found is not None
-    assert found.now_bytes == 8 * GIB
-    assert found.highest_bytes == 8 * GIB + 30, "the highest reserved plus what libraries hold"
-    assert (found.predicted_bytes, found.limit_bytes) == (9 * GIB, 11 * GIB)
-    write_status(folder)
+    predicted = {"items": items, "peak_bytes": 9 * GIB, "limit_bytes": 11 * GIB}
+    change_events(live, on_a_card)
+    change_record(live, lambda record: record["plan"]["memory"].update(predicted))
     assert (
-        "on the GPU, with all that uses it, now 8.0 GiB, this training at most 8.0 GiB, predicted 9.0 GiB, limit"
-        in shown(folder)
-    )
+        "on the GPU, with all that uses it, now 8.0 GiB, this training at most 8.0 GiB, "
+        "predicted 9.0 GiB, limit 11.0 GiB"
+    ) in head(live), "the highest reserved plus what libraries hold"
 
 
-def test_without_a_card_it_is_the_memory_of_the_process(run: FakeRun) -> None:
-    found = memory(read_history(run.write()))
-    assert found is not None
-    assert (found.now_of, found.highest_bytes) == ("now {size}", GIB)
-    assert found.predicted_bytes == 1_310_000_000
-
-
-def test_log_is_in_words_and_has_the_newest_first(run: FakeRun) -> None:
-    reader = HistoryReader(run.write())
-    reader.read()
-    page = log(reader.recent())
-    assert page.index("Finished: zorble.safetensors.") < page.index("Started: 30 steps")
-    words = re.sub("<[^>]*>", "", page)
-    for said in (
+def test_the_log_is_in_words_and_has_the_newest_first(finished: Path) -> None:
+    for row in (
+        {"event": "stopped", "exit_code": 4, "step": 2, "reason": "no disk"},
+        {"event": "stopped", "exit_code": 143, "step": 2, "reason": "asked"},
+        {"event": "out_of_memory", "images_at_once": 8},
+        {"event": "resumed", "step": 4, "exactness": "EXACT"},
+        {"event": "something_new"},
+    ):
+        append(finished, **row)
+    shown = page(finished)["log"]
+    assert shown.index("Finished: zorble.safetensors.") < shown.index("Started: 30 steps")
+    words = re.sub("<[^>]*>", "", shown)
+    for line in (
         "Step 10: saved zorble-step00000010.safetensors and step-00000010 (3.1 MiB of state",
         "Changed \u201cMicro batch\u201d 8 -&gt; 4: out of memory in backward",
         "The base: validation loss 0.1337.",
         "Step 20: 3 sample images.",
         "warning: broken/owl &lt;b&gt;17&lt;/b&gt;.jpg: image is cut off",
         "export it again",
+        *("error: Stopped at step 2: no disk.", "Stopped at step 2: asked."),
+        *("warning: Out of memory with 8 images", "as if it had not stopped", "Something new."),
     ):
-        assert said in words, said
-    assert HOSTILE_CAPTION not in page and "<b>17" not in page
+        assert line in words, line
+    assert "error: Stopped at step 2: asked" not in words
+    assert HOSTILE_CAPTION not in shown and "<b>17" not in shown
     assert "step 7" not in words.lower(), "single steps are in the chart"
 
 
-@pytest.mark.parametrize(
-    ("row", "severity", "words"),
-    [
-        ({"event": "stopped", "exit_code": 143, "step": 2, "reason": "asked"}, "", "at step 2"),
-        ({"event": "stopped", "exit_code": 4, "step": 2, "reason": "no disk"}, "error", "no disk"),
-        ({"event": "stopped", "exit_code": [], "reason": "odd"}, "error", "odd"),
-        ({"event": "out_of_memory", "images_at_once": 8}, "warning", "with 8 images"),
-        ({"event": "resumed", "step": 4, "exactness": "EXACT"}, "", "as if it had not stopped"),
-        ({"event": "run_started", "resumed_from": 4}, "", "Started again from step 4"),
-        ({"event": "something_new"}, "", "Something new."),
-        ({"event": "problem", "what": "w", "severity": "<b>"}, "warning", "w."),
-    ],
-)
-def test_records_in_words(row: dict[str, Any], severity: str, words: str) -> None:
-    line = line_of(row)
-    assert line.severity == severity
-    assert words in line.words
-
-
 VALUES = st.none() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.none())
-KEYS = st.sampled_from(
-    ["time", "step", "seconds", "bytes", "loss", "file", "fix", "what", "images"]
+KEYS = st.sampled_from(["time", "step", "seconds", "bytes", "loss", "file", "what", "images"])
+KINDS = ["run_started", "resumed", "cached", "validation", "sample", "saved", "change", "stopped"]
+
+
+@given(st.sampled_from([*KINDS, "finished", "x"]), st.dictionaries(KEYS, VALUES))
+@settings(
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
-KINDS = ["run_started", "resumed", "cached", "validation", "sample", "saved", "change", "problem"]
-
-
-@given(st.sampled_from([*KINDS, "stopped", "finished", "x"]), st.dictionaries(KEYS, VALUES))
-def test_damaged_records_are_no_error(kind: str, fields: dict[str, Any]) -> None:
-    log([{**fields, "event": kind}])
+def test_damaged_records_are_no_error(live: Path, kind: str, fields: dict[str, Any]) -> None:
+    append(live, **{**fields, "event": kind})
+    page(live)
 
 
 @pytest.fixture
-def long_run(tmp_path: Path) -> Path:
-    long_run = until(fake_run(tmp_path / "runs" / "live", steps=1000), 600)
-    write_status(long_run, step=600, steps=1000)
-    return long_run
+def long_run(work: Workplace) -> Path:
+    folder = until(fake_run(work.runs / "live", steps=1000), 600)
+    write_status(folder, step=600, steps=1000)
+    return folder
 
 
-def append(long_run: Path, **row: object) -> None:
-    with (long_run / "events.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def changed(long_run: Path, followed: Followed, before: dict[str, object]) -> set[str]:
-    found = parts(now(long_run), followed.read(long_run))
+def changed(folder: Path, followed: Followed, before: dict[str, object]) -> set[str]:
+    found = run_parts.parts(now(folder), followed.read(folder))
     names = {name for name, part in found.items() if before.get(name) != part.key}
     before.update({name: part.key for name, part in found.items()})
     return names
 
 
-def test_a_step_changes_the_head_and_only_now_and_then_the_chart(long_run: Path) -> None:
+def test_a_part_is_drawn_again_when_it_changes(long_run: Path) -> None:
     followed, before = Followed(), dict[str, object]()
     assert len(changed(long_run, followed, before)) == 8
     assert changed(long_run, followed, before) == set()
@@ -412,57 +381,56 @@ def test_a_step_changes_the_head_and_only_now_and_then_the_chart(long_run: Path)
     assert sum("chart" in names for names in drawn) == 2
     append(long_run, event="validation", step=606, loss=0.4)
     assert changed(long_run, followed, before) >= {"chart", "log"}
-
-
-def test_a_sample_or_a_star_changes_the_sheet(long_run: Path) -> None:
-    followed, before = Followed(), dict[str, object]()
-    changed(long_run, followed, before)
     (long_run / "zorble-step00000333.safetensors").write_bytes(b"x")
     assert changed(long_run, followed, before) == {"samples", "files"}
-    stamped = stamp(now(long_run))
-    use_as_best(Workplace(runs=long_run.parent), "live", 333)
-    assert stamp(now(long_run)) != stamped
+    stamped = run_parts.stamp(now(long_run))
+    run_actions.use_as_best(Workplace(runs=long_run.parent), "live", 333)
+    assert run_parts.stamp(now(long_run)) != stamped
     assert changed(long_run, followed, before) == {"samples", "files", "chart"}
     append(long_run, event="sample", step=600, images=[{"prompt": "p", "seed": 1, "file": "x"}])
     assert changed(long_run, followed, before) == {"samples", "log"}
+    shown = page(long_run)
+    assert "<svg" in shown["chart"]["drawn"]
+    json.dumps(shown["samples"], allow_nan=False)
 
 
-def test_everything_can_be_drawn(long_run: Path) -> None:
-    found = parts(now(long_run), Followed().read(long_run))
-    drawn = {name: part.draw() for name, part in found.items()}
-    assert "<svg" in drawn["chart"]["drawn"]
-    assert drawn["samples"]["run"] == "live"
-    assert drawn["buttons"] == Possible(save=True, sample=True, stop=True)
-    assert drawn["where"] is False
-    json.dumps(drawn["samples"], allow_nan=False)
+def test_the_stamp_changes_with_what_is_seen_and_not_with_a_heartbeat(live: Path) -> None:
+    stamps = [run_parts.stamp(now(live))]
+    write_status(live, heartbeat_s=time.time() - 1)
+    assert run_parts.stamp(now(live)) == stamps[0]
+    for change in (
+        lambda: Control(live).request("save"),
+        lambda: append(live),
+        lambda: write_status(live, done=13),
+        lambda: write_status(live, pid=DEAD),
+    ):
+        change()
+        stamps.append(run_parts.stamp(now(live)))
+    assert len(set(stamps)) == 5
 
 
-def test_before_the_first_step_the_chart_says_so(tmp_path: Path) -> None:
-    long_run = until(fake_run(tmp_path / "runs" / "new", steps=5), 0)
-    write_status(long_run, step=0)
-    found = parts(now(long_run), Followed().read(long_run))
-    assert "begins with the first step" in found["chart"].draw()["drawn"]
-
-
-def test_where_the_images_are_is_asked_only_if_it_is_not_known(long_run: Path) -> None:
-    write_status(long_run, state="stopped", exit_code=143)
-    assert parts(now(long_run), Followed().read(long_run))["where"].draw() is True
-
-
-def test_a_damaged_record_is_told_and_the_run_can_still_be_stopped(long_run: Path) -> None:
-    (long_run / "run.json").write_text("{")
+def test_a_damaged_record_is_told_and_the_run_can_still_be_stopped(live: Path) -> None:
+    (live / "run.json").write_text("{")
     with pytest.raises(RequestError) as refused:
-        Followed().read(long_run)
-    found = damaged_parts(now(long_run), str(refused.value))
-    assert set(found) == {
-        *("head", "buttons", "where", "chart", "samples", "log", "settings", "files")
+        Followed().read(live)
+    parts = run_parts.damaged_parts(now(live), str(refused.value))
+    drawn = {name: part.draw() for name, part in parts.items()}
+    assert set(drawn) == {
+        "head",
+        "buttons",
+        "where",
+        "chart",
+        "samples",
+        "log",
+        "settings",
+        "files",
     }
-    drawn = {name: part.draw() for name, part in found.items()}
-    assert "not JSON" in drawn["head"]
-    assert drawn["buttons"].stop
+    assert "not JSON" in drawn["head"] and drawn["buttons"].stop
 
 
-def test_tabs_of_one_run_share_what_was_read(long_run: Path) -> None:
+def test_tabs_of_one_run_share_what_was_read_until_nobody_looks(
+    long_run: Path, tmp_path: Path
+) -> None:
     followed = Followed()
     counts: list[int] = []
 
@@ -481,12 +449,219 @@ def test_tabs_of_one_run_share_what_was_read(long_run: Path) -> None:
     assert all(600 <= count <= 639 for count in counts)
     first = followed.read(long_run).history.steps[0]
     assert followed.read(long_run).history.steps[0] is first, "it was not parsed again"
+    for number in range(9):
+        followed.read(fake_run(tmp_path / str(number), steps=2).write())
+    assert followed.read(long_run).history.steps[0] is not first
 
 
-def test_readers_of_runs_nobody_looks_at_are_let_go(tmp_path: Path) -> None:
-    followed = Followed()
-    folders = [fake_run(tmp_path / str(number), steps=2).write() for number in range(12)]
-    first = followed.read(folders[0]).history.steps[0]
-    for long_run in folders:
-        followed.read(long_run)
-    assert followed.read(folders[0]).history.steps[0] is not first
+def test_a_run_is_trained_again_with_what_was_chosen_for_it(
+    work: Workplace, live: Path, tmp_path: Path
+) -> None:
+    images = tmp_path / "zorble"
+    images.mkdir()
+    origins: dict[str, Any] = {}
+
+    def chosen(record: dict[str, Any]) -> None:
+        record["dataset"]["name"] = images.name
+        record["command"][1] = str(images)
+        record["plan"]["priority"] = "quality"
+        record["settings"]["output.name"] = "mine"
+        record["origins"]["output.name"] = {"layer": "command line", "reason": ""}
+        origins.update(record["origins"])
+
+    change_record(live, chosen)
+    draft = run_actions.clone(work, "live")
+    assert draft == drafts.read(work, draft.id)
+    assert (draft.dataset, draft.base, draft.priority) == (str(images), "embedded", "quality")
+    assert draft.settings == {"train.steps": 30, "data.trigger": "zorble thing"}
+    assert (draft.name, draft.step) == ("", 2)
+    resumed = {key: {"layer": RESUMED, "reason": ""} for key in origins}
+    change_record(live, lambda record: record.update(origins=resumed))
+    images.rmdir()
+    again = run_actions.clone(work, "live")
+    assert (again.dataset, again.step) == ("", 1)
+    assert again.settings["data.trigger"] == "zorble thing"
+    assert not any(key.startswith("memory.") for key in again.settings)
+    assert "this run, as it began" in page(live)["settings"]
+
+
+@pytest.mark.parametrize(
+    ("message", "chosen", "offered", "then"),
+    [
+        (
+            "the learning rate, 1e-12, is far too low. Fix: leave optimizer.learning_rate out "
+            "for the preset's, which suits most images",
+            {"optimizer.learning_rate": 1e-12},
+            "Train again with the usual learning rate, 0.0001",
+            {},
+        ),
+        (
+            "the loss is not finite. Fix: lower optimizer.learning_rate, or use "
+            "--set train.precision=fp32, and resume",
+            {},
+            "Train again with precision fp32",
+            {"train.precision": "fp32"},
+        ),
+        ("the disk is full. Fix: free some space", {}, "", {}),
+    ],
+)
+def test_a_failed_run_is_trained_again_with_the_setting_that_mends_it(
+    work: Workplace,
+    live: Path,
+    message: str,
+    chosen: dict[str, object],
+    offered: str,
+    then: dict[str, object],
+) -> None:
+    def choose(record: dict[str, Any]) -> None:
+        record["settings"] |= chosen
+        record["origins"] |= {key: {"layer": "command line", "reason": ""} for key in chosen}
+
+    change_record(live, choose)
+    write_status(live, state="failed", exit_code=5, message=message)
+    shown = page(live)
+    assert shown["buttons"] == set(), "a run that learns nothing would learn nothing again"
+    assert offered in shown["head"] and ("mended=1" in shown["head"]) is bool(offered)
+    usual = {"train.steps": 30, "data.trigger": "zorble thing"}
+    assert run_actions.clone(work, "live").settings == {**usual, **chosen}
+    mended = run_actions.clone(work, "live", mended=True)
+    assert mended.settings == {**usual, **then} and mended == drafts.read(work, mended.id)
+
+
+def test_the_sheet_is_prompts_by_steps_with_the_base_first(finished: Path) -> None:
+    sheet = page(finished)["samples"]
+    assert [prompt["text"] for prompt in sheet["prompts"]] == list(PROMPTS)
+    assert [step["name"] for step in sheet["steps"]] == ["base", "step 10", "step 20", "step 30"]
+    assert [bool(step["file"]) for step in sheet["steps"]] == [False, False, True, True]
+    assert [step["best"] for step in sheet["steps"]] == [False, False, False, True]
+    image = "/media/run/my%20%3Crun%3E/samples/step-00000020/01.png?v="
+    assert sheet["images"][1][2].startswith(image)
+    os.utime(finished / "samples/step-00000020/01.png", (1.0, 1.0))
+    assert page(finished)["samples"]["images"][1][2] != sheet["images"][1][2], "made again"
+
+
+def test_records_cannot_make_a_page_lead_elsewhere(finished: Path) -> None:
+    (finished.parent / "secret.png").write_bytes(b"secret")
+    (finished.parent / "other.safetensors").write_bytes(b"other")
+    (finished / "link.safetensors").symlink_to(finished.parent / "other.safetensors")
+    for file, export in (
+        ("../secret.png", "../other.safetensors"),
+        ("/etc/hosts", "link.safetensors"),
+        ("samples/step-00000010/../../run.json", "run.json"),
+        ("samples/step-00000010/99.png", "a\nb.safetensors"),
+    ):
+
+        def elsewhere(row: dict[str, Any], file: str = file, export: str = export) -> None:
+            for image in row.get("images", ()) if row["event"] == "sample" else ():
+                image["file"] = file
+            row |= {"export": export} if "export" in row else {}
+
+        change_events(finished, elsewhere)
+        shown = page(finished)
+        assert {image for row in shown["samples"]["images"] for image in row} == {None}
+        assert "No LoRA file yet" in shown["files"]
+
+
+def test_the_best_step_is_a_copy_that_pruning_leaves_alone(
+    finished: Path, work: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, twenty = finished.name, finished / "zorble-step00000020.safetensors"
+    files = page(finished)["files"]
+    assert 'href="/media/run/my%20%3Crun%3E/zorble.safetensors"' in files
+    assert files.index("step 30") < files.index("step 20")
+    assert files.count("Mark this as the best") == 2 and "when the training ends" in files
+    for step, why in (
+        ("10", "no step"),
+        (True, "no step"),
+        (10.0, "no step"),
+        (10, "only of: 20, 30"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            run_actions.use_as_best(work, run, step)
+    (finished / "embeddings").mkdir()
+    embedding_path(twenty).write_bytes(b"vectors")
+    (finished / "report.html").write_text("x")
+    best = run_actions.use_as_best(work, run, 20)
+    assert (best.file, best.step) == ("my <run>-best.safetensors", 20)
+    assert embedding_path(finished / best.file).read_bytes() == b"vectors"
+    prune_exports(finished, name="zorble", keep_last=0)
+    prune_exports(finished, name=run, keep_last=0)
+    assert not twenty.exists()
+    files = page(finished)["files"]
+    assert "the best: step 20" in files and "/report.html" in files and "<run>" not in files
+    assert files.count("Mark this as the best") == 1
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", refuse)
+        with pytest.raises(MachineError, match="No space left"):
+            run_actions.use_as_best(work, run, 30)
+    assert (finished / best.file).read_bytes() == b"twenty"
+    assert "the best: step 20" in page(finished)["files"]
+    assert run_actions.use_as_best(work, run, 30).step == 30
+    assert (finished / best.file).stat().st_size == 3_288_000
+    assert not list(finished.glob(".tmp-*"))
+
+
+def texts(part: str) -> list[str]:
+    return [re.sub("<[^>]*>", "", each) for each in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", part)]
+
+
+def test_settings_are_a_difference_from_the_preset_those_that_were_typed_first(
+    finished: Path,
+) -> None:
+    def preset(record: dict[str, Any]) -> None:
+        plan = {"family": "sd15", "tier": "cpu", "priority": "balanced", "preset": "sd15/cpu"}
+        record["plan"] |= plan
+        for key, value, layer, reason in (
+            ("train.precision", "fp32", "planner", "16 bits save <no> time"),
+            ("adapter.rank", 4, "command line", ""),
+            ("optimizer.weight_decay", 0.5, "config my.toml", ""),
+        ):
+            record["settings"][key] = value
+            record["origins"][key] = {"layer": layer, "reason": reason}
+
+    change_record(finished, preset)
+    shown = page(finished)["settings"]
+    top = shown[: shown.index("<details>")]
+    mine, decided = top.split("Decided for this machine")
+    rank = texts(mine).index("adapter.rank")
+    assert texts(mine)[rank : rank + 4] == ["adapter.rank", "4", "16", "you"]
+    assert "your file my.toml" in texts(mine)
+    why = texts(decided).index("train.precision")
+    said = ["fp32", "auto", "the planner", "16 bits save &lt;no&gt; time"]
+    assert texts(decided)[why + 1 : why + 5] == said
+    assert "train.seed" not in texts(top)
+    assert len(re.findall("<tr>", shown[shown.index("<details>") :])) == 1 + len(setting_keys())
+    learning_rate = ["optimizer.learning_rate", "0.002"]
+    for plan in ({"family": "of tomorrow"}, {"tier": "9-11", "priority": []}):
+        change_record(finished, lambda record, plan=plan: record["plan"].update(plan))
+        other = page(finished)["settings"]
+        at = texts(other).index(learning_rate[0])
+        assert texts(other)[at : at + 2] == learning_rate and at < texts(other).index("train.steps")
+    odd = {"settings": {"<b>.x": 1, "train.steps": None}, "origins": []}
+    change_record(finished, lambda record: record.update(odd))
+    assert "&lt;b&gt;.x" in page(finished)["settings"]
+
+
+def test_runs_that_train_come_first_then_the_newest_and_only_folders_with_records(
+    live: Path, work: Workplace
+) -> None:
+    for age, name in enumerate(("newer", "older"), start=1):
+        folder = fake_run(work.runs / name, steps=3).write()
+        write_status(folder, state="finished", step=3, steps=3, exit_code=0)
+        for file in folder.glob("*.json*"):
+            os.utime(file, (time.time() + 10 - age, time.time() + 10 - age))
+    for name in ("empty", ".gui"):
+        (work.runs / name).mkdir()
+    (work.runs / ".gui" / "run.json").write_text("{}")
+    (work.runs / "file").write_text("")
+    entries = state.runs(work.runs)
+    assert [entry.name for entry in entries] == ["live", "newer", "older"]
+    assert [entry.status.state for entry in entries][:2] == ["running", "finished"]
+    assert state.runs(work.runs / "missing") == ()
+    for name in ("empty", "file", ".gui"):
+        with pytest.raises(RequestError, match="no run"):
+            state.run_folder(work.runs, name)
