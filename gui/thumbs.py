@@ -36,9 +36,9 @@ class Thumbnails:
     made: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @classmethod
-    def under(cls, folder: Path, *, limit_bytes: int = LIMIT_BYTES) -> Thumbnails:
+    def under(cls, folder: Path) -> Thumbnails:
         """Return the copies kept under `folder`."""
-        return cls(kept=CappedFolder(root=folder / FOLDER, limit_bytes=limit_bytes))
+        return cls(kept=CappedFolder(root=folder / FOLDER, limit_bytes=LIMIT_BYTES))
 
     def of(self, path: Path, size_px: int) -> Path:
         """Return the copy of a picture, at most `size_px` wide and high.

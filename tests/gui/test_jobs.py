@@ -59,35 +59,12 @@ def test_the_same_command_runs_once_at_a_time(work: Workplace) -> None:
     with pytest.raises(RequestError, match="runs already"):
         jobs.start(work, kind="try", argv=argv)
     until(lambda: jobs.read(work, job.id).log_tail() == ["here"])
-    os.kill(json.loads((job.folder / jobs.RUNNER_FILE).read_text())["pid"], signal.SIGTERM)
-    assert ended(work, job).exit_code == -signal.SIGTERM
-    again = jobs.start(work, kind="try", argv=python("print('two')"))
-    assert ended(work, again).state == "finished"
-    assert [found.id for found in jobs.find(work, kind="try")] == [again.id, job.id]
-
-
-def test_a_job_whose_runner_is_gone_has_failed(work: Workplace) -> None:
-    job = jobs.start(work, kind="try", argv=python("print('x')"))
-    until(lambda: (job.folder / jobs.RESULT_FILE).exists())
-    (job.folder / jobs.RESULT_FILE).unlink()
-    runner = job.folder / jobs.RUNNER_FILE
-    runner.write_text('{"pid": 1, "started_s": 1.0}')
-    assert jobs.read(work, job.id).state == "failed"
-
-
-def test_a_job_that_is_asked_to_ends(work: Workplace) -> None:
-    argv = python("import signal; print('here', flush=True); signal.pause()")
-    job = jobs.start(work, kind="try", argv=argv)
-    until(lambda: jobs.read(work, job.id).log_tail() == ["here"])
     jobs.stop(jobs.read(work, job.id))
     assert ended(work, job).exit_code == -signal.SIGTERM
     jobs.stop(jobs.read(work, job.id))  # one that has ended is left alone
-
-
-@pytest.mark.parametrize("name", ["../x", "", "0" * 12, "a/b"])
-def test_an_id_is_no_path(work: Workplace, name: str) -> None:
-    with pytest.raises(RequestError, match="no job"):
-        jobs.read(work, name)
+    again = jobs.start(work, kind="try", argv=python("print('two')"))
+    assert ended(work, again).state == "finished"
+    assert [found.id for found in jobs.find(work, kind="try")] == [again.id, job.id]
 
 
 def test_old_records_are_forgotten_but_not_what_runs(
@@ -109,13 +86,24 @@ def test_old_records_are_forgotten_but_not_what_runs(
     assert ended(work, runs_on).state == "failed"
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [('{"at_s": "x"}', True), ('{"about": [], "argv": 5}', True), ("[]", False), ("{", False)],
-)
-def test_a_damaged_record_stops_no_page(work: Workplace, text: str, shown: bool) -> None:
+def test_a_record_that_is_damaged_or_of_a_runner_that_is_gone_stops_no_page(
+    work: Workplace,
+) -> None:
     folder = work.own / jobs.FOLDER / ("a" * 12)
     folder.mkdir(parents=True)
-    (folder / jobs.JOB_FILE).write_text(text)
-    found = [(job.id, job.state, job.argv, job.about) for job in jobs.find(work, kind="None")]
-    assert found == ([("a" * 12, "failed", (), {})] if shown else [])
+    for text, argv in (
+        ('{"at_s": "x"}', ()),
+        ('{"about": [], "argv": 5}', ()),
+        ("[]", None),
+        ("{", None),
+    ):
+        (folder / jobs.JOB_FILE).write_text(text)
+        found = [(job.id, job.state, job.argv, job.about) for job in jobs.find(work, kind="None")]
+        assert found == ([] if argv is None else [("a" * 12, "failed", argv, {})])
+    (folder / jobs.JOB_FILE).write_text(json.dumps({"at_s": time.time()}))
+    assert jobs.read(work, folder.name).state == "running", "it is being started"
+    (folder / jobs.RUNNER_FILE).write_text('{"pid": 1, "started_s": 1.0}')
+    assert jobs.read(work, folder.name).state == "failed"
+    for name in ("../x", "", "0" * 12, "a/b"):
+        with pytest.raises(RequestError, match="no job"):
+            jobs.read(work, name)

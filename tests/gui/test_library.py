@@ -10,32 +10,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from lora_trainer.gui import library, lora_files, media, previews, sharing, tries
-from lora_trainer.gui.run_best import exports
+from lora_trainer.gui import library, lora_files, previews, sharing, tries
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.lora_file.inspect import inspect_file
-from lora_trainer.reporting.history import read_history
+from tests.fakes.attacks import MARKUP
 from tests.fakes.live_runs import write_status
 from tests.fakes.lora_library import finished_run, lora, picture
 
 pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
-HOSTILE = [
-    "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "' onmouseover='alert(1)",
-    "</p><svg onload=alert(1)>", "javascript:alert(1)", "<iframe src=javascript:alert(1)>",
-    "${alert(1)}", "{{alert(1)}}", "{{{alert(1)}}}", "`+alert(1)+`", "<a href=javascript:alert(1)>x</a>",
-    "<style>*{display:none}</style>", "<base href=//evil.example>", "<form action=//evil.example>",
-    "<math><mi//xlink:href='data:x,<script>alert(1)</script>'>", "<!--<img src=x onerror=alert(1)>-->",
-    "<img\nsrc=x\nonerror=alert(1)>", "&lt;script&gt;alert(1)&lt;/script&gt;", "&#60;script&#62;",
-    "<svg><script>alert(1)</script></svg>", "<details open ontoggle=alert(1)>",
-    "<video><source onerror=alert(1)>", "<input autofocus onfocus=alert(1)>", "\\u003cscript\\u003e",
-    "<marquee onstart=alert(1)>", "<object data=javascript:alert(1)>", "<embed src=javascript:alert(1)>",
-    "<link rel=stylesheet href=//evil.example>", "<meta http-equiv=refresh content=0>", "]]><script>",
-    "</title><script>alert(1)</script>", "</textarea><script>alert(1)</script>", "<ScRiPt>alert(1)",
-    "<script/src=//evil.example>", "<body onload=alert(1)>", "\u202egnp.exe", "a\x00b", "\ud800",
-    "<img src='x' onerror='alert(1)'", "<<script>alert(1)//<</script>",
-]  # fmt: skip
 TAGS = {
     "a", "article", "b", "button", "code", "dd", "details", "div", "dl", "dt", "h1", "h2", "img", "li",
     "p", "small", "span", "summary", "svg", "table", "tbody", "td", "th", "thead", "tr", "ul", "use",
@@ -80,7 +64,7 @@ def shown(work: Workplace) -> str:
     return library.grid(found, of=len(found))
 
 
-@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("text", [*MARKUP, "a\x00b", "\ud800"])
 def test_hostile_texts_of_a_header_are_shown_as_text(work: Workplace, text: str) -> None:
     stored = text.encode("utf-8", "replace").decode()
     keys = ("title", "trigger_phrase", "description", "tags", "author", "license", "thumbnail")
@@ -96,20 +80,14 @@ def test_hostile_texts_of_a_header_are_shown_as_text(work: Workplace, text: str)
     markup += sharing.remarks_html(sharing.remarks(inspection, preview=None))
     markup += library.missing(stored) + previews.choices_html(work, file)
     assert strange(markup) == []
-
-
-def test_the_parser_of_this_test_finds_what_is_strange() -> None:
     assert strange("<p onclick=x><script>") == ["onclick=x", "script"]
     assert strange('<a href="javascript:x">') == ["href=javascript:x"]
     assert strange('<a href="//evil.example">') == ["href=//evil.example"]
 
 
-def test_no_loras_say_how_to_get_one(work: Workplace) -> None:
-    assert "/train" in shown(work)
-    assert "None of the 3 LoRAs" in library.grid((), of=3)
-
-
 def test_a_card_links_to_file_run_report_and_saves(work: Workplace) -> None:
+    assert "/train" in shown(work), "no LoRAs say how to get one"
+    assert "None of the 3 LoRAs" in library.grid((), of=3)
     run = finished_run(work.runs / "a b")
     assert "Report" not in shown(work)
     (run / "report.html").write_text("")
@@ -167,16 +145,6 @@ def test_a_chosen_picture_becomes_the_preview(work: Workplace) -> None:
     assert written.read_bytes() == before
 
 
-def test_problems_come_before_facts_and_raw_entries(work: Workplace) -> None:
-    run = finished_run(work.runs / "a", saves=(), ss_network_dim="999", long="x" * 5_000)
-    markup = library.inside(inspect_file(run / "zorble.safetensors"))
-    places = [
-        markup.index(text) for text in ("ss_network_dim says 999", "made for", "All 2 entries")
-    ]
-    assert places == sorted(places)
-    assert "3,000 characters" in markup
-
-
 def test_a_first_prompt_is_that_of_the_last_sample_else_the_trigger(work: Workplace) -> None:
     run = finished_run(work.runs / "a", modelspec__trigger_phrase="blip")
     file = lora_files.find(work, "a/zorble.safetensors")
@@ -189,30 +157,22 @@ def refs(found: tuple[lora_files.Entry, ...]) -> set[str]:
     return {entry.file.ref for entry in found}
 
 
-def test_a_run_shows_its_result_with_the_saves_behind_it(work: Workplace) -> None:
-    finished_run(work.runs / "a", modelspec__trigger_phrase="zorble")
+def test_a_run_shows_the_file_to_take_with_the_saves_behind_it(work: Workplace) -> None:
+    run = finished_run(work.runs / "a", modelspec__trigger_phrase="zorble")
     (entry,) = lora_files.entries(work)
     assert entry.file.ref == "a/zorble.safetensors"
     assert [save.step for save in entry.saves] == [20, 10]
     assert (entry.header.rank, entry.header.trigger) == (8, "zorble")
-    assert "below the base's" in entry.validation
-    assert not entry.training
-
-
-def test_the_file_marked_best_comes_before_the_result(work: Workplace) -> None:
-    run = finished_run(work.runs / "a")
+    assert "below the base's" in entry.validation and not entry.training
     lora(run / "a-best.safetensors")
     (run / "best.json").write_text('{"step": 20}')
     (entry,) = lora_files.entries(work)
     assert (entry.file.path.name, entry.file.step) == ("a-best.safetensors", 20)
     assert [save.step for save in entry.saves] == [None, 20, 10]
-
-
-def test_a_run_without_a_result_shows_its_newest_save(work: Workplace) -> None:
-    run = finished_run(work.runs / "a")
-    (run / "zorble.safetensors").unlink()
+    for name in ("a-best", "zorble"):
+        (run / f"{name}.safetensors").unlink()
     (entry,) = lora_files.entries(work)
-    assert entry.file.step == 20
+    assert entry.file.step == 20, "without a result the newest save"
 
 
 def test_files_that_tools_made_stand_for_themselves(work: Workplace) -> None:
@@ -236,46 +196,44 @@ def test_the_newest_file_comes_first(work: Workplace) -> None:
     assert [entry.file.run for entry in lora_files.entries(work)] == ["new", "old"]
 
 
-def test_a_changed_file_is_read_again(work: Workplace) -> None:
+def test_a_changed_or_broken_file_is_read_again_and_says_why(work: Workplace) -> None:
     run = finished_run(work.runs / "a", saves=(), modelspec__title="one")
     assert lora_files.entries(work)[0].header.title == "one"
     lora(run / "zorble.safetensors", modelspec__title="another")
     assert lora_files.entries(work)[0].header.title == "another"
+    for content, said in (
+        (b"", "is not a safetensors file"),
+        (b"\x08" + b"\0" * 7 + b"{}      ", "holds no LoRA"),
+    ):
+        (run / "zorble.safetensors").write_bytes(content)
+        (entry,) = lora_files.entries(work)
+        assert entry.header.problem.startswith(said)
+        assert str(work.runs) not in entry.header.problem
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [(b"", "is not a safetensors file"), (b"\x08" + b"\0" * 7 + b"{}      ", "holds no LoRA")],
-)
-def test_a_broken_file_is_listed_with_the_reason_and_no_folder(
-    work: Workplace, content: bytes, said: str
-) -> None:
-    run = finished_run(work.runs / "a", saves=())
-    (run / "zorble.safetensors").write_bytes(content)
-    (entry,) = lora_files.entries(work)
-    assert entry.header.problem.startswith(said)
-    assert str(work.runs) not in entry.header.problem
-
-
-@pytest.mark.parametrize(
-    "ref",
-    [
-        "", "a", "a/", "/", "../a/zorble.safetensors", "a/../a/zorble.safetensors", "a/run.json",
-        "a/.hidden.safetensors", "a/link.safetensors", "a//zorble.safetensors", "b/zorble.safetensors",
-        "a/sub/zorble.safetensors", "a/folder.safetensors", "a/\0", ".gui/x.safetensors",
-    ],
-)  # fmt: skip
-def test_a_name_leads_to_a_listed_file_or_nowhere(work: Workplace, ref: str) -> None:
+def test_a_name_leads_to_a_listed_file_or_nowhere(work: Workplace) -> None:
     run = finished_run(work.runs / "a")
-    outside = lora(work.runs.parent / "secret.safetensors")
-    (run / "link.safetensors").symlink_to(outside)
-    (run / "folder.safetensors").mkdir()
-    (run / "sub").mkdir()
+    (run / "link.safetensors").symlink_to(lora(work.runs.parent / "secret.safetensors"))
+    for folder in ("folder.safetensors", "sub"):
+        (run / folder).mkdir()
     for path in (run / ".hidden.safetensors", run / "sub" / "zorble.safetensors"):
         lora(path)
     assert refs(lora_files.entries(work)) == {"a/zorble.safetensors"}
-    with pytest.raises(RequestError):
-        lora_files.find(work, ref)
+    for ref in (
+        *(
+            "",
+            "a/",
+            "/",
+            "../a/zorble.safetensors",
+            "a/../a/zorble.safetensors",
+            "a/run.json",
+            "a/\0",
+        ),
+        *("a/.hidden.safetensors", "a/link.safetensors", "a//zorble.safetensors"),
+        *("b/zorble.safetensors", "a/sub/zorble.safetensors", "a/folder.safetensors", ".gui/x"),
+    ):
+        with pytest.raises(RequestError):
+            lora_files.find(work, ref)
     assert lora_files.find(work, "a/zorble-step00000010.safetensors").step == 10
 
 
@@ -311,12 +269,13 @@ def test_a_base_is_where_the_run_says_if_the_file_is_for_it(work: Workplace) -> 
         assert lora_files.recorded_base(file) == base
 
 
-@pytest.mark.parametrize("settings", ["{", "[1]", "[" * 100_000, "5", "null", '{"base.model": 5}'])
-def test_hostile_settings_in_a_header_are_no_error(work: Workplace, settings: str) -> None:
-    finished_run(work.runs / "a", saves=(), lora_train__settings=settings, ss_steps="9" * 99)
-    (entry,) = lora_files.entries(work)
-    assert entry.header.steps is None
-    assert isinstance(entry.header.base, str)
+def test_hostile_settings_in_a_header_are_no_error(work: Workplace) -> None:
+    run = finished_run(work.runs / "a", saves=())
+    for settings in ("{", "[1]", "[" * 100_000, "5", '{"base.model": 5}'):
+        entries = {"lora_train__settings": settings, "ss_steps": "9" * 99}
+        lora(run / "zorble.safetensors", **entries)
+        (entry,) = lora_files.entries(work)
+        assert entry.header.steps is None and isinstance(entry.header.base, str)
 
 
 def test_a_picture_in_a_header_is_a_picture_or_nothing() -> None:
@@ -329,14 +288,6 @@ def test_a_picture_in_a_header_is_a_picture_or_nothing() -> None:
     ):
         header = lora_files.Header(metadata={"modelspec.thumbnail": text})
         assert bool(header.thumbnail) == shown
-
-
-def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    assert lora_files.unused(path) == path
-    for name in ("a.safetensors", "a-002.safetensors"):
-        (tmp_path / name).touch()
-    assert lora_files.unused(path).name == "a-003.safetensors"
 
 
 def test_a_renamed_lora_is_still_the_result_of_its_run(work: Workplace) -> None:
@@ -354,7 +305,6 @@ def test_a_renamed_lora_is_still_the_result_of_its_run(work: Workplace) -> None:
     assert (entry.file.ref, len(entry.saves)) == (file.ref, 2)
     assert lora_files.matching((entry,), "hats BLUE", "") == (entry,)
     assert file.was("a/zorble.safetensors") and file.was("a/first.safetensors")
-    assert exports(run, read_history(run))[30] == "Blue creature.safetensors"
     for name, why in (
         ("zorble-step00000010", "already"),
         ("../x", "cannot be"),
@@ -369,48 +319,3 @@ def test_a_renamed_lora_is_still_the_result_of_its_run(work: Workplace) -> None:
     )
     assert lora_files.entries(work)[0].saves[0].step == 20
     assert lora_files.take_note(work, "a/zorble.safetensors", " ").note == ""
-
-
-@pytest.fixture
-def with_exports(tmp_path: Path) -> Workplace:
-    with_exports = Workplace(runs=tmp_path / "runs")
-    run = finished_run(with_exports.runs / "a", saves=())
-    for folder in (run / "export", run / "export" / "deep", with_exports.own / "tries" / "1"):
-        folder.mkdir(parents=True)
-    for name in ("export/x.safetensors", "export/deep/x.safetensors"):
-        lora(run / name)
-    (run / "export" / "x.json").write_text("{}")
-    (run / "export" / "x.html").write_text("<p>")
-    picture(with_exports.own / "tries" / "1" / "x.png")
-    (with_exports.own / "tries" / "1" / "log.txt").write_text("x")
-    (with_exports.own / "key").write_text("secret")
-    picture(with_exports.own / "secret.png")
-    (with_exports.own / "tries" / "1" / "out.png").symlink_to(with_exports.own / "secret.png")
-    return with_exports
-
-
-def test_a_picture_of_a_try_is_served(with_exports: Workplace) -> None:
-    served = media.try_file(with_exports, "1", "x.png")
-    assert (served.path.name, served.kind, served.download) == ("x.png", "image/png", False)
-    assert media.try_url("1", "a b/?.png") == "/media/own/tries/1/a%20b%2F%3F.png"
-
-
-@pytest.mark.parametrize(
-    ("folder", "name"),
-    [
-        ("..", "key"), ("..", "secret.png"), ("1", "log.txt"), ("1", "out.png"), ("1", "../../secret.png"),
-        ("", "x.png"), ("1", ""), (".", "x.png"), ("1", "absent.png"), ("1/..", "1/x.png"), ("1", "\0.png"),
-        ("1\\..", "x.png"), ("/", "x.png"),
-    ],
-)  # fmt: skip
-def test_nothing_else_of_the_interface_is(with_exports: Workplace, folder: str, name: str) -> None:
-    with pytest.raises(RequestError):
-        media.try_file(with_exports, folder, name)
-
-
-def test_an_export_is_downloaded(with_exports: Workplace) -> None:
-    for name in ("x.safetensors", "x.json"):
-        assert media.served_file(with_exports, "a", f"export/{name}").download
-    for name in ("x.html", "deep/x.safetensors", "../../.gui/key"):
-        with pytest.raises(RequestError):
-            media.served_file(with_exports, "a", f"export/{name}")

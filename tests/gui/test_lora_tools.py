@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,6 @@ from tests.fakes.hub_server import TOKEN, HubServer, hub_server
 from tests.fakes.lora_library import finished_run, lora, picture
 from tests.fakes.queues import until
 from tests.fakes.runs import contents
-
-Make = Callable[..., jobs.Job]
-
 
 TOLD = {
     "modelspec__title": "Zorble",
@@ -116,36 +113,33 @@ def test_merge_names_each_file_with_its_weight(work: Workplace, file: lora_files
     assert arguments["rank"] == 8
 
 
-@pytest.mark.parametrize(
-    ("make", "asked"),
-    [
-        (lora_tools.convert, {"format": "--force", "name": ""}),
-        (lora_tools.convert, {"format": "kohya", "name": "../../x"}),
-        (lora_tools.convert, {"format": "kohya", "name": "--force"}),
-        (lora_tools.convert, {"format": "kohya", "name": ".hidden"}),
-        (lora_tools.resize, {"rank": "", "energy_percent": " ", "name": ""}),
-        (lora_tools.resize, {"rank": "0", "energy_percent": "", "name": ""}),
-        (lora_tools.resize, {"rank": "2.5", "energy_percent": "", "name": ""}),
-        (lora_tools.resize, {"rank": "inf", "energy_percent": "", "name": ""}),
-        (lora_tools.resize, {"rank": "", "energy_percent": "100", "name": ""}),
-        (lora_tools.resize, {"rank": "--force", "energy_percent": "", "name": ""}),
-        (lora_tools.resize, {"rank": "", "energy_percent": "nan", "name": ""}),
-        (lora_tools.merge, {"weight": 1.0, "others": [], "rank": "", "name": ""}),
-        (
-            lora_tools.merge,
-            {"weight": 0.0, "others": [("b/zorble.safetensors", 1.0)], "rank": "", "name": ""},
-        ),
-        (
-            lora_tools.merge,
-            {"weight": 1.0, "others": [("../secret", 1.0)], "rank": "", "name": ""},
-        ),
-    ],
-)
 def test_what_cannot_be_is_refused_before_anything_starts(
-    work: Workplace, file: lora_files.LoraFile, make: Make, asked: dict[str, Any]
+    work: Workplace, file: lora_files.LoraFile, started: list[jobs.Job]
 ) -> None:
-    with pytest.raises(RequestError):
-        make(work, file, **asked)
+    for asked in (
+        {"format": "--force", "name": ""},
+        *({"format": "kohya", "name": name} for name in ("../../x", "--force", ".hidden")),
+    ):
+        with pytest.raises(RequestError):
+            lora_tools.convert(work, file, **asked)
+    for rank, percent in (
+        *(
+            ("", " "),
+            ("0", ""),
+            ("2.5", ""),
+            ("inf", ""),
+            ("", "100"),
+            ("--force", ""),
+            ("", "nan"),
+        ),
+    ):
+        with pytest.raises(RequestError):
+            lora_tools.resize(work, file, rank=rank, energy_percent=percent, name="")
+    other = ("b/zorble.safetensors", 1.0)
+    for weight, others in ((1.0, []), (0.0, [other]), (1.0, [("../secret", 1.0)])):
+        with pytest.raises(RequestError):
+            lora_tools.merge(work, file, weight=weight, others=others, rank="", name="")
+    assert started == []
 
 
 def test_a_result_is_linked_while_it_is_there(work: Workplace, file: lora_files.LoraFile) -> None:
@@ -185,36 +179,23 @@ def test_texts_of_the_form_arrive_as_values(work: Workplace, file: lora_files.Lo
     assert arguments["output"].parent == work.own / "tries"
 
 
-def test_a_base_outside_of_what_may_be_named_is_refused(
+def test_what_cannot_be_drawn_is_refused(
     file: lora_files.LoraFile, tmp_path: Path, work: Workplace, started: list[jobs.Job]
 ) -> None:
+    fine: dict[str, Any] = {"prompts": "x", "strengths": "1", "seed": 1, "base": ""}
+    for key, values in {
+        "prompts": (" \n ", "\n".join(map(str, range(13)))),
+        "strengths": ("", "a", "nan", "1e9"),
+        "seed": (-1.0, 0.5, 1e30, float("nan")),
+    }.items():
+        for value in values:
+            with pytest.raises(RequestError):
+                tries.wish(**{**fine, key: value})
     shared = replace(work, roots=())
     wish = tries.wish(prompts="x", strengths="1", seed=1, base=str(tmp_path))
     with pytest.raises(InputError, match="outside of the folders"):
         tries.start(shared, file, wish)
     assert started == []
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"prompts": " \n "}, {"prompts": "\n".join(map(str, range(13)))}, {"strengths": ""},
-        {"strengths": "a"}, {"strengths": "nan"}, {"strengths": "1e9"}, {"seed": -1.0}, {"seed": 0.5},
-        {"seed": 1e30}, {"seed": float("inf")}, {"seed": float("nan")},
-    ],
-)  # fmt: skip
-def test_what_cannot_be_drawn_is_refused(wrong: dict[str, Any]) -> None:
-    fine: dict[str, Any] = {"prompts": "x", "strengths": "1", "seed": 1, "base": ""}
-    tries.wish(**fine)
-    with pytest.raises(RequestError):
-        tries.wish(**{**fine, **wrong})
-
-
-def test_one_try_at_a_time(work: Workplace, file: lora_files.LoraFile) -> None:
-    wish = tries.wish(prompts="x", strengths="1", seed=None, base="")
-    tries.start(work, file, wish)
-    with pytest.raises(RequestError, match="already"):
-        tries.start(work, file, wish)
 
 
 def test_the_grid_fills_as_images_come(work: Workplace, file: lora_files.LoraFile) -> None:
@@ -246,31 +227,21 @@ def test_the_grid_fills_as_images_come(work: Workplace, file: lora_files.LoraFil
     assert "4 images, seed 5" in tries.shown(work, [done])
 
 
-def test_one_strength_has_the_names_that_the_command_gives(
+def test_a_refusal_is_one_line_a_stop_is_no_error_and_a_changed_record_leads_nowhere(
     work: Workplace, file: lora_files.LoraFile
 ) -> None:
-    job = tries.start(work, file, tries.wish(prompts="x", strengths="1", seed=5, base=""))
-    drawn(work, job, "zorble-5.png")
-    assert list(tries.images(work, job)) == [(0, 1.0)]
-
-
-def test_a_refusal_is_one_line_and_a_stop_is_no_error(
-    work: Workplace, file: lora_files.LoraFile
-) -> None:
-    job = tries.start(work, file, tries.wish(prompts="x", strengths="1", seed=5, base=""))
+    wish = tries.wish(prompts="x", strengths="1", seed=5, base="")
+    job = tries.start(work, file, wish)
+    with pytest.raises(RequestError, match="already"):
+        tries.start(work, file, wish)
     job.folder.mkdir(parents=True)
     (job.folder / jobs.LOG_FILE).write_text("loading\nerror: no <base>. Fix: --base.\n")
     markup = tries.shown(work, [replace(job, state="failed", exit_code=3)])
     assert "error: no &lt;base&gt;. Fix: --base." in markup
     markup = tries.shown(work, [replace(job, state="failed", exit_code=-15)])
-    assert "Stopped after 0 of 1" in markup
-    assert "error" not in markup
-
-
-def test_a_record_that_somebody_changed_leads_nowhere(
-    work: Workplace, file: lora_files.LoraFile
-) -> None:
-    job = tries.start(work, file, tries.wish(prompts="x", strengths="1", seed=5, base=""))
+    assert "Stopped after 0 of 1" in markup and "error" not in markup
+    drawn(work, job, "zorble-5.png")
+    assert list(tries.images(work, job)) == [(0, 1.0)], "one strength is not in the name"
     picture(work.runs.parent / "zorble-5.png")
     for about in (
         {"folder": "../../.."}, {"folder": 5, "prompts": 3, "strengths": ["x"], "seed": "y"}, {},
@@ -315,17 +286,12 @@ def test_file_preview_and_card_share_a_name(file: lora_files.LoraFile, tmp_path:
     again = sharing.export(file, out, preview=preview, card=CARD)
     assert again.was_there and not done.was_there
     assert contents(out) == before
-
-
-def test_what_is_there_is_never_replaced(file: lora_files.LoraFile, tmp_path: Path) -> None:
-    out = tmp_path / "loras"
-    out.mkdir()
     lora(out / "zorble.safetensors", rank=4)
     (out / "zorble-002.json").write_text("my notes")
     before = contents(out)
     done = sharing.export(file, out, preview=None, card=CARD)
     assert done.files[0].name == "zorble-003.safetensors"
-    assert contents(out).items() > before.items()
+    assert contents(out).items() > before.items(), "what is there is never replaced"
 
 
 def test_nothing_half_written_stays(file: lora_files.LoraFile, tmp_path: Path) -> None:
@@ -350,17 +316,6 @@ def test_what_others_will_miss_is_said_gravest_first(tmp_path: Path) -> None:
         assert missing in said
     full = inspect_file(lora(tmp_path / "full.safetensors", width=320, **TOLD))
     assert "title" not in " ".join(r.what for r in sharing.remarks(full, preview=Path("x.png")))
-
-
-def test_only_exports_to_the_run_are_linked(
-    work: Workplace, file: lora_files.LoraFile, tmp_path: Path
-) -> None:
-    inside = sharing.export(file, file.path.parent / "export", preview=None, card=CARD)
-    assert "/media/run/a/export/zorble.safetensors" in sharing.exported_html(file, inside)
-    outside = sharing.export(file, tmp_path / "<b>", preview=None, card=CARD)
-    markup = sharing.exported_html(file, outside)
-    assert "href" not in markup
-    assert "&lt;b&gt;" in markup
 
 
 def test_it_is_copied_to_a_program_that_is_remembered(
