@@ -108,7 +108,7 @@ def test_a_websocket_is_closed(local: Any) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    guard: Any = Guard(None, access=local)  # type: ignore[arg-type]
+    guard: Any = Guard(None, access=local)
     asyncio.run(guard({"type": "websocket", "headers": []}, None, send))
     assert sent[0]["type"] == "websocket.close"
 

@@ -219,9 +219,9 @@ def test_a_failure_is_told_above_the_figures_with_what_to_do(live: Path) -> None
 def test_requests_silence_and_a_recovery_are_said(live: Path) -> None:
     assert "notice" not in head(live)
     for request, words in (("save", "Asked to save"), ("sample", "to make sample images")):
-        run_actions.ask(Workplace(runs=live.parent), "live", request)  # type: ignore[arg-type]
+        run_actions.ask(Workplace(runs=live.parent), "live", request)
         assert words in head(live)
-        Control(live).done(request)  # type: ignore[arg-type]
+        Control(live).done(request)
     write_status(live, heartbeat_s=time.time() - 200)
     assert "nothing for 3 min" in head(live)
     write_status(live, heartbeat_s=time.time() - 200, state="finished")

@@ -182,7 +182,7 @@ def test_a_preset_is_kept_loaded_without_the_name_of_the_run_and_read_by_the_com
     assert loaded.name == "cat"
     file = work.own / "presets" / "mine.json"
     names = {"family": "sd15", "tier": "10-12", "priority": "balanced", "preset": str(file)}
-    resolved = resolve(**names, config_file=None, overrides={})  # type: ignore[arg-type]
+    resolved = resolve(**names, config_file=None, overrides={})
     assert (resolved.config.adapter.rank, resolved.config.sampling.prompts) == (8, ("\u00fc",))
     call("change", key="adapter.rank", text="9")
     call("keep", name="mine", over=True)

@@ -19,9 +19,7 @@ from lora_trainer.lora.adapter_size import (
     adapter_tensors,
     block_size,
     factorise,
-    first_match,
     layer_width,
-    rebuilt_elements,
     total_elements,
 )
 from tests.fakes.family_bases import denoiser_of, facts_of
@@ -34,7 +32,6 @@ KINDS = [
     {"kind": "loha"},
     {"kind": "loha", "conv_rank": 3},
     {"kind": "lokr"},
-    {"kind": "lokr", "rank": 1},
     {"kind": "lokr", "rank": 1, "lokr_factor": 3},
     {"kind": "lokr", "rank": 2, "conv_rank": 1, "lokr_factor": 4},
     {"kind": "oft"},
@@ -75,13 +72,7 @@ def test_the_count_is_that_of_the_injected_adapter(values: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(
     "values",
-    [
-        {"conv_rank": 2},
-        {"kind": "loha", "conv_rank": 2},
-        {"kind": "lokr", "rank": 1},
-        {"kind": "lokr", "conv_rank": 1, "lokr_factor": 2},
-        {"dora": True, "rank_pattern": {"conv": 3}},
-    ],
+    [{"conv_rank": 2}, {"kind": "lokr", "conv_rank": 1, "lokr_factor": 2}],
     ids=str,
 )
 def test_the_plan_knows_which_layers_of_a_base_are_convolutions(values: dict[str, Any]) -> None:
@@ -107,38 +98,17 @@ def test_the_blocks_of_a_rotation_are_the_largest_that_fit(out: int, rank: int) 
     assert not any(out % larger == 0 for larger in range(size + 1, min(rank, out) + 1))
 
 
-def test_a_pattern_or_a_convolution_keeps_the_strength_of_the_update() -> None:
-    chosen = settings(rank_pattern={"narrow": 2}, conv_rank=8)
-    for name, kernel, rank in [("wide", 1, 4), ("narrow", 1, 2), ("c", 9, 8), ("narrow_c", 9, 2)]:
-        width = layer_width(f"denoiser.{name}", kernel=kernel, settings=chosen, alpha=6.0)
-        assert width.rank == rank and width.scale == pytest.approx(1.5)
-
-
-def test_convolutions_have_an_alpha_of_their_own() -> None:
-    chosen = settings(conv_rank=8, conv_alpha=2.0, rank_pattern={"special": 4})
-    plain = layer_width("denoiser.c", kernel=9, settings=chosen, alpha=4.0)
-    special = layer_width("denoiser.special", kernel=9, settings=chosen, alpha=4.0)
-    assert (plain.scale, special.scale) == (0.25, 0.25)
-    assert layer_width("denoiser.c", kernel=1, settings=chosen, alpha=4.0).scale == 1.0
-
-
-def test_rank_stabilised_scaling_divides_by_the_root() -> None:
-    chosen = settings(rank=16, rslora=True, rank_pattern={"narrow": 4})
-    assert layer_width("denoiser.a", kernel=1, settings=chosen, alpha=8.0).scale == 2.0
-    assert layer_width("denoiser.narrow", kernel=1, settings=chosen, alpha=8.0).scale == 1.0
-
-
-def test_the_first_pattern_wins_and_sees_the_module_or_the_whole_name() -> None:
-    found = [
-        first_match(key, [r"^denoiser\.up", "^mid", "attn", "mid"])
-        for key in ("denoiser.up.0", "denoiser.mid.attn", "denoiser.down.attn", "text_encoder.x")
-    ]
-    assert found == [r"^denoiser\.up", "^mid", "attn", None]
-
-
-def test_only_loha_and_lokr_rebuild_whole_weights() -> None:
-    shapes = {"a": (24, 36), "b": (54, 20, 9)}
-    whole = 24 * 36 + 54 * 20
-    found = {kind: rebuilt_elements(shapes, settings(kind=kind)) for kind in ("loha", "lokr")}
-    assert found == {"loha": whole, "lokr": whole}
-    assert rebuilt_elements(shapes, settings(dora=True)) == 0
+def test_rank_alpha_and_scale_of_a_layer() -> None:
+    """A pattern or a convolution keeps the strength of the update; the first pattern wins."""
+    patterns = {"^denoiser\\.narrow": 2, "narrow": 3}
+    for chosen, alpha, wanted in (
+        (settings(rank_pattern=patterns, conv_rank=8), 6.0,
+         {"wide": (4, 1.5), "narrow": (2, 1.5), "c.conv": (8, 1.5), "narrow.conv": (2, 1.5)}),
+        (settings(conv_rank=8, conv_alpha=2.0, rank_pattern={"special": 4}), 4.0,
+         {"wide": (4, 1.0), "c.conv": (8, 0.25), "special.conv": (4, 0.25)}),
+        (settings(rank=16, rslora=True, rank_pattern={"a": 4}), 8.0, {"b": (16, 2.0), "a": (4, 1.0)}),
+    ):  # fmt: skip
+        for name, (rank, scale) in wanted.items():
+            kernel = 9 if name.endswith("conv") else 1
+            width = layer_width(f"denoiser.{name}", kernel=kernel, settings=chosen, alpha=alpha)
+            assert (width.rank, width.scale) == (rank, pytest.approx(scale)), name

@@ -59,19 +59,3 @@ def test_blocks_are_those_that_can_be_streamed(name: str) -> None:
     for size, block in zip(counted, blocks.values(), strict=True):
         real = sum(parameter.nbytes for parameter in block.parameters())
         assert 0.5 * real < size <= real
-
-
-def test_unquantised_layers_keep_their_dtype() -> None:
-    base = FrozenBase(
-        parameters=300,
-        shapes={"blocks.0.a": (10, 10), "blocks.0.guide.b": (10, 10)},
-        quantization_skip=("guide",),
-        block_pattern=r"\w+\.\d+(?=\.)",
-        dtype="bf16",
-        kept_as="int8",
-    )
-    assert base.layer_bytes == {"blocks.0.a": 100 + 40, "blocks.0.guide.b": 200}
-    assert base.other_bytes == 2 * 100
-    assert base.block_bytes == (340,)
-    assert base.dequantized_bytes == 200
-    assert base.streamed_bytes(0) == base.buffer_bytes(0) == 0

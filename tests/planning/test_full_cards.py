@@ -4,78 +4,37 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lora_trainer.hardware.machine import GIB, Hardware
-from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.plan_input import BELOW, OomHistory, OomRecord
-
-CARD = Gpu(
-    index=0,
-    name="NVIDIA GeForce RTX 3060",
-    total_bytes=12 * GIB,
-    free_bytes=11 * GIB,
-    compute_capability=(8, 6),
-    driver="570",
-)
-MACHINE = Hardware(
-    gpus=(CARD,),
-    gpu_reason="one",
-    cpu_name="",
-    cpu_threads=8,
-    ram_total_bytes=64 * GIB,
-    ram_free_bytes=32 * GIB,
-    packages={"torch": "2.13"},
-    reasons={},
-)
+from lora_trainer.hardware.machine import GIB
+from lora_trainer.planning.plan_input import BELOW, OomHistory
+from tests.fakes.plans import CARD, MACHINE
 
 
-@pytest.fixture
-def memo(tmp_path: Path) -> OomHistory:
-    return OomHistory.of(tmp_path / "not made yet")
+def test_the_next_plan_stays_below_those_that_did_not_fit_on_this_card_with_this_torch(
+    tmp_path: Path,
+) -> None:
+    def remember(planned_gib: float) -> Any:
+        memo = OomHistory.of(tmp_path / "not made yet")
+        size = int(planned_gib * GIB)
+        return memo.remember(MACHINE, "sdxl", planned_bytes=size, limit_bytes=11 * GIB)
 
-
-def test_the_next_plan_stays_below_the_one_that_did_not_fit(memo: OomHistory) -> None:
+    memo = OomHistory.of(tmp_path / "not made yet")
+    assert remember(4.0) is None, "far below its limit: something else filled the GPU"
     assert memo.known(MACHINE, "sdxl") is None
-    memo.remember(MACHINE, "sdxl", planned_bytes=10 * GIB, limit_bytes=11 * GIB)
+    shares = [remember(planned_gib).share for planned_gib in (10.0, 9.0, 10.9)]
+    assert shares[0] == pytest.approx(BELOW * 10 / 11, abs=1e-4)
+    assert shares[1] == shares[2] < shares[0], "it only ever gets smaller"
+    memo = OomHistory.of(tmp_path / "not made yet")
     found = memo.known(MACHINE, "sdxl")
-    assert found is not None
-    assert found.share == pytest.approx(BELOW * 10 / 11, abs=1e-4)
-    assert found.share * 11 * GIB < 10 * GIB
-
-
-def test_it_only_ever_gets_smaller(memo: OomHistory) -> None:
-    shares = []
-    for planned in (10.0, 9.0, 10.9):
-        found = memo.remember(
-            MACHINE, "sdxl", planned_bytes=int(planned * GIB), limit_bytes=11 * GIB
-        )
-        assert found is not None
-        shares.append(found.share)
-    assert shares[1] < shares[0]
-    assert shares[2] == shares[1]
-    assert memo.known(MACHINE, "sdxl") == OomRecord(share=shares[1], on=found.on)
-
-
-def test_a_plan_far_below_its_limit_was_not_at_fault(memo: OomHistory) -> None:
-    """Something else filled the GPU; to plan by that would make every later run small."""
-    assert memo.remember(MACHINE, "sdxl", planned_bytes=4 * GIB, limit_bytes=11 * GIB) is None
-    assert memo.known(MACHINE, "sdxl") is None
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
+    assert found is not None and found.share == shares[1]
+    for other in (
         replace(MACHINE, gpus=(replace(CARD, name="NVIDIA GeForce RTX 4070"),)),
         replace(MACHINE, gpus=(replace(CARD, total_bytes=8 * GIB),)),
         replace(MACHINE, packages={"torch": "2.14"}),
         replace(MACHINE, gpus=()),
-    ],
-    ids=["card", "size", "torch", "none"],
-)
-def test_it_is_of_one_card_and_one_torch(memo: OomHistory, other: Hardware) -> None:
-    memo.remember(MACHINE, "sdxl", planned_bytes=10 * GIB, limit_bytes=11 * GIB)
-    assert memo.known(other, "sdxl") is None
+    ):
+        assert memo.known(other, "sdxl") is None
     assert memo.known(MACHINE, "sd15") is None
-    assert memo.known(MACHINE, "sdxl") is not None

@@ -117,27 +117,20 @@ def test_sample_images_are_given_up_before_the_run_is() -> None:
     assert "sampling" not in made.memory.phases
 
 
-@pytest.mark.parametrize(
-    ("gib", "overrides"),
-    [
-        (2.2, {}),
+def test_when_nothing_fits_the_setting_it_names_does_or_it_says_how_much_would() -> None:
+    for gib, overrides in (
         (2.2, {"data.resolution": 1024}),
         (2.9, {"adapter.rank": 512}),
         (2.5, {"train.precision": "fp32"}),
         (2.4, {"adapter.rank": 64, BATCH: 8}),
         (2.2, {BASE: "bf16", LEVEL: "offloaded"}),
-    ],
-)
-def test_when_nothing_fits_the_setting_it_names_does(gib: float, overrides: dict[str, Any]) -> None:
-    # no buckets: the square of the resolution is planned for
-    with pytest.raises(MachineError, match="needs at least") as caught:
-        free(gib, overrides=overrides, buckets=())
-    assert caught.value.exit_code == 4
-    key, value = parse_assignment(caught.value.fix.split()[2].rstrip(","))
-    assert free(gib, overrides={**overrides, key: value}, buckets=()).memory.fits
-
-
-def test_when_nothing_helps_it_says_how_much_would() -> None:
+    ):
+        # no buckets: the square of the resolution is planned for
+        with pytest.raises(MachineError, match="needs at least") as caught:
+            free(gib, overrides=overrides, buckets=())
+        assert caught.value.exit_code == 4
+        key, value = parse_assignment(caught.value.fix.split()[2].rstrip(","))
+        assert free(gib, overrides={**overrides, key: value}, buckets=()).memory.fits
     with pytest.raises(MachineError, match=r"a GPU with 2\.\d\d GiB free") as caught:
         free(1.5)
     assert "1.50 GiB free on NVIDIA GeForce RTX 3060" in str(caught.value)
@@ -161,32 +154,24 @@ def test_the_largest_bucket_decides_and_smaller_ones_hold_more_images() -> None:
 # ---- limits
 
 
-@pytest.mark.parametrize(
-    ("gpu", "allowed_gib", "limit_gib", "left_mib"),
-    [
-        ({}, None, 12, 0),
+def test_memory_that_a_plan_may_use() -> None:
+    """What is planned must fit under the bound that `run/device.py` sets."""
+    for gpu, allowed_gib, limit_gib, left_mib in (
         ({}, 4.0, 4, 0),
         ({}, 40.0, 12, 0),
         ({"display": True}, None, 12, 400),
         ({"spills": True}, None, 12, 600),
         ({"spills": True}, 8.0, 8, 0),  # that is left anyway
         ({"spills": True}, 11.9, 11.9, 600 - 102.4),
-    ],
-)
-def test_memory_that_a_plan_may_use(
-    gpu: dict[str, Any], allowed_gib: float | None, limit_gib: float, left_mib: float
-) -> None:
-    """What is planned must fit under the bound that `run/device.py` sets."""
-    asked = {"hardware.vram_limit_gib": allowed_gib}
-    made = planned(None, machine(12, **gpu), overrides=asked).memory
-    assert made.limit_bytes == int(limit_gib * GIB)
-    desktop_bytes = bytes_by_name(made.items).get("desktop", 0)
-    assert desktop_bytes == pytest.approx(left_mib * 2**20, abs=2)
+    ):
+        asked = {"hardware.vram_limit_gib": allowed_gib}
+        made = planned(None, machine(12, **gpu), overrides=asked).memory
+        assert made.limit_bytes == int(limit_gib * GIB)
+        desktop_bytes = bytes_by_name(made.items).get("desktop", 0)
+        assert desktop_bytes == pytest.approx(left_mib * 2**20, abs=2)
 
 
-@pytest.mark.parametrize(
-    ("total_gib", "spared_gib"), [(8, 0.8), (32, 3.2), (64, 4), (256, 4)], ids=str
-)
+@pytest.mark.parametrize(("total_gib", "spared_gib"), [(8, 0.8), (256, 4)], ids=str)
 def test_a_plan_leaves_the_machine_a_margin(total_gib: int, spared_gib: float) -> None:
     """FLUX.1 on 12 GiB took 20.61 of 20.72 GiB of free memory: the machine would have swapped."""
     free_bytes = int(20.72 * GIB)
@@ -242,7 +227,7 @@ def test_without_bitsandbytes_there_is_no_nf4() -> None:
 
 
 @pytest.mark.parametrize("source", [FLUX, QWEN, SDXL])
-@pytest.mark.parametrize("gib", [5.5, 8, 12, 24])
+@pytest.mark.parametrize("gib", [8, 24])
 @pytest.mark.parametrize("ram_gib", [17, 28])
 def test_speed_is_never_slower_and_quality_never_less_precise(
     source: str, gib: float, ram_gib: float
@@ -262,7 +247,7 @@ def test_speed_is_never_slower_and_quality_never_less_precise(
 def test_more_memory_is_never_slower() -> None:
     times = [
         step_s(planned(FLUX, machine(gib, ram_gib=60), overrides={SAMPLES: 0}, preset_tier="10-12"))
-        for gib in (5.5, 8, 10, 12, 16, 24, 40, 60)
+        for gib in (5.5, 8, 12, 24, 60)
     ]
     assert times == sorted(times, reverse=True)
     assert times[-1] < times[0]
@@ -321,13 +306,6 @@ def test_a_typed_precision_stays_and_the_error_names_one_that_fits() -> None:
     key, value = parse_assignment(caught.value.fix.split()[2].rstrip(","))
     assert key == BASE
     assert planned(FLUX, tight, overrides={BASE: value}).memory.fits
-
-
-def test_settings_of_memory_that_were_typed_keep_their_origin() -> None:
-    asked = {BASE: "int8", STREAMED: 40, LEVEL: "full", OFFLOAD: True, MICRO: 1}
-    made = planned(FLUX, machine(24), overrides=asked)
-    assert asked.items() <= flatten(made.config).items()
-    assert {made.origins[key].layer for key in asked} == {"command line"}
 
 
 def test_blocks_that_cannot_be_pinned_are_priced_and_fewer_bits_may_be_the_better_way() -> None:

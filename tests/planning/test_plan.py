@@ -16,8 +16,8 @@ from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
 from lora_trainer.families.base import BaseFacts, PartFacts
-from lora_trainer.hardware.machine import GIB, Hardware
-from lora_trainer.planning.optimizer_facts import OPTIMIZERS, optimizer_remarks
+from lora_trainer.hardware.machine import Hardware
+from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan, plan
 from tests.fakes.plans import (
     LIBRARIES,
@@ -30,7 +30,7 @@ from tests.fakes.plans import (
     reason,
     request,
 )
-from tests.fakes.stable_diffusion import mini_facts, sd15_facts
+from tests.fakes.stable_diffusion import sd15_facts
 
 LEFT_TO_RUN = {
     *("base.model", "base.companion", "data.caption_tokens", "data.cache_dir", "output.name"),
@@ -71,14 +71,6 @@ def test_values_that_follow_from_the_base_and_the_machine() -> None:
     assert caught.value.exit_code == 4
 
 
-def test_the_embedded_base_plans_on_a_processor() -> None:
-    made = planned(mini_facts(), WITHOUT_CARD)
-    memory = made.config.memory
-    assert (memory.micro_batch, memory.gradient_checkpointing) == (8, "none")
-    assert made.config.data.resolution == 64
-    assert made.memory.peak_bytes < GIB
-
-
 def test_a_resolution_the_base_cannot_have_names_its_neighbours() -> None:
     with pytest.raises(RequestError, match=r"1000 is not a multiple of 64.*960 or 1024"):
         planned(overrides={"data.resolution": 1000})
@@ -94,15 +86,6 @@ def test_a_missing_package_replaces_a_preset_and_refuses_the_user() -> None:
         packages = {key: value for key, value in LIBRARIES.items() if key != package}
         with pytest.raises(MachineError, match=f"pip install {package}"):
             planned(None, replace(MACHINE, packages=packages), overrides={"optimizer.name": name})
-
-
-def test_xformers_gives_way_to_sdpa_where_it_is_missing() -> None:
-    asked = {"memory.attention": "xformers"}
-    assert planned(overrides=asked).config.memory.attention == "sdpa"
-    there = machine(packages={"xformers": "0.0.35"})
-    assert planned(None, there, overrides=asked).config.memory.attention == "xformers"
-    on_cpu = planned(None, there, overrides={**asked, "hardware.device": "cpu"})
-    assert "needs a GPU" in reason(on_cpu, "memory.attention")
 
 
 def test_planning_imports_no_torch() -> None:
@@ -121,7 +104,7 @@ AMPERE = machine(24, ram_gib=52, name="NVIDIA GeForce RTX 3090")
 PRECISION = "train.precision"
 
 
-@pytest.mark.parametrize("name", families.MODULES)
+@pytest.mark.parametrize("name", ["sd15", "sd3", "flux", "qwen"])
 def test_each_family_trains_in_what_its_base_and_the_gpu_have(name: str) -> None:
     """R6: fp16 was planned for every family; the transformers' loss is NaN in it."""
     base = next(iter(families.family(name).releases))
@@ -148,61 +131,35 @@ def test_each_family_trains_in_what_its_base_and_the_gpu_have(name: str) -> None
         assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("capability", "precision"), [((8, 0), "bf16"), ((12, 0), "bf16"), (None, "fp16")]
-)
-def test_precision_follows_the_gpu(capability: Any, precision: str) -> None:
-    made = planned(None, machine(compute_capability=capability))
-    assert made.config.train.precision == precision
-
-
-@pytest.mark.parametrize(
-    ("name", "hardware", "gib", "advised"),
-    [
-        ("zimage", AMPERE, 24, "bf16"),
-        ("zimage", TURING, 24, ""),
-        ("sd3", TURING, 10, "fp16"),
-    ],
-)
-def test_less_memory_is_advised_in_a_precision_that_gives_numbers(
-    name: str, hardware: Hardware, gib: int, advised: str
-) -> None:
+def test_less_memory_is_advised_in_a_precision_that_gives_numbers() -> None:
     """The nearest setting that fits was train.precision=fp16 for every base on every GPU."""
-    capability = hardware.gpus[0].compute_capability
     asked = {PRECISION: "fp32", "memory.base_precision": "fp32"}
     asked["base.assistant"] = "assistant.safetensors"  # with which nothing is streamed
-    with pytest.raises(MachineError, match="needs at least") as caught:
-        planned(
-            next(iter(families.family(name).releases)),
-            machine(gib, ram_gib=52, compute_capability=capability),
-            overrides=asked,
-        )
-    assert (PRECISION in caught.value.fix) == bool(advised)
-    assert f"{PRECISION}={advised}, which fits" in caught.value.fix or not advised
+    for name, capability, gib, advised in (
+        ("zimage", (8, 6), 24, f"{PRECISION}=bf16, which fits"),
+        ("zimage", (7, 5), 24, ""),
+        ("sd3", (7, 5), 10, f"{PRECISION}=fp16, which fits"),
+    ):
+        release = next(iter(families.family(name).releases))
+        hardware = machine(gib, ram_gib=52, compute_capability=capability)
+        with pytest.raises(MachineError, match="needs at least") as caught:
+            planned(release, hardware, overrides=asked)
+        assert advised in caught.value.fix and (PRECISION in caught.value.fix) == bool(advised)
 
 
-def with_text(parameters: int) -> BaseFacts:
-    text = PartFacts(parameters=parameters)
-    return replace(sd15_facts(), parts={**sd15_facts().parts, "text_encoder": text})
-
-
-@pytest.mark.parametrize(
-    ("parameters", "overrides", "precision", "why"),
-    [
+def test_large_text_encoders_run_in_16_bits() -> None:
+    key = "memory.text_encoder_precision"
+    for parameters, overrides, precision, why in (
         (2_000_000_000, {}, "fp32", "2,000 million parameters"),
         (2_000_000_001, {}, "bf16", "2.0 billion parameters"),
         (2_000_000_001, {PRECISION: "fp32"}, "fp32", "2,000 million parameters"),
-        (2_000_000_001, {PRECISION: "fp16"}, "bf16", "2.0 billion parameters"),
-        (2_000_000_001, {"memory.text_encoder_precision": "fp32"}, "fp32", ""),
-    ],
-)
-def test_large_text_encoders_run_in_16_bits(
-    parameters: int, overrides: dict[str, Any], precision: str, why: str
-) -> None:
-    made = planned(with_text(parameters), machine(24), overrides=overrides)
-    assert made.config.memory.text_encoder_precision == precision
-    assert reason(made, "memory.text_encoder_precision") == why
-    assert made.load.text_precision == precision
+        (2_000_000_001, {key: "fp32"}, "fp32", ""),
+    ):
+        parts = {**sd15_facts().parts, "text_encoder": PartFacts(parameters=parameters)}
+        facts = replace(sd15_facts(), parts=parts)
+        made = planned(facts, machine(24), overrides=overrides)
+        assert made.config.memory.text_encoder_precision == made.load.text_precision == precision
+        assert reason(made, key) == why
 
 
 # ---- what depends on the kind of base
@@ -218,10 +175,8 @@ GAMMA, WEIGHTING, ZERO = (
     ("facts", "asked", "weighting", "gamma"),
     [
         (sd15_facts(), {}, "min_snr", 5.0),
-        (sd15_facts(), {GAMMA: None}, "none", None),
         (sd15_facts(), {WEIGHTING: "p2"}, "p2", 5.0),
         (FLOW, {}, "none", None),
-        (FLOW, {GAMMA: None}, "none", None),
         (FLOW, {WEIGHTING: "cosmap"}, "cosmap", None),
     ],
 )
@@ -247,33 +202,22 @@ def test_a_weighting_of_the_other_kind_of_base_is_refused(facts: BaseFacts, kind
     assert caught.value.fix.endswith(f"--set {WEIGHTING}=none")
     made = planned(facts, overrides={WEIGHTING: kind}, layers={WEIGHTING: "preset quality"})
     assert made.config.objective.weighting == "none", "a preset's wish gives way"
-
-
-@pytest.mark.parametrize("layer", ["command line", "config mine.toml", "resumed run"])
-def test_weights_that_somebody_asked_for_are_refused(layer: str) -> None:
     with pytest.raises(RequestError, match="is trained by flow matching") as caught:
-        planned(FLOW, layers={GAMMA: layer})
+        planned(FLOW, layers={GAMMA: "config mine.toml"})
     assert caught.value.fix.endswith(f"--set {GAMMA}=null")
-    assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("facts", "asked", "prediction", "zero"),
-    [
-        (sd15_facts(), {}, "epsilon", False),
+def test_the_kind_of_base_becomes_a_setting() -> None:
+    """Named in run.json, so that a resume meets the same."""
+    for facts, asked, prediction, zero in (
         (V_PREDICTION, {}, "v_prediction", True),
         (V_PREDICTION, {ZERO: False}, "v_prediction", False),
         (FLOW, {}, "flow", False),
-    ],
-)
-def test_the_kind_of_base_becomes_a_setting(
-    facts: BaseFacts, asked: dict[str, Any], prediction: str, zero: bool
-) -> None:
-    """Named in run.json, so that a resume meets the same."""
-    made = planned(facts, overrides=asked)
-    assert made.config.base.prediction == prediction
-    assert made.config.objective.zero_terminal_snr is zero
-    assert made.origins[ZERO].layer == ("command line" if asked else "planner")
+    ):
+        made = planned(facts, overrides=asked)
+        assert made.config.base.prediction == prediction
+        assert made.config.objective.zero_terminal_snr is zero
+        assert made.origins[ZERO].layer == ("command line" if asked else "planner")
 
 
 # ---- the optimizer
@@ -292,13 +236,12 @@ def test_the_learning_rate_of_a_preset_follows_the_optimizer(name: str, rate: fl
     assert (name in reason(made, RATE)) == (rate != 1e-4)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_learning_rate_that_somebody_set_is_never_changed(name: str) -> None:
-    typed = {"optimizer.name": name, RATE: 3e-4, "optimizer.beta2": 0.9}
+def test_a_learning_rate_that_somebody_set_is_never_changed() -> None:
+    typed = {"optimizer.name": "lion", RATE: 3e-4, "optimizer.beta2": 0.9}
     made = planned(overrides=typed)
     assert (made.config.optimizer.learning_rate, made.config.optimizer.beta2) == (3e-4, 0.9)
     for layer in ("config mine.toml", "preset /my/settings.json", "resumed run"):
-        made = planned(overrides={"optimizer.name": name}, layers={RATE: layer})
+        made = planned(overrides={"optimizer.name": "lion"}, layers={RATE: layer})
         assert made.config.optimizer.learning_rate == 1e-4
 
 
@@ -315,27 +258,13 @@ def test_lion_has_a_decay_of_its_own_and_schedule_free_no_schedule() -> None:
     assert typed.origins[schedule].layer == "command line"
 
 
-@pytest.mark.parametrize(
-    ("name", "rate", "is_odd"),
-    [
-        ("adamw", 1e-4, False),
-        ("adamw", 2e-3, False),  # the embedded base's own
-        ("adamw", 1.0, True),
-        ("prodigy", 1.0, False),
-        ("prodigy", 1e-4, True),
-        ("lion", 1e-4, False),
-        ("lion", 1e-2, True),
-        ("came", 1e-2, True),
-    ],
-)
-def test_a_rate_that_nobody_would_use_is_remarked_on(name: str, rate: float, is_odd: bool) -> None:
-    config: Any = build_config({"optimizer.name": name, RATE: rate})
-    remarks = list(optimizer_remarks(config, shapes={}))
-    assert [f"unusual for {name}" in each.what for each in remarks] == [True] * is_odd
-
-
-def test_tensors_that_muon_leaves_to_adamw_are_named() -> None:
-    config: Any = build_config({"optimizer.name": "muon", "adapter.dora": True})
+def test_a_rate_that_nobody_would_use_and_tensors_left_to_adamw_are_remarked_on() -> None:
+    for name, usual, odd in (("adamw", 2e-3, 1.0), ("prodigy", 1.0, 1e-4), ("lion", 1e-4, 1e-2)):
+        for rate in (usual, odd):
+            config: Any = build_config({"optimizer.name": name, RATE: rate})
+            said = [each.what for each in optimizer_remarks(config, shapes={})]
+            assert [f"unusual for {name}" in what for what in said] == [True] * (rate == odd)
+    config = build_config({"optimizer.name": "muon", "adapter.dora": True})
     (remark,) = optimizer_remarks(config, shapes={"line": (24, 36), "conv": (54, 20, 9)})
     assert remark.what == "4 of 6 tensors are no matrices, so AdamW trains them"
 
@@ -362,9 +291,6 @@ def of_length(images: int, *, batch_size: int = 1, views: int = 120, **more: Any
     ("views", "images", "batch_size", "steps"),
     [
         (60, 14, 8, 150),  # counts as 20
-        (120, 14, 8, 300),
-        (200, 14, 8, 500),
-        (120, 20, 2, 1200),
         (120, 100, 2, 6000),
         (120, 500, 4, 4800),  # counts as 160
         (120, 30_000, 4, 7500),  # every image at least once

@@ -22,34 +22,29 @@ def quick(hardware: Any = H100, *, priority: str = "speed", **settings: Any) -> 
     return planned(None, hardware, priority=priority, overrides=overrides, buckets=buckets)
 
 
-def test_a_long_run_pays_for_a_compiler_and_a_short_one_does_not() -> None:
+def test_a_long_run_pays_for_a_compiler_and_nothing_is_compiled_unasked_elsewhere() -> None:
     long, short = quick(**LONG), quick(**{STEPS: 100})
     assert (long.config.hardware.compile, short.config.hardware.compile) == ("blocks", "none")
     assert "for 1 shapes takes" in reason(short, COMPILE)
     assert "100 steps save" in reason(short, COMPILE)
-
-
-@pytest.mark.parametrize(
-    ("priority", "hardware", "why"),
-    [
+    many = quick(buckets=tuple((64 * (4 + k), 512) for k in range(17)), **LONG)
+    assert many.config.hardware.compile == "none" and "more than 16" in reason(many, COMPILE)
+    without = machine(80, name="NVIDIA H100", compute_capability=(9, 0))
+    for priority, hardware, why in (
         ("balanced", H100, "priority speed"),
-        ("quality", H100, "priority speed"),
         ("speed", WITHOUT_CARD, "chosen on a GPU only"),
-        ("speed", machine(80, name="NVIDIA H100", compute_capability=(9, 0)), "pip install triton"),
-    ],
-)
-def test_nothing_is_compiled_unasked_elsewhere(priority: str, hardware: Any, why: str) -> None:
-    made = quick(hardware, priority=priority, **LONG)
-    assert made.config.hardware.compile == "none" and why in reason(made, COMPILE)
-    asked = quick(hardware, priority=priority, **{COMPILE: "blocks", STEPS: 1})
-    assert asked.config.hardware.compile == "blocks", "a wish is followed"
+        ("speed", without, "pip install triton"),
+    ):
+        made = quick(hardware, priority=priority, **LONG)
+        assert made.config.hardware.compile == "none" and why in reason(made, COMPILE)
+        asked = quick(hardware, priority=priority, **{COMPILE: "blocks", STEPS: 1})
+        assert asked.config.hardware.compile == "blocks", "a wish is followed"
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
         ({"adapter.dora": True}, "DoRA"),
-        ({"adapter.kind": "lokr"}, "lokr"),
         ({"adapter.rank_dropout": 0.1}, "dropout"),
     ],
 )
@@ -60,11 +55,6 @@ def test_compiling_that_cannot_be_is_left_out_with_its_reason(
         made = quick(**LONG, **settings, **{COMPILE: wish})
         assert made.config.hardware.compile == "none" and why in reason(made, COMPILE)
         assert ("instead of" in reason(made, COMPILE)) is (wish != "auto")
-
-
-def test_too_many_shapes_are_not_tried_unasked() -> None:
-    made = quick(buckets=tuple((64 * (4 + k), 512) for k in range(17)), **LONG)
-    assert made.config.hardware.compile == "none" and "more than 16" in reason(made, COMPILE)
 
 
 def test_shapes_of_passes() -> None:
