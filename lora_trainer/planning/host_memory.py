@@ -25,33 +25,23 @@ from lora_trainer.planning.memory import (
 from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, state_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pinned:
-    """Pinned shares, 0 to 1, of streamed blocks and offloaded inputs."""
+def pinned_shares(
+    load: Load, costs: RememberedCosts, *, pinnable_bytes: int | None
+) -> tuple[float, float]:
+    """Return the pinned shares, 0 to 1, of streamed blocks and of offloaded inputs.
 
-    streamed: float = 1.0
-    offloaded: float = 1.0
-
-
-def pinned_shares(load: Load, costs: RememberedCosts, *, pinnable_bytes: int | None) -> Pinned:
-    """Return the pinned shares of a load where a process may pin this many bytes; None: no limit.
-
-    Blocks are pinned first: they are pinned once, before the first step, and inputs as they come.
+    A process may pin `pinnable_bytes`; None: no limit. Blocks are pinned first: they are pinned once, before
+    the first step, and inputs as they come.
     """
     if pinnable_bytes is None:
-        return Pinned()
-    sizes = (
-        costs.frozen_base(load).streamed_bytes(load.streamed_blocks),
-        offloaded_bytes(load, costs),
-    )
-    remaining_bytes = max(0, pinnable_bytes - RESERVED_BYTES)
-    shares = []
-    for size in sizes:
-        pinned_size = min(remaining_bytes, size)
-        shares.append(pinned_size / size if size else 1.0)  # nothing to copy: no copy is slow
-        remaining_bytes -= pinned_size
-    streamed, offloaded = shares
-    return Pinned(streamed=streamed, offloaded=offloaded)
+        return 1.0, 1.0
+    usable_bytes = max(0, pinnable_bytes - RESERVED_BYTES)
+    blocks = costs.frozen_base(load).streamed_bytes(load.streamed_blocks)
+    inputs = offloaded_bytes(load, costs)
+    pinned_blocks = min(usable_bytes, blocks)
+    pinned_inputs = min(usable_bytes - pinned_blocks, inputs)
+    # Where there is nothing to copy no copy is slow.
+    return pinned_blocks / blocks if blocks else 1.0, pinned_inputs / inputs if inputs else 1.0
 
 
 PINNED_AT_MOST = 2
@@ -116,7 +106,7 @@ def predict_host(
 def _training(
     load: Load, costs: RememberedCosts, pinnable_bytes: int | None
 ) -> Iterator[MemoryItem]:
-    pinned = pinned_shares(load, costs, pinnable_bytes=pinnable_bytes)
+    streamed, offloaded = pinned_shares(load, costs, pinnable_bytes=pinnable_bytes)
     note = "at most; further entries are read from the disk"
     yield MemoryItem("cached latents and texts", CACHE_RESIDENT_BYTES, note)
     yield prepared_batches(load, costs)
@@ -124,15 +114,13 @@ def _training(
     if load.samples:
         yield vae_weights(costs, SAMPLER)
     if count := load.streamed_blocks:
-        note = f"{count} blocks in {load.base_precision}{_pinned(pinned.streamed)}"
+        note = f"{count} blocks in {load.base_precision}{_pinned(streamed)}"
         yield MemoryItem("streamed blocks", costs.frozen_base(load).streamed_bytes(count), note)
     if size := offloaded_bytes(load, costs):
-        note = (
-            f"inputs of recomputed blocks, {load.micro_batch} at a time{_pinned(pinned.offloaded)}"
-        )
+        note = f"inputs of recomputed blocks, {load.micro_batch} at a time{_pinned(offloaded)}"
         yield MemoryItem("offloaded activations", size, f"{note} in powers of two")
     # The driver moves paged states here when the GPU is full, so all of them must find room.
-    if size := state_bytes(costs.adapter_tensors(load.adapter), load.optimizer).paged:
+    if size := state_bytes(costs.adapter_tensors(load.adapter), load.optimizer)[1]:
         yield MemoryItem("optimizer states", size, f"{load.optimizer}, the paged part")
 
 

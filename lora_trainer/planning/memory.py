@@ -129,7 +129,7 @@ def _resident(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
     """Yield the items that stay on the device from the first step to the last."""
     own_memory = KINDS[load.device].own_memory
     tensors = costs.adapter_tensors(load.adapter)
-    states = state_bytes(tensors, load.optimizer)
+    states, paged = state_bytes(tensors, load.optimizer)
     parameters = total_elements(tensors)
     masters = parameters * MASTER_BYTES
     yield from _weights(load, costs.frozen_base(load))
@@ -145,7 +145,7 @@ def _resident(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
     is_paged = own_memory and load.optimizer in PAGED
     where = "without the paged part" if is_paged else "allocated before step 1"
     # Without memory of its own the device would page into the same memory.
-    size = states.on_device if own_memory else states.total
+    size = states if own_memory else states + paged
     yield MemoryItem("optimizer states", size, f"{load.optimizer}, {where}")
     if not own_memory:
         yield saved_copies(load, costs)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import value_of
@@ -20,7 +21,7 @@ from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.host_memory import HostPrediction
 from lora_trainer.planning.loads import Load, RememberedCosts, surroundings
 from lora_trainer.planning.memory import Prediction
-from lora_trainer.planning.plan_input import Decision, PlanInput
+from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.precisions import (
     base_precisions,
     in_16_bits,
@@ -41,14 +42,18 @@ from lora_trainer.planning.step_time import StepTime
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryChoice:
-    """The memory part of a plan; `images_at_once` is the micro-batch by bucket, (width, height) in pixels."""
+    """The memory part of a plan; `images_at_once` is the micro-batch by bucket, (width, height) in pixels.
+
+    `decisions` has (value, reason) of every setting that was changed or filled in.
+    """
 
     load: Load
     memory: Prediction
     host: HostPrediction | None
     time: StepTime
     images_at_once: Mapping[tuple[int, int], int]
-    decisions: tuple[Decision, ...]
+    decisions: Mapping[str, tuple[Any, str]]
+    judge: Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +78,7 @@ class MemoryChooser:
         load = best_fit.load
         at_once = images_at_once(load, self._buckets, most=ideal_load.micro_batch, judge=judge)
         choice = self._chosen(load, at_once)
-        return replace(choice, decisions=tuple(self._decisions(choice, best_fit)))
+        return replace(choice, decisions=dict(self._decisions(choice, best_fit)))
 
     def _chosen(self, load: Load, at_once: Mapping[tuple[int, int], int]) -> MemoryChoice:
         loads = [
@@ -90,7 +95,8 @@ class MemoryChooser:
             host=self._judge.predict_host(load),
             time=self._judge.time(load),
             images_at_once=at_once,
-            decisions=(),
+            decisions={},
+            judge=self._judge,
         )
 
     # ---- the loads that may be tried
@@ -225,7 +231,9 @@ class MemoryChooser:
 
     # ---- why
 
-    def _decisions(self, choice: MemoryChoice, best_fit: SearchResult) -> Iterator[Decision]:
+    def _decisions(
+        self, choice: MemoryChoice, best_fit: SearchResult
+    ) -> Iterator[tuple[str, tuple[Any, str]]]:
         load, limit = choice.load, self._judge.limit
         peak_bytes, at_once = choice.memory.peak_bytes, max(choice.images_at_once.values())
         why_precision = why_base_precision(
@@ -248,10 +256,10 @@ class MemoryChooser:
                 reason = why or f"{gib(peak_bytes)} predicted, {limit}"
                 if before != "auto":
                     reason = f"instead of {typed(before)}: {reason}"
-                yield Decision(key=key, value=value, reason=reason, bytes=peak_bytes)
+                yield key, (value, reason)
         if size := best_fit.sampling_bytes:
             reason = f"sample images would take {gib(size)}, {limit}"
-            yield Decision(key="sampling.every_steps", value=0, reason=reason, bytes=size)
+            yield "sampling.every_steps", (0, reason)
 
     def _peak(self, load: Load) -> str:
         return f"{gib(self._judge.predict(load).peak_bytes)}, {self._judge.limit}"

@@ -31,7 +31,7 @@ from lora_trainer.planning.loads import Load
 from lora_trainer.planning.memory import Prediction
 from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
 from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwise
-from lora_trainer.planning.plan_input import Decision, PlanInput
+from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.precisions import best_precision, capability
 from lora_trainer.planning.run_time import RunTime, RunTimeInputs, disk_bytes, run_length
 from lora_trainer.planning.speedups import choose_compile
@@ -45,7 +45,7 @@ LARGE_TEXT_ENCODER = 2_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The settings of the run, its costs, and every decision.
+    """The settings of the run with the reason of every decision in their `origins`, and its costs.
 
     Memory and time were predicted for `load`; `memory` is of the training device, `host` of the machine
     beside a GPU. `images_at_once` is the micro-batch of each bucket, (width, height) in pixels;
@@ -64,7 +64,6 @@ class Plan:
     run_time: RunTime
     time_note: str
     disk_bytes: Mapping[str, int]
-    decisions: tuple[Decision, ...]
 
 
 def plan(inputs: PlanInput) -> Plan:
@@ -86,7 +85,7 @@ def plan(inputs: PlanInput) -> Plan:
     planner.decide_length()
     memory_choice = planner.decide_memory()
     planner.decide_compiling(memory_choice)
-    return planner.finish(memory_choice, planner.decide_samples(memory_choice.load))
+    return planner.finish(memory_choice, planner.decide_samples(memory_choice))
 
 
 @dataclass(kw_only=True)
@@ -94,14 +93,13 @@ class _Planner:
     inputs: PlanInput
     config: Config
     """The settings so far: `decide` replaces one after the other."""
-    decisions: list[Decision] = field(default_factory=list)
+    origins: dict[str, Origin] = field(default_factory=dict)
     gpu: Gpu | None = None
 
-    def decide(self, key: str, value: Any, reason: str, *, peak_bytes: int = 0) -> None:
+    def decide(self, key: str, value: Any, reason: str) -> None:
         self.config = with_value(self.config, key, value)
         # A setting may be decided twice, say a preset replaced and then lowered: its last reason is the one to read.
-        self.decisions = [choice for choice in self.decisions if choice.key != key]
-        self.decisions.append(Decision(key=key, value=value, reason=reason, bytes=peak_bytes))
+        self.origins[key] = Origin(layer=PLANNER, reason=reason)
 
     def decide_auto(self, key: str, value: Any, reason: str) -> None:
         if value_of(self.config, key) == "auto":
@@ -313,8 +311,8 @@ class _Planner:
         """Choose base precision, checkpointing, streaming and micro-batch so that the run fits."""
         chooser = MemoryChooser(inputs=self.inputs, config=self.config, gpu=self.gpu)
         memory_choice = chooser.choose()
-        for choice in memory_choice.decisions:
-            self.decide(choice.key, choice.value, choice.reason, peak_bytes=choice.bytes)
+        for key, (value, reason) in memory_choice.decisions.items():
+            self.decide(key, value, reason)
         return memory_choice
 
     def decide_compiling(self, memory_choice: MemoryChoice) -> None:
@@ -326,10 +324,11 @@ class _Planner:
         if setting != value:
             self.decide("hardware.compile", value, reason)
 
-    def decide_samples(self, load: Load) -> RunTimeInputs:
+    def decide_samples(self, memory_choice: MemoryChoice) -> RunTimeInputs:
         """Draw sample images less often than the run saves, if they would take much of its time."""
         config, key = build_run_config(flatten(self.config)), "sampling.every_steps"
-        pace = RunTimeInputs(inputs=self.inputs, config=config, gpu=self.gpu, load=load)
+        load, judge = memory_choice.load, memory_choice.judge
+        pace = RunTimeInputs(inputs=self.inputs, config=config, load=load, judge=judge)
         every_steps = config.sampling.every_steps
         if self.inputs.resolved.config.sampling.every_steps == "auto" and every_steps:
             interval = pace.sample_interval(every_steps)
@@ -341,12 +340,9 @@ class _Planner:
 
     def finish(self, memory_choice: MemoryChoice, pace: RunTimeInputs) -> Plan:
         inputs, config, step = self.inputs, pace.config, pace.step()
-        planner_origins = {
-            choice.key: Origin(layer=PLANNER, reason=choice.reason) for choice in self.decisions
-        }
         return Plan(
             config=config,
-            origins={**inputs.resolved.origins, **planner_origins},
+            origins={**inputs.resolved.origins, **self.origins},
             load=memory_choice.load,
             memory=memory_choice.memory,
             host=memory_choice.host,
@@ -357,7 +353,6 @@ class _Planner:
             run_time=pace.run_time(),
             time_note=step.note,
             disk_bytes=disk_bytes(inputs, config, memory_choice.load),
-            decisions=tuple(self.decisions),
         )
 
 

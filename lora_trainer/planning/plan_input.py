@@ -26,16 +26,6 @@ from lora_trainer.planning.loads import RememberedCosts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
-    """A value the planner set; `bytes` is the predicted peak that decided it, 0 where memory did not."""
-
-    key: str
-    value: Any
-    reason: str
-    bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanInput:
     """Everything a plan is made from. `images` counts the different training images.
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from lora_trainer.config.choices import VIEWS
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.running import RunConfig
-from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora.adapter_size import total_elements
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.plan_input import PlanInput
+from lora_trainer.planning.search import Evaluator
 from lora_trainer.planning.step_time import (
     LINK_BYTES_PER_S,
     Range,
@@ -25,8 +25,6 @@ from lora_trainer.planning.step_time import (
     StepWork,
     forward_work,
     middle,
-    step_time,
-    step_work,
 )
 from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, MASTER_BYTES, state_bytes
 
@@ -75,7 +73,7 @@ def disk_bytes(inputs: PlanInput, config: RunConfig, load: Load) -> dict[str, in
     tensors = inputs.costs.adapter_tensors(load.adapter)
     parameters, output = total_elements(tensors), config.output
     conditioning_bytes = inputs.costs.sample_cost(load.workload()).conditioning_bytes
-    state = MASTER_BYTES * parameters + state_bytes(tensors, load.optimizer).total
+    state = MASTER_BYTES * parameters + sum(state_bytes(tensors, load.optimizer))
     kept_exports = output.keep_last + output.keep_best
     return {
         "cache": inputs.cached_latents(config) * 4 * channels * latent_area
@@ -136,8 +134,8 @@ class RunTimeInputs:
 
     inputs: PlanInput
     config: RunConfig
-    gpu: Gpu | None
     load: Load
+    judge: Evaluator
 
     @property
     def _costs(self) -> RememberedCosts:
@@ -145,15 +143,7 @@ class RunTimeInputs:
 
     def step(self) -> StepTime:
         """Return the time of a step: the mean over the run's resolutions."""
-        batch_size = self.inputs.images_per_process(self.config)
-        pinnable_bytes = self.inputs.pinnable_bytes
-        times = [
-            self._step_time(
-                step_work(load, self._costs, batch_size=batch_size, pinnable_bytes=pinnable_bytes),
-                load.precision,
-            )
-            for load in self._loads
-        ]
+        times = [self.judge.time(load) for load in self._loads]
         return StepTime(
             low_s=sum(time.low_s for time in times) / len(times),
             high_s=sum(time.high_s for time in times) / len(times),
@@ -199,15 +189,11 @@ class RunTimeInputs:
                 width_px, height_px = (max(step_px, side) for side in sides)
                 yield replace(self.load, bucket_px=(width_px, height_px))
 
-    def _step_time(self, work: StepWork, precision: Precision) -> StepTime:
-        threads = self.config.hardware.threads
-        return step_time(work, gpu=self.gpu, threads=threads, precision=precision)
-
     def _forward(self, side_px: int) -> Range:
         """Return the time of one prediction of one image without gradients."""
         size = (side_px, side_px)
         load = replace(self.load, bucket_px=size, micro_batch=1)
-        time = self._step_time(forward_work(load, self._costs), load.precision)
+        time = self.judge.time_of(forward_work(load, self._costs), load.precision)
         return time.low_s, time.high_s
 
     def _start(self) -> Range:
@@ -268,7 +254,7 @@ class RunTimeInputs:
         return self._plain(flops * self._costs.parameters("vae") / VAE_PARAMETERS, "fp32")
 
     def _plain(self, flops: float, precision: Precision) -> Range:
-        time = self._step_time(StepWork(flops=flops), precision)
+        time = self.judge.time_of(StepWork(flops=flops), precision)
         return time.low_s, time.high_s
 
 

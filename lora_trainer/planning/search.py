@@ -20,7 +20,7 @@ from lora_trainer.planning.host_memory import HostPrediction, predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import GIB, Prediction, predict
 from lora_trainer.planning.plan_input import OomRecord
-from lora_trainer.planning.step_time import StepTime, step_time, step_work
+from lora_trainer.planning.step_time import StepTime, StepWork, step_time, step_work
 
 AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
 """Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more."""
@@ -108,7 +108,10 @@ class Evaluator:
         work = step_work(
             load, self.costs, batch_size=self.batch_size, pinnable_bytes=self.pinnable_bytes
         )
-        return step_time(work, gpu=self.gpu, threads=self.threads, precision=load.precision)
+        return self.time_of(work, load.precision)
+
+    def time_of(self, work: StepWork, precision: Precision) -> StepTime:
+        return step_time(work, gpu=self.gpu, threads=self.threads, precision=precision)
 
     def fits(self, load: Load) -> bool:
         """Say whether the device and the machine can hold a load."""

@@ -174,7 +174,7 @@ def step_work(
     streamed = (passes * STREAM_PASSES + forwards) * base.streamed_bytes(load.streamed_blocks)
     # To the host in the forward pass, back in the backward pass.
     offloaded = 2 * cost.host_bytes * images
-    pinned = pinned_shares(load, costs, pinnable_bytes=pinnable_bytes)
+    blocks, inputs = pinned_shares(load, costs, pinnable_bytes=pinnable_bytes)
     started = (passes + forwards * FORWARD_KERNELS) * cost.kernels
     flops = cost.step_flops * images + cost.forward_flops * forward
     return StepWork(
@@ -184,8 +184,8 @@ def step_work(
             started * (1 + WATCHED_KERNELS * keeps_results) + dequantised * _layer_kernels(base)
         ),
         dequantised_bytes=dequantised * _layer_bytes(base),
-        bus_bytes=pinned.streamed * streamed + pinned.offloaded * offloaded,
-        unpinned_bytes=(1 - pinned.streamed) * streamed + (1 - pinned.offloaded) * offloaded,
+        bus_bytes=blocks * streamed + inputs * offloaded,
+        unpinned_bytes=(1 - blocks) * streamed + (1 - inputs) * offloaded,
     )
 
 

@@ -128,26 +128,17 @@ SCALED_ELEMENTS = 256
 PAGED_ELEMENTS = 100_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateBytes:
-    """Bytes of optimizer states that stay on the device, and of those that the driver may page out."""
+def state_bytes(tensors: Mapping[Shape, int], optimizer: str) -> tuple[int, int]:
+    """Return the bytes of an optimizer's states that stay on the device, and those the driver may page out.
 
-    on_device: int
-    paged: int
-
-    @property
-    def total(self) -> int:
-        return self.on_device + self.paged
-
-
-def state_bytes(tensors: Mapping[Shape, int], optimizer: str) -> StateBytes:
-    """Return the bytes of an optimizer's states; `tensors` is the number of trained tensors by shape."""
+    `tensors` is the number of trained tensors by shape.
+    """
     on_device = paged = 0
     for shape, count in tensors.items():
         for size, is_paged in _states(shape, optimizer):
             on_device += 0 if is_paged else count * size
             paged += count * size if is_paged else 0
-    return StateBytes(on_device=on_device, paged=paged)
+    return on_device, paged
 
 
 def copied_bytes(

