@@ -217,7 +217,10 @@ def _rows(plans: list[Plan]) -> Iterator[tuple[str, list[str]]]:
         "**predicted peak**",
         [f"**{gib(made.memory.peak_bytes)}** ({made.memory.peak_phase})" for made in plans],
     )
-    yield "memory of the machine", [gib(made.host.bytes) if made.host else "" for made in plans]
+    yield (
+        "memory of the machine",
+        [gib(made.host.peak_bytes) if made.host else "" for made in plans],
+    )
     yield (
         "seconds a step",
         [" to ".join(f"{seconds:.2g}" for seconds in made.seconds_per_step) for made in plans],

@@ -8,7 +8,7 @@ or the machine swaps. Unpinned memory is copied more slowly, and a step waits fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lora_trainer.hardware.devices import RESERVED_BYTES
@@ -17,9 +17,10 @@ from lora_trainer.planning.memory import (
     GIB,
     SAMPLER,
     MemoryItem,
+    Phase,
+    Prediction,
     prepared_batches,
     saved_copies,
-    sum_bytes,
     vae_weights,
 )
 from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, state_bytes
@@ -60,20 +61,11 @@ CACHE_RESIDENT_BYTES = GIB
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostPrediction:
-    """`items` add up to `bytes`, which must be free; `loading_bytes` pass through the system's file cache."""
+class HostPrediction(Prediction):
+    """Memory that must be free by phase; `loading_bytes` pass through the system's file cache."""
 
-    items: tuple[MemoryItem, ...]
-    loading_bytes: int
     limit_bytes: int
-
-    @property
-    def bytes(self) -> int:
-        return sum_bytes(self.items)
-
-    @property
-    def fits(self) -> bool:
-        return self.bytes <= self.limit_bytes
+    loading_bytes: int
 
     @property
     def loads_slowly(self) -> bool:
@@ -90,14 +82,14 @@ def predict_host(
     note = f"{load.text_precision}, while texts are cached"
     # These follow each other, so the machine must hold the largest of them, not their sum: texts are cached
     # before the base is loaded, and a base is quantised before the first step.
-    phases = [
-        list(_training(load, costs, pinnable_bytes)),
-        [MemoryItem("text encoders", text, note)] if load.text_offload else [],
-        list(_quantising(load, costs)),
-    ]
+    phases: dict[Phase, Iterable[MemoryItem]] = {
+        "training": _training(load, costs, pinnable_bytes),
+        "texts": [MemoryItem("text encoders", text, note)] if load.text_offload else [],
+        "quantising": _quantising(load, costs),
+    }
     runtime = MemoryItem("runtime", HOST_RUNTIME_BYTES, "Python, torch and CUDA libraries")
     return HostPrediction(
-        items=(runtime, *max(phases, key=sum_bytes)),
+        by_phase={phase: (runtime, *items) for phase, items in phases.items()},
         loading_bytes=max(text, base),  # one after the other, through the same file cache
         limit_bytes=limit_bytes,
     )

@@ -58,7 +58,7 @@ MOVED = (
     *("adapter gradients", *TEMPORARY),
 )
 """Items that a training step allocates and frees."""
-Phase = Literal["images", "texts", "loading", "training", "sampling"]
+Phase = Literal["images", "texts", "loading", "quantising", "training", "sampling"]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.choices import QUANTIZATIONS, BasePrecision
@@ -136,7 +137,7 @@ class SearchResult:
 class _Candidate:
     load: Load
     seconds: float
-    order: tuple[object, ...]
+    order: tuple[Any, ...]
     """The price, then the number of moving parts: the candidate with the lowest order wins."""
 
 
@@ -149,26 +150,22 @@ def fit(ideal_load: Load, *, choices: SearchSpace, judge: Evaluator, step_px: in
     ideal_load = replace(ideal_load, text_offload=_text_offload(ideal_load, choices, judge))
     # Sample images are a wish: first the best load without them, then whether they fit beside it.
     silent = replace(ideal_load, samples=False)
-    best = _best(silent, choices, judge)
-    if best is None:
+    compared = _by_precision(silent, choices, judge)
+    if not compared:
         raise _nothing_fits(silent, choices, judge=judge, step_px=step_px)
-    load, dropped_bytes = best.load, 0
+    best, dropped_bytes = min(compared.values(), key=lambda each: each.order), 0
     if ideal_load.samples:
-        # Room for sample images may not cost fewer bits, so only the chosen base precision is tried.
-        drawing = _best(ideal_load, choices.with_base(best.load.base_precision), judge)
-        if drawing is not None and drawing.seconds <= SAMPLES_WORTH * best.seconds:
-            load = drawing.load
+        drawing = _by_precision(ideal_load, choices, judge)
+        # Room for sample images may not cost fewer bits, so the chosen base precision stays.
+        with_samples = drawing.get(best.load.base_precision)
+        if with_samples is not None and with_samples.seconds <= SAMPLES_WORTH * best.seconds:
+            best, compared = with_samples, drawing
         else:
             dropped_bytes = judge.predict(replace(best.load, samples=True)).peak_bytes
-    compared = replace(ideal_load, samples=load.samples)
-    by_precision = {
-        precision: _best(compared, choices.with_base(precision), judge)
-        for precision in choices.base_precisions
-    }
     return SearchResult(
-        load=load,
+        load=best.load,
         sampling_bytes=dropped_bytes,
-        seconds={key: each.seconds for key, each in by_precision.items() if each is not None},
+        seconds={precision: each.seconds for precision, each in compared.items()},
     )
 
 
@@ -211,20 +208,23 @@ def _text_offload(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> b
     return choices.text_offload[-1]
 
 
-def _best(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> _Candidate | None:
-    def candidate(load: Load) -> _Candidate:
-        seconds = judge.time(load).seconds
+def _by_precision(
+    ideal_load: Load, choices: SearchSpace, judge: Evaluator
+) -> dict[BasePrecision, _Candidate]:
+    """Return the best load of each base precision that fits."""
+    best: dict[BasePrecision, _Candidate] = {}
+    for load in _fitting(ideal_load, choices, judge):
+        seconds, precision = judge.time(load).seconds, load.base_precision
         order = (
-            price(judge.priority, load.base_precision, seconds),
+            price(judge.priority, precision, seconds),
             # Equal prices: fewer moving parts first, so that estimates do not decide between equal runs.
             load.streamed_blocks,
             choices.checkpointing.index(load.checkpointing),
             -load.micro_batch,
         )
-        return _Candidate(load=load, seconds=seconds, order=order)
-
-    loads = _fitting(ideal_load, choices, judge)
-    return min(map(candidate, loads), key=lambda each: each.order, default=None)
+        if precision not in best or order < best[precision].order:
+            best[precision] = _Candidate(load=load, seconds=seconds, order=order)
+    return best
 
 
 def _fitting(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> Iterator[Load]:
@@ -302,13 +302,13 @@ def _nothing_fits(
     smallest = need.peak_bytes
     if need.fits and host is not None:
         shortage = (
-            f"this run needs at least {gib(host.bytes)} of the machine's memory beside the GPU's, "
+            f"this run needs at least {gib(host.peak_bytes)} of the machine's memory beside the GPU's, "
             f"but only {gib(host.limit_bytes)} are free"
         )
-        machine, smallest = "a machine", host.bytes
+        machine, smallest = "a machine", host.peak_bytes
     for setting, load, allowed in _smaller(ideal_load, choices, step_px=step_px):
         # The roomiest choices tell whether a setting can fit at all; a plan with it picks better ones.
-        if _best(load, allowed.roomiest, judge) is not None:
+        if _by_precision(load, allowed.roomiest, judge):
             return MachineError(shortage, fix=f"use --set {setting}, which fits")
         if not need.fits:
             smallest = min(smallest, judge.predict(_least(load, allowed)).peak_bytes)

@@ -117,7 +117,7 @@ def _memory_json(plan: Plan) -> dict[str, Any]:
         if host is None
         else {
             "items": _items_json(host.items),
-            "bytes": host.bytes,
+            "bytes": host.peak_bytes,
             "limit_bytes": host.limit_bytes,
             "loading_bytes": host.loading_bytes,
         },
@@ -302,7 +302,7 @@ def _host_table(host: HostPrediction) -> Table:
     for item in host.items:
         add_row(table, item.name, Text(gib(item.bytes), justify="right"), item.note, style="dim")
     of = f"of {gib(host.limit_bytes)} free"
-    add_row(table, "sum", Text(gib(host.bytes), justify="right"), of)
+    add_row(table, "sum", Text(gib(host.peak_bytes), justify="right"), of)
     if host.loads_slowly:
         note = (
             "more than is free: weights are read from their files piece by piece, which is slower"

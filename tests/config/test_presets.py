@@ -176,7 +176,7 @@ def test_every_cell_fits_the_smallest_card_of_its_tier_or_says_why_not(
     for made in planned(family, tier, priority):
         limit = (SMALLEST_CARD_GIB[tier] - MARGIN_GIB) * GIB
         assert made.memory.peak_bytes <= limit == made.memory.limit_bytes
-        assert made.host is not None and made.host.bytes <= MACHINE_GIB * GIB
+        assert made.host is not None and made.host.peak_bytes <= MACHINE_GIB * GIB
 
 
 @pytest.mark.parametrize(("family", "tier"), CARDS)

@@ -310,7 +310,7 @@ def test_what_waits_beside_the_gpu() -> None:
     ):
         made = host(**changes)
         assert bytes_by_name(made.items).keys() == ALWAYS | more
-        assert sum(beside(**changes).values()) == made.bytes
+        assert sum(beside(**changes).values()) == made.peak_bytes
 
 
 def test_bytes_of_what_waits_beside_the_gpu() -> None:
@@ -353,12 +353,12 @@ def test_blocks_are_pinned_before_offloaded_inputs_and_room_is_left_for_batches(
         notes = {item.name: item.note for item in made.items}
         for name, words in zip(names, shares, strict=True):
             assert words in notes[name]
-        assert made.bytes == host(**OFFLOADED).bytes, "it waits there all the same"
+        assert made.peak_bytes == host(**OFFLOADED).peak_bytes, "it waits there all the same"
 
 
 def test_files_pass_through_the_cache_of_the_system() -> None:
     made = host()
     assert made.loading_bytes == 2 * 11_901_408_320 > made.limit_bytes
     assert made.fits and made.loads_slowly
-    assert not host(limit_bytes=made.bytes - 1).fits
+    assert not host(limit_bytes=made.peak_bytes - 1).fits
     assert not host(limit_bytes=28 * GIB).loads_slowly
