@@ -75,21 +75,15 @@ _LARGEST = "A100"
 def card(name: str, *, total_bytes: int) -> Card:
     """Return the rates of a GPU: those of the longest table name within `name`, else of a GPU of its size."""
     # The longest, because "A10" is also a part of "A100", and "Apple M1" of "Apple M1 Max".
-    longest_name = max((row for row in _RATES if row in name), key=len, default=None)
-    if longest_name is not None:
-        return _card(longest_name)
+    known = max((row for row in _RATES if row in name), key=len, default="")
     size_gib = total_bytes / GIB
-    ordinary = next((row for limit, row in _ORDINARY if size_gib <= limit), _LARGEST)
-    return _card(ordinary, stands_for=name)
-
-
-def _card(name: str, *, stands_for: str = "") -> Card:
-    tflops, gigabytes = _RATES[name]
+    row = known or next((row for limit, row in _ORDINARY if size_gib <= limit), _LARGEST)
+    tflops, gigabytes = _RATES[row]
     return Card(
-        name=name,
+        name=row,
         flops_per_s=tflops * 1e12,
         bytes_per_s=gigabytes * 1e9,
-        stands_for=stands_for,
+        stands_for="" if known else name,
     )
 
 
