@@ -16,12 +16,9 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import value_of
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, settled
-from lora_trainer.config.running import Config
-from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.host_memory import HostPrediction
-from lora_trainer.planning.loads import Load, RememberedCosts, surroundings
+from lora_trainer.planning.loads import Load, surroundings
 from lora_trainer.planning.memory import Prediction
-from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.precisions import (
     base_precisions,
     in_16_bits,
@@ -29,12 +26,10 @@ from lora_trainer.planning.precisions import (
 )
 from lora_trainer.planning.search import (
     Evaluator,
-    Limit,
     SearchResult,
     SearchSpace,
     fit,
     gib,
-    gpu_limit,
     images_at_once,
 )
 from lora_trainer.planning.step_time import StepTime
@@ -53,16 +48,11 @@ class MemoryChoice:
     time: StepTime
     images_at_once: Mapping[tuple[int, int], int]
     decisions: Mapping[str, tuple[Any, str]]
-    judge: Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryChooser:
-    """Chooses for settings without `auto` (except memory's); `gpu` None is the processor."""
-
-    inputs: PlanInput
-    config: Config
-    gpu: Gpu | None
+class MemoryChooser(Evaluator):
+    """Chooses the memory settings of a run."""
 
     def choose(self) -> MemoryChoice:
         """Raise MachineError naming the nearest setting that fits when nothing does, or RequestError."""
@@ -73,10 +63,10 @@ class MemoryChooser:
         if kept_at_once is not None and set(self._buckets) <= kept_at_once.keys():
             at_once = {size: kept_at_once[size] for size in self._buckets}
             return self._chosen(ideal_load, at_once)
-        judge, step_px = self._judge, self._costs.facts.bucket_step_px
-        best_fit = fit(ideal_load, choices=self._choices, judge=judge, step_px=step_px)
+        step_px = self.costs.facts.bucket_step_px
+        best_fit = fit(ideal_load, choices=self._choices, judge=self, step_px=step_px)
         load = best_fit.load
-        at_once = images_at_once(load, self._buckets, most=ideal_load.micro_batch, judge=judge)
+        at_once = images_at_once(load, self._buckets, most=ideal_load.micro_batch, judge=self)
         choice = self._chosen(load, at_once)
         return replace(choice, decisions=dict(self._decisions(choice, best_fit)))
 
@@ -85,25 +75,20 @@ class MemoryChooser:
             replace(load, bucket_px=bucket, micro_batch=count) for bucket, count in at_once.items()
         ]
         memory = max(
-            map(self._judge.predict, loads),
+            map(self.predict, loads),
             # Loading the base can be the peak of all: then the largest step decides.
             key=lambda each: (each.peak_bytes, each.phases["training"]),
         )
         return MemoryChoice(
             load=load,
             memory=memory,
-            host=self._judge.predict_host(load),
-            time=self._judge.time(load),
+            host=self.predict_host(load),
+            time=self.time(load),
             images_at_once=at_once,
             decisions={},
-            judge=self._judge,
         )
 
     # ---- the loads that may be tried
-
-    @property
-    def _costs(self) -> RememberedCosts:
-        return self.inputs.costs
 
     @property
     def _buckets(self) -> Sequence[tuple[int, int]]:
@@ -113,7 +98,7 @@ class MemoryChooser:
     @cached_property
     def _ideal_load(self) -> Load:
         config, choices, gpu = self.config, self._choices, self.gpu
-        micro_batch, batch_size = config.memory.micro_batch, self._judge.batch_size
+        micro_batch, batch_size = config.memory.micro_batch, self.batch_size
         regularisation = self.inputs.regularisation_per_epoch / self.inputs.epoch
         twice = 1.0 - regularisation if config.objective.preservation_weight else 0.0
         learned_from_base = regularisation if config.objective.prior == "base" else 0.0
@@ -149,7 +134,7 @@ class MemoryChooser:
     def _choices(self) -> SearchSpace:
         memory, adapter, gpu = self.config.memory, self.config.adapter, self.gpu
         # Text encoders that are trained, or that read trained tokens, run in every step and stay on the device.
-        may_offload = self._has_host and not (adapter.text_encoder or adapter.new_tokens)
+        may_offload = self.has_host and not (adapter.text_encoder or adapter.new_tokens)
         offload = (True,) if memory.text_encoder_offload is True else (False, True)
         has_package = self.inputs.hardware.packages.get("bitsandbytes") is not None
         has_nf4 = not gpu or not gpu.can.against("memory.base_precision", "nf4")
@@ -163,18 +148,18 @@ class MemoryChooser:
                 self._streamable,
             ),
             text_offload=offload if may_offload else (False,),
-            in_16_bits=in_16_bits(self._costs.family.traits.precisions, gpu),
+            in_16_bits=in_16_bits(self.costs.family.traits.precisions, gpu),
         )
 
     @property
     def _streamable(self) -> int:
         """Most blocks that can be streamed: none with an assistant, whose LoRA weights stay where they are."""
-        is_possible = self._has_host and self.config.base.assistant is None
-        return len(self._costs.blocks) if is_possible else 0
+        is_possible = self.has_host and self.config.base.assistant is None
+        return len(self.costs.blocks) if is_possible else 0
 
     @cached_property
     def _known_kinds(self) -> tuple[Checkpointing, ...]:
-        return self._costs.known_checkpointing(
+        return self.costs.known_checkpointing(
             precision=settled(self.config.train.precision), adapter=self.config.adapter
         )
 
@@ -188,59 +173,31 @@ class MemoryChooser:
             for kind in CHECKPOINTING[first:]
             if (kind in self._known_kinds or kind == chosen_kind)
             # Without memory of its own the device would copy inputs within one and the same memory.
-            and (self._has_host or kind != "offloaded")
+            and (self.has_host or kind != "offloaded")
         ]
-        return tuple(kinds) if kinds or self._has_host else ("full",)
-
-    @property
-    def _has_host(self) -> bool:
-        """Whether the device has memory of its own, so that weights can wait in the machine's memory."""
-        return self.gpu is not None and self.gpu.can.own_memory
+        return tuple(kinds) if kinds or self.has_host else ("full",)
 
     def _refuse_more_blocks(self) -> None:
-        streamed, most = self.config.memory.streamed_blocks, len(self._costs.blocks)
+        streamed, most = self.config.memory.streamed_blocks, len(self.costs.blocks)
         if streamed != "auto" and streamed > most:
-            source = self._costs.facts.source
+            source = self.costs.facts.source
             raise RequestError(
                 f"memory.streamed_blocks={streamed}, but {source} has only {most} blocks",
                 fix=f"use a number from 0 to {most}",
             )
-
-    # ---- how a load is judged
-
-    @property
-    def limit(self) -> Limit:
-        """Memory of the device that the run may use, and the reason for that limit."""
-        if self.gpu is None:
-            return Limit(bytes=self.inputs.ram_bytes, reason="of memory free, less a margin")
-        limit_gib = self.config.hardware.vram_limit_gib
-        return gpu_limit(self.gpu, limit_gib=limit_gib, full_card=self.inputs.full_card)
-
-    @cached_property
-    def _judge(self) -> Evaluator:
-        return Evaluator(
-            costs=self._costs,
-            gpu=self.gpu,
-            priority=self.inputs.resolved.priority,
-            limit=self.limit,
-            host_limit_bytes=self.inputs.ram_bytes if self._has_host else None,
-            pinnable_bytes=self.inputs.pinnable_bytes,
-            batch_size=self.inputs.images_per_process(self.config),
-            threads=settled(self.config.hardware.threads),
-        )
 
     # ---- why
 
     def _decisions(
         self, choice: MemoryChoice, best_fit: SearchResult
     ) -> Iterator[tuple[str, tuple[Any, str]]]:
-        load, limit = choice.load, self._judge.limit
+        load, limit = choice.load, self.limit
         peak_bytes, at_once = choice.memory.peak_bytes, max(choice.images_at_once.values())
         why_precision = why_base_precision(
             load,
             best_fit.seconds,
             self._choices.base_precisions,
-            priority=self._judge.priority,
+            priority=self.priority,
             step_s=choice.time.seconds,
         )
         chosen = {
@@ -262,7 +219,7 @@ class MemoryChooser:
             yield "sampling.every_steps", (0, reason)
 
     def _peak(self, load: Load) -> str:
-        return f"{gib(self._judge.predict(load).peak_bytes)}, {self._judge.limit}"
+        return f"{gib(self.predict(load).peak_bytes)}, {self.limit}"
 
     def _why_recomputing(self, load: Load) -> str:
         if load.checkpointing == "none":
@@ -276,7 +233,7 @@ class MemoryChooser:
         plain = replace(load, checkpointing="none", streamed_blocks=0)
         everything = replace(plain, checkpointing="full")
         plain_s, load_s, everything_s = (
-            self._judge.time(each).seconds for each in (plain, load, everything)
+            self.time(each).seconds for each in (plain, load, everything)
         )
         reason = f"{other.checkpointing} would take {self._peak(other)}; a step takes "
         reason += f"{load_s / plain_s - 1:.0%} longer than without checkpointing"
@@ -290,13 +247,13 @@ class MemoryChooser:
 
     def _why_streaming(self, load: Load) -> str:
         if not load.streamed_blocks:
-            return "all blocks fit on the device" if self._has_host else self._shares_memory
+            return "all blocks fit on the device" if self.has_host else self._shares_memory
         # The question is not what one block less would take, but why blocks are streamed at all.
         whole = self._peak(replace(load, streamed_blocks=0))
-        return f"all {len(self._costs.blocks)} blocks on the GPU would take {whole}"
+        return f"all {len(self.costs.blocks)} blocks on the GPU would take {whole}"
 
     def _why_micro_batch(self, load: Load, at_once: int) -> str:
-        if at_once == self._judge.batch_size:
+        if at_once == self.batch_size:
             return ""
         count, (width_px, height_px) = load.micro_batch + 1, load.bucket_px
         more = self._peak(replace(load, micro_batch=count))
@@ -304,6 +261,6 @@ class MemoryChooser:
 
     def _why_offload(self, load: Load) -> str:
         if not load.text_offload:
-            return "text encoders fit on the device" if self._has_host else self._shares_memory
-        whole = self._judge.predict(replace(load, text_offload=False)).phases["texts"]
-        return f"text encoders would take {gib(whole)}, {self._judge.limit}"
+            return "text encoders fit on the device" if self.has_host else self._shares_memory
+        whole = self.predict(replace(load, text_offload=False)).phases["texts"]
+        return f"text encoders would take {gib(whole)}, {self.limit}"

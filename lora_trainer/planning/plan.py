@@ -85,7 +85,7 @@ def plan(inputs: PlanInput) -> Plan:
     planner.decide_length()
     memory_choice = planner.decide_memory()
     planner.decide_compiling(memory_choice)
-    return planner.finish(memory_choice, planner.decide_samples(memory_choice))
+    return planner.finish(memory_choice, planner.decide_samples(memory_choice.load))
 
 
 @dataclass(kw_only=True)
@@ -324,11 +324,10 @@ class _Planner:
         if setting != value:
             self.decide("hardware.compile", value, reason)
 
-    def decide_samples(self, memory_choice: MemoryChoice) -> RunTimeInputs:
+    def decide_samples(self, load: Load) -> RunTimeInputs:
         """Draw sample images less often than the run saves, if they would take much of its time."""
         config, key = build_run_config(flatten(self.config)), "sampling.every_steps"
-        load, judge = memory_choice.load, memory_choice.judge
-        pace = RunTimeInputs(inputs=self.inputs, config=config, load=load, judge=judge)
+        pace = RunTimeInputs(inputs=self.inputs, config=config, gpu=self.gpu, load=load)
         every_steps = config.sampling.every_steps
         if self.inputs.resolved.config.sampling.every_steps == "auto" and every_steps:
             interval = pace.sample_interval(every_steps)

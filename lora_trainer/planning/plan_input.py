@@ -9,7 +9,6 @@ less. An entry can only make a plan smaller.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -78,10 +77,6 @@ class PlanInput:
     def ram_bytes(self) -> int:
         """The machine's memory that each process may use."""
         return self.hardware.ram_usable_bytes // self.sharing
-
-    def images_per_process(self, config: Config) -> int:
-        """Return the most images of a step that one process trains on: the slowest process sets the pace."""
-        return math.ceil(config.train.batch_size / self.processes)
 
     def cached_latents(self, config: Config) -> int:
         """Return the number of latents in the cache."""

@@ -15,7 +15,7 @@ from lora_trainer.config.choices import VIEWS
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.running import RunConfig
 from lora_trainer.lora.adapter_size import total_elements
-from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.loads import Load
 from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.search import Evaluator
 from lora_trainer.planning.step_time import (
@@ -129,21 +129,15 @@ class RunTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunTimeInputs:
+class RunTimeInputs(Evaluator):
     """Predicts the time of a run from settings without `auto` and the load that fits."""
 
-    inputs: PlanInput
     config: RunConfig
     load: Load
-    judge: Evaluator
-
-    @property
-    def _costs(self) -> RememberedCosts:
-        return self.inputs.costs
 
     def step(self) -> StepTime:
         """Return the time of a step: the mean over the run's resolutions."""
-        times = [self.judge.time(load) for load in self._loads]
+        times = [self.time(load) for load in self._loads]
         return StepTime(
             low_s=sum(time.low_s for time in times) / len(times),
             high_s=sum(time.high_s for time in times) / len(times),
@@ -193,7 +187,7 @@ class RunTimeInputs:
         """Return the time of one prediction of one image without gradients."""
         size = (side_px, side_px)
         load = replace(self.load, bucket_px=size, micro_batch=1)
-        time = self.judge.time_of(forward_work(load, self._costs), load.precision)
+        time = self.time_of(forward_work(load, self.costs), load.precision)
         return time.low_s, time.high_s
 
     def _start(self) -> Range:
@@ -203,7 +197,7 @@ class RunTimeInputs:
         return START_S[0] + size / fast, START_S[1] + size / slow
 
     def _caching(self) -> Range:
-        encoder = self._costs.parameters("text_encoder")
+        encoder = self.costs.parameters("text_encoder")
         whole = self._plain(
             TEXT_FLOPS_PER_PARAMETER * encoder * self.inputs.facts.max_tokens,
             self.load.text_precision,
@@ -251,10 +245,10 @@ class RunTimeInputs:
 
     def _vae(self, flops: float) -> Range:
         """Return the time of a VAE pass in fp32; `flops` are of the AutoencoderKL, scaled by parameters."""
-        return self._plain(flops * self._costs.parameters("vae") / VAE_PARAMETERS, "fp32")
+        return self._plain(flops * self.costs.parameters("vae") / VAE_PARAMETERS, "fp32")
 
     def _plain(self, flops: float, precision: Precision) -> Range:
-        time = self.judge.time_of(StepWork(flops=flops), precision)
+        time = self.time_of(StepWork(flops=flops), precision)
         return time.low_s, time.high_s
 
 

@@ -7,20 +7,23 @@ load fits, the error names the nearest setting that would.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.choices import QUANTIZATIONS, BasePrecision
-from lora_trainer.config.declare import Checkpointing, Precision
+from lora_trainer.config.declare import Checkpointing, Precision, settled
+from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.host_memory import HostPrediction, predict_host
 from lora_trainer.planning.loads import Load, RememberedCosts
 from lora_trainer.planning.memory import GIB, Prediction, predict
-from lora_trainer.planning.plan_input import OomRecord
+from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.step_time import StepTime, StepWork, step_time, step_work
 
 AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
@@ -81,38 +84,69 @@ class SearchSpace:
 class Evaluator:
     """Judges a load on this machine: device memory, host memory, time of a step, and the price to compare by.
 
-    `gpu` None is the processor. `limit` is of the device's memory, `host_limit_bytes` of the machine's beside
-    it, None for a device without memory of its own. `batch_size` is that of each process.
+    Of `config` only memory's settings may be `auto`; `gpu` None is the processor.
     """
 
-    costs: RememberedCosts
+    inputs: PlanInput
+    config: Config | RunConfig
     gpu: Gpu | None
-    priority: str
-    limit: Limit
-    host_limit_bytes: int | None
-    pinnable_bytes: int | None
-    batch_size: int
-    threads: int
+
+    @property
+    def costs(self) -> RememberedCosts:
+        return self.inputs.costs
+
+    @property
+    def priority(self) -> str:
+        return self.inputs.resolved.priority
+
+    @property
+    def batch_size(self) -> int:
+        """The most images of a step that one process trains on: the slowest process sets the pace."""
+        return math.ceil(self.config.train.batch_size / self.inputs.processes)
+
+    @property
+    def has_host(self) -> bool:
+        """Whether the device has memory of its own, so that weights can wait in the machine's memory."""
+        return self.gpu is not None and self.gpu.can.own_memory
+
+    @cached_property
+    def limit(self) -> Limit:
+        """Memory of the device that the run may use: free memory or the user's limit, whichever is less.
+
+        With an out-of-memory record of this GPU, only the recorded share of it.
+        """
+        limit_gib, full_card = self.config.hardware.vram_limit_gib, self.inputs.full_card
+        if self.gpu is None:
+            return Limit(bytes=self.inputs.ram_bytes, reason="of memory free, less a margin")
+        size, reason = self.gpu.free_bytes, f"free on {self.gpu.name}"
+        if limit_gib is not None and limit_gib * GIB < size:
+            size, reason = int(limit_gib * GIB), "allowed by hardware.vram_limit_gib"
+        if full_card is None:
+            return Limit(bytes=size, reason=reason)
+        usable_bytes = int(size * full_card.share)
+        return Limit(bytes=usable_bytes, reason=f"({gib(size)} {reason}; {full_card})")
 
     def predict(self, load: Load) -> Prediction:
         return predict(load, self.costs, limit_bytes=self.limit.bytes)
 
     def predict_host(self, load: Load) -> HostPrediction | None:
-        if self.host_limit_bytes is None:
+        if not self.has_host:
             return None  # `predict` counts everything already
-        limit_bytes, pinnable_bytes = self.host_limit_bytes, self.pinnable_bytes
+        limit_bytes, pinnable_bytes = self.inputs.ram_bytes, self.inputs.pinnable_bytes
         return predict_host(
             load, self.costs, limit_bytes=limit_bytes, pinnable_bytes=pinnable_bytes
         )
 
     def time(self, load: Load) -> StepTime:
+        pinnable_bytes = self.inputs.pinnable_bytes
         work = step_work(
-            load, self.costs, batch_size=self.batch_size, pinnable_bytes=self.pinnable_bytes
+            load, self.costs, batch_size=self.batch_size, pinnable_bytes=pinnable_bytes
         )
         return self.time_of(work, load.precision)
 
     def time_of(self, work: StepWork, precision: Precision) -> StepTime:
-        return step_time(work, gpu=self.gpu, threads=self.threads, precision=precision)
+        threads = settled(self.config.hardware.threads)
+        return step_time(work, gpu=self.gpu, threads=threads, precision=precision)
 
     def fits(self, load: Load) -> bool:
         """Say whether the device and the machine can hold a load."""
@@ -366,20 +400,6 @@ def _smaller(
     for side_px in range(ideal_load.sample_side_px - step_px, step_px - 1, -step_px):
         shrunk = replace(ideal_load, bucket_px=(side_px, side_px), sample_side_px=side_px)
         yield f"data.resolution={side_px}{without}", shrunk, choices
-
-
-def gpu_limit(gpu: Gpu, *, limit_gib: float | None, full_card: OomRecord | None) -> Limit:
-    """Return the GPU memory that a run may use: free memory or the user's limit, whichever is less.
-
-    With an out-of-memory record of this GPU, only the recorded share of it.
-    """
-    size, reason = gpu.free_bytes, f"free on {gpu.name}"
-    if limit_gib is not None and limit_gib * GIB < size:
-        size, reason = int(limit_gib * GIB), "allowed by hardware.vram_limit_gib"
-    if full_card is None:
-        return Limit(bytes=size, reason=reason)
-    usable_bytes = int(size * full_card.share)
-    return Limit(bytes=usable_bytes, reason=f"({gib(size)} {reason}; {full_card})")
 
 
 def gib(size: int) -> str:
