@@ -282,6 +282,8 @@ def test_a_killed_interface_loses_nothing_and_a_second_training_waits_for_the_fi
     """The one that is started again has the same link and port; two tabs show the same."""
     expected.extend(NO_SERVER)
     page.goto(place.server.link)
+    waiting = page.context.new_page()
+    fill(waiting, place, name="two", settings=SHORT)
     fill(page, place, name="alive", settings=LONG)
     train(page)
     until(training(place, "alive"), "the first step")
@@ -296,8 +298,6 @@ def test_a_killed_interface_loses_nothing_and_a_second_training_waits_for_the_fi
     page.goto(address)
     page.reload()
     page.get_by_role("button", name="Stop", exact=True).wait_for(timeout=WITHIN_MS)
-    waiting = page.context.new_page()
-    fill(waiting, place, name="two", settings=SHORT)
     waiting.reload()
     waiting.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     assert waiting.get_by_label("Name (optional)").input_value() == "two"

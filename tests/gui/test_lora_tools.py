@@ -318,24 +318,6 @@ def test_what_others_will_miss_is_said_gravest_first(tmp_path: Path) -> None:
     assert "title" not in " ".join(r.what for r in sharing.remarks(full, preview=Path("x.png")))
 
 
-def test_it_is_copied_to_a_program_that_is_remembered(
-    work: Workplace, file: lora_files.LoraFile, tmp_path: Path
-) -> None:
-    comfy = tmp_path / "ComfyUI"
-    loras = comfy / "models" / "loras"
-    loras.mkdir(parents=True)
-    (loras / file.path.name).write_bytes(b"of somebody else")
-    assert sharing.remembered_folder(work) == ""
-    done = sharing.copy_to_program(work, file, str(comfy))
-    assert done.files[0] == loras / "zorble-002.safetensors"
-    assert (loras / file.path.name).read_bytes() == b"of somebody else"
-    assert sharing.remembered_folder(work) == str(loras)
-    assert sharing.copy_to_program(work, file, str(loras)).was_there
-    with pytest.raises(InputError, match="no folder of LoRAs"):
-        sharing.copy_to_program(work, file, str(tmp_path / "runs"))
-    assert sharing.remembered_folder(work) == str(loras)
-
-
 def published(work: Workplace, *, repository: str, private: bool) -> jobs.Job:
     file = lora_files.find(work, "zorble/zorble.safetensors")
     job = sharing.publish(work, file, repository=repository, private=private)
