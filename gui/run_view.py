@@ -269,8 +269,8 @@ def figures(seen: Look, history: RunHistory) -> Iterator[Figure]:
         left = left_text(status.left_s)
         if left:
             yield "Time left", left, "with samples and saves"
-    elif history.phase_seconds:
-        yield "Took", duration_text(math.fsum(history.phase_seconds.values())), ""
+    elif history.seconds:
+        yield "Took", duration_text(history.seconds), ""
     pace_s = step_s(history)
     if math.isfinite(pace_s):
         yield "A step takes", step_seconds_text(pace_s), "median of the last 50"

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from lora_trainer.cli import main
-from lora_trainer.cli.measure import bench_table
-from lora_trainer.common.errors import RequestError
 from lora_trainer.measuring import bench as bench_module
-from lora_trainer.measuring.bench import BenchRow, Variant, bench, variants
-from lora_trainer.run.prepare import Request, prepare
 from tests.fakes.runs import SETTINGS, Toy, toy
 
 
@@ -23,38 +17,49 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return toy(tmp_path_factory.mktemp("bench")).with_base()
 
 
-def request(place: Toy, **settings: Any) -> Request:
-    given = {key.replace("__", "."): value for key, value in settings.items()}
-    overrides = {**SETTINGS, "base.model": str(place.base), **given}
-    overrides = {key: value for key, value in overrides.items() if "every" not in key}
-    return Request(dataset=place.dataset, overrides=overrides)
+def arguments(place: Toy, *words: str, steps: int = 2, **settings: Any) -> list[str]:
+    line = ["bench", str(place.dataset), "--base", str(place.base), "--steps", str(steps), *words]
+    chosen = {**SETTINGS, **{key.replace("__", "."): value for key, value in settings.items()}}
+    for key, value in chosen.items():
+        line += ["--set", f"{key}={json.dumps(value)}"]
+    return line
 
 
-def test_the_variants_differ_in_one_setting_from_the_plan(place: Toy) -> None:
-    prepared = prepare(request(place, train__batch_size=6, memory__micro_batch=2))
-    first, *others = variants(prepared)
-    assert first.settings == {}
-    assert all(len(each.settings) == 1 for each in others)
-    tried = [each.settings.get("memory.micro_batch") for each in others]
+def test_variants_differ_in_one_setting_from_the_plan_and_are_compared_with_it(
+    place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(_request: Any, variant: Any, **_: Any) -> bench_module.BenchRow:
+        row = {"name": variant.name, "settings": variant.settings}
+        if variant.settings == {"memory.micro_batch": 6}:
+            return bench_module.BenchRow(**row, failure="error: no memory")
+        speed = 2.0 if variant.settings else 1.0
+        return bench_module.BenchRow(**row, images_per_s=speed, peak_bytes=1 << 30)
+
+    monkeypatch.setattr(bench_module, "_measure", measure)
+    batches = {"train__batch_size": 6, "memory__micro_batch": 2}
+    assert main.run(arguments(place, "--json", **batches)) == 0
+    first, *others = json.loads(capsys.readouterr().out)
+    assert first["settings"] == {}
+    assert all(len(each["settings"]) == 1 for each in others)
+    tried = [each["settings"].get("memory.micro_batch") for each in others]
     assert [value for value in tried if value] == [1, 4, 6], "2 is what is planned"
-    sides = [
-        each.settings["data.resolution"] for each in others if "data.resolution" in each.settings
-    ]
-    assert sides, "a smaller resolution is tried"
-    assert all(side < 16 and side % prepared.facts.bucket_step_px == 0 for side in sides)
+    sides = [each["settings"].get("data.resolution") for each in others]
+    assert [side for side in sides if side] == [8], "smaller, and a bucket's side"
+    assert main.run(arguments(place, "--only", "memory.micro_batch", **batches)) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert "1.00x" in lines[1] and "1.00 GiB" in lines[1] and "2.00x" in lines[2]
+    assert lines[-1] == "memory.micro_batch=6: error: no memory"
 
 
 def test_rows_are_what_trainings_of_their_own_measured(
-    place: Toy, capsys: pytest.CaptureFixture[str]
+    place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ["bench", str(place.dataset), "--base", str(place.base), "--steps", "2", "--json"]
-    line += ["--only", "memory.micro_batch"]
-    for key, value in {**SETTINGS, "train.batch_size": 2}.items():
-        line += ["--set", f"{key}={json.dumps(value)}"]
+    settings = ({}, {"memory.micro_batch": 1}, {"adapter.rank": 0})
+    tried = [bench_module.Variant(name=str(each), settings=each) for each in settings]
+    monkeypatch.setattr(bench_module, "variants", lambda _prepared: iter(tried))
     before = sorted(path.name for path in place.folder.iterdir())
-    assert main.run(line) == 0
-    planned, single = json.loads(capsys.readouterr().out)
-    assert (planned["name"], single["name"]) == ("as planned", "memory.micro_batch=1")
+    assert main.run(arguments(place, "--json", train__batch_size=2)) == 0
+    planned, single, broken = json.loads(capsys.readouterr().out)
     for row in (planned, single):
         assert row["failure"] is None
         assert row["images_per_s"] == pytest.approx(2 / row["seconds_per_step"])
@@ -62,42 +67,13 @@ def test_rows_are_what_trainings_of_their_own_measured(
         assert row["predicted_bytes"] > 0
     assert planned["cached_images_per_s"] > 0, "the first training fills the caches"
     assert single["cached_images_per_s"] is None, "the second finds them"
+    assert broken["seconds_per_step"] is None and "adapter.rank" in broken["failure"]
     assert sorted(path.name for path in place.folder.iterdir()) == before, "nothing is left"
 
 
-def test_a_training_that_fails_is_a_row(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Variant(name="broken", settings={"adapter.rank": 0})
-    monkeypatch.setattr(bench_module, "variants", lambda _prepared: iter([broken]))
-    (row,) = bench(request(place), steps=1)
-    assert row.seconds_per_step is None
-    assert row.failure is not None
-    assert "adapter.rank" in row.failure
-
-
-def test_what_cannot_be_measured_is_refused(place: Toy) -> None:
-    with pytest.raises(RequestError, match="--steps 0"):
-        bench(request(place), steps=0)
-    with pytest.raises(RequestError, match=r"does not vary adapter.rank.*data.resolution"):
-        bench(request(place), steps=1, only=["adapter.rank"])
-
-
-def test_the_table_compares_with_the_plan(tmp_path: Path) -> None:
-    rows = [
-        BenchRow(
-            name="as planned",
-            settings={},
-            seconds_per_step=2.0,
-            images_per_s=2.0,
-            peak_bytes=1 << 30,
-        ),
-        BenchRow(name="faster", settings={"a.b": 1}, seconds_per_step=1.0, images_per_s=4.0),
-        BenchRow(name="broken", settings={"a.b": 2}, failure="error: no memory"),
-    ]
-    console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))
-    console.print(bench_table(rows))
-    console.file.close()
-    lines = console.export_text().splitlines()
-    assert "1.00x" in lines[1]
-    assert "1.00 GiB" in lines[1]
-    assert "2.00x" in lines[2]
-    assert lines[-1] == "broken: error: no memory"
+def test_what_cannot_be_measured_is_refused(place: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(arguments(place, steps=0)) == 2
+    assert "--steps 0 is not allowed" in capsys.readouterr().err
+    assert main.run(arguments(place, "--only", "adapter.rank")) == 2
+    refused = capsys.readouterr().err
+    assert "does not vary adapter.rank" in refused and "data.resolution" in refused

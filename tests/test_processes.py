@@ -20,11 +20,11 @@ from torch import Tensor
 
 from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.common.events import read_jsonl
+from scripts.reliability.kill import free_port
 from tests.fakes.hosts import ADDRESSES, on_two_hosts, refusal
 from tests.fakes.many import HANGING_STARTS, SETTINGS, STEPS
 from tests.fakes.runs import MEASURES, ROOT, Toy, events, last_state
 from tests.fakes.training import distance
-from tests.reliability.kill import free_port
 
 SPLITS = ("of 2", "of 3", "of 4", "cold", "no memory")
 FAILED = {

@@ -61,54 +61,41 @@ def test_a_training_is_queued_with_its_words_its_place_and_the_queues_folder(
     assert (item.folder, item.label, item.state) == (str(held.folder), "my cats", "waiting")
 
 
-@pytest.mark.parametrize(
-    ("words", "label"),
-    [
+def test_an_item_is_called_as_its_run_will_be(
+    held: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, label in (
         (["cats", "--name", "tabby"], "tabby"),
         (["--", "--cats"], "--cats"),
-        (["cats/../dogs/"], "dogs"),
-        (["cats", "--output", "runs"], "cats"),
-        (["cats", "--resume-from", "runs/cats"], "cats"),
-        (["cats", "--set", "output.folder=runs", "--output", "runs"], "cats"),
-    ],
-)
-def test_an_item_is_called_as_its_run_will_be(
-    words: list[str], label: str, held: Place, capsys: pytest.CaptureFixture[str]
+        (["cats/../dogs/", "--output", "runs"], "dogs"),
+        (["owls", "--resume-from", "runs/owls"], "owls"),
+    ):
+        said(capsys, "add", "--", *words)
+        assert commands.items(held.runs)[-1].label == label
+    said(capsys, "add", "--label", "by me", "--", "--strict", "cats")
+    assert commands.items(held.runs)[-1].label == "by me"
+
+
+def test_what_cannot_train_is_refused_before_it_waits(
+    held: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said(capsys, "add", "--", *words)
-    said(capsys, "add", "--label", "by me", "--", "--strict", *words)
-    assert [item.label for item in commands.items(held.runs)] == [label, "by me"]
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
+    for words, named in (
         ([], "DATASET"),
         (["cats", "--stepz", "5"], "--stepz"),
         (["cats", "--steps", "many"], "many"),
         (["cats", "--set", "train.stepz=5"], "train.steps"),
-        (["cats", "--set", "train.steps"], "="),
         (["cats", "--steps", "5", "--set", "train.steps=6"], "given twice"),
         (["cats", "--dry-run"], "only trainings"),
         (["plan", "cats"], "only trainings"),
-        (["queue", "run"], "only trainings"),
         (["--help"], "only trainings"),
-        (["cats", "--output", "elsewhere"], "--runs elsewhere"),
         (["cats", "--set", "output.folder=elsewhere"], "--runs elsewhere"),
         (["cats", "--resume-from", "elsewhere/cats"], "--runs elsewhere"),
         (["cats", "--set", "output.author=hf_" + "a" * 34], "token"),
-    ],
-)
-def test_what_cannot_train_is_refused_before_it_waits(
-    words: list[str], named: str, held: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert named in refusal(capsys, "add", "--", *words)
+    ):
+        assert named in refusal(capsys, "add", "--", *words), words
     assert not held.runs.exists()
-
-
-def test_a_double_click_is_refused(held: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, "add", "--", "cats")
-    assert "0001-cats" in refusal(capsys, "add", "--label", "other", "--", "cats")
+    refusal(capsys, "remove", "0009-x")
+    refusal(capsys, "move", "x", "2")
 
 
 def test_the_list_is_in_order_and_its_json_is_the_items(
@@ -144,15 +131,6 @@ def test_the_list_tells_what_ended_unseen_and_starts_nothing(
     said(capsys, "remove", "0001-cats")
 
 
-@pytest.mark.parametrize(
-    "line", [["move", "0009-x", "up"], ["remove", "0009-x"], ["move", "x", "2"]]
-)
-def test_what_is_not_there_is_one_line(
-    line: list[str], held: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refusal(capsys, *line)
-
-
 def test_a_real_training_through_the_queue(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,18 +147,17 @@ def test_a_real_training_through_the_queue(
     assert (place.runs / item.run / f"{item.run}.safetensors").is_file()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_worker_in_a_terminal_ends_when_asked_and_its_training_goes_on(
-    number: signal.Signals, held: Place, capsys: pytest.CaptureFixture[str]
+    held: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = toy(held.folder).dataset
     os.mkfifo(held.folder / "settings.json")  # a training that waits as long as we like
     said(capsys, "add", "--", str(dataset), "--config", "settings.json")
     worker = start("queue", "run")
     until(lambda: held.item("0001-toy").pid is not None)
-    worker.send_signal(number)
+    worker.send_signal(signal.SIGINT)
     out, error = worker.communicate(timeout=60)
-    assert worker.returncode == 128 + number
+    assert worker.returncode == 128 + signal.SIGINT
     assert "running trainings continue" in error and error.count("\n") == 1
     assert out.startswith("0001-toy started")
     item = held.item("0001-toy")

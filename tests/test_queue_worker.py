@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,11 @@ import psutil
 import pytest
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.hardware.devices import TorchBuild
-from lora_trainer.hardware.machine import Hardware
-from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.queue import commands
 from lora_trainer.queue import worker as queue_worker
 from lora_trainer.queue.commands import Item
-from lora_trainer.queue.worker import Child, Worker, slots
+from lora_trainer.queue.worker import Worker
+from tests.fakes.plans import machine
 from tests.fakes.queue_trainer import status
 from tests.fakes.queues import FAKE_TRAINER, WORKER_PROGRAM, Place, until
 from tests.fakes.runs import ROOT
@@ -82,15 +82,6 @@ def test_each_device_has_one_training_and_shows_it_alone(place: Place) -> None:
     place.finish(worker)
 
 
-def test_one_device_is_left_as_the_trainer_finds_it(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as it was")
-    place.add("a")
-    place.finish(place.worker())
-    assert place.given("a")["device"] == "as it was"
-
-
 WORDS = (
     "two words",
     "--flag",
@@ -100,20 +91,15 @@ WORDS = (
     "'\"\\",
     "*",
     "",
-    "-",
     "é小猫",
 )
 
 
-def test_words_reach_the_trainer_as_they_are(place: Place) -> None:
-    place.add("a", *WORDS)
-    place.finish(place.worker())
-    assert place.given("a")["words"] == list(WORDS)
-    assert not list(place.folder.rglob("pwned"))
-
-
-def test_a_trainer_gets_no_input_and_a_session_of_its_own(place: Place) -> None:
-    item = place.add("a", until=str(place.let("a")))
+def test_a_trainer_gets_its_words_no_input_and_a_session_of_its_own(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as it was")
+    item = place.add("a", *WORDS, until=str(place.let("a")))
     worker = place.worker()
     until(lambda: worker.tick() and trains(place, item))
     pid = place.item(item.id).pid
@@ -122,6 +108,8 @@ def test_a_trainer_gets_no_input_and_a_session_of_its_own(place: Place) -> None:
     assert Path(f"/proc/{pid}/fd/0").readlink() == Path(os.devnull)
     place.let("a").touch()
     place.finish(worker)
+    assert place.given("a") == {"words": list(WORDS), "device": "as it was"}, "the only device"
+    assert not list(place.folder.rglob("pwned"))
 
 
 def test_an_item_that_cannot_start_says_why_and_the_next_one_starts(place: Place) -> None:
@@ -136,45 +124,39 @@ def test_an_item_that_cannot_start_says_why_and_the_next_one_starts(place: Place
 # ---- ending
 
 
-@pytest.mark.parametrize(
-    ("orders", "state", "error"),
-    [
-        ({"exit": 0, "say": "done"}, "finished", ""),
-        ({"exit": 143, "say": "error: asked to stop"}, "stopped", ""),
-        ({"exit": 130}, "stopped", ""),
-        ({"exit": 3, "say": "error: no images. Fix: give some."}, "failed", "no images. Fix: give some."),
-        ({"exit": 1, "say": "a\x1b[31mred\x07"}, "failed", "a?[31mred?"),
-        ({"exit": 4}, "failed", "step 1"),
-    ],
-)  # fmt: skip
-def test_the_exit_code_is_the_state_and_the_last_line_the_reason(
-    orders: dict[str, Any], state: str, error: str, place: Place
-) -> None:
-    item = place.add("a", **orders)
-    place.finish(place.worker())
-    ended = place.item(item.id)
-    assert (ended.state, ended.error, ended.exit_code) == (state, error, orders["exit"])
+ENDS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "done": ({"exit": 0, "say": "done"}, "finished", ""),
+    "asked": ({"exit": 143, "say": "error: asked to stop"}, "stopped", ""),
+    "input": ({"exit": 3, "say": "error: no images. Fix: give some."}, "failed", "no images. Fix: give some."),
+    "red": ({"exit": 1, "say": "a\x1b[31mred\x07"}, "failed", "a?[31mred?"),
+    "silent": ({"exit": 4}, "failed", "step 1"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("number", "state", "error"),
-    [
-        (signal.SIGKILL, "interrupted", "ran out of memory"),
-        (signal.SIGTERM, "stopped", ""),
-        (signal.SIGSEGV, "failed", f"signal {int(signal.SIGSEGV)}"),
-    ],
-)
-def test_a_signal_is_told_from_an_error(
-    number: signal.Signals, state: str, error: str, place: Place
-) -> None:
-    item = place.add("a", until=str(place.let("a")))
-    worker = place.worker()
-    until(lambda: worker.tick() and trains(place, item))
-    os.kill(place.item(item.id).pid or 0, number)
+def test_the_exit_code_is_the_state_and_the_last_line_the_reason(place: Place) -> None:
+    ids = {name: place.add(name, **orders).id for name, (orders, *_) in ENDS.items()}
+    place.finish(place.worker(*"12345"))
+    for name, (orders, state, error) in ENDS.items():
+        ended = place.item(ids[name])
+        assert (ended.state, ended.error, ended.exit_code) == (state, error, orders["exit"])
+
+
+def test_a_signal_is_told_from_an_error(place: Place) -> None:
+    ends = {
+        signal.SIGKILL: ("interrupted", "ran out of memory"),
+        signal.SIGTERM: ("stopped", ""),
+        signal.SIGSEGV: ("failed", f"signal {int(signal.SIGSEGV)}"),
+    }
+    ids = {number: place.add(number.name, until="never").id for number in ends}
+    worker = place.worker(*"123")
+    until(lambda: worker.tick() and all(trains(place, place.item(id)) for id in ids.values()))
+    for number, id in ids.items():
+        os.kill(place.item(id).pid or 0, number)
     place.finish(worker)
-    ended = place.item(item.id)
-    assert (ended.state, ended.exit_code) == (state, -number)
-    assert error in ended.error
+    for number, (state, error) in ends.items():
+        ended = place.item(ids[number])
+        assert (ended.state, ended.exit_code) == (state, -number)
+        assert error in ended.error
 
 
 def test_the_reason_is_of_this_start_not_of_one_before(place: Place) -> None:
@@ -229,6 +211,8 @@ def test_a_training_outlives_its_worker_and_the_next_one_waits_for_it(place: Pla
     with place.worker_process() as process:
         until(lambda: trains(place, first))
         process.kill()
+    (place.runs / ".queue" / ".worker.log").write_text(f"{first.id} started, process 5\n")
+    assert queue_worker.worker_fault(place.runs) == "", "it was killed at its work"
     pid = place.item(first.id).pid
     worker = place.worker()
     for _ in range(3):
@@ -240,47 +224,39 @@ def test_a_training_outlives_its_worker_and_the_next_one_waits_for_it(place: Pla
     assert place.states() == {"b": "finished", "a": "finished"}
 
 
-@pytest.mark.parametrize(
-    ("orders", "state", "code", "error"),
-    [
-        ({}, "finished", 0, ""),
-        ({"state": "stopped", "exit": 143, "say": "asked"}, "stopped", 143, ""),
-        ({"state": "failed", "exit": 5, "say": "nan"}, "failed", 5, "nan"),
-        (
-            {"state": "training", "exit": 1},
-            "interrupted",
-            None,
-            "the trainer ended while no worker was running, without a final status",
-        ),
-    ],
-)
-def test_an_end_that_nobody_saw_is_told_by_the_run(
-    orders: dict[str, Any], state: str, code: int | None, error: str, place: Place
-) -> None:
-    item = place.add("a", until=str(place.let("a")), **orders)
-    with place.worker_process() as process:
-        until(lambda: trains(place, item))
-        process.kill()
-    place.let("a").touch()
-    until(lambda: gone(place.item(item.id).pid))
-    assert place.item(item.id).state == "running", "as the dead worker left it"
-    queue_worker.settle(place.runs)
-    ended = place.item(item.id)
-    assert (ended.state, ended.exit_code, ended.error) == (state, code, error)
+UNSEEN: dict[str, tuple[dict[str, Any], str, int | None, str]] = {
+    "done": ({}, "finished", 0, ""),
+    "nan": ({"state": "failed", "exit": 5, "say": "nan"}, "failed", 5, "nan"),
+    "lost": (
+        {"state": "training", "exit": 1},
+        "interrupted",
+        None,
+        "the trainer ended while no worker was running, without a final status",
+    ),
+}
 
 
-def test_a_run_that_went_on_elsewhere_does_not_speak_for_the_item(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    item = place.add("a", until=str(place.let("a")))
-    with place.worker_process() as process:
-        until(lambda: trains(place, item))
-        process.kill()
-    os.kill(place.item(item.id).pid or 0, signal.SIGKILL)
-    until(lambda: gone(place.item(item.id).pid))
-    status(place.runs / "a", state="finished", code=0, say="by another process")
+def test_an_end_that_nobody_saw_is_told_by_its_own_run(place: Place) -> None:
+    names = [*UNSEEN, "elsewhere"]
+    ids = {
+        name: place.add(name, until=str(place.let(name)), **UNSEEN.get(name, ({},))[0]).id
+        for name in names
+    }
+    worker = place.worker(*"1234")
+    until(lambda: worker.tick() and all(trains(place, place.item(id)) for id in ids.values()))
+    os.kill(place.item(ids["elsewhere"]).pid or 0, signal.SIGKILL)
+    for name in UNSEEN:
+        place.let(name).touch()
+    for child in worker.children.values():
+        child.process.wait()
+    # A run that went on in another process does not speak for the item.
+    status(place.runs / "elsewhere", state="finished", code=0, say="by another process")
+    assert set(place.states().values()) == {"running"}, "as the dead worker left it"
     queue_worker.settle(place.runs)
-    assert place.item(item.id).state == "interrupted"
+    for name, (_, state, code, error) in UNSEEN.items():
+        ended = place.item(ids[name])
+        assert (ended.state, ended.exit_code, ended.error) == (state, code, error)
+    assert place.item(ids["elsewhere"]).state == "interrupted"
 
 
 def test_after_a_reboot_what_ran_is_interrupted_and_what_waits_goes_on(place: Place) -> None:
@@ -294,57 +270,12 @@ def test_after_a_reboot_what_ran_is_interrupted_and_what_waits_goes_on(place: Pl
     assert place.states() == {"b": "finished", "a": "interrupted"}
 
 
-def test_a_worker_killed_before_it_wrote_the_process_down_starts_nothing_twice(
-    place: Place,
-) -> None:
-    item = place.add("a", until=str(place.let("a")))
-    worker = place.worker()
-    until(lambda: worker.tick() and trains(place, item))
-    began = place.item(item.id)
-    place.become(began, pid=None, pid_started_s=None, run=None)
-    successor = place.worker()
-    until(lambda: successor.tick() and trains(place, item))
-    assert place.item(item.id).pid == began.pid
-    place.let("a").touch()
-    until(lambda: worker.children[item.id].process.poll() is not None)
-    place.finish(successor)
-    assert place.item(item.id).state == "finished"
-
-
 def test_a_start_that_left_no_process_is_interrupted(place: Place) -> None:
     item = place.add("a")
     place.become(item, state="running", started_s=1.0)
     place.finish(place.worker())
     assert place.states() == {"a": "interrupted"}
     assert not (place.runs / "a").exists(), "it might have run already: people decide"
-
-
-def test_a_worker_that_is_asked_to_end_leaves_the_training_alone(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    children: list[Child] = []
-    spawn = Worker.spawn
-    monkeypatch.setattr(
-        Worker, "spawn", lambda *given: children.append(spawn(*given)) or children[0]
-    )
-    item = place.add("a", until=str(place.let("a")))
-    said: list[str] = []
-    queue_worker.work(
-        place.runs,
-        trainer=FAKE_TRAINER,
-        devices=[""],
-        stop=lambda: 15 if trains(place, item) else None,
-        say=said.append,
-        sleep=lambda _: None,
-    )
-    pid = place.item(item.id).pid
-    assert not gone(pid)
-    assert queue_worker.worker_pid(place.runs) is None
-    assert said == [f"{item.id} started, process {pid}"]
-    place.let("a").touch()
-    children[0].process.wait()
-    queue_worker.settle(place.runs)
-    assert place.item(item.id).state == "finished"
 
 
 # ---- one worker
@@ -368,37 +299,29 @@ def test_there_is_one_worker_and_it_ends_by_itself(place: Place) -> None:
     queue_worker.ensure_worker(place.runs, program=("no such program",))
 
 
-def test_a_worker_that_was_killed_is_replaced(place: Place) -> None:
-    item = place.add("a", until=str(place.let("a")))
-    place.add("b")
-    with place.worker_process() as process:
-        until(lambda: trains(place, item))
-        process.kill()
-    queue_worker.ensure_worker(place.runs, program=WORKER_PROGRAM)
-    place.let("a").touch()
-    until(lambda: place.states() == {"b": "finished", "a": "finished"})
-    until(lambda: queue_worker.worker_pid(place.runs) is None)
-
-
 def test_a_worker_that_dies_at_once_is_not_started_by_every_look(place: Place) -> None:
     place.add("a")
     broken = (sys.executable, "-c", "import sys; sys.exit('error: torch is broken')")
-    queue_worker.ensure_worker(place.runs, program=broken, clock=lambda: 100.0)
+    queue_worker.ensure_worker(place.runs, program=broken)
     until(lambda: queue_worker.worker_pid(place.runs) is None)
     assert queue_worker.worker_fault(place.runs) == "torch is broken"
-    queue_worker.ensure_worker(place.runs, program=("no such program",), clock=lambda: 105.0)
+    began_s = time.time()
+    queue_worker.ensure_worker(
+        place.runs, program=("no such program",), clock=lambda: began_s + 5.0
+    )
     with pytest.raises(MachineError, match="no such program|No such file"):
-        queue_worker.ensure_worker(place.runs, program=("no such program",), clock=lambda: 111.0)
-    queue_worker.ensure_worker(place.runs, program=WORKER_PROGRAM, clock=lambda: 111.0)
+        queue_worker.ensure_worker(
+            place.runs, program=("no such program",), clock=lambda: began_s + 11.0
+        )
+    queue_worker.ensure_worker(place.runs, program=WORKER_PROGRAM, clock=lambda: began_s + 11.0)
     until(lambda: place.states() == {"a": "finished"})
     assert queue_worker.worker_fault(place.runs) == ""
     until(lambda: queue_worker.worker_pid(place.runs) is None)
 
 
-@pytest.mark.parametrize("damage", [b"", b"[]", b'{"pid": -5}', b"\xff"])
-def test_a_damaged_note_of_the_worker_is_replaced(damage: bytes, place: Place) -> None:
+def test_a_damaged_note_of_the_worker_is_replaced(place: Place) -> None:
     place.add("a")
-    (place.runs / ".queue" / ".worker.json").write_bytes(damage)
+    (place.runs / ".queue" / ".worker.json").write_bytes(b'{"pid": -5}')
     assert queue_worker.worker_pid(place.runs) is None
     queue_worker.work(place.runs, trainer=FAKE_TRAINER, devices=[""], sleep=lambda _: None)
     assert place.states() == {"a": "finished"}
@@ -460,75 +383,33 @@ def test_a_worker_goes_on_when_the_disk_is_full_for_a_while(place: Place) -> Non
 # ---- devices
 
 
-def by_hand(place: Place) -> Path:
-    """Return the folder of a run that no item started; its process is this one."""
-    run = place.runs / "by-hand"
-    run.mkdir(parents=True, exist_ok=True)
-    return run
-
-
 def test_a_training_started_by_hand_takes_a_device(place: Place) -> None:
-    status(by_hand(place), state="training", code=None, say="")
+    by_hand = place.runs / "by-hand"  # its process is this one
+    by_hand.mkdir(parents=True)
+    status(by_hand, state="training", code=None, say="")
     for name in "ab":
         place.add(name)
+    assert place.worker().tick() and set(place.states().values()) == {"waiting"}
     worker = place.worker("0", "1")
     assert queue_worker.outside(place.runs, ()) == ("by-hand",)
     until(lambda: worker.tick() and place.item("0001-a").has_ended)
     assert place.given("a")["device"] == "1", "CUDA's first GPU is where one trains by itself"
-    status(by_hand(place), state="finished", code=0, say="")
+    status(by_hand, state="finished", code=0, say="")
     place.finish(worker)
-
-
-def test_the_only_device_is_waited_for(place: Place) -> None:
-    status(by_hand(place), state="training", code=None, say="")
-    place.add("a")
-    worker = place.worker()
-    for _ in range(3):
-        assert worker.tick()
-    assert place.states() == {"a": "waiting"}
-    status(by_hand(place), state="stopped", code=143, say="")
-    place.finish(worker)
-    assert place.states() == {"a": "finished"}
-
-
-def hardware(*gpus: str, kind: Any = "cuda") -> Hardware:
-    cards = tuple(
-        Gpu(
-            index=index,
-            name="card",
-            total_bytes=1,
-            free_bytes=1,
-            compute_capability=None,
-            driver="",
-            uuid=uuid,
-        )
-        for index, uuid in enumerate(gpus)
-    )
-    return Hardware(
-        gpus=cards,
-        gpu_reason="",
-        cpu_name="",
-        cpu_threads=1,
-        ram_total_bytes=1,
-        ram_free_bytes=1,
-        packages={},
-        reasons={},
-        torch=TorchBuild(version="2.13.0", kind=kind, toolkit="13.0"),
-    )
 
 
 @pytest.mark.parametrize(
-    ("found", "environment", "expected"),
+    ("uuids", "environment", "expected"),
     [
-        (hardware(), {}, ("",)),
-        (hardware("GPU-a"), {"CUDA_VISIBLE_DEVICES": "3"}, ("",)),
-        (hardware("GPU-a", "GPU-b"), {}, ("GPU-a", "GPU-b")),
-        (hardware("", ""), {}, ("0", "1")),
-        (hardware("GPU-c", "GPU-a"), {"CUDA_VISIBLE_DEVICES": " 2,GPU-a,nonsense"}, ("2", "GPU-a")),
-        (hardware("GPU-a", "GPU-b", kind="cpu"), {}, ("",)),
+        (["GPU-a"], {"CUDA_VISIBLE_DEVICES": "3"}, ("",)),
+        (["", ""], {}, ("0", "1")),
+        (["GPU-c", "GPU-a"], {"CUDA_VISIBLE_DEVICES": " 2,GPU-a,nonsense"}, ("2", "GPU-a")),
+        ([], {}, ("",)),
     ],
 )
 def test_one_slot_a_usable_card(
-    found: Hardware, environment: dict[str, str], expected: tuple[str, ...]
+    uuids: list[str], environment: dict[str, str], expected: tuple[str, ...]
 ) -> None:
-    assert slots(found, environment) == expected
+    one = machine()
+    gpus = [replace(one.gpus[0], index=index, uuid=uuid) for index, uuid in enumerate(uuids)]
+    assert queue_worker.slots(replace(one, gpus=tuple(gpus)), environment) == expected

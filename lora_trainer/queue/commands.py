@@ -29,7 +29,7 @@ State = Literal["waiting", "running", "finished", "stopped", "failed", "interrup
 
 FOLDER = ".queue"
 ITEM_VARIABLE = "LORA_TRAIN_QUEUE_ITEM"
-"""Environment variable that names a trainer's item, so it can be found even before its pid is written."""
+"""Environment variable with a trainer's item, beside whose file it writes how far a download is."""
 _LOCK_FILE = ".lock"
 _LAST_NUMBER_FILE = ".last-number"
 _LOCK_WITHIN_S = 10.0

@@ -9,6 +9,7 @@ is identified by process number and start time, so the next worker finds trainin
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -96,7 +97,7 @@ class Worker:
     def _follow(self, item: Item) -> None:
         """Update the file of a running item if its process, run folder or state changed."""
         child = self.children.get(item.id)
-        current = self._identified(item, child)
+        current = _with_process(item, child) if child else item
         code = child.process.poll() if child else None
         lives_on = code is None if child else _lives(current)
         if current.run is None:
@@ -113,17 +114,6 @@ class Worker:
         write(self.runs, replace(current, ended_s=self.clock()))
         self.children.pop(item.id, None)  # only now: a write that failed is tried again
         self.say(f"{item.id} {current.state}{f': {current.error}' if current.error else ''}")
-
-    def _identified(self, item: Item, child: Child | None) -> Item:
-        """Return the item with its process, found by its mark if a killed worker did not record it."""
-        if item.pid is not None:
-            return item
-        if child is not None:
-            return _with_process(item, child)
-        process = _marked(self._mark(item))
-        if process is None:
-            return item
-        return replace(item, pid=process.pid, pid_started_s=process.create_time())
 
     def _free_slots(self) -> Sequence[str]:
         """Return the free devices, empty if no item waits.
@@ -157,7 +147,8 @@ class Worker:
 
     def spawn(self, item: Item) -> Child:
         """Start the trainer of an item; raises OSError, and ValueError for words no process accepts."""
-        environment = {**os.environ, ITEM_VARIABLE: self._mark(item)}
+        place = queue_folder(self.runs).absolute() / item.id
+        environment = {**os.environ, ITEM_VARIABLE: str(place)}
         if item.device:
             environment[_DEVICES] = item.device
         with log_file(self.runs, item.id).open("ab") as log:
@@ -174,9 +165,6 @@ class Worker:
         # A child exists, alive or as a zombie, until it is waited for, so this cannot fail.
         started_s = psutil.Process(process.pid).create_time()
         return Child(process=process, started_s=started_s, log_from_bytes=log_from_bytes)
-
-    def _mark(self, item: Item) -> str:
-        return str(queue_folder(self.runs).absolute() / item.id)
 
 
 def outside(runs: Path, running: Sequence[Item]) -> tuple[str, ...]:
@@ -210,16 +198,6 @@ def _lives(item: Item) -> bool:
     if item.pid is None or item.pid_started_s is None:
         return False
     return is_alive(pid=item.pid, started_s=item.pid_started_s)
-
-
-def _marked(mark: str) -> psutil.Process | None:
-    """Return the trainer with this mark: the oldest process, as its own children inherit the mark."""
-    processes = [
-        process
-        for process in psutil.process_iter(["environ", "create_time"])
-        if (process.info["environ"] or {}).get(ITEM_VARIABLE) == mark
-    ]
-    return min(processes, key=lambda process: process.info["create_time"], default=None)
 
 
 def _exited(item: Item, code: int, *, last_words: str) -> Item:
@@ -267,6 +245,8 @@ _WORKER_FILE = ".worker.json"
 _WORKER_LOCK = ".worker.lock"
 _WORKER_LOG = ".worker.log"
 _PREDECESSOR_WITHIN_S = 5.0
+_OF_AN_ITEM = re.compile(r"\d+-\S+ ")
+"""Begins the lines that a worker says of its items; any other last line is why it died."""
 _NEXT_TRY_AFTER_S = 10.0
 """Pause before a worker that died at its start is started again; else every page view would start one."""
 
@@ -283,7 +263,7 @@ def ensure_worker(
     log = queue_folder(runs) / _WORKER_LOG
     with changing(runs):
         last = _read_worker(runs)
-        just_died = last and not last.works and last.started_s > clock() - _NEXT_TRY_AFTER_S
+        just_died = last is not None and last.pid_started_s > clock() - _NEXT_TRY_AFTER_S
         if just_died or worker_pid(runs) is not None:  # another page started one meanwhile
             return
         try:
@@ -297,7 +277,7 @@ def ensure_worker(
                 )
         except OSError as error:
             raise disk_error(log, error) from error
-        _write_worker(runs, psutil.Process(process.pid), started_s=clock())
+        _write_worker(runs, psutil.Process(process.pid))
     # Someone must wait for an ended child, or it stays a zombie as long as this process lives.
     threading.Thread(target=process.wait, name="lora-train-queue", daemon=True).start()
 
@@ -305,15 +285,16 @@ def ensure_worker(
 def worker_pid(runs: Path) -> int | None:
     """Return the process number of the queue's worker, None if none lives; never raises."""
     record = _read_worker(runs)
-    return record.pid if record is not None and record.is_alive else None
+    lives = record is not None and is_alive(pid=record.pid, started_s=record.pid_started_s)
+    return record.pid if record is not None and lives else None
 
 
 def worker_fault(runs: Path) -> str:
     """Return why the last worker died at its start, empty if it did not."""
-    record = _read_worker(runs)
-    if record is None or record.is_alive or record.works:
+    if _read_worker(runs) is None or worker_pid(runs) is not None:
         return ""
-    return last_line(queue_folder(runs) / _WORKER_LOG) or "it left no message"
+    line = last_line(queue_folder(runs) / _WORKER_LOG)
+    return "" if _OF_AN_ITEM.match(line) else line
 
 
 def settle(runs: Path) -> None:
@@ -349,7 +330,10 @@ def work(
         # If the lock's file is gone, the user deleted the queue, and the lock keeps no other worker out.
         while stop() is None and lock_file.exists():
             try:
-                _announce_worker(runs)
+                if (
+                    worker_pid(runs) != os.getpid()
+                ):  # none, or of one that waited for the lock in vain
+                    _write_worker(runs, psutil.Process())
                 idle = 0 if worker.tick() else idle + 1
                 complaint = ""
             except MachineError as error:  # a full disk, say, which may have room later
@@ -381,16 +365,10 @@ def _only_worker(runs: Path, *, within_s: float) -> Iterator[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class _WorkerRecord:
-    """Record of a worker: written by the process that starts it, then with `works` by the worker itself."""
+    """The process of a worker, written when it is started and by itself; a worker that ends removes it."""
 
     pid: Annotated[int, Field(gt=0, lt=2**31)]
     pid_started_s: FiniteFloat
-    started_s: FiniteFloat
-    works: bool
-
-    @property
-    def is_alive(self) -> bool:
-        return is_alive(pid=self.pid, started_s=self.pid_started_s)
 
 
 _WORKER = TypeAdapter(_WorkerRecord)
@@ -403,24 +381,9 @@ def _read_worker(runs: Path) -> _WorkerRecord | None:
         return None
 
 
-def _announce_worker(runs: Path) -> None:
-    """Write this process into the record, which may hold another that waited for the lock in vain."""
-    record = _read_worker(runs)
-    if record is None or not record.works or record.pid != os.getpid() or not record.is_alive:
-        _write_worker(runs, psutil.Process(), started_s=time.time(), works=True)
-
-
-def _write_worker(
-    runs: Path, process: psutil.Process, *, started_s: float, works: bool = False
-) -> None:
-    record = _WorkerRecord(
-        pid=process.pid,
-        pid_started_s=process.create_time(),
-        started_s=started_s,
-        works=works,
-    )
-    file = queue_folder(runs) / _WORKER_FILE
-    write_atomic(file, json_bytes(asdict(record)), durable=False)
+def _write_worker(runs: Path, process: psutil.Process) -> None:
+    record = {"pid": process.pid, "pid_started_s": process.create_time()}
+    write_atomic(queue_folder(runs) / _WORKER_FILE, json_bytes(record), durable=False)
 
 
 def _retired(runs: Path) -> bool:

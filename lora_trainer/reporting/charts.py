@@ -246,18 +246,14 @@ def round_ticks(low: float, high: float, *, count: int) -> tuple[float, ...]:
 
 
 def log_ticks(low: float, high: float, *, count: int) -> tuple[float, ...]:
-    """Return 1, 2 and 5 times powers of ten that enclose [low, high], powers alone if those are more than `count`."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high) + 1e-9)
-    if 10.0**first > low:  # a value one rounding below a power of ten has that power's logarithm
-        first -= 1
-    if last - first >= count:
-        return tuple(10.0**power for power in range(first, last + 1))
-    ticks = [
-        float(f"{m * 10.0**power:.10g}") for power in range(first, last + 1) for m in (1, 2, 5)
-    ]
-    below = max(index for index, tick in enumerate(ticks) if tick <= low)
-    above = min(index for index, tick in enumerate(ticks) if tick >= high and index > below)
-    return tuple(ticks[below : above + 1])
+    """Return 1, 2 and 5 times powers of ten that enclose [low, high], powers alone over `count` of them or more."""
+    # One power more at each end: a value one rounding below a power of ten has that power's logarithm.
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    factors = (1,) if math.log10(high / low) >= count - 1 else (1, 2, 5)
+    ticks = [float(f"{factor}e{power}") for power in powers for factor in factors]
+    below = max(tick for tick in ticks if tick <= low)
+    above = min(tick for tick in ticks if tick >= high and tick > below)
+    return tuple(tick for tick in ticks if below <= tick <= above)
 
 
 def tick_texts(ticks: Sequence[float], form: Callable[[float], str] | None) -> list[str]:

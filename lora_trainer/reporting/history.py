@@ -5,21 +5,19 @@ rows. A figure that is missing or of another type is NaN, never an error. A step
 resume counts once, as it went last; lines that are torn or lack their step are counted in
 `unreadable_lines`, never raised.
 
-A reader that is kept parses only new lines. One process appends to a file and a resume replaces it: the bytes just
-before the place reached are compared, so that a file which was cut and has grown past that place again is not
-taken for the one that was read.
+A reader that is kept parses only new lines: one process appends to a file, and a resume replaces it, so the bytes are
+compared with those that were read before.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from lora_trainer.common.files import read_json_object
 
@@ -74,7 +72,10 @@ class MarkRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """A run as its folder tells it, steps ascending; `end` is how its last session ended."""
+    """A run as its folder tells it, steps ascending; `end` is how its last session ended.
+
+    `seconds` are those of all sessions, without the pauses between them.
+    """
 
     folder: Path
     run: Row
@@ -84,7 +85,7 @@ class RunHistory:
     samples: tuple[SampleImage, ...]
     marks: tuple[MarkRow, ...]
     problems: tuple[Row, ...]
-    phase_seconds: Mapping[str, float]
+    seconds: float
     sessions: int
     end: Row | None
     unreadable_lines: int
@@ -147,75 +148,28 @@ def sample_images(row: Row) -> Iterator[SampleImage]:
             yield SampleImage(step=row["step"], prompt=prompt, seed=seed, file=file)
 
 
-_COMPARED_BYTES = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class News:
-    """A file's new lines: `anew` if all earlier ones have to be forgotten first.
-
-    `rows` are the objects, a None stands for a line that is no object. `torn` says whether a last
-    line follows that is not one yet.
-    """
-
-    anew: bool
-    rows: list[dict[str, Any] | None]
-    torn: bool
-
-
 @dataclass
 class JsonlFollower:
-    """The place reached in a file; a missing file is an empty one."""
+    """The lines of a file so far; a missing file is an empty one."""
 
     path: Path
-    _offset: int = field(default=0, init=False)
-    _before: bytes = field(default=b"", init=False)
-    _inode: int = field(default=0, init=False)
-    _open_line: bool = field(default=False, init=False)
+    _lines: bytes = field(default=b"", init=False)
 
-    def read(self) -> News:
-        """Return the new lines; raises OSError for a file that is there and cannot be read."""
+    def read(self) -> tuple[bool, list[dict[str, Any] | None], bool]:
+        """Return whether earlier lines have to be forgotten first, the new ones, and whether a torn line follows.
+
+        A line that is no object is None. Raises OSError for a file that is there and cannot be read.
+        """
         try:
-            file = self.path.open("rb")
+            data = self.path.read_bytes()
         except FileNotFoundError:
-            anew = self._offset > 0
-            self._forget()
-            return News(anew=anew, rows=[], torn=False)
-        with file:
-            inode = os.fstat(file.fileno()).st_ino
-            data = self._continued(file) if inode == self._inode else None
-            anew = data is None
-            if data is None:
-                self._forget()
-                file.seek(0)
-                data = file.read()
-        self._inode = inode
-        return self._taken(data, anew=anew)
-
-    def _continued(self, file: BinaryIO) -> bytes | None:
-        """Return the bytes after the place reached; None if the bytes before it have changed."""
-        file.seek(self._offset - len(self._before))
-        data = file.read()
-        if not data.startswith(self._before):
-            return None
-        data = data[len(self._before) :]
-        # A line that was whole without its end is another one if more was written to it.
-        return None if self._open_line and data and not data.startswith(b"\n") else data
-
-    def _taken(self, data: bytes, *, anew: bool) -> News:
-        *whole, last = data.split(b"\n")
-        rows = [_row(line) for line in whole if line.strip()]
-        row = _row(last) if last.strip() else None
-        if row is not None:
-            rows.append(row)
-        lines = data if row is not None else data[: len(data) - len(last)]
-        self._offset += len(lines)
-        self._before = (self._before + lines)[-_COMPARED_BYTES:]
-        self._open_line = row is not None or (self._open_line and not lines)
-        return News(anew=anew, rows=rows, torn=row is None and bool(last.strip()))
-
-    def _forget(self) -> None:
-        self._offset, self._before, self._open_line = 0, b"", False
+            data = b""
+        lines = data[: data.rfind(b"\n") + 1]
+        anew = not lines.startswith(self._lines)
+        new = lines if anew else lines[len(self._lines) :]
+        self._lines = lines
+        rows = [_row(line) for line in new.split(b"\n") if line.strip()]
+        return anew, rows, bool(data[len(lines) :].strip())
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -233,46 +187,20 @@ _MARKS = frozenset({"saved", "change", "resumed"})
 
 
 @dataclass
-class _Phases:
-    """The time spent before the first step of a session and after it; a pause before a resume is no time."""
-
-    _spent: dict[str, float] = field(default_factory=dict)
-    _phase: str = ""
-    _since_s: float = math.nan
-
-    def take(self, row: Row) -> None:
-        now_s = number(row, "time")
-        if row["event"] in ("resumed", "run_started"):  # a resume writes `resumed` first
-            self._phase = "plan"
-        elif math.isfinite(now_s - self._since_s):
-            passed_s = max(0.0, now_s - self._since_s)
-            self._spent[self._phase] = self._spent.get(self._phase, 0.0) + passed_s
-        self._since_s = now_s
-        if row["event"] == "step":
-            self._phase = "train"
-
-    def seconds(self) -> dict[str, float]:
-        return {name: seconds for name, seconds in self._spent.items() if seconds > 0}
-
-
-@dataclass
 class _Listed:
     """The rows of one file that can be used, and how many lines cannot."""
 
     rows: list[Row] = field(default_factory=list)
     damaged: int = 0
 
-    def usable(self, news: News) -> Iterator[dict[str, Any]]:
-        for row in news.rows:
-            if row is not None and _is_usable(row):
+    def usable(self, rows: Sequence[Row | None]) -> Iterator[Row]:
+        for row in rows:
+            kind = row and row.get("event")
+            has_step = row is not None and isinstance(row.get("step"), int)
+            if row is not None and isinstance(kind, str) and (has_step or kind not in _STEPPED):
                 yield row
             else:
                 self.damaged += 1
-
-
-def _is_usable(row: Row) -> bool:
-    kind = row.get("event")
-    return isinstance(kind, str) and (kind not in _STEPPED or isinstance(row.get("step"), int))
 
 
 @dataclass
@@ -290,12 +218,17 @@ class _Told(_Listed):
     samples: list[SampleImage] = field(default_factory=list)
     marks: list[MarkRow] = field(default_factory=list)
     recent: deque[Row] = field(default_factory=lambda: deque(maxlen=RECENT_ROWS))
-    phases: _Phases = field(default_factory=_Phases)
+    seconds: float = 0.0
+    _last_s: float = math.nan
     _step: int = 0
 
-    def take(self, row: dict[str, Any]) -> None:
-        kind = row["event"]
-        self.phases.take(row)
+    def take(self, row: Row) -> None:
+        kind, now_s = row["event"], number(row, "time")
+        passed_s = now_s - self._last_s
+        # The pause before a resume, which writes `resumed` first, is no time of the run.
+        if passed_s > 0 and kind not in ("resumed", "run_started"):
+            self.seconds += passed_s
+        self._last_s = now_s
         if kind in _ENDS:
             self.end = None if kind == "run_started" else row
         if kind == "run_started":
@@ -337,7 +270,7 @@ class _Told(_Listed):
             samples=tuple(self.samples),
             marks=tuple(self.marks),
             problems=tuple(listed.rows),
-            phase_seconds=self.phases.seconds(),
+            seconds=self.seconds,
             end=self.end,
             unreadable_lines=self.damaged + listed.damaged + torn,
         )
@@ -357,8 +290,6 @@ class HistoryReader:
     _problems: JsonlFollower = field(init=False)
     _told: _Told = field(default_factory=_Told, init=False)
     _listed: _Listed = field(default_factory=_Listed, init=False)
-    _run: Row = field(default_factory=dict, init=False)
-    _run_stamp: tuple[int, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self._events = JsonlFollower(self.folder / "events.jsonl")
@@ -366,34 +297,24 @@ class HistoryReader:
 
     def read(self) -> RunHistory:
         """Return the run as its files have it now; raises RequestError for run.json, OSError."""
-        run = self._read_run()
-        events, problems = self._events.read(), self._problems.read()
-        if events.anew:
+        file = self.folder / "run.json"
+        run = read_json_object(file) if file.exists() else {}
+        events_anew, events, torn_event = self._events.read()
+        problems_anew, problems, torn_problem = self._problems.read()
+        if events_anew:
             self._told = _Told()
-        if problems.anew:
+        if problems_anew:
             self._listed = _Listed()
         for row in self._told.usable(events):
             self._told.take(row)
         self._listed.rows.extend(self._listed.usable(problems))
-        torn = events.torn + problems.torn
+        torn = torn_event + torn_problem
         return self._told.history(self.folder, run=run, listed=self._listed, torn=torn)
 
     def recent(self) -> list[Row]:
         """Return the newest rows that are no steps, at most 200, by the time they were written."""
         rows = [*self._told.recent, *self._listed.rows[-RECENT_ROWS:]]
         return sorted(rows, key=_time_s)[-RECENT_ROWS:]
-
-    def _read_run(self) -> Row:
-        file = self.folder / "run.json"
-        try:
-            stat = file.stat()
-        except FileNotFoundError:
-            self._run_stamp, self._run = (), {}
-            return {}
-        stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-        if stamp != self._run_stamp:
-            self._run, self._run_stamp = read_json_object(file), stamp
-        return self._run
 
 
 def _time_s(row: Row) -> float:

@@ -30,7 +30,6 @@ from lora_trainer.common.wording import (
 )
 from lora_trainer.config.config import all_settings
 from lora_trainer.reporting.charts import Html, render
-from lora_trainer.reporting.console import PHASES
 from lora_trainer.reporting.history import Row, RunHistory, mapping, number, read_history, sequence
 from lora_trainer.reporting.report_curves import loss_curve, small_curves, smoothed_losses
 from lora_trainer.reporting.sample_files import column_name, inside, sample_grid
@@ -149,11 +148,9 @@ def _about(history: RunHistory) -> str:
 
 def _key_figures(history: RunHistory) -> Iterator[tuple[str, str, str]]:
     """Yield title, value and detail of each figure at the top of the page."""
-    seconds = history.phase_seconds
-    times = [f"training {duration_text(seconds['train'])}"] if "train" in seconds else []
-    times += [f"in {history.sessions} sessions"] if history.sessions > 1 else []
     yield "Steps", f"{len(history.steps):,}", f"of {_planned(history)}"
-    yield "Time", duration_text(sum(seconds.values())), ", ".join(times)
+    sessions = f"in {history.sessions} sessions" if history.sessions > 1 else ""
+    yield "Time", duration_text(history.seconds), sessions
     images = number(mapping(history.run, "dataset"), "images")
     batch = number(history.started, "batch_size")
     held_out = number(history.started, "validation_images")
@@ -219,7 +216,6 @@ def _details(history: RunHistory) -> dict[str, Any]:
         "differing": differing,
         "defaults": defaults,
         "timings": [*_step_timings(history), *_memory(history)],
-        "phases": _phases(history.phase_seconds),
         "environment": [(key, _environment_value(key, value)) for key, value in environment],
         "command": shlex.join(str(word) for word in sequence(history.run, "command")),
     }
@@ -318,14 +314,6 @@ def value_text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(value_text(entry) for entry in value) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value) or "empty"
-
-
-def _phases(seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    total_s = sum(seconds.values())
-    return [
-        {"phase": PHASES.get(name, name), "time": duration_text(spent), "share": spent / total_s}
-        for name, spent in sorted(seconds.items(), key=lambda entry: -entry[1])
-    ]
 
 
 def _step_timings(history: RunHistory) -> Iterator[tuple[str, str]]:

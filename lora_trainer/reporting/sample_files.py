@@ -2,18 +2,18 @@
 
 Inputs: a run's samples folder or its RunHistory; no file outside of the run folder is read. Outputs: paths,
 prompts, JPEG bytes, and cells with every image embedded, one row per prompt and one column per step. Large images
-are reduced, small ones enlarged without smoothing; a missing or damaged file is a cell that says so. No torch.
+are reduced, small ones keep their pixels; a missing or damaged file is a cell that says so. No torch.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -66,40 +66,22 @@ def thumbnail_jpeg(image: Path) -> bytes:
 
 MAX_COLUMNS = 12
 EMBEDDED_MAX_PX = 384
-SHOWN_MAX_PX = 192
-SHOWN_MIN_PX = 96
-PIXELATED_MAX_PX = 128
-_PREFERRED_PX = 128
+SMALL_PX = 128
 _JPEG_QUALITY = 88
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCell:
-    """An image as a data URI with its size on the page; without one, `words` say why, `fault` more exactly."""
+    """An image as a data URI; without one, `words` say why, `fault` more exactly."""
 
     words: str
     uri: str = ""
     fault: str = ""
-    width_px: int = _PREFERRED_PX
-    height_px: int = 0
-    enlarged: bool = False
+    is_small: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleGrid:
-    """The columns, the rows as (prompt, seed, cells), the number of steps without a column."""
-
-    steps: Sequence[int]
-    rows: Sequence[tuple[str, str, Sequence[SampleCell]]]
-    left_out: int
-
-    @property
-    def cell_px(self) -> int:
-        return max(cell.width_px for *_, cells in self.rows for cell in cells)
-
-
-def sample_grid(history: RunHistory) -> SampleGrid | None:
-    """Return the grid, None when the run made no samples."""
+def sample_grid(history: RunHistory) -> dict[str, Any] | None:
+    """Return the grid's `steps`, `rows` of (prompt, seed, cells) and `left_out`; None when the run made no samples."""
     images = {(image.prompt, image.seed, image.step): image for image in history.samples}
     if not images:
         return None
@@ -109,7 +91,7 @@ def sample_grid(history: RunHistory) -> SampleGrid | None:
         (prompt, seed, [_cell(images.get((prompt, seed, step)), history.folder) for step in steps])
         for prompt, seed in dict.fromkeys((prompt, seed) for prompt, seed, _ in images)
     ]
-    return SampleGrid(steps=steps, rows=rows, left_out=len(all_steps) - len(steps))
+    return {"steps": steps, "rows": rows, "left_out": len(all_steps) - len(steps)}
 
 
 def spread(steps: Sequence[int], *, limit: int) -> list[int]:
@@ -131,14 +113,10 @@ def _cell(image: SampleImage | None, folder: Path) -> SampleCell:
         data = inside(folder, image.file).read_bytes()
         with Image.open(io.BytesIO(data)) as picture:
             picture.load()
-            width, height = shown_size(*picture.size)
             return SampleCell(
                 words=f"{column_name(image.step)}: {image.prompt}",
                 uri=_data_uri(data, picture),
-                width_px=width,
-                height_px=height,
-                # The width decides alone: an image is enlarged as a whole or not at all.
-                enlarged=width > picture.width,
+                is_small=max(picture.size) <= SMALL_PX,
             )
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         # Pillow raises SyntaxError for some damaged PNG chunks.
@@ -153,18 +131,8 @@ def inside(folder: Path, file: str) -> Path:
     return path
 
 
-def shown_size(width_px: int, height_px: int) -> tuple[int, int]:
-    """Return the size on the page: a whole factor of small images, large ones reduced."""
-    longest = max(width_px, height_px)
-    if longest <= PIXELATED_MAX_PX:
-        factor = max(round(_PREFERRED_PX / longest), math.ceil(SHOWN_MIN_PX / longest))
-        return width_px * factor, height_px * factor
-    scale = min(1.0, SHOWN_MAX_PX / longest)
-    return max(1, round(width_px * scale)), max(1, round(height_px * scale))
-
-
 def _data_uri(data: bytes, picture: Image.Image) -> str:
-    if picture.format == "PNG" and max(picture.size) <= PIXELATED_MAX_PX:
+    if picture.format == "PNG" and max(picture.size) <= SMALL_PX:
         return f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
     reduced = picture.convert("RGB")
     reduced.thumbnail((EMBEDDED_MAX_PX, EMBEDDED_MAX_PX), Image.Resampling.LANCZOS)

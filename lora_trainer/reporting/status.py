@@ -7,7 +7,6 @@ that claims to live is believed only if its process does. Requests to a run are 
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -15,9 +14,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import psutil
+from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import Event, EventStream
@@ -56,7 +56,7 @@ class TimeLeft:
     """Time left, from a run's events: the median of recent steps, and the rounds between steps that are due.
 
     A round of sample images or of validation is expected to take as long as the last one did, which may
-    have been before the first step. Saves and all else between steps are spread over the steps.
+    have been before the first step. Saves are written beside the steps.
     """
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
@@ -65,12 +65,6 @@ class TimeLeft:
     _round_s: dict[str, float] = field(default_factory=dict)
     _round_step: dict[str, int] = field(default_factory=dict)
     _step: int = 0
-    _first_s: float = 0.0
-    _last_s: float = 0.0
-    _steps_after_first: int = 0
-    _step_seconds: float = 0.0
-    _rounds_s: float = 0.0
-    _pending_rounds_s: float = 0.0
 
     def take(self, event: Event) -> None:
         """Take an event of the run; those that tell nothing of time are passed over."""
@@ -79,28 +73,13 @@ class TimeLeft:
             self.steps, self._every = fields["steps"], fields["every_steps"]
             self._step = fields["resumed_from"] or 0
             self._round_step = dict.fromkeys(self._every, self._step)
-        elif event.kind in self._every:
+        elif event.kind in self._every and not fields.get("asked"):
             # A prompt of somebody's own says nothing about the next round.
-            if not fields.get("asked"):
-                self._round_s[event.kind] = fields["seconds"]
-                self._round_step[event.kind] = fields["step"]
-            if self.recent:
-                self._pending_rounds_s += fields["seconds"]
+            self._round_s[event.kind] = fields["seconds"]
+            self._round_step[event.kind] = fields["step"]
         elif event.kind == "step":
-            self._add(fields["seconds"], at_s=event.time_s)
+            self.recent.append(fields["seconds"])
             self._step = fields["step"]
-
-    def _add(self, seconds: float, *, at_s: float) -> None:
-        if self.recent:
-            self._steps_after_first += 1
-            self._step_seconds += seconds
-        else:
-            self._first_s = at_s
-        # Losses reach the host late and in bunches, so what lies between steps comes from totals only.
-        self._rounds_s += self._pending_rounds_s
-        self._pending_rounds_s = 0.0
-        self._last_s = at_s
-        self.recent.append(seconds)
 
     @property
     def step_s(self) -> float:
@@ -108,22 +87,13 @@ class TimeLeft:
         return statistics.median(self.recent) if self.recent else math.nan
 
     @property
-    def side_s(self) -> float:
-        """Seconds per step so far that were neither a step nor one of the rounds."""
-        if not self._steps_after_first:
-            return 0.0
-        outside_s = self._last_s - self._first_s - self._step_seconds - self._rounds_s
-        return max(0.0, outside_s / self._steps_after_first)
-
-    @property
     def remaining_s(self) -> float:
         """Seconds until the last step and the rounds after it are done; NaN before the first step."""
-        steps = max(0, self.steps - self._step)
         rounds_s = sum(
             self._rounds_left(kind, every) * self._round_s.get(kind, 0.0)
             for kind, every in self._every.items()
         )
-        return steps * (self.step_s + self.side_s) + rounds_s
+        return max(0, self.steps - self._step) * self.step_s + rounds_s
 
     def _rounds_left(self, kind: str, every: int) -> int:
         """Return how many rounds are due after the last one; there is one after the last step."""
@@ -131,16 +101,14 @@ class TimeLeft:
         return math.ceil(self.steps / every) - last // every if every and last < self.steps else 0
 
 
-State = Literal["starting", "caching", "training", "finished", "stopped", "failed"]
-Seen = Literal["running", "interrupted", "finished", "stopped", "failed"]
+State = Literal[
+    "starting", "caching", "training", "running", "interrupted", "finished", "stopped", "failed"
+]
 
 STATUS_FILE = "status.json"
 INTERVAL_S = 0.5
 # psutil counts from the time of boot, which moves a little when the clock is corrected.
 _START_TOLERANCE_S = 1.0
-# What reading a status.json can raise that is missing, damaged or of another making.
-_UNREADABLE = (OSError, ValueError, TypeError, RecursionError, OverflowError)
-_COUNTS = ("step", "steps", "done", "total")
 STOPPING = frozenset({"stop", "quit"})
 """Phases of a run that was asked to end: nothing but its end comes after them."""
 _PHASE_STATES: dict[str, State] = {
@@ -153,16 +121,19 @@ _PHASE_STATES: dict[str, State] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
-    """The content of status.json; times are Unix times, `exit_code` is None while the run goes on.
+class RunStatus:
+    """The content of status.json, and a run as others see it.
 
-    `done` of `total` parts of `phase` are behind it, 0 of 0 where that cannot be said. `left_s` are the
-    seconds until the last step is done, None where none was done yet.
+    `state` is what the run wrote; a reader gets that as `stage`, and as `state` what is true now: `running` or
+    `interrupted` where the run did not say how it ended. Times are Unix times, `exit_code` is None while the run goes
+    on. `done` of `total` parts of `phase` are behind it, 0 of 0 where that cannot be said. `left_s` are the seconds
+    until the last step is done, NaN (null in the file) where none was done yet. `pid` and `pid_started_s` name the
+    process that trains; for a reader they are None when there is none.
     """
 
     state: State = "starting"
-    pid: int
-    pid_started_s: float
+    pid: Annotated[int, Field(gt=0, lt=2**31)] | None = None
+    pid_started_s: FiniteFloat | None = None
     name: str = ""
     step: int = 0
     steps: int = 0
@@ -170,9 +141,13 @@ class Status:
     done: int = 0
     total: int = 0
     message: str = ""
-    heartbeat_s: float
-    left_s: float | None = None
+    heartbeat_s: FiniteFloat = 0.0
+    left_s: Annotated[float, BeforeValidator(measured)] = math.nan
     exit_code: int | None = None
+    stage: State = "starting"
+
+
+_STATUS = TypeAdapter(RunStatus)
 
 
 @dataclass
@@ -182,16 +157,18 @@ class StatusWriter:
     run_folder: Path
     events: EventStream
     clock: Callable[[], float] = time.time
-    status: Status = field(init=False)
-    _written: Status | None = field(default=None, init=False)
+    started_s: float = field(init=False)
+    status: RunStatus = field(init=False)
+    _written: RunStatus | None = field(default=None, init=False)
     _refused: bool = field(default=False, init=False)
     _time_left: TimeLeft = field(default_factory=TimeLeft, init=False)
 
     def __post_init__(self) -> None:
         process = psutil.Process()
-        self.status = Status(
+        self.started_s = process.create_time()
+        self.status = RunStatus(
             pid=process.pid,
-            pid_started_s=process.create_time(),
+            pid_started_s=self.started_s,
             name=self.run_folder.name,
             heartbeat_s=self.clock(),
         )
@@ -200,8 +177,7 @@ class StatusWriter:
         """Take an event; a disk that refuses the file is reported once and training goes on."""
         before, self.status = self.status, after(self.status, event)
         self._time_left.take(event)
-        left_s = self._time_left.remaining_s
-        self.status = replace(self.status, left_s=left_s if math.isfinite(left_s) else None)
+        self.status = replace(self.status, left_s=self._time_left.remaining_s)
         # What begins may take minutes without an event: the file must not name what was before it.
         self.beat(at_once=_begins(event, before, self.status))
 
@@ -222,9 +198,10 @@ class StatusWriter:
 
     def _write(self) -> None:
         try:
-            write_atomic(
-                self.run_folder / STATUS_FILE, json_bytes(asdict(self.status)), durable=False
-            )
+            content = asdict(self.status)
+            del content["stage"]  # a reader's
+            content["left_s"] = self.status.left_s if math.isfinite(self.status.left_s) else None
+            write_atomic(self.run_folder / STATUS_FILE, json_bytes(content), durable=False)
         except MachineError as error:
             if not self._refused:
                 self._refused = True
@@ -235,23 +212,24 @@ class StatusWriter:
                 )
 
 
-def _begins(event: Event, before: Status, now: Status) -> bool:
+def _begins(event: Event, before: RunStatus, now: RunStatus) -> bool:
     """Say whether something begins: another phase, or a part of one that nothing was done of since the last."""
     within = event.kind == "phase" and event.fields["done"] in (0, before.done)
     return within or now.phase != before.phase
 
 
-def after(status: Status, event: Event) -> Status:
+def after(status: RunStatus, event: Event) -> RunStatus:
     """Return the status once `event` has happened; the end of a run is final."""
     fields = event.fields
     if event.kind == "run_started":
-        # All but the process, of which a run may have had others before.
-        return Status(
-            pid=status.pid,
-            pid_started_s=status.pid_started_s,
-            heartbeat_s=status.heartbeat_s,
-            left_s=status.left_s,
-            message=status.message,
+        # A run may have had other processes before.
+        return replace(
+            status,
+            state="starting",
+            phase="",
+            done=0,
+            total=0,
+            exit_code=None,
             name=fields["name"],
             step=fields["resumed_from"] or 0,
             steps=fields["steps"],
@@ -287,11 +265,11 @@ def after(status: Status, event: Event) -> Status:
     return status
 
 
-def _training(status: Status, message: str) -> Status:
+def _training(status: RunStatus, message: str) -> RunStatus:
     return replace(status, phase="train", done=status.step, total=status.steps, message=message)
 
 
-def _in_phase(status: Status, fields: Mapping[str, Any]) -> Status:
+def _in_phase(status: RunStatus, fields: Mapping[str, Any]) -> RunStatus:
     phase = fields["phase"]
     if status.phase in STOPPING and phase not in STOPPING:
         return status
@@ -305,29 +283,6 @@ def _in_phase(status: Status, fields: Mapping[str, Any]) -> Status:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunStatus:
-    """A run as others see it: `stage` is the last one that the run wrote, `state` the one that is true now.
-
-    `pid` and `pid_started_s` name the process that trains, both None when there is none.
-    """
-
-    state: Seen
-    stage: State
-    name: str
-    step: int = 0
-    steps: int = 0
-    phase: str = ""
-    done: int = 0
-    total: int = 0
-    message: str = ""
-    heartbeat_s: float = 0.0
-    left_s: float = math.nan
-    exit_code: int | None = None
-    pid: int | None = None
-    pid_started_s: float | None = None
-
-
 def read_status(run_folder: Path) -> RunStatus:
     """Return whether the run lives, has ended, or was interrupted; never raises.
 
@@ -335,50 +290,40 @@ def read_status(run_folder: Path) -> RunStatus:
     """
     try:
         status = _read(run_folder)
-        alive = is_alive(pid=status.pid, started_s=status.pid_started_s)
-    except _UNREADABLE as error:
+    except (OSError, ValueError) as error:
         message = f"{STATUS_FILE} cannot be read: {one_line(str(error))}"
-        name = run_folder.name
-        return RunStatus(state="interrupted", stage="starting", name=name, message=message)
-    facts = asdict(status) | {"stage": status.state, "left_s": measured(status.left_s)}
+        return RunStatus(state="interrupted", name=run_folder.name, message=message)
+    alive = _living(status.pid, status.pid_started_s) is not None
+    status = replace(status, stage=status.state)
     if status.state not in ("finished", "stopped", "failed"):
-        facts["state"] = "running" if alive else "interrupted"
-    if not alive:
-        facts["pid"] = facts["pid_started_s"] = None
-    return RunStatus(**facts)
+        status = replace(status, state="running" if alive else "interrupted")
+    return status if alive else replace(status, pid=None, pid_started_s=None)
 
 
 def wrote_status(run_folder: Path, *, pid: int, started_s: float) -> bool:
     """Return whether status.json is the work of that process, dead or alive; never raises."""
     try:
         status = _read(run_folder)
-        return status.pid == pid and _same_start(status.pid_started_s, started_s)
-    except _UNREADABLE:
+    except (OSError, ValueError):
         return False
+    return status.pid == pid and _same_start(status.pid_started_s or 0.0, started_s)
 
 
-def _read(run_folder: Path) -> Status:
-    status = Status(**json.loads(retry_while_open((run_folder / STATUS_FILE).read_bytes)))
-    if status.state not in get_args(State):
-        raise ValueError(status.state)
-    if not all(isinstance(getattr(status, name), int) for name in _COUNTS):
-        raise ValueError(f"one of {', '.join(_COUNTS)} is no number")
-    if not isinstance(status.heartbeat_s, int | float):
-        raise TypeError("heartbeat_s is no number")
-    if not isinstance(status.left_s, int | float | None):
-        raise TypeError("left_s is no number")
-    return status
+def _read(run_folder: Path) -> RunStatus:
+    """Return the status as it was written; raises OSError, and ValueError for damage."""
+    return _STATUS.validate_json(
+        retry_while_open((run_folder / STATUS_FILE).read_bytes), strict=True
+    )
 
 
 def is_alive(*, pid: int, started_s: float) -> bool:
-    """Return whether the process of that number and start runs; another of its number does not count.
-
-    Raises ValueError, TypeError or OverflowError for a value that is no number of a process.
-    """
-    return _living(pid=pid, started_s=started_s) is not None
+    """Return whether the process of that number and start runs; another of its number does not count."""
+    return _living(pid, started_s) is not None
 
 
-def _living(*, pid: int, started_s: float) -> psutil.Process | None:
+def _living(pid: int | None, started_s: float | None) -> psutil.Process | None:
+    if pid is None or started_s is None:
+        return None
     try:
         process = psutil.Process(pid)
         same = _same_start(process.create_time(), started_s)
@@ -392,9 +337,7 @@ def end_process(status: RunStatus) -> bool:
 
     The last saved state stays valid. Raises MachineError when the system refuses.
     """
-    if status.pid is None or status.pid_started_s is None:
-        return False
-    process = _living(pid=status.pid, started_s=status.pid_started_s)
+    process = _living(status.pid, status.pid_started_s)
     try:
         if process is not None:
             process.kill()

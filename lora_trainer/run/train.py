@@ -288,7 +288,7 @@ def _recorded(
     if ranks.monitor is not None:
         ranks.monitor.on_end = partial(_record_end, folder, events, code=MachineError.exit_code)
     control = Control(folder.path)
-    control.forget_before(status.status.pid_started_s)
+    control.forget_before(status.started_s)
     stop = StopFlag(control=control, is_asked=train_request.is_asked_to_stop)
     with taking_signals(stop):
         start_trackers(

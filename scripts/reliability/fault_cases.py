@@ -139,7 +139,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "CKP-01": Fault(
         what="random kills",
-        parts=("tests/reliability/kill.py", "tests/test_resume_kill.py"),
+        parts=("scripts/reliability/kill.py", "tests/test_resume_kill.py"),
         decided="A campaign, not a test: the figures above.",
     ),
     "CKP-02": Fault(what="a kill at every operation of the disk"),

@@ -1,6 +1,6 @@
 """Write docs/reliability.md from what was measured: `python scripts/reliability/report.py [--measured FOLDER]`.
 
-FOLDER holds kills.json and rank_kills.json (tests/reliability/kill.py), soak.json (scripts/reliability/soak.py) and
+FOLDER holds kills.json and rank_kills.json (scripts/reliability/kill.py), soak.json (scripts/reliability/soak.py) and
 figures.jsonl (the tests, with RELIABILITY_FIGURES), as many of them as there are; what they say is
 kept in docs/reliability.json, so that the page can be written again without measuring.
 """

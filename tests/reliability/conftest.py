@@ -1,6 +1,6 @@
 """Figures: what a reliability test counted, kept for docs/reliability.md when somebody asks.
 
-RELIABILITY_CASES is how many cases each kind of fuzzing tries: a few hundred unless it says more.
+RELIABILITY_CASES is how many cases each kind of fuzzing tries: 60 unless it says more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 Figure = Callable[..., None]
-CASES = int(os.environ.get("RELIABILITY_CASES", "200"))
+CASES = int(os.environ.get("RELIABILITY_CASES", "60"))
 
 
 @pytest.fixture
@@ -37,12 +37,6 @@ def figure(request: pytest.FixtureRequest) -> Figure:
                 file.write(json.dumps(row) + "\n")
 
     return record
-
-
-@pytest.fixture(scope="session")
-def cases() -> int:
-    """How many cases of one kind to try."""
-    return CASES
 
 
 # ---- for the tests of caches, which import torch: not before the environment is set

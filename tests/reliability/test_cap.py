@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from PIL import Image
 from safetensors import safe_open
 
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.captions import MAX_CAPTION_CHARACTERS
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan
 from lora_trainer.training import loop
-from tests.fakes.runs import Toy, events, toy, trajectory
-from tests.fakes.studio import Studio, few_objects, studio_in
+from tests.fakes.runs import events, toy, trajectory
+from tests.fakes.studio import Studio
 
 Figure = Callable[..., None]
 QUIET: dict[str, Any] = {
@@ -31,30 +29,7 @@ QUIET: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    signal.alarm(30)
-    yield
-    signal.alarm(0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _little_garbage() -> Iterator[None]:
-    with few_objects():
-        yield
-
-
-@pytest.fixture
-def studio(tmp_path: Path) -> Studio:
-    return studio_in(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    """The undisturbed run."""
-    place = toy(tmp_path_factory.mktemp("cap")).with_base()
-    assert place.train(**QUIET) == 0
-    return place
+pytestmark = pytest.mark.usefixtures("little_garbage", "no_hang")
 
 
 def draw(path: Path, seed: int | str) -> None:
@@ -81,8 +56,7 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("trigger", [None, "sks"])
-@pytest.mark.parametrize("folder", ["", "3_red fox"])
+@pytest.mark.parametrize(("folder", "trigger"), [("", None), ("3_red fox", "sks")])
 def test_cap_01_what_is_empty_is_the_folders_name_or_the_trigger_and_counted(
     folder: str, trigger: str | None, tmp_path: Path, figure: Figure
 ) -> None:
@@ -143,19 +117,17 @@ def test_cap_03_a_megabyte_is_cut_and_the_count_of_what_is_lost_told(tmp_path: P
     draw(tmp_path / "a.png", 1)
     (tmp_path / "a.txt").write_text("cat, " * 200_000)
     dataset = scanned(tmp_path)
-    assert len(dataset.records[0].caption) <= MAX_CAPTION_CHARACTERS
+    assert len(dataset.records[0].caption) <= 10_000
     (finding,) = [row for row in dataset.findings if row.code == "CAP-02"]
     assert finding.what == "has 999,999 characters; the last 989,999 are left out"
 
 
-@pytest.mark.parametrize("words", [100, 500, 5000])
-def test_cap_03_more_tokens_than_are_read_are_counted(studio: Studio, words: int) -> None:
-    (studio.folder / "p1.txt").write_text("ab " * words)
+def test_cap_03_more_tokens_than_are_read_are_counted(studio: Studio) -> None:
+    (studio.folder / "p1.txt").write_text("ab " * 500)
     studio.encode()
     (problem,) = studio.problems()
     assert (problem["severity"], problem["code"]) == ("note", "CAP-03")
-    tokens = int(problem["what"].split()[3])
-    assert min(words, MAX_CAPTION_CHARACTERS // 3) <= tokens
+    assert int(problem["what"].split()[3]) >= 500
     assert "there is room for 75" in problem["what"]
 
 
@@ -192,9 +164,9 @@ def test_cap_04_hostile_texts_are_kept_as_text_and_shown_escaped(
 
 
 def test_cap_05_a_run_goes_on_with_its_snapshot_and_the_next_encodes_what_changed(
-    place: Toy, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    mine = toy(tmp_path)  # the same images and captions, to be edited
+    mine = toy(tmp_path).with_base()
     real, steps = loop.judge_step, 0
     picture = mine.dataset / "p0.png"
 
@@ -212,11 +184,11 @@ def test_cap_05_a_run_goes_on_with_its_snapshot_and_the_next_encodes_what_change
         return real(*args, **options)
 
     line = {**QUIET, "data__validation_fraction": 0.0}
-    assert place.train("--name", "undisturbed", **line) == 0
+    assert mine.train("--name", "undisturbed", **line) == 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "judge_step", edit)
-        assert mine.with_base().train(**line) == 0
-    assert trajectory(mine.run) == trajectory(place.runs / "undisturbed")
+        assert mine.train(**line) == 0
+    assert trajectory(mine.run) == trajectory(mine.runs / "undisturbed")
     assert mine.train("--name", "next", **line) == 0
     (cached,) = events(mine.runs / "next", "cached")
     assert (cached["latents"], cached["texts"]) == (1, 1), "the empty caption was there"

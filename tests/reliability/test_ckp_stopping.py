@@ -21,19 +21,25 @@ from lora_trainer.reporting.status import read_status
 from lora_trainer.run import train as run_module
 from lora_trainer.run.prepare import Request
 from lora_trainer.run.train import StopFlag, TrainRequest, train
-from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
+from tests.fakes.runs import STEPS, Toy, events, toy, trajectory
 
 Moment = Callable[[Event], bool]
-MOMENTS: dict[str, tuple[Moment, int]] = {
-    "in a step": (lambda event: event.kind == "step" and event.fields["step"] == 3, 3),
-    "while saving": (lambda event: event.kind == "saved" and event.fields["step"] == 2, 3),
-    "while sampling": (lambda event: phase(event, "sample") and event.fields["step"] == 3, 4),
-    "in a validation": (
-        lambda event: event.kind == "validation" and event.fields["step"] == 3,
-        4,
+MOMENTS: dict[str, tuple[int, int, Moment, int]] = {
+    "in a step": (
+        signal.SIGHUP,
+        143,
+        lambda event: event.kind == "step" and event.fields["step"] == 3,
+        3,
     ),
-    "before the first step": (lambda event: phase(event, "train"), 1),
+    "while saving": (
+        signal.SIGTERM,
+        143,
+        lambda event: event.kind == "saved" and event.fields["step"] == 2,
+        3,
+    ),
+    "before the first step": (signal.SIGINT, 130, lambda event: phase(event, "train"), 1),
 }
+"""The signal, the exit code, when it comes, and the first step at which the run may end."""
 
 
 def phase(event: Event, name: str) -> bool:
@@ -78,53 +84,39 @@ def signals_at(moment: Moment, *numbers: int) -> Callable[[Event], None]:
     return listener
 
 
-@pytest.mark.parametrize(
-    ("when", "number", "code"),
-    [
-        *((when, signal.SIGTERM, 143) for when in MOMENTS),
-        ("in a step", signal.SIGINT, 130),
-        ("in a step", signal.SIGHUP, 143),
-    ],
-)
-def test_ckp_07_one_signal_saves_and_the_run_goes_on_to_the_same_bits(
-    when: str, number: int, code: int, place: Toy
+@pytest.mark.parametrize("when", MOMENTS)
+def test_ckp_07_one_signal_saves_whole_steps_and_copies_of_it_count_once(
+    when: str, place: Toy
 ) -> None:
-    moment, step = MOMENTS[when]
-    name = f"{when}-{code}-{number}".replace(" ", "-")
-    listener = Steps(signals_at(moment, number))
+    """A terminal signals the whole group, and launchers forward it. What was saved goes on: test_ckp_resume.py."""
+    number, code, moment, step = MOMENTS[when]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
     with pytest.raises(StoppedBySignal) as stopped:
-        train(asked(place, name), listeners=(listener,))
-    run = place.runs / name
+        train(asked(place, when), listeners=(signals_at(moment, *[number] * 5),))
+    run = place.runs / when
     assert stopped.value.exit_code == code
     assert (read_status(run).state, read_status(run).exit_code) == ("stopped", code)
     state = load_newest(run / "states", events=None)
     assert state is not None
     assert state.step in (step, step + 1), "at the end of the step in which it came"
-    assert state.step == trajectory(run)[-1][0]
-    train(asked(place, name, resume=True))
-    assert trajectory(run) == trajectory(place.run)
-    for file in ("adapter.safetensors", "optim.safetensors", "state.json"):
-        assert (last_state(run) / file).read_bytes() == (last_state(place.run) / file).read_bytes()
-    assert events(run, "validation") != []
-
-
-class Steps:
-    """Adds the step that is being worked on to the phases, which do not say it."""
-
-    def __init__(self, listener: Callable[[Event], None]) -> None:
-        self.listener, self.step = listener, 0
-
-    def __call__(self, event: Event) -> None:
-        self.step = event.fields.get("step", self.step)
-        fields = {**event.fields, "step": self.step}
-        self.listener(Event(kind=event.kind, fields=fields, time_s=event.time_s))
+    assert trajectory(run) == trajectory(place.run)[: state.step]
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert not [t for t in threading.enumerate() if t.name == "lora-train-signals"]
 
 
 def test_ckp_07_samples_do_not_hold_up_a_stop(place: Toy) -> None:
-    listener = Steps(signals_at(MOMENTS["while sampling"][0], signal.SIGTERM))
+    images: list[Event] = []
+
+    def at_step_3(event: Event) -> bool:
+        images.extend([event] if event.kind == "sample" else [])
+        return bool(images) and phase(event, "sample")
+
+    prompts = ["a toy", "another"]
     with pytest.raises(StoppedBySignal):
         train(
-            asked(place, "unsampled", sampling__prompts=["a toy", "another"]), listeners=(listener,)
+            asked(place, "unsampled", sampling__prompts=prompts),
+            listeners=(signals_at(at_step_3, signal.SIGTERM),),
         )
     run = place.runs / "unsampled"
     assert [row["step"] for row in events(run, "sample")] == [0, 3]
@@ -134,10 +126,8 @@ def test_ckp_07_samples_do_not_hold_up_a_stop(place: Toy) -> None:
     assert any(note.startswith("asked to stop: finishing the step") for note in notes)
 
 
-@pytest.mark.parametrize("done", [0, 1, 4])
-def test_ckp_07_caching_stops_between_two_items_and_keeps_them(
-    done: int, place: Toy, tmp_path: Path
-) -> None:
+def test_ckp_07_caching_stops_between_two_items_and_keeps_them(place: Toy, tmp_path: Path) -> None:
+    done = 4
     cache = {"data__cache_dir": str(tmp_path / "cache")}
     moment: Moment = lambda event: phase(event, "cache") and event.fields["done"] == done  # noqa: E731
     with pytest.raises(StoppedBySignal, match=f"stopped while caching, {done} of ") as stopped:
@@ -153,18 +143,6 @@ def test_ckp_07_caching_stops_between_two_items_and_keeps_them(
     (cached,) = events(run, "cached")
     assert cached["found"] == done
     assert trajectory(run) == trajectory(place.run)
-
-
-def test_ckp_07_copies_of_a_signal_are_one_and_handlers_are_given_back(place: Toy) -> None:
-    """A terminal signals the whole group, and launchers forward it."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
-    copies = signals_at(MOMENTS["in a step"][0], *[signal.SIGINT] * 5)
-    with pytest.raises(StoppedBySignal):
-        train(asked(place, "copies"), listeners=(copies,))
-    assert last_state(place.runs / "copies").name == "step-00000003"
-    assert [signal.getsignal(number) for number in numbers] == before
-    assert not [t for t in threading.enumerate() if t.name == "lora-train-signals"]
 
 
 def test_ckp_07_a_third_signal_quits_though_the_disk_does_not_answer(
@@ -211,6 +189,3 @@ def test_ckp_07_a_third_signal_quits_though_the_disk_does_not_answer(
         writer.join()
     said = [row["what"] for row in read_jsonl(run / "problems.jsonl")]
     assert any(what.startswith("still saving; a third signal quits") for what in said)
-    monkeypatch.undo()
-    train(asked(place, "third", resume=True))
-    assert trajectory(run) == trajectory(place.run)

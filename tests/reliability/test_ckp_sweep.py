@@ -10,8 +10,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,10 +21,10 @@ from lora_trainer.cache.store import Cache
 from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import read_jsonl
-from lora_trainer.common.files import CappedFolder, json_bytes, read_json_object, write_atomic
+from lora_trainer.common.files import CappedFolder
 from lora_trainer.families import family
 from lora_trainer.lora_file.write import write_export
-from lora_trainer.run.run_folder import RUN_FILE, RunFolder, cut_events
+from lora_trainer.run.run_folder import RunFolder, cut_events
 from tests.fakes.adapters import export_info, read_back, small_adapter
 from tests.fakes.disk import Disk, Killed, operations_of
 from tests.fakes.states import bits, loaded_step, save_state, state_at
@@ -32,6 +32,7 @@ from tests.fakes.states import bits, loaded_step, save_state, state_at
 Figure = Callable[..., None]
 FAMILY = family("sd15")
 KEY = text_key(text="a cat", encoder_identity="encoder", max_tokens=77, content="fp32")
+ERRORS = [errno.EIO, errno.ENOSPC, errno.EACCES, errno.EPERM]
 
 
 @pytest.fixture(scope="module")
@@ -42,31 +43,6 @@ def two_states(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ERRORS = [errno.EIO, errno.ENOSPC, errno.EACCES, errno.EPERM]
-Faulty = Callable[[int, BaseException, bool], tuple[Path, bool]]
-
-
-@pytest.fixture
-def save_300_with_fault(two_states: Path, tmp_path: Path) -> Faulty:
-    """Return a function that saves step 300 over states 100 and 200 on a disk with one fault.
-
-    It returns the folder and whether step 300 was published when the fault struck.
-    """
-
-    def save(at: int, error: BaseException, after: bool) -> tuple[Path, bool]:
-        folder = tmp_path / f"{at}-{after}"
-        shutil.copytree(two_states, folder)
-        with (
-            pytest.raises((Killed, MachineError)) as raised,
-            Disk(at=at, error=error, after=after).in_use(),
-        ):
-            save_state(folder, state_at(300), keep=2)
-        assert isinstance(raised.value, Killed) == isinstance(error, Killed)
-        return folder, (folder / "step-00000300").exists()
-
-    return save
-
-
 @pytest.fixture(scope="module")
 def operations(two_states: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
     folder = tmp_path_factory.mktemp("count") / "states"
@@ -74,75 +50,74 @@ def operations(two_states: Path, tmp_path_factory: pytest.TempPathFactory) -> in
     return operations_of(lambda: save_state(folder, state_at(300), keep=2))
 
 
+def save_300_with_fault(folder: Path, disk: Disk) -> bool:
+    """Save step 300 over states 100 and 200; return whether it was published when the fault struck."""
+    with pytest.raises((Killed, MachineError)) as raised, disk.in_use():
+        save_state(folder, state_at(300), keep=2)
+    assert isinstance(raised.value, Killed) == isinstance(disk.error, Killed)
+    return (folder / "step-00000300").exists()
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_ckp_02_a_kill_at_any_operation_leaves_the_old_or_the_new_state(
-    operations: int, save_300_with_fault: Faulty, after: bool, figure: Figure
+    operations: int, two_states: Path, tmp_path: Path, after: bool, figure: Figure
 ) -> None:
     outcomes = []
     for at in range(operations):
-        folder, was_published = save_300_with_fault(at, Killed(), after)
+        folder = shutil.copytree(two_states, tmp_path / f"{at}")
+        was_published = save_300_with_fault(folder, Disk(at=at, error=Killed(), after=after))
         assert loaded_step(folder) == (300 if was_published else 200)
         outcomes.append(was_published)
         save_state(folder, state_at(300), keep=2)
         assert loaded_step(folder) == 300
-        assert [path.name for path in sorted(folder.glob("step-*"))] == [
-            "step-00000200",
-            "step-00000300",
-        ]
+        names = sorted(path.name for path in folder.glob("step-*"))
+        assert names == ["step-00000200", "step-00000300"]
     assert operations >= 30
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {False, True}, "kills before and after the rename were tried"
     figure("io_kills", tried=operations, survived=len(outcomes))
 
 
-@pytest.mark.parametrize("code", ERRORS)
-@pytest.mark.parametrize("after", [False, True])
 def test_ckp_03_an_error_at_any_operation_is_reported_and_harms_nothing(
-    operations: int, save_300_with_fault: Faulty, after: bool, code: int, figure: Figure
+    operations: int, two_states: Path, tmp_path: Path, figure: Figure
 ) -> None:
     for at in range(operations):
-        folder, was_published = save_300_with_fault(at, OSError(code, os.strerror(code)), after)
+        folder = shutil.copytree(two_states, tmp_path / f"{at}")
+        code = ERRORS[at % len(ERRORS)]
+        disk = Disk(at=at, error=OSError(code, os.strerror(code)), after=at % 3 == 0)
+        was_published = save_300_with_fault(folder, disk)
+        assert not list(folder.glob(".tmp-*")), "the unfinished state is removed"
         assert loaded_step(folder) == (300 if was_published else 200)
     figure("io_errors", tried=operations, survived=operations)
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_ckp_02_a_kill_during_the_first_save_ever(tmp_path: Path, after: bool) -> None:
-    count = operations_of(lambda: save_state(tmp_path / "whole" / "states", state_at(1), keep=2))
-    for at in range(count):
-        folder = tmp_path / f"run{at}" / "states"
-        with pytest.raises(Killed), Disk(at=at, error=Killed(), after=after).in_use():
-            save_state(folder, state_at(1), keep=2)
-        assert loaded_step(folder) == (1 if (folder / "step-00000001").exists() else None)
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_ckp_02_a_kill_while_the_only_state_is_replaced(tmp_path: Path, after: bool) -> None:
-    """Saving a step again must not have a moment in which neither version exists."""
+@pytest.mark.parametrize("first", [True, False], ids=["first ever", "the only one is replaced"])
+def test_ckp_02_a_kill_leaves_no_moment_without_a_state(first: bool, tmp_path: Path) -> None:
     old, new = state_at(1), state_at(1, seed=99)
 
     def prepared(name: str) -> Path:
-        save_state(tmp_path / name, old, keep=2)
-        return tmp_path / name
+        if not first:
+            save_state(tmp_path / name / "states", old, keep=2)
+        return tmp_path / name / "states"
 
     whole = prepared("whole")
     seen = set()
     for at in range(operations_of(lambda: save_state(whole, new, keep=2))):
         folder = prepared(f"kill{at}")
-        with pytest.raises(Killed), Disk(at=at, error=Killed(), after=after).in_use():
+        with pytest.raises(Killed), Disk(at=at, error=Killed(), after=at % 2 == 0).in_use():
             save_state(folder, new, keep=2)
-        found = bits(load_newest(folder, events=None))
-        assert found in (bits(old), bits(new))
-        assert bits(load_newest(folder, events=None)) == found, "it is still on the disk"
-        seen.add(found == bits(new))
-        assert {path.name for path in folder.iterdir()} <= {"step-00000001", "log.jsonl"}
+        found = load_newest(folder, events=None)
+        assert bits(found) in (bits(None if first else old), bits(new))
+        assert bits(load_newest(folder, events=None)) == bits(found), "it is still on the disk"
+        seen.add(bits(found) == bits(new))
+        left = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        assert left <= {"step-00000001", "log.jsonl"}
     assert seen == {False, True}
 
 
-@pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "Input/output error")])
 def test_ckp_02_03_a_fault_while_loading_loses_nothing(
-    two_states: Path, tmp_path: Path, error: BaseException, after: bool
+    two_states: Path, tmp_path: Path, error: BaseException
 ) -> None:
     """The newest state is damaged and leftovers lie about; loading is stopped at each operation."""
 
@@ -159,7 +134,7 @@ def test_ckp_02_03_a_fault_while_loading_loses_nothing(
     assert count >= 8
     for at in range(count):
         folder = prepared(f"fault{at}")
-        with Disk(at=at, error=error, after=after).in_use():
+        with Disk(at=at, error=error, after=at % 2 == 0).in_use():
             try:
                 found = load_newest(folder, events=None)
             except Killed:
@@ -172,8 +147,7 @@ def test_ckp_02_03_a_fault_while_loading_loses_nothing(
 # ---- the other writers: a file that is replaced, seen by whoever reads it next
 
 
-@dataclass(frozen=True, kw_only=True)
-class Writer:
+class Writer(NamedTuple):
     """Writes version 0 or 1 of something into a folder; `read` says which is there, None: nothing."""
 
     write: Callable[[Path, int], object]
@@ -218,15 +192,6 @@ def read_adapter(folder: Path) -> int | None:
     return equal.index(True)
 
 
-def write_record(folder: Path, version: int) -> None:
-    write_atomic(folder / RUN_FILE, json_bytes({"version": version}))
-
-
-def read_record(folder: Path) -> int | None:
-    file = folder / RUN_FILE
-    return int(read_json_object(file)["version"]) if file.exists() else None
-
-
 def write_log(folder: Path, version: int) -> None:
     """A resume drops what came after its state; version 0 is the whole log, 1 the shortened one."""
     if version == 0:
@@ -242,77 +207,53 @@ def read_log(folder: Path) -> int | None:
 
 
 WRITERS = {
-    "cache entry": Writer(write=write_cache, read=read_cache),
-    "export": Writer(write=write_adapter, read=read_adapter),
-    "run.json": Writer(write=write_record, read=read_record),
-    "events.jsonl": Writer(write=write_log, read=read_log),
+    "cache entry": Writer(write_cache, read_cache),
+    "export": Writer(write_adapter, read_adapter),
+    "events.jsonl": Writer(write_log, read_log),
 }
 
 
-CASES = [
-    pytest.param(name, first, id=f"{name}, {'new' if first else 'replaced'}")
-    for name in WRITERS
-    for first in (False, True)
-    if not (first and name == "events.jsonl")  # a log that is not there is not cut
-]
-
-
-def faulted(writer: Writer, folder: Path, *, first: bool, disk: Disk) -> None:
-    """Write on a disk with a fault; `first`: there was nothing before."""
-    folder.mkdir()
-    if not first:
-        writer.write(folder, 0)
-    with disk.in_use():
-        try:
-            writer.write(folder, 1)
-        except (Killed, MachineError):
-            return
-        assert disk.error is None, "the fault was not noticed"
-
-
-@pytest.mark.parametrize(("name", "first"), CASES)
-def test_ckp_02_a_kill_leaves_each_file_as_it_was_or_as_it_should_be(
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("cache entry", False), ("cache entry", True), ("export", False), ("events.jsonl", False)],
+)
+def test_ckp_02_03_a_fault_leaves_each_file_as_it_was_or_as_it_should_be(
     name: str, first: bool, tmp_path: Path, figure: Figure
 ) -> None:
+    """A kill, and an error, which is one line, at each operation; `first`: there was nothing before."""
     writer = WRITERS[name]
-    counting = Disk()
-    faulted(writer, tmp_path / "count", first=first, disk=counting)
+
+    def begun(folder: Path) -> Path:
+        folder.mkdir()
+        if not first:
+            writer.write(folder, 0)
+        return folder
+
+    whole = begun(tmp_path / "count")
+    count = operations_of(lambda: writer.write(whole, 1))
     seen = set()
-    for at in range(counting.count):
+    for at in range(count):
         for after in (False, True):
-            folder = tmp_path / f"{at}-{after}"
-            faulted(writer, folder, first=first, disk=Disk(at=at, error=Killed(), after=after))
+            folder = begun(tmp_path / f"{at}-{after}")
+            with pytest.raises(Killed), Disk(at=at, error=Killed(), after=after).in_use():
+                writer.write(folder, 1)
             found = writer.read(folder)
             assert found in ((None, 1) if first else (0, 1))
             seen.add(found)
             writer.write(folder, 1)
             assert writer.read(folder) == 1, "what a kill left is no obstacle"
+        folder = begun(tmp_path / f"{at}")
+        error = OSError(ERRORS[at % len(ERRORS)], os.strerror(ERRORS[at % len(ERRORS)]))
+        try:
+            with Disk(at=at, error=error).in_use():
+                writer.write(folder, 1)
+        except MachineError as told:
+            assert str(error.strerror) in told.found
+            assert writer.read(folder) in ((None, 1) if first else (0, 1))
+        else:
+            assert writer.read(folder) == 1, "only what did not matter may pass"
+        left = [path for path in folder.rglob(".tmp-*") if at < count - 1]
+        assert not left, "the temporary file is removed"
     assert len(seen) == 2, "kills before and after the moment that counts were tried"
-    figure("io_kills", tried=2 * counting.count, survived=2 * counting.count)
-
-
-@pytest.mark.parametrize(("name", "first"), CASES)
-def test_ckp_03_an_error_is_one_line_and_leaves_each_file_whole(
-    name: str, first: bool, tmp_path: Path, figure: Figure
-) -> None:
-    writer = WRITERS[name]
-    counting = Disk()
-    faulted(writer, tmp_path / "count", first=first, disk=counting)
-    for at in range(counting.count):
-        for code in ERRORS:
-            folder = tmp_path / f"{at}-{code}"
-            folder.mkdir()
-            if not first:
-                writer.write(folder, 0)
-            error = OSError(code, os.strerror(code))
-            try:
-                with Disk(at=at, error=error).in_use():
-                    writer.write(folder, 1)
-            except MachineError as told:
-                assert os.strerror(code) in told.found
-                assert writer.read(folder) in ((None, 1) if first else (0, 1))
-            else:
-                assert writer.read(folder) == 1, "only what did not matter may pass"
-            left = [path for path in folder.rglob(".tmp-*") if at < counting.count - 1]
-            assert not left, "the temporary file is removed"
-    figure("io_errors", tried=4 * counting.count, survived=4 * counting.count)
+    figure("io_kills", tried=2 * count, survived=2 * count)
+    figure("io_errors", tried=count, survived=count)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
 import resource
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,12 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError
@@ -36,19 +31,15 @@ from lora_trainer.config.config import build_config, flatten, parse_assignment, 
 from lora_trainer.config.inputs import BaseSettings, DataSettings
 from lora_trainer.config.layers import read_settings_file
 from lora_trainer.config.running import Config
-from lora_trainer.dataset.caption_tables import read_table
 from lora_trainer.dataset.captions import read_caption_file
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.scan import scan
 from lora_trainer.families.locate import describe
-from lora_trainer.lora_file.header import open_checked
-from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.reporting.history import read_history
 from lora_trainer.reporting.report import write_report
-from lora_trainer.reporting.status import read_status
 from lora_trainer.run.run_folder import claim, create, cut_events, last_step, read_run
 from tests.fakes.family_bases import base_of
-from tests.fakes.mutations import damaged_header, damaged_json, mutated
+from tests.fakes.mutations import damaged_json, mutated
 from tests.fakes.run_folder import fake_run
 from tests.reliability.conftest import CASES
 
@@ -56,12 +47,10 @@ Figure = Callable[..., None]
 Case = Callable[[random.Random], None]
 CPU_LIMIT_S = 2.0
 MEMORY_LIMIT_KIB = 200_000
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
 @pytest.fixture(autouse=True)
 def _no_hang() -> Iterator[None]:
-    """A case that hangs ends the run of the tests, however many cases were asked for."""
     signal.alarm(100 + CASES // 5)
     yield
     signal.alarm(0)
@@ -189,16 +178,7 @@ def test_cfg_05_fuzz_run_json(tmp_path: Path, fuzz: Any) -> None:
 
 def test_cap_fuzz_captions(fuzz: Any) -> None:
     text = "zorble, a small toy, d\u00fcnn \u2018quoted\u2019 \u5c0f\u3055\u3044 \U0001f600"
-    encodings = [
-        "utf-8",
-        "utf-8-sig",
-        "utf-16",
-        "utf-32",
-        "utf-7",
-        "gb18030",
-        "shift_jis",
-        "cp1252",
-    ]
+    encodings = ["utf-8", "utf-8-sig", "utf-16", "utf-32", "gb18030", "shift_jis", "cp1252"]
 
     def case(draw: random.Random) -> None:
         data = mutated(text.encode(draw.choice(encodings), "ignore"), draw)
@@ -206,23 +186,6 @@ def test_cap_fuzz_captions(fuzz: Any) -> None:
         assert found == " ".join(found.split())
         assert "\0" not in found
         found.encode()
-
-    fuzz(InputError, case)
-
-
-def test_cap_fuzz_metadata_lines(fuzz: Any) -> None:
-    def case(draw: random.Random) -> None:
-        rows = [{"file_name": f"{index}.png", "text": f"toy {index}"} for index in range(5)]
-        whole = [json.dumps(row).encode() for row in rows]
-        lines = [*whole]
-        at = draw.randrange(5)
-        # A damaged line is on its own: it may say less or other things, not the others' captions.
-        lines[at] = damaged_json(rows[at], draw).replace(b"\n", b" ").replace(b"\r", b" ")
-        found = read_table("metadata.jsonl", b"\n".join(lines))[0]
-        if lines[0].startswith((b"\xff\xfe", b"\xfe\xff")):  # the mark of another encoding
-            return
-        others = {f"{index}.png": f"toy {index}" for index in range(5) if index != at}
-        assert {name: found.get(name) for name in others} == others or len(found) >= 4
 
     fuzz(InputError, case)
 
@@ -322,62 +285,10 @@ def test_trn_05_fuzz_event_logs(tmp_path: Path, fuzz: Any) -> None:
     fuzz(LoraTrainError, case)
 
 
-def test_sec_05_fuzz_status(tmp_path: Path, fuzz: Any) -> None:
-    row = {"state": "training", "pid": os.getpid(), "pid_started_s": 1.0, "name": "toy", "step": 3}
-    row |= {"steps": 9, "message": "", "heartbeat_s": 2.0, "exit_code": None}
-
-    def case(draw: random.Random) -> None:
-        of_a_file(tmp_path / "status.json", damaged_json(row, draw))
-        ended = {"finished", "stopped", "failed"}
-        assert read_status(tmp_path).state in ended | {"running", "interrupted"}
-
-    fuzz(InputError, case)
-
-
 # ---- models and adapters
 
 
-def test_mod_02_fuzz_headers_of_base_models(tmp_path: Path, fuzz: Any) -> None:
-    files = [
-        file.read_bytes()
-        for name in ("sd15", "flux")
-        for file in base_of(name).rglob("*.safetensors")
-        if file.stat().st_size < 200_000
-    ]
-
-    def case(draw: random.Random) -> None:
-        file = of_a_file(tmp_path / "model.safetensors", damaged_header(draw.choice(files), draw))
-        describe(BaseSettings(model=str(file), companion=str(base_of("sd15"))))
-
-    fuzz(InputError, case)
-
-
-def test_mod_02_fuzz_headers_of_adapters(tmp_path: Path, fuzz: Any) -> None:
-    stem = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
-    tensors = {
-        f"{stem}.lora_down.weight": torch.ones(4, 8),
-        f"{stem}.lora_up.weight": torch.ones(8, 4),
-        f"{stem}.alpha": torch.tensor(4.0),
-    }
-    metadata = {"ss_network_dim": "4", "ss_network_alpha": "4.0", "ss_base_model_version": "sd_v1"}
-    good = save(tensors, metadata=metadata)
-
-    def case(draw: random.Random) -> None:
-        data = damaged_header(good, draw)
-        file = of_a_file(tmp_path / "style.safetensors", data)
-        json.dumps(inspect_file(file).to_json(), allow_nan=False)
-        with open_checked(file) as opened:
-            entries = {entry.key: entry.shape for entry in opened.entries}
-        try:
-            loaded = load(data)
-        except (SafetensorError, KeyError):  # a dtype that only one of the two knows
-            return
-        assert {key: tuple(tensor.shape) for key, tensor in loaded.items()} == entries
-
-    fuzz(InputError, case)
-
-
-@pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3", "flux", "qwen"])
+@pytest.mark.parametrize("name", ["sd15", "flux"])
 def test_mod_04_fuzz_configurations_of_base_models(name: str, tmp_path: Path, fuzz: Any) -> None:
     folder = tmp_path / "base"
     shutil.copytree(base_of(name), folder)
@@ -402,27 +313,12 @@ def test_mod_04_fuzz_configurations_of_base_models(name: str, tmp_path: Path, fu
 # ---- images
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_img_fuzz_images(kind: str, tmp_path: Path, fuzz: Any) -> None:
-    whole = picture_bytes(kind)
+def test_img_fuzz_images(tmp_path: Path, fuzz: Any) -> None:
+    whole = [picture_bytes(kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
 
     def case(draw: random.Random) -> None:
-        file = of_a_file(tmp_path / f"a.{kind.lower()}", mutated(whole, draw))
+        file = of_a_file(tmp_path / "a.png", mutated(draw.choice(whole), draw))
         found = decode(file, settings=DataSettings()).image
         assert found.mode == "RGB" and min(found.size) > 0
 
     fuzz(InputError, case)
-
-
-def test_limits_are_noticed(fuzz: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness itself: a crash and a case over the limit are told (and are no figures)."""
-    monkeypatch.delenv("RELIABILITY_FIGURES", raising=False)
-
-    def crash(draw: random.Random) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(AssertionError, match="ZeroDivisionError"):
-        fuzz(InputError, crash)
-    monkeypatch.setattr(sys.modules[__name__], "CPU_LIMIT_S", -1.0)
-    with pytest.raises(AssertionError, match="slow cases"):
-        fuzz(InputError, lambda draw: None)

