@@ -36,6 +36,7 @@ def test_variants_differ_in_one_setting_from_the_plan_and_are_compared_with_it(
         return bench_module.BenchRow(**row, images_per_s=speed, peak_bytes=1 << 30)
 
     monkeypatch.setattr(bench_module, "_measure", measure)
+    monkeypatch.setenv("COLUMNS", "120")
     batches = {"train__batch_size": 6, "memory__micro_batch": 2}
     assert main.run(arguments(place, "--json", **batches)) == 0
     first, *others = json.loads(capsys.readouterr().out)
@@ -44,11 +45,13 @@ def test_variants_differ_in_one_setting_from_the_plan_and_are_compared_with_it(
     tried = [each["settings"].get("memory.micro_batch") for each in others]
     assert [value for value in tried if value] == [1, 4, 6], "2 is what is planned"
     sides = [each["settings"].get("data.resolution") for each in others]
-    assert [side for side in sides if side] == [8], "smaller, and a bucket's side"
+    assert [side for side in sides if side] == [8, 12], "smaller, and sides of buckets"
     assert main.run(arguments(place, "--only", "memory.micro_batch", **batches)) == 0
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert "1.00x" in lines[1] and "1.00 GiB" in lines[1] and "2.00x" in lines[2]
-    assert lines[-1] == "memory.micro_batch=6: error: no memory"
+    table = capsys.readouterr().out
+    rows = {line.split("  ")[0]: line for line in table.splitlines()}
+    assert "1.00x" in rows["as planned"] and "1.00 GiB" in rows["as planned"]
+    assert "2.00x" in rows["memory.micro_batch=1"]
+    assert table.rstrip().endswith("memory.micro_batch=6: error: no memory")
 
 
 def test_rows_are_what_trainings_of_their_own_measured(

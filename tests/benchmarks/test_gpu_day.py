@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from benchmarks.gpu_day.cases import SLICES, Case, Slice
 from benchmarks.gpu_day.results import Origin, Results
 from benchmarks.gpu_day.runner import Runner
 from benchmarks.gpu_day.verdicts import OPTIONS, Verdict, verdicts
-from benchmarks.wheels import closure, keep_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -204,28 +202,3 @@ def test_a_case_that_ends_its_process_is_written_down_and_the_next_are_done(tmp_
     found = run_with(tmp_path / "b", "broken", "first", "last", limit_s=60)
     assert [row["status"] for row in found.values()] == ["failed", "failed"]
     assert "no module named so" in found["first"]["error"]
-
-
-def test_wheels_leave_out_what_is_there(tmp_path: Path) -> None:
-    needed = closure(["pydantic>=2"], without={}, installed={"annotated-types": "0.7.0"})
-    assert "pydantic" in needed and "annotated-types" not in needed
-    assert "pydantic" in closure(["pydantic>=2"], without={}, installed={"pydantic": "1.10"})
-    own = closure(["torch"], without={})  # its own packages come with it, built for the GPU there
-    others = closure(["diffusers", "peft"], without=own)
-    assert {"torch", "sympy"} <= set(own) and not set(own) & set(others)
-    assert {"diffusers", "peft", "safetensors", "numpy"} <= set(others)
-    wheel = tmp_path / "bitsandbytes-1-py3-none-any.whl"
-    names = ["code.py", "lib_cuda128.so", "lib_cuda130.so", "lib_cpu.so", "lib_rocm70.so"]
-    record = "bitsandbytes-1.dist-info/RECORD"
-    with zipfile.ZipFile(wheel, "w") as file:
-        for name in names:
-            file.writestr(name, name)
-        file.writestr(record, "".join(f"{name},sha256=x,1\n" for name in names))
-    with pytest.raises(SystemExit, match="no kernels for CUDA 12.6"):
-        keep_kernels(wheel, cuda="12.6")
-    keep_kernels(wheel, cuda="13.0")
-    with zipfile.ZipFile(wheel) as file:
-        kept = {"code.py", "lib_cuda130.so", "lib_cpu.so"}
-        assert set(file.namelist()) == {*kept, record}
-        listed = file.read(record).decode().splitlines()
-        assert {line.partition(",")[0] for line in listed} == kept

@@ -102,17 +102,18 @@ def _fresh_recent(folder: Path) -> list[Any]:
 
 def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = fake_run(tmp_path / "run", steps=50).write()
+    (folder / "run.json").unlink()  # is read again each time
     reader = HistoryReader(folder)
     reader.read()
     parsed: list[str] = []
     loads = json.loads
     monkeypatch.setattr(json, "loads", lambda line: (parsed.append(line), loads(line))[1])
     reader.read()
-    assert [text for text in parsed if text.startswith('{"event"')] == []
+    assert parsed == []
     with (folder / "events.jsonl").open("ab") as file:
         file.write(b'{"event": "step", "step": 51, "loss": 0.5}\n{"event": "st')
     assert reader.read().steps[-1].loss == 0.5
-    assert len([text for text in parsed if text.startswith('{"event"')]) == 1, "a torn line is none"
+    assert len(parsed) == 1, "a line that has no end is none yet"
 
 
 def test_a_resume_that_rewrites_the_file_forgets_the_steps_after_it(tmp_path: Path) -> None:

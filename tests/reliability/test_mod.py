@@ -7,9 +7,8 @@ import pickle
 import shutil
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
-from lora_trainer.common.errors import InputError, LoraTrainError
+from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.locate import locate
@@ -259,31 +258,3 @@ def test_mod_06_a_hub_that_refuses_is_one_line_and_no_token() -> None:
     assert all(row.startswith(("3 ", "4 ")) and "Fix: " in row for row in rows.values()), rows
     assert "the Hub answers 429" in rows["a/429"] and "not the Hub" in rows["a/odd"]
     assert "SECRET" not in done.stdout + done.stderr
-
-
-def test_mod_06_a_read_only_cache_of_the_hub_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    from lora_trainer.families.hub_files import download
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise PermissionError(30, "Read-only file system", str(tmp_path))
-
-    info = SimpleNamespace(siblings=[], sha=None)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: info)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(LoraTrainError, match="Read-only file system") as caught:
-        download("owner/name", revision=None, without=frozenset())
-    assert "\n" not in str(caught.value)
-
-
-def test_mod_06_a_local_base_needs_no_network(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
-    def refuse(*_: Any, **__: Any) -> Iterator[Any]:
-        raise AssertionError("asked the network")
-
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    assert locate(BaseSettings(model=str(place.base))).family == "sd15"
