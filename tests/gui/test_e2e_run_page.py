@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 from lora_trainer.reporting.control import Control
 from tests.fakes.gui_server import GuiServer
 from tests.fakes.live_runs import until, write_status
+from tests.fakes.queues import until as eventually
 from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, fake_run
 from tests.gui.conftest import NewPage, StartGui
 
@@ -53,14 +53,9 @@ def opened(place: Place, page: Any, run: str) -> Any:
     return page
 
 
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    ends_s = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < ends_s, what
-        time.sleep(0.05)
-
-
-def test_samples_are_enlarged_walked_through_and_compared(page: Any, place: Place) -> None:
+def test_samples_are_enlarged_walked_through_compared_and_the_best_is_kept(
+    page: Any, place: Place
+) -> None:
     opened(place, page, "old%20%26%20%3Cb%3E")
     newest = page.locator(".newest figure").nth(1).locator("button span")
     newest.first.wait_for()
@@ -85,7 +80,6 @@ def test_samples_are_enlarged_walked_through_and_compared(page: Any, place: Plac
         ("ArrowUp", "step 20", 3),
         ("ArrowLeft", "step 20", 2),
         ("ArrowDown", "step 10", 2),
-        ("ArrowDown", "base", 2),
         ("ArrowDown", "base", 2),
         ("ArrowUp", "step 10", 2),
     ):
@@ -114,6 +108,20 @@ def test_samples_are_enlarged_walked_through_and_compared(page: Any, place: Plac
     assert "step-00000000/00.png" in compare.locator("img.a").get_attribute("src")
     page.keyboard.press("Escape")
     compare.wait_for(state="hidden")
+    assert page.get_by_role("link", name="Download the LoRA of step 10").count() == 0, "no file"
+    page.get_by_role("button", name=f"step 20: {PROMPTS[1]}").first.click()
+    page.get_by_role("button", name="Mark this step as the best").click()
+    page.get_by_role("button", name="Marked as the best").first.wait_for()
+    page.keyboard.press("Escape")
+    page.locator("table.sheet th", has_text="step 20").get_by_text("best").wait_for()
+    best = place.runs / "old & <b>" / "old & <b>-best.safetensors"
+    assert best.read_bytes() == b"twenty"
+    page.get_by_role("tab", name="Files and report").click()
+    page.get_by_role("button", name="Mark step 30 as the best").click()
+    page.get_by_text("the best: step 30").wait_for()
+    with page.expect_download() as download:
+        page.get_by_role("link", name=best.name).click()
+    assert Path(download.value.path()).stat().st_size == 3_288_000
 
 
 def test_on_a_phone_no_prompt_covers_a_sample(new_page: NewPage, place: Place) -> None:
@@ -126,27 +134,6 @@ def test_on_a_phone_no_prompt_covers_a_sample(new_page: NewPage, place: Place) -
     shown = page.locator(".sheet-scroll").bounding_box()
     assert prompt["x"] >= shown["x"] - 1
     assert prompt["x"] + prompt["width"] <= shown["x"] + shown["width"] + 1
-
-
-def test_a_star_keeps_the_lora_of_a_step(page: Any, place: Place) -> None:
-    folder = place.runs / "old & <b>"
-    opened(place, page, "old%20%26%20%3Cb%3E")
-    assert page.get_by_role("link", name="Download the LoRA of step 10").count() == 0, "no file"
-    page.get_by_role("button", name=f"step 20: {PROMPTS[1]}").first.click()
-    page.get_by_role("button", name="Mark this step as the best").click()
-    page.get_by_role("button", name="Marked as the best").first.wait_for()
-    page.keyboard.press("Escape")
-    page.locator("table.sheet th", has_text="step 20").get_by_text("best").wait_for()
-    best = folder / "old & <b>-best.safetensors"
-    assert best.read_bytes() == b"twenty"
-    page.get_by_role("tab", name="Files and report").click()
-    page.get_by_text("the best: step 20").wait_for()
-    page.get_by_role("button", name="Mark step 30 as the best").click()
-    page.get_by_text("the best: step 30").wait_for()
-    assert json.loads((folder / "best.json").read_text())["step"] == 30
-    with page.expect_download() as download:
-        page.get_by_role("link", name="old & <b>-best.safetensors").click()
-    assert Path(download.value.path()).stat().st_size == 3_288_000
 
 
 def ask_for_samples(page: Any, live: Path) -> None:
@@ -185,7 +172,7 @@ def test_a_run_is_asked_to_stop_and_the_page_follows_its_files(page: Any, place:
     page.get_by_text("Training.", exact=True).wait_for()
     ask_for_samples(page, live)
     page.get_by_role("button", name="Stop").click()
-    eventually(lambda: Control(live).pending() == {"stop"}, "no request to stop")
+    eventually(lambda: Control(live).pending() == {"stop"})
     page.get_by_text("Asked to stop: the step that runs is finished").wait_for()
     write_status(live, phase="stop")
     Control(live).done("stop")
@@ -223,20 +210,20 @@ def test_the_chart_is_looked_at_more_closely_by_mouse_and_by_keyboard(
     low, high = int(first.input_value()), int(last.input_value())
     assert 8 <= low <= 14 and 18 <= high <= 24
     shown = f"{low} {high}"
-    eventually(lambda: svg.get_attribute("data-x-range") == shown, "the stretch is not shown")
+    eventually(lambda: svg.get_attribute("data-x-range") == shown)
     first.fill("5")
     first.press("Tab")
-    eventually(lambda: svg.get_attribute("data-x-range") == f"5 {high}", "the field does nothing")
+    eventually(lambda: svg.get_attribute("data-x-range") == f"5 {high}")
     chart.get_by_role("button", name="Whole run").press("Enter")
-    eventually(lambda: svg.get_attribute("data-x-range") == "1 30", "not the whole run again")
+    eventually(lambda: svg.get_attribute("data-x-range") == "1 30")
     legend = chart.locator(".legend")
     assert "mean of about" in legend.inner_text()
     chart.get_by_label("Smoothing").select_option("none")
-    eventually(lambda: "mean of about" not in legend.inner_text(), "still smoothed")
+    eventually(lambda: "mean of about" not in legend.inner_text())
     before = svg.inner_html()
     chart.get_by_label("Logarithmic").check()
-    eventually(lambda: svg.inner_html() != before, "the axis is the same")
+    eventually(lambda: svg.inner_html() != before)
     opened(place, page, "live")
     svg.wait_for()
     assert chart.get_by_label("Logarithmic").is_checked()
-    eventually(lambda: "mean of about" not in legend.inner_text(), "the choice was forgotten")
+    eventually(lambda: "mean of about" not in legend.inner_text())
