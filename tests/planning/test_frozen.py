@@ -7,26 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.costs.cost_table import linear_shapes
 from lora_trainer.families import MODULES, family
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.quantize import QuantizedLinear, quantizable, quantize
-from lora_trainer.planning.weight_bytes import FrozenBase
+from lora_trainer.planning.loads import RememberedCosts
 from tests.fakes.family_bases import denoiser_of, facts_of
+from tests.fakes.plans import load_of
 
 CPU = torch.device("cpu")
 
 
-def frozen(name: str, kept_as: Any) -> FrozenBase:
-    chosen, facts = family(name), facts_of(name)
-    return FrozenBase(
-        parameters=facts.parts["denoiser"].parameters,
-        shapes=linear_shapes(chosen, facts),
-        quantization_skip=chosen.traits.quantization_skip,
-        block_pattern=chosen.traits.block_pattern,
-        dtype="fp32",
-        kept_as=kept_as,
-    )
+def frozen(name: str, kept_as: Any) -> Any:
+    costs = RememberedCosts(family=family(name), facts=facts_of(name))
+    return costs.frozen_base(load_of(precision="fp32", base_precision=kept_as))
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -10,7 +10,7 @@ import pytest
 from lora_trainer.families import family
 from lora_trainer.hardware.machine import GIB
 from lora_trainer.planning.loads import RememberedCosts
-from lora_trainer.planning.step_time import Card, card, gpu_step_time, step_time, step_work
+from lora_trainer.planning.step_time import step_time, step_work
 from tests.fakes.plans import CARD, FLUX, costs_of, load_of
 from tests.fakes.stable_diffusion import WideCosts, mini_facts, sd15_facts
 
@@ -95,13 +95,11 @@ def test_copies_between_host_and_gpu_are_counted_both_ways() -> None:
 
 
 def test_copies_hide_behind_arithmetic_but_not_behind_memory_traffic() -> None:
-    toy = Card(name="toy", flops_per_s=1e12, bytes_per_s=1e12)
-    busy = replace(flux_work(), flops=1e12, other_flops=0, kernels=0, bus_bytes=0)
+    busy = replace(flux_work(), flops=1e14, other_flops=0, kernels=0)
     alone, hidden, shown = (
-        gpu_step_time(replace(busy, bus_bytes=size), toy, precision="bf16")
-        for size in (0, 1e9, 1e12)
+        seconds(replace(busy, bus_bytes=size), "RTX 4090") for size in (0, 1e9, 1e12)
     )
-    assert alone.low_s < hidden.low_s <= alone.low_s + 2 * 1e9 / toy.bytes_per_s
+    assert alone.low_s < hidden.low_s <= alone.low_s + 2 * 1e9 / 1e12
     assert shown.low_s > 10 * hidden.low_s
     assert "host memory" in shown.note
 
@@ -119,13 +117,11 @@ def test_samples_that_come_twice_and_the_bases_own_predictions_cost_passes() -> 
     assert again.bus_bytes == 1.5 * streamed.bus_bytes, "forward alone is one way of two"
 
 
-# ---- GPUs by name
-
-
 def test_the_longest_name_counts_and_an_unknown_gpu_is_taken_for_one_of_its_size() -> None:
+    work = flux_work()
     for name, known in (("NVIDIA L40S", "L40S"), ("NVIDIA A100-SXM4", "A100"), ("A10G", "A10")):
-        assert card(name, total_bytes=4 * GIB).name == known
-    rates = [card("Voodoo 2", total_bytes=gib * GIB) for gib in (4, 6, 12, 24, 48, 192)]
-    assert {each.stands_for for each in rates} == {"Voodoo 2"}
-    assert not any(each.name == "Voodoo 2" for each in rates)
-    assert min(each.flops_per_s for each in rates[2:]) > rates[1].flops_per_s
+        assert seconds(work, name).note.startswith(f"estimate for {known}: ")
+    times = [seconds(work, "Voodoo 2", gib=gib) for gib in (4, 6, 12, 24, 48, 192)]
+    assert all("estimate for Voodoo 2 (rates of an " in time.note for time in times)
+    assert len({time.note for time in times}) == 5
+    assert min(time.low_s for time in times[:2]) > max(time.low_s for time in times[2:])

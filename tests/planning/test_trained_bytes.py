@@ -17,19 +17,15 @@ from lora_trainer.checkpoint.states import LoopValues, TrainingState
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
+from lora_trainer.hardware.devices import pinned_bytes
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
-from lora_trainer.planning.weight_bytes import (
-    EIGHT_BIT_ELEMENTS,
-    PAGED_ELEMENTS,
-    copied_bytes,
-    pinned_bytes,
-    state_bytes,
-)
+from lora_trainer.planning.weight_bytes import copied_bytes, state_bytes
 from lora_trainer.run.saving import copied
 from lora_trainer.training.optimizers import build_optimizer
 
-SIZES = (1, 255, EIGHT_BIT_ELEMENTS - 1, EIGHT_BIT_ELEMENTS, 5000, PAGED_ELEMENTS)
+PAGED_ELEMENTS = 100_000
+SIZES = (1, 255, 4095, 4096, 5000, PAGED_ELEMENTS)
 SHARED = ("step", "qmap1", "qmap2")
 """Of a few bytes, or one for all tensors."""
 
