@@ -1,24 +1,38 @@
-"""Small pages in a real browser: the printed link, the page Machine, folders and files chosen without typing."""
+"""The pages Machine, Train, Datasets and All settings in a real browser: cleared after a question, chosen without
+typing, captions saved by themselves and undone, settings found, refused, reset, in two tabs.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
+from lora_trainer.gui import drafts
+from lora_trainer.gui.workplace import Workplace
+from PIL import Image
 
 from lora_trainer.common.files import CappedFolder
+from lora_trainer.config.config import all_settings
 from tests.fakes.gui_server import GuiServer
+from tests.fakes.queues import until
 from tests.fakes.runs import write_dataset
 from tests.gui.conftest import NewPage, StartGui
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
+ODD = "q'\"<b>x<&\U0001f600 ${value}.png"
+CHUNK = 60
+SCRIPT = "<img src=x onerror=alert(1)> {{value}}"
+PLANNED_WITHIN_MS = 60_000
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pages")
+    return tmp_path_factory.mktemp("pages").resolve()
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +40,21 @@ def server(gui_server: StartGui, place: Path) -> GuiServer:
     return gui_server(place / "runs", env={"XDG_CACHE_HOME": str(place / "cache")})
 
 
-def test_only_the_printed_link_opens_the_pages_and_a_restart_knows_its_browser(
-    new_page: NewPage, server: GuiServer, gui_server: StartGui, tmp_path: Path, expected: list[str]
+@pytest.fixture
+def work(server: GuiServer, place: Path) -> Workplace:
+    return Workplace(runs=place / "runs")
+
+
+def test_only_the_printed_link_opens_the_pages(
+    new_page: NewPage, server: GuiServer, expected: list[str]
 ) -> None:
     expected.append("403 (Forbidden)")
     stranger, page = new_page(), new_page()
     stranger.goto(server.url("/"))
     stranger.get_by_text("Open the link that lora-train-gui printed").wait_for()
-    mine = gui_server(tmp_path / "runs")
-    page.goto(mine.link)
+    page.goto(server.link)
     page.get_by_role("link", name="Machine").first.wait_for()
     assert "key" not in page.url
-    page.goto("about:blank")  # a page that is still loading its parts would miss them
-    mine.kill()
-    assert gui_server(tmp_path / "runs", port=mine.port).link == mine.link
-    page.goto(mine.url("/doctor"))
-    page.get_by_role("link", name="Datasets").first.wait_for()
 
 
 def test_the_cache_is_cleared_after_a_question(page: Any, server: GuiServer, place: Path) -> None:
@@ -113,3 +126,311 @@ def test_folder_and_model_are_chosen_by_clicks_and_keys(
     page.locator(".base-card[aria-pressed=true]", has_text=str(model)).wait_for()
     page.get_by_role("button", name="Show all base models").click()
     expect(page.get_by_label("Or another one")).to_have_value(str(model))
+
+
+# ---- datasets
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "set"
+    root.mkdir()
+    for index, name in enumerate(("a.png", "b.png", "c.png", ODD)):
+        Image.effect_noise((96, 64 + 16 * index), 60).convert("RGB").save(root / name)
+    (root / "a.txt").write_text("a cat, big")
+    (root / "b.txt").write_text("\u05d7\u05ea\u05d5\u05dc")
+    (root / ODD).with_suffix(".txt").write_text(SCRIPT)
+    return root
+
+
+def open_folder(page: Any, server: GuiServer, folder: Path) -> None:
+    page.goto(server.link)
+    page.goto(server.url(f"/datasets?folder={quote(str(folder))}"))
+    caption(page, "a.png").wait_for()
+
+
+def caption(page: Any, name: str) -> Any:
+    return page.get_by_label(f"Caption of {name}", exact=True)
+
+
+def shows(page: Any, name: str, text: str) -> None:
+    """Wait until the caption of a card is that text."""
+    page.wait_for_function(
+        "([label, text]) => [...document.querySelectorAll('textarea')].some("
+        "(area) => area.getAttribute('aria-label') === label && area.value === text)",
+        arg=[f"Caption of {name}", text],
+    )
+
+
+def said(page: Any, text: str) -> None:
+    page.locator(".ds-message", has_text=text).wait_for()
+
+
+def press(page: Any, name: str) -> None:
+    page.get_by_role("button", name=name, exact=True).click()
+
+
+def test_edit_undo_reload_bulk_exclude(page: Any, server: GuiServer, folder: Path) -> None:
+    open_folder(page, server, folder)
+    assert caption(page, ODD).input_value() == SCRIPT
+    page.get_by_text("Click into a caption to change it; it saves itself.").wait_for()
+    caption(page, "c.png").focus()
+    page.locator(".ds-state", has_text="Saves itself").wait_for()
+    # Saved after a pause, without a button and without leaving the field.
+    caption(page, "c.png").fill("a bird")
+    page.locator(".ds-state", has_text="Saved in").wait_for()
+    assert (folder / "c.txt").read_text() == "a bird"
+    caption(page, "a.png").fill("a dog, big")
+    caption(page, "a.png").press("Tab")  # or at once when the field is left
+    page.locator(".ds-state", has_text="Saved in").nth(1).wait_for()
+    assert (folder / "a.txt").read_text() == "a dog, big"
+    # The history is that of the folder: a page that is opened again goes on with it.
+    open_folder(page, server, folder)
+    page.locator("h1").click()
+    page.keyboard.press("Control+z")
+    shows(page, "a.png", "a cat, big")
+    page.keyboard.press("Control+y")
+    shows(page, "a.png", "a dog, big")
+    page.locator(".ds-size", has_text="goes to").first.wait_for(timeout=60_000)
+    assert page.locator(".ds-frame").first.is_hidden()
+    press(page, "Show crop")
+    assert page.locator(".ds-frame").first.is_visible()
+    # A bulk edit shows what it will do before it does it.
+    page.get_by_label("Select a.png", exact=True).check()
+    page.get_by_label("Select c.png", exact=True).check()
+    page.get_by_text("Change many captions").click()
+    page.get_by_label("Words", exact=True).fill("zibbo")
+    press(page, "Preview")
+    rows = page.locator(".ds-rows tbody tr")
+    rows.nth(1).wait_for()
+    assert rows.all_inner_texts() == [
+        "a.png\ta dog, big\tzibbo, a dog, big",
+        "c.png\ta bird\tzibbo, a bird",
+    ]
+    assert (folder / "a.txt").read_text() == "a dog, big"
+    press(page, "Apply to 2 captions")
+    shows(page, "c.png", "zibbo, a bird")
+    assert (folder / "a.txt").read_text() == "zibbo, a dog, big"
+    # Excluding moves; putting back brings the caption along.
+    press(page, "Exclude a.png")
+    said(page, "exclude a.png")
+    assert (folder / "_excluded" / "a.txt").read_text() == "zibbo, a dog, big"
+    press(page, "excluded 1")
+    press(page, "Put a.png back")
+    said(page, "put a.png back")
+    assert (folder / "a.txt").read_text() == "zibbo, a dog, big"
+    for step in ("put a.png back", "exclude a.png", "put \u201czibbo\u201d in front"):
+        press(page, "Undo")
+        said(page, f"Undone: {step}")
+    shows(page, "c.png", "a bird")
+    (folder / "a.txt").write_text("theirs")
+    caption(page, "a.png").fill("mine")
+    page.locator(".ds-state", has_text="Changed on the disk meanwhile").wait_for()
+    page.locator("blockquote", has_text="theirs").wait_for()
+    assert (folder / "a.txt").read_text() == "theirs"
+    assert caption(page, "a.png").input_value() == "mine"
+    press(page, "Keep mine")
+    page.locator(".ds-state", has_text="Saved in").first.wait_for()
+    until(lambda: (folder / "a.txt").read_text() == "mine")
+
+
+def test_ten_thousand_images_are_a_few_cards_at_a_time(
+    page: Any, server: GuiServer, tmp_path: Path
+) -> None:
+    root = tmp_path / "many"
+    root.mkdir()
+    Image.new("RGB", (16, 16)).save(root / "p0000.png")
+    for index in range(1, 10_000):
+        (root / f"p{index:04}.png").hardlink_to(root / "p0000.png")
+    page.goto(server.link)
+    page.goto(server.url(f"/datasets?folder={quote(str(root))}"))
+    page.get_by_text("all 10000 shown", exact=True).wait_for()
+    for name in ("p5000.png", "p9999.png", "p0000.png"):
+        scroll_to(page, int(name[1:5]) / 9_999)
+        caption(page, name).wait_for()
+        assert page.locator(".ds-card").count() <= 4 * CHUNK
+        assert page.evaluate("document.querySelectorAll('*').length") < 8_000
+    # A caption that is typed stays where it is when its card leaves the screen and comes back.
+    caption(page, "p0000.png").fill("typed")
+    scroll_to(page, 1)
+    caption(page, "p9999.png").wait_for()
+    scroll_to(page, 0)
+    shows(page, "p0000.png", "typed")
+    page.get_by_label("Find", exact=True).fill("p9998")
+    page.get_by_text("1 of 10000 shown").wait_for()
+    caption(page, "p9998.png").wait_for()
+    assert page.locator(".ds-card").count() == 1
+
+
+def scroll_to(page: Any, share: float) -> None:
+    """Scroll to a share of the list of cards; of parts that come on the way, heights change."""
+    page.evaluate("share => scrollTo(0, share * document.documentElement.scrollHeight)", share)
+
+
+def test_a_mask_is_painted_saved_and_undone(page: Any, server: GuiServer, folder: Path) -> None:
+    open_folder(page, server, folder)
+    mask = folder / "a-masklabel.png"
+    press(page, "Mask and crop of a.png")
+    dialog = page.get_by_role("dialog")
+    canvas = dialog.get_by_role("img", name="Mask of a.png")
+    canvas.focus()
+    dialog.get_by_role("button", name="Save the mask").click()
+    dialog.get_by_text("nothing is painted").wait_for()
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.2, box["y"] + box["height"] * 0.5)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.5, steps=4)
+    page.mouse.up()
+    dialog.get_by_role("button", name="Save the mask").click()
+    dialog.wait_for(state="detached")
+    said(page, "the mask of a.png")
+    with Image.open(mask) as drawn:
+        assert drawn.size == (96, 64)
+        assert drawn.getpixel((28, 32)) == 255 and drawn.getpixel((80, 32)) == 0
+    written = mask.read_bytes()
+    press(page, "Mask and crop of a.png")
+    canvas.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Space")
+    page.keyboard.press("Tab")
+    dialog.get_by_role("button", name="Save the mask").click()
+    dialog.wait_for(state="detached")
+    page.wait_for_function(
+        "document.querySelector('.ds-badges').textContent.includes('has a mask')"
+    )
+    with Image.open(mask) as drawn:
+        assert drawn.getpixel((28, 32)) == 255 and drawn.getpixel((53, 32)) == 255
+    press(page, "Undo")
+    said(page, "mask of a.png")
+    assert mask.read_bytes() == written
+
+
+# ---- all settings
+
+
+@pytest.fixture
+def draft(work: Workplace) -> drafts.Draft:
+    """A draft of six images."""
+    images = work.runs.parent / "toy"
+    if not images.exists():
+        write_dataset(images, images=6)
+    return drafts.new(work, dataset=str(images))
+
+
+@pytest.fixture
+def settings(page: Any, server: Any, draft: drafts.Draft) -> Any:
+    page.goto(server.link)
+    page.goto(server.url(f"/settings?draft={draft.id}"))
+    field(page, "adapter.rank").wait_for()
+    return page
+
+
+def field(page: Any, key: str) -> Any:
+    return page.locator(f'[id="set-{key}"]')
+
+
+def row(page: Any, key: str) -> Any:
+    return page.locator(f'[id="{key}"]')
+
+
+def saved(page: Any, work: Workplace, draft: drafts.Draft, settings: dict[str, Any]) -> None:
+    """Wait until the draft's file says so: the page shows what the file has."""
+    shown = json.dumps(json.dumps(settings))
+    page.wait_for_function(
+        "() => JSON.stringify(JSON.parse(document.getElementById('expert-json').value || 'null'))"
+        f" === JSON.stringify(JSON.parse({shown}))",
+    )
+    assert drafts.read(work, draft.id).settings == settings
+
+
+IN_THE_PAGE = """() => Object.fromEntries([...document.querySelectorAll(".field")].map((row) => {
+  const control = row.querySelector("input, select, textarea");
+  const help = document.getElementById(control.getAttribute("aria-describedby").split(" ")[0]);
+  const code = row.querySelector("code").textContent;
+  return [code, [control.id, control.labels[0].textContent, help.textContent]];
+}))"""
+
+
+def test_fold_search_change_refusal_reset(
+    settings: Any, work: Workplace, draft: drafts.Draft
+) -> None:
+    fields = settings.evaluate(IN_THE_PAGE)
+    infos = {info.key: info for info in all_settings()}
+    assert set(fields) == set(infos)
+    for key, (control, label, help_text) in fields.items():
+        assert (control, label) == (f"set-{key}", infos[key].label)
+        assert help_text
+    settings.locator(".memory .fit").wait_for(timeout=PLANNED_WITHIN_MS)
+    factor = row(settings, "adapter.lokr_factor")
+    assert not factor.is_visible()
+    settings.locator("#expert-search").fill("lokr_factor")
+    factor.get_by_text("needs \u201cKind\u201d = lokr, but it is lora").wait_for()
+    settings.locator("#expert-search").fill("")
+    settings.locator("body").click(position={"x": 3, "y": 300})
+    settings.keyboard.press("/")
+    settings.keyboard.type("rank update")
+    settings.wait_for_function("() => !document.getElementById('train.steps').checkVisibility()")
+    assert row(settings, "adapter.rank").is_visible()
+
+    rank = field(settings, "adapter.rank")
+    rank.fill("8")
+    saved(settings, work, draft, {"adapter.rank": 8})
+    settings.locator(".memory .fit").wait_for(timeout=PLANNED_WITHIN_MS)
+    row(settings, "adapter.rank").get_by_text("without it 16").wait_for()
+
+    rank.fill("many")
+    row(settings, "adapter.rank").get_by_text("\u201cRank\u201d = 'many'").wait_for()
+    assert rank.get_attribute("aria-invalid") == "true"
+    settings.reload()
+    settings.wait_for_function(
+        "() => document.getElementById('set-adapter.rank')?.value === 'many'"
+    )
+    row(settings, "adapter.rank").get_by_text("\u201cRank\u201d = 'many'").wait_for()
+    saved(settings, work, draft, {"adapter.rank": 8})
+
+    row(settings, "adapter.rank").get_by_role("button").click()
+    saved(settings, work, draft, {})
+    settings.wait_for_function("() => document.getElementById('set-adapter.rank').value === '16'")
+    settings.reload()
+    field(settings, "adapter.rank").wait_for()
+    settings.wait_for_function("() => document.getElementById('set-adapter.rank').value === '16'")
+
+
+def test_two_tabs_a_number_under_the_cursor_and_a_file_out_and_in(
+    settings: Any, server: Any, work: Workplace, draft: drafts.Draft, tmp_path: Path
+) -> None:
+    other = settings.context.new_page()
+    other.goto(server.url(f"/settings?draft={draft.id}"))
+    field(other, "train.seed").wait_for()
+    typing = field(settings, "train.steps")
+    typing.fill("x")
+    row(settings, "train.steps").get_by_text("\u201cTrain: Steps\u201d = 'x'").wait_for()
+    other.bring_to_front()
+    other.locator("#expert-json").fill('{"train": {"seed": 7}}')
+    other.wait_for_function("() => document.getElementById('set-train.seed').value === '7'")
+    settings.bring_to_front()
+    settings.wait_for_function("() => document.getElementById('set-train.seed').value === '7'")
+    assert typing.input_value() == "x", "what is being typed stays"
+    settings.locator("#expert-json").fill('{"train.seed": 7,\n "adapter.rang": 1}')
+    settings.get_by_text("line 2, column 2: unknown setting").wait_for()
+    settings.locator("#expert-json").press("Escape")
+    saved(settings, work, draft, {"train.seed": 7})
+    offset = field(settings, "objective.noise_offset")
+    offset.fill("0.00")  # a pause here, on the way to 0.001
+    saved(settings, work, draft, {"train.seed": 7, "objective.noise_offset": 0.0})
+    offset.press("End")
+    settings.keyboard.type("1")
+    saved(settings, work, draft, {"train.seed": 7, "objective.noise_offset": 0.001})
+    with settings.expect_download() as downloading:
+        settings.get_by_role("button", name="Download").click()
+    file = tmp_path / "mine.json"
+    downloading.value.save_as(file)
+    both = {"train.seed": 7, "objective.noise_offset": 0.001}
+    assert json.loads(file.read_text()) == both
+    settings.get_by_role("button", name="Reset all").click()
+    saved(settings, work, draft, {})
+    settings.get_by_role("button", name="Undo").click()
+    saved(settings, work, draft, both)
+    file.write_text('{"train": {"seed": 3}}')
+    settings.locator("#expert-file").set_input_files(file)
+    saved(settings, work, draft, {"train.seed": 3})

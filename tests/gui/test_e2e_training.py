@@ -294,7 +294,7 @@ def test_a_killed_interface_loses_nothing_and_a_second_training_waits_for_the_fi
     place.server.kill()
     at = read_status(place.runs / "alive").step
     until(training(place, "alive", beyond=at), "a step without the interface")
-    gui_server(place.runs, port=place.server.port)
+    assert gui_server(place.runs, port=place.server.port).link == place.server.link
     page.goto(address)
     page.reload()
     page.get_by_role("button", name="Stop", exact=True).wait_for(timeout=WITHIN_MS)
