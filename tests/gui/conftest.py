@@ -34,6 +34,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from lora_trainer.gui.workplace import Workplace
 
 from tests.fakes.gui_server import GuiServer, start_gui
 
@@ -70,6 +71,13 @@ _PAGES = pytest.StashKey[list[Any]]()
 
 StartGui = Callable[..., GuiServer]
 NewPage = Callable[..., Any]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workplace:
+    """Return an empty runs folder to work in, of somebody alone at this machine."""
+    (tmp_path / "runs").mkdir()
+    return Workplace(runs=tmp_path / "runs")
 
 
 @pytest.fixture

@@ -31,11 +31,6 @@ BULK = {"kind": "prepend", "text": "word", "replacement": "", "joint": ", "}
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    return Workplace(runs=tmp_path / "runs")
-
-
-@pytest.fixture
 def desk(work: Workplace) -> DatasetDesk:
     return DatasetDesk(work=work)
 

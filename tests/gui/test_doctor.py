@@ -30,12 +30,6 @@ CARD = Gpu(
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    (tmp_path / "runs").mkdir()
-    return Workplace(runs=tmp_path / "runs")
-
-
-@pytest.fixture
 def here() -> Hardware:
     return replace(detect(), gpus=(), gpu_reason="no driver")
 

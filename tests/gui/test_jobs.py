@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from lora_trainer.gui import jobs
@@ -17,11 +16,6 @@ from lora_trainer.gui.workplace import Workplace
 from lora_trainer.common.errors import RequestError
 
 WITHIN_S = 60.0
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    return Workplace(runs=tmp_path)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from lora_trainer.gui import library, lora_files, previews, sharing, tries
@@ -53,12 +51,6 @@ def strange(markup: str) -> list[str]:
     return parser.strange
 
 
-@pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    (tmp_path / "runs").mkdir()
-    return Workplace(runs=tmp_path / "runs")
-
-
 def shown(work: Workplace) -> str:
     found = lora_files.entries(work)
     return library.grid(found, of=len(found))
@@ -96,19 +88,6 @@ def test_a_card_links_to_file_run_report_and_saves(work: Workplace) -> None:
     assert "/run?run=a%20b" in markup
     assert "/media/run/a%20b/report.html" in markup
     assert "2 other steps of it" in markup
-
-
-def test_the_page_of_a_lora_has_its_trigger_word_to_copy(work: Workplace) -> None:
-    finished_run(work.runs / "a", modelspec__trigger_phrase="blip")
-    finished_run(work.runs / "b", modelspec__trigger_phrase="")
-
-    def page(run: str) -> str:
-        file = lora_files.find(work, f"{run}/zorble.safetensors")
-        return library.head(file, lora_files.read_header(file))
-
-    assert re.search(r"<dt>trigger word</dt><dd><code>blip</code> <button[^>]*data-copy", page("a"))
-    assert "none; write words of its captions" in page("b") and "data-copy" not in page("b")
-    assert "data-copy" not in shown(work)
 
 
 def test_the_preview_is_the_file_beside_it_then_the_sample_of_its_step(work: Workplace) -> None:

@@ -41,11 +41,6 @@ TRAINING = {"save", "sample", "stop"}
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    return Workplace(runs=tmp_path / "runs")
-
-
-@pytest.fixture
 def live(work: Workplace) -> Path:
     """A run of 30 steps that trains, at step 12; its last save was at step 10."""
     folder = until(fake_run(work.runs / "live", steps=30), 12)

@@ -36,11 +36,6 @@ INFOS = {info.key: info for info in all_settings()}
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    return Workplace(runs=tmp_path)
-
-
-@pytest.fixture
 def draft(work: Workplace, tmp_path: Path) -> drafts.Draft:
     return drafts.new(work, dataset=str(tmp_path))
 

@@ -29,11 +29,6 @@ gradio = pytest.importorskip("gradio", reason="gradio is not installed (extra `g
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    return Workplace(runs=tmp_path)
-
-
-@pytest.fixture
 def started(work: Workplace, tmp_path: Path) -> drafts.Draft:
     item = commands.add(work.runs, ["images"], label="x")
     draft = replace(drafts.new(work, dataset=str(tmp_path)), started_as=item.id)

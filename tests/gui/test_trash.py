@@ -15,11 +15,6 @@ from tests.fakes.lora_library import finished_run, lora, picture
 from tests.fakes.run_folder import fake_run
 
 
-@pytest.fixture
-def work(tmp_path: Path) -> Workplace:
-    return Workplace(runs=tmp_path / "runs")
-
-
 def files(folder: Path) -> dict[str, bytes]:
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
