@@ -113,6 +113,8 @@ def test_sample_images_are_given_up_before_the_run_is() -> None:
     assert made.config.sampling.every_steps == 0
     assert "sample images would take" in reason(made, SAMPLES)
     assert "sampling" not in made.memory.phases
+    slower = free(3.4, overrides={BATCH: 1}).config.sampling
+    assert slower.every_steps == 0, "they would fit, with steps more than a fifth longer"
 
 
 def test_when_nothing_fits_the_setting_it_names_does_or_it_says_how_much_would() -> None:
