@@ -33,7 +33,7 @@ def work(tmp_path: Path) -> Workplace:
     for name in (
         *(
             "states/step-00000003/x.png",
-            "control/stop.txt",
+            "control/stop.png",
             ".hidden.png",
             "script.js",
             "page.html",
@@ -121,7 +121,7 @@ def test_nothing_else_is(work: Workplace) -> None:
     for file in (
         *(
             "states/step-00000003/x.png",
-            "control/stop.txt",
+            "control/stop.png",
             ".hidden.png",
             "script.js",
             "page.html",
