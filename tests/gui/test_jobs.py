@@ -69,13 +69,15 @@ def test_old_records_are_forgotten_but_not_what_runs(
         work, kind="try", argv=python("import signal; print('here', flush=True); signal.pause()")
     )
     until(lambda: jobs.read(work, runs_on.id).log_tail() == ["here"])
-    ids = []
-    for number in range(4):
-        ids.append(ended(work, jobs.start(work, kind="try", argv=python(str(number)))).id)
+    later = [f"{2**63 + number:x}" for number in range(4)]
+    for name in later:
+        folder = work.own / jobs.FOLDER / name
+        folder.mkdir()
+        (folder / jobs.JOB_FILE).write_text('{"kind": "try"}')
+        (folder / jobs.RESULT_FILE).write_text('{"exit_code": 0}')
+    newest = ended(work, jobs.start(work, kind="try", argv=python("print(1)")))
     kept = {job.id for job in jobs.find(work, kind="try")}
-    assert runs_on.id in kept
-    assert ids[-1] in kept
-    assert len(kept) == 4  # two, what runs, and the newest
+    assert kept == {*later[2:], runs_on.id, newest.id}, "two, what runs, and the newest"
     jobs.stop(runs_on)
     assert ended(work, runs_on).state == "failed"
 
