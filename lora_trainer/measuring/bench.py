@@ -112,10 +112,13 @@ def variants(prepared: Prepared) -> Iterator[Variant]:
     """Yield the run as planned, then variants that differ in one setting."""
     config = prepared.config
     yield Variant(name="as planned", settings={})
+    batch_size, step_px = config.train.batch_size, prepared.facts.bucket_step_px
+    powers = (1 << number for number in range(batch_size.bit_length()))
+    sides_px = (int(config.data.resolution * share) // step_px * step_px for share in (0.5, 0.75))
     values: dict[str, tuple[Any, ...]] = {
-        "memory.micro_batch": tuple(_powers_of_two(config.train.batch_size)),
+        "memory.micro_batch": (*(power for power in powers if power < batch_size), batch_size),
         "memory.gradient_checkpointing": ("none", "light", "selective", "full"),
-        "data.resolution": tuple(_smaller_sides_px(prepared)),
+        "data.resolution": tuple(filter(None, sides_px)),
     }
     if config.hardware.device != "cpu":
         if prepared.hardware.packages.get("xformers"):
@@ -129,29 +132,12 @@ def variants(prepared: Prepared) -> Iterator[Variant]:
                 yield Variant(name=f"{key}={value}", settings={key: value})
 
 
-def _smaller_sides_px(prepared: Prepared) -> Iterator[int]:
-    step_px, side_px = prepared.facts.bucket_step_px, prepared.config.data.resolution
-    for share in (0.5, 0.75):
-        smaller_px = int(side_px * share) // step_px * step_px
-        if smaller_px:
-            yield smaller_px
-
-
-def _powers_of_two(limit: int) -> Iterator[int]:
-    """Yield 1, 2, 4, ... and `limit`."""
-    value = 1
-    while value < limit:
-        yield value
-        value *= 2
-    yield limit
-
-
 def _measure(request: Request, variant: Variant, *, steps: int, folder: Path) -> BenchRow:
     name = f"{len(list(folder.iterdir()))}"
     settings = {
         # An empty cache, so that the first row of each resolution measures encoding too.
         "data.cache_dir": str(folder / "cache"),
-        **_typed(request),
+        **{key: value for key, value in request.overrides.items() if key not in TOLD_ONLY_HERE},
         **QUIET,
         **variant.settings,
         "train.steps": WARMUP_STEPS + steps,
@@ -166,10 +152,6 @@ def _measure(request: Request, variant: Variant, *, steps: int, folder: Path) ->
         failure = lines[-1] if lines else f"ended with exit code {finished.returncode}"
         return BenchRow(name=variant.name, settings=variant.settings, failure=failure)
     return _row(variant, folder / name)
-
-
-def _typed(request: Request) -> dict[str, Any]:
-    return {key: value for key, value in request.overrides.items() if key not in TOLD_ONLY_HERE}
 
 
 def _command(request: Request, settings: Mapping[str, Any]) -> list[str]:
@@ -190,15 +172,15 @@ def _row(variant: Variant, folder: Path) -> BenchRow:
     seconds = statistics.median(row["seconds"] for row in steps)
     images = steps[-1]["images"] / steps[-1]["step"]
     reserved = max(row["vram_reserved_bytes"] for row in steps)
+    # The GPU's context and libraries, which the allocator does not see.
+    context = sum(item["bytes"] for item in plan["memory"]["items"] if item["name"] == "runtime")
     cached = next(row for row in events if row["event"] == "cached")
     return BenchRow(
         name=variant.name,
         settings=variant.settings,
         seconds_per_step=seconds,
         images_per_s=images / seconds,
-        peak_bytes=reserved + _context_bytes(plan)
-        if reserved
-        else max(row["host_bytes"] for row in steps),
+        peak_bytes=reserved + context if reserved else max(row["host_bytes"] for row in steps),
         predicted_bytes=plan["memory"]["peak_bytes"],
         cached_images_per_s=(
             cached["latents"] / cached["seconds"]
@@ -206,8 +188,3 @@ def _row(variant: Variant, folder: Path) -> BenchRow:
             else None
         ),
     )
-
-
-def _context_bytes(plan: Mapping[str, Any]) -> int:
-    """Return the plan's bytes for the GPU's context and libraries, which the allocator does not see."""
-    return sum(item["bytes"] for item in plan["memory"]["items"] if item["name"] == "runtime")

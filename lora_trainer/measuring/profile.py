@@ -46,7 +46,7 @@ class Profiled:
             "cause": self.verdict.cause,
             "shares": dict(self.verdict.shares),
             "seconds_per_step": self.measured.wall_s,
-            "operations": dict(_longest(self.measured.work_s)),
+            "operations": dict(sorted(self.measured.work_s.items(), key=lambda row: -row[1])[:10]),
             "steps": self.steps,
             "trace": str(self.trace),
         }
@@ -151,10 +151,6 @@ class _Watch:
             for row in rows
             if row.device_type.name == "CPU" and row.key.startswith(("aten::", "mkldnn"))
         }
-
-
-def _longest(work_s: Mapping[str, float]) -> list[tuple[str, float]]:
-    return sorted(work_s.items(), key=lambda item: -item[1])[:10]
 
 
 Cause = Literal["data", "host", "compute", "memory", "saving"]

@@ -85,14 +85,14 @@ def queue_folder(runs: Path) -> Path:
     return runs / FOLDER
 
 
-def item_file(runs: Path, id: str) -> Path:
-    """Return the file of an item; `id` must come from a listing."""
-    return queue_folder(runs) / f"{id}.json"
+def item_file(runs: Path, id: str, kind: Literal["json", "log", "download"] = "json") -> Path:
+    """Return a file of an item, `id` from a listing: the item, its trainer's output, how far a download is."""
+    return queue_folder(runs) / f"{id}.{kind}"
 
 
 def log_file(runs: Path, id: str) -> Path:
     """Return the file of the trainer's output, missing before it starts; `id` must come from a listing."""
-    return queue_folder(runs) / f"{id}.log"
+    return item_file(runs, id, "log")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +107,14 @@ class Download:
 _DOWNLOAD = TypeAdapter(Download)
 
 
-def download_file(runs: Path, id: str) -> Path:
-    """Return the file that tells how far an item's download is; `id` must come from a listing."""
-    return queue_folder(runs) / f"{id}.download"
-
-
 def download_of(runs: Path, item: Item) -> Download | None:
     """Return how far the download of a running item's base is, None where nothing is downloaded."""
     if item.state != "running" or item.run is not None:
         return None
     try:
-        download = _DOWNLOAD.validate_json(download_file(runs, item.id).read_bytes(), strict=True)
+        download = _DOWNLOAD.validate_json(
+            item_file(runs, item.id, "download").read_bytes(), strict=True
+        )
     except (OSError, ValidationError):
         return None
     return download if download.here_bytes < download.all_bytes else None
@@ -343,8 +340,8 @@ def remove(runs: Path, id: str) -> None:
         file = item_file(runs, id)
         try:
             file.unlink()
-            log_file(runs, id).unlink(missing_ok=True)
-            download_file(runs, id).unlink(missing_ok=True)
+            for kind in ("log", "download"):
+                item_file(runs, id, kind).unlink(missing_ok=True)
         except OSError as error:
             raise disk_error(file, error) from error
 

@@ -122,11 +122,6 @@ def sequence(row: Row, key: str) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
 
 
-def step_row(row: Row) -> StepRow:
-    """Return one optimizer step of its event."""
-    return StepRow(step=row["step"], **{name: number(row, name) for name in STEP_FIGURES})
-
-
 def validation_row(row: Row) -> ValidationRow:
     """Return one validation of its event."""
     pairs = [
@@ -236,7 +231,8 @@ class _Told(_Listed):
         elif kind in _STEPPED:
             self._step = row["step"]
         if kind == "step":
-            self.steps[self._step] = step_row(row)
+            figures = {name: number(row, name) for name in STEP_FIGURES}
+            self.steps[self._step] = StepRow(step=self._step, **figures)
             return
         self.recent.append(row)
         if kind == "validation":

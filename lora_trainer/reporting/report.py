@@ -216,7 +216,15 @@ def _details(history: RunHistory) -> dict[str, Any]:
         "differing": differing,
         "defaults": defaults,
         "timings": [*_step_timings(history), *_memory(history)],
-        "environment": [(key, _environment_value(key, value)) for key, value in environment],
+        "environment": [
+            (
+                key,
+                bytes_text(value)
+                if key.endswith("_bytes") and isinstance(value, int)
+                else value_text(value),
+            )
+            for key, value in environment
+        ],
         "command": shlex.join(str(word) for word in sequence(history.run, "command")),
     }
 
@@ -375,8 +383,3 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from flat({str(index): item for index, item in enumerate(entry)}, f"{name} ")
         else:
             yield name, entry
-
-
-def _environment_value(key: str, value: Any) -> str:
-    is_bytes = key.endswith("_bytes") and isinstance(value, int)
-    return bytes_text(value) if is_bytes else value_text(value)

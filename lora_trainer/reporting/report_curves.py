@@ -240,15 +240,10 @@ def _mark(mark: MarkRow) -> Mark:
         event = "{key} {old} -> {new}: {reason}".format_map(defaultdict(lambda: None, fields))
     return Mark(
         x=mark.step,
-        css=_mark_css(mark),
+        css="memory" if is_recovery(mark) else mark.kind,
         tooltip=f"step {mark.step:,}: {event}",
         rule=mark.kind != "saved",
     )
-
-
-def _mark_css(mark: MarkRow) -> str:
-    """Return the CSS class of a mark: its kind, or `memory`."""
-    return "memory" if is_recovery(mark) else mark.kind
 
 
 def _best_mark(view: LossView) -> list[Mark]:

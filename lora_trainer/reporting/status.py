@@ -178,8 +178,10 @@ class StatusWriter:
         before, self.status = self.status, after(self.status, event)
         self._time_left.take(event)
         self.status = replace(self.status, left_s=self._time_left.remaining_s)
-        # What begins may take minutes without an event: the file must not name what was before it.
-        self.beat(at_once=_begins(event, before, self.status))
+        # What begins, another phase or a part of one that nothing was done of since the last, may take minutes
+        # without an event: the file must not name what was before it.
+        part = event.kind == "phase" and event.fields["done"] in (0, before.done)
+        self.beat(at_once=part or self.status.phase != before.phase)
 
     def beat(self, *, at_once: bool = False) -> None:
         """Show that the process lives; cheap enough for every micro-batch."""
@@ -210,12 +212,6 @@ class StatusWriter:
                     fix=error.fix,
                     file=STATUS_FILE,
                 )
-
-
-def _begins(event: Event, before: RunStatus, now: RunStatus) -> bool:
-    """Say whether something begins: another phase, or a part of one that nothing was done of since the last."""
-    within = event.kind == "phase" and event.fields["done"] in (0, before.done)
-    return within or now.phase != before.phase
 
 
 def after(status: RunStatus, event: Event) -> RunStatus:
