@@ -63,17 +63,15 @@ _EMPHASIS_MARKS = ("(", ")", "[", "]", "\\")
 
 def has_choice(text: str) -> bool:
     """Return whether a text has a bracket with alternatives."""
-    if "{" not in text:
-        return False
-    choices = 0
+    places: list[int] = []
 
-    def choose(count: int, position: int) -> int:
-        nonlocal choices
-        choices += 1
+    def choose(_count: int, place: int) -> int:
+        places.append(place)
         return 0
 
-    with_choices_made(text, choose)
-    return choices > 0
+    if "{" in text:
+        with_choices_made(text, choose)
+    return bool(places)
 
 
 def weighted_parts(text: str) -> list[Weighted]:

@@ -46,12 +46,6 @@ def tags(text: str) -> list[str]:
     return text.split(", ")
 
 
-def test_without_random_rules_there_is_one_text() -> None:
-    settings = DataSettings(shuffle_tags=False, caption_variants=4)
-    assert variants(("a,b , c",), settings=settings, seed=1) == ("a,b , c",)
-    assert max_texts(("a,b , c",), settings=settings) == 1
-
-
 def test_all_but_the_kept_tags_are_shuffled() -> None:
     caption = "zibbo, one, two, three, four"
     plain, *found = variants((caption,), settings=SHUFFLING, seed=1)
@@ -64,6 +58,11 @@ def test_all_but_the_kept_tags_are_shuffled() -> None:
     kept = drawn(caption, SHUFFLING.model_copy(update={"keep_tokens": 3}))
     assert {tuple(tags(text)[:3]) for text in kept} == {("zibbo", "one", "two")}
     assert len(set(kept)) == 2
+    for text in drawn("k, a, a, b,  ", SHUFFLING):
+        assert Counter(tags(text)) == Counter({"a": 2, "b": 1, "k": 1})
+    plain = DataSettings(shuffle_tags=False, caption_variants=4)
+    assert variants(("a,b , c",), settings=plain, seed=1) == ("a,b , c",)
+    assert max_texts(("a,b , c",), settings=plain) == 1
 
 
 def test_texts_depend_on_the_caption_and_the_seed_alone() -> None:
@@ -73,22 +72,6 @@ def test_texts_depend_on_the_caption_and_the_seed_alone() -> None:
     assert first[1:] != variants((CAPTION,), settings=settings, seed=2)[1:]
     more = settings.model_copy(update={"caption_variants": 20})
     assert variants((CAPTION,), settings=more, seed=1)[:13] == first
-    other = drawn("x, a, b, c, d, e", SHUFFLING)
-    assert [text[1:] for text in other] != [
-        text[1:] for text in drawn("k, a, b, c, d, e", SHUFFLING)
-    ]
-
-
-@pytest.mark.parametrize("caption", ["", "one tag", "two, tags", "k,  "])
-def test_captions_with_nothing_to_shuffle_keep_their_tags(caption: str) -> None:
-    wanted = [tag for tag in map(str.strip, caption.split(",")) if tag]
-    for text in drawn(caption, SHUFFLING):
-        assert [tag for tag in tags(text) if tag] == wanted
-
-
-def test_repeated_tags_are_kept() -> None:
-    for text in drawn("k, a, a, b", SHUFFLING):
-        assert Counter(tags(text)) == Counter({"a": 2, "b": 1, "k": 1})
 
 
 def test_a_mark_says_what_stays_in_front_and_at_the_end() -> None:
@@ -98,9 +81,8 @@ def test_a_mark_says_what_stays_in_front_and_at_the_end() -> None:
         ("one", "two", "last", "one more")
     }
     assert len(set(texts)) > 2, "and what is between is shuffled"
-    assert {tuple(tags(text)[:1]) for text in drawn("one, a, b, c", settings)} == {("one",)}, (
-        "without the mark keep_tokens counts"
-    )
+    unmarked = {tags(text)[0] for text in drawn("one, a, b, c", settings)}
+    assert unmarked == {"one"}, "without the mark keep_tokens counts"
     plain = DataSettings(keep_tokens_separator="|||")
     assert plain_text(("one ||| a,b",), settings=plain) == "one, a, b"
     assert plain_text(("a,b",), settings=plain) == "a,b", "as it is written"
@@ -156,15 +138,6 @@ def test_the_trigger_comes_first_and_is_never_left_out() -> None:
     assert len(first) > 1, "the trigger is the tag that is kept"
     marked = settings.model_copy(update={"keep_tokens_separator": "|||"})
     assert all(text.startswith("zibbo, a") for text in drawn("a ||| b, zibbo", marked))
-
-
-def test_prefix_and_suffix_stay_where_they_are() -> None:
-    around = {"caption_prefix": "a photo of", "caption_suffix": ", outdoors"}
-    assert plain_text(("a cat",), settings=DataSettings(**around)) == (
-        "a photo of a cat , outdoors"
-    )
-    settings = SHUFFLING.model_copy(update={**around, "trigger": "zibbo", "tag_dropout": 1.0})
-    assert set(drawn("a, b, c", settings)) == {"zibbo, a photo of , outdoors"}
 
 
 def test_each_of_several_captions_is_trained_equally_often() -> None:
@@ -230,12 +203,8 @@ def test_dropout_hits_its_share_of_samples() -> None:
     assert share(0.0) == 0.0
     assert share(1.0) == 1.0
     assert share(0.25) == pytest.approx(0.25, abs=0.04)
-
-
-def test_whole_epochs_are_trained_without_captions() -> None:
-    settings = DataSettings(caption_dropout_every_epochs=3)
-    assert dropped(settings, epochs=7, samples=1) == [False, False, True, False, False, True, False]
-    assert all(dropped(DataSettings(caption_dropout_every_epochs=1)))
+    third = DataSettings(caption_dropout_every_epochs=3)
+    assert dropped(third, epochs=7, samples=1) == [False, False, True, False, False, True, False]
 
 
 def test_samples_are_of_captions_else_of_the_trigger_in_the_ways_of_its_kind() -> None:
