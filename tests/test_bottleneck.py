@@ -67,12 +67,6 @@ def test_each_cause_is_told_from_the_others() -> None:
     assert found[4].shares["saving"] == pytest.approx(5 / 6), "500 s every 100 steps of 1 s"
 
 
-def test_kernels_that_overlap_do_not_count_for_more_than_the_step() -> None:
-    found = verdict(replace(EVEN, work_s={"gemm": 3.0, "elementwise": 1.0}), config())
-    assert found.shares["compute"] == pytest.approx(0.75)
-    assert found.shares["memory"] == pytest.approx(0.25)
-
-
 def test_the_advice_has_what_is_set_now() -> None:
     idle = replace(EVEN, work_s={"aten::mm": 0.1})
     assert "memory.micro_batch (now 2 of train.batch_size=4)" in verdict(idle, config()).sentence

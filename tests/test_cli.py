@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lora_trainer import api
 from lora_trainer.cli import main
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import setting_keys
-from tests.fakes.runs import ROOT, Toy, python, start, toy
+from tests.fakes.runs import Toy, python, start, toy
 
 PLANNED = "--base --config --preset --priority --set"
 WRITTEN = "--force --json --output"
@@ -43,7 +44,6 @@ FLAGS = {
     "doctor": "--clear-cache --fix --json --set",
     "gui": "",
 }
-COMMANDS = FLAGS.keys() - {""}
 TOOLS = {"convert", "describe", "extract", "merge", "resize"}
 WITHOUT_TORCH = """
 import json, sys
@@ -117,13 +117,11 @@ def test_the_flags_of_a_command_are_these(command: str, capsys: pytest.CaptureFi
     code, out, _ = said(capsys, *command.split(), "--help")
     assert code == 0
     assert flags(out) - {"--help", "--version"} == set(FLAGS[command].split())
-
-
-def test_every_command_has_its_line_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "--help")[1]
+    if command:
+        return
     commands = out[out.index("Commands") : out.index("Arguments")]
     lines = re.findall(r"^│ ([a-z]\S*)  +(\S+ \S+)", commands, flags=re.MULTILINE)
-    assert {name for name, _ in lines} == COMMANDS
+    assert {name for name, _ in lines} == FLAGS.keys() - {""}
     assert ("queue", "Queue trainings,") in lines and ("plan", "Predict memory,") in lines
 
 
@@ -143,14 +141,11 @@ def test_what_only_looks_around_imports_no_torch(place: Toy, tmp_path: Path) -> 
     cache = ["--set", f"data.cache_dir={tmp_path / 'cache'}"]
     dataset = str(place.dataset)
     commands = [
-        ["--help"],
         ["--version"],
         ["presets"],
         ["doctor"],
-        ["doctor", "--json"],
         ["queue", "list"],
-        ["plan", dataset, *cache],
-        ["plan", dataset, "--json", "--vram", "12", *cache],
+        ["plan", dataset, "--vram", "12", *cache],
         ["check", dataset, *cache],
         ["inspect", str(lora_file(tmp_path / "lora.safetensors"))],
         *([tool, "--help"] for tool in sorted(TOOLS)),
@@ -233,16 +228,9 @@ def test_plan_answers_for_a_card_that_is_not_there_and_without_one(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ("--set train.stepz=5", "'train.steps'"),
         ("--set adapter.rnk=5", "'adapter.rank'"),
         ("--set train.steps=0", "train.steps"),
-        ("--set train.steps=1.5", "train.steps"),
-        ("--set adapter.rank=many", "adapter.rank"),
-        ("--set optimizer.learning_rate=NaN", "optimizer.learning_rate"),
-        ("--set optimizer.learning_rate=-1", "optimizer.learning_rate"),
-        ("--set output.format=pickle", "output.format"),
         ("--set train.steps", "'='"),
-        ("--set data.alpha_background=no-colour", "no-colour"),
         ("--stepz 5", "--stepz"),
         ("--steps many", "many"),
         ("--priority fast", "fast"),
@@ -281,29 +269,12 @@ def test_a_dataset_that_is_not_there_or_empty_is_exit_code_3(
         assert folder.name in error
 
 
-def test_too_many_unusable_pictures_are_exit_code_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dataset = toy(tmp_path, images=8).dataset
-    (dataset / "torn.png").write_bytes((dataset / "p0.png").read_bytes()[:100])
-    code, error = refused(capsys, "plan", dataset)
-    assert code == 3
-    assert "torn.png" in error
-
-    one_in_nine = ["--set", "data.max_bad_fraction=0.12"]
-    assert said(capsys, "plan", dataset, *one_in_nine)[0] == 0
-    code, report, _ = said(capsys, "check", dataset)
-    assert code == 0, "what only looks lists them instead"
-    assert "torn.png" in report
-
-
-@pytest.mark.parametrize("command", ["plan", "check"])
 def test_a_cache_folder_that_cannot_be_is_exit_code_4(
-    command: str, place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.touch()  # a file stops root too
-    code, error = refused(capsys, command, place.dataset, "--set", f"data.cache_dir={in_the_way}")
+    code, error = refused(capsys, "check", place.dataset, "--set", f"data.cache_dir={in_the_way}")
     assert code == 4
     assert str(in_the_way) in error
 
@@ -337,14 +308,6 @@ def test_a_launcher_that_contradicts_itself_is_refused(
     assert not Path("runs").exists()
 
 
-def test_a_file_that_is_no_adapter_is_exit_code_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "not.safetensors").write_bytes(b"no adapter")
-    assert refused(capsys, "inspect", tmp_path / "not.safetensors")[0] == 3
-    assert refused(capsys, "inspect", tmp_path / "absent.safetensors")[0] == 3
-
-
 def test_the_process_ends_with_the_exit_code_and_one_line() -> None:
     process = start("plan", "absent")
     out, error = process.communicate(timeout=60)
@@ -354,16 +317,20 @@ def test_the_process_ends_with_the_exit_code_and_one_line() -> None:
 # ---- layers
 
 
-def test_the_command_line_outranks_the_config_file(
+def test_the_command_line_outranks_the_config_file_setting_by_setting(
     place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "mine.toml"
-    config.write_text("[train]\nsteps = 7\nseed = 8\n")
-    plan = answer(
-        capsys, "plan", place.dataset, "--json", "--config", config, "--set", "train.steps=9"
+    config.write_text(
+        "[train]\nsteps = 7\nseed = 8\n[data.folders.more]\nrepeats = 3\nweight = 0.5\n"
     )
-    assert plan["settings"]["train.steps"]["value"] == 9
-    assert plan["settings"]["train.seed"]["value"] == 8
+    more = tmp_path / "toy" / "more"
+    shutil.copytree(place.dataset, more)
+    typed = ["--set", "train.steps=9", "--set", "data.folders.more.repeats=5"]
+    settings = answer(capsys, "plan", more.parent, "--json", "--config", config, *typed)["settings"]
+    assert settings["train.steps"]["value"] == 9
+    assert settings["train.seed"]["value"] == 8
+    assert settings["data.folders"]["value"] == {"more": {"repeats": 5, "weight": 0.5}}
 
 
 @pytest.mark.parametrize("flag", ["base", "output", "name"])
@@ -384,13 +351,6 @@ def test_a_dry_run_makes_no_folder(place: Toy, capsys: pytest.CaptureFixture[str
     assert list(Path().iterdir()) == []
 
 
-def test_doctor_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "doctor", "--json")
-    assert found["accelerator"]
-    assert found["cpu_threads"]["reason"]
-    assert "torch" in found["packages"]
-
-
 def test_doctor_empties_the_cache_that_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -405,7 +365,6 @@ def test_doctor_empties_the_cache_that_is_named(
     assert "removed 0 entries" in said(capsys, "doctor", *there)[1]
     assert refused(capsys, "doctor", "--set", f"data.cache_dir={root}")[0] == 2
     assert refused(capsys, "doctor", "--clear-cache", "--set", f"data.cache_dir={tmp_path}")[0] == 4
-
-
-def test_the_module_is_the_command() -> None:
-    assert "lora_trainer.cli.main:main" in (ROOT / "pyproject.toml").read_text()
+    report = answer(capsys, "doctor", "--json")
+    assert report["accelerator"] and report["cpu_threads"]["reason"]
+    assert "torch" in report["packages"]

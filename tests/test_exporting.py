@@ -11,70 +11,61 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from lora_trainer.common.events import read_jsonl
 from lora_trainer.run import saving
-from tests.fakes.runs import Toy, toy
+from tests.fakes.runs import problems, toy
 from tests.fakes.sample_image import sample
 
 THUMBNAIL = "modelspec.thumbnail"
 SETTINGS = {
-    "output__save_every_steps": 0,
+    "output__save_every_steps": 1,
+    "output__keep_last": 9,
     "sampling__every_steps": 0,
     "train__validate_every_steps": 0,
 }
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return toy(tmp_path_factory.mktemp("exporting"), images=3).with_base()
-
-
-def thumbnail(place: Toy, name: str) -> Image.Image | None:
-    """Return the thumbnail in the header of a run's exported file."""
-    with safe_open(place.runs / name / f"{name}.safetensors", framework="np") as file:
-        assert file.keys()
-        kind, _, data = file.metadata().get(THUMBNAIL, "").partition(";base64,")
+def thumbnail(file: Path) -> Image.Image | None:
+    """Return the thumbnail in the header of an exported file."""
+    with safe_open(file, framework="np") as tensors:
+        assert tensors.keys()
+        kind, _, data = tensors.metadata().get(THUMBNAIL, "").partition(";base64,")
     if not data:
         return None
     assert kind == "data:image/jpeg" and len(data) <= 48_000 * 4 / 3 + 4
     return Image.open(io.BytesIO(base64.b64decode(data)))
 
 
-@pytest.mark.parametrize(("size_px", "thumbnail_px"), [((300, 600), (128, 256)), ((8, 8), (8, 8))])
-def test_the_newest_sample_is_the_thumbnail_reduced_and_never_enlarged(
-    size_px: tuple[int, int],
-    thumbnail_px: tuple[int, int],
-    place: Toy,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (*size_px[::-1], 3), dtype=np.uint8)
-    Image.fromarray(noise).save(tmp_path / "noise.png")
-    monkeypatch.setattr(saving, "last_samples", lambda _: [tmp_path / "noise.png"])
-    name = f"of-{size_px[0]}"
-    assert place.train("--name", name, steps=1, **SETTINGS) == 0
-    image = thumbnail(place, name)
-    assert image is not None and (image.mode, image.size) == ("RGB", thumbnail_px)
+def noise(file: Path, width_px: int, height_px: int) -> Path:
+    pixels = np.random.default_rng(0).integers(0, 256, (height_px, width_px, 3), dtype=np.uint8)
+    file.parent.mkdir(parents=True)
+    Image.fromarray(pixels).save(file)
+    return file
 
 
-@pytest.mark.parametrize("damage", ["cut short", "no image", "gone"])
-def test_a_sample_that_cannot_be_read_costs_the_thumbnail_only(
-    damage: str, place: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_newest_sample_is_the_thumbnail_and_one_that_cannot_be_read_costs_the_thumbnail_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image = sample(tmp_path / "step-00000001" / "00.png")
-    whole = image.read_bytes()
-    match damage:
-        case "cut short":
-            image.write_bytes(whole[: len(whole) // 2])
-        case "no image":
-            image.write_bytes(b"nothing")
-        case "gone":
-            image.unlink()
-    monkeypatch.setattr(saving, "last_samples", lambda _: [image])
-    name = damage.replace(" ", "-")
-    assert place.train("--name", name, steps=1, **SETTINGS) == 0
-    run = place.runs / name
-    assert thumbnail(place, name) is None
-    (row,) = (row for row in read_jsonl(run / "problems.jsonl") if "thumbnail" in row["what"])
-    assert row["severity"] == "note" and "step-00000001/00.png" in row["what"]
-    assert str(tmp_path) not in row["what"], "no path of this machine"
+    """It is reduced and never enlarged; each export of the run finds another image."""
+    large, small = (
+        noise(tmp_path / "a" / "00.png", 300, 600),
+        noise(tmp_path / "b" / "00.png", 8, 8),
+    )
+    cut = sample(tmp_path / "cut" / "00.png")
+    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
+    nothing = sample(tmp_path / "nothing" / "00.png")
+    nothing.write_bytes(b"nothing")
+    images = iter([large, small, cut, nothing, tmp_path / "gone" / "00.png"])
+    monkeypatch.setattr(saving, "last_samples", lambda _: [next(images)])
+    place = toy(tmp_path, images=3).with_base()
+    assert place.train(steps=5, **SETTINGS) == 0
+    files = [place.run / f"toy-step{step:08d}.safetensors" for step in range(1, 5)]
+    sizes = [
+        None if (image := thumbnail(file)) is None else (image.mode, image.size)
+        for file in (*files, place.run / "toy.safetensors")
+    ]
+    assert sizes == [("RGB", (128, 256)), ("RGB", (8, 8)), None, None, None]
+    rows = [row for row in problems(place.run) if "thumbnail" in row["what"]]
+    assert [row["severity"] for row in rows] == ["note"] * 3
+    for row, folder in zip(rows, ("cut", "nothing", "gone"), strict=True):
+        assert f"{folder}/00.png" in row["what"]
+        assert str(tmp_path) not in row["what"], "no path of this machine"

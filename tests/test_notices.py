@@ -61,53 +61,50 @@ def processors(taken: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "cpu_times", lambda numbers: next(measured))
 
 
-def test_steps_that_became_slow_are_explained_once(
+def leaking(free_mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ten MiB a step be lost; blocks of one step stand for those of twenty-five."""
+    used = iter(range(10**9, 10**12, 10 * 2**20))
+
+    def measure(device: torch.device) -> dict[str, int]:
+        return device_memory(device) | {"host_own_bytes": next(used)}
+
+    monkeypatch.setattr(pace, "BLOCK_STEPS", 1)
+    monkeypatch.setattr(loop, "device_memory", measure)
+    monkeypatch.setattr(step_monitor, "free_ram_bytes", lambda: free_mib * 2**20)
+
+
+def test_slow_steps_and_growing_memory_are_explained_once(
     place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow_from(20, monkeypatch)
     processors(1000.0, monkeypatch)
-    assert (
-        place.train(steps=STEPS, train__validate_every_steps=20, output__save_every_steps=15) == 0
-    )
-    (problem,) = problems(place, SLOW)
-    assert problem["what"].startswith("steps take 2.5 times as long as before, 5 s instead of 2")
-    assert "other programs use" in problem["what"]
-    assert problem["severity"] == "warning"
+    leaking(16, monkeypatch)
+    pauses = {"train__validate_every_steps": 20, "output__save_every_steps": 15}
+    assert place.train(steps=STEPS, **pauses) == 0
+    (slow,), (growing,) = problems(place, SLOW), problems(place, GROWING)
+    assert slow["what"].startswith("steps take 2.5 times as long as before, 5 s instead of 2")
+    assert "other programs use" in slow["what"]
+    assert growing["what"].startswith("host memory grows by 1000 MiB every 100 steps")
+    assert "before the end" in growing["what"]
+    assert slow["severity"] == growing["severity"] == "warning"
     assert "steps take 2.5 times" in capsys.readouterr().out
     assert "steps take 2.5 times" in (place.run / "report.html").read_text(encoding="utf-8")
 
 
-def test_what_nothing_explains_is_said_too(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nothing_explains_is_said_and_memory_that_lasts_is_a_note(
+    place: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow_from(20, monkeypatch)
     processors(0.0, monkeypatch)
+    leaking(10**6, monkeypatch)
     assert place.train(steps=STEPS, **QUIET) == 0
-    (problem,) = problems(place, SLOW)
-    assert "no cause was found" in problem["what"]
+    (slow,), (growing,) = problems(place, SLOW), problems(place, GROWING)
+    assert "no cause was found" in slow["what"]
+    assert "after the end" in growing["what"] and growing["severity"] == "note"
 
 
 def test_steps_as_they_were_say_nothing(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_from(STEPS, monkeypatch)
     processors(1000.0, monkeypatch)
     assert place.train(steps=STEPS, **QUIET) == 0
-    assert not problems(place, SLOW)
-    assert not problems(place, GROWING)
-
-
-@pytest.mark.parametrize("free_mib", [16, 10**6])
-def test_host_memory_that_grows_is_said_once(
-    place: Toy, monkeypatch: pytest.MonkeyPatch, free_mib: int
-) -> None:
-    """Ten MiB a step; blocks of one step stand for those of twenty-five."""
-    used = iter(range(10**9, 10**12, 10 * 2**20))
-
-    def leaking(device: torch.device) -> dict[str, int]:
-        return device_memory(device) | {"host_own_bytes": next(used)}
-
-    monkeypatch.setattr(pace, "BLOCK_STEPS", 1)
-    monkeypatch.setattr(loop, "device_memory", leaking)
-    monkeypatch.setattr(step_monitor, "free_ram_bytes", lambda: free_mib * 2**20)
-    assert place.train(steps=STEPS, **QUIET) == 0
-    (problem,) = problems(place, GROWING)
-    assert problem["what"].startswith("host memory grows by 1000 MiB every 100 steps")
-    assert ("before the end" in problem["what"]) == (free_mib == 16)
-    assert problem["severity"] == ("warning" if free_mib == 16 else "note")
+    assert not problems(place, SLOW) and not problems(place, GROWING)

@@ -5,9 +5,8 @@ Each fault is what a GPU, a driver or a library may do that the processor does n
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,22 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS, STATE
+from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.declare import KEEP_ATTENTION
+from lora_trainer.hardware import machine
+from lora_trainer.network import pinned_memory
 from lora_trainer.network.block_swap import Streamed
 from lora_trainer.network.gradient_checkpointing import BlockRunner
 from lora_trainer.network.pinned_memory import CopyStream
-from lora_trainer.planning import plan
-from lora_trainer.planning.memory_choice import MemoryChooser
+from lora_trainer.planning import host_memory as pinned_plan
 from lora_trainer.training import loop, step
 from tests.fakes.family_bases import base_of, facts_at, side_of
+from tests.fakes.pinning import pinning_driver, stream_on_a_processor
 from tests.fakes.runs import Toy, events, last_state, problems, toy, trajectory
 
 pytestmark = pytest.mark.timeout(300)  # a loaded machine is no failure
 FAULT = "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"
-Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +40,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return made
 
 
-@pytest.fixture(autouse=True)
-def _streams_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream_on_a_processor(monkeypatch)
-
-
-def stream_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        MemoryChooser, "_streamable", property(lambda self: len(self.inputs.costs.blocks))
-    )
-    monkeypatch.setattr(plan, "unmet_needs", lambda config, **machine: ())
+@pytest.fixture(autouse=True, scope="module")
+def _streams_on_a_processor() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        stream_on_a_processor(patched)
+        yield
 
 
 def train(place: Toy, name: str, *more: str, code: int = 0, **settings: Any) -> Path:
@@ -94,71 +89,29 @@ PLAIN: Mapping[str, Any] = {
     "sampling__every_steps": 4,
     "train__validate_every_steps": 4,
 }
-MEANS: Mapping[str, tuple[dict[str, Any], Patch, str]] = {
-    "light": (
-        {"memory__gradient_checkpointing": "light"},
-        keeping_fails,
-        "memory.gradient_checkpointing=full",
-    ),
-    "selective": (
-        {"memory__gradient_checkpointing": "selective"},
-        keeping_fails,
-        "memory.gradient_checkpointing=full",
-    ),
-    "streamed": (
-        {"memory__streamed_blocks": 3},
-        copies_fail,
-        "copies of streamed blocks=when due",
-    ),
-}
 EVERYTHING: Mapping[str, Any] = {
+    **PLAIN,
     "memory__gradient_checkpointing": "selective",
     "memory__streamed_blocks": 3,
 }
+"""Each fails once a run uses it, so a run in which one of them was left on would fail again."""
 
 
 @pytest.fixture(scope="module")
 def plain(place: Toy) -> Path:
     """A run that starts plainly."""
-    with pytest.MonkeyPatch.context() as patched:
-        stream_on_a_processor(patched)
-        return train(place, "plain", **PLAIN)
+    return train(place, "plain", **PLAIN)
 
 
 def retries(run: Path) -> list[str]:
     return [row["what"] for row in problems(run) if "not for lack of memory" in row["what"]]
 
 
-def same_result(one: Path, other: Path) -> None:
-    assert trajectory(one) == trajectory(other) != []
-    for file in (ADAPTER, OPTIMIZER_TENSORS):
-        first, second = load_file(last_state(one) / file), load_file(last_state(other) / file)
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[key], second[key]) for key in first), file
-
-
-@pytest.mark.parametrize("name", MEANS)
-def test_a_mechanism_that_fails_is_done_without_and_the_numbers_are_those_of_a_plain_run(
-    name: str, place: Toy, plain: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error of any of them was the end of the run, with a traceback."""
-    settings, patch, changed = MEANS[name]
-    patch(monkeypatch)
-    run = train(place, name, **{**PLAIN, **settings})
-    same_result(run, plain)
-    (said,) = retries(run)
-    assert FAULT in said and changed in said
-    keys = [(row["key"], row["reason"]) for row in events(run, "change")]
-    assert keys and all(FAULT in reason for _, reason in keys)
-    assert FAULT in (run / "report.html").read_text(encoding="utf-8")
-    state = json.loads((last_state(run) / STATE).read_text(encoding="utf-8"))
-    assert '"plain", true' in json.dumps(state) or '"plain": true' in json.dumps(state)
-
-
-def test_all_at_once_and_an_interrupted_run_goes_on_plainly(
+def test_all_that_fails_is_done_without_and_an_interrupted_run_goes_on_plainly(
     place: Toy, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for _, patch, _ in MEANS.values():
+    """An error of any of them was the end of the run, with a traceback."""
+    for patch in (keeping_fails, copies_fail):
         patch(monkeypatch)
     real, calls = loop.judge_step, 0
 
@@ -171,11 +124,41 @@ def test_all_at_once_and_an_interrupted_run_goes_on_plainly(
 
     with monkeypatch.context() as patched:
         patched.setattr(loop, "judge_step", failing)
-        broken = train(place, "broken", code=4, **{**PLAIN, **EVERYTHING})
-    assert len(retries(broken)) == 1
-    resumed = train(place, "broken", "--resume", **{**PLAIN, **EVERYTHING})
+        broken = train(place, "broken", code=4, **EVERYTHING)
+    (retry,) = retries(broken)
+    changed = {
+        "memory.gradient_checkpointing": "full",
+        "copies of streamed blocks": "when due",
+    }
+    assert FAULT in retry and all(f"{key}={value}" in retry for key, value in changed.items())
+    changes = [row for row in events(broken, "change") if FAULT in row["reason"]]
+    assert {row["key"]: row["new"] for row in changes} == changed
+    resumed = train(place, "broken", "--resume", **EVERYTHING)
     assert len(retries(resumed)) == 1, "it was tried again"
-    same_result(resumed, plain)
+    assert FAULT in (resumed / "report.html").read_text(encoding="utf-8")
+    assert trajectory(resumed) == trajectory(plain) != []
+    for file in (ADAPTER, OPTIMIZER_TENSORS):
+        first, second = load_file(last_state(resumed) / file), load_file(last_state(plain) / file)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first), file
+
+
+def test_without_a_fault_they_give_the_same_numbers(
+    place: Toy, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fakes above prove nothing if blocks were not streamed."""
+    loads = 0
+    real = Streamed._load
+
+    def counting(self: Streamed, index: int) -> Any:
+        nonlocal loads
+        loads += 1
+        return real(self, index)
+
+    monkeypatch.setattr(Streamed, "_load", counting)
+    run = train(place, "counted", **EVERYTHING)
+    assert loads > 0 and retries(run) == []
+    assert trajectory(run) == trajectory(plain)
 
 
 def test_two_errors_end_the_run_with_both_reasons(
@@ -209,10 +192,9 @@ def test_an_error_in_a_plain_run_is_what_it_was(
         raise ValueError("this base is not as it should be")
 
     monkeypatch.setattr(step, "forward_backward", broken)
-    for kind in ("none", "full"):
-        with pytest.raises(ValueError, match="not as it should be"):
-            train(place, f"plain-{kind}", **{**PLAIN, "memory__gradient_checkpointing": kind})
-    assert calls == 2
+    with pytest.raises(ValueError, match="not as it should be"):
+        train(place, "plain-error", **PLAIN)
+    assert calls == 1
 
 
 def test_a_later_error_is_no_matter_of_the_way(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,18 +232,47 @@ def test_a_lost_device_is_not_asked_again_and_the_settings_to_try_are_named(
     assert "--resume" in said and "--set memory.gradient_checkpointing=full" in said
 
 
-def test_streamed_blocks_are_there_when_they_are_due(place: Toy, plain: Path) -> None:
-    """The fakes above prove nothing if blocks were not streamed."""
-    loads = 0
-    real = Streamed._load
+# ---- host memory that the driver does not pin
 
-    def counting(self: Streamed, index: int) -> Any:
-        nonlocal loads
-        loads += 1
-        return real(self, index)
+STREAMED: Mapping[str, Any] = {
+    "memory__streamed_blocks": 3,
+    "memory__gradient_checkpointing": "full",
+}
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Streamed, "_load", counting)
-        run = train(place, "counted", **{**PLAIN, "memory__streamed_blocks": 3})
-    assert loads > 0
-    same_result(run, plain)
+
+def refusals(run: Path) -> list[str]:
+    return [row["what"] for row in problems(run) if "refused to pin" in row["what"]]
+
+
+def test_a_run_whose_pinning_is_refused_goes_on_with_the_same_losses(
+    place: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended before, with exit code 4; WSL is asked for what it gives, blocks first."""
+    whole = trajectory(train(place, "whole", **STREAMED))
+    with monkeypatch.context() as patched:
+        driver = pinning_driver(patched)
+        assert trajectory(train(place, "pinned", **STREAMED)) == whole
+    assert len(driver.in_place) >= 3, "three blocks, and copies for saving"
+    assert refusals(place.runs / "pinned") == []
+    blocks = driver.in_place[:3]
+
+    with monkeypatch.context() as patched:
+        driver = pinning_driver(patched, most_bytes=sum(blocks) // 2)
+        run = train(place, "refused", **STREAMED)
+    assert trajectory(run) == whole
+    assert driver.refusals == 1 and driver.peak_bytes <= sum(blocks) // 2
+    (refusal,) = refusals(run)
+    assert "takes two to three times as long, and steps wait for it" in refusal
+    assert events(run, "finished")
+
+    # With a driver that refuses a byte more than the platform's bound there is no refusal.
+    most_bytes = -(-blocks[0] // 4096) * 4096 + -(-blocks[1] // 4096) * 4096 + 70_000
+    monkeypatch.setattr(machine, "is_wsl", lambda root: True)
+    monkeypatch.setattr(machine, "WSL_PINNABLE_BYTES", most_bytes)
+    for module in (pinned_plan, pinned_memory):
+        monkeypatch.setattr(module, "RESERVED_BYTES", 60_000)
+    driver = pinning_driver(monkeypatch, most_bytes=most_bytes)
+    run = train(place, "wsl", **STREAMED)
+    assert driver.refusals == 0 and refusals(run) == []
+    assert driver.in_place[:2] == blocks[:2], "what is copied in every step is pinned first"
+    assert trajectory(run) == whole

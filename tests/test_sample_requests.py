@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.reporting.control import Control
@@ -37,10 +35,6 @@ def test_a_prompt_asked_for_is_drawn_and_changes_nothing_of_the_training(
     for name in ("adapter.safetensors", "optim.safetensors", "state.json"):
         states = [(last_state(each.run) / name).read_bytes() for each in (asked, plain)]
         assert states[0] == states[1]
-    export = f"{asked.run.name}.safetensors"
-    ours, theirs = (load_file(each.run / export) for each in (asked, plain))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     (row,) = (row for row in events(asked.run, "sample") if row["step"] == STEPS + 1)
     (image,) = row["images"]
     assert (image["prompt"], row["asked"]) == (ASKED, True)
@@ -51,17 +45,6 @@ def test_a_prompt_asked_for_is_drawn_and_changes_nothing_of_the_training(
         assert drawn.getcolors(1) is None, "an image, not one colour"
     assert [file.name for file in last_samples(asked.run / "samples")] == ["00.png"]
     assert not Control(asked.run).pending()
-
-
-def test_a_request_of_an_older_version_draws_the_prompts_of_the_run(
-    place: Toy, tmp_path: Path
-) -> None:
-    run = place.copy(tmp_path / "older")
-    (run.run / "control").mkdir(exist_ok=True)
-    (run.run / "control" / "sample").touch()
-    assert run.train("--resume", steps=STEPS + 2, **SETTINGS) == 0
-    (row,) = (row for row in events(run.run, "sample") if row["step"] == STEPS + 1)
-    assert [image["prompt"] for image in row["images"]] == ["a toy"]
 
 
 def test_a_request_that_holds_no_prompt_is_a_problem_and_the_training_goes_on(

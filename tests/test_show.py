@@ -18,7 +18,6 @@ from lora_trainer.cli import main
 from lora_trainer.config.choices import PRIORITIES
 from lora_trainer.config.config import all_settings, setting_keys
 from lora_trainer.config.layers import TIERS, preset_families
-from tests.fakes.family_bases import base_of
 from tests.fakes.runs import SQUARES_PX, Toy, toy
 
 ODD = "[bold]odd[] [red] :cat:"
@@ -116,13 +115,6 @@ def test_a_plan_ends_with_its_remarks_and_announces_a_download(place: Toy, said:
     assert all(line.startswith(("warning: ", "note: ")) for line in last)
     assert "to download" in row(shown, "base")
     assert "to download" not in said("plan", *twelve_steps(place))
-
-
-def test_a_base_with_brackets_in_its_name_is_shown_as_it_is(
-    place: Toy, said: Said, tmp_path: Path
-) -> None:
-    base = shutil.copytree(base_of("sd15"), tmp_path / ODD)
-    assert ODD in row(said("plan", *twelve_steps(place), "--base", base), "base")
 
 
 def test_check_shows_score_buckets_and_every_finding(

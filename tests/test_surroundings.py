@@ -13,7 +13,6 @@ from lora_trainer.config.config import build_config
 from lora_trainer.config.running import Config
 from lora_trainer.hardware.nvml import CardState, Gpu, card_state, card_states
 from lora_trainer.training.pace import (
-    Cause,
     MachineState,
     Slow,
     Timed,
@@ -46,7 +45,7 @@ def settings(values: Mapping[str, Any]) -> Config:
 
 def found(
     now: MachineState, *, slow: Slow = SLOW, spills: bool = False, **values: Any
-) -> list[Cause]:
+) -> list[Any]:
     config = settings({key.replace("__", "."): value for key, value in values.items()})
     return list(causes(slow, QUIET, now, spills=spills, config=config))
 
@@ -101,23 +100,18 @@ def test_waiting_for_data_comes_first() -> None:
     assert "data.prefetch_steps" in first.fix
 
 
-def test_a_full_card_spills_only_where_its_driver_does() -> None:
-    assert not found(with_card(used_bytes=12 * GIB))
-
-
-def test_processors_count_where_the_training_wants_them() -> None:
+def test_a_cause_depends_on_driver_device_and_settings() -> None:
+    assert not found(with_card(used_bytes=12 * GIB)), "this driver does not spill"
     busy = replace(QUIET, cores_taken=3.0)
-    assert not found(busy)
+    assert not found(busy), "the GPU needs few processors"
     (cause,) = found(replace(busy, beside_card=False))
     assert cause.name == "processor"
-
-
-def test_less_host_memory_is_asked_for_where_it_went() -> None:
     (cause,) = found(replace(QUIET, swapped_bytes_per_s=3e7), memory__streamed_blocks=20)
     assert "memory.streamed_blocks (now 20)" in cause.fix
 
 
 # ---- asking the driver
+
 
 BUSY = FakeCard(
     uuid="GPU-b",
@@ -155,24 +149,13 @@ def test_the_driver_is_asked_about_this_card() -> None:
     assert nvml.sessions == 0
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "nvmlDeviceGetClockInfo",
-        "nvmlDeviceGetTemperature",
-        "nvmlDeviceGetUtilizationRates",
-        "nvmlDeviceGetPowerUsage",
-        "nvmlDeviceGetCurrentClocksThrottleReasons",
-        "nvmlDeviceGetComputeRunningProcesses",
-        "nvmlDeviceGetGraphicsRunningProcesses",
-        "nvmlDeviceGetProcessUtilization",
-    ],
-)
-def test_what_a_driver_does_not_tell_is_left_out(call: str) -> None:
-    card = replace(BUSY, refuses={call: "Not Supported"})
-    state = card_state(GPU, FakeNvml(cards=(card,)))
-    assert state is not None
-    assert state.total_bytes == 12 * GIB
+def test_what_a_driver_does_not_tell_is_left_out() -> None:
+    calls = ("ClockInfo", "Temperature", "UtilizationRates", "PowerUsage", "ProcessUtilization")
+    calls += ("CurrentClocksThrottleReasons", "ComputeRunningProcesses", "GraphicsRunningProcesses")
+    for call in calls:
+        card = replace(BUSY, refuses={f"nvmlDeviceGet{call}": "Not Supported"})
+        state = card_state(GPU, FakeNvml(cards=(card,)))
+        assert state is not None and state.total_bytes == 12 * GIB, call
 
 
 @pytest.mark.parametrize(

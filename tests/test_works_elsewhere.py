@@ -16,9 +16,8 @@ from tests.fakes.runs import Toy, events, toy
 
 MOST_APART = 2  # of 255: what rounding to fp16 in another order may do
 CASES: dict[str, dict[str, Any]] = {
-    "kohya": {"output__format": "kohya", "adapter__rank": 4, "adapter__alpha": 2},
     "diffusers": {"output__format": "diffusers", "adapter__rank": 2, "adapter__alpha": 8},
-    "kohya-all-fp32": {
+    "kohya": {
         "output__format": "kohya",
         "output__precision": "fp32",
         "adapter__rank": 4,

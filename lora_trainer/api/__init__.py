@@ -18,7 +18,6 @@ from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.common.events import Event, Listener
 from lora_trainer.common.processes import made_to_stay, quiet_libraries, read_dist_env
 from lora_trainer.config.choices import Priority
-from lora_trainer.config.layers import read_config_file
 from lora_trainer.run.plan_text import plan_json
 from lora_trainer.run.prepare import Prepared, Request, longer, prepare
 
@@ -67,12 +66,12 @@ def plan(
     Raises LoraTrainError; a MachineError names the nearest setting that fits.
     """
     count = read_dist_env().count if processes is None else processes
-    request = Request(
-        dataset=Path(dataset),
+    request = Request.of(
+        dataset,
         preset=preset,
         priority=priority,
-        settings_file=read_config_file(config_file),
-        overrides=settings,
+        config_file=config_file,
+        settings=settings,
         assumed_vram_gib=vram_gib,
         processes=count,
         sharing=count,
@@ -105,16 +104,15 @@ def train(
         from lora_trainer.run.train import TrainRequest
         from lora_trainer.run.train import train as run_training
 
-    request = Request(
-        dataset=Path(dataset),
-        preset=preset,
-        priority=priority,
-        settings_file=read_config_file(config_file),
-        overrides=settings,
-        fetches=True,
-    )
     train_request = TrainRequest(
-        request=request,
+        request=Request.of(
+            dataset,
+            preset=preset,
+            priority=priority,
+            config_file=config_file,
+            settings=settings,
+            fetches=True,
+        ),
         resume=resume,
         resume_from=resume_from,
         strict=strict,

@@ -125,17 +125,16 @@ def presets() -> Reply:
 
 def doctor(
     *,
-    clear_cache: Annotated[
-        bool, Parameter(negative="", help="delete the encoded images and captions of all trainings")
-    ] = False,
-    fix: Annotated[
-        bool,
-        Parameter(negative="", help="remove what killed trainings left, and damaged cache files"),
-    ] = False,
+    clear_cache: bool = False,
+    fix: bool = False,
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     json: Json = False,
 ) -> Reply:
-    """Check this machine: its hardware, the device trainings use and why, and how to fix problems."""
+    """Check this machine: its hardware, the device trainings use and why, and how to fix problems.
+
+    :param clear_cache: delete the encoded images and captions of all trainings
+    :param fix: remove what killed trainings left, and damaged cache files
+    """
     from lora_trainer.config.config import build_config
     from lora_trainer.dataset.scan import cache_in
     from lora_trainer.run.machine_report import (
@@ -181,13 +180,15 @@ def import_settings(
     file: Path,
     /,
     *,
-    output: Annotated[
-        Path | None, Parameter(help="settings file to write, .toml or .json [default: print TOML]")
-    ] = None,
-    force: Annotated[bool, Parameter(negative="", help="replace an existing output")] = False,
+    output: Path | None = None,
+    force: bool = False,
     json: Json = False,
 ) -> Reply:
-    """Turn another trainer's settings file into a lora-train settings file; reports every key."""
+    """Turn another trainer's settings file into a lora-train settings file; reports every key.
+
+    :param output: settings file to write, .toml or .json [default: print TOML]
+    :param force: replace an existing output
+    """
     from lora_trainer.common.files import write_atomic
     from lora_trainer.importing.reading import import_file, report, settings_json, settings_toml
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 
 from lora_trainer import __version__
 from lora_trainer.cli.options import COMMANDS, Reply, console, help_line
@@ -30,6 +30,7 @@ app = App(
     help=HELP,
     version=__version__,
     help_format="markdown",
+    default_parameter=Parameter(negative=""),
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )

@@ -48,16 +48,19 @@ def sample(
     run: Run,
     /,
     *,
-    prompt: Annotated[list[str], Parameter(negative="", help="prompt of an image, repeatable")],
+    prompt: list[str],
     base: TrainedOn = None,
-    output: Annotated[Path, Parameter(help="folder for the images")] = Path("samples"),
-    seed: Annotated[int, Parameter(help="seed of the first image")] = 1234,
-    strength: Annotated[
-        list[float],
-        Parameter(negative="", help="strength of the LoRA, repeatable [default: 1]"),
-    ] = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    output: Path = Path("samples"),
+    seed: int = 1234,
+    strength: list[float] = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
 ) -> None:
-    """Make images with the LoRA of a run folder or file, through a plain diffusers pipeline."""
+    """Make images with the LoRA of a run folder or file, through a plain diffusers pipeline.
+
+    :param prompt: prompt of an image, repeatable
+    :param output: folder for the images
+    :param seed: seed of the first image
+    :param strength: strength of the LoRA, repeatable [default: 1]
+    """
     quiet_libraries()
     out = console()
     from lora_trainer.run.sample_lora import make_images
@@ -70,21 +73,20 @@ def sample(
 
 def validate(
     run: Run,
-    dataset: Annotated[Path, Parameter(help="the images it was trained on")],
+    dataset: Path,
     /,
     *,
     base: TrainedOn = None,
-    clip: Annotated[
-        str | None,
-        Parameter(
-            help="CLIP image encoder on this machine that compares images: a folder or a Hub id "
-            "[default: openai/clip-vit-base-patch32 if it is there, else latents of a small VAE]"
-        ),
-    ] = None,
+    clip: str | None = None,
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     json: Json = False,
 ) -> Reply:
-    """Score a LoRA against the dataset it was trained on, part by part; adds it to the run's report."""
+    """Score a LoRA against the dataset it was trained on, part by part; adds it to the run's report.
+
+    :param dataset: the images it was trained on
+    :param clip: CLIP image encoder on this machine that compares images: a folder or a Hub id
+        [default: openai/clip-vit-base-patch32 if it is there, else latents of a small VAE]
+    """
     from lora_trainer import api
     from lora_trainer.reporting.console import ConsoleListener
 
@@ -151,13 +153,15 @@ def profile(
     /,
     *,
     options: PlanOptions = PLANNED,
-    steps: Annotated[int, Parameter(help="optimizer steps to profile")] = 10,
-    output: Annotated[Path, Parameter(help="folder for the run folder with the trace")] = Path(
-        "runs"
-    ),
+    steps: int = 10,
+    output: Path = Path("runs"),
     json: Json = False,
 ) -> Reply:
-    """Profile a few training steps: where their time goes, and which setting would change that."""
+    """Profile a few training steps: where their time goes, and which setting would change that.
+
+    :param steps: optimizer steps to profile
+    :param output: folder for the run folder with the trace
+    """
     if (processes := read_dist_env().count) > 1:
         raise RequestError(
             f"profile measures one process, and the launcher started {processes}",
@@ -166,8 +170,9 @@ def profile(
     quiet_libraries()
     from lora_trainer.measuring.profile import profile_run
     from lora_trainer.reporting.console import ConsoleListener
+    from lora_trainer.run.prepare import Request
 
-    request = options.request(dataset)
+    request = Request.of(dataset, **options.keywords())
     with ConsoleListener(console(stderr=True)) as listener:
         profiled = profile_run(request, steps=steps, output=output, listeners=(listener,))
     return profiled.to_json() if json else profile_text(profiled)
@@ -178,17 +183,20 @@ def bench(
     /,
     *,
     options: PlanOptions = PLANNED,
-    steps: Annotated[int, Parameter(help="optimizer steps of each training, after a warm-up")] = 8,
-    only: Annotated[
-        list[str], Parameter(negative="", help="setting to vary, repeatable [default: all]")
-    ] = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
+    steps: int = 8,
+    only: list[str] = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     json: Json = False,
 ) -> Reply:
-    """Measure short trainings that differ in one setting each: batch sizes, kernels, resolutions."""
+    """Measure short trainings that differ in one setting each: batch sizes, kernels, resolutions.
+
+    :param steps: optimizer steps of each training, after a warm-up
+    :param only: setting to vary, repeatable [default: all]
+    """
     from lora_trainer.measuring.bench import bench
+    from lora_trainer.run.prepare import Request
 
     rows = bench(
-        options.request(dataset),
+        Request.of(dataset, **options.keywords()),
         steps=steps,
         only=only,
         on_start=lambda variant, count: console(stderr=True).print(

@@ -11,7 +11,7 @@ import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console, RenderableType
@@ -19,15 +19,9 @@ from rich.console import Console, RenderableType
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.choices import Concept, Priority
 
-if TYPE_CHECKING:
-    from lora_trainer.run.prepare import Request
-
-
 Reply = RenderableType | dict[str, Any] | list[dict[str, Any]] | None
 """The answer of a command: text or a rich renderable, or a dict or list that is printed as JSON."""
-Sets = Annotated[
-    list[str], Parameter(name="--set", negative="", help="section.key=value, repeatable")
-]
+Sets = Annotated[list[str], Parameter(name="--set", help="section.key=value, repeatable")]
 Base = Annotated[
     str | None,
     Parameter(
@@ -39,25 +33,23 @@ Kind = Annotated[
     Concept | None,
     Parameter(help="kind of concept the images show; decides some presets [default: any]"),
 ]
-Json = Annotated[bool, Parameter(name="--json", negative="", help="machine-readable output")]
+Json = Annotated[bool, Parameter(name="--json", help="machine-readable output")]
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The options by which a training is planned; `settings` are those typed, by key."""
+    """The options by which a training is planned; `settings` are those typed, by key.
 
-    preset: Annotated[
-        str, Parameter(help="auto, a tier such as 10-12, or a settings file (JSON, TOML)")
-    ] = "auto"
-    priority: Annotated[
-        Priority,
-        Parameter(help="what to prefer if not everything fits: quality, speed or a balance"),
-    ] = "balanced"
+    :param preset: auto, a tier such as 10-12, or a settings file (JSON, TOML)
+    :param priority: what to prefer if not everything fits: quality, speed or a balance
+    :param config: settings file (JSON, TOML) that overrides the preset
+    """
+
+    preset: str = "auto"
+    priority: Priority = "balanced"
     base: Base = None
-    config: Annotated[
-        Path | None, Parameter(help="settings file (JSON, TOML) that overrides the preset")
-    ] = None
+    config: Path | None = None
     set_: Sets = field(default_factory=list)
 
     def keywords(self, **flags: Any) -> dict[str, Any]:
@@ -68,19 +60,6 @@ class PlanOptions:
             "config_file": self.config,
             "settings": overrides(self.set_, base=self.base, **flags),
         }
-
-    def request(self, dataset: Path) -> Request:
-        """Return the request for a plan; raises RequestError."""
-        from lora_trainer.config.layers import read_config_file
-        from lora_trainer.run.prepare import Request
-
-        return Request(
-            dataset=dataset,
-            preset=self.preset,
-            priority=self.priority,
-            settings_file=read_config_file(self.config),
-            overrides=overrides(self.set_, base=self.base),
-        )
 
 
 PLANNED = PlanOptions()

@@ -41,11 +41,12 @@ app = App(name="queue", help=__doc__.partition("\n")[0])
 def add(
     *words: Annotated[str, Parameter(allow_leading_hyphen=True)],
     runs: Runs = None,
-    label: Annotated[
-        str | None, Parameter(help="name in the list [default: the name of the run]")
-    ] = None,
+    label: str | None = None,
 ) -> Reply:
-    """Add a training at the end of the queue: `lora-train queue add -- DATASET ...`."""
+    """Add a training at the end of the queue: `lora-train queue add -- DATASET ...`.
+
+    :param label: name in the list [default: the name of the run]
+    """
     folder = _runs(runs)
     training = read(words)
     argv = [*_output(training, folder), *words]

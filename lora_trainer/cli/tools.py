@@ -26,8 +26,6 @@ from lora_trainer.lora_file.formats import FormatRequest
 if TYPE_CHECKING:
     from lora_trainer.tools.convert import ToolResult
 
-Output = Annotated[Path, Parameter(help="file to write")]
-Force = Annotated[bool, Parameter(negative="", help="replace an existing output")]
 Energy = Annotated[
     float | None,
     Parameter(help="use the lowest rank that keeps this share of the squared singular values"),
@@ -42,16 +40,16 @@ OwnFormat = Annotated[
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
-    """The options of commands that write an adapter from adapters."""
+    """The options of commands that write an adapter from adapters.
 
-    precision: Annotated[
-        Precision | None, Parameter(help="fp32, bf16 or fp16 [default: the input's]")
-    ] = None
-    base: Annotated[
-        str | None,
-        Parameter(help="base model of the adapter [default: the family's public release]"),
-    ] = None
-    force: Force = False
+    :param precision: fp32, bf16 or fp16 [default: the input's]
+    :param base: base model of the adapter [default: the family's public release]
+    :param force: replace an existing output
+    """
+
+    precision: Precision | None = None
+    base: str | None = None
+    force: bool = False
 
 
 ADAPTER = AdapterOptions()
@@ -76,14 +74,16 @@ def convert(
     file: Path,
     /,
     *,
-    format: Annotated[FileFormat, Parameter(help="key names of the result")],
-    output: Annotated[
-        Path | None, Parameter(help="file to write [default: FILE-FORMAT.safetensors]")
-    ] = None,
+    format: FileFormat,
+    output: Path | None = None,
     options: AdapterOptions = ADAPTER,
     json: Json = False,
 ) -> Reply:
-    """Write an adapter in the key names of kohya, diffusers or ComfyUI; its updates stay the same."""
+    """Write an adapter in the key names of kohya, diffusers or ComfyUI; its updates stay the same.
+
+    :param format: key names of the result
+    :param output: file to write [default: FILE-FORMAT.safetensors]
+    """
     if options.base is None:
         # Refused from its header, before torch is imported, which takes seconds.
         check_usable(file, names=None)
@@ -98,19 +98,19 @@ def merge(
     files: list[str],
     /,
     *,
-    output: Output,
-    into: Annotated[
-        str | None,
-        Parameter(help="merge the sum into this base model: folder, .safetensors or Hub id"),
-    ] = None,
-    rank: Annotated[
-        int | None, Parameter(help="reduce the sum to this rank [default: keep it exact]")
-    ] = None,
+    output: Path,
+    into: str | None = None,
+    rank: int | None = None,
     format: OwnFormat = "auto",
     options: AdapterOptions = ADAPTER,
     json: Json = False,
 ) -> Reply:
-    """Add up adapters, each FILE or FILE:WEIGHT, to one adapter, or into a base model with --into."""
+    """Add up adapters, each FILE or FILE:WEIGHT, to one adapter, or into a base model with --into.
+
+    :param output: file to write
+    :param into: merge the sum into this base model: folder, .safetensors or Hub id
+    :param rank: reduce the sum to this rank [default: keep it exact]
+    """
     quiet_libraries()
     from lora_trainer.tools.merge import merge, parse_weighted
     from lora_trainer.tools.merge_base import bake
@@ -134,17 +134,20 @@ def resize(
     file: Path,
     /,
     *,
-    output: Output,
-    rank: Annotated[int | None, Parameter(help="highest rank of a layer")] = None,
-    ratio: Annotated[
-        float | None, Parameter(help="keep singular values of at least the largest / RATIO")
-    ] = None,
+    output: Path,
+    rank: int | None = None,
+    ratio: float | None = None,
     energy: Energy = None,
     format: OwnFormat = "auto",
     options: AdapterOptions = ADAPTER,
     json: Json = False,
 ) -> Reply:
-    """Cut a LoRA, LoHa or LoKr to a lower rank by its singular values; the result is a LoRA."""
+    """Cut a LoRA, LoHa or LoKr to a lower rank by its singular values; the result is a LoRA.
+
+    :param output: file to write
+    :param rank: highest rank of a layer
+    :param ratio: keep singular values of at least the largest / RATIO
+    """
     quiet_libraries()
     from lora_trainer.tools.resize import ResizeLimits, resize
 
@@ -160,20 +163,24 @@ def extract(
     base: str,
     /,
     *,
-    output: Output,
-    rank: Annotated[
-        int | None, Parameter(help="rank of every layer, or with --energy the highest")
-    ] = None,
+    output: Path,
+    rank: int | None = None,
     energy: Energy = None,
-    targets: Annotated[Targets, Parameter(help="layers of the denoiser to include")] = "all",
-    format: Annotated[
-        FormatRequest, Parameter(help="key names of the result [default: the most widely read]")
-    ] = "auto",
-    precision: Annotated[Precision, Parameter(help="precision of the result")] = "fp16",
-    force: Force = False,
+    targets: Targets = "all",
+    format: FormatRequest = "auto",
+    precision: Precision = "fp16",
+    force: bool = False,
     json: Json = False,
 ) -> Reply:
-    """Write the difference of TUNED and BASE, two base models of one family, as a LoRA."""
+    """Write the difference of TUNED and BASE, two base models of one family, as a LoRA.
+
+    :param output: file to write
+    :param rank: rank of every layer, or with --energy the highest
+    :param targets: layers of the denoiser to include
+    :param format: key names of the result [default: the most widely read]
+    :param precision: precision of the result
+    :param force: replace an existing output
+    """
     quiet_libraries()
     from lora_trainer.tools.extract import extract
 
@@ -194,16 +201,18 @@ def extract(
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class DescriptionOptions:
-    """The texts of `describe`, by the names that `Description` gives them."""
+    """The texts of `describe`, by the names that `Description` gives them.
+
+    :param trigger: trigger words that evoke the concept in a prompt
+    :param tags: search tags, separated by commas
+    """
 
     title: Entry = None
     description: Entry = None
     author: Entry = None
     license: Entry = None
-    trigger: Annotated[
-        str | None, Parameter(help="trigger words that evoke the concept in a prompt")
-    ] = None
-    tags: Annotated[str | None, Parameter(help="search tags, separated by commas")] = None
+    trigger: str | None = None
+    tags: str | None = None
 
 
 NO_TEXTS = DescriptionOptions()
@@ -215,13 +224,15 @@ def describe(
     /,
     *,
     texts: DescriptionOptions = NO_TEXTS,
-    output: Annotated[
-        Path | None, Parameter(help="file to write [default: FILE; its tensors stay the same]")
-    ] = None,
-    force: Force = False,
+    output: Path | None = None,
+    force: bool = False,
     json: Json = False,
 ) -> Reply:
-    """Write title, author, tags and other texts into an adapter's header; an empty text removes one."""
+    """Write title, author, tags and other texts into an adapter's header; an empty text removes one.
+
+    :param output: file to write [default: FILE; its tensors stay the same]
+    :param force: replace an existing output
+    """
     quiet_libraries()
     from lora_trainer.tools.describe import Description, describe
 
@@ -237,15 +248,15 @@ def publish(
     file: Path,
     /,
     *,
-    repository: Annotated[
-        str, Parameter(help="its name on the Hub: owner/name, or a name of your own account")
-    ],
-    public: Annotated[
-        bool, Parameter(negative="", help="let everybody see it [default: only you]")
-    ] = False,
+    repository: str,
+    public: bool = False,
     json: Json = False,
 ) -> Reply:
-    """Upload a LoRA to the Hugging Face Hub, with its last samples and a model card; private by default."""
+    """Upload a LoRA to the Hugging Face Hub, with its last samples and a model card; private by default.
+
+    :param repository: its name on the Hub: owner/name, or a name of your own account
+    :param public: let everybody see it [default: only you]
+    """
     from lora_trainer.tools.describe import publish
 
     address = publish(file, repository=repository, private=not public)

@@ -25,27 +25,26 @@ def train(
     *,
     options: PlanOptions = PLANNED,
     kind: Kind = None,
-    output: Annotated[Path | None, Parameter(help="folder for run folders [default: runs]")] = None,
-    name: Annotated[
-        str | None, Parameter(help="name of the run and its files [default: the dataset folder's]")
-    ] = None,
-    steps: Annotated[
-        int | None, Parameter(help="optimizer steps [default: by the number of images]")
-    ] = None,
-    seed: Annotated[int | None, Parameter(help="seed of all random numbers [default: 42]")] = None,
-    resume: Annotated[
-        bool,
-        Parameter(
-            negative="", help="continue the run of this name, as if it had not been interrupted"
-        ),
-    ] = False,
-    resume_from: Annotated[Path | None, Parameter(help="continue the run in this folder")] = None,
-    dry_run: Annotated[
-        bool, Parameter(negative="", help="print the plan of the training and stop")
-    ] = False,
-    strict: Annotated[bool, Parameter(negative="", help="refuse a dataset with warnings")] = False,
+    output: Path | None = None,
+    name: str | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
+    resume: bool = False,
+    resume_from: Path | None = None,
+    dry_run: bool = False,
+    strict: bool = False,
 ) -> Reply:
-    """Train a LoRA on the images in DATASET; the result is runs/NAME/NAME.safetensors and report.html."""
+    """Train a LoRA on the images in DATASET; the result is runs/NAME/NAME.safetensors and report.html.
+
+    :param output: folder for run folders [default: runs]
+    :param name: name of the run and its files [default: the dataset folder's]
+    :param steps: optimizer steps [default: by the number of images]
+    :param seed: seed of all random numbers [default: 42]
+    :param resume: continue the run of this name, as if it had not been interrupted
+    :param resume_from: continue the run in this folder
+    :param dry_run: print the plan of the training and stop
+    :param strict: refuse a dataset with warnings
+    """
     keywords = options.keywords(output=output, name=name, steps=steps, seed=seed, kind=kind)
     from lora_trainer import api
 
@@ -85,7 +84,7 @@ def read(words: Sequence[str]) -> Mapping[str, Any]:
     )
     if words and words[0] in COMMANDS:
         raise no_training
-    app = App(default_command=train)
+    app = App(default_command=train, default_parameter=Parameter(negative=""))
     command, bound, _ = app.parse_args(list(words), exit_on_error=False, print_error=False)
     arguments = bound.arguments
     if command is not train or arguments.get("dry_run"):
@@ -103,14 +102,17 @@ def plan(
     *,
     options: PlanOptions = PLANNED,
     kind: Kind = None,
-    vram: Annotated[
-        float | None, Parameter(help="plan for a GPU with this many GiB of memory")
-    ] = None,
-    processes: Annotated[int, Parameter(help="plan for so many processes, one GPU each")] = 1,
-    all_: Annotated[bool, Parameter(name="--all", negative="", help="show every setting")] = False,
+    vram: float | None = None,
+    processes: int = 1,
+    all_: Annotated[bool, Parameter(name="--all")] = False,
     json: Json = False,
 ) -> Reply:
-    """Predict memory, time and disk of a training, and show why each setting has its value. Needs no GPU."""
+    """Predict memory, time and disk of a training, and show why each setting has its value. Needs no GPU.
+
+    :param vram: plan for a GPU with this many GiB of memory
+    :param processes: plan for so many processes, one GPU each
+    :param all_: show every setting
+    """
     if not 1 <= processes <= 4096:
         raise RequestError(
             f"--processes {processes} is out of range", fix="give a number from 1 to 4096"

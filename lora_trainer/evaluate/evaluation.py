@@ -39,11 +39,10 @@ from lora_trainer.lora_file.read import read_contents
 from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.run.build import Networks, arrange, build_dataloader, build_model, load_networks
 from lora_trainer.run.caching import fill_caches, open_cache, texts_as
-from lora_trainer.run.device import encoder_device, setup_torch
+from lora_trainer.run.device import planned_device, setup_torch
 from lora_trainer.run.final_scores import WeightFigures, weight_figures
-from lora_trainer.run.follow import prepare_with_base
 from lora_trainer.run.prepare import Prepared as Plan
-from lora_trainer.run.prepare import Request
+from lora_trainer.run.prepare import Request, prepare_with_base
 from lora_trainer.run.run_folder import RunFolder, TrainingJob, read_run
 from lora_trainer.run.sample_lora import adapter_of, stated_settings
 from lora_trainer.training.batch import Sample, split
@@ -147,7 +146,7 @@ class Evaluation:
     ) -> list[tuple[Sample, ...]]:
         """Return batches as `batches` does, of generated images that are not in the dataset."""
         encoder = self.plan.family.load_image_encoder(
-            self.plan.facts, device=encoder_device(self.plan)
+            self.plan.facts, device=planned_device(self.plan)
         )
         side = self.side_px
         latents = [
@@ -256,7 +255,6 @@ def build_evaluation(
             plan.facts,
             denoiser=networks.denoiser,
             device=model.device,
-            decode_on=encoder_device(plan),
         ),
         sources=cache_needs.sources,
     )

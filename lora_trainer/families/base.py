@@ -157,7 +157,6 @@ class Sampler:
     denoiser: nn.Module
     vae: Any
     device: torch.device
-    decode_on: torch.device
     family: Family
 
     def image(
@@ -184,10 +183,10 @@ class Sampler:
             height=size_px[1],
             num_inference_steps=steps,
             output_type="latent",
-        ).images.to(self.decode_on)
+        ).images.to(self.device)
         give_back_heap()  # decoding makes far larger tensors than a denoising step leaves
         try:
-            vae = self.vae.to(self.decode_on)
+            vae = self.vae.to(self.device)
             with torch.no_grad():
                 ready = self.family.latents_to_decode(vae, latents, size_px)
                 pixels = vae.decode(ready, return_dict=False)[0]
@@ -472,12 +471,8 @@ class Family(ABC):
         *,
         denoiser: nn.Module,
         device: torch.device,
-        decode_on: torch.device | None = None,
     ) -> Sampler:
-        """Return a sampler around a denoiser that is on `device`.
-
-        The VAE moves to `decode_on` (None: `device`) only while it decodes an image.
-        """
+        """Return a sampler around a denoiser that is on `device`, to which the VAE moves only while it decodes."""
         # None keeps from_pretrained from loading the text encoders (9.5 GB for T5-XXL): the sampler gets
         # encoded prompts. Without a VAE the pipeline runs on the denoiser's device.
         texts = self.text.roles
@@ -491,7 +486,6 @@ class Family(ABC):
             denoiser=denoiser,
             vae=self.load_vae(facts.located),
             device=device,
-            decode_on=decode_on or device,
             family=self,
         )
 

@@ -272,11 +272,8 @@ class Flux2(FlowFamily):
         *,
         denoiser: nn.Module,
         device: torch.device,
-        decode_on: torch.device | None = None,
     ) -> Sampler:
-        sampler = super().build_sampler(
-            facts, denoiser=denoiser, device=device, decode_on=decode_on
-        )
+        sampler = super().build_sampler(facts, denoiser=denoiser, device=device)
         # The pipeline reads the VAE's statistics even with output_type="latent", so it gets these without
         # the network; its own factor counts latents before they are folded to squares.
         sampler.pipeline.vae = SimpleNamespace(bn=sampler.vae.bn, config=sampler.vae.config)

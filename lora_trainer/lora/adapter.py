@@ -195,6 +195,8 @@ class Adapter:
             for layer in self.layers.values()
             if any(parameter.requires_grad for parameter in layer.parameters.values())
         ]
+        if not layers:  # new tokens alone are left to train
+            return
         excess = torch.stack([layer.update_norm() for layer in layers]) / limit
         for layer, too_large in zip(layers, excess.unbind(), strict=True):
             factors: list[Tensor] = list(layer.parameters.values())

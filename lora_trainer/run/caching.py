@@ -21,7 +21,7 @@ from lora_trainer.dataset.caption_lengths import new_word
 from lora_trainer.families.base import TextEncoder
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.network.block_swap import offload
-from lora_trainer.run.device import CPU, DTYPES, encoder_device, planned_device
+from lora_trainer.run.device import CPU, DTYPES, planned_device
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.run.run_folder import TrainingJob
 from lora_trainer.training.distributed.process_group import ProcessGroup
@@ -51,7 +51,7 @@ def refuse_small_cache(prepared: Prepared, cache_needs: Needs) -> None:
 def fill_caches(job: TrainingJob, cache: Cache) -> Needs:
     prepared = job.prepared
     cache_needs = job.cache_needs or plan_cache(prepared, job.prompts)
-    devices = tuple(dict.fromkeys((encoder_device(prepared), planned_device(prepared), CPU)))
+    devices = tuple(dict.fromkeys((planned_device(prepared), CPU)))
     encoders, events = _encoders(prepared), job.events
     began = time.monotonic()
     results = [

@@ -124,25 +124,6 @@ def pinning(prepared: Prepared, events: EventStream) -> Iterator[None]:
         yield
 
 
-def encoder_device(prepared: Prepared) -> torch.device:
-    """Return the device of text encoders and VAE: another GPU that has the memory and is at least as good.
-
-    On the training device they share memory with the denoiser while samples are made. Free memory comes
-    from the plan, because asking torch would open a context on each GPU.
-    """
-    device = planned_device(prepared)
-    if device.type == CPU.type or prepared.sharing > 1:
-        return device
-    here = card_of(prepared, device)
-    phase_bytes = prepared.plan.memory.phases
-    for card in prepared.hardware.usable():
-        as_good = (card.compute_capability or (0, 0)) >= (here.compute_capability or (0, 0))
-        roomy = card.free_bytes >= max(phase_bytes["images"], phase_bytes["texts"])
-        if card.index != here.index and as_good and card.has_bf16 >= here.has_bf16 and roomy:
-            return torch.device(device.type, card.index)
-    return device
-
-
 def card_of(prepared: Prepared, device: torch.device) -> Gpu:
     """Return the detected GPU of a planned device."""
     return next(gpu for gpu in prepared.hardware.gpus if gpu.index == (device.index or 0))

@@ -223,14 +223,13 @@ def _cache(cache: CappedFolder) -> Iterator[MachineCheck]:
         return  # no training has used it yet
     try:
         with unused(root) as marks:
-            yield from _done(marks, f"mark{_s(marks)} of killed trainings", root)
+            yield from _done(marks, "marks of killed trainings", root)
             unfinished = list(root.glob(f"**/{TEMPORARY_PREFIX}*"))
-            yield from _done(_removed(unfinished), f"unfinished file{_s(len(unfinished))}", root)
+            yield from _done(_removed(unfinished), "unfinished files", root)
             memos = [root / memo.FILE_NAME] if memo.is_damaged(root) else []
             yield from _done(_removed(memos), "damaged memo", root)
             damaged = [path for path, _ in entries(cache) if _is_damaged(path)]
-            word = "entry" if len(damaged) == 1 else "entries"
-            yield from _done(_removed(damaged), f"damaged {word}", root)
+            yield from _done(_removed(damaged), "damaged entries", root)
     except MachineError as error:
         yield warn(f"The cache was left alone: {error.found}.", error.fix)
 
@@ -259,16 +258,12 @@ def _runs(runs: Path) -> Iterator[MachineCheck]:
                 path.rmdir()
             yield ok(f"Removed {path}, a run that ended before its first step.")
         else:
-            yield from _done(removed, f"unfinished file{_s(removed)}", path)
+            yield from _done(removed, "unfinished files", path)
 
 
 def _done(number: int, noun: str, folder: Path) -> Iterator[MachineCheck]:
     if number:
-        yield ok(f"Removed {number:,} {noun} from {folder}.")
-
-
-def _s(number: int) -> str:
-    return "" if number == 1 else "s"
+        yield ok(f"Removed from {folder}: {noun} ({number:,}).")
 
 
 def _removed(paths: list[Path]) -> int:

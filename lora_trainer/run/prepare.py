@@ -14,7 +14,7 @@ from typing import Any
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from lora_trainer.common.events import shown
-from lora_trainer.common.memo import MemoTable
+from lora_trainer.common.memo import HashMemo, MemoTable
 from lora_trainer.config.choices import PRIORITIES, Priority
 from lora_trainer.config.config import build_config
 from lora_trainer.config.constraints import typed
@@ -24,6 +24,7 @@ from lora_trainer.config.layers import (
     Resolved,
     SettingsFile,
     lowered_to,
+    read_config_file,
     resolve,
 )
 from lora_trainer.config.running import Config, RunConfig
@@ -43,7 +44,7 @@ from lora_trainer.dataset.records import Dataset, ImageRecord, hold_out, regular
 from lora_trainer.dataset.scan import cache_folder, read_dataset
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.families.hub_files import OnBytes, unheard
-from lora_trainer.families.locate import EMBEDDED, describe, locate, with_choices
+from lora_trainer.families.locate import EMBEDDED, describe, identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora_file.formats import resolve_format
@@ -84,6 +85,27 @@ class Request:
     sharing: int = 1
     fetches: bool = False
     on_bytes: OnBytes = unheard
+
+    @classmethod
+    def of(
+        cls,
+        dataset: Path | str,
+        *,
+        preset: str = "auto",
+        priority: Priority = "balanced",
+        config_file: Path | None = None,
+        settings: Mapping[str, Any],
+        **fields: Any,
+    ) -> Request:
+        """Return the request of a command by the names of its options; raises RequestError for the file."""
+        return cls(
+            dataset=Path(dataset),
+            preset=preset,
+            priority=priority,
+            settings_file=read_config_file(config_file),
+            overrides=settings,
+            **fields,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +212,28 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         held_out=held_out,
         cache_root=cache_root,
     )
+
+
+def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> Prepared:
+    """Plan a run with its base on this machine, its parts identified by content, downloading it if needed.
+
+    After a download the run is planned again, because the files tell more than the base's name: captions
+    are counted with its tokenizer.
+    """
+    prepared = prepare(request, hardware=hardware)
+    if prepared.facts.layout is None:
+        locate(prepared.config.base, on_bytes=request.on_bytes)
+        prepared = prepare(request, hardware=hardware)
+    config = prepared.config
+    facts = with_choices(
+        locate(config.base, on_bytes=request.on_bytes),
+        config.base,
+        zero_terminal_snr=prepared.facts.zero_terminal_snr,
+    )
+    memo = HashMemo.load(prepared.cache_root)
+    facts = identified(replace(facts, chunks=prepared.facts.chunks), memo)
+    memo.save()
+    return replace(prepared, facts=facts)
 
 
 def longer(request: Request, prepared: Prepared) -> tuple[str, Plan] | None:

@@ -29,7 +29,7 @@ from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.reporting.control import Control
 from lora_trainer.run.build import TrainComponents
 from lora_trainer.run.caching import encode_prompt, texts_as
-from lora_trainer.run.device import DTYPES, encoder_device
+from lora_trainer.run.device import DTYPES
 from lora_trainer.run.run_folder import TrainingJob
 from lora_trainer.training.training import Progress
 
@@ -67,7 +67,6 @@ class SampleAction:
             self.job.prepared.facts,
             denoiser=self.parts.model.denoiser,
             device=self.parts.model.device,
-            decode_on=encoder_device(self.job.prepared),
         )
 
     def due(self, progress: Progress) -> bool:

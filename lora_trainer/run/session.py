@@ -1,25 +1,34 @@
-"""One training in one run folder: caches, model, loop, exports, in the order of this file."""
+"""One training in one run folder: caches, model, loop, exports, in the order of this file.
+
+In a training of several processes the first one leads (`train_job`), the others do their share (`follow`).
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 from lora_trainer.cache.cache_plan import Needs
+from lora_trainer.cache.store import in_use
 from lora_trainer.checkpoint.states import TrainingState, freeze, state_files, state_of
 from lora_trainer.checkpoint.writer import StateWriter
-from lora_trainer.common.events import read_events
+from lora_trainer.common.errors import InputError
+from lora_trainer.common.events import EventStream, read_events
 from lora_trainer.common.processes import made_to_stay
+from lora_trainer.config.config import flatten
 from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.running import RunConfig
 from lora_trainer.hardware.device_calls import kind_of
+from lora_trainer.hardware.machine import detect, hardware_from
 from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 from lora_trainer.planning.run_time import VALIDATION_QUANTILES
+from lora_trainer.reporting.control import StopFlag, taking_signals
 from lora_trainer.run.build import (
     TrainComponents,
     afterwards,
@@ -29,11 +38,12 @@ from lora_trainer.run.build import (
     stages,
 )
 from lora_trainer.run.caching import fill_caches, open_cache
+from lora_trainer.run.device import pinning, planned_device, setup_torch
 from lora_trainer.run.final_scores import validate_at_the_end
 from lora_trainer.run.hub_upload import push_finished
 from lora_trainer.run.oom_fallbacks import oom_as_error, oom_fallbacks
-from lora_trainer.run.prepare import Prepared
-from lora_trainer.run.run_folder import EVENTS_FILE, TrainingJob, cut_events
+from lora_trainer.run.prepare import Prepared, Request, prepare_with_base
+from lora_trainer.run.run_folder import EVENTS_FILE, RunFolder, TrainingJob, cut_events
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.run.saving import BestExport, exporter, save_action
 from lora_trainer.training.actions import (
@@ -42,10 +52,11 @@ from lora_trainer.training.actions import (
     LearningAction,
     ValidateAction,
 )
+from lora_trainer.training.cores import shared_cores
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState, LearningContext, look_step
-from lora_trainer.training.loop import run
+from lora_trainer.training.loop import report_lag, run
 from lora_trainer.training.optimizers import learning_rate
 from lora_trainer.training.training import Action, OomFallback, PlainWay, Progress, Training
 
@@ -311,25 +322,113 @@ def plain_way(config: RunConfig, parts: TrainComponents, *, sharing: int) -> Pla
     It undoes memory and speed features: every change gives the same adapter up to rounding and takes no more
     device memory than planned.
     """
-    planned = config.memory.model_copy(update={"gradient_checkpointing": PLAIN})
-    return PlainWay(
-        changes=tuple(_changes(config, parts)),
-        remedies=oom_fallbacks(
-            parts.networks.denoiser, planned, device=parts.model.device, sharing=sharing
-        ),
-    )
-
-
-def _changes(config: RunConfig, parts: TrainComponents) -> Iterator[OomFallback]:
-    memory, networks = config.memory, parts.networks
-    kind = memory.gradient_checkpointing
-    recompute = partial(apply_checkpointing, networks.denoiser, PLAIN)
+    denoiser, kind = parts.networks.denoiser, config.memory.gradient_checkpointing
+    changes = list[OomFallback]()
     if kind != PLAIN:
-        yield OomFallback(key="memory.gradient_checkpointing", old=kind, new=PLAIN, apply=recompute)
+        recompute = partial(apply_checkpointing, denoiser, PLAIN)
+        key = "memory.gradient_checkpointing"
+        changes.append(OomFallback(key=key, old=kind, new=PLAIN, apply=recompute))
     if parts.streamed is not None:
-        yield OomFallback(
-            key="copies of streamed blocks",
-            old="ahead",
-            new="when due",
-            apply=parts.streamed.copy_when_due,
+        key, apply = "copies of streamed blocks", parts.streamed.copy_when_due
+        changes.append(OomFallback(key=key, old="ahead", new="when due", apply=apply))
+    planned = config.memory.model_copy(update={"gradient_checkpointing": PLAIN})
+    remedies = oom_fallbacks(denoiser, planned, device=parts.model.device, sharing=sharing)
+    return PlainWay(changes=changes, remedies=remedies)
+
+
+# ---- several processes: the first one plans and sends its decisions to the others, as JSON through the
+# launcher's store, because no collective is possible yet
+
+
+def gather(
+    ranks: ProcessGroup,
+    prepared: Prepared,
+    folder: RunFolder,
+    events: EventStream,
+    *,
+    prompts: Sequence[str],
+) -> None:
+    """Send the leader's decisions to the other processes, and connect to them."""
+    if ranks.monitor is None:
+        return
+    ranks.monitor.timeout_s = prepared.config.hardware.process_timeout_s
+    ranks.monitor.record(events)
+    orders = {
+        "settings": flatten(prepared.config),
+        "at_once": {
+            f"{width}x{height}": count
+            for (width, height), count in prepared.plan.images_at_once.items()
+        },
+        "sharing": ranks.dist_env.local_count,
+        "hardware": asdict(prepared.hardware),
+        "fingerprint": prepared.dataset.fingerprint,
+        "identities": _identities(prepared),
+        "prompts": list(prompts),
+        "folder": str(folder.path),
+    }
+    ranks.monitor.give("orders", json.dumps(orders))
+    _connect(ranks, prepared)
+    if ranks.share_gpus:
+        events.problem(
+            "several processes compute on one GPU: their gradients are added in host memory",
+            fix="nothing; one process for each GPU is faster",
+            severity="note",
         )
+
+
+def follow(request_here: Request, ranks: ProcessGroup) -> Path:
+    """Do a share of a training that another process leads: same settings, data and base; writes no files."""
+    assert ranks.monitor is not None
+    orders = json.loads(ranks.monitor.take("orders"))
+    ranks.monitor.timeout_s = float(orders["settings"]["hardware.process_timeout_s"])
+    request = Request(
+        dataset=request_here.dataset,
+        run_settings=orders["settings"],
+        run_at_once=orders["at_once"],
+        processes=request_here.processes,
+        sharing=orders["sharing"],
+        fetches=True,
+    )
+    # GPUs are detected here, as this process may be on another machine than the leader.
+    hardware = replace(hardware_from(orders["hardware"]), gpus=detect().gpus)
+    prepared = prepare_with_base(request, hardware=hardware)
+    identities = _identities(prepared)
+    if (prepared.dataset.fingerprint, identities) != (orders["fingerprint"], orders["identities"]):
+        part = "base" if identities != orders["identities"] else "dataset"
+        raise InputError(
+            f"process {ranks.dist_env.rank} finds another {part} under the same name than process 0",
+            fix="give all machines the same files",
+        )
+    setup_torch(prepared)
+    _connect(ranks, prepared)
+    events, folder = EventStream(), Path(orders["folder"])
+    events.subscribe(ranks.monitor.tell)
+    stop = StopFlag()
+    with (
+        taking_signals(stop),
+        in_use(prepared.cache_root),
+        shared_cores(events),
+        pinning(prepared, events),
+    ):
+        follow_job(
+            TrainingJob(
+                prepared=prepared,
+                folder=RunFolder(path=folder),
+                prompts=orders["prompts"],
+                state=None,
+                events=events,
+                stop=stop,
+                started_at_s=time.time(),
+                ranks=ranks,
+            )
+        )
+    return folder
+
+
+def _identities(prepared: Prepared) -> dict[str, str]:
+    return {name: part.identity for name, part in prepared.facts.parts.items()}
+
+
+def _connect(ranks: ProcessGroup, prepared: Prepared) -> None:
+    device = planned_device(prepared)
+    ranks.connect(device, lag=report_lag(device))

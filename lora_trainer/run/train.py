@@ -27,6 +27,7 @@ from lora_trainer.common.wording import without_secrets
 from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.running import Config
 from lora_trainer.dataset.records import bucket_counts
+from lora_trainer.families.hub_files import OnBytes
 from lora_trainer.hardware.devices import allocator_settings
 from lora_trainer.planning.search import gib
 from lora_trainer.reporting.control import Control, StopFlag, taking_signals
@@ -35,12 +36,11 @@ from lora_trainer.reporting.status import StatusWriter
 from lora_trainer.reporting.trackers import start_trackers
 from lora_trainer.run.caching import plan_cache, refuse_small_cache
 from lora_trainer.run.device import pinning, setup_torch
-from lora_trainer.run.follow import follow, gather, prepare_with_base
 from lora_trainer.run.hub_upload import check_upload
 from lora_trainer.run.machine_report import doctor_json
 from lora_trainer.run.oom_fallbacks import oom_history_memo
 from lora_trainer.run.plan_text import plan_json, run_warnings
-from lora_trainer.run.prepare import Prepared, Request, asked_for
+from lora_trainer.run.prepare import Prepared, Request, asked_for, prepare_with_base
 from lora_trainer.run.run_folder import (
     EVENTS_FILE,
     PROBLEMS_FILE,
@@ -56,7 +56,7 @@ from lora_trainer.run.run_folder import (
     last_step,
     read_run,
 )
-from lora_trainer.run.session import train_job
+from lora_trainer.run.session import follow, gather, train_job
 from lora_trainer.run.step_monitor import Notices
 from lora_trainer.training.cores import shared_cores
 from lora_trainer.training.distributed.process_group import ProcessGroup, isolate_accelerate, joined
@@ -103,7 +103,7 @@ def _lead(
     before = read_run(previous) if previous is not None and not has_no_record(previous) else None
     request = replace(
         train_request.request,
-        on_bytes=_DownloadPhase(EventStream(listeners=list(listeners))),
+        on_bytes=_download_phase(EventStream(listeners=list(listeners))),
         **_as_planned(before, processes=ranks.dist_env.count),
     )
     prepared = prepare_with_base(request)
@@ -157,21 +157,18 @@ def _lead(
         return file
 
 
-@dataclass
-class _DownloadPhase:
-    """Tells of the download of a base as a phase of the run, which has no folder yet: in bytes, once a second."""
+def _download_phase(events: EventStream) -> OnBytes:
+    """Tell of the download of a base as a phase of the run, which has no folder yet: in bytes, once a second."""
+    told_s = -math.inf
 
-    events: EventStream
-    clock: Callable[[], float] = time.monotonic
-    _told_s: float = -math.inf
-
-    def __call__(self, source: str, here_bytes: int, all_bytes: int) -> None:
-        if here_bytes < all_bytes and self.clock() < self._told_s + DOWNLOAD_TOLD_EVERY_S:
+    def tell(source: str, here_bytes: int, all_bytes: int) -> None:
+        nonlocal told_s
+        if here_bytes < all_bytes and time.monotonic() < told_s + DOWNLOAD_TOLD_EVERY_S:
             return
-        self._told_s = self.clock()
-        self.events.emit(
-            "phase", phase="download", message=source, done=here_bytes, total=all_bytes
-        )
+        told_s = time.monotonic()
+        events.emit("phase", phase="download", message=source, done=here_bytes, total=all_bytes)
+
+    return tell
 
 
 @contextmanager

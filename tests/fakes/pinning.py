@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from lora_trainer.network import pinned_memory
+from lora_trainer.planning import plan
+from lora_trainer.planning.memory_choice import MemoryChooser
 
 OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation."""
@@ -78,3 +80,11 @@ def pinning_driver(
     monkeypatch.setattr(pinned_memory, "unregister_host", driver.unregister)
     monkeypatch.setattr(pinned_memory, "_clear_last_error", driver.clear)
     return driver
+
+
+def stream_on_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let blocks be streamed where there is no GPU."""
+    monkeypatch.setattr(
+        MemoryChooser, "_streamable", property(lambda self: len(self.inputs.costs.blocks))
+    )
+    monkeypatch.setattr(plan, "unmet_needs", lambda config, **machine: ())

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
+from safetensors.numpy import load_file
 
 from lora_trainer.cli import main
 from lora_trainer.common.events import read_jsonl
@@ -40,6 +42,46 @@ SETTINGS: Mapping[str, Any] = {
     "train.validate_every_steps": 3,
 }
 MEASURES = ("step", "loss", "lr", "grad_norm")
+Point = tuple[str, str, int, bool]
+"""Where a run is killed: module, function, number of the call, and whether after it."""
+BETWEEN_SAVES: Point = ("lora_trainer.checkpoint.writer", "freeze", 3, False)
+"""At the third copy of a state; the first is of the start, the second of the first save."""
+DRIVER = """
+import gc, importlib, json, os, signal, sys
+import lora_trainer.run.train  # this and the next two: all that is slow to import, once for all
+from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from transformers import CLIPTextModel, CLIPTokenizer
+from lora_trainer.cli.main import run
+
+
+def kill_at(module, name, call, after):
+    owner = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    real, calls = getattr(owner, last), 0
+
+    def killing(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*args, **kwargs)
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, last, killing)
+
+
+gc.freeze()  # else collecting copies every page in every child
+for arguments, where in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        kill_at(*where)
+        os._exit(run(arguments))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +157,16 @@ def toy(folder: Path, *, images: int = 6, sizes: Sizes = SIZES_PX) -> Toy:
     return place
 
 
-def write_dataset(folder: Path, *, images: int, first: int = 0, sizes: Sizes = SIZES_PX) -> None:
+def write_dataset(
+    folder: Path, *, images: int, first: int = 0, sizes: Sizes = SIZES_PX, name: str = "p"
+) -> None:
     """Write sharp, distinct images with captions, of three shapes; a step is one pass where all have one."""
     folder.mkdir(parents=True)
     for index in range(images):
         width, height = sizes[index % len(sizes)]
         noise = random.Random(first + index).randbytes(width * height * 3)
-        Image.frombytes("RGB", (width, height), noise).save(folder / f"p{index}.png")
-        (folder / f"p{index}.txt").write_text(f"a toy with {index} legs", encoding="utf-8")
+        Image.frombytes("RGB", (width, height), noise).save(folder / f"{name}{index}.png")
+        (folder / f"{name}{index}.txt").write_text(f"a toy with {index} legs", encoding="utf-8")
 
 
 def write_priors(place: Toy) -> dict[str, Any]:
@@ -181,6 +225,49 @@ def python(
         check=False,
         timeout=timeout_s,
     )
+
+
+def run_killed(work: Sequence[tuple[list[str], Point]], *, timeout_s: float = 280) -> None:
+    """Run each command line in a process that kills itself at its point; one that does not come there fails."""
+    done = python(DRIVER, json.dumps(work), timeout_s=timeout_s)
+    codes = [word for word in done.stderr.split() if word.lstrip("-").isdigit()]
+    assert codes == ["-9"] * len(work), done.stderr[-2000:]
+
+
+def assert_same_run(run: Path, whole: Path) -> None:
+    """Assert that a resumed run has the steps, validations, samples, last state and files of another, bit for bit."""
+    assert trajectory(run) == trajectory(whole) != []
+    losses = [[row["loss"] for row in events(each, "validation")] for each in (run, whole)]
+    assert losses[0] == losses[1]
+    assert last_state(run).name == last_state(whole).name
+    assert contents(last_state(run)) == contents(last_state(whole))
+    if (whole / "samples").is_dir():
+        assert contents(run / "samples") == contents(whole / "samples")
+    for file in ("{}.safetensors", "{}-best.safetensors", "embeddings/{}_emb.safetensors"):
+        ours, theirs = (each / file.format(each.name) for each in (run, whole))
+        assert ours.exists() == theirs.exists()
+        assert not theirs.exists() or same_tensors(load_file(ours), load_file(theirs)), file
+
+
+def same_tensors(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether both hold the same arrays under the same names."""
+    return one.keys() == other.keys() and all((one[key] == other[key]).all() for key in one)
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    """Return the settings in run.json."""
+    settings: dict[str, Any] = json.loads((run / "run.json").read_bytes())["settings"]
+    return settings
+
+
+def pixels(file: Path) -> Any:
+    """Return an image's numbers, of which a difference can be taken."""
+    return np.asarray(Image.open(file), np.int16)
+
+
+def apart(one: Path, other: Path) -> int:
+    """Return the largest difference of two images, of 255."""
+    return int(np.abs(pixels(one) - pixels(other)).max())
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:

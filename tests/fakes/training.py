@@ -32,8 +32,8 @@ from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import build_optimizer, learning_rate
 from lora_trainer.training.step import compute_gradients_with_oom_retry
-from lora_trainer.training.timesteps import Levels, table_levels
-from lora_trainer.training.training import Action, OomFallback, Progress, Training
+from lora_trainer.training.timesteps import table_levels
+from lora_trainer.training.training import OomFallback, Progress, Training
 from tests.fakes.tiny_base import write_tiny_base
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def build_feeder(
     seed: int = 5,
     data: DataSettings = DataSettings(),  # noqa: B008 - frozen, so sharing is safe
     objective: ObjectiveSettings = ObjectiveSettings(),  # noqa: B008 - frozen, so sharing is safe
-    levels: Levels | None = None,
+    levels: Any = None,
     prediction: Prediction = "epsilon",
     texts: int = 1,
 ) -> TrainingDataLoader:
@@ -148,7 +148,7 @@ def build_training(
     rank: int = 4,
     checkpointing: bool = False,
     max_grad_norm: float = 1.0,
-    actions: Sequence[Action] = (),
+    actions: Sequence[Any] = (),
     stop: Callable[[], int | None] = lambda: None,
     adapt: Callable[[Model], Model] = lambda model: model,
     remedies: Sequence[OomFallback] = (),

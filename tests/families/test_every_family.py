@@ -5,7 +5,6 @@ A new family adds tests/fakes/bases/NAME.py and is tried here without another li
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,7 @@ from lora_trainer.lora.dropout import halves
 from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.family_bases import CPU, base_of, conditioning_of, denoiser_of, facts_of, side_of
-from tests.fakes.runs import Toy, events, last_state, python, run_cli, toy, trajectory
-from tests.test_resume_kill import DRIVER
+from tests.fakes.runs import Toy, events, last_state, run_cli, run_killed, toy, trajectory
 
 pytestmark = pytest.mark.timeout(400)  # a loaded machine is no failure
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
@@ -79,9 +77,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Place]:
         assert run_cli(found[name].command("whole")) == 0, name
     point = ("lora_trainer.training.loop", "judge_step", 3, True)
     work = [(place.command("killed"), point) for place in found.values()]
-    done = python(DRIVER, json.dumps(work), timeout_s=380)
-    codes = [line for line in done.stderr.split() if line.lstrip("-").isdigit()]
-    assert (done.returncode, codes) == (0, ["-9"] * len(work)), done.stderr[-2000:]
+    run_killed(work, timeout_s=380)
     return found
 
 

@@ -53,8 +53,7 @@ def draw(vae: Vae) -> Any:
         pipeline=Pipeline(),
         denoiser=nn.Linear(1, 1),
         vae=vae,
-        device=CPU,
-        decode_on=DEVICE,
+        device=DEVICE,
         family=family,
     )
     return sampler.image({}, {}, seed=1, size_px=(8, 8), steps=1, guidance_scale=1.0)

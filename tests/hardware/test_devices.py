@@ -159,14 +159,12 @@ def test_processes_agree_on_their_cards_while_they_fill_them() -> None:
     assert orders[0] == orders[1] == [1, 2, 0]
 
 
-def prepared(here: Hardware, *, sharing: int = 1, needs_gib: float = 1) -> Prepared:
-    needed = int(needs_gib * GIB)
+def prepared(here: Hardware, *, sharing: int = 1) -> Prepared:
     made = SimpleNamespace(
         config=SimpleNamespace(hardware=SimpleNamespace(device="cuda")),
         hardware=here,
         sharing=sharing,
         processes=sharing,
-        plan=SimpleNamespace(memory=SimpleNamespace(phases={"images": needed, "texts": needed})),
     )
     return cast(Prepared, made)
 
@@ -207,26 +205,6 @@ def test_a_scheduler_may_show_each_process_its_own_card(monkeypatch: pytest.Monk
     assert device.planned_device(prepared(here, sharing=2)) == torch.device("cuda", 0)
     card = here.accelerator(sharing=2).value
     assert card is not None and card.free_bytes == LARGE.free_bytes
-
-
-@pytest.mark.usefixtures("seen_cards")
-@pytest.mark.parametrize(
-    ("other", "needs_gib", "index"),
-    [
-        (LARGE, 4, 1),
-        (LARGE, 19.5, 1),
-        (BUSY, 4, 0),
-        (replace(LARGE, capability=(7, 5)), 4, 0),
-        (replace(LARGE, capability=(6, 1)), 4, 0),
-    ],
-    ids=["roomy", "just enough", "full", "older", "unusable"],
-)
-def test_encoders_take_another_card_that_is_as_good_without_opening_it(
-    other: FakeCard, needs_gib: float, index: int
-) -> None:
-    first = replace(LARGE, free_bytes=21 * GIB, uuid="GPU-f")
-    made = prepared(with_cards(first, other), needs_gib=needs_gib)
-    assert device.encoder_device(made) == torch.device("cuda", index)
 
 
 # ---- other makers

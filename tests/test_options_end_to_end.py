@@ -1,0 +1,302 @@
+"""Whole runs with all options of captions, masks, priors, noise, loss, average, new tokens and text encoders at once.
+
+One training with everything is killed at three points and resumed, split otherwise, exported and drawn; what
+belongs to one option is read from what it left.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from lora_trainer.checkpoint.states import ADAPTER
+from lora_trainer.lora_file.inspect import inspect_file
+from tests.fakes.runs import (
+    BETWEEN_SAVES,
+    Point,
+    Toy,
+    apart,
+    assert_same_run,
+    events,
+    listing,
+    problems,
+    run_cli,
+    run_killed,
+    same_tensors,
+    toy,
+    trajectory,
+    write_dataset,
+    write_priors,
+)
+
+pytestmark = pytest.mark.timeout(400)  # a loaded machine is no failure
+EVERYTHING: dict[str, Any] = {
+    "adapter__dropout": 0.1,
+    "adapter__module_dropout": 0.1,
+    "adapter__new_tokens": 2,
+    "adapter__new_tokens_from": "legs",
+    "adapter__rank_dropout": 0.1,
+    "adapter__text_encoder": True,
+    "data__caption_dropout": 0.1,
+    "data__caption_dropout_every_epochs": 3,
+    "data__caption_lines": "one",
+    "data__caption_prefix": "{photo|drawing},",
+    "data__caption_suffix": "end",
+    "data__emphasis": True,
+    "data__folders": {"more": {"weight": 2.0, "flip": True, "repeats": 2, "tag_dropout": 0.0}},
+    "data__keep_tokens_separator": "|||",
+    "data__more_resolutions": [24],
+    "data__secondary_separator": ";;;",
+    "data__shuffle_tags": True,
+    "data__tag_dropout": 0.3,
+    "data__wildcards": True,
+    "logging__trackers": [],
+    "memory__micro_batch": 4,
+    "objective__input_perturbation": 0.1,
+    "objective__loss": "huber",
+    "objective__multires_noise_iterations": 2,
+    "objective__noise_offset": 0.05,
+    "objective__timestep_sampling": "mode",
+    "objective__timestep_strata": 4,
+    "objective__weighting": "soft_min_snr",
+    "optimizer__learning_rate": 0.02,
+    "optimizer__max_weight_norm": 0.05,
+    "optimizer__new_tokens_learning_rate": 0.05,
+    "optimizer__weight_decay": 0.5,
+    "output__keep_states": 10,
+    "output__precision": "fp32",
+    "sampling__prompts": ["a zwx toy"],
+    "train__batch_size": 4,
+    "train__ema_decay": 0.9,
+    "train__new_tokens_until": 0.67,
+    "train__text_encoder_until": 0.34,
+    "train__validate_every_steps": 2,
+}
+"""Text encoders stop after two of six steps, new tokens after four."""
+KILLS: dict[str, Point] = {
+    "caching": ("lora_trainer.cache.store", "Cache.write", 3, False),
+    "step": ("lora_trainer.training.training", "Model.losses_of", 30, True),
+    "saving": BETWEEN_SAVES,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """The uninterrupted run, and one killed at each point; the one killed while caching has its own cache."""
+    place = toy(tmp_path_factory.mktemp("options"), images=4).with_base()
+    write_dataset(place.dataset / "more", images=2, first=4, name="m")
+    for file in place.dataset.rglob("*.txt"):
+        lines = [f"toy ||| {{red|blue}} hat, a;;;b, (c:1.4), d{line} ||| x" for line in range(2)]
+        file.write_text("\n".join(lines))
+    (place.folder / "priors.json").write_text(json.dumps(write_priors(place)))
+    before = listing(place.dataset), listing(place.folder / "others")
+    assert run_cli(command(place, "toy")) == 0
+    assert (listing(place.dataset), listing(place.folder / "others")) == before
+    run_killed([(command(place, name), point) for name, point in KILLS.items()])
+    return place
+
+
+def command(place: Toy, name: str, *more: str, **changes: Any) -> list[str]:
+    priors = json.loads((place.folder / "priors.json").read_text())
+    if name == "caching":
+        changes["data__cache_dir"] = str(place.folder / "cache of its own")
+    return place.arguments("--name", name, *more, **{**EVERYTHING, **priors, **changes})
+
+
+def state(run: Path, step: int, prefix: str) -> dict[str, Any]:
+    """Return the tensors of a state whose names begin so."""
+    tensors = load_file(run / "states" / f"step-{step:08d}" / ADAPTER)
+    return {name: tensors[name] for name in tensors if name.startswith(prefix)}
+
+
+def exported(run: Path) -> dict[str, Any]:
+    """Return the denoiser's adapter in an exported file, by the names of the state."""
+    file = load_file(run / f"{run.name}.safetensors")
+    return {key: file[key] for key in file if "unet" in key and not key.endswith("alpha")}
+
+
+def as_exported(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the denoiser's tensors of a state by the names of an exported file."""
+    sides = {"down": "lora_down.weight", "up": "lora_up.weight"}
+    names = {}
+    for name, tensor in tensors.items():
+        module, _, side = name.removeprefix(f"{prefix}denoiser.").rpartition(".")
+        names[f"lora_unet_{module.replace('.', '_')}.{sides[side]}"] = tensor
+    return names
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_killed_run_goes_on_to_the_same_bits(name: str, place: Toy) -> None:
+    run = place.runs / name
+    assert not (run / f"{name}.safetensors").exists()
+    assert run_cli(command(place, name, "--resume")) == 0
+    (resumed,) = events(run, "resumed")
+    assert resumed["exactness"] == "EXACT", resumed["differences"]
+    assert_same_run(run, place.run)
+
+
+def test_the_split_of_a_step_changes_rounding_alone_and_what_is_shown_no_training(
+    place: Toy,
+) -> None:
+    """The split run also shows and exports what was trained, where the other one has its average."""
+    assert run_cli(command(place, "split", memory__micro_batch=1, output__weights="trained")) == 0
+    split = place.runs / "split"
+    one, other = (
+        np.concatenate([values.ravel() for _, values in sorted(state(run, 6, "").items())])
+        for run in (split, place.run)
+    )
+    # AdamW hides the scale of small gradients and shows their rounding, so steps are compared more closely.
+    assert np.linalg.norm(one - other) < 3e-4 * np.linalg.norm(other)
+    for ours, theirs in zip(trajectory(split), trajectory(place.run), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    shown, averaged = (
+        [row["loss"] for row in events(at, "validation")] for at in (split, place.run)
+    )
+    assert shown[0] == pytest.approx(averaged[0], rel=1e-5), "the base"
+    assert shown[-1] != pytest.approx(averaged[-1], rel=3e-5)
+
+
+def test_the_average_is_exported_or_what_was_trained(place: Toy, tmp_path: Path) -> None:
+    """The other one of a finished run takes a resume, which trains nothing."""
+    run = place.copy(tmp_path / "runs").run
+    trained, averaged = (
+        as_exported(state(run, 6, f"{prefix}denoiser."), prefix) for prefix in ("", "average.")
+    )
+    assert same_tensors(exported(run), averaged) and not same_tensors(trained, averaged)
+    (vectors,) = load_file(run / "embeddings" / "toy_emb.safetensors").values()
+    assert np.array_equal(vectors, *state(run, 6, "average.new_tokens.").values())
+    assert not np.array_equal(vectors, *state(run, 6, "new_tokens.").values())
+    embeddings = {path.name for path in (run / "embeddings").iterdir()}
+    assert embeddings == {f"{path.stem}_emb.safetensors" for path in run.glob("*.safetensors")}
+    line = command(place, "toy", "--resume", output__weights="trained")
+    line[line.index("--output") + 1] = str(run.parent)
+    assert run_cli(line) == 0
+    assert same_tensors(exported(run), trained)
+    assert [row["exactness"] for row in events(run, "resumed")] == ["EXACT"]
+    assert trajectory(run) == trajectory(place.run)
+
+
+def test_text_encoders_and_new_tokens_stop_when_they_are_asked_to(place: Toy) -> None:
+    at = {step: state(place.run, step, "") for step in (2, 4, 6)}
+
+    def changed(before: int, after: int) -> set[str]:
+        names = {name.partition(".")[0] for name in at[2]}
+        moved = {name for name in at[2] if not np.array_equal(at[before][name], at[after][name])}
+        return names & {name.partition(".")[0] for name in moved}
+
+    assert {name.partition(".")[0] for name in at[2]} == changed(2, 4) | {"text_encoder"}
+    assert "new_tokens" in changed(2, 4)
+    assert changed(4, 6) == {"denoiser", "average"}, "averages go on to what the weights became"
+
+
+def test_something_must_be_left_to_train(place: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    frozen = {"optimizer__learning_rate_pattern": {"denoiser|down_blocks|up_blocks|mid_block": 0.0}}
+    stopping = {"adapter__text_encoder": True, "train__text_encoder_until": 0.5, **frozen}
+    assert place.train("--name", "frozen", **stopping) == 2
+    assert "nothing is left to train" in capsys.readouterr().err
+
+
+def test_no_update_is_larger_than_the_limit(place: Toy) -> None:
+    tensors = state(place.run, 6, "denoiser.")
+    norms = []
+    for name, down in tensors.items():
+        if name.endswith(".down"):
+            up = tensors[f"{name.removesuffix('down')}up"]
+            norms.append(np.linalg.norm(up.reshape(len(up), -1) @ down.reshape(len(down), -1)))
+    assert max(norms) == pytest.approx(0.05, rel=1e-4), "some reach it"
+
+
+def test_the_run_and_its_file_say_what_is_trained(place: Toy) -> None:
+    record = json.loads((place.run / "run.json").read_bytes())
+    assert record["dataset"]["images"] == 6, "what is learned"
+    assert len(record["plan"]["memory"]["images_at_once"]) > 3, "two resolutions"
+    time = record["plan"]["time"]
+    (started,) = events(place.run, "run_started")
+    assert (started["images"], started["regularisation_images"]) == (5, 3)
+    with safe_open(place.run / "toy.safetensors", framework="numpy") as file:
+        header = file.metadata()
+    expected = {
+        "ss_ip_noise_gamma": "0.1",
+        "ss_loss_type": "huber",
+        "ss_network_dropout": "0.1",
+        "ss_noise_offset": "0.05",
+        "ss_num_reg_images": str(time["regularisation_per_epoch"]),
+        "ss_prior_loss_weight": "0.8",
+        "ss_scale_weight_norms": "0.05",
+    }
+    assert {key: header[key] for key in expected} == expected
+    assert any(
+        "images have no mask, all of them counts" in row["what"] for row in problems(place.run)
+    )
+
+
+def test_what_is_planned_is_what_is_encoded(place: Toy) -> None:
+    """Of six images with two resolutions one is held out, those in `more` are mirrored too, three are priors."""
+    run = place.runs / "caching"
+    (cached,) = events(place.run, "cached")
+    held_out = json.loads((place.run / "run.json").read_bytes())["dataset"]["held_out"]
+    mirrored = [name for name in ("more/m0.png", "more/m1.png") if name not in held_out]
+    twice = len(held_out) - (2 - len(mirrored))
+    assert cached["latents"] == 5 * 2 + 2 * len(mirrored) + 1 + (1 - twice) + 3 * 2
+    files = (place.folder / "cache of its own").rglob("*.safetensors")
+    planned = json.loads((run / "run.json").read_bytes())["plan"]["disk"]["cache"]
+    assert 0 < sum(file.stat().st_size for file in files) <= 1.2 * planned
+
+
+def test_the_file_draws_what_the_trainer_showed_with_its_new_tokens(
+    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = [place.run / "samples" / f"step-{step:08d}" / "00.png" for step in (0, 6)]
+    assert apart(*shown) > 10
+    line = ["--prompt", "a zwx toy", "--output", str(tmp_path)]
+    assert run_cli(["sample", str(place.run), *line]) == 0
+    assert apart(tmp_path / "toy-1234.png", shown[1]) <= 2
+    alone = shutil.copy(place.run / "toy.safetensors", tmp_path)
+    assert run_cli(["sample", alone, *line, "--base", str(place.base)]) == 3
+    assert "toy_emb.safetensors" in capsys.readouterr().err
+    embedding = place.run / "embeddings" / "toy_emb.safetensors"
+    assert [problem.kind for problem in inspect_file(Path(alone)).problems] == ["needs-embedding"]
+    assert inspect_file(embedding).embeddings == {"emb_params": (2, 16)}
+    assert run_cli(["inspect", str(embedding)]) == 0
+    assert "2 new tokens of 16 numbers" in capsys.readouterr().out
+
+
+OTHERWISE: dict[str, Any] = {
+    "data__class_word": "object",
+    "data__emphasis": False,
+    "data__folders": {"more": {"flip": True, "repeats": 2, "tag_dropout": 0.0}},
+    "data__mask_background": 0.7,
+    "data__masks": "none",
+    "data__regularisation_ratio": 0.2,
+    "objective__preservation_weight": 0.25,
+    "objective__prior": "images",
+    "objective__prior_weight": 0.4,
+}
+
+
+@pytest.fixture(scope="module")
+def as_is(place: Toy) -> list[tuple[Any, ...]]:
+    return two_steps(place, "as-is")
+
+
+def two_steps(place: Toy, name: str, **changes: Any) -> list[tuple[Any, ...]]:
+    quiet = {"output__measure": False, "output__save_every_steps": 0, "sampling__every_steps": 0}
+    quiet |= {"train__validate_every_steps": 0, "train__text_encoder_until": 1.0}
+    quiet |= {"train__batch_size": 9}
+    line = command(place, name, **{**quiet, **changes})
+    line[line.index("--steps") + 1] = "2"
+    assert run_cli(line) == 0
+    return trajectory(place.runs / name)
+
+
+@pytest.mark.parametrize("key", OTHERWISE)
+def test_each_setting_is_in_force(key: str, place: Toy, as_is: list[tuple[Any, ...]]) -> None:
+    name = key.replace("_", "-")
+    assert two_steps(place, name, **{key: OTHERWISE[key]}) != as_is
