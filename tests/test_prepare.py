@@ -131,7 +131,8 @@ def test_the_base_and_its_settings_come_from_the_highest_layer_that_names_them(
     resumed = replace(asked(place), run_settings=before)
     for request in (with_file, resumed):
         assert prepare(request, hardware=PROCESSOR).facts.prediction == "v_prediction"
-        typed = {**request.overrides, "base.model": DEFAULT, "base.prediction": "auto"}
+        typed = {"base.model": DEFAULT, "base.prediction": "auto", "data.resolution": "auto"}
+        typed |= request.overrides
         prepared = prepare(replace(request, overrides=typed), hardware=CARD)
         assert prepared.facts.source == DEFAULT
 
