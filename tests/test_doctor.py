@@ -127,7 +127,7 @@ def test_fix_removes_what_killed_trainings_left_and_nothing_else(tmp_path: Path)
     assert [repair.mark for repair in repairs] == ["ok"] * 6
     assert not [path for path in (*leftovers, spoilt, unfinished, begun) if path.exists()]
     assert not list((cache.root / "damaged").iterdir())
-    assert store.verify(keys[0]) and image.read_bytes() == b"an image"
+    assert store.read(keys[0]) is not None and image.read_bytes() == b"an image"
     assert replaced.is_dir() and (run / "run.json").is_file()
     assert [repair.sentence for repair in mend(cache, tmp_path / "runs")] == [
         "Nothing had to be mended."

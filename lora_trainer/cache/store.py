@@ -17,12 +17,10 @@ import platform
 import re
 import shutil
 import time
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,21 +87,22 @@ class Cache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._report(path, f"cannot be read ({error.strerror or error})")
-            self._distrust(path)
-            return None
+            problem = f"cannot be read ({error.strerror or error})"
         except Damaged as error:
-            self._report(path, f"is damaged ({error}){self._moved_aside(path)}")
-            self._distrust(path)
-            return None
-        self.touch(key, stat)
-        return arrays
+            problem = f"is damaged ({error}){self._moved_aside(path)}"
+        else:
+            self.touch(key, stat)
+            return arrays
+        self._report(path, problem)
+        with suppress(OSError):
+            os.utime(path)  # where it still is: it does not pass for the one that was whole
+        return None
 
     def touch(self, key: CacheKey, stat: os.stat_result) -> None:
         """Set an entry's access time to now, unless it is younger than an hour; `stat` is the entry's.
 
         Most disks are mounted without access times, and a prune by another run removes the entries with the
-        oldest ones first; an hour more or less does not matter for that. The modification time stays: the index
+        oldest ones first; an hour more or less does not matter for that. The modification time stays: `missing`
         recognises a verified entry by it.
         """
         now_ns = time.time_ns()
@@ -115,10 +114,6 @@ class Cache:
                     os.utime(self.file(key))
             except OSError:
                 return
-
-    def verify(self, key: CacheKey) -> bool:
-        """Say whether the entry is there and whole; a damaged one is treated as by `read`."""
-        return self.read(key) is not None
 
     def write(self, key: CacheKey, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Store float32 and int64 arrays; raises MachineError, TypeError for another dtype."""
@@ -161,22 +156,13 @@ class Cache:
 
     def _remove_leftovers(self) -> None:
         # Only a killed run leaves a temporary file this long; the folder's size counts none.
-        if (self.folder.root / self.folder.marker).exists():
-            for path in _old_files(
-                self.folder.root.glob(f"*/*/{TEMPORARY_PREFIX}*"), age_s=_LEFTOVER_AGE_S
-            ):
-                with suppress(PermissionError):  # Windows: another run still writes it
-                    path.unlink(missing_ok=True)
-
-    def _distrust(self, path: Path) -> None:
-        """Let a bad entry that is still there not pass for one that was found whole before."""
-        try:
-            os.utime(path)  # its stamp is another now
-        except FileNotFoundError:
+        if not (self.folder.root / self.folder.marker).exists():
             return
-        except OSError:
-            with suppress(OSError):
-                (self.folder.root / FILE_NAME).unlink()
+        for path in self.folder.root.glob(f"*/*/{TEMPORARY_PREFIX}*"):
+            # Another run finished it, or on Windows still writes it.
+            with suppress(FileNotFoundError, PermissionError):
+                if time.time() - path.stat().st_mtime > _LEFTOVER_AGE_S:
+                    path.unlink()
 
     def _moved_aside(self, path: Path) -> str:
         aside = self.folder.root / DAMAGED_FOLDER / path.name
@@ -197,91 +183,36 @@ class Cache:
         )
 
 
-def _old_files(paths: Iterable[Path], *, age_s: float) -> Iterator[Path]:
-    for path in paths:
-        try:
-            old = time.time() - path.stat().st_mtime > age_s
-        except FileNotFoundError:  # another run finished it
-            continue
-        if old:
-            yield path
-
-
-MAX_REMEMBERED = 1_000_000
 SETTLED_NS = 60 * 10**9
 """Younger entries may not be on the disk yet: a power cut can still take what was just read."""
 _FEW = 64
 
 
-_STAMPS = "stamps"
-
-
-@dataclass(kw_only=True)
-class CacheIndex:
-    """Entries that were read and found whole: a 64-bit hash of name and stamp of each.
-
-    The stamp leaves out ctime, which `Cache.touch` changes: nobody but us writes these files. All stamps are
-    one text of the memo, 16 MB at most, the latest used last.
-    """
-
-    table: MemoTable
-    written_stamps: dict[int, None] = field(init=False)
-    used: dict[int, None] = field(default_factory=dict)
-    """Those asked for in this run, which are forgotten last."""
-    _saved: bool = True
-
-    def __post_init__(self) -> None:
-        self.written_stamps = dict.fromkeys(_stamps(self.table.get(_STAMPS)))
-
-    def has(self, stamp: int) -> bool:
-        """Say whether the file of this stamp was found whole."""
-        if stamp in self.written_stamps:
-            self.used[stamp] = None
-            return True
-        return False
-
-    def add(self, stamp: int) -> None:
-        """Remember a file that is whole."""
-        self.used[stamp] = None
-        self._saved = False
-
-    def save(self) -> None:
-        """Write the verified entries, merged with those that other processes added; raises MachineError."""
-        if self._saved:
-            return
-        others = _stamps(self.table.stored().get(_STAMPS))
-        stamps = [*(stamp for stamp in others if stamp not in self.used), *self.used]
-        self.table.put(_STAMPS, array("Q", stamps[-MAX_REMEMBERED:]).tobytes().hex())
-        self.table.save()
-        self._saved = True
-
-
-def _stamps(text: str | None) -> array[int]:
-    return array("Q", bytes.fromhex(text or ""))
-
-
 @gc_disabled()
 def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
     """Return the digests of the entries that are not there or were damaged."""
-    memo = CacheIndex(table=MemoTable.load(cache.folder.root, "whole entries"))
+    memo = MemoTable.load(cache.folder.root, "whole entries", version="2")
     absent, to_read = set(), []
     settled_ns = time.time_ns() - SETTLED_NS
     for key in keys:
-        stat = _stat(cache.file(key))
-        if stat is None:
+        try:
+            stat = os.stat(cache.file(key))  # noqa: PTH116 - a Path for each of 200,000 is slow
+        except OSError:
             absent.add(key.digest)
             continue
-        stamp = _stamp(key, stat)
-        if memo.has(stamp):
+        # Without ctime, which `Cache.touch` changes: nobody but us writes these files.
+        stamp = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+        if memo.get(key.digest) == stamp:
             cache.touch(key, stat)
         else:
             to_read.append((key, stamp if stat.st_mtime_ns < settled_ns else None))
-    whole = _verified([key for key, _ in to_read], cache)
-    for (key, settled), is_whole in zip(to_read, whole, strict=True):
+    for (key, stamp_if_settled), is_whole in zip(
+        to_read, _verified([key for key, _ in to_read], cache), strict=True
+    ):
         if not is_whole:
             absent.add(key.digest)
-        elif settled is not None:
-            memo.add(settled)
+        elif stamp_if_settled is not None:
+            memo.put(key.digest, stamp_if_settled)
     try:
         memo.save()
     except MachineError as error:
@@ -293,21 +224,9 @@ def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
 def _verified(keys: Sequence[CacheKey], cache: Cache) -> list[bool]:
     """Read entries; of many several at a time, as reading and hashing release the GIL."""
     if len(keys) < _FEW:
-        return [cache.verify(key) for key in keys]
+        return [cache.read(key) is not None for key in keys]
     with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
-        return pool.map(cache.verify, keys, chunksize=16)
-
-
-def _stat(file: str) -> os.stat_result | None:
-    try:
-        return os.stat(file)  # noqa: PTH116 - a Path for each of 200,000 entries is slow
-    except OSError:
-        return None
-
-
-def _stamp(key: CacheKey, stat: os.stat_result) -> int:
-    name = f"{key.digest} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
+        return pool.map(lambda key: cache.read(key) is not None, keys, chunksize=16)
 
 
 _DOOR = ".in-use.lock"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,10 +18,8 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.cache import keys as keys_module
 from lora_trainer.cache.keys import Arrays, CacheKey, latent_key, mask_key, text_key
 from lora_trainer.cache.store import Cache
-from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.dataset.buckets import Bucket, Placement
 
@@ -84,69 +84,40 @@ def test_digests_are_the_same_in_every_process() -> None:
 # --- whole entries
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
-    cache, problems = make_cache(tmp_path)
-    assert not cache.has(KEY)
-    assert cache.read(KEY) is None
-    cache.write(KEY, ARRAYS)
-    assert cache.has(KEY)
-    assert cache.verify(KEY)
-    found = cache.read(KEY)
-    assert same(found, ARRAYS)
-    assert found is not None
-    found["mean"][0, 0, 0] = 9.0  # torch.from_numpy warns about arrays that cannot be written to
-    assert problems.found == []
+def test_what_was_written_is_read_from_plain_safetensors(tmp_path: Path) -> None:
+    square = np.arange(12, dtype=np.float32).reshape(3, 4)
+    odd = {
+        "turned": square.T,
+        "every_other": square[:, ::2],
+        "none": square[:0],
+        "one": square[0, 0],
+    }
+    arrays = {**ARRAYS, **{name: np.asarray(array) for name, array in odd.items()}}
+    contents = set()
+    for name in "ab":
+        cache, problems = make_cache(tmp_path / name)
+        assert not cache.has(KEY) and cache.read(KEY) is None
+        cache.write(KEY, dict(reversed(arrays.items())) if name == "b" else arrays)
+        assert cache.has(KEY)
+        found = cache.read(KEY)
+        assert same(found, arrays)
+        assert found is not None
+        found["mean"][0, 0, 0] = (
+            9.0  # torch.from_numpy warns about arrays that cannot be written to
+        )
+        assert problems.found == []
+        contents.add(cache.path(KEY).read_bytes())
     path = cache.folder.root / "text" / KEY.digest[:2] / f"{KEY.digest}.safetensors"
     assert cache.path(KEY) == path
     assert (cache.folder.root / cache.folder.marker).exists()
-
-
-def test_entries_are_plain_safetensors_and_equal_ones_equal_files(tmp_path: Path) -> None:
-    contents = set()
-    for name in "abcd":
-        cache, _ = make_cache(tmp_path / name)
-        cache.write(KEY, dict(reversed(ARRAYS.items())) if name == "d" else ARRAYS)
-        contents.add(cache.path(KEY).read_bytes())
-    assert len(contents) == 1
-    assert same(safetensors.numpy.load(contents.pop()), ARRAYS)
-
-
-def test_the_header_says_what_the_entry_is(tmp_path: Path) -> None:
-    cache, _ = make_cache(tmp_path)
+    (data,) = contents
+    assert same(safetensors.numpy.load(data), arrays)
+    shutil.rmtree(cache.folder.root)
     cache.write(KEY, ARRAYS)
-    with safetensors.safe_open(cache.path(KEY), framework="numpy") as file:
-        (header,) = file.metadata().values()
-    header = json.loads(header)
-    assert header["fields"] == {
-        "text": "a cat",
-        "encoder": "encoder",
-        "max_tokens": 77,
-        "content": "fp32",
-    }
-    assert header["key"] == KEY.digest
-    assert header["format_version"] == keys_module.FORMAT_VERSION
-    assert len(header["sha256"]) == 64
+    assert same(cache.read(KEY), ARRAYS), "a cache deleted in use is made again"
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1, 1), (2, 0, 3)])
-def test_odd_shapes(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    cache, _ = make_cache(tmp_path)
-    arrays = {"x": np.zeros(shape, dtype=np.float32)}
-    cache.write(KEY, arrays)
-    assert same(cache.read(KEY), arrays)
-
-
-def test_arrays_are_written_in_their_own_order_whatever_their_memory(tmp_path: Path) -> None:
-    cache, _ = make_cache(tmp_path)
-    square = np.arange(12, dtype=np.float32).reshape(3, 4)
-    cache.write(KEY, {"turned": square.T, "every_other": square[:, ::2]})
-    found = cache.read(KEY)
-    assert found is not None
-    assert np.array_equal(found["turned"], square.T)
-    assert np.array_equal(found["every_other"], square[:, ::2])
-
-
-@pytest.mark.parametrize("arrays", [{}, {"x": np.zeros(3)}, {"x": np.zeros(3, np.float16)}])
+@pytest.mark.parametrize("arrays", [{}, {"x": np.zeros(3, np.float16)}])
 def test_nothing_but_numbers_and_tokens_is_stored(tmp_path: Path, arrays: Any) -> None:
     cache, _ = make_cache(tmp_path)
     with pytest.raises(TypeError, match="float32"):
@@ -204,112 +175,46 @@ def test_no_edit_of_any_kind_gives_wrong_arrays(
 @pytest.mark.parametrize(
     "forge",
     [
-        lambda header: header | {"key": "0" * 64},
         lambda header: header | {"kind": "latents"},
         lambda header: header | {"fields": header["fields"] | {"text": "a dog"}},
-        lambda header: header | {"fields": []},
         lambda header: header | {"sha256": "0" * 64},
-        lambda header: {},
         lambda header: [],
     ],
 )
 def test_a_header_that_does_not_fit_is_damage(
     tmp_path: Path, entry: bytes, forge: Callable[[Any], Any]
 ) -> None:
-    length = int.from_bytes(entry[:8], "little")
-    outer = json.loads(entry[8 : 8 + length])
-    ((name, header),) = outer["__metadata__"].items()
-    metadata = {name: json.dumps(forge(json.loads(header)))}
+    metadata = {
+        name: json.dumps(forge(json.loads(text))) for name, text in metadata_of(entry).items()
+    }
     assert not check_damage(tmp_path, safetensors.numpy.save(ARRAYS, metadata=metadata))
 
 
-@pytest.mark.parametrize(
-    "arrays",
-    [
-        {"mean": ARRAYS["mean"], "std": ARRAYS["mean"]},
-        {"mean": ARRAYS["mean"].reshape(3, 2, 4), "std": ARRAYS["std"]},
-        {"mean": ARRAYS["mean"].view(np.int32), "std": ARRAYS["std"]},
-        {"mean": ARRAYS["std"], "std": ARRAYS["mean"]},
-        {"mean": ARRAYS["mean"]},
-        ARRAYS | {"more": ARRAYS["mean"]},
-    ],
-)
-def test_names_shapes_and_types_are_part_of_the_checksum(
-    tmp_path: Path, entry: bytes, arrays: Any
-) -> None:
+def metadata_of(entry: bytes) -> dict[str, str]:
     length = int.from_bytes(entry[:8], "little")
-    metadata = json.loads(entry[8 : 8 + length])["__metadata__"]
-    assert not check_damage(tmp_path, safetensors.numpy.save(arrays, metadata=metadata))
+    return dict(json.loads(entry[8 : 8 + length])["__metadata__"])
 
 
-def test_problems_reach_the_event_stream(tmp_path: Path) -> None:
-    events: list[Any] = []
-    cache, _ = make_cache(tmp_path)
-    stream = EventStream(listeners=[events.append])
-    cache = replace(cache, on_problem=stream.problem)
-    cache.write(KEY, ARRAYS)
-    cache.path(KEY).write_bytes(b"junk")
-    assert not cache.verify(KEY)
-    (event,) = events
-    assert event.kind == "problem"
-    assert event.fields["file"] == f"text/{KEY.digest[:2]}/{KEY.digest}.safetensors"
-    assert "moved to damaged/" in event.fields["what"]
-
-
-def test_an_unreadable_entry_is_reported_not_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, problems = make_cache(tmp_path)
-    cache.write(KEY, ARRAYS)
-
-    def fail(self: Path, *_: object, **__: object) -> bytes:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(Path, "open", fail)
-    assert cache.read(KEY) is None
-    assert "Input/output error" in problems.found[0]
-    assert cache.has(KEY)
-
-
-def test_damage_that_cannot_be_moved_is_still_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [("open", r"cannot be read \(Denied\)"), ("replace", r"cannot be moved aside \(Denied\)")],
+)
+def test_what_the_disk_refuses_is_reported_not_raised(
+    method: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, problems = make_cache(tmp_path)
     cache.write(KEY, ARRAYS)
     cache.path(KEY).write_bytes(b"junk")
 
-    def fail(self: Path, target: Path) -> Path:
-        raise PermissionError(13, "Permission denied")
+    def fail(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Denied")
 
-    monkeypatch.setattr(Path, "replace", fail)
-    assert cache.read(KEY) is None
-    assert "cannot be moved aside (Permission denied)" in problems.found[0]
+    monkeypatch.setattr(Path, method, fail)
+    assert cache.read(KEY) is None and cache.has(KEY)
+    assert re.search(reason, problems.found[0])
 
 
 # --- room, sharing, pruning
-
-
-def test_asking_for_an_entry_opens_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, _ = make_cache(tmp_path)
-    cache.write(KEY, ARRAYS)
-
-    def refuse(*_: object, **options: object) -> None:
-        raise AssertionError("it was opened")
-
-    monkeypatch.setattr(Path, "open", refuse)
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    assert cache.has(KEY)
-
-
-def test_a_cache_deleted_in_use_is_made_again(tmp_path: Path) -> None:
-    cache, _ = make_cache(tmp_path)
-    cache.write(KEY, ARRAYS)
-    for path in sorted(cache.folder.root.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    cache.folder.root.rmdir()
-    assert cache.read(KEY) is None
-    cache.write(KEY, ARRAYS)
-    assert same(cache.read(KEY), ARRAYS)
 
 
 def test_pruning_removes_the_oldest_but_nothing_in_use(tmp_path: Path) -> None:
@@ -329,27 +234,14 @@ def test_pruning_removes_the_oldest_but_nothing_in_use(tmp_path: Path) -> None:
     assert kept[1:] == list(range(5 - len(kept) + 1, 5))
     assert freed == size * (5 - len(kept)) > 0
     assert cache.folder.used_bytes() <= 2500
-
-
-def test_pruning_clears_what_killed_runs_left(tmp_path: Path) -> None:
-    cache, _ = make_cache(tmp_path)
-    cache.write(KEY, ARRAYS)
-    old, fresh = (cache.path(KEY).with_name(f".tmp-{name}") for name in ("old", "fresh"))
-    for path in (old, fresh):
-        path.write_bytes(b"half")
-    os.utime(old, (time.time() - 7200,) * 2)
+    path = cache.path(keys[0])
+    old, fresh = (path.with_name(f".tmp-{name}") for name in ("old", "fresh"))
+    for left_over in (old, fresh):
+        left_over.write_bytes(b"half")
+    os.utime(old, (now - 7200, now - 7200))
     cache.prune([])
-    assert not old.exists()
-    assert fresh.exists()
-    assert cache.has(KEY)
-
-
-def test_no_file_outside_a_marked_folder_is_removed(tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "text" / "ab"
-    folder.mkdir(parents=True)
-    for name in ("mine.safetensors", ".tmp-mine"):
-        (folder / name).write_bytes(bytes(5000))
-        os.utime(folder / name, (0, 0))
-    cache, _ = make_cache(tmp_path, limit_bytes=10)
-    assert cache.prune([]) == 0
-    assert len(list(folder.iterdir())) == 2
+    assert fresh.exists() and not old.exists(), "killed runs leave files"
+    (cache.folder.root / cache.folder.marker).unlink()
+    os.utime(fresh, (now - 7200, now - 7200))
+    assert replace(cache, folder=replace(cache.folder, limit_bytes=10)).prune([]) == 0
+    assert fresh.exists() and path.exists(), "a folder without the marker is somebody else's"

@@ -1,15 +1,19 @@
-"""A cache is emptied when nobody works with it, and only of what is its own."""
+"""A cache is emptied when nobody works with it, and only of its own; whole entries are not read again."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from lora_trainer.cache.store import clear, entries, in_use
+from lora_trainer.cache.keys import CacheKey, text_key
+from lora_trainer.cache.store import Cache, clear, entries, in_use, missing
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import CappedFolder
 from tests.fakes.runs import ROOT
@@ -45,69 +49,139 @@ def cache(tmp_path: Path) -> CappedFolder:
     return folder
 
 
-@pytest.fixture
-def training(cache: CappedFolder) -> Iterator[subprocess.Popen[str]]:
-    """Another process that works with the cache."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(cache.root)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def there(cache: CappedFolder, *names: str) -> list[bool]:
-    return [(cache.root / name).exists() for name in names]
-
-
 def test_entries_go_and_everything_else_stays(cache: CappedFolder) -> None:
     assert sum(size for _, size in entries(cache)) == 30
     done = clear(cache)
     assert (done.files, done.bytes) == (3, 30)
-    assert not any(there(cache, *OURS))
-    assert all(there(cache, *NOT_OURS))
-    assert clear(cache).files == 0
-
-
-def test_a_folder_that_is_no_cache_is_left_alone(cache: CappedFolder) -> None:
+    there = {path.relative_to(cache.root).as_posix() for path in cache.root.rglob("*")}
+    assert not there & set(OURS) and there >= set(NOT_OURS)
     (cache.root / cache.marker).unlink()
     with pytest.raises(MachineError, match="no cache"):
         clear(cache)
-    assert all(there(cache, *OURS, *NOT_OURS))
+    with in_use(cache.root / "deep" / "cache"):
+        assert len(list((cache.root / "deep" / "cache").glob(".in-use-*"))) == 1
+    assert not list((cache.root / "deep" / "cache").glob(".in-use-*"))
+    with pytest.raises(MachineError, match="cannot write"), in_use(cache.root / NAME / "cache"):
+        pass
 
 
-def test_a_cache_that_a_training_uses_is_left_alone(
-    cache: CappedFolder, training: subprocess.Popen[str]
-) -> None:
-    with pytest.raises(MachineError, match="a training uses"):
-        clear(cache)
-    assert all(there(cache, *OURS))
-    training.communicate("")  # it ends as it should
-    assert clear(cache).files == 3
-
-
-def test_a_training_that_was_killed_uses_nothing(
-    cache: CappedFolder, training: subprocess.Popen[str]
-) -> None:
-    training.kill()
-    training.communicate()
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_cache_that_a_training_uses_is_left_alone(killed: bool, cache: CappedFolder) -> None:
+    command = [sys.executable, "-c", HOLDS, str(cache.root)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(MachineError, match="a training uses"):
+            clear(cache)
+        assert sum(size for _, size in entries(cache)) == 30
+        if killed:
+            process.kill()
+        process.communicate("")
     assert clear(cache).files == 3
     assert not list(cache.root.glob(".in-use-*"))
 
 
-def test_a_cache_that_nobody_has_made_can_be_used(tmp_path: Path) -> None:
-    with in_use(tmp_path / "deep" / "cache"):
-        assert len(list((tmp_path / "deep" / "cache").glob(".in-use-*"))) == 1
-    assert not list((tmp_path / "deep" / "cache").glob(".in-use-*"))
+# ---- entries that were found whole are not read again
 
 
-def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(MachineError, match="cannot write"), in_use(tmp_path / "file" / "cache"):
-        pass
+class Whole:
+    """Three entries, which of them `missing` reads, and what is said of them."""
+
+    def __init__(self, folder: CappedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.cache = Cache(folder=folder, on_problem=lambda what, **_: self.said.append(what))
+        self.keys = [
+            text_key(text=str(index), encoder_identity="e", max_tokens=7, content="fp32")
+            for index in range(3)
+        ]
+        self.read: list[int] = []
+        real = Cache.read
+
+        def noted(cache: Cache, key: CacheKey) -> object:
+            self.read.append(self.keys.index(key))
+            return real(cache, key)
+
+        monkeypatch.setattr(Cache, "read", noted)
+        self.write(age_s=7200)
+
+    def write(self, *, age_s: float) -> None:
+        for index, key in enumerate(self.keys):
+            self.cache.write(key, {"x": np.full(40, index, dtype=np.float32)})
+            at_s = time.time() - age_s
+            os.utime(self.cache.path(key), (at_s, at_s))
+
+    def missing(self) -> tuple[set[int], list[int]]:
+        """Return which entries are missing, and which were read to know it."""
+        self.read.clear()
+        digests = missing(self.keys, self.cache)
+        return {self.keys.index(key) for key in self.keys if key.digest in digests}, self.read
+
+    def damage(self, index: int) -> None:
+        data = bytearray(self.cache.path(self.keys[index]).read_bytes())
+        data[-3] ^= 1
+        self.cache.path(self.keys[index]).write_bytes(data)
+
+
+@pytest.fixture
+def whole(cache: CappedFolder, monkeypatch: pytest.MonkeyPatch) -> Whole:
+    (cache.root / ".memo.sqlite").unlink()
+    return Whole(cache, monkeypatch)
+
+
+def test_whole_entries_are_read_once_and_changed_ones_again(whole: Whole) -> None:
+    assert whole.missing() == (set(), [0, 1, 2])
+    assert whole.missing() == (set(), [])
+    first, second, third = map(whole.cache.path, whole.keys)
+    whole.damage(0)
+    second.unlink()
+    before = third.stat()
+    third.rename(third.with_name("kept"))  # keeps its inode from being used again
+    third.write_bytes(third.with_name("kept").read_bytes())
+    os.utime(third, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert whole.missing() == ({0, 1}, [0, 2])
+    assert "moved to damaged/" in whole.said[0] and not first.exists()
+    whole.write(age_s=0)
+    for _ in range(2):
+        assert whole.missing() == (set(), [0, 1, 2]), "a power cut can still take what is young"
+
+
+@pytest.mark.parametrize("method", ["open", "replace"])
+def test_a_bad_entry_that_stays_where_it_is_passes_for_whole_no_more(
+    method: str, whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every start would take it for whole, and every training stop at it."""
+    whole.missing()
+    bad, real = whole.cache.path(whole.keys[0]), getattr(Path, method)
+    times = bad.stat()
+    whole.damage(0)
+    os.utime(bad, ns=(times.st_atime_ns, times.st_mtime_ns))  # a bit that rotted
+
+    def fail(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self == bad:
+            raise OSError(5, "Input/output error")
+        return real(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, method, fail)
+        assert whole.cache.read(whole.keys[0]) is None and bad.exists()
+        assert whole.missing()[0] == {0}
+
+
+def test_use_is_noted_without_a_change_of_the_time_of_writing(whole: Whole) -> None:
+    def since_use_s() -> list[float]:
+        return [time.time() - whole.cache.path(key).stat().st_atime for key in whole.keys]
+
+    whole.missing()
+    assert max(since_use_s()) < 60
+    for key in whole.keys:
+        os.utime(whole.cache.path(key), ns=(0, whole.cache.path(key).stat().st_mtime_ns))
+        whole.cache.read(key)
+    assert max(since_use_s()) < 60
+    assert whole.missing() == (set(), [])
+
+
+def test_a_memo_that_cannot_be_written_is_said_and_stops_nothing(whole: Whole) -> None:
+    (whole.cache.folder.root / ".memo.sqlite").mkdir()
+    assert whole.missing() == (set(), [0, 1, 2])
+    assert "unable to open database file" in whole.said[0]
