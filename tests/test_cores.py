@@ -17,9 +17,9 @@ from lora_trainer.common.events import Event, EventStream
 from lora_trainer.hardware.machine import usable_processors
 from lora_trainer.training.cores import (
     CALM_INTERVALS,
-    Cores,
     CpuTimes,
     IdleTeams,
+    cores_taken,
     cpu_times,
     openmp,
     shared_cores,
@@ -27,31 +27,21 @@ from lora_trainer.training.cores import (
 from tests.fakes.runs import events, toy
 
 needs_libgomp = pytest.mark.skipif(openmp() != "libgomp", reason="another OpenMP computes here")
-START = CpuTimes(at_s=0.0, all_s=100.0, own_s=10.0, group_s=50.0)
-
-
-def later(*, all_s: float, own_s: float, group_s: float = 0.0) -> CpuTimes:
-    return CpuTimes(at_s=2.0, all_s=100 + all_s, own_s=10 + own_s, group_s=50 + group_s)
 
 
 @pytest.mark.parametrize(
-    ("cores", "threads", "now", "missing"),
+    ("all_s", "own_s", "taken"),
     [
-        (Cores(processors=2), 2, later(all_s=4, own_s=4), 0),
-        (Cores(processors=2), 2, later(all_s=4, own_s=2), 1),
-        (Cores(processors=2), 1, later(all_s=4, own_s=2), 0),
-        # Eight threads on eight cores of two processors each: eight more find room.
-        (Cores(processors=16), 8, later(all_s=32, own_s=16), 0),
-        (Cores(processors=16), 8, later(all_s=32, own_s=12), 2),
-        # The container's limit counts, whatever the machine has.
-        (Cores(processors=64, quota=2.0), 2, later(all_s=90, own_s=2, group_s=4), 1),
-        (Cores(processors=64, quota=2.0), 2, later(all_s=90, own_s=4, group_s=4), 0),
-        # A system that tells of nobody's time.
-        (Cores(processors=2), 2, later(all_s=0, own_s=4), 0),
+        (4.0, 4.0, 0.0),
+        (4.0, 2.0, 1.0),
+        (0.0, 4.0, 0.0),  # a system that tells of nobody's time
+        (9.0, 1.0, 2.0),  # no more than there are
     ],
 )
-def test_cores_that_threads_miss(cores: Cores, threads: int, now: CpuTimes, missing: float) -> None:
-    assert cores.missing(START, now, threads=threads) == pytest.approx(missing)
+def test_cores_that_others_take(all_s: float, own_s: float, taken: float) -> None:
+    start = CpuTimes(at_s=0.0, all_s=100.0, own_s=10.0)
+    now = CpuTimes(at_s=2.0, all_s=100 + all_s, own_s=10 + own_s)
+    assert cores_taken(start, now, processors=2) == taken
 
 
 def test_own_and_other_processor_time_are_told_apart() -> None:

@@ -47,7 +47,9 @@ def found(
     now: MachineState, *, slow: Slow = SLOW, spills: bool = False, **values: Any
 ) -> list[Any]:
     config = settings({key.replace("__", "."): value for key, value in values.items()})
-    return list(causes(slow, QUIET, now, spills=spills, config=config))
+    *likely, unknown = causes(slow, QUIET, now, spills=spills, config=config)
+    assert unknown.name == "unknown"
+    return likely
 
 
 def with_card(**changes: Any) -> MachineState:
@@ -106,8 +108,20 @@ def test_a_cause_depends_on_driver_device_and_settings() -> None:
     assert not found(busy), "the GPU needs few processors"
     (cause,) = found(replace(busy, beside_card=False))
     assert cause.name == "processor"
+    giving_way = replace(QUIET, beside_card=False, cores_taken=0.4, gives_way=True)
+    (cause,) = found(giving_way)
+    assert cause.name == "processor" and "0.4 of 8 processors" in cause.observation
+    (again,) = causes(SLOW, giving_way, giving_way, spills=False, config=settings({}))
+    assert again.name == "unknown", "they gave way when steps were fast, too"
     (cause,) = found(replace(QUIET, swapped_bytes_per_s=3e7), memory__streamed_blocks=20)
     assert "memory.streamed_blocks (now 20)" in cause.fix
+
+
+def test_without_a_gpu_nobody_is_sent_to_its_tools() -> None:
+    for beside_card in (True, False):
+        now = replace(QUIET, beside_card=beside_card)
+        (cause,) = causes(SLOW, QUIET, now, spills=False, config=settings({}))
+        assert ("nvidia-smi" in cause.fix) == beside_card
 
 
 # ---- asking the driver

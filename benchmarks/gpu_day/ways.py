@@ -177,8 +177,6 @@ def _run(case: Case, way: Way, folder: Path) -> Trained:
     run(inputs, Progress(step=0, images=0, guard=GuardState(micro_batch=case.batch)))
     if given_up:
         raise GivenUp(given_up[0])
-    if streamed is not None:
-        streamed.remove()  # what is pinned is given back
     return Trained(
         losses=losses[:COMPARED],
         update=course.update(),

@@ -221,10 +221,12 @@ RETIRED_SETTINGS = frozenset(
         "memory.base_matmul",
         "hardware.cuda_graphs",
         "adapter.init",
+        "train.tighten_on_spike",
     }
 )
 """Settings of earlier versions: read from old runs and settings files without effect. They changed speed or memory,
-and of a result no more than rounding, but for the value that `refuse_removed` names."""
+and of a result no more than rounding or the steps after its loss jumped, but for the value that `refuse_removed`
+names."""
 
 
 def refuse_removed(values: Mapping[str, Any]) -> None:

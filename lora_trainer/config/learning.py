@@ -176,12 +176,6 @@ class TrainSettings(Section, Generic[A_co]):
         headline=True,
     )
     max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: never", ge=0.0, le=1e6)
-    tighten_on_spike: bool = setting(
-        False,
-        "halve max_grad_norm when the loss jumps, three times at most",
-        not_for={"train.max_grad_norm": (0.0,)},
-        enforced=True,
-    )
     lower_on_plateau: bool = setting(
         False,
         "halve the learning rate after three validations without a lower loss, three times at most",

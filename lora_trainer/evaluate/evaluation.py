@@ -159,7 +159,7 @@ class Evaluation:
         }
         batches = []
         for quantile in range(QUANTILES):
-            level = self.feeder.levels.at((quantile + 0.5) / QUANTILES, size_px=(side, side))
+            level = self.feeder.levels.at((quantile + 0.5) / QUANTILES)
             samples = []
             for prompt, latent in zip(prompts, latents, strict=True):
                 seed = draw_seed(self.feeder.seed, Stream.DRIFT_NOISE, prompt, int(level.timestep))

@@ -231,7 +231,6 @@ def settle(foreign: Foreign) -> None:
     for key, value in (
         ("data.caption_dropout", 0.0),
         ("train.lower_on_plateau", False),
-        ("train.tighten_on_spike", False),
     ):
         if key not in foreign.settings:
             foreign.set(key, value, note="it is not there")

@@ -9,13 +9,12 @@ gives the same bits on every device, and stay in place for the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.learning import AdapterSettings
@@ -95,42 +94,7 @@ def drops(settings: AdapterSettings) -> bool:
     return bool(settings.dropout or settings.rank_dropout or settings.module_dropout)
 
 
-def drop_in_lora(masks: SampleMasks, key: str, down: nn.Module, settings: AdapterSettings) -> None:
-    """Add dropout to the inputs and outputs of the `down` layer of one adapted layer."""
-    before, after = gates_of_lora(masks, key, down, settings)
-    for mask in before:
-        down.register_forward_pre_hook(_before(mask))
-    for mask in after:
-        down.register_forward_hook(_after(mask))
-
-
-def gates_of_lora(
-    masks: SampleMasks, key: str, down: nn.Module, settings: AdapterSettings
-) -> tuple[list[Mask], list[Mask]]:
-    """Return the masks for the inputs of a `down` layer and the masks for its outputs."""
-    rank, channels = down.get_parameter("weight").shape[:2]
-    return _gates(masks, key, settings, channels=channels, rank=rank)
-
-
-def drop_in_lycoris(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -> None:
-    """Add dropout to the inputs of a LoHa or LoKr update of peft, and to the update as a whole."""
-    assert settings.kind in ("loha", "lokr") and not settings.rank_dropout
-    real = layer._get_delta_activations
-    channels = layer.get_base_layer().weight.shape[1]
-    into, out = _gates(masks, key, settings, channels=channels, rank=1)
-
-    def activations(adapter_name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        for mask in into:
-            x = mask(x)
-        delta: Tensor = real(adapter_name, x, *args, **kwargs)
-        for mask in out:
-            delta = mask(delta)
-        return delta
-
-    layer._get_delta_activations = activations
-
-
-def _gates(
+def gates(
     masks: SampleMasks, key: str, settings: AdapterSettings, *, channels: int, rank: int
 ) -> tuple[list[Mask], list[Mask]]:
     """Return the masks for an update's inputs, and those for its ranks and the update as a whole."""
@@ -144,12 +108,11 @@ def _gates(
     return before, after
 
 
-def _before(mask: Mask) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    return lambda _module, inputs: (mask(inputs[0]), *inputs[1:])
-
-
-def _after(mask: Mask) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-    return lambda _module, _inputs, output: mask(output)
+def gated(values: Tensor, masks: Sequence[Mask]) -> Tensor:
+    """Return `values` through all masks."""
+    for mask in masks:
+        values = mask(values)
+    return values
 
 
 def _aligned(mask: Tensor, values: Tensor, channel_dim: int) -> Tensor:

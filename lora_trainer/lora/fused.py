@@ -8,7 +8,7 @@ the input itself is saved, and layers with the same input share it. A, B and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lora_trainer.lora.dropout import Mask, gated
 from lora_trainer.network.quantize import QuantizedLinear, Restore, frozen_parts
-
-Gate = Callable[[Tensor], Tensor]
-"""Multiplies [..., channels] by a dropout mask, the same one until the backward pass is over."""
 
 
 class FusedLinear(Linear):
@@ -31,8 +29,8 @@ class FusedLinear(Linear):
     adapter's inputs, `gates` are masks of its ranks.
     """
 
-    before: Sequence[Gate] = ()
-    gates: Sequence[Gate] = ()
+    before: Sequence[Mask] = ()
+    gates: Sequence[Mask] = ()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
@@ -68,7 +66,7 @@ class _Update:
     """s gate(x A^T) B^T, and its gradients; x [..., in], A [rank, in], B [out, rank]."""
 
     scale: float
-    gates: Sequence[Gate]
+    gates: Sequence[Mask]
 
     def of(self, x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the update, plus `bias`, as a new tensor [rows, out]."""
@@ -172,8 +170,8 @@ class LeanConv2d(Conv2d):
     `before` and `gates` as in `FusedLinear`.
     """
 
-    before: Sequence[Gate] = ()
-    gates: Sequence[Gate] = ()
+    before: Sequence[Mask] = ()
+    gates: Sequence[Mask] = ()
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         (name,) = self.active_adapters
@@ -200,7 +198,7 @@ class _ConvUpdate:
     """The update of a convolution; `kernel` is the stride, padding and dilation of A."""
 
     scale: float
-    gates: Sequence[Gate]
+    gates: Sequence[Mask]
     kernel: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
 
     def middle(self, x: Tensor, down: Tensor) -> Tensor:
@@ -264,13 +262,6 @@ def _like(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
 
 CUSTOM: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: FusedLinear, nn.Conv2d: LeanConv2d}
 """The adapter class that peft uses for each class of layers, instead of its own."""
-
-
-def gated(values: Tensor, gates: Sequence[Gate]) -> Tensor:
-    """Return `values` through all gates."""
-    for gate in gates:
-        values = gate(values)
-    return values
 
 
 def _product(a: Tensor, b: Tensor, *, scale: float) -> Tensor:

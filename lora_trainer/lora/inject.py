@@ -24,7 +24,7 @@ from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter_kinds import RotatedLayer
 from lora_trainer.lora.adapter_size import AdapterKind, Width, block_size, layer_width
-from lora_trainer.lora.dropout import SampleMasks, drop_in_lora, drop_in_lycoris, gates_of_lora
+from lora_trainer.lora.dropout import SampleMasks, gated, gates
 from lora_trainer.lora.fused import CUSTOM, FusedLinear, LeanConv2d
 from lora_trainer.lora.tensors import ModuleTensors, split_key
 from lora_trainer.network.quantize import frozen_weight
@@ -135,13 +135,24 @@ def adapt(
 
 
 def _drop(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -> None:
-    if settings.kind != "lora":
-        drop_in_lycoris(masks, key, layer, settings)
-        return
-    if isinstance(layer, FusedLinear | LeanConv2d) and not layer.lora_variant:
-        layer.before, layer.gates = gates_of_lora(masks, key, layer.lora_A[_NAME], settings)
-        return
-    drop_in_lora(masks, key, layer.lora_A[_NAME], settings)
+    """Put dropout into the inputs, the ranks and the whole of a layer's update."""
+    is_lora = settings.kind == "lora"
+    if is_lora:
+        down = layer.lora_A[_NAME]
+        rank, channels = down.weight.shape[:2]
+    else:
+        rank, channels = 1, layer.get_base_layer().weight.shape[1]
+    before, after = gates(masks, key, settings, channels=channels, rank=rank)
+    if not is_lora:
+        real = layer._get_delta_activations
+        layer._get_delta_activations = lambda name, x, *args, **kwargs: gated(
+            real(name, gated(x, before), *args, **kwargs), after
+        )
+    elif isinstance(layer, FusedLinear | LeanConv2d) and not layer.lora_variant:
+        layer.before, layer.gates = before, after
+    else:
+        down.register_forward_pre_hook(lambda _, inputs: (gated(inputs[0], before), *inputs[1:]))
+        down.register_forward_hook(lambda _, _inputs, output: gated(output, after))
 
 
 def draw(seed: int, key: str, name: str) -> torch.Generator:

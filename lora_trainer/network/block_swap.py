@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.choices import BUFFERS, streamed_indices
-from lora_trainer.hardware.device_calls import synchronize
 from lora_trainer.network.gradient_checkpointing import is_checkpointed
 from lora_trainer.network.pinned_memory import CopyStream, Done, pinned, whole_pages
 
@@ -113,13 +112,10 @@ def base_tensors(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
         yield from base_tensors(child)
 
 
-def pin(
-    memories: Sequence[Tensor], *, device: torch.device, owner: object
-) -> weakref.finalize[..., Any]:
+def pin(memories: Sequence[Tensor], *, device: torch.device, owner: object) -> None:
     """Pin host memory in place for copies to a device, one piece after the other, until the system refuses.
 
-    It stays pinned as long as `owner` lives, or until the returned finalizer is called; no copy may be
-    under way then.
+    It stays pinned as long as `owner` lives; no copy may be under way when it ends.
     """
     undone = [undo for memory in memories if (undo := pinned().in_place(memory, device=device))]
 
@@ -127,9 +123,8 @@ def pin(
         while undone:
             undone.pop()()
 
-    undo = weakref.finalize(owner, unpin)
-    undo.atexit = False  # CUDA may be shut down by then, and the process's memory is freed anyway
-    return undo
+    # Not at exit: CUDA may be shut down by then, and the process's memory is freed anyway.
+    weakref.finalize(owner, unpin).atexit = False
 
 
 def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
@@ -169,10 +164,7 @@ class _Buffer:
 
 
 class Streamed:
-    """The swapped blocks of a network; `remove` puts them on the device for good.
-
-    `loads` counts copies of a block to the device.
-    """
+    """The swapped blocks of a network; `loads` counts copies of a block to the device."""
 
     def __init__(self, network: nn.Module, names: list[str], *, device: torch.device) -> None:
         self.names, self.device = tuple(names), device
@@ -190,7 +182,7 @@ class Streamed:
             # One block at a time: the base and its packed copy never exist together as a whole.
             self._host.append(whole_pages(packed.bytes))
             packed.take_in(self._host[-1])
-        self._unpin = pin(self._host, device=device, owner=self)
+        pin(self._host, device=device, owner=self)
         self._host_views = [
             block.views(part) for block, part in zip(self._blocks, self._host, strict=True)
         ]
@@ -198,10 +190,8 @@ class Streamed:
         self._copies = CopyStream(device)
         self._buffers = [self._buffer() for _ in range(min(BUFFERS, len(names)))]
         self._order, self._last = list(range(len(names))), 0
-        self._handles = [
+        for index, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before, index))
-            for index, block in enumerate(blocks)
-        ]
 
     @property
     def host_bytes(self) -> int:
@@ -221,17 +211,6 @@ class Streamed:
                 self._blocks[buffer.block].hold(self._host_views[buffer.block])
             buffer.block, buffer.arrived = None, None
         self._copies = CopyStream(self.device, beside=False)
-
-    def remove(self) -> None:
-        """Put all weights on the device for good."""
-        for handle in self._handles:
-            handle.remove()
-        synchronize(self.device)  # copies into the buffers may be under way
-        self._buffers.clear()
-        for block, part in zip(self._blocks, self._host, strict=True):
-            # Where the device is the CPU, `to` alone would return the memory that is unpinned next.
-            block.hold(block.views(part.to(self.device, copy=True)))
-        self._unpin()
 
     # ---- before a block runs: in the forward pass, and again when the backward pass recomputes it
 

@@ -106,11 +106,6 @@ class QuantizedLinear(nn.Linear):
         """W dequantised afresh, [out, in], without a gradient."""
         return self.restored(self.stored())
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the stored W with its scales."""
-        return sum(tensor.nbytes for tensor in self.stored())
-
     def forward(self, inputs: Tensor) -> Tensor:
         # Without a gradient no custom backward is needed, and torch.compile does not accept one here.
         if not inputs.requires_grad:

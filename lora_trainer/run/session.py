@@ -248,7 +248,6 @@ def _training(
         remedies=fallbacks,
         plain=plain,
         restore=restore,
-        watch_spikes=config.train.tighten_on_spike,
         stages=stages(config, parts.adapter),
         stop_after_validations=config.train.stop_after_validations,
         afterwards=afterwards(config, parts.adapter),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_trainer.common.events import Event, EventStream
@@ -17,7 +17,6 @@ from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.run.device import CPU, card_of, planned_device
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.training.pace import (
-    Cause,
     Creep,
     Growth,
     MachineState,
@@ -32,11 +31,6 @@ _PAUSES = frozenset({"sample", "validation", "learned"})
 _CHANGES = frozenset({"change", "out_of_memory"})
 _FILLED_STEPS = 5000
 """Host memory grows while the first epoch reads cache entries; growth counts after it, or after this step."""
-_UNKNOWN = Cause(
-    name="unknown",
-    observation="no cause was found",
-    fix="look at other programs, the disk and `nvidia-smi`; the result stays the same",
-)
 
 
 @dataclass(kw_only=True)
@@ -50,6 +44,7 @@ class Notices:
     _host: Creep = field(default_factory=Creep)
     _gpu: Gpu | None = None
     _usual: MachineState | None = None
+    _gives_way: bool = False
     _asked: bool = False
     _told: set[str] = field(default_factory=set)
     _beside: ThreadPoolExecutor = field(
@@ -71,6 +66,8 @@ class Notices:
             self._pace.skip()
         elif event.kind in _CHANGES:
             self._pace.forget()
+        elif event.kind == "cores":
+            self._gives_way = event.fields["waiting"] == "asleep"
         elif event.kind == "step":
             self._after_step(event.fields)
 
@@ -94,18 +91,15 @@ class Notices:
             self._tell_growth("the GPU's memory", growth, step, free_bytes=free_bytes)
 
     def _remember(self) -> None:
-        self._usual = look(self._gpu)
+        self._usual = self._look()
+
+    def _look(self) -> MachineState:
+        return replace(look(self._gpu), gives_way=self._gives_way)
 
     def _explain(self, slow: Slow, step: int) -> None:
-        now, gpu = look(self._gpu), self._gpu
-        likely_causes = causes(
-            slow,
-            self._usual or MachineState(),
-            now,
-            spills=gpu is not None and gpu.spills,
-            config=self.prepared.config,
-        )
-        cause = next(likely_causes, _UNKNOWN)
+        spills = self._gpu is not None and self._gpu.spills
+        before, config = self._usual or MachineState(), self.prepared.config
+        cause = next(causes(slow, before, self._look(), spills=spills, config=config))
         if cause.name in self._told:
             return
         self._told.add(cause.name)

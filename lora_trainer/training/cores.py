@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from lora_trainer.common.events import EventStream
-from lora_trainer.hardware.machine import cpu_quota, usable_processors
+from lora_trainer.hardware.machine import usable_processors
 
 INTERVAL_S = 0.5
 CONTENDED_CORES, CALM_CORES = 0.5, 0.25
@@ -38,18 +38,14 @@ _IDLE_TIMES = ("idle", "iowait", "steal", "guest", "guest_nice")  # guest is par
 
 @dataclass(frozen=True, kw_only=True)
 class CpuTimes:
-    """Seconds of processor time since the start, of all programs on usable processors and of this process.
-
-    `group_s` is the container's processor time, None if the container has no limit.
-    """
+    """Seconds of processor time since the start, of all programs on usable processors and of this process."""
 
     at_s: float
     all_s: float
     own_s: float
-    group_s: float | None = None
 
 
-def cpu_times(processors: Sequence[int], root: Path = Path("/")) -> CpuTimes:
+def cpu_times(processors: Sequence[int]) -> CpuTimes:
     """Measure processor times now; raises OSError or psutil.Error if the system does not tell."""
     process_times = psutil.Process().cpu_times()
     each = psutil.cpu_times(percpu=True)
@@ -58,48 +54,17 @@ def cpu_times(processors: Sequence[int], root: Path = Path("/")) -> CpuTimes:
         for number, times in enumerate(each)
         if number in processors
     )
-    return CpuTimes(
-        at_s=time.monotonic(),
-        all_s=busy,
-        own_s=process_times.user + process_times.system,
-        group_s=_group_s(root),
-    )
+    own_s = process_times.user + process_times.system
+    return CpuTimes(at_s=time.monotonic(), all_s=busy, own_s=own_s)
 
 
-def _group_s(root: Path) -> float | None:
-    if cpu_quota(root) is None:
-        return None
-    with suppress(OSError, ValueError):
-        for line in (root / "sys/fs/cgroup/cpu.stat").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(" ")
-            if name == "usage_usec":
-                return int(value) / 1e6
-    return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cores:
-    """Logical processors a process may use, and a container's limit in processors (`quota`)."""
-
-    processors: int
-    quota: float | None = None
-
-    def taken(self, before: CpuTimes, after: CpuTimes) -> float:
-        """Return how many cores other programs used between two measurements."""
-        passed_s, own_s = after.at_s - before.at_s, after.own_s - before.own_s
-        if passed_s <= 0:
-            return 0.0
-        # All programs' times and our own are read at different moments, so the difference may leave the range.
-        return min(self.processors, max(0.0, after.all_s - before.all_s - own_s) / passed_s)
-
-    def missing(self, before: CpuTimes, after: CpuTimes, *, threads: int) -> float:
-        """Return how many of `threads` lack a core because other programs use it; 0: every thread has one."""
-        free = self.processors - self.taken(before, after)
-        if self.quota is not None and before.group_s is not None and after.group_s is not None:
-            own_s, passed_s = after.own_s - before.own_s, after.at_s - before.at_s
-            in_group = (after.group_s - before.group_s - own_s) / passed_s if passed_s > 0 else 0.0
-            free = min(free, self.quota - max(0.0, in_group))
-        return max(0.0, threads - free)
+def cores_taken(before: CpuTimes, after: CpuTimes, *, processors: int) -> float:
+    """Return how many of the usable processors other programs used between two measurements."""
+    passed_s, own_s = after.at_s - before.at_s, after.own_s - before.own_s
+    if passed_s <= 0:
+        return 0.0
+    # All programs' times and our own are read at different moments, so the difference may leave the range.
+    return min(processors, max(0.0, after.all_s - before.all_s - own_s) / passed_s)
 
 
 class IdleTeams:
@@ -170,13 +135,13 @@ def _watch(
     measure: Callable[[Sequence[int]], CpuTimes],
 ) -> None:
     numbers = usable_processors()
-    cores = Cores(processors=len(numbers), quota=cpu_quota(Path("/")))
     teams: IdleTeams | None = None
     calm_intervals, before = 0, measure(numbers)
     try:
         while not is_over():
             now = measure(numbers)
-            missing = cores.missing(before, now, threads=threads)
+            taken = cores_taken(before, now, processors=len(numbers))
+            missing = threads - (len(numbers) - taken)
             calm_intervals = calm_intervals + 1 if missing <= CALM_CORES else 0
             was_asleep = teams is not None
             if teams is None and missing > CONTENDED_CORES:
@@ -187,7 +152,7 @@ def _watch(
             if was_asleep is not (teams is not None):
                 events.emit(
                     "cores",
-                    taken=round(cores.taken(before, now), 2),
+                    taken=round(taken, 2),
                     threads=threads,
                     waiting="asleep" if teams else "spinning",
                 )

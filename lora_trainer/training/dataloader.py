@@ -184,7 +184,7 @@ class TrainingDataLoader:
             for sample, source in keys:
                 # The mean and not a draw, which would add its own noise to the comparison of two steps.
                 mean = self.entries.read(source.plain)["mean"]
-                level = self.levels.at(fraction, size_px=source.size_px)
+                level = self.levels.at(fraction)
                 name = (sample, int(level.timestep))
                 samples.append(
                     Sample(

@@ -22,12 +22,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from lora_trainer.common.errors import RESUME, LoraTrainError, TrainingStopped, first_line
+from lora_trainer.common.errors import RESUME, LoraTrainError, first_line
 from lora_trainer.config.constraints import typed
 from lora_trainer.network.compiling import CompilationFailed
 from lora_trainer.network.out_of_memory import free_memory, is_lost, is_out_of_memory
 from lora_trainer.training.batch import Batch
-from lora_trainer.training.guards import GuardState, Unstable, after_fitting, after_out_of_memory
+from lora_trainer.training.guards import (
+    GuardState,
+    NoFallbackLeft,
+    Unstable,
+    after_fitting,
+    after_out_of_memory,
+)
 from lora_trainer.training.training import First, OomFallback, PartialOptimizerStep, Training
 
 Fallback = Callable[[], GuardState]
@@ -42,7 +48,7 @@ _OUR_OWN = (LoraTrainError, PartialOptimizerStep, Unstable)
 def fallback_for(
     training: Training, guard: GuardState, error: Exception, *, firsts: Set[First], images: int
 ) -> Fallback:
-    """Return the answer to an error; raises it again, or TrainingStopped, where there is none.
+    """Return the answer to an error; raises it again, or NoFallbackLeft, where there is none.
 
     `firsts` are the keys of the passes, or the class of the action, in which `error` was raised, `images`
     is the size of the largest pass.
@@ -59,10 +65,11 @@ def fallback_for(
     if firsts <= plain.proven:
         raise error
     if guard.plain and plain.first_error:
-        raise TrainingStopped(
+        raise NoFallbackLeft(
             f"training failed twice: {plain.first_error}; and with every optional feature off: "
             f"{_line(error)}",
             fix=f"{RESUME} once the cause is gone; include problems.jsonl if you report it",
+            guard=guard,
         ) from error
     if guard.plain or not _changes(training, guard):
         raise error
@@ -84,7 +91,7 @@ def _stop_compiling(training: Training, guard: GuardState, *, reason: str) -> Gu
 def use_less_memory(
     training: Training, guard: GuardState, *, images: int, reason: str
 ) -> GuardState:
-    """Apply the next remedy after a pass of `images` did not fit; raises TrainingStopped without one."""
+    """Apply the next remedy after a pass of `images` did not fit; raises NoFallbackLeft without one."""
     training.events.emit("out_of_memory", images_at_once=images, reason=reason)
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
@@ -134,9 +141,10 @@ def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardSt
         try:
             change.apply()
         except RuntimeError as error:
-            raise TrainingStopped(
+            raise NoFallbackLeft(
                 f"{reason}; and {change.key}={typed(change.new)} was not possible: {_line(error)}",
                 fix=f"run the same command with --resume {_settings(changes)}",
+                guard=guard,
             ) from error
         training.tell_change(change.key, change.old, change.new, reason=reason)
     training.plain.first_error = reason
@@ -151,13 +159,14 @@ def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardSt
     return replace(guard, remedies=len(training.plain.remedies) if all_taken else 0)
 
 
-def lost_device(training: Training, guard: GuardState, error: BaseException) -> TrainingStopped:
+def lost_device(training: Training, guard: GuardState, error: BaseException) -> NoFallbackLeft:
     """Return the error that ends a process whose device is lost; only a new process can use it again."""
     settings = "" if guard.plain else _settings(_changes(training, guard))
     again = f"; if it happens again add {settings}" if settings else ""
-    return TrainingStopped(
+    return NoFallbackLeft(
         f"the device cannot be used by this process any more: {_line(error)}",
         fix=f"{RESUME}{again}",
+        guard=guard,
     )
 
 

@@ -1,10 +1,9 @@
-"""The guards of a training as a pure state machine: out of memory, bad gradients, plateaus, jumps, no learning.
+"""The guards of a training as a pure state machine: out of memory, bad gradients, plateaus, no learning.
 
 No torch, no clock, no files: the loop reports an event and gets the next state back. The state is part of
 the resume state, so a resumed run decides as the uninterrupted run would have. Steps with non-finite
 gradients are skipped; after five in a row training goes back to the last good state at half the learning
-rate; after three such rollbacks it stops. A training loss that jumps tightens the clipping of gradients, a
-validation loss that stops falling lowers the learning rate; both thresholds come from the run's own losses.
+rate; after three such rollbacks it stops. A validation loss that stops falling lowers the learning rate.
 
 Three checks say whether the run learns at all: a gradient norm that is exactly zero, weights that are still
 exactly zero, and losses of the same images with the same noise that have not changed. None can be fooled by
@@ -14,35 +13,14 @@ noise: a run that learns anything, however slowly, passes all three.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lora_trainer.common.errors import TrainingStopped
 
-WARMUP_LOSSES = 100
-SLOW, FAST = 0.01, 0.1
-"""Weights of a new loss in the slow and the fast running mean: horizons of 100 and of 10 steps."""
-SPIKE_DEVIATIONS, SPIKE_FACTOR = 5.0, 2.0
-OUTLIER_DEVIATIONS = 3.0
-QUIET_STEPS = 20
 PATIENCE = 3
 MIN_IMPROVEMENT = 0.002
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossTrend:
-    """Running statistics of log(loss): slow `mean` and `variance`, fast mean `recent`.
-
-    `quiet` counts down the steps after a jump in which no other jump is reported. The logarithm makes a
-    jump a factor, whatever the scale of the losses.
-    """
-
-    count: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
-    recent: float = 0.0
-    quiet: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,41 +48,6 @@ class Learning:
     base: Sequence[float] = field(default_factory=list)
 
 
-def after_loss(trend: LossTrend, loss: float) -> tuple[LossTrend, bool]:
-    """Return the trend after a finite training loss, and whether the loss has just jumped.
-
-    At a jump the fast (geometric) mean is more than twice the slow mean, and more than five standard
-    deviations of such a fast mean above it. A single hard timestep is no jump; a divergence is one within
-    a few steps.
-    """
-    value = math.log(max(loss, 1e-12))
-    if trend.count == 0:
-        return LossTrend(count=1, mean=value, recent=value), False
-    # A plain average at first: with the weight 0.01 the first loss would count for most of 100 steps.
-    slow = max(SLOW, 1 / (trend.count + 1))
-    difference = value - trend.mean
-    # Outliers are clamped, because a jump that raised the variance would hide itself.
-    if trend.count >= WARMUP_LOSSES:
-        most = max(math.log(SPIKE_FACTOR), OUTLIER_DEVIATIONS * math.sqrt(trend.variance))
-        difference = max(-most, min(most, difference))
-    trend = LossTrend(
-        count=trend.count + 1,
-        mean=trend.mean + slow * difference,
-        variance=(1 - slow) * (trend.variance + slow * difference * difference),
-        recent=trend.recent + FAST * (value - trend.recent),
-        quiet=max(0, trend.quiet - 1),
-    )
-    if trend.count <= WARMUP_LOSSES or trend.quiet:
-        return trend, False
-    # The variance of an exponential mean with weight w is w / (2 - w) times that of one value.
-    deviation = math.sqrt(trend.variance * FAST / (2 - FAST))
-    limit = max(math.log(SPIKE_FACTOR), SPIKE_DEVIATIONS * deviation)
-    if trend.recent - trend.mean <= limit:
-        return trend, False
-    # The fast mean starts anew: else the losses of this jump would be the next one.
-    return replace(trend, recent=trend.mean, quiet=QUIET_STEPS), True
-
-
 FIRST_PATIENCE_STEPS, MAX_PATIENCE_STEPS = 50, 3200
 """Steps that must fit before a larger micro-batch is tried again; each out of memory doubles them.
 
@@ -113,9 +56,8 @@ Without the doubling a device that is full now and then would be filled again ev
 MAX_SKIPPED_IN_ROW = 5
 MAX_ROLLBACKS = 3
 LOWER_RATE = 0.5
-TIGHTER_CLIPPING = 0.5
 MIN_SCALE = 0.125
-"""Plateaus and jumps lower a factor no further than this: three halvings."""
+"""Plateaus lower the factor no further than this: three halvings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +66,8 @@ class GuardState:
 
     `micro_batch` is the present cap in images, `remedies` the number of out-of-memory remedies in force,
     `plain` whether the run is on the plain way after an error, `uncompiled` whether compiling has failed.
-    `lr_scale` and `clip_scale` are factors on the learning rate and on `train.max_grad_norm`. The counters
-    count steps that fitted, non-finite steps and rollbacks.
+    `lr_scale` is a factor on the learning rate. The counters count steps that fitted, non-finite steps and
+    rollbacks.
     """
 
     micro_batch: int
@@ -138,8 +80,6 @@ class GuardState:
     skipped: int = 0
     rollbacks: int = 0
     lr_scale: float = 1.0
-    clip_scale: float = 1.0
-    trend: LossTrend = LossTrend()
     plateau: Plateau = Plateau()
     best: BestValidation = BestValidation()
     learning: Learning = Learning()
@@ -154,6 +94,14 @@ class Unstable(Exception):
         self.state = state
 
 
+class NoFallbackLeft(TrainingStopped):
+    """A step cannot be computed; `guard` remembers the answers that were tried, for a resume."""
+
+    def __init__(self, found: str, *, fix: str, guard: GuardState) -> None:
+        super().__init__(found, fix=fix)
+        self.guard = guard
+
+
 def after_step(state: GuardState, *, finite: bool, step: int) -> GuardState:
     """Count a step with non-finite gradients; raises Unstable after MAX_SKIPPED_IN_ROW in a row."""
     if finite:
@@ -166,16 +114,6 @@ def after_step(state: GuardState, *, finite: bool, step: int) -> GuardState:
             state,
         )
     return state
-
-
-def after_training_loss(state: GuardState, loss: float) -> GuardState:
-    """Return the state after the finite loss of a step; clip more tightly when the losses have jumped."""
-    trend, jumped = after_loss(state.trend, loss)
-    state = replace(state, trend=trend)
-    # A run that jumps after three halvings has another fault, which ever smaller updates would only hide.
-    if not jumped or state.clip_scale <= MIN_SCALE:
-        return state
-    return replace(state, clip_scale=state.clip_scale * TIGHTER_CLIPPING)
 
 
 def after_validation(state: GuardState, loss: float) -> GuardState:
@@ -244,7 +182,7 @@ def stopped(unstable: Unstable, *, remedies: str = "") -> TrainingStopped:
 def after_out_of_memory(state: GuardState, *, images: int, remedies: int) -> GuardState:
     """Halve the micro-batch after a pass of `images` did not fit; at one image, apply one more remedy.
 
-    `remedies` is the number of remedies the run has. Raises TrainingStopped when all are in force.
+    `remedies` is the number of remedies the run has. Raises NoFallbackLeft when all are in force.
     """
     state = replace(
         state,
@@ -258,9 +196,10 @@ def after_out_of_memory(state: GuardState, *, images: int, remedies: int) -> Gua
         return replace(state, micro_batch=(largest + 1) // 2)
     if state.remedies < remedies:
         return replace(state, micro_batch=1, remedies=state.remedies + 1)
-    raise TrainingStopped(
+    raise NoFallbackLeft(
         "the device ran out of memory with one image at a time and every remedy applied",
         fix="use a lower data.resolution, a smaller adapter.rank, or free memory on the device",
+        guard=replace(state, micro_batch=1),
     )
 
 
@@ -273,23 +212,12 @@ def after_fitting(state: GuardState, *, planned: int) -> GuardState:
     return replace(state, micro_batch=min(planned, 2 * state.micro_batch), fitting_steps=0)
 
 
-def changes(before: GuardState, after: GuardState) -> Iterator[tuple[str, float, float]]:
-    """Yield (key, old, new) of the factors on learning rate and clipping that differ."""
-    for key, old, new in (
-        ("optimizer.learning_rate factor", before.lr_scale, after.lr_scale),
-        ("train.max_grad_norm factor", before.clip_scale, after.clip_scale),
-    ):
-        if old != new:
-            yield key, old, new
-
-
 def from_plain(values: Mapping[str, Any]) -> GuardState:
     """Return the guard state of its fields as plain values; groups that an older state lacks are as new.
 
-    Values that only older versions had (`ungraphed`) are ignored.
+    Values that only older versions had (`ungraphed`, `trend`) are ignored.
     """
     nested = {
-        "trend": LossTrend(**values.get("trend", {})),
         "plateau": Plateau(**values.get("plateau", {})),
         "best": BestValidation(**values.get("best", {})),
         "learning": Learning(**values.get("learning", {})),

@@ -44,13 +44,12 @@ from lora_trainer.training.guards import (
     ZERO_STEPS,
     GuardState,
     LearningContext,
+    NoFallbackLeft,
     Unstable,
     after_going_back,
     after_gradient,
     after_rollback,
     after_step,
-    after_training_loss,
-    changes,
     stopped,
     without_gradients,
     without_movement,
@@ -80,7 +79,7 @@ def run(training: Training, start: Progress) -> Progress:
             good = training.restore()
             guard = after_rollback(good.guard, unstable)
             reason = f"back to step {good.step}: {unstable.reason}"
-            _tell_changes(training, unstable.state, guard, reason=reason)
+            _tell_lower_rate(training, unstable.state, guard, reason=reason)
             progress = replace(good, guard=guard, ending=False)
             continue
         except PartialOptimizerStep as error:
@@ -132,7 +131,9 @@ def _train(training: Training, start: Progress) -> Progress:
                 for stage in training.stages:
                     stage.enter(progress.step)
                 loss, guard = compute_gradients_with_oom_retry(training, samples, progress.guard)
-            except (MachineError, TrainingStopped):
+            except (MachineError, TrainingStopped) as error:
+                if isinstance(error, NoFallbackLeft):  # a resume must not try again what failed
+                    progress = replace(progress, guard=error.guard)
                 # The weights are those of the last whole step, so its state is worth saving. With several
                 # processes the others may be in the next collective already and would never save.
                 if progress.step > start.step and training.ranks.is_single:
@@ -223,7 +224,7 @@ def _act(training: Training, due: Sequence[Action], progress: Progress) -> Progr
     for action in due:
         guard = _with_room(training, action, progress)
         reason = f"the validation loss has stopped falling at step {progress.step}"
-        _tell_changes(training, progress.guard, guard, reason=reason)
+        _tell_lower_rate(training, progress.guard, guard, reason=reason)
         progress = replace(progress, guard=guard)
     return progress
 
@@ -273,14 +274,16 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
     return replace(guard, micro_batch=planned)
 
 
-def _tell_changes(training: Training, old: GuardState, new: GuardState, *, reason: str) -> None:
-    for key, before, after in changes(old, new):
-        training.tell_change(key, before, after, reason=reason)
-        training.events.problem(
-            f"{key}: {before:g} -> {after:g}, {reason}",
-            fix="nothing if this is rare; else lower optimizer.learning_rate",
-            code="TRN-01",
-        )
+def _tell_lower_rate(training: Training, old: GuardState, new: GuardState, *, reason: str) -> None:
+    if old.lr_scale == new.lr_scale:
+        return
+    key = "optimizer.learning_rate factor"
+    training.tell_change(key, old.lr_scale, new.lr_scale, reason=reason)
+    training.events.problem(
+        f"{key}: {old.lr_scale:g} -> {new.lr_scale:g}, {reason}",
+        fix="nothing if this is rare; else lower optimizer.learning_rate",
+        code="TRN-01",
+    )
 
 
 def _latent_positions(samples: Sequence[Sample]) -> int:
@@ -363,7 +366,8 @@ def judge_step(reports: _Reports, report: _Report, guard: GuardState) -> GuardSt
         **device_memory(training.model.device),
         seconds=seconds,
     )
-    if not finite and _is_searching(training.scaler):
+    # A loss is not scaled: no other scale makes it finite.
+    if not finite and math.isfinite(loss) and _is_searching(training.scaler):
         scale = training.scaler.get_scale()
         reason = "fp16 gradients overflowed"
         training.tell_change("loss scale", 2 * scale, scale, reason=reason)
@@ -377,10 +381,6 @@ def judge_step(reports: _Reports, report: _Report, guard: GuardState) -> GuardSt
     guard = after_step(guard, finite=finite, step=step)
     if finite:
         guard = _check_learning(training, report, guard, loss=loss, norm=norm)
-    if finite and training.watch_spikes:
-        tighter = after_training_loss(guard, loss)
-        _tell_changes(training, guard, tighter, reason=f"the loss jumped at step {step}")
-        guard = tighter
     return guard
 
 

@@ -21,14 +21,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
-from pathlib import Path
 
 import psutil
 
 from lora_trainer.config.running import RunConfig
-from lora_trainer.hardware.machine import GIB, SPILL_MARGIN_BYTES, cpu_quota, usable_processors
+from lora_trainer.hardware.machine import GIB, SPILL_MARGIN_BYTES, usable_processors
 from lora_trainer.hardware.nvml import CardState, Gpu, card_state
-from lora_trainer.training.cores import Cores, cpu_times
+from lora_trainer.training.cores import cores_taken, cpu_times
 
 WARM_UP_STEPS = 3
 BASELINE_STEPS = 15
@@ -209,13 +208,17 @@ _WATCHED_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class MachineState:
-    """State of the machine at one moment: the GPU of the training, cores other programs use, swap writes."""
+    """State of the machine at one moment: the GPU of the training, cores other programs use, swap writes.
+
+    `gives_way`: the training's threads wait asleep for each other, because others want the cores (cores.py).
+    """
 
     card: CardState | None = None
     beside_card: bool = False
     processors: int = 1
     cores_taken: float = 0.0
     swapped_bytes_per_s: float = 0.0
+    gives_way: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,19 +234,18 @@ def look(gpu: Gpu | None) -> MachineState:
     """Measure the machine for one second; blocks meanwhile."""
     card = card_state(gpu) if gpu is not None else None
     numbers = usable_processors()
-    cores = Cores(processors=len(numbers), quota=cpu_quota(Path("/")))
-    cores_taken, swapped = 0.0, 0.0
+    taken, swapped = 0.0, 0.0
     with suppress(OSError, RuntimeError, psutil.Error):
         before, swapped_before = cpu_times(numbers), psutil.swap_memory().sout
         time.sleep(_WATCHED_S)
         after = cpu_times(numbers)
-        cores_taken = cores.taken(before, after)
+        taken = cores_taken(before, after, processors=len(numbers))
         swapped = (psutil.swap_memory().sout - swapped_before) / (after.at_s - before.at_s)
     return MachineState(
         card=card,
         beside_card=gpu is not None,
         processors=len(numbers),
-        cores_taken=cores_taken,
+        cores_taken=taken,
         swapped_bytes_per_s=swapped,
     )
 
@@ -251,7 +253,7 @@ def look(gpu: Gpu | None) -> MachineState:
 def causes(
     slow: Slow, before: MachineState, now: MachineState, *, spills: bool, config: RunConfig
 ) -> Iterator[Cause]:
-    """Yield the causes that explain slower steps, the likeliest first."""
+    """Yield the causes that explain slower steps, the likeliest first, and "unknown" at the end."""
     # The data are the cause only of the time beyond the usual, at least half of which must be waiting.
     waits_s = slow.now.wait_s - slow.usual.wait_s
     longer_s = slow.now.seconds - slow.usual.seconds
@@ -274,13 +276,20 @@ def causes(
     # Beside a GPU one thread launches kernels; the others only prepare batches, which is measured as waiting.
     threads = 1 if now.beside_card else config.hardware.threads
     lacks_cores = now.processors - now.cores_taken < threads
-    if now.cores_taken - before.cores_taken > _SHARED_CORES and lacks_cores:
+    more = now.cores_taken - before.cores_taken > _SHARED_CORES
+    if (more and lacks_cores) or (now.gives_way and not before.gives_way):
         yield Cause(
             name="processor",
             observation=f"other programs use {now.cores_taken:.1f} of {now.processors} processors, "
             f"{before.cores_taken:.1f} before",
             fix="close them or wait for them; the result stays the same",
         )
+    beside = ", the disk and `nvidia-smi`" if now.beside_card else " and the disk"
+    yield Cause(
+        name="unknown",
+        observation="no cause was found",
+        fix=f"look at other programs{beside}; the result stays the same",
+    )
 
 
 def _less_host_memory(config: RunConfig) -> str:

@@ -31,7 +31,7 @@ def compute_gradients_with_oom_retry(
 
     Return the loss of this process's samples, detached on the device, and the guard state. The whole
     step is repeated, from zeroed gradients, after out of memory, after compiled code has failed (then without
-    it), and after another error in a first pass (then on the plain way).
+    it), and after another error in a first pass (then on the plain way). Raises NoFallbackLeft.
     """
     model = training.model
     # Dropout masks are one per sample of the batch, so the denoiser must then see a batch in one piece.
@@ -92,7 +92,7 @@ def optimizer_step(training: Training, loss: Tensor, guard: GuardState, *, step:
     memory.
     """
     try:
-        norm = _clip_and_step(training, loss, clip_scale=guard.clip_scale)
+        norm = _clip_and_step(training, loss)
         for change in training.afterwards:
             change(step)
         training.plain.proven |= training.plain.tried
@@ -103,15 +103,19 @@ def optimizer_step(training: Training, loss: Tensor, guard: GuardState, *, step:
         raise PartialOptimizerStep(guard, reason=first_line(error)) from None
 
 
-def _clip_and_step(training: Training, loss: Tensor, *, clip_scale: float) -> Tensor:
+def _clip_and_step(training: Training, loss: Tensor) -> Tensor:
     """Clip and step unless loss or gradients are not finite; return the norm before clipping.
 
     There are three ways to skip a step: the fp16 scaler does it by itself; a fused optimizer masks its
     update on the device when `found_inf` is 1; for the others the host has to read the norm, and waits.
     """
     optimizer, scaler = training.optimizer, training.scaler
+    if scaler.is_enabled():
+        # It looks at gradients alone, and these may be finite although the loss is not.
+        gradient = next(p.grad for p in training.parameters if p.grad is not None)
+        gradient.add_(torch.where(loss.isfinite(), 0.0, torch.nan))
     scaler.unscale_(optimizer)  # clipping and the reported norm are of the true gradients
-    limit = training.max_grad_norm * clip_scale or float("inf")
+    limit = training.max_grad_norm or float("inf")
     norm = nn.utils.clip_grad_norm_(training.parameters, limit, foreach=True)
     # One number then says whether the step counts: gradients may be finite although the loss is not.
     norm = torch.where(loss.isfinite(), norm, loss)

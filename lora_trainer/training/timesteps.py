@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
 
 import numpy as np
 
@@ -33,16 +32,6 @@ class Level:
     signal: float | None
 
 
-class Levels(Protocol):
-    """The noise levels of a base: random ones for training, evenly spaced ones for validation."""
-
-    def draw(self, uniform: float, *, size_px: Size) -> Level:
-        """Return the level for a uniform number in [0, 1), by the sampling density of the settings."""
-
-    def at(self, fraction: float, *, size_px: Size) -> Level:
-        """Return the level at a fraction of the timesteps in (0, 1), for validation."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TableLevels:
     """Levels of a discrete schedule: `signal` is alpha-bar per timestep, `density` draws in [first, last]."""
@@ -53,11 +42,13 @@ class TableLevels:
     last: int
 
     def draw(self, uniform: float, *, size_px: Size) -> Level:
+        """Return the level for a uniform number in [0, 1), by the sampling density of the settings."""
         count = self.last - self.first + 1
         # A density below 1 may round to 1.0, and the index would be one past the last timestep.
         return self._level(self.first + min(int(self.density(uniform) * count), count - 1))
 
-    def at(self, fraction: float, *, size_px: Size) -> Level:
+    def at(self, fraction: float) -> Level:
+        """Return the level at a fraction of the timesteps in (0, 1), for validation."""
         return self._level(int(fraction * len(self.signal)))
 
     def _level(self, timestep: int) -> Level:
@@ -85,12 +76,14 @@ class FlowLevels:
     highest: float
 
     def draw(self, uniform: float, *, size_px: Size) -> Level:
+        """Return the level for a uniform number in [0, 1), by density and shift of the settings."""
         time = self.density(uniform)
         return self._level(
             self.lowest + (self.highest - self.lowest) * self._shifted(time, size_px)
         )
 
-    def at(self, fraction: float, *, size_px: Size) -> Level:
+    def at(self, fraction: float) -> Level:
+        """Return the level at a fraction of the timesteps in (0, 1), for validation."""
         return self._level(fraction)
 
     def _shifted(self, time: float, size_px: Size) -> float:
@@ -101,6 +94,10 @@ class FlowLevels:
     @staticmethod
     def _level(sigma: float) -> Level:
         return Level(timestep=TIMESTEPS * sigma, alpha=1.0 - sigma, sigma=sigma, signal=None)
+
+
+Levels = TableLevels | FlowLevels
+"""The noise levels of a base: random ones for training, evenly spaced ones for validation."""
 
 
 def table_levels(signal: Sequence[float], settings: ObjectiveSettings) -> TableLevels:

@@ -146,7 +146,7 @@ class Training:
     `plain` is the plain way that is tried once after another error in a first pass (fallbacks.py).
     `restore()` puts adapter and optimizer back to the last good state and returns its progress; without
     it, instability ends the run.
-    `watch_spikes`: clip more tightly after the loss has jumped. `stages`: parts of the adapter whose
+    `stages`: parts of the adapter whose
     training stops before the last step. `stop_after_validations`: end after so many validations
     without a lower loss.
     `afterwards` are called in order after each optimizer step with the number of finished steps; they may
@@ -173,7 +173,6 @@ class Training:
     remedies: Sequence[OomFallback] = ()
     plain: PlainWay = field(default_factory=PlainWay)
     restore: Callable[[], Progress] | None = None
-    watch_spikes: bool = False
     stages: Sequence[FreezeAfter] = ()
     stop_after_validations: int | None = None
     afterwards: Sequence[Callable[[int], None]] = ()

@@ -51,7 +51,6 @@ SCENARIOS: Mapping[str, Mapping[str, Any]] = {
     },
     "guards, flips": {
         "train__lower_on_plateau": True,
-        "train__tighten_on_spike": True,
         "train__validate_every_steps": 2,
         "data__flip": True,
         "data__shuffle_tags": True,

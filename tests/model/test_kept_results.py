@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lora_trainer import families
 from lora_trainer.network.gradient_checkpointing import (
     SelectivePolicy,
     apply_checkpointing,
@@ -22,7 +21,6 @@ from lora_trainer.network.gradient_checkpointing import (
 from tests.fakes.trainee import Trainee, same, trainee
 
 ATEN = torch.ops.aten
-PRODUCTS = {ATEN.mm.default, ATEN.addmm.default, ATEN.addmm_.default, ATEN.convolution.default}
 
 
 class Seen(TorchDispatchMode):
@@ -99,7 +97,7 @@ def test_what_is_kept_does_not_run_again() -> None:
     assert counts == {"light": (0, 0), "selective": (1, 0), "full": (2, 1)}
 
 
-@pytest.mark.parametrize("name", families.MODULES)
+@pytest.mark.parametrize("name", ["sdxl", "flux", "zimage"])
 def test_bits_in_16_bits_are_the_same_too(name: str) -> None:
     def sixteen(denoiser: nn.Module) -> None:
         denoiser.to(torch.bfloat16)
@@ -117,20 +115,6 @@ def in_16_bits(at: Trainee) -> Trainee:
         for key, tensor in at.conditioning.items()
     }
     return replace(at, noisy=at.noisy.to(torch.bfloat16), conditioning=told)
-
-
-def test_a_graph_can_be_used_twice() -> None:
-    at = trainee("flux")
-    for kind in ("light", "selective"):
-        apply_checkpointing(at.denoiser, kind)
-        gradients = at.gradients()[1:]
-        loss = at.loss()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        twice = [parameter.grad for parameter in at.parameters]
-        assert same(twice, [2 * gradient for gradient in gradients])
-        for parameter in at.parameters:
-            parameter.grad = None
 
 
 def test_a_block_that_does_something_else_the_second_time_is_found_out() -> None:

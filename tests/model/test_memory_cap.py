@@ -39,8 +39,6 @@ def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         (False, None, None),  # where the driver refuses, no bound is needed
         (False, 40, 24 * GIB),  # a bound above the card is the card
         (True, None, 20 * GIB - MARGIN - CONTEXT),  # where it spills there always is one
-        (True, 8, 8 * GIB - CONTEXT),
-        (True, 20, 20 * GIB - MARGIN - CONTEXT),
         (True, 22, 20 * GIB - MARGIN - CONTEXT),
     ],
 )

@@ -93,18 +93,6 @@ def test_they_start_at_a_word_or_at_random() -> None:
     assert 0.3 < random[0].std() / tables[0].std() < 3
 
 
-def test_gradients_reach_the_vectors_that_are_read_and_nothing_else() -> None:
-    text = encoder_of("sdxl", NewWord(text="toy", tokens=2))
-    vectors = add_new_tokens(text, 2, start="a", seed=1)
-    told = text.embed(text.tokenize(["one toy"]))
-    sum((tensor**2).sum() for tensor in told.values()).backward()
-    for network in text.networks.values():
-        trained = [p for p in network.parameters() if p.requires_grad]
-        assert all(any(p is own for own in vectors.values()) for p in trained)
-    for own in vectors.values():
-        assert own.grad is not None and (own.grad.abs().sum(dim=1) > 0).all()
-
-
 def test_the_table_is_read_in_its_own_dtype() -> None:
     known = nn.Embedding(5, 4).to(torch.bfloat16)
     table = ExtendedTable(known, nn.Parameter(torch.randn(2, 4)))
@@ -133,10 +121,9 @@ def written(name: str, folder: Path, *, tokens: int) -> tuple[TextEncoder, Path]
     return text, path
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("name", TEACHABLE)
-def test_diffusers_reads_the_file_as_it_was_trained(name: str, tokens: int, tmp_path: Path) -> None:
-    text, path = written(name, tmp_path, tokens=tokens)
+def test_diffusers_reads_the_file_as_it_was_trained(name: str, tmp_path: Path) -> None:
+    text, path = written(name, tmp_path, tokens=2)
     family = families.family(name)
     pipeline = family.plain_pipeline(facts_of(name), dtype=torch.float32, device=CPU)
     if len(family.text.new_token_keys) == 1:

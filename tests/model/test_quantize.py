@@ -60,10 +60,6 @@ def plain(layer: QuantizedLinear) -> nn.Linear:
     return made
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().contiguous().flatten().view(torch.uint8)
-
-
 # ---- what is stored
 
 
@@ -72,8 +68,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 @given(inputs=st.integers(1, 300), out=st.integers(1, 130))
 def test_a_predicted_byte_is_a_stored_byte(kind: Any, inputs: int, out: int) -> None:
     layer = quantized(linear(inputs, out), kind)
-    assert layer.stored_bytes == weight_bytes(fan_in=inputs, out=out, precision=kind)
-    assert layer.stored_bytes == sum(buffer.nbytes for buffer in layer.buffers())
+    stored_bytes = sum(buffer.nbytes for buffer in layer.buffers())
+    assert stored_bytes == weight_bytes(fan_in=inputs, out=out, precision=kind)
     assert [name for name, _ in layer.named_parameters()] == ["bias"]
 
 
@@ -89,18 +85,6 @@ def test_int8_is_off_by_half_a_step_at_most_and_fp8_by_a_sixteenth(dtype: torch.
     # Three bits of mantissa; the smallest numbers have a fixed step, 2**-9 of 448.
     step = torch.maximum(exact.abs() / 16, rows / 448 / 2**10)
     assert bool(((fp8.double() - exact).abs() <= step + rounding).all())
-
-
-def test_nf4_takes_the_nearest_of_its_sixteen_levels() -> None:
-    """The levels of Dettmers et al. 2023, arXiv 2305.14314, appendix E; blocks of 64 by their largest."""
-    layer = linear(64, 8)
-    found = quantized(layer, "nf4").weight / layer.weight.abs().amax(dim=1, keepdim=True)
-    levels = torch.tensor([-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0])
-    positive = torch.tensor([0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0])
-    exact = layer.weight / layer.weight.abs().amax(dim=1, keepdim=True)
-    nearest = (exact[..., None] - torch.cat([levels, positive])).abs().amin(dim=-1)
-    off = (found - exact).abs()
-    assert float((off - nearest).abs().max()) < 0.01, "the scales are rounded to 8 bits"
 
 
 @KINDS
@@ -381,36 +365,6 @@ def joined(gradients: list[Tensor]) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients[1:]])
 
 
-@KINDS
-@FAMILIES
-def test_a_step_trains_the_adapter_and_leaves_the_base_bit_for_bit(name: str, kind: Any) -> None:
-    """With as many bytes kept as on the plain base, where dequantised copies would come on top."""
-    at, recomputed = bench(name, kind), bench(name, kind, checkpointing=True)
-    assert activation_bytes(at) == activation_bytes(bench(name, None))
-    trained = {id(parameter) for parameter in at.adapter.parameters()}
-    frozen = {
-        key: tensor
-        for key, tensor in at.denoiser.state_dict(keep_vars=True).items()
-        if id(tensor) not in trained
-    }
-    before = {key: as_bytes(tensor) for key, tensor in frozen.items()}
-    gradients = at.gradients()
-    assert len(gradients) == 1 + len(trained)
-    assert all(tensor.grad is None for tensor in frozen.values())
-    assert all(torch.equal(as_bytes(tensor), before[key]) for key, tensor in frozen.items())
-    assert all(map(torch.equal, gradients, recomputed.gradients())), "checkpointing changes no bit"
-
-
-def activation_bytes(at: Bench) -> int:
-    with kept_for_backward() as kept:
-        loss = at.loss()
-    network = (*at.denoiser.parameters(), *at.denoiser.buffers())
-    own = {tensor.untyped_storage().data_ptr() for tensor in network}
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
-    assert loss.requires_grad
-    return sum(storage.nbytes() for pointer, storage in found.items() if pointer not in own)
-
-
 def test_a_layer_is_quantised_on_the_device_and_stays_where_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -426,21 +380,3 @@ def test_a_layer_is_quantised_on_the_device_and_stays_where_it_was(
     monkeypatch.setitem(quantizing._CODECS, "int8", (encode, quantizing._decode_scaled))  # type: ignore[arg-type]
     quantize(Network(), "int8", device=torch.device("meta"), skip={"time"})
     assert moves == ["quantised on meta", "kept on cpu"] * 2
-
-
-@KINDS
-def test_a_step_dequantises_twice_and_a_weight_only_when_asked(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once in each pass: that is all that quantising costs in time."""
-    calls: list[None] = []
-    encode, decode = quantizing._CODECS[kind]
-
-    def counting(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(None)
-        return decode(*args, **kwargs)
-
-    monkeypatch.setitem(quantizing._CODECS, kind, (encode, counting))  # type: ignore[arg-type]
-    layer = quantized(linear(), kind)
-    layer(torch.randn(3, 48, requires_grad=True)).sum().backward()
-    assert len(calls) == 2

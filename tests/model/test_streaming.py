@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import T5Config, T5EncoderModel
 
 from lora_trainer import families
 from lora_trainer.common.errors import RequestError
@@ -16,12 +17,12 @@ from lora_trainer.config.choices import BUFFERS, moved_bytes, saved_bytes, strea
 from lora_trainer.network.block_swap import (
     ALIGNMENT_BYTES,
     Streamed,
+    offload,
     repeated_blocks,
     stream_blocks,
 )
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.live_storages import storage_key
-from lora_trainer.network.pinned_memory import CopyStream
 from lora_trainer.network.quantize import quantize
 from tests.fakes.family_bases import CPU
 from tests.fakes.late_copies import LateCopies
@@ -82,7 +83,7 @@ def test_steps_and_predictions_are_the_same_bits(name: str) -> None:
     assert blocks.loads > 2 * len(blocks.names), "two buffers were enough for all blocks"
 
 
-@pytest.mark.parametrize("name", ["sdxl", "flux", "zimage"])
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
 def test_a_copy_is_waited_for_before_it_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at = trainee(name)
     expected = at.gradients()
@@ -110,16 +111,15 @@ def test_every_kind_of_adapter_trains_the_same(settings: dict[str, Any]) -> None
     assert same(at.gradients(), expected)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "nf4"])
-def test_quantised_weights_are_streamed_as_they_are(kind: Any) -> None:
-    at = trainee("flux", prepare=partial(quantize, kind=kind, device=CPU))
+def test_quantised_weights_are_streamed_as_they_are() -> None:
+    at = trainee("flux", prepare=partial(quantize, kind="nf4", device=CPU))
     expected = at.gradients()
     blocks = streamed(at)
     assert same(at.gradients(), expected)
     assert blocks.host_bytes < sum(block_sizes(trainee("flux").denoiser)) * 4 * 0.6
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 3])
 def test_any_number_of_blocks_can_be_streamed(count: int) -> None:
     at = trainee("sd15")
     expected = at.gradients()
@@ -130,33 +130,15 @@ def test_any_number_of_blocks_can_be_streamed(count: int) -> None:
     assert same(at.gradients(), expected)
 
 
-def test_several_passes_before_a_backward_pass_are_right() -> None:
-    at = trainee("flux")
-    apply_checkpointing(at.denoiser, "full")
-
-    def together() -> list[Tensor]:
-        (at.loss(slice(0, 1)) * at.loss(slice(1, 2))).backward(retain_graph=False)
-        found = [parameter.grad for parameter in at.parameters]
-        for parameter in at.parameters:
-            parameter.grad = None
-        return [gradient for gradient in found if gradient is not None]
-
-    expected = together()
-    streamed(at)
-    assert same(together(), expected)
-
-
 # ---- after errors
 
 
-@pytest.mark.parametrize("copies", [CopyStream, LateCopies])
 @pytest.mark.parametrize("wanted", [1, 2], ids=["forward", "backward"])
-@pytest.mark.parametrize("name", ["sd15", "flux"])
 def test_a_step_after_one_that_ran_out_of_memory_is_right(
-    name: str, wanted: int, copies: type, monkeypatch: pytest.MonkeyPatch
+    wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lora_trainer.network.block_swap.CopyStream", copies)
-    at = trainee(name)
+    monkeypatch.setattr("lora_trainer.network.block_swap.CopyStream", LateCopies)
+    at = trainee("sd15")
     expected = at.gradients()
     streamed(at)
     for block in list(repeated_blocks(at.denoiser).values())[::3]:
@@ -170,9 +152,8 @@ def test_a_step_after_one_that_ran_out_of_memory_is_right(
 # ---- what is on the device
 
 
-@pytest.mark.parametrize("name", ["sdxl", "flux2", "zimage"])
-def test_two_blocks_at_most_are_on_the_device(name: str) -> None:
-    at = trainee(name)
+def test_two_blocks_at_most_are_on_the_device() -> None:
+    at = trainee("sdxl")
     blocks = streamed(at)
     host = {storage_key(part) for part in blocks._host}
     on_device = []
@@ -225,7 +206,7 @@ def test_all_but_the_streamed_weights_move_to_the_device() -> None:
 # ---- the way there
 
 
-@pytest.mark.parametrize("name", ["flux", "sdxl", "zimage"])
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
 def test_after_one_step_every_copy_is_foreseen_and_none_is_made_twice(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,11 +241,10 @@ def test_modules_in_another_order_than_they_run_in_are_learnt(
 # ---- what cannot be
 
 
-@pytest.mark.parametrize("kind", ["light", "selective"])
-def test_blocks_that_keep_results_are_streamed_too(kind: Any) -> None:
+def test_blocks_that_keep_results_are_streamed_too() -> None:
     at = trainee("flux")
     expected = at.gradients()
-    blocks = streamed(at, checkpointing=kind)
+    blocks = streamed(at, checkpointing="light")
     assert same(at.gradients(), expected)
     assert blocks.loads
 
@@ -288,17 +268,7 @@ def test_blocks_that_autograd_would_keep_are_refused() -> None:
     assert blocks.loads
 
 
-def test_a_kept_weight_that_is_written_over_stops_the_backward_pass() -> None:
-    """The last line of defence: somebody else's checkpointing that does not recompute."""
-    at = trainee("flux")
-    streamed(at)
-    at.denoiser.enable_gradient_checkpointing(lambda block, *args: block(*args))
-    loss = at.loss()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("count", [-1, 0, 7])
+@pytest.mark.parametrize("count", [0, 7])
 def test_there_are_only_so_many_blocks(count: int) -> None:
     at = trainee("flux")
     apply_checkpointing(at.denoiser, "full")
@@ -321,17 +291,18 @@ def test_weights_that_are_no_plain_tensors_are_refused_before_anything_is_moved(
     assert same(at.gradients(), expected)
 
 
-def test_a_network_is_plain_again_after_remove() -> None:
-    at = trainee("sd15")
-    expected = at.gradients()
-    weights = {name: tensor.clone() for name, tensor in at.denoiser.state_dict().items()}
-    blocks = streamed(at)
-    at.gradients()
-    blocks.remove()
-    loads = blocks.loads
-    apply_checkpointing(at.denoiser, "none")
-    assert same(at.gradients(), expected)
-    assert blocks.loads == loads
-    after = at.denoiser.state_dict()
-    assert weights.keys() == after.keys()
-    assert same(list(after.values()), list(weights.values()))
+# ---- text encoders
+
+
+def test_an_offloaded_network_gives_the_same_bits_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=20, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
+    network, ids = T5EncoderModel(config).eval().requires_grad_(False), torch.arange(8)[None]
+    with torch.no_grad():
+        before = network(ids, output_hidden_states=True)
+        offload(network, CPU)
+        after = network(ids, output_hidden_states=True)
+    for one, other in zip(after.hidden_states, before.hidden_states, strict=True):
+        assert torch.equal(one, other) and one.device == CPU
+    layers = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    assert layers and all(hasattr(layer, "_diffusers_hook") for layer in layers)

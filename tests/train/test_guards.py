@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 
@@ -16,24 +15,18 @@ from lora_trainer.common.errors import TrainingStopped
 from lora_trainer.training.guards import (
     FIRST_PATIENCE_STEPS,
     MAX_PATIENCE_STEPS,
-    QUIET_STEPS,
-    WARMUP_LOSSES,
     BestValidation,
     GuardState,
     Learning,
     LearningContext,
-    LossTrend,
     Plateau,
     Unstable,
     after_fitting,
     after_going_back,
-    after_gradient,
     after_out_of_memory,
     after_rollback,
     after_step,
-    after_training_loss,
     after_validation,
-    changes,
     from_plain,
     least_change,
     look_step,
@@ -65,14 +58,13 @@ def test_it_is_unstable_at_the_fifth_in_a_row_and_never_before(steps: list[bool]
 
 
 def test_each_way_back_keeps_what_was_learned_and_is_slower_than_the_last() -> None:
-    good = GuardState(micro_batch=8, lr_scale=0.5, skipped=1, trend=LossTrend(count=4))
+    good = GuardState(micro_batch=8, lr_scale=0.5, skipped=1)
     facts = {"micro_batch": 2, "remedies": 1, "plain": True, "uncompiled": True}
     facts |= {"fitting_steps": 3, "patience_steps": 100, "skipped": 6}
     failed = GuardState(
         **facts,  # type: ignore[arg-type]
         skipped_in_row=5,
         lr_scale=0.5,
-        trend=LossTrend(count=9),
         learning=Learning(zero_gradients=3, base=[0.1, 1 / 3]),
     )
     back = replace(good, **facts, learning=Learning(base=[0.1, 1 / 3]))  # type: ignore[arg-type]
@@ -88,14 +80,6 @@ def test_each_way_back_keeps_what_was_learned_and_is_slower_than_the_last() -> N
     assert "learning_rate" in caught.value.fix
 
 
-def test_changes_are_told_once_and_only_real_ones() -> None:
-    lower = replace(START, lr_scale=0.5, micro_batch=4)
-    assert list(changes(START, lower)) == [("optimizer.learning_rate factor", 1.0, 0.5)]
-    tighter = replace(START, clip_scale=0.25)
-    assert list(changes(START, tighter)) == [("train.max_grad_norm factor", 1.0, 0.25)]
-    assert not list(changes(lower, lower))
-
-
 def test_a_state_survives_as_plain_values_and_older_ones_are_read() -> None:
     state = GuardState(
         micro_batch=3,
@@ -103,81 +87,13 @@ def test_a_state_survives_as_plain_values_and_older_ones_are_read() -> None:
         skipped_in_row=1,
         rollbacks=1,
         lr_scale=0.5,
-        clip_scale=0.25,
-        trend=LossTrend(count=5, mean=-2.5, variance=0.1, recent=-2.0, quiet=3),
         plateau=Plateau(best=0.125, stale=2),
         best=BestValidation(loss=0.25, step=4, stale=1),
         learning=Learning(zero_gradients=3, base=[0.1, 1 / 3]),
     )
     assert from_plain(json.loads(json.dumps(asdict(state)))) == state
-    older = {"micro_batch": 4, "ungraphed": True}  # of CUDA graphs, which are gone
+    older = {"micro_batch": 4, "ungraphed": True, "clip_scale": 0.5, "trend": {"count": 3}}
     assert from_plain(older) == GuardState(micro_batch=4)
-
-
-# ---- jumps of the loss
-
-
-def jumps(losses: Iterable[float]) -> list[int]:
-    """Return at which losses a jump was seen."""
-    state, found = START, []
-    for index, loss in enumerate(losses):
-        new = after_training_loss(replace(state, clip_scale=1.0), loss)
-        if new.clip_scale < 1.0:
-            found.append(index)
-        state = new
-    return found
-
-
-def noisy(count: int, *, deviation: float, seed: int, factor: float = 1.0) -> list[float]:
-    """Return losses as diffusion gives them: spread by their timesteps over an order of magnitude."""
-    draw = random.Random(seed)
-    return [factor * math.exp(draw.gauss(-2.0, deviation)) for _ in range(count)]
-
-
-def test_noise_hard_samples_and_falling_losses_are_no_jump() -> None:
-    for deviation in (0.0, 0.3, 1.0, 1.5):
-        assert jumps(noisy(20_000, deviation=deviation, seed=1)) == []
-    losses = noisy(400, deviation=0.8, seed=2)
-    losses[300] *= 30
-    assert jumps(losses) == []
-    assert jumps([10.0 * 0.99**k for k in range(1000)]) == []
-    assert jumps([0.1] * 20 + [50.0] * (WARMUP_LOSSES - 20)) == [], "nothing to compare with yet"
-
-
-@pytest.mark.parametrize(("deviation", "factor"), [(0.3, 4), (0.8, 20)])
-def test_divergence_is_seen_within_steps(deviation: float, factor: float) -> None:
-    losses = noisy(300, deviation=deviation, seed=3)
-    found = jumps(losses + noisy(60, deviation=deviation, seed=4, factor=factor))
-    assert 300 <= found[0] <= 315
-
-
-def test_after_a_jump_it_is_quiet_and_the_clipping_is_tightened_three_times_at_most() -> None:
-    found = jumps([0.1] * 200 + [10.0] * 60)
-    assert found
-    assert all(b - a >= QUIET_STEPS for a, b in zip(found, found[1:], strict=False))
-    state, seen, loss = START, [1.0], 0.1
-    for _ in range(150):
-        state = after_training_loss(state, loss)
-    assert state.clip_scale == 1.0
-    for _ in range(6):
-        loss *= 20  # ever higher, so that each level is a jump from the one before
-        for _ in range(60):
-            state = after_training_loss(state, loss)
-            seen.append(state.clip_scale)
-    assert sorted(set(seen), reverse=True) == [1.0, 0.5, 0.25, 0.125]
-    assert seen == sorted(seen, reverse=True)
-    assert state.lr_scale == 1.0
-
-
-@given(st.lists(st.floats(0, 1e30), max_size=200))
-def test_any_losses_leave_finite_statistics(losses: list[float]) -> None:
-    state = START
-    for loss in losses:
-        state = after_training_loss(state, loss)
-    trend = state.trend
-    assert all(map(math.isfinite, (trend.mean, trend.variance, trend.recent)))
-    assert trend.variance >= 0
-    assert trend.count == len(losses)
 
 
 # ---- plateaus
@@ -214,15 +130,13 @@ def test_a_plateau_halves_the_rate_three_times_at_most() -> None:
     state = START
     for _ in range(20):
         state = after_validation(state, 1.0)
-    assert (state.lr_scale, state.clip_scale) == (0.125, 1.0)
+    assert state.lr_scale == 0.125
 
 
 # ---- memory
 
 
-@pytest.mark.parametrize(
-    ("cap", "images", "smaller"), [(8, 8, 4), (8, 4, 2), (4, 8, 2), (5, 9, 3), (3, 3, 2), (2, 2, 1)]
-)
+@pytest.mark.parametrize(("cap", "images", "smaller"), [(8, 4, 2), (4, 8, 2), (5, 9, 3), (2, 2, 1)])
 def test_out_of_memory_halves_what_was_really_tried(cap: int, images: int, smaller: int) -> None:
     state = GuardState(micro_batch=cap, skipped_in_row=1, skipped=2, fitting_steps=7)
     assert after_out_of_memory(state, images=images, remedies=3) == GuardState(
@@ -261,35 +175,18 @@ def test_the_micro_batch_grows_back_ever_more_rarely(planned: int, fits: int) ->
     assert len(tries) <= 7 * 6 + steps / MAX_PATIENCE_STEPS + 7, "failing costs ever less"
 
 
-def test_it_grows_by_doubling_up_to_the_plan() -> None:
-    state = GuardState(micro_batch=1, patience_steps=3)
-    seen = []
-    for _ in range(9):
-        state = after_fitting(state, planned=3)
-        seen.append(state.micro_batch)
-    assert seen == [1, 1, 2, 2, 2, 3, 3, 3, 3]
-
-
 # ---- when nothing is learned: exact zeros only, and losses that stay where they were
 
 
 ABOUT = LearningContext(device="cpu", rate=1e-4, rate_sum=1e-2, loss_scale=None)
 
 
-def test_only_zeros_in_a_row_count() -> None:
-    learning = Learning(zero_gradients=7)
-    assert after_gradient(learning, norm=0.0).zero_gradients == 8
-    assert after_gradient(learning, norm=1e-30).zero_gradients == 0
-
-
 @pytest.mark.parametrize(
     ("steps", "batch_size", "look"),
     [
-        (1000, 1, 200),
         (399, 1, None),  # too short to be half-way after 200 images
         (400, 1, 200),
         (100, 4, 50),
-        (99, 4, None),
         (5000, 1, 1000),
     ],
 )
@@ -307,46 +204,21 @@ def test_the_noise_level_that_changed_most_counts_and_what_is_still_to_come() ->
 
 
 @pytest.mark.parametrize(
-    ("error", "cause", "setting"),
+    ("stopped", "cause", "setting"),
     [
-        # zero gradients
-        (
-            without_gradients(25, replace(ABOUT, reached=False), loss=0.1),
-            "no trained layer takes part",
-            "adapter.targets",
-        ),
+        (without_gradients(25, replace(ABOUT, reached=False), loss=0.1), "takes part", "targets"),
         (without_gradients(25, ABOUT, loss=1e-25), "weights of the loss", "objective."),
-        (
-            without_gradients(25, replace(ABOUT, loss_scale=65536.0), loss=0.1),
-            "fp16",
-            "train.precision=bf16",
-        ),
-        (without_gradients(25, replace(ABOUT, device="mps"), loss=0.1), "MPS", "hardware.device"),
-        (without_gradients(25, ABOUT, loss=0.1), "do not change what the base", "adapter.targets"),
-        # weights that stay
-        (
-            without_movement(25, replace(ABOUT, rate=1e-50, rate_sum=0.0)),
-            "1e-50, is too small",
-            "optimizer.learning_rate",
-        ),
+        (without_gradients(25, replace(ABOUT, loss_scale=8.0), loss=0.1), "fp16", "=bf16"),
+        (without_gradients(25, ABOUT, loss=0.1), "do not change what the base", "targets"),
+        (without_movement(25, replace(ABOUT, rate=1e-50, rate_sum=0.0)), "1e-50", "learning_rate"),
         (without_movement(25, replace(ABOUT, device="mps")), "MPS", "hardware.device=cpu"),
         (without_movement(25, ABOUT), "optimizer does not change", "optimizer.name"),
-        # losses that stay
-        (
-            without_effect(200, replace(ABOUT, rate=1e-9), change=1e-7),
-            "1e-09, is far too low",
-            "optimizer.learning_rate",
-        ),
-        (
-            without_effect(200, replace(ABOUT, alpha_over_rank=1e-6), change=1e-7),
-            "adapter.alpha",
-            "adapter.alpha",
-        ),
+        (without_effect(9, ABOUT, change=1e-7), "0.0001, is far too low", "learning_rate"),
+        (without_effect(9, replace(ABOUT, alpha_over_rank=1e-6), change=1e-7), "1e-06", "alpha"),
     ],
 )
 def test_a_run_that_learns_nothing_names_its_cause(
-    error: TrainingStopped, cause: str, setting: str
+    stopped: TrainingStopped, cause: str, setting: str
 ) -> None:
-    assert cause in error.found and "nothing is learned" in error.found
-    assert setting in error.fix
-    assert error.exit_code == 5
+    assert cause in stopped.found and "nothing is learned" in stopped.found
+    assert setting in stopped.fix

@@ -119,13 +119,6 @@ def test_dropout_and_the_average_are_those_of_a_step_that_fitted() -> None:
     assert equal(*found)
 
 
-def test_it_is_halved_until_it_fits() -> None:
-    tiny = build_training(build_feeder([SQUARE]), steps=2, adapt=holding(1))
-    run(tiny.training, at_start(micro_batch=4))
-    assert changes(tiny) == [("memory.micro_batch", 4, 2), ("memory.micro_batch", 2, 1)]
-    assert len(tiny.losses) == 2
-
-
 def test_it_grows_back_once_enough_steps_have_fitted() -> None:
     tiny = build_training(build_feeder([SQUARE]), steps=12)
     progress = Progress(step=0, images=0, guard=GuardState(micro_batch=1, patience_steps=5))

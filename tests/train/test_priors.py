@@ -110,19 +110,6 @@ def test_what_is_masked_out_does_not_count_and_the_rest_counts_as_much_as_all() 
     assert torch.equal(losses[1:], sample_losses(predicted, wanted)[1:])
 
 
-def test_what_is_masked_out_has_no_gradient_whatever_the_error() -> None:
-    generator = torch.Generator().manual_seed(2)
-    predicted, wanted = torch.randn(2, 1, 3, 2, 2, generator=generator)
-    delta = torch.tensor([0.5])
-    predicted.requires_grad_()
-    masked = sample_losses(predicted, wanted, loss="huber", delta=delta, mask_weights=HALF[None])
-    cut = sample_losses(predicted[..., :1], wanted[..., :1], loss="huber", delta=delta)
-    assert torch.allclose(masked, cut)
-    masked.sum().backward()
-    assert predicted.grad is not None
-    assert predicted.grad[..., 1].abs().max() == 0 and predicted.grad[..., 0].abs().min() > 0
-
-
 def test_a_mask_is_weighed_by_its_background_and_its_mean_in_validation_too() -> None:
     feeder = with_priors([SQUARE] * 2, masked=(0,), batch_size=2, background=0.25)
     (masked,) = [sample for sample in feeder.prepare(0) if sample.sample == "s0"]
@@ -216,14 +203,6 @@ def test_dropout_is_not_done_to_what_the_base_says() -> None:
         assert losses_of(training, samples) == [0.0, 0.0]
 
 
-def test_regularisation_images_can_teach_what_they_show() -> None:
-    objective = ObjectiveSettings(prior_weight=3.0, min_snr_gamma=None)
-    feeder = with_priors([SQUARE] * 4, regularisation=(2, 3), per_epoch=2, objective=objective)
-    for sample in feeder.prepare(0):
-        assert not sample.as_base
-        assert sample.weight == (3.0 if sample.sample.startswith(("s2", "s3")) else 1.0)
-
-
 def test_a_sample_of_a_class_comes_again_with_the_same_draws() -> None:
     feeder = with_priors([SQUARE] * 2, of_class=(1,), masked=(1,), batch_size=2, objective=KEPT)
     samples = feeder.prepare(0)
@@ -242,37 +221,12 @@ def test_a_sample_of_a_class_comes_again_with_the_same_draws() -> None:
     assert not torch.equal(again.conditioning["text"], first.conditioning["text"])
 
 
-def test_a_dropped_caption_has_no_class() -> None:
-    feeder = with_priors([SQUARE] * 2, of_class=(0, 1), batch_size=2, objective=KEPT)
-    feeder = replace(feeder, data=feeder.data.model_copy(update={"caption_dropout": 1.0}))
-    assert len(feeder.prepare(0)) == 2
-
-
-def test_the_weights_of_priors_scale_their_gradients() -> None:
-    def of(**objective: Any) -> list[Tensor]:
-        feeder = with_priors(
-            [SQUARE] * 4,
-            regularisation=(2, 3),
-            of_class=(0,),
-            per_epoch=2,
-            objective=ObjectiveSettings(prior="base", **objective),
-        )
-        training = build_training(feeder, steps=1)
-        awaken(training.adapter)
-        add_gradients(training.training, feeder.prepare(0), cap=4)
-        return gradients(training.adapter)
-
-    assert distance(of(prior_weight=3.0), of()) > 0.05
-    assert distance(of(preservation_weight=3.0), of()) > 0.05
-
-
 # ---- any split is one step
 
 
-@pytest.mark.parametrize("cap", [1, 3])
-def test_a_step_may_be_split_anyhow(cap: int) -> None:
+def test_a_step_may_be_split_anyhow() -> None:
     found = []
-    for split in (8, cap):
+    for split in (8, 3):
         feeder = everything()
         training = build_training(feeder, steps=1, adapter_settings={"dropout": 0.3})
         awaken(training.adapter)
@@ -297,14 +251,6 @@ def test_a_stream_may_be_cut_into_any_batches() -> None:
     assert len({name for name, *_ in whole if "#" in name}) > 2
 
 
-def test_epochs_count_regularisation() -> None:
-    feeder = everything()
-    assert feeder.epoch_length == 5 + 3
-    assert feeder.epochs_after(2) == 1.0
-    names = [feeder.sample_at(position)[1] for position in range(8)]
-    assert sum("#" in name for name in names) == 3
-
-
 def test_strata_span_the_whole_epoch() -> None:
     objective = ObjectiveSettings(timestep_strata=8, prior="base")
     feeder = with_priors(
@@ -313,23 +259,3 @@ def test_strata_span_the_whole_epoch() -> None:
     for step in range(3):
         levels = sorted(int(sample.level.timestep) // 125 for sample in feeder.prepare(step))
         assert levels == list(range(8))
-
-
-def test_a_step_that_runs_out_of_memory_in_the_bases_part_leaves_the_adapter_on() -> None:
-    feeder = everything()
-    training = build_training(feeder, steps=1)
-    awaken(training.adapter)
-    model, calls = training.training.model, iter(range(1, 100))
-
-    def predict(*given: Any) -> Tensor:
-        if next(calls) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return model.predict(*given)
-
-    batch: tuple[Sample, ...] = feeder.prepare(0)
-    expected = model.losses(batch[:1])
-    failing = replace(model, predict=predict)
-    sample = next(sample for step in range(9) for sample in feeder.prepare(step) if sample.as_base)
-    with pytest.raises(torch.OutOfMemoryError):
-        failing.losses([sample])
-    assert torch.equal(model.losses(batch[:1]), expected)

@@ -22,7 +22,6 @@ from lora_trainer.training.distributed.heartbeat import Activity
 from tests.fakes.runs import python
 
 LAUNCHERS = {
-    "torchrun": {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
     "accelerate launch": {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -32,7 +31,6 @@ LAUNCHERS = {
         "ACCELERATE_MIXED_PRECISION": "no",
     },
     "srun, mpirun": {"PMI_RANK": "0", "PMI_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2"},
-    "nothing": {},
 }
 _TRACKERS = """
 import json, sys
