@@ -283,9 +283,7 @@ def least_change(base: Sequence[float], now: Sequence[float], *, so_far: float) 
 
 def without_gradients(step: int, about: LearningContext, *, loss: float) -> TrainingStopped:
     """Return the error of a run whose gradients have been zero for ZERO_STEPS, with the likely cause."""
-    symptom = (
-        f"nothing is learned: the gradients of {ZERO_STEPS} steps, up to step {step}, are all zero"
-    )
+    symptom = f"the gradients of {ZERO_STEPS} steps, up to step {step}, are all zero"
     if not about.reached:
         cause = "no trained layer takes part in a step"
         fix = "train other adapter.targets; new tokens need data.trigger in the captions"
@@ -296,36 +294,34 @@ def without_gradients(step: int, about: LearningContext, *, loss: float) -> Trai
         cause = f"they are too small for fp16 at a loss scale of {about.loss_scale:g}"
         fix = "use --set train.precision=bf16, or fp32"
     elif about.device == "mps":
-        cause = "this torch loses them on Apple's MPS"
-        fix = "use another release of torch, or --set hardware.device=cpu"
+        cause, fix = "this torch loses them on Apple's MPS", _NOT_MPS
     else:
         cause = "the trained layers do not change what the base predicts"
         fix = (
             "train other adapter.targets, and check that the base alone makes usable sample images"
         )
-    return TrainingStopped(f"{symptom}; likely cause: {cause}", fix=fix)
+    return _nothing_learned(symptom, cause, fix)
 
 
 def without_movement(step: int, about: LearningContext) -> TrainingStopped:
     """Return the error of a run whose weights are still zero at a step, with the likely cause."""
-    symptom = f"nothing is learned: after {step} steps with gradients the adapter is as it began"
+    symptom = f"after {step} steps with gradients the adapter is as it began"
     if about.rate_sum < 1e-30:
         cause = f"the learning rate, {about.rate:g}, is too small to change 32-bit weights"
         fix = "use --set optimizer.learning_rate=1e-4, or leave it out for the preset's"
     elif about.device == "mps":
-        cause = "this torch does not update weights on Apple's MPS"
-        fix = "use another release of torch, or --set hardware.device=cpu"
+        cause, fix = "this torch does not update weights on Apple's MPS", _NOT_MPS
     else:
         cause = "the optimizer does not change its weights"
         fix = "use --set optimizer.name=adamw; if it is that already, please report it"
-    return TrainingStopped(f"{symptom}; likely cause: {cause}", fix=fix)
+    return _nothing_learned(symptom, cause, fix)
 
 
 def without_effect(step: int, about: LearningContext, *, change: float) -> TrainingStopped:
     """Return the error of a run whose losses have not changed by a step, with the likely cause."""
     symptom = (
-        f"nothing is learned: after {step} steps the loss is as it was at the start, and the whole run "
-        f"would change it by less than {max(0.01, 100 * change):.2g} %"
+        f"after {step} steps the loss is as it was at the start, and the whole run would change it by "
+        f"less than {max(0.01, 100 * change):.2g} %"
     )
     if about.alpha_over_rank < 0.01:
         cause = f"the adapter's update is scaled by only {about.alpha_over_rank:g} (adapter.alpha / adapter.rank)"
@@ -333,4 +329,11 @@ def without_effect(step: int, about: LearningContext, *, change: float) -> Train
     else:
         cause = f"the learning rate, {about.rate:g}, is far too low"
         fix = "leave optimizer.learning_rate out for the preset's, which suits most images"
-    return TrainingStopped(f"{symptom}; likely cause: {cause}", fix=fix)
+    return _nothing_learned(symptom, cause, fix)
+
+
+_NOT_MPS = "use another release of torch, or --set hardware.device=cpu"
+
+
+def _nothing_learned(symptom: str, cause: str, fix: str) -> TrainingStopped:
+    return TrainingStopped(f"nothing is learned: {symptom}; likely cause: {cause}", fix=fix)
