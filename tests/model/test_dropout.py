@@ -25,8 +25,8 @@ DROPOUTS: list[dict[str, Any]] = [
 KINDS: list[dict[str, Any]] = [
     *DROPOUTS,
     {"dora": True, "dropout": 0.5, "rank_dropout": 0.2},
-    {"kind": "loha", "dropout": 0.5, "module_dropout": 0.3},
-    {"kind": "lokr", "dropout": 0.5, "module_dropout": 0.3},
+    {"kind": "loha", "dropout": 0.5},
+    {"kind": "lokr", "dropout": 0.5},
 ]
 
 
