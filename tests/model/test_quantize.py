@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,16 +18,14 @@ from lora_trainer import families
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.choices import QUANTIZATIONS, weight_bytes
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families.base import DENOISER, Conditioning, Family
-from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.families.base import DENOISER
+from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.tensors import update
 from lora_trainer.network import quantize as quantizing
 from lora_trainer.network.quantize import QuantizedLinear, quantizable, quantize
-from lora_trainer.training.loss import add_noise, sample_losses, target
-from tests.fakes.family_bases import CPU, conditioning_of, denoiser_of, facts_of, side_of
+from tests.fakes.family_bases import CPU
 
 KINDS = pytest.mark.parametrize("kind", QUANTIZATIONS)
-FAMILIES = pytest.mark.parametrize("name", ["sd15", "flux"])
 ADAPTERS: list[dict[str, Any]] = [
     {},
     {"dora": True},
@@ -74,7 +71,7 @@ def test_a_predicted_byte_is_a_stored_byte(kind: Any, inputs: int, out: int) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_int8_is_off_by_half_a_step_at_most_and_fp8_by_a_sixteenth(dtype: torch.dtype) -> None:
+def test_a_weight_is_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
     layer = linear(dtype=dtype)
     exact, rows = layer.weight.double(), layer.weight.double().abs().amax(dim=1, keepdim=True)
     rounding = torch.finfo(dtype).eps * rows
@@ -85,6 +82,9 @@ def test_int8_is_off_by_half_a_step_at_most_and_fp8_by_a_sixteenth(dtype: torch.
     # Three bits of mantissa; the smallest numbers have a fixed step, 2**-9 of 448.
     step = torch.maximum(exact.abs() / 16, rows / 448 / 2**10)
     assert bool(((fp8.double() - exact).abs() <= step + rounding).all())
+    # Sixteen levels, at most 0.304 apart (Dettmers et al. 2023, appendix E), of the largest in a block of 64.
+    nf4 = quantized(layer, "nf4").weight
+    assert bool(((nf4.double() - exact).abs() <= 0.16 * exact.abs().max() + rounding).all())
 
 
 @KINDS
@@ -230,24 +230,6 @@ def test_a_missing_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- adapters on top
 
 
-def adapted(net: nn.Module, *, names: tuple[str, ...], **values: Any) -> Adapter:
-    return inject(
-        {DENOISER: net},
-        modules={DENOISER: names},
-        settings=AdapterSettings.model_validate({"rank": 4, **values}),
-        alpha=4.0,
-        seed=1,
-    )
-
-
-def awaken(adapter: Adapter) -> None:
-    """Give every factor values, as in mid-training: while one is zero the other has no gradient."""
-    generator = torch.Generator().manual_seed(17)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-
-
 @KINDS
 @pytest.mark.parametrize("values", ADAPTERS, ids=str)
 def test_an_adapter_of_any_kind_changes_the_weight_that_is_stored(
@@ -255,10 +237,19 @@ def test_an_adapter_of_any_kind_changes_the_weight_that_is_stored(
 ) -> None:
     layer = quantized(linear(), kind)
     net, stands_for = nn.Sequential(layer), plain(layer)
-    inputs = torch.randn(3, 48, generator=torch.Generator().manual_seed(2))
-    adapter = adapted(net, names=("0",), **values)
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(3, 48, generator=generator)
+    adapter = inject(
+        {DENOISER: net},
+        modules={DENOISER: ("0",)},
+        settings=AdapterSettings.model_validate({"rank": 4, **values}),
+        alpha=4.0,
+        seed=1,
+    )
     torch.testing.assert_close(net(inputs), stands_for(inputs), rtol=1e-5, atol=1e-5)
-    awaken(adapter)
+    with torch.no_grad():  # while one factor is zero the other has no gradient
+        for parameter in adapter.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     net(inputs).square().sum().backward()
     assert all(
         parameter.dtype == torch.float32 and parameter.grad is not None and parameter.grad.any()
@@ -267,102 +258,6 @@ def test_an_adapter_of_any_kind_changes_the_weight_that_is_stored(
     found = adapter.layers["denoiser.0"]
     stands_for.weight.add_(update(found.tensors(), stands_for.weight))
     torch.testing.assert_close(net(inputs), stands_for(inputs), rtol=1e-4, atol=1e-5)
-
-
-# ---- whole networks against the plain path
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """A family's tiny denoiser with an awake adapter and a fixed batch."""
-
-    family: Family
-    name: str
-    denoiser: nn.Module
-    adapter: Adapter
-    latents: Tensor
-    noise: Tensor
-    conditioning: Conditioning
-
-    def loss(self) -> Tensor:
-        facts, count = facts_of(self.name), len(self.latents)
-        if facts.prediction == "flow":
-            alpha, sigma, timesteps = 0.5, 0.5, torch.full((count,), 500.0)
-        else:
-            signal = float(facts.alphas_cumprod()[500])
-            alpha, sigma, timesteps = signal**0.5, (1 - signal) ** 0.5, torch.full((count,), 500)
-        level = torch.full((count,), alpha), torch.full((count,), sigma)
-        noisy = add_noise(self.latents, self.noise, *level)
-        predicted = self.family.predict(self.denoiser, noisy, timesteps, self.conditioning)
-        wanted = target(self.latents, self.noise, *level, facts.prediction)
-        return sample_losses(predicted, wanted).mean()
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradient of each trained tensor, the loss first."""
-        loss = self.loss()
-        loss.backward()
-        parameters = self.adapter.parameters()
-        found = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        return [loss.detach(), *(gradient for gradient in found if gradient is not None)]
-
-
-def bench(name: str, kind: Any | None, *, checkpointing: bool = False) -> Bench:
-    family, facts = families.family(name), facts_of(name)
-    denoiser = denoiser_of(name)
-    if kind is not None:
-        quantize(denoiser, kind, device=CPU, skip=family.traits.quantization_skip)
-    adapter = adapted(denoiser, names=tuple(family.lora_targets(denoiser, "transformer")))
-    awaken(adapter)
-    denoiser.train()
-    if checkpointing:
-        denoiser.enable_gradient_checkpointing()
-    side, generator = side_of(facts) // facts.vae_factor, torch.Generator().manual_seed(1)
-    shape = (2, facts.latent_channels, side, side)
-    return Bench(
-        family=family,
-        name=name,
-        denoiser=denoiser,
-        adapter=adapter,
-        latents=torch.randn(shape, generator=generator),
-        noise=torch.randn(shape, generator=generator),
-        conditioning=conditioning_of(family, facts, ("one toy", "two words more")),
-    )
-
-
-def cosine(one: Tensor, other: Tensor) -> float:
-    return float(torch.cosine_similarity(one.flatten().double(), other.flatten().double(), dim=0))
-
-
-@pytest.mark.parametrize(
-    ("kind", "whole", "median", "worst", "loss"),
-    [
-        ("int8", 0.9999, 0.9999, 0.99, 2e-4),
-        ("fp8", 0.999, 0.99, 0.95, 5e-4),
-        ("nf4", 0.95, 0.95, 0.6, 2e-3),
-    ],
-)
-@FAMILIES
-def test_gradients_point_where_those_of_the_plain_base_do(
-    name: str, kind: Any, whole: float, median: float, worst: float, loss: float
-) -> None:
-    """Against the fp32 path, of which bf16 itself has 0.9998 in all and 0.994 in the worst tensor.
-
-    Layers of 8 to 32 channels with random weights are the worst case; on the trained miniature base
-    nf4 has 0.99 (docs/LOG.md).
-    """
-    exact, found = bench(name, None).gradients(), bench(name, kind).gradients()
-    each = [cosine(a, b) for a, b in zip(found[1:], exact[1:], strict=True)]
-    assert cosine(joined(found), joined(exact)) > whole
-    assert sorted(each)[len(each) // 2] > median
-    assert min(each) > worst
-    assert float(found[0]) == pytest.approx(float(exact[0]), rel=loss)
-    assert not torch.equal(joined(found), joined(exact)), "the base is not quantised at all"
-
-
-def joined(gradients: list[Tensor]) -> Tensor:
-    return torch.cat([gradient.flatten() for gradient in gradients[1:]])
 
 
 def test_a_layer_is_quantised_on_the_device_and_stays_where_it_was(

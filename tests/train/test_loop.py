@@ -247,11 +247,10 @@ def probe(tiny: TinyTraining) -> float:
         return sum(float(tiny.training.model.losses(batch)) for batch in batches) / 8
 
 
-@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
-def test_the_loss_falls_in_every_precision(precision: torch.dtype) -> None:
+def test_the_loss_falls_in_fp16() -> None:
     feeder = build_feeder([SQUARE], batch_size=2)
     rate = OptimizerSettings(learning_rate=2e-2, schedule="constant")
-    tiny = build_training(feeder, steps=20, optimizer=rate, precision=precision)
+    tiny = build_training(feeder, steps=20, optimizer=rate, precision=torch.float16)
     before = probe(tiny)
     end = run(tiny.training, at_start(micro_batch=2))
     assert probe(tiny) < 0.93 * before
