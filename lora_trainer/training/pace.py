@@ -62,22 +62,25 @@ class Slow:
 
 @dataclass(kw_only=True)
 class _Size:
-    """The steps of one size: their count, the steps of the present block, and the median of each full block.
-
-    The usual duration is the lower quartile of the block medians. The lowest median could be an accident;
-    the middle one would be too high in a run that began beside another and now has the GPU to itself.
-    """
+    """The steps of one size: their count, the steps of the present block, and the median of each full block."""
 
     count: int = 0
     block: list[Timed] = field(default_factory=list)
     blocks: list[Timed] = field(default_factory=list)
-    usual: Timed | None = None
+
+    @property
+    def usual(self) -> Timed | None:
+        """The lower quartile of the block medians, None before the first block is full.
+
+        The lowest median could be an accident; the middle one would be too high in a run that began beside
+        another and now has the GPU to itself.
+        """
+        return self.blocks[len(self.blocks) // 4] if self.blocks else None
 
     def take(self, step: Timed) -> None:
         self.block.append(step)
         if len(self.block) == BASELINE_STEPS:
             bisect.insort(self.blocks, _median(self.block), key=lambda usual: usual.seconds)
-            self.usual = self.blocks[len(self.blocks) // 4]
             self.block.clear()
 
 
@@ -340,23 +343,16 @@ def _clock_causes(before: CardState, now: CardState) -> Iterator[Cause]:
     clocks = f"from {before.clock_mhz} to {now.clock_mhz} MHz"
     if now.held_back & _HOT:
         heat = "" if now.celsius is None else f" at {now.celsius} degrees Celsius"
-        yield Cause(
-            name="heat",
-            observation=f"the GPU is too hot{heat} and has lowered its clock {clocks}",
-            fix="clean its fans and give it more air, or lower its power limit (nvidia-smi -pl WATTS)",
-        )
+        name, why = "heat", f"the GPU is too hot{heat} and has lowered its clock {clocks}"
+        fix = "clean its fans and give it more air, or lower its power limit (nvidia-smi -pl WATTS)"
     elif now.held_back & _BRAKED:
-        yield Cause(
-            name="power supply",
-            observation=f"the power supply limits the GPU, its clock went {clocks}",
-            fix="plug the machine in, and check the GPU's power cables and the power supply",
-        )
+        name, why = "power supply", f"the power supply limits the GPU, its clock went {clocks}"
+        fix = "plug the machine in, and check the GPU's power cables and the power supply"
     else:
-        yield Cause(
-            name="clock",
-            observation=f"the GPU's clock went {clocks}, because of its power limit or its settings",
-            fix="plug a laptop in, or raise the GPU's power limit (nvidia-smi -pl WATTS)",
-        )
+        name = "clock"
+        why = f"the GPU's clock went {clocks}, because of its power limit or its settings"
+        fix = "plug a laptop in, or raise the GPU's power limit (nvidia-smi -pl WATTS)"
+    yield Cause(name=name, observation=why, fix=fix)
 
 
 def _program(pid: int) -> str:
