@@ -15,6 +15,7 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file import stream
+from lora_trainer.network.live_storages import LiveStorages
 from lora_trainer.tools import adapters
 from lora_trainer.tools.adapters import Weighted
 from lora_trainer.tools.convert import convert
@@ -23,7 +24,6 @@ from lora_trainer.tools.merge import merge
 from lora_trainer.tools.merge_base import bake
 from lora_trainer.tools.resize import ResizeLimits, resize
 from tests.fakes.adapters import draw_module
-from tests.fakes.live_bytes import LiveBytes
 from tests.fakes.tool_files import saved
 
 SIDE, RANK = 256, 32
@@ -67,7 +67,7 @@ def checkpoint(path: Path, count: int, *, seed: int = 0) -> Path:
 def peaks_bytes(work: Callable[[], object]) -> tuple[int, int]:
     """Return the most that tensors took while something ran, and the most that Python's own memory did."""
     work()  # what libraries keep of a first time does not count
-    with LiveBytes() as tensors:
+    with LiveStorages() as tensors:
         work()
     tracemalloc.start()
     try:
