@@ -82,9 +82,10 @@ def test_a_weight_is_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
     # Three bits of mantissa; the smallest numbers have a fixed step, 2**-9 of 448.
     step = torch.maximum(exact.abs() / 16, rows / 448 / 2**10)
     assert bool(((fp8.double() - exact).abs() <= step + rounding).all())
-    # Sixteen levels, at most 0.304 apart (Dettmers et al. 2023, appendix E), of the largest in a block of 64.
+    # Sixteen levels, at most 0.304 apart (Dettmers et al. 2023, appendix E), of the largest in a block of 64; its
+    # scale is rounded to 8 bits.
     nf4 = quantized(layer, "nf4").weight
-    assert bool(((nf4.double() - exact).abs() <= 0.16 * exact.abs().max() + rounding).all())
+    assert bool(((nf4.double() - exact).abs() <= 0.2 * exact.abs().max() + rounding).all())
 
 
 @KINDS
