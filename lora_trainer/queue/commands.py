@@ -348,8 +348,6 @@ def remove(runs: Path, id: str) -> None:
 
 def end_download(item: Item) -> None:
     """End the trainer of an item that downloads its base: nothing was trained, and what came stays."""
-    if item.pid is None or item.pid_started_s is None:
-        return
     with suppress(psutil.Error):
         if is_alive(pid=item.pid, started_s=item.pid_started_s):
             psutil.Process(item.pid).terminate()

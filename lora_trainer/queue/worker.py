@@ -99,7 +99,8 @@ class Worker:
         child = self.children.get(item.id)
         current = _with_process(item, child) if child else item
         code = child.process.poll() if child else None
-        lives_on = code is None if child else _lives(current)
+        is_seen = not child and is_alive(pid=current.pid, started_s=current.pid_started_s)
+        lives_on = code is None if child else is_seen
         if current.run is None:
             current = replace(current, run=_run_of(self.runs, current))
         if lives_on:
@@ -182,8 +183,6 @@ def _status_files(runs: Path) -> Iterator[Path]:
 
 def _run_of(runs: Path, item: Item) -> str | None:
     """Return the run folder whose status an item's process wrote."""
-    if item.pid is None or item.pid_started_s is None:
-        return None
     for file in _status_files(runs):
         if wrote_status(file.parent, pid=item.pid, started_s=item.pid_started_s):
             return file.parent.name
@@ -192,12 +191,6 @@ def _run_of(runs: Path, item: Item) -> str | None:
 
 def _with_process(item: Item, child: Child) -> Item:
     return replace(item, pid=child.process.pid, pid_started_s=child.started_s)
-
-
-def _lives(item: Item) -> bool:
-    if item.pid is None or item.pid_started_s is None:
-        return False
-    return is_alive(pid=item.pid, started_s=item.pid_started_s)
 
 
 def _exited(item: Item, code: int, *, last_words: str) -> Item:

@@ -289,20 +289,20 @@ def read_status(run_folder: Path) -> RunStatus:
     except (OSError, ValueError) as error:
         message = f"{STATUS_FILE} cannot be read: {one_line(str(error))}"
         return RunStatus(state="interrupted", name=run_folder.name, message=message)
-    alive = _living(status.pid, status.pid_started_s) is not None
+    alive = is_alive(pid=status.pid, started_s=status.pid_started_s)
     status = replace(status, stage=status.state)
     if status.state not in ("finished", "stopped", "failed"):
         status = replace(status, state="running" if alive else "interrupted")
     return status if alive else replace(status, pid=None, pid_started_s=None)
 
 
-def wrote_status(run_folder: Path, *, pid: int, started_s: float) -> bool:
+def wrote_status(run_folder: Path, *, pid: int | None, started_s: float | None) -> bool:
     """Return whether status.json is the work of that process, dead or alive; never raises."""
     try:
         status = _read(run_folder)
     except (OSError, ValueError):
         return False
-    return status.pid == pid and _same_start(status.pid_started_s or 0.0, started_s)
+    return status.pid == pid and _same_start(status.pid_started_s, started_s)
 
 
 def _read(run_folder: Path) -> RunStatus:
@@ -312,8 +312,8 @@ def _read(run_folder: Path) -> RunStatus:
     )
 
 
-def is_alive(*, pid: int, started_s: float) -> bool:
-    """Return whether the process of that number and start runs; another of its number does not count."""
+def is_alive(*, pid: int | None, started_s: float | None) -> bool:
+    """Return whether the process of that number and start runs; another of its number does not count, nor None."""
     return _living(pid, started_s) is not None
 
 
@@ -347,5 +347,5 @@ def end_process(status: RunStatus) -> bool:
     return process is not None
 
 
-def _same_start(one_s: float, other_s: float) -> bool:
-    return abs(one_s - other_s) <= _START_TOLERANCE_S
+def _same_start(one_s: float | None, other_s: float | None) -> bool:
+    return one_s is not None and other_s is not None and abs(one_s - other_s) <= _START_TOLERANCE_S
