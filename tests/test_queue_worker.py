@@ -159,23 +159,6 @@ def test_a_signal_is_told_from_an_error(place: Place) -> None:
         assert error in ended.error
 
 
-def test_the_reason_is_of_this_start_not_of_one_before(place: Place) -> None:
-    item = place.add("a", until=str(place.let("a")), exit=3, say="first")
-    worker = place.worker()
-    place.let("a").touch()
-    place.finish(worker)
-    assert place.item(item.id).error == "first"
-    place.let("a").unlink()
-    commands.again(place.runs, item.id)
-    # Its words without the resume, which the fake does not know.
-    place.become(place.item(item.id), argv=item.argv)
-    until(lambda: worker.tick() and trains(place, item))
-    os.kill(place.item(item.id).pid or 0, signal.SIGKILL)
-    place.finish(worker)
-    assert "SIGKILL" in place.item(item.id).error
-    assert "first" in commands.log_file(place.runs, item.id).read_text(), "kept"
-
-
 def test_a_full_disk_delays_what_is_written_and_loses_nothing(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -229,7 +229,7 @@ class _Process:
 class _FakeWorker(Worker):
     def spawn(self, item: Item) -> Child:
         process: Any = _Process()
-        return Child(process=process, started_s=0.0, log_from_bytes=0)
+        return Child(process=process, started_s=0.0)
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -63,11 +63,10 @@ def slots(hardware: Hardware, environment: Mapping[str, str]) -> tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """A trainer that this worker started; its output begins at `log_from_bytes` of the item's log."""
+    """A trainer that this worker started."""
 
     process: subprocess.Popen[bytes]
     started_s: float
-    log_from_bytes: int
 
 
 @dataclass(kw_only=True)
@@ -108,8 +107,7 @@ class Worker:
                 write(self.runs, current)
             return
         if child is not None and code is not None:
-            last_words = last_line(log_file(self.runs, item.id), from_bytes=child.log_from_bytes)
-            current = _exited(current, code, last_words=last_words)
+            current = _exited(current, code, last_words=last_line(log_file(self.runs, item.id)))
         else:
             current = _ended_unseen(self.runs, current)
         write(self.runs, replace(current, ended_s=self.clock()))
@@ -153,7 +151,6 @@ class Worker:
         if item.device:
             environment[_DEVICES] = item.device
         with log_file(self.runs, item.id).open("ab") as log:
-            log_from_bytes = log.tell()
             process = subprocess.Popen(
                 [*self.trainer, *item.argv],
                 cwd=item.folder,
@@ -165,7 +162,7 @@ class Worker:
             )
         # A child exists, alive or as a zombie, until it is waited for, so this cannot fail.
         started_s = psutil.Process(process.pid).create_time()
-        return Child(process=process, started_s=started_s, log_from_bytes=log_from_bytes)
+        return Child(process=process, started_s=started_s)
 
 
 def outside(runs: Path, running: Sequence[Item]) -> tuple[str, ...]:
@@ -220,12 +217,12 @@ def _ended_unseen(runs: Path, item: Item) -> Item:
     return replace(item, state="interrupted", error=error)
 
 
-def last_line(log: Path, *, from_bytes: int = 0) -> str:
+def last_line(log: Path) -> str:
     """Return the last line of a log without its "error: ", empty if there is none."""
     try:
         with log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
-            file.seek(max(from_bytes, end - _LOG_END_BYTES))
+            file.seek(max(0, end - _LOG_END_BYTES))
             lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
     except OSError:
         return ""
@@ -323,9 +320,8 @@ def work(
         # If the lock's file is gone, the user deleted the queue, and the lock keeps no other worker out.
         while stop() is None and lock_file.exists():
             try:
-                if (
-                    worker_pid(runs) != os.getpid()
-                ):  # none, or of one that waited for the lock in vain
+                # None, or that of a worker that waited for the lock in vain.
+                if worker_pid(runs) != os.getpid():
                     _write_worker(runs, psutil.Process())
                 idle = 0 if worker.tick() else idle + 1
                 complaint = ""

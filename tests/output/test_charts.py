@@ -86,6 +86,7 @@ def test_a_logarithmic_axis_gives_each_power_of_ten_the_same_height() -> None:
     chart = drawn([0.01, 0.1, 0.0, 1.0], LOG)
     at = [y for _, y in chart.points]
     assert at[0] - at[1] == pytest.approx(at[1] - at[2], abs=0.2) and at[0] > at[2]
+    assert list(drawn([0.02, 0.05], LOG).y) == [0.02, 0.05]
     assert chart.path.count("M") == 2  # nothing is drawn through the zero
     assert drawn([0.0, -1.0], LOG).svg.startswith(
         '<p class="quiet">Loss: nothing was recorded.</p>'

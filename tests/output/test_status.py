@@ -268,6 +268,7 @@ def test_time_left_counts_the_rounds_that_are_due(tmp_path: Path) -> None:
     for number in range(1, 101):
         clock.now_s += 2.0
         events.emit("step", step=number, loss=0.1, seconds=2.0)
+        events.emit("sample", step=number, seconds=999.0, asked=True)  # somebody's own prompt
         promised_end_s.append(clock.now_s + read_status(tmp_path).left_s)
         between(number)
     assert promised_end_s == pytest.approx([clock.now_s] * 100)
