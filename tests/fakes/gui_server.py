@@ -16,7 +16,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urljoin, urlsplit
+from typing import Any
+from urllib.parse import urljoin
 from urllib.request import HTTPCookieProcessor, build_opener
 from urllib.request import Request as UrlRequest
 
@@ -39,11 +40,11 @@ class GuiServer:
         """Return the link to a page; the browser has to have opened `link` before."""
         return urljoin(self.link, path)
 
-    @property
-    def origin(self) -> str:
-        """`http://host:port`, as a browser sends it."""
-        parts = urlsplit(self.link)
-        return f"{parts.scheme}://{parts.netloc}"
+    def open(self, page: Any, path: str) -> Any:
+        """Open a page in a browser that may not have opened `link` before; return it."""
+        page.goto(self.link)
+        page.goto(self.url(path))
+        return page
 
     def said(self) -> str:
         """Return all that the program has printed."""

@@ -37,8 +37,7 @@ class Desk:
     start: StartGui
 
     def open(self, page: Any, path: str, ready: str) -> None:
-        page.goto(self.server.link)
-        page.goto(self.server.url(path))
+        self.server.open(page, path)
         page.locator(ready).first.wait_for()
 
     @contextmanager
@@ -121,8 +120,7 @@ def test_a_disk_that_hangs_holds_up_only_what_needs_it(
     server = gui_server(
         tmp_path / "runs", env={"PYTHONPATH": f"{ROOT / 'tests' / 'fakes' / 'slow_disk'}:{ROOT}"}
     )
-    page.goto(server.link)
-    page.goto(server.url(f"/datasets?folder={quote(str(images))}"))
+    server.open(page, f"/datasets?folder={quote(str(images))}")
     page.get_by_text("Opening the folder").wait_for()
     other = page.context.new_page()
     for path, ready in (("/", ".drop"), ("/queue", "#queue .empty"), ("/doctor", "h2")):

@@ -38,8 +38,7 @@ def server(gui_server: Any, place: Toy) -> Any:
 
 
 def opened(page: Any, server: Any, ref: str = "toy/toy.safetensors") -> Any:
-    page.goto(server.link)
-    page.goto(server.url(f"/library?{urlencode({'file': ref})}"))
+    server.open(page, f"/library?{urlencode({'file': ref})}")
     page.locator(".lora-head").wait_for()
     return page
 
@@ -55,8 +54,7 @@ def tab(page: Any, name: str) -> None:
 
 
 def test_the_grid_filters_and_leads_to_one(page: Any, server: Any) -> None:
-    page.goto(server.link)
-    page.goto(server.url("/library"))
+    server.open(page, "/library")
     page.locator(".lora").nth(2).wait_for()
     assert page.get_by_text(HOSTILE).first.is_visible(), "a hostile title is shown as text"
     page.get_by_label("Search").fill("toy")

@@ -63,8 +63,7 @@ def test_the_cache_is_cleared_after_a_question(page: Any, server: GuiServer, pla
     entry = folder.root / "text" / "aa" / f"{'a' * 64}.safetensors"
     entry.parent.mkdir(parents=True)
     entry.write_bytes(b"x" * 2048)
-    page.goto(server.link)
-    page.goto(server.url("/doctor"))
+    server.open(page, "/doctor")
     page.get_by_text("2.0 KiB in 1 entries").wait_for()
     page.get_by_role("button", name="Clear the cache").click()
     page.get_by_role("button", name="Keep it").click()
@@ -85,8 +84,7 @@ def test_folder_and_model_are_chosen_by_clicks_and_keys(
     write_dataset(tmp_path / "data" / "toys", images=3)
     model = tmp_path / "data" / "mine.safetensors"
     model.write_bytes(b"no model")
-    page.goto(server.link)
-    page.goto(server.url("/train?draft=new"))
+    server.open(page, "/train?draft=new")
     page.get_by_role("button", name="Images that are already").click()
     page.get_by_role("button", name="Browse").click()
     dialog = page.get_by_role("dialog")
@@ -144,8 +142,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def open_folder(page: Any, server: GuiServer, folder: Path) -> None:
-    page.goto(server.link)
-    page.goto(server.url(f"/datasets?folder={quote(str(folder))}"))
+    server.open(page, f"/datasets?folder={quote(str(folder))}")
     caption(page, "a.png").wait_for()
 
 
@@ -242,8 +239,7 @@ def test_ten_thousand_images_are_a_few_cards_at_a_time(
     Image.new("RGB", (16, 16)).save(root / "p0000.png")
     for index in range(1, 10_000):
         (root / f"p{index:04}.png").hardlink_to(root / "p0000.png")
-    page.goto(server.link)
-    page.goto(server.url(f"/datasets?folder={quote(str(root))}"))
+    server.open(page, f"/datasets?folder={quote(str(root))}")
     page.get_by_text("all 10000 shown", exact=True).wait_for()
     for name in ("p5000.png", "p9999.png", "p0000.png"):
         scroll_to(page, int(name[1:5]) / 9_999)
@@ -319,8 +315,7 @@ def draft(work: Workplace) -> drafts.Draft:
 
 @pytest.fixture
 def settings(page: Any, server: Any, draft: drafts.Draft) -> Any:
-    page.goto(server.link)
-    page.goto(server.url(f"/settings?draft={draft.id}"))
+    server.open(page, f"/settings?draft={draft.id}")
     field(page, "adapter.rank").wait_for()
     return page
 

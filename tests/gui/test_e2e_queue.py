@@ -33,8 +33,7 @@ class Desk:
     place: Place
 
     def open(self, page: Any) -> Any:
-        page.goto(self.server.link)
-        page.goto(self.server.url("/queue"))
+        self.server.open(page, "/queue")
         page.get_by_role("heading", name="Training now").wait_for()
         return page
 

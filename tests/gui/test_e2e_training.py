@@ -216,8 +216,7 @@ def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_r
     page: Any, with_hub: tuple[Place, Any]
 ) -> None:
     place, _ = with_hub
-    page.goto(place.server.link)
-    page.goto(place.server.url("/train?draft=new&example=1"))
+    place.server.open(page, "/train?draft=new&example=1")
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     gated = page.locator(".base-card").filter(has_text="Accept its terms on Hugging Face first")
     page.get_by_role("button", name="Show all base models").click()
@@ -255,8 +254,7 @@ def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(
     place, hub = with_hub
     hub.folders[SD15] = EMBEDDED_FOLDER
     hub.held_from = 100_000
-    page.goto(place.server.link)
-    page.goto(place.server.url("/train?draft=new&example=1"))
+    place.server.open(page, "/train?draft=new&example=1")
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     set_in_draft(place, SHORT | {"base.model": SD15})
     page.get_by_role("button", name="Train a try-out").click()
