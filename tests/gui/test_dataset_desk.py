@@ -123,7 +123,7 @@ def test_what_is_around_the_text_is_kept(
 
 @given(data=st.binary(max_size=60), text=st.text(max_size=20))
 @settings(
-    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 def test_any_file_is_left_alone_or_read_back_as_typed(
     desk: DatasetDesk, root: Path, data: bytes, text: str

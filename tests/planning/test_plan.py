@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer import families
@@ -19,6 +17,7 @@ from lora_trainer.families.base import BaseFacts, PartFacts
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan, plan
+from lora_trainer.planning.run_time import run_length
 from tests.fakes.plans import (
     LIBRARIES,
     MACHINE,
@@ -82,11 +81,6 @@ def test_a_missing_package_replaces_a_preset_and_refuses_the_user() -> None:
         packages = {key: value for key, value in LIBRARIES.items() if key != package}
         with pytest.raises(MachineError, match=f"pip install {package}"):
             planned(None, replace(MACHINE, packages=packages), overrides={"optimizer.name": name})
-
-
-def test_planning_imports_no_torch() -> None:
-    code = "import sys, lora_trainer.planning.plan; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ---- precisions
@@ -302,15 +296,16 @@ def test_steps_by_the_documented_formula(
     assert all(str(number) in why for number in (views, images, 20, 160, batch_size))
 
 
-@settings(max_examples=20)
 @given(images=st.integers(1, 500), batch_size=st.integers(1, 16), views=st.integers(1, 1000))
 def test_more_images_or_views_are_never_fewer_steps_and_each_is_seen(
     images: int, batch_size: int, views: int
 ) -> None:
-    steps = of_length(images, batch_size=batch_size, views=views).steps
+    steps, more_images, more_views = (
+        run_length(images=count, batch_size=batch_size, views=each)[0]
+        for count, each in ((images, views), (images + 1, views), (images, views + 1))
+    )
     assert steps * batch_size >= images
-    assert of_length(images + 1, batch_size=batch_size, views=views).steps >= steps
-    assert of_length(images, batch_size=batch_size, views=views + 1).steps >= steps
+    assert more_images >= steps and more_views >= steps
 
 
 def test_repeats_shift_weight_and_lengthen_a_run_only_where_images_would_be_missed() -> None:
