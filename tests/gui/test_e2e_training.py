@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import psutil
 import pytest
@@ -40,7 +39,6 @@ SHORT = {
     "sampling.prompts": ["zibbo, a teal creature"],
     "hardware.threads": 1,
 }
-QUICK = {"train.validate_every_steps": 0, "sampling.steps": 2, "hardware.threads": 1}
 LONG = {
     "train.steps": 100_000,
     "train.batch_size": 1,
@@ -129,7 +127,21 @@ def training(place: Place, name: str, *, beyond: int = 0) -> Callable[[], bool]:
     return lambda: read_status(place.runs / name).step > beyond
 
 
-def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_as_typed(
+def test_three_clicks_lead_from_images_to_a_finished_lora(page: Any, place: Place) -> None:
+    page.goto(place.server.link)
+    page.get_by_role("link", name="Train", exact=True).click()
+    page.get_by_role("button", name="Choose images").wait_for()
+    fill(page, place, name="first", settings=SHORT)
+    train(page)
+    page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
+    assert (place.runs / "first" / "first.safetensors").is_file()
+    assert state(place, "first") == "finished"
+    page.locator("table.sheet img").first.wait_for()
+    page.goto(place.server.url("/"))
+    page.get_by_role("link", name="first", exact=True).first.wait_for()
+
+
+def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_in_three_clicks(
     page: Any, gui_server: StartGui, tmp_path: Path
 ) -> None:
     mine = Place(runs=tmp_path / "runs", images=tmp_path, server=gui_server(tmp_path / "runs"))
@@ -154,21 +166,33 @@ def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_as_typed
     page.locator("input[name=files]").set_input_files(images)  # 1: the files of "Choose images"
     page.get_by_role("button", name=ON).click(timeout=WITHIN_MS)  # 2
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
-    set_in_draft(mine, QUICK)
-    type_length_and_samples(page)
+    set_in_draft(mine, SHORT)
     train(page)  # 3
-    page.get_by_text("Finished after 5 steps").first.wait_for(timeout=WITHIN_MS)
-    (run,) = parse_qs(urlsplit(page.url).query)["run"]
-    assert run != before.name
+    page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
+    assert page.url != mine.server.url(f"/run?run={before.name}")
     (folder,) = set(uploads.iterdir()) - known
     assert len(list(folder.iterdir())) == len(images)
-    settings = json.loads((mine.runs / run / "run.json").read_text())["settings"]
-    assert (settings["train.concept"], settings["adapter.rank"]) == ("style", 4)
-    assert settings["sampling.prompts"] == ["zibbo, on a <b> moon"]
 
 
-def type_length_and_samples(page: Any) -> None:
-    """Look at the proposed steps and prompts, go back to them, and type others."""
+def press(page: Any, tag: str, name: str) -> None:
+    """Walk to a link (A) or a button by the Tab key and press Enter; it is seen where the keyboard is."""
+    passed = []
+    for _ in range(TABS_AT_MOST):
+        page.keyboard.press("Tab")
+        focused = page.evaluate(FOCUSED)
+        if (focused["tag"], focused["name"]) == (tag, name):
+            assert focused["seen"], f"nothing shows that {name} has the keyboard"
+            page.keyboard.press("Enter")
+            return
+        passed.append(focused["name"])
+    raise AssertionError(f"the Tab key does not lead to {name}, only to {passed}")
+
+
+def test_length_and_samples_are_proposed_and_what_is_typed_is_trained(
+    page: Any, place: Place
+) -> None:
+    page.goto(place.server.link)
+    fill(page, place, name="typed", settings={})
     steps, prompts = page.get_by_label("Steps", exact=True), page.get_by_label("What the samples")
     proposed = steps.input_value()
     assert int(proposed) > 4
@@ -186,20 +210,11 @@ def type_length_and_samples(page: Any) -> None:
     page.get_by_label("Rank", exact=False).fill("4")
     prompts.fill("zibbo, on a <b> moon")
     steps.fill("5")  # and the button takes it along, without a wait for the plan
-
-
-def press(page: Any, tag: str, name: str) -> None:
-    """Walk to a link (A) or a button by the Tab key and press Enter; it is seen where the keyboard is."""
-    passed = []
-    for _ in range(TABS_AT_MOST):
-        page.keyboard.press("Tab")
-        focused = page.evaluate(FOCUSED)
-        if (focused["tag"], focused["name"]) == (tag, name):
-            assert focused["seen"], f"nothing shows that {name} has the keyboard"
-            page.keyboard.press("Enter")
-            return
-        passed.append(focused["name"])
-    raise AssertionError(f"the Tab key does not lead to {name}, only to {passed}")
+    train(page)
+    page.get_by_text("Finished after 5 steps").first.wait_for(timeout=WITHIN_MS)
+    settings = json.loads((place.runs / "typed" / "run.json").read_text())["settings"]
+    assert (settings["train.concept"], settings["adapter.rank"]) == ("style", 4)
+    assert settings["sampling.prompts"] == ["zibbo, on a <b> moon"]
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +231,8 @@ def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_r
     page: Any, with_hub: tuple[Place, Any]
 ) -> None:
     place, _ = with_hub
-    place.server.open(page, "/train?draft=new&example=1")
+    page.goto(place.server.link)
+    page.goto(place.server.url("/train?draft=new&example=1"))
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     gated = page.locator(".base-card").filter(has_text="Accept its terms on Hugging Face first")
     page.get_by_role("button", name="Show all base models").click()
@@ -254,7 +270,8 @@ def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(
     place, hub = with_hub
     hub.folders[SD15] = EMBEDDED_FOLDER
     hub.held_from = 100_000
-    place.server.open(page, "/train?draft=new&example=1")
+    page.goto(place.server.link)
+    page.goto(place.server.url("/train?draft=new&example=1"))
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     set_in_draft(place, SHORT | {"base.model": SD15})
     page.get_by_role("button", name="Train a try-out").click()
@@ -273,14 +290,29 @@ def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(
     until(lambda: state(place, "example") == "finished", "the training after the download")
 
 
-def test_a_killed_interface_loses_nothing_and_a_second_training_waits_for_the_first(
+def test_what_was_filled_in_survives_a_reload_and_a_way_back(page: Any, place: Place) -> None:
+    page.goto(place.server.link)
+    fill(page, place, name="kept", settings=SHORT)
+    page.reload()
+    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+    assert page.get_by_label("Name (optional)").input_value() == "kept"
+    page.get_by_role("button", name="Back").click()
+    page.get_by_role("button", name=THERE).click()
+    box = page.get_by_label("Folder with your images")
+    box.wait_for()
+    assert box.input_value() == str(place.images)
+    box.fill("/no/such/folder")
+    page.get_by_role("button", name="Look at the images").click()
+    page.get_by_text("there is no folder /no/such/folder").wait_for(timeout=WITHIN_MS)
+    assert box.input_value() == "/no/such/folder"
+
+
+def test_a_killed_interface_loses_nothing_and_two_tabs_show_the_same(
     page: Any, place: Place, gui_server: StartGui, expected: list[str]
 ) -> None:
-    """The one that is started again has the same link and port; two tabs show the same."""
+    """The one that is started again has the same link and port, so the other tests go on with it."""
     expected.extend(NO_SERVER)
     page.goto(place.server.link)
-    waiting = page.context.new_page()
-    fill(waiting, place, name="two", settings=SHORT)
     fill(page, place, name="alive", settings=LONG)
     train(page)
     until(training(place, "alive"), "the first step")
@@ -291,16 +323,10 @@ def test_a_killed_interface_loses_nothing_and_a_second_training_waits_for_the_fi
     place.server.kill()
     at = read_status(place.runs / "alive").step
     until(training(place, "alive", beyond=at), "a step without the interface")
-    assert gui_server(place.runs, port=place.server.port).link == place.server.link
+    gui_server(place.runs, port=place.server.port)
     page.goto(address)
     page.reload()
     page.get_by_role("button", name="Stop", exact=True).wait_for(timeout=WITHIN_MS)
-    waiting.reload()
-    waiting.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
-    assert waiting.get_by_label("Name (optional)").input_value() == "two"
-    waiting.get_by_role("button", name="Add try-out to queue").click()
-    waiting.get_by_text("1 before it").wait_for(timeout=WITHIN_MS)
-    assert not (place.runs / "two").exists()
     other = page.context.new_page()
     other.goto(page.url)
     other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
@@ -308,10 +334,27 @@ def test_a_killed_interface_loses_nothing_and_a_second_training_waits_for_the_fi
     for tab in (page, other):
         tab.get_by_role("button", name="Resume", exact=True).wait_for(timeout=WITHIN_MS)
     until(lambda: not psutil.pid_exists(pid), "no process is left")
-    waiting.wait_for_url("**/run?run=two", timeout=WITHIN_MS)
-    waiting.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
-    at = read_status(place.runs / "alive").step
-    other.get_by_role("button", name="Resume", exact=True).click(timeout=WITHIN_MS)
-    until(training(place, "alive", beyond=at), "a step after the resume")
+
+
+def test_a_second_training_waits_until_the_first_is_stopped_which_a_resume_goes_on_with(
+    page: Any, place: Place
+) -> None:
+    page.goto(place.server.link)
+    fill(page, place, name="one", settings=LONG)
+    train(page)
+    until(training(place, "one"), "the first step")
+    fill(page, place, name="two", settings=SHORT)
+    page.get_by_role("button", name="Add try-out to queue").click()
+    page.get_by_text("1 before it").wait_for(timeout=WITHIN_MS)
+    assert not (place.runs / "two").exists()
+    other = page.context.new_page()
+    other.goto(place.server.url("/run?run=one"))
     other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
-    until(lambda: state(place, "alive") == "stopped", "stopped again")
+    page.wait_for_url("**/run?run=two", timeout=WITHIN_MS)
+    page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
+    assert state(place, "one") == "stopped"
+    at = read_status(place.runs / "one").step
+    other.get_by_role("button", name="Resume", exact=True).click(timeout=WITHIN_MS)
+    until(training(place, "one", beyond=at), "a step after the resume")
+    other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
+    until(lambda: state(place, "one") == "stopped", "stopped again")
