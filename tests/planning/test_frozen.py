@@ -42,4 +42,4 @@ def test_the_bytes_and_blocks_of_a_base_are_those_of_its_network(name: str) -> N
     for module, size in counted.layer_bytes.items():
         layer = network.get_submodule(module)
         assert isinstance(layer, QuantizedLinear)
-        assert layer.stored_bytes == size, module
+        assert sum(buffer.nbytes for buffer in layer.buffers()) == size, module
