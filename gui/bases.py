@@ -112,21 +112,20 @@ def releases() -> list[Card]:
     rows: list[Card] = []
     seen: list[Any] = []
     for name in MODULES:
-        licences = family(name).licences
-        for source, facts in family(name).releases.items():
-            if facts.architecture in seen:
+        for release in family(name).published:
+            if release.architecture in seen:
                 continue
-            seen.append(facts.architecture)
-            licence = licences.get(source)
+            seen.append(release.architecture)
+            source, licence = release.ids[0], release.licence
             rows.append(
                 {
                     "source": source,
                     "licence": licence.name if licence else "",
                     "allows": licence.allows if licence else "",
                     "gated": licence.is_gated if licence else False,
-                    "download_bytes": facts.download_bytes,
-                    "resolution_px": facts.resolution_px,
-                    "checkpoints": ", ".join(family(name).checkpoints.get(source, ())),
+                    "download_bytes": release.download_bytes,
+                    "resolution_px": family(name).releases[source].resolution_px,
+                    "checkpoints": ", ".join(release.checkpoints),
                 }
             )
     return rows

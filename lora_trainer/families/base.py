@@ -5,9 +5,10 @@ data, and its methods import the heavy libraries.
 
 A new family is a module NAME.py with a `FAMILY`, of a subclass of `FlowFamily` (flow.py) or `UNetFamily`
 (unet.py) rather than of `Family`; its line in `MODULES` (__init__.py), how its files are told apart
-(recognise.py), the names of its layers in others' files where they differ (transformer_names.toml), and
-presets/NAME.json. scripts/write_layer_tables.py writes its rows in layer_tables.json, scripts/write_cost_tables.py
-those in costs/cost_tables.json. docs/adding-a-family.md goes through it with an example.
+(signatures.toml), the names of its layers in others' files where they differ (transformer_names.toml), its
+releases (releases.toml), and presets/NAME.json. scripts/write_layer_tables.py writes its rows in
+layer_tables.json, scripts/write_cost_tables.py those in costs/cost_tables.json. docs/adding-a-family.md goes
+through it with an example.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from lora_trainer.families.facts import Prediction as Prediction
 from lora_trainer.families.facts import TensorInfo as TensorInfo
 from lora_trainer.families.facts import TextInputs as TextInputs
 from lora_trainer.families.facts import WeightPlace as WeightPlace
+from lora_trainer.families.facts import released
 
 if TYPE_CHECKING:
     import torch
@@ -216,13 +218,6 @@ class Family(ABC):
     """diffusers' class of the denoiser."""
     denoiser_folder: ClassVar[str]
     """The denoiser's folder and its name in the pipeline."""
-    published: tuple[BaseRelease, ...]
-    """The public releases, known without their files.
-
-    The first is offered on a GPU when no base is named, and is the companion of single-file checkpoints.
-    """
-    checkpoints: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    """By Hub id of a public release: well-known checkpoints made from it, with which its LoRAs work too."""
     text: TextInputs
     traits: NetworkTraits
     formats: AdapterFormats
@@ -243,6 +238,14 @@ class Family(ABC):
 
     # ---- facts, without torch
 
+    @property
+    def published(self) -> tuple[BaseRelease, ...]:
+        """The public releases, known without their files (releases.toml).
+
+        The first is offered on a GPU when no base is named, and is the companion of single-file checkpoints.
+        """
+        return released(self.name)
+
     @cached_property
     def releases(self) -> Mapping[str, BaseFacts]:
         """Facts of the public releases by Hub id."""
@@ -250,16 +253,6 @@ class Family(ABC):
             source: self.facts_of(release, source=source)
             for release in self.published
             for source in release.ids
-        }
-
-    @property
-    def licences(self) -> Mapping[str, Licence]:
-        """Licences by Hub id of a public release; one that is not named here has one of its owner's own."""
-        return {
-            source: release.licence
-            for release in self.published
-            for source in release.ids
-            if release.licence
         }
 
     def facts_of(
@@ -354,11 +347,7 @@ class Family(ABC):
 
     def load_image_encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
         """Load the VAE in float32, frozen; in fp16 some overflow."""
-        return ImageEncoder(vae=self.load_vae(facts.located).to(device), family=self)
-
-    def load_vae(self, layout: Layout, *, dtype: torch.dtype | None = None) -> Any:
-        """Load the VAE frozen, on the CPU, in `dtype` (None: float32, because some VAEs overflow in fp16)."""
-        return load_base_vae(layout, dtype=dtype)
+        return ImageEncoder(vae=load_base_vae(facts.located).to(device), family=self)
 
     def normalised(self, vae: Any, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and deviation of a posterior [B, C, H, W] scaled for the denoiser: (x - shift) scale."""
@@ -436,11 +425,15 @@ class Family(ABC):
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
     ) -> Mapping[str, Any]:
         """Return the pipeline's arguments for encoded prompts on the device, in the denoiser's dtype."""
-        return {
+        arguments = {
             "prompt_embeds": conditioning["text"],
             "negative_prompt_embeds": negative["text"],
             "guidance_scale": guidance_scale,
         }
+        if "pooled" in conditioning:
+            arguments["pooled_prompt_embeds"] = conditioning["pooled"]
+            arguments["negative_pooled_prompt_embeds"] = negative["pooled"]
+        return arguments
 
     def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
         """Return the VAE's input, float32, from the pipeline's output with `output_type="latent"`.
@@ -484,7 +477,7 @@ class Family(ABC):
         return Sampler(
             pipeline=pipeline,
             denoiser=denoiser,
-            vae=self.load_vae(facts.located),
+            vae=load_base_vae(facts.located),
             device=device,
             family=self,
         )

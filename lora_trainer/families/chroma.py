@@ -12,73 +12,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.families.base import (
-    AdapterFormats,
     AdapterNames,
     BaseFacts,
-    BaseRelease,
     Conditioning,
 )
-from lora_trainer.families.facts import APACHE
 from lora_trainer.families.flow import (
-    FLUX_VAE,
-    FLUX_VAE_PARAMETERS,
     FlowFamily,
     pack,
     position_ids,
     unpack,
 )
-from lora_trainer.families.flux import ENDINGS, LATENT_CHANNELS
-from lora_trainer.families.text.text_layers import T5_XXL
+from lora_trainer.families.flux import ENDINGS
+from lora_trainer.families.text.text_layers import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 
 if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
     from torch import Tensor, nn
-
-IN_FILE = frozenset(
-    {
-        "img_in.weight",
-        "txt_in.weight",
-        "distilled_guidance_layer.in_proj.weight",
-        "double_blocks.0.img_attn.qkv.weight",
-        "single_blocks.0.linear1.weight",
-        "final_layer.linear.weight",
-    }
-)
-"""Names in the original layout; Chroma Radiance, which works on pixels without a VAE, lacks the last."""
-IN_DIFFUSERS = frozenset(
-    {
-        "x_embedder.weight",
-        "distilled_guidance_layer.in_proj.weight",
-        "single_transformer_blocks.0.proj_mlp.weight",
-    }
-)
-RELEASE = BaseRelease(
-    ids=("lodestones/Chroma1-HD", "lodestones/Chroma1-Base"),
-    architecture={
-        "_class_name": "ChromaTransformer2DModel",
-        "patch_size": 1,
-        "in_channels": 4 * LATENT_CHANNELS,
-        "num_layers": 19,
-        "num_single_layers": 38,
-        "attention_head_dim": 128,
-        "num_attention_heads": 24,
-        "joint_attention_dim": 4096,
-        "approximator_num_channels": 64,
-        "approximator_hidden_dim": 5120,
-        "approximator_layers": 5,
-    },
-    vae=FLUX_VAE,
-    parameters={
-        "denoiser": 8_899_983_424,
-        "vae": FLUX_VAE_PARAMETERS,
-        "text_encoder": T5_XXL.parameters,
-    },
-    max_tokens=512,
-    download_bytes=27_490_000_000,
-    licence=APACHE,
-)
 
 
 class ChromaTextEncoder(TransformersEncoder):
@@ -107,27 +58,18 @@ class Chroma(FlowFamily):
     """The family of Chroma1-HD, Chroma1-Base and everything fine-tuned from them."""
 
     name = "chroma"
-    formats = AdapterFormats(
-        written=("diffusers", "comfyui"),
-        refused={
-            "kohya": "its names fuse q, k and v into one layer, which would triple the rank; ComfyUI and "
-            "diffusers read the diffusers format",
-        },
-    )
     pipeline_class = "ChromaPipeline"
     denoiser_class = "ChromaTransformer2DModel"
-    text_networks = (T5_XXL,)
+    text_networks = (BY_ROLE["t5xxl"],)
     text_encoder_class = ChromaTextEncoder
     masked_text = True
     one_text_length = True  # `predict` runs one pass per text length, so samples are batched by it
     endings = ENDINGS
     packed_latents = True
-    file_marks = (IN_FILE, IN_DIFFUSERS)
     traits = replace(
         FlowFamily.traits,
         quantization_skip=("distilled_guidance_layer",),  # it makes the modulation of all blocks
     )
-    published = (RELEASE,)
     metadata = AdapterNames(kohya="chroma", modelspec="chroma/lora")
 
     def built(self, build: Callable[[], nn.Module]) -> nn.Module:

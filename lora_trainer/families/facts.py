@@ -7,18 +7,21 @@ The methods of `BaseFacts` that return tensors import torch and diffusers when t
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.declare import Precision
-from lora_trainer.families.base_files.unet_layers import UNET_CLASS, read_unet
+from lora_trainer.families.base_files.unet_layers import UNET_CLASS, unet_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+RELEASES = Path(__file__).with_name("releases.toml")
 Prediction = Literal["epsilon", "v_prediction", "flow"]
 Part = Literal["denoiser", "vae", "text_encoder"]
 PARTS: tuple[Part, ...] = ("denoiser", "vae", "text_encoder")
@@ -48,21 +51,6 @@ class Licence:
     name: str
     allows: str
     is_gated: bool = False
-
-
-# As the releases' pages on the Hub name them, 2026.
-APACHE = Licence(name="Apache 2.0", allows="free for every use")
-OPENRAIL = Licence(
-    name="Open RAIL-M", allows="free, also for work you sell; harmful uses are ruled out"
-)
-STABILITY = Licence(
-    name="Stability AI Community",
-    allows="free below a revenue of 1 million dollars a year",
-    is_gated=True,
-)
-FLUX_DEV = Licence(
-    name="FLUX Non-Commercial", allows="the model is for non-commercial use", is_gated=True
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,10 +239,11 @@ class Geometry:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRelease:
-    """A public release that can be planned without a download, or a base as its folder states it.
+    """A public release that can be planned without a download (releases.toml), or a base as its folder states it.
 
     `ids` are Hub ids. `vae` has the keys that `Family.latent_shape` reads, `scheduler` those that
-    `BaseFacts.flow_shift` reads. Without a `licence` the release has one of its owner's own.
+    `BaseFacts.flow_shift` reads. Without a `licence` the release has one of its owner's own. `checkpoints` are
+    well-known ones made from it, with which its LoRAs work too.
     """
 
     ids: tuple[str, ...]
@@ -265,10 +254,44 @@ class BaseRelease:
     max_tokens: int
     download_bytes: int = 0
     licence: Licence | None = None
+    checkpoints: tuple[str, ...] = ()
     variant: str = ""
     distilled: bool = False
     prediction: Prediction = "flow"
     zero_terminal_snr: bool = False
+
+
+@cache
+def release_tables() -> Mapping[str, Any]:
+    """Return the contents of releases.toml."""
+    tables: Mapping[str, Any] = tomllib.loads(RELEASES.read_text(encoding="utf-8"))
+    return tables
+
+
+@cache
+def released(family: str) -> tuple[BaseRelease, ...]:
+    """Return the public releases of a family, from releases.toml."""
+    tables = release_tables()
+    shared = dict(tables["families"][family])
+    releases = []
+    for row in shared.pop("releases"):
+        # Tables of the family and of the release are joined, plain values replaced.
+        values = shared | {
+            key: {**shared.get(key, {}), **value} if isinstance(value, dict) else value
+            for key, value in row.items()
+        }
+        vae = dict(tables["vaes"][values["vae"]])
+        sizes = {**values["parameters"], "vae": vae.pop("parameters")}
+        licence = tables["licences"].get(values.get("licence"))
+        values |= {
+            "ids": tuple(values["ids"]),
+            "checkpoints": tuple(values.get("checkpoints", ())),
+            "vae": vae,
+            "parameters": {part: sizes[part] for part in PARTS},
+            "licence": Licence(**licence) if licence else None,
+        }
+        releases.append(BaseRelease(**values))
+    return tuple(releases)
 
 
 Conditioning = Mapping[str, "Tensor"]
@@ -357,7 +380,7 @@ class BaseFacts:
         Configurations of equal U-Nets differ in many other keys. A key that is left out has diffusers' default.
         """
         if self.architecture.get("_class_name") == UNET_CLASS:
-            return asdict(read_unet(self.architecture))
+            return unet_numbers(self.architecture)
         return {key: value for key, value in self.architecture.items() if not key.startswith("_")}
 
     def geometry_conditioning(self, geometry: Geometry) -> Conditioning:

@@ -19,6 +19,7 @@ from lora_trainer.config.declare import Targets
 from lora_trainer.families.base import (
     AUTOENCODER_KL,
     DENOISER,
+    AdapterFormats,
     BaseFacts,
     BaseRelease,
     Family,
@@ -55,12 +56,14 @@ from lora_trainer.families.base_files.network_files import (
     denoiser_parameters,
     encoder_parameters,
     holds_vae,
+    load_base_vae,
     load_encoder_file,
     load_transformer,
     vae_names,
 )
 from lora_trainer.families.facts import INDEXED_BLOCK
 from lora_trainer.families.layer_tables import other_names
+from lora_trainer.families.signatures import fits, signature_tables
 from lora_trainer.families.text.text_layers import TextNetwork
 from lora_trainer.families.text.transformers_encoder import (
     TransformersEncoder,
@@ -80,12 +83,6 @@ JOINT_ATTENTION = (
 )
 """Attention of blocks that attend to image and text at once."""
 JOINT_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
-FLUX_VAE: Mapping[str, Any] = {
-    "latent_channels": 16,
-    "block_out_channels": [128, 256, 512, 512],
-}
-"""The shape of FLUX.1's VAE, which other families use too."""
-FLUX_VAE_PARAMETERS = 83_819_683
 
 
 def target_endings(
@@ -149,10 +146,13 @@ class FlowFamily(Family):
         quantization_skip=(),
         vae_peak=AUTOENCODER_KL,
     )
-    file_marks: tuple[frozenset[str], ...]
-    """Tensors of which a single file has one whole set: in the original layout, or in diffusers'."""
-    foreign_marks: frozenset[str] = frozenset()
-    """Tensors of relatives that have the marks too."""
+    formats = AdapterFormats(
+        written=("diffusers", "comfyui"),
+        refused={
+            "kohya": "its names fuse q, k and v into one layer, which would triple the rank; use "
+            "output.format=diffusers, which diffusers, ComfyUI and InvokeAI read",
+        },
+    )
     vae_files = True
     """Whether the VAE is read from single files."""
     comfyui_prefix = "transformer."
@@ -204,17 +204,7 @@ class FlowFamily(Family):
 
     def architecture(self, layout: Layout) -> Mapping[str, Any]:
         """Return the denoiser's configuration; override it where a single file may differ from its companion."""
-        config = read_json(part_folder(layout, "denoiser", "transformer") / "config.json")
-        if (single := part_file(layout, "denoiser")) is not None:
-            shapes, blocks = self.companion_sizes(config, layout)
-            check_companion(single, shapes=shapes, blocks=blocks)
-        return config
-
-    def companion_sizes(
-        self, config: Mapping[str, Any], layout: Layout
-    ) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, int]]:
-        """Return sizes that a single file must share with its companion: shapes of tensors, numbers of blocks."""
-        return {}, {}
+        return read_json(part_folder(layout, "denoiser", "transformer") / "config.json")
 
     def scheduler(self, layout: Layout) -> Mapping[str, Any]:
         """Return the scheduler's configuration; override it where a single file needs another scheduler."""
@@ -237,9 +227,9 @@ class FlowFamily(Family):
         )
 
     def detect_file(self, header: Header) -> frozenset[Part]:
-        names = denoiser_names(header).keys()
+        tensors = {name: header[full] for name, full in denoiser_names(header).items()}
         parts: set[Part] = set()
-        if any(names >= marks for marks in self.file_marks) and not names & self.foreign_marks:
+        if any(fits(tensors, marks) for marks in signature_tables()["bases"][self.name]):
             parts.add("denoiser")
         channels = self.published[0].vae.get("latent_channels", 0)
         if self.vae_files and holds_vae(header, latent_channels=channels):
@@ -253,6 +243,8 @@ class FlowFamily(Family):
         for file in (file for each in files.values() for file in each):
             if not file.is_file():
                 raise InputError(f"base model file {file} is missing", fix=AGAIN)
+        if (single := part_file(layout, "denoiser")) is not None:
+            check_companion(single, architecture, self.published)
         variant, distilled = self.release(architecture, layout)
         release = BaseRelease(
             ids=(source,),
@@ -410,7 +402,7 @@ class FlowFamily(Family):
             facts,
             **texts,
             transformer=self.load_denoiser(facts, dtype=dtype, device=cpu),
-            vae=self.load_vae(layout, dtype=dtype),  # these pipelines pass latents to it uncast
+            vae=load_base_vae(layout, dtype=dtype),  # these pipelines pass latents to it uncast
             dtype=dtype,
         )
         return pipeline.to(device)

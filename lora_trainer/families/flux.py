@@ -10,13 +10,11 @@ An example of a family; how to add one is said at the top of base.py, step by st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import (
-    AdapterFormats,
     AdapterNames,
     BaseFacts,
     BaseRelease,
@@ -27,10 +25,7 @@ from lora_trainer.families.base import (
 )
 from lora_trainer.families.base_files.base_folder import part_file, read_header
 from lora_trainer.families.base_files.network_files import denoiser_names
-from lora_trainer.families.facts import APACHE, FLUX_DEV
 from lora_trainer.families.flow import (
-    FLUX_VAE,
-    FLUX_VAE_PARAMETERS,
     JOINT_ATTENTION,
     JOINT_FEED_FORWARD,
     FlowFamily,
@@ -39,7 +34,7 @@ from lora_trainer.families.flow import (
     target_endings,
     unpack,
 )
-from lora_trainer.families.text.text_layers import CLIP_L, T5_XXL
+from lora_trainer.families.text.text_layers import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import PooledT5Encoder
 
 if TYPE_CHECKING:
@@ -50,102 +45,25 @@ ENDINGS = target_endings(
     transformer=(*JOINT_FEED_FORWARD, "proj_mlp", "proj_out"),
     modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
 )
-IN_FILE = frozenset(
-    {
-        "img_in.weight",
-        "txt_in.weight",
-        "vector_in.in_layer.weight",
-        "double_blocks.0.img_attn.qkv.weight",
-        "single_blocks.0.linear1.weight",
-    }
-)
-"""Names in the original layout; no other family has all of them."""
-IN_DIFFUSERS = frozenset(
-    {
-        "x_embedder.weight",
-        "context_embedder.weight",
-        "time_text_embed.text_embedder.linear_1.weight",
-        "single_transformer_blocks.0.proj_mlp.weight",
-        "single_transformer_blocks.0.norm.linear.weight",
-    }
-)
 _GUIDANCE = frozenset(
     {"guidance_in.in_layer.weight", "time_text_embed.guidance_embedder.linear_1.weight"}
 )
 LATENT_CHANNELS = 16
-DEV: Mapping[str, Any] = {
-    "_class_name": "FluxTransformer2DModel",
-    "patch_size": 1,
-    "in_channels": 4 * LATENT_CHANNELS,
-    "num_layers": 19,
-    "num_single_layers": 38,
-    "attention_head_dim": 128,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 4096,
-    "pooled_projection_dim": 768,
-    "guidance_embeds": True,
-}
-DYNAMIC_SHIFT: Mapping[str, Any] = {
-    "_class_name": "FlowMatchEulerDiscreteScheduler",
-    "num_train_timesteps": 1000,
-    "base_image_seq_len": 256,
-    "base_shift": 0.5,
-    "max_image_seq_len": 4096,
-    "max_shift": 1.15,
-    "shift": 3.0,
-    "use_dynamic_shifting": True,
-}
-DEV_RELEASE = BaseRelease(
-    ids=("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-Krea-dev"),
-    architecture=DEV,
-    vae=FLUX_VAE,
-    scheduler=DYNAMIC_SHIFT,
-    parameters={
-        "denoiser": 11_901_408_320,
-        "vae": FLUX_VAE_PARAMETERS,
-        "text_encoder": CLIP_L.parameters + T5_XXL.parameters,
-    },
-    max_tokens=512,
-    download_bytes=33_740_000_000,
-    licence=FLUX_DEV,
-    variant="dev",
-)
-SCHNELL_RELEASE = replace(
-    DEV_RELEASE,
-    ids=("black-forest-labs/FLUX.1-schnell",),
-    architecture={**DEV, "guidance_embeds": False},
-    scheduler={**DYNAMIC_SHIFT, "shift": 1.0, "use_dynamic_shifting": False},
-    parameters={**DEV_RELEASE.parameters, "denoiser": 11_891_178_560},
-    max_tokens=256,
-    download_bytes=33_720_000_000,
-    licence=replace(APACHE, is_gated=True),
-    variant="schnell",
-    distilled=True,
-)
 
 
 class Flux(FlowFamily):
     """The family of FLUX.1 dev, schnell, and everything fine-tuned from them."""
 
     name = "flux"
-    formats = AdapterFormats(
-        written=("diffusers", "comfyui"),
-        refused={
-            "kohya": "its names fuse q, k and v into one layer, which would triple the rank; ComfyUI, Forge, "
-            "InvokeAI and diffusers read the diffusers format",
-        },
-    )
     pipeline_class = "FluxPipeline"
     denoiser_class = "FluxTransformer2DModel"
-    text_networks = (CLIP_L, T5_XXL)
+    text_networks = (BY_ROLE["clip_l"], BY_ROLE["t5xxl"])
     text_encoder_class = PooledT5Encoder
     endings = ENDINGS
     packed_latents = True
     negative_prompt = False  # a guidance-distilled base takes none
-    file_marks = (IN_FILE, IN_DIFFUSERS)
     # The last norm: diffusers has scale before shift, the original code the reverse.
     swapped_layers = frozenset({"norm_out.linear"})
-    published = (DEV_RELEASE, SCHNELL_RELEASE)
 
     # ---- facts
 
@@ -218,11 +136,8 @@ class Flux(FlowFamily):
     def sampler_arguments(
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
     ) -> Mapping[str, Any]:
-        return {
-            "prompt_embeds": conditioning["text"],
-            "pooled_prompt_embeds": conditioning["pooled"],
-            "guidance_scale": guidance_scale,
-        }
+        arguments = super().sampler_arguments(conditioning, negative, guidance_scale=guidance_scale)
+        return {key: value for key, value in arguments.items() if not key.startswith("negative")}
 
 
 FAMILY = Flux()

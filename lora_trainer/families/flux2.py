@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import (
-    AdapterFormats,
     AdapterNames,
     BaseFacts,
     BaseRelease,
@@ -25,11 +24,9 @@ from lora_trainer.families.base import (
 )
 from lora_trainer.families.base_files.base_folder import part_file, read_json
 from lora_trainer.families.base_files.network_files import denoiser_shapes
-from lora_trainer.families.facts import APACHE, FLUX_DEV
 from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, target_endings
-from lora_trainer.families.text.text_layers import QWEN3_4B
+from lora_trainer.families.text.text_layers import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import (
-    QWEN3_TOKENS,
     QWEN3_UNREAD,
     Qwen3Encoder,
     qwen3_config,
@@ -48,76 +45,8 @@ ENDINGS = target_endings(
         for name in ("linear_in", "linear_out")
     ),  # the modulation lies outside the blocks
 )
-# At 200 steps the sampler's shift equals FLUX.1's, exp of a line in the tokens; fewer steps shift more.
-SCHEDULER: Mapping[str, Any] = {
-    "num_train_timesteps": 1000,
-    "use_dynamic_shifting": True,
-    "base_image_seq_len": 256,
-    "max_image_seq_len": 4096,
-    "base_shift": 0.5,
-    "max_shift": 1.15,
-    "shift": 3.0,
-}
-VAE: Mapping[str, Any] = {"latent_channels": 32, "block_out_channels": [128, 256, 512, 512]}
-VAE_PARAMETERS = 84_046_115
-
-
-ARCHITECTURE: Mapping[str, Any] = {
-    "_class_name": "Flux2Transformer2DModel",
-    "patch_size": 1,
-    # 32 channels of the VAE times the four latents of a square.
-    "in_channels": 128,
-    "out_channels": None,
-    "attention_head_dim": 128,
-    "timestep_guidance_channels": 256,
-    "mlp_ratio": 3.0,
-    # Image, row, column and index in the text (`_positions`) share the 128 channels of a head.
-    "axes_dims_rope": [32, 32, 32, 32],
-    "rope_theta": 2000,
-    "eps": 1e-6,
-    "guidance_embeds": False,
-}
-# joint_attention_dim is three layers of the text encoder: 2560 each of Qwen3-4B, 4096 of Qwen3-8B.
-SIZES: Mapping[str, Mapping[str, int]] = {
-    "4B": {
-        "num_layers": 5,
-        "num_single_layers": 20,
-        "num_attention_heads": 24,
-        "joint_attention_dim": 7680,
-    },
-    "9B": {
-        "num_layers": 8,
-        "num_single_layers": 24,
-        "num_attention_heads": 32,
-        "joint_attention_dim": 12_288,
-    },
-}
-DENOISER_PARAMETERS = {"4B": 3_875_544_576, "9B": 9_078_581_248}
-TEXT_PARAMETERS = {"4B": 4_022_468_096, "9B": 7_568_405_504}
-HEAD_PARAMETERS = {"4B": 0, "9B": 622_329_856}
-"""Parameters of a language head that is separate from the embedding: downloaded, never loaded."""
-
-
-def _release(size: str, *, distilled: bool) -> BaseRelease:
-    denoiser, text = DENOISER_PARAMETERS[size], TEXT_PARAMETERS[size]
-    return BaseRelease(
-        ids=(f"black-forest-labs/FLUX.2-klein-{'' if distilled else 'base-'}{size}",),
-        architecture={**ARCHITECTURE, **SIZES[size]},
-        vae=VAE,
-        scheduler=SCHEDULER,
-        parameters={"denoiser": denoiser, "vae": VAE_PARAMETERS, "text_encoder": text},
-        max_tokens=QWEN3_TOKENS,
-        download_bytes=2 * (denoiser + VAE_PARAMETERS + text + HEAD_PARAMETERS[size]),
-        variant=_variant(size.lower(), distilled=distilled),
-        distilled=distilled,
-        licence=APACHE if size == "4B" else FLUX_DEV,
-    )
-
-
-def _size(architecture: Mapping[str, Any]) -> str:
-    """Return "4b" or "9b", "" for another size."""
-    sizes = (size for size, numbers in SIZES.items() if numbers.items() <= architecture.items())
-    return next(sizes, "").lower()
+SIZES = ("num_layers", "num_single_layers", "num_attention_heads", "joint_attention_dim")
+"""Keys of the configuration that differ between the sizes of klein."""
 
 
 def _variant(size: str, *, distilled: bool) -> str:
@@ -141,32 +70,19 @@ class Flux2(FlowFamily):
     """The family of FLUX.2 klein (Black Forest Labs 2026) and its fine-tunes."""
 
     name = "flux2"
-    formats = AdapterFormats(
-        written=("diffusers", "comfyui"),
-        refused={
-            "kohya": "to_q, to_k and to_v are one weight in its names; use output.format=diffusers, which "
-            "ComfyUI, InvokeAI and diffusers read",
-        },
-    )
     pipeline_class = "Flux2KleinPipeline"
     denoiser_class = "Flux2Transformer2DModel"
-    text_networks = (QWEN3_4B,)
+    text_networks = (BY_ROLE["qwen3_4b"],)
     text_encoder_class = KleinEncoder
     unread_text = QWEN3_UNREAD
     native_latents = 64
     patch = 1  # `normalised` folds the squares into channels: the denoiser has one token per latent
     endings = ENDINGS
-    file_marks = (
-        frozenset({"double_stream_modulation_img.lin.weight"}),
-        frozenset({"double_stream_modulation_img.linear.weight"}),
-    )
     vae_files = False
     negative_prompt = False  # the pipeline guides against the empty prompt
     # The last norm: diffusers has scale before shift, the original code the reverse.
     swapped_layers = frozenset({"norm_out.linear"})
-    published = tuple(
-        _release(size, distilled=distilled) for size in ("4B", "9B") for distilled in (False, True)
-    )
+
     # ---- facts
 
     def guidance(self, architecture: Mapping[str, Any], *, distilled: bool) -> Guidance:
@@ -208,17 +124,6 @@ class Flux2(FlowFamily):
             )
         return config
 
-    def companion_sizes(
-        self, config: Mapping[str, Any], layout: Layout
-    ) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, int]]:
-        inner = config["num_attention_heads"] * config["attention_head_dim"]
-        shape = (inner, config["joint_attention_dim"])
-        double, single = config["num_layers"], config["num_single_layers"]
-        return dict.fromkeys(("txt_in.weight", "context_embedder.weight"), shape), {
-            **dict.fromkeys(("double_blocks", "transformer_blocks"), double),
-            **dict.fromkeys(("single_blocks", "single_transformer_blocks"), single),
-        }
-
     def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
         """Return (variant, distilled), distilled by the pipeline's index or by a single file's name.
 
@@ -228,10 +133,17 @@ class Flux2(FlowFamily):
         single = part_file(layout, "denoiser")
         if single is not None and "klein" in single.name.lower():
             distilled = _is_distilled(single.name)
-        return _variant(_size(architecture), distilled=distilled), distilled
+        return _variant(self._size(architecture), distilled=distilled), distilled
+
+    def _size(self, architecture: Mapping[str, Any]) -> str:
+        """Return "4b" or "9b", "" for another size."""
+        for release in self.published:
+            if all(release.architecture[key] == architecture.get(key) for key in SIZES):
+                return release.variant.rpartition("-")[2]
+        return ""
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
-        size = _size(facts.architecture)
+        size = self._size(facts.architecture)
         # As ai-toolkit and musubi-tuner write them.
         return AdapterNames(
             kohya=f"flux2_klein_{size}".rstrip("_"),

@@ -235,7 +235,7 @@ def _open_folder(
     text encoder.
     """
     if companion.is_made():
-        return companion.folder()
+        return companion.folder
     return companion.make(_fetch_tokenizers) if on_bytes is not None else cached_folder
 
 

@@ -16,14 +16,10 @@ from lora_trainer.families.base import (
     AdapterFormats,
     AdapterNames,
     BaseFacts,
-    BaseRelease,
     Conditioning,
-    Layout,
-    Part,
 )
-from lora_trainer.families.facts import APACHE
-from lora_trainer.families.flow import FLUX_VAE, FLUX_VAE_PARAMETERS, FlowFamily, target_endings
-from lora_trainer.families.text.text_layers import GEMMA2_2B
+from lora_trainer.families.flow import FlowFamily, target_endings
+from lora_trainer.families.text.text_layers import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import LUMINA_SYSTEM_PROMPT, Gemma2Encoder
 
 if TYPE_CHECKING:
@@ -35,32 +31,6 @@ ENDINGS = target_endings(
     transformer=tuple(f"feed_forward.linear_{number}" for number in (1, 2, 3)),
     modulation=("norm1.linear",),
 )
-IN_FILE = frozenset({"noise_refiner.0.attention.qkv.weight", "cap_embedder.1.weight"})
-IN_DIFFUSERS = frozenset({"noise_refiner.0.attn.to_q.weight", "context_refiner.0.norm1.weight"})
-ARCHITECTURE: Mapping[str, Any] = {
-    "_class_name": "Lumina2Transformer2DModel",
-    "sample_size": 128,
-    "patch_size": 2,
-    "in_channels": 16,
-    "hidden_size": 2304,
-    "num_layers": 26,
-    "num_refiner_layers": 2,
-    # Grouped queries: 24 heads of 96 channels read 8 of keys and values, 2304 + 768 + 768 rows when joined.
-    "num_attention_heads": 24,
-    "num_kv_heads": 8,
-    "multiple_of": 256,
-    "ffn_dim_multiplier": None,
-    "norm_eps": 1e-5,
-    "scaling_factor": 1.0,
-    "axes_dim_rope": [32, 32, 32],
-    "axes_lens": [300, 512, 512],
-    "cap_feat_dim": 2304,
-}
-PARAMETERS: Mapping[Part, int] = {
-    "denoiser": 2_609_769_152,
-    "vae": FLUX_VAE_PARAMETERS,
-    "text_encoder": GEMMA2_2B.parameters,
-}
 
 
 class Lumina2(FlowFamily):
@@ -77,35 +47,13 @@ class Lumina2(FlowFamily):
     )
     pipeline_class = "Lumina2Pipeline"
     denoiser_class = "Lumina2Transformer2DModel"
-    text_networks = (GEMMA2_2B,)
+    text_networks = (BY_ROLE["gemma2_2b"],)
     text_encoder_class = Gemma2Encoder
     unread_text = ("spiece_model",)  # ComfyUI's files bring the tokenizer as a tensor of bytes
     text_width = "cap_feat_dim"
     masked_text = True
     endings = ENDINGS
-    file_marks = (IN_FILE, IN_DIFFUSERS)
-    foreign_marks = frozenset({"cap_pad_token"})  # Z-Image's
     metadata = AdapterNames(kohya="lumina2", modelspec="lumina-2/lora")  # as sd-scripts writes it
-    published = (
-        BaseRelease(
-            ids=("Alpha-VLLM/Lumina-Image-2.0",),
-            architecture=ARCHITECTURE,
-            vae=FLUX_VAE,
-            scheduler={"use_dynamic_shifting": False, "shift": 6.0},
-            parameters=PARAMETERS,
-            max_tokens=256,  # the limit of diffusers' pipeline, system prompt included
-            download_bytes=2 * sum(PARAMETERS.values()),  # in bf16
-            licence=APACHE,
-        ),
-    )
-
-    def companion_sizes(
-        self, config: Mapping[str, Any], layout: Layout
-    ) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, int]]:
-        shape = (int(config["hidden_size"]), int(config["cap_feat_dim"]))
-        embedders = ("cap_embedder.1.weight", "time_caption_embed.caption_embedder.1.weight")
-        blocks = {"layers": config["num_layers"], "noise_refiner": config["num_refiner_layers"]}
-        return dict.fromkeys(embedders, shape), blocks
 
     def built(self, build: Callable[[], nn.Module]) -> nn.Module:
         return _recomputing_refiners(build())

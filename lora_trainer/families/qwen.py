@@ -18,7 +18,6 @@ from lora_trainer.families.base import (
     AdapterFormats,
     AdapterNames,
     BaseFacts,
-    BaseRelease,
     Conditioning,
     Header,
     Layout,
@@ -26,11 +25,11 @@ from lora_trainer.families.base import (
 )
 from lora_trainer.families.base_files.base_folder import components, part_file, read_header
 from lora_trainer.families.base_files.network_files import denoiser_names
-from lora_trainer.families.facts import APACHE, VaePeak
+from lora_trainer.families.facts import VaePeak
 from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, pack, target_endings, unpack
-from lora_trainer.families.text.text_layers import QWEN25_VL_7B
+from lora_trainer.families.signatures import fits, signature_tables
+from lora_trainer.families.text.text_layers import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import (
-    QWEN_VL_TOKENS,
     QWEN_VL_UNREAD,
     QwenVLEncoder,
     text_config,
@@ -56,38 +55,6 @@ UNUSED_IN_LAST_BLOCK = (
 OTHER_MODELS = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope", "zero_cond_t")
 """Settings of the denoiser that only editing and layered models switch on."""
 
-ARCHITECTURE: Mapping[str, Any] = {
-    "_class_name": "QwenImageTransformer2DModel",
-    "patch_size": 2,
-    "in_channels": 64,
-    "out_channels": LATENT_CHANNELS,
-    "num_layers": 60,
-    "attention_head_dim": 128,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 3584,
-    "guidance_embeds": False,
-    "axes_dims_rope": [16, 56, 56],
-}
-SCHEDULER: Mapping[str, Any] = {
-    "_class_name": "FlowMatchEulerDiscreteScheduler",
-    "base_image_seq_len": 256,
-    "base_shift": 0.5,
-    "max_image_seq_len": 8192,
-    "max_shift": 0.9,
-    "shift": 1.0,
-    # Only the sampler stretches its schedule to end at 0.02; `flow_shift` takes no notice of it.
-    "shift_terminal": 0.02,
-    "time_shift_type": "exponential",
-    "use_dynamic_shifting": True,
-}
-PARAMETERS: Mapping[Part, int] = {
-    "denoiser": 20_430_401_088,
-    "vae": 126_892_531,
-    "text_encoder": QWEN25_VL_7B.parameters,
-}
-UNREAD_PARAMETERS = 1_221_547_520
-"""Parameters of the text encoder's vision tower and language head: downloaded, never loaded."""
-
 
 class QwenImage(FlowFamily):
     """The family of Qwen-Image's text-to-image releases."""
@@ -95,20 +62,13 @@ class QwenImage(FlowFamily):
     name = "qwen"
     pipeline_class = "QwenImagePipeline"
     denoiser_class = "QwenImageTransformer2DModel"
-    text_networks = (QWEN25_VL_7B,)
+    text_networks = (BY_ROLE["qwen25_7b"],)
     text_encoder_class = QwenVLEncoder
     unread_text = QWEN_VL_UNREAD
     masked_text = True
     video_vae = True
     endings = ENDINGS
     unused_in_last_block = UNUSED_IN_LAST_BLOCK
-    file_marks = (
-        frozenset({"img_in.weight", "txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"}),
-    )
-    # Those of editing and layered models.
-    foreign_marks = frozenset(
-        {"__index_timestep_zero__", "time_text_embed.addition_t_embedding.weight"}
-    )
     vae_files = False  # not in the names that other families' VAEs have: see `detect_file`
     comfyui_prefix = "diffusion_model."
     traits = replace(
@@ -119,18 +79,6 @@ class QwenImage(FlowFamily):
     # InvokeAI reads LoKr in kohya's names and nothing in ComfyUI's.
     formats = AdapterFormats(written=("diffusers", "kohya", "comfyui"), refused={})
     metadata = AdapterNames(kohya="qwen_image", modelspec="Qwen-Image/lora")
-    published = (
-        BaseRelease(
-            ids=("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"),
-            architecture=ARCHITECTURE,
-            vae={"z_dim": LATENT_CHANNELS, "temperal_downsample": [False, True, True]},
-            scheduler=SCHEDULER,
-            parameters=PARAMETERS,
-            max_tokens=QWEN_VL_TOKENS,
-            licence=APACHE,
-            download_bytes=2 * (sum(PARAMETERS.values()) + UNREAD_PARAMETERS),
-        ),
-    )
 
     # ---- facts
 
@@ -147,7 +95,8 @@ class QwenImage(FlowFamily):
         return False
 
     def detect_file(self, header: Header) -> frozenset[Part]:
-        return frozenset({"vae"}) if _is_vae(header) else super().detect_file(header)
+        is_vae = any(fits(header, marks) for marks in signature_tables()["qwen_image_vae"])
+        return frozenset({"vae"}) if is_vae else super().detect_file(header)
 
     def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         facts = super().facts(layout, source=source)
@@ -248,18 +197,6 @@ class QwenImage(FlowFamily):
 
 
 FAMILY = QwenImage()
-
-
-def _is_vae(header: Header) -> bool:
-    """Return whether a file holds a 16-channel Qwen-Image VAE, in Wan's or in diffusers' names."""
-    for first, middle in (
-        ("conv1.weight", "decoder.middle.0.residual.0.gamma"),
-        ("quant_conv.weight", "decoder.mid_block.resnets.0.norm1.gamma"),
-    ):
-        if first in header and middle in header:
-            # Mean and log variance of each latent channel go through this 1x1x1 convolution.
-            return header[first].shape[:2] == (2 * LATENT_CHANNELS, 2 * LATENT_CHANNELS)
-    return False
 
 
 def _count_blocks(header: Header) -> int:

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Literal
+
+from lora_trainer.families.signatures import signature_tables
 
 UNKNOWN = "unknown"
 Shapes = Mapping[str, tuple[int, ...]]
@@ -24,22 +28,6 @@ _DEEP = re.compile(r"_transformer_blocks_[1-9]")
 _SECOND_ENCODER = re.compile(r"lora_te2_|text_encoder_2_")
 _IN_A1111 = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}
 
-# Name patterns of a single family. FLUX.1's successors come first because they share most of its names.
-_PLAIN = (
-    ("flux2", r"to_qkv_mlp_proj|single_transformer_blocks_\d+_attn_to_out|(?:double|single)_stream_modulation"),
-    ("flux2", r"(?<!single_)transformer_blocks_\d+_ff(?:_context)?_linear_(?:in|out)"),
-    ("chroma", r"distilled_guidance_layer"),
-    ("hunyuan", r"individual_token_refiner_|double_blocks_\d+_(?:img|txt)_(?:mlp_fc\d|mod_linear)"),
-    ("hunyuan", r"single_blocks_\d+_modulation_linear"),
-    ("wan", r"(?:^|unet_|model_|transformer_)blocks_\d+_(?:(?:self|cross)_attn_[qkvo]|ffn_[02])$"),
-    ("hidream", r"(?:double|single)_stream_blocks_\d+_block_"),
-    ("pixart", r"adaln_single_"),
-    ("qwen", r"(?<!single_)transformer_blocks_\d+_(?:img|txt)_m(?:lp|od)_"),
-    ("sd3", r"joint_blocks_\d+_(?:x|context)_block_|transformer_blocks_\d+_attn2_(?:to|add)_"),
-    ("lumina2", r"(?:^|unet_|model_|transformer_)(?:layers|\w+_refiner)_\d+_(?:attn_to_|feed_forward_linear_)"),
-    ("zimage", r"(?:^|_)layers_\d+_attention_to_|(?:noise|context)_refiner_\d+_attention_to_"),
-)  # fmt: skip
-_PLAIN_NAMES = tuple((family, re.compile(pattern)) for family, pattern in _PLAIN)
 _FLUX = re.compile(r"(?:double|single)_blocks_\d+_|single_transformer_blocks_\d+_")
 _HUNYUAN_WIDTH = 3584
 _FLUX2_WIDTHS = {4096, 6144}  # klein 9B, dev; klein 4B has the width of FLUX.1
@@ -50,21 +38,12 @@ _FLUX_DOUBLE_BLOCKS = 19
 _SINGLE_STREAM = re.compile(r"(?:^|_)layers_\d+_(?:attention_(?:qkv|out)$|feed_forward_w[123]$)")
 _LUMINA2_WIDTH = 2304
 
-_VERSIONS = tuple(
-    (family, re.compile(pattern))
-    for family, pattern in (
-        ("sdxl", r"sdxl|stable-diffusion-xl"),
-        ("sd15", r"sd-v1|sd-?1\.?[45]|stable-diffusion-v1"),
-        ("sd2", r"sd-v2|sd-?2\.[01]|stable-diffusion-v2"),
-        ("sd3", r"sd-?3|stable-diffusion-v?3|3-(?:5-)?(?:medium|large)"),  # sd-scripts: the latter
-        ("flux2", r"flux[-.]?2"),
-        ("flux", r"flux"),
-        ("chroma", r"chroma"),
-        ("zimage", r"z-?image"),
-        ("qwen", r"qwen-?image"),
-        ("lumina2", r"lumina-?(?:image-)?2"),
-    )
-)
+
+@cache
+def _patterns(table: Literal["modules", "versions"]) -> tuple[tuple[str, re.Pattern[str]], ...]:
+    """Return (family, pattern) of the table `adapters` in signatures.toml, in its order."""
+    rows = signature_tables()["adapters"][table]
+    return tuple((family, re.compile(pattern)) for family, pattern in rows)
 
 
 def adapter_family(shapes: Shapes, *, metadata: Mapping[str, str]) -> str:
@@ -99,7 +78,7 @@ def a1111_version(family: str) -> str | None:
 
 def _version(text: str) -> str | None:
     normal = text.lower().replace("_", "-")
-    return next((family for family, start in _VERSIONS if start.match(normal)), None)
+    return next((family for family, start in _patterns("versions") if start.match(normal)), None)
 
 
 # ---- U-Nets
@@ -123,7 +102,7 @@ def _small_unet(modules: Shapes) -> str:
 
 
 def _transformer_family(modules: Shapes, metadata_family: str | None) -> str | None:
-    for family, pattern in _PLAIN_NAMES:
+    for family, pattern in _patterns("modules"):
         if any(pattern.search(name) for name in modules):
             return family
     if any(_FLUX.search(name) for name in modules):

@@ -10,14 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import pstdev
-from typing import Any
 
-from lora_trainer.families import sd15
 from lora_trainer.families.base import (
     AdapterNames,
     Assumption,
     BaseFacts,
-    BaseRelease,
     Header,
     Layout,
     Prediction,
@@ -25,33 +22,9 @@ from lora_trainer.families.base import (
 from lora_trainer.families.base_files import gguf_file
 from lora_trainer.families.base_files.base_folder import part_file
 from lora_trainer.families.base_files.unet_file import UNET, UNetTraits, read_numbers
-from lora_trainer.families.facts import OPENRAIL
 from lora_trainer.families.text.clip import ClipPart, ClipSize
-from lora_trainer.families.unet import VAE, VAE_PARAMETERS, UNetFamily
+from lora_trainer.families.unet import UNetFamily
 
-ARCHITECTURE: Mapping[str, Any] = {
-    **sd15.ARCHITECTURE,
-    "cross_attention_dim": 1024,
-    "attention_head_dim": [5, 10, 20, 20],
-    "use_linear_projection": True,
-}
-SCHEDULER: Mapping[str, Any] = {
-    "_class_name": "DDIMScheduler",
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "num_train_timesteps": 1000,
-    "set_alpha_to_one": False,
-    "steps_offset": 1,
-    "clip_sample": False,
-}
-OWNERS = ("sd2-community", "stabilityai")
-RELEASES: Mapping[str, Prediction] = {
-    "stable-diffusion-2-1": "v_prediction",
-    "stable-diffusion-2-1-base": "epsilon",
-    "stable-diffusion-2": "v_prediction",
-    "stable-diffusion-2-base": "epsilon",
-}
 NATIVE_PX: Mapping[Prediction, int] = {"epsilon": 512, "v_prediction": 768}
 TELLING_WEIGHT = f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias"
 _IN_DIFFUSERS = "up_blocks.3.attentions.2.transformer_blocks.0.norm1.bias"
@@ -60,33 +33,10 @@ TELLING_DEVIATION = 0.09
 ComfyUI tests the same weight."""
 
 
-def _release(source: str, prediction: Prediction) -> BaseRelease:
-    return BaseRelease(
-        ids=(source,),
-        architecture={**ARCHITECTURE, "sample_size": NATIVE_PX[prediction] // 8},
-        vae=VAE,
-        scheduler={**SCHEDULER, "prediction_type": prediction},
-        parameters={
-            "denoiser": 865_910_724,
-            "vae": VAE_PARAMETERS,
-            "text_encoder": 340_387_840,
-        },
-        max_tokens=77,
-        download_bytes=5_160_000_000,
-        licence=OPENRAIL,
-        prediction=prediction,
-    )
-
-
 class StableDiffusion2(UNetFamily):
     """The family of Stable Diffusion 2.0 and 2.1 and everything fine-tuned from them."""
 
     name = "sd2"
-    published = tuple(
-        _release(f"{owner}/{name}", prediction)
-        for owner in OWNERS
-        for name, prediction in RELEASES.items()
-    )
     texts = (
         ClipPart(
             role="clip_h",

@@ -1,14 +1,13 @@
 """Stable Diffusion 3 medium, 3.5 medium and large: MMDiT (Esser et al. 2024, arXiv 2403.03206).
 
 Conditioning: `text` [B, 77 + 256, 4096] of two CLIPs and T5, `pooled` [B, 2048]. 3.5 medium has a second
-attention among the image tokens alone (`attn2`). Single files have ComfyUI's layout; their header gives the
-denoiser's sizes, so one companion serves all releases.
+attention among the image tokens alone (`attn2`). Single files have ComfyUI's layout; the denoiser's number
+of parameters tells the releases apart, so one companion serves all.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import (
-    AdapterFormats,
     AdapterNames,
     BaseFacts,
     BaseRelease,
@@ -28,7 +26,6 @@ from lora_trainer.families.base import (
     TextEncoder,
 )
 from lora_trainer.families.base_files.base_folder import (
-    AGAIN,
     components,
     part_file,
     read_header,
@@ -36,20 +33,17 @@ from lora_trainer.families.base_files.base_folder import (
 )
 from lora_trainer.families.base_files.network_files import (
     ENCODER_PREFIX,
-    denoiser_shapes,
+    denoiser_parameters,
     holds_vae,
 )
-from lora_trainer.families.facts import STABILITY
 from lora_trainer.families.flow import (
-    FLUX_VAE,
-    FLUX_VAE_PARAMETERS,
     JOINT_ATTENTION,
     JOINT_FEED_FORWARD,
     FlowFamily,
     target_endings,
 )
 from lora_trainer.families.text.clip import read_padding_as_text
-from lora_trainer.families.text.text_layers import CLIP_G, CLIP_L_PROJECTED, T5_XXL, TextNetwork
+from lora_trainer.families.text.text_layers import BY_ROLE, CLIP_L_PROJECTED, TextNetwork
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 
 if TYPE_CHECKING:
@@ -68,63 +62,8 @@ ENDINGS = target_endings(
 # and scale of its text modulation in the other order, so an adapter of it would do the wrong thing there.
 UNUSED_IN_LAST_BLOCK = ("attn.add_q_proj", "norm1_context.linear")
 LATENT_CHANNELS = 16
-TEXT_NETWORKS = (CLIP_L_PROJECTED, CLIP_G, T5_XXL)
+TEXT_NETWORKS = (CLIP_L_PROJECTED, BY_ROLE["clip_g"], BY_ROLE["t5xxl"])
 """CLIP-L's projection is the identity, which files of it leave out."""
-
-MEDIUM: Mapping[str, Any] = {
-    "_class_name": "SD3Transformer2DModel",
-    "sample_size": 128,
-    "patch_size": 2,
-    "in_channels": LATENT_CHANNELS,
-    "num_layers": 24,
-    "attention_head_dim": 64,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 4096,
-    "caption_projection_dim": 1536,
-    "pooled_projection_dim": 2048,
-    "out_channels": LATENT_CHANNELS,
-    # Side in tokens of the table of positions, of which an image takes the middle
-    # (PatchEmbed.cropped_pos_embed in diffusers); larger images raise.
-    "pos_embed_max_size": 384,
-    "dual_attention_layers": list(range(13)),
-    "qk_norm": "rms_norm",
-}
-LARGE: Mapping[str, Any] = {
-    **MEDIUM,
-    "num_layers": 38,
-    "num_attention_heads": 38,
-    "caption_projection_dim": 2432,
-    "pos_embed_max_size": 192,
-    "dual_attention_layers": [],
-}
-FIRST_MEDIUM: Mapping[str, Any] = {
-    **MEDIUM,
-    "pos_embed_max_size": 192,
-    "dual_attention_layers": [],
-    "qk_norm": None,
-}
-
-
-def _release(
-    name: str, architecture: Mapping[str, Any], denoiser: int, *, variant: str
-) -> BaseRelease:
-    parameters: Mapping[Part, int] = {
-        "denoiser": denoiser,  # with the position table: a buffer that takes file space and memory too
-        "vae": FLUX_VAE_PARAMETERS,
-        "text_encoder": sum(network.parameters for network in TEXT_NETWORKS),
-    }
-    return BaseRelease(
-        ids=(f"stabilityai/{name}",),
-        architecture=architecture,
-        vae=FLUX_VAE,
-        scheduler={"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0},
-        parameters=parameters,
-        max_tokens=T5_TOKENS,
-        download_bytes=2 * sum(parameters.values()),
-        licence=STABILITY,
-        variant=variant,
-        distilled=variant.endswith("turbo"),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +73,7 @@ class SD3TextEncoder(TransformersEncoder):
     A folder whose model_index.json has `text_encoder_3: [null, null]` is used without T5: its 256 tokens are zeros.
     """
 
-    width: int = T5_XXL.width
+    width: int = BY_ROLE["t5xxl"].width
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Return `text` [B, 77 + 256, width of T5] and `pooled` [B, widths of both CLIPs]."""
@@ -165,32 +104,10 @@ class StableDiffusion3(FlowFamily):
     text_encoder_class = SD3TextEncoder
     endings = ENDINGS
     unused_in_last_block = UNUSED_IN_LAST_BLOCK
-    file_marks = (
-        frozenset(
-            {"x_embedder.proj.weight", "joint_blocks.0.context_block.adaLN_modulation.1.weight"}
-        ),
-        frozenset({"pos_embed.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"}),
-    )
     traits = replace(
         FlowFamily.traits,
         precisions=("bf16", "fp16", "fp32"),  # ComfyUI runs it in fp16 as it is, without a clamp
     )
-    formats = AdapterFormats(
-        written=("diffusers", "comfyui"),
-        refused={
-            "kohya": "its names for this family join query, key and value, which diffusers cannot read; "
-            "ComfyUI reads the diffusers format too",
-        },
-    )
-    published = (
-        _release("stable-diffusion-3.5-medium", MEDIUM, 2_469_663_936, variant="medium"),
-        _release("stable-diffusion-3.5-large", LARGE, 8_146_280_768, variant="large"),
-        _release("stable-diffusion-3.5-large-turbo", LARGE, 8_146_280_768, variant="large-turbo"),
-        _release(
-            "stable-diffusion-3-medium-diffusers", FIRST_MEDIUM, 2_084_951_104, variant="3-medium"
-        ),
-    )
-
     # ---- facts
 
     def facts(self, layout: Layout, *, source: str) -> BaseFacts:
@@ -223,8 +140,17 @@ class StableDiffusion3(FlowFamily):
         configured, single = super().architecture(layout), part_file(layout, "denoiser")
         if single is None:
             return configured
-        head_channels = int(configured["attention_head_dim"])
-        return {**configured, **file_architecture(single, head_channels=head_channels)}
+        count = denoiser_parameters(read_header(single))
+        nearest = self._nearest(count)
+        # One companion serves all releases; a network of another size is the companion's.
+        is_released = math.isclose(count, nearest.parameters["denoiser"], rel_tol=0.02)
+        # The first medium has no norms, and no key that says so.
+        released = {**configured, "qk_norm": None, **nearest.architecture}
+        return released if is_released else configured
+
+    def _nearest(self, parameters: int) -> BaseRelease:
+        """Return the release whose denoiser has about as many parameters."""
+        return min(self.published, key=lambda each: abs(each.parameters["denoiser"] - parameters))
 
     def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
         if architecture.get("qk_norm") is None:
@@ -232,11 +158,7 @@ class StableDiffusion3(FlowFamily):
         return ("medium" if architecture.get("dual_attention_layers") else "large"), False
 
     def detect_file(self, header: Header) -> frozenset[Part]:
-        parts, shapes = set(super().detect_file(header)), denoiser_shapes(header)
-        patches = shapes.get("x_embedder.proj.weight", shapes.get("pos_embed.proj.weight", ()))
-        # [width, latent channels, 2, 2]. A slice does not raise for a damaged tensor of fewer dimensions.
-        if patches[1:2] != (LATENT_CHANNELS,):
-            parts.discard("denoiser")
+        parts = set(super().detect_file(header))
         # Other families' VAEs have the same shape: accept one beside an SD 3 denoiser or alone in its file.
         if "denoiser" not in parts and not holds_vae(
             header, latent_channels=LATENT_CHANNELS, alone=True
@@ -256,9 +178,7 @@ class StableDiffusion3(FlowFamily):
         }
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
-        # A header shows only heads x channels; the heads of all releases have 64 channels.
-        sizes = file_architecture(file, head_channels=64)
-        variant, _ = self.release(sizes, Layout(folder=file.parent))
+        variant = self._nearest(denoiser_parameters(header)).variant
         turbo = "-turbo" if variant == "large" and "turbo" in file.name.lower() else ""
         return next(each for each in self.published if each.variant == variant + turbo)
 
@@ -312,58 +232,6 @@ class StableDiffusion3(FlowFamily):
         return replace(
             super().layer_names(shapes), swapped=frozenset({"norm_out.linear", *text_norm})
         )
-
-    # ---- images
-
-    def sampler_arguments(
-        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        return {
-            **super().sampler_arguments(conditioning, negative, guidance_scale=guidance_scale),
-            "pooled_prompt_embeds": conditioning["pooled"],
-            "negative_pooled_prompt_embeds": negative["pooled"],
-        }
-
-
-_IN_FILE = (
-    "joint_blocks",
-    "x_block.attn2.qkv",
-    "x_block.attn.ln_q",
-    "pos_embed",
-    "y_embedder.mlp.0.weight",
-)
-_IN_DIFFUSERS = (
-    *("transformer_blocks", "attn2.to_q", "attn.norm_q", "pos_embed.pos_embed"),
-    "time_text_embed.text_embedder.linear_1.weight",
-)
-"""Names in a file of the blocks, layers in them, the table of positions and the embedder of the pooled text."""
-
-
-def file_architecture(file: Path, *, head_channels: int) -> Mapping[str, Any]:
-    """Derive the configuration from the shapes in a file; raises InputError when tensors are missing."""
-    shapes = denoiser_shapes(read_header(file))
-    start, dual_layer, norm, positions, pooled = (
-        _IN_DIFFUSERS if "pos_embed.proj.weight" in shapes else _IN_FILE
-    )
-    blocks = {int(match[1]) for name in shapes if (match := re.match(rf"{start}\.(\d+)\.", name))}
-    dual = {block for block in blocks if f"{start}.{block}.{dual_layer}.weight" in shapes}
-    normed = f"{start}.0.{norm}.weight" in shapes
-    try:
-        # The text is projected to the width of the tokens, so this layer's rows give it.
-        width, text_width = shapes["context_embedder.weight"]
-        return {
-            "num_layers": max(blocks) + 1,
-            "num_attention_heads": width // head_channels,
-            "joint_attention_dim": text_width,
-            "caption_projection_dim": width,
-            "pooled_projection_dim": shapes[pooled][1],
-            # The table is [1, side * side, width].
-            "pos_embed_max_size": math.isqrt(shapes[positions][1]),
-            "dual_attention_layers": sorted(dual),
-            "qk_norm": "rms_norm" if normed else None,
-        }
-    except (KeyError, IndexError, ValueError) as error:
-        raise InputError(f"the denoiser in {file} lacks tensors ({error})", fix=AGAIN) from None
 
 
 FAMILY = StableDiffusion3()

@@ -1,19 +1,13 @@
 """Single files of a base: kind and parts of a checkpoint, files of its text encoders, parts that are missing.
 
-Files are recognised by their tensors, whatever their names. `signatures.toml` has the marks of files that are
-no base of a supported family, and says how they are written. Torch-free: everything follows from headers.
+Files are recognised by their tensors, whatever their names (signatures.py). Torch-free: everything follows
+from headers.
 """
 
 from __future__ import annotations
 
-import re
-import tomllib
-from collections.abc import Mapping
 from dataclasses import replace
-from fnmatch import translate
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError
@@ -27,21 +21,14 @@ from lora_trainer.families.base_files.base_folder import (
 )
 from lora_trainer.families.base_files.network_files import ENCODER_PREFIX
 from lora_trainer.families.base_files.open_companion import DOWNLOAD_BYTES, open_companion
+from lora_trainer.families.signatures import (
+    first_fit,
+    other_model,
+    signature_tables,
+    text_encoder_in,
+)
 from lora_trainer.families.text.text_layers import BY_ROLE
 
-# Parts of the names that trainers give to adapters' tensors; the last ones are GLoRA's and IA3's.
-_ADAPTER_MARKS = (
-    *("lora_down", "lora_up", "lora_A.", "lora_B.", "lora.down.", "lora.up.", "hada_w1", "lokr_w1"),
-    *(
-        "oft_blocks",
-        "oft_diag",
-        ".dora_scale",
-        "lora_magnitude_vector",
-        "glora",
-        ".a1.weight",
-        "on_input",
-    ),
-)
 LORA = "a LoRA"
 
 
@@ -61,19 +48,11 @@ def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFac
             f"base.companion {source} is not on this machine, and its name is not that of a well-known base",
             fix="start the training once to download it, or give a local diffusers folder",
         )
+    roles = family.text.roles
     text = encoder_files(settings, family, header, file, folder=None)
-    roles = {name: role for name, role in family.text.roles.items() if name not in text}
-    absent = {
-        "vae": "the VAE",
-        "text_encoder": "the text encoders" if not text else ", ".join(roles.values()),
-    }
-    if "vae" in parts or settings.vae is not None:
-        del absent["vae"]
-    if "text_encoder" in parts or not roles:
-        del absent["text_encoder"]
-    present = {*parts, *({"vae"} if settings.vae is not None else ())} - {"text_encoder"}
-    encoders = family.text.roles if "text_encoder" in parts else text
-    makeable = open_companion(facts, present | encoders.keys())
+    encoders = roles if "text_encoder" in parts else text
+    present = {*parts, *encoders, *({"vae"} if settings.vae is not None else ())}
+    makeable = open_companion(facts, present)
     if makeable is not None and settings.companion == "auto":
         return replace(
             facts,
@@ -81,19 +60,22 @@ def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFac
             download_bytes=DOWNLOAD_BYTES,
             missing=f"tokenizers of {' and '.join(makeable.sources)}",
         )
+    absent = [] if "vae" in present else ["the VAE"]
+    if lacking := [role for name, role in roles.items() if name not in encoders]:
+        absent.append(", ".join(lacking) if encoders else "the text encoders")
     sizes = {part: each.parameters for part, each in companion.parts.items()}
     # The precision in which the companion is published: 2 bytes for bf16, 4 for float32.
     bytes_each = round(companion.download_bytes / sum(sizes.values()))
-    present_count = sum(size for part, size in sizes.items() if part not in absent)
-    if "text_encoder" in absent:
-        present_count += sum(BY_ROLE[family.text.roles[component]].parameters for component in text)
+    if lacking:
+        sizes["text_encoder"] = sum(BY_ROLE[roles[component]].parameters for component in encoders)
+    if "vae" not in present:
+        sizes["vae"] = 0
+    absent_bytes = max(companion.download_bytes - bytes_each * sum(sizes.values()), 0)
     return replace(
         facts,
         source=settings.model,
-        download_bytes=max(companion.download_bytes - bytes_each * present_count, 0)
-        if absent
-        else 0,
-        missing=f"{', '.join([*absent.values(), 'configurations and tokenizers'])} of {source}",
+        download_bytes=absent_bytes if absent else 0,
+        missing=f"{', '.join([*absent, 'configurations and tokenizers'])} of {source}",
     )
 
 
@@ -150,7 +132,7 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     """Return the component that a text encoder's file is; raises InputError when it is none of the family."""
     header = read_header(file)
     refuse_quantised(file, header)
-    encoder = _text_encoder(header)
+    encoder = text_encoder_in(header)
     # CLIP-L and bigG are both "clip" here; their widths tell them apart below.
     kinds = {component: BY_ROLE[role].kind for component, role in family.text.roles.items()}
     name, kind, width = encoder or ("", "", 0)
@@ -164,7 +146,9 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     if fitting:
         # Miniature bases have CLIPs of equal width. Then the projection decides, which files of CLIP-L lack.
         return fitting[-1] if "text_projection.weight" in header else fitting[0]
-    content = _lone_part(header) or _other_or_lora(header, family=family.name, file=file)
+    content = first_fit(header, "lone_parts") or _other_or_lora(
+        header, family=family.name, file=file
+    )
     described = (
         f"the text encoder {name} of width {width}" if encoder else content or "no text encoder"
     )
@@ -215,12 +199,12 @@ def recognised(file: Path) -> tuple[Family, frozenset[Part]]:
     refuse_quantised(file, header)
     if family_and_parts is not None:
         return family_and_parts
-    if part := _lone_part(header):
+    if part := first_fit(header, "lone_parts"):
         raise InputError(
             f"{file.name} is {part} alone, not a base model; {allowed}",
             fix=f"give a base model, and this file with --set base.vae={file.name} if it is the base's VAE",
         )
-    if encoder := _text_encoder(header):
+    if encoder := text_encoder_in(header):
         raise InputError(
             f"{file.name} is a text encoder alone ({encoder[0]}), not a base model; {allowed}",
             fix=f"give a base model, and this file with --set base.text_encoders={file.name}",
@@ -234,89 +218,6 @@ def recognised(file: Path) -> tuple[Family, frozenset[Part]]:
 
 def _other_or_lora(header: Header, *, family: str, file: Path) -> str | None:
     """Return `LORA` or the name of another model that a file is, None for neither."""
-    if any(mark in name for name in header for mark in _ADAPTER_MARKS):
+    if any(mark in name for name in header for mark in signature_tables()["lora"]):
         return LORA
-    return _other_model(header, family=family, file_name=file.name)
-
-
-# ---- signatures
-
-# The longest first: "model." also starts "model.diffusion_model.".
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "model.")
-_MARK = re.compile(r"(!?)(.+?)(?:\[(\d)\]=(\d+))?")
-
-
-def _other_model(header: Header, *, family: str, file_name: str) -> str | None:
-    """Return which model without a text-to-image family of ours a file is; `family` is the one it resembles."""
-    tensors = _unprefixed(header)
-    model_names = (
-        model
-        for model, base, pattern in _tables()["named_models"]
-        if base == family and re.search(pattern, file_name.lower())
-    )
-    return _first_fit(tensors, "other_models") or next(model_names, None)
-
-
-def _lone_part(header: Header) -> str | None:
-    """Return "a VAE" and the like for a file of one part of a model, None for another file."""
-    return _first_fit(header, "lone_parts")
-
-
-def _text_encoder(header: Header) -> tuple[str, str, int] | None:
-    """Return name, kind and width of the text encoder that a file holds, None where it holds none.
-
-    The width is 0 where the table names no tensor of that length.
-    """
-    for name, marks, kind, width_ending in _tables()["text_encoders"]:
-        if _fits(header, marks):
-            shapes = [header[key].shape for key in header if key.endswith(width_ending or "?")]
-            return name, kind, next((shape[0] for shape in shapes if shape), 0)
-    return None
-
-
-@cache
-def _tables() -> Mapping[str, Any]:
-    tables: Mapping[str, Any] = tomllib.loads(
-        Path(__file__).with_name("signatures.toml").read_text(encoding="utf-8")
-    )
-    return tables
-
-
-def _unprefixed(header: Header) -> Header:
-    for prefix in PREFIXES:
-        # One stray tensor ("model.x" beside a network without prefix) makes no prefix.
-        if sum(name.startswith(prefix) for name in header) > len(header) // 10:
-            return {name.removeprefix(prefix): info for name, info in header.items()}
-    return header
-
-
-def _first_fit(tensors: Header, table: str) -> str | None:
-    return next((model for model, marks in _tables()[table] if _fits(tensors, marks)), None)
-
-
-def _fits(tensors: Header, marks: str) -> bool:
-    return all(_has(tensors, *mark) for mark in _parsed(marks))
-
-
-def _has(
-    tensors: Header, absent: bool, name: str, pattern: re.Pattern[str] | None, axis: int, size: int
-) -> bool:
-    if pattern is None:
-        infos = [tensors[name]] if name in tensors else []
-    else:
-        infos = [info for key, info in tensors.items() if pattern.match(key)]
-    if size:
-        infos = [info for info in infos if len(info.shape) > axis and info.shape[axis] == size]
-    return bool(infos) != absent
-
-
-@cache
-def _parsed(marks: str) -> tuple[tuple[bool, str, re.Pattern[str] | None, int, int], ...]:
-    parsed = []
-    for mark in marks.format(**_tables()["abbreviations"]).split():
-        match = _MARK.fullmatch(mark)
-        assert match is not None
-        absent, name, axis, size = match.groups()
-        pattern = re.compile(translate(name)) if "*" in name else None
-        parsed.append((bool(absent), name, pattern, int(axis or 0), int(size or 0)))
-    return tuple(parsed)
+    return other_model(header, family=family, file_name=file.name)

@@ -51,7 +51,7 @@ from lora_trainer.families.base_files.base_folder import (
     weights,
     whole_number,
 )
-from lora_trainer.families.base_files.network_files import holds_vae
+from lora_trainer.families.base_files.network_files import holds_vae, load_base_vae
 from lora_trainer.families.base_files.unet_file import (
     V_PREDICTION,
     ZERO_TERMINAL_SNR,
@@ -68,7 +68,12 @@ from lora_trainer.families.base_files.unet_file import (
     unet_names,
     weight_places,
 )
-from lora_trainer.families.base_files.unet_layers import UNET_CLASS, checkpoint_names, read_unet
+from lora_trainer.families.base_files.unet_layers import (
+    UNET_CLASS,
+    checkpoint_names,
+    pooled_width,
+    unet_numbers,
+)
 from lora_trainer.families.text import clip
 from lora_trainer.families.text.text_layers import clip_layers
 
@@ -77,8 +82,6 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from torch import Tensor, nn
 
-VAE: Mapping[str, Any] = {"latent_channels": 4, "block_out_channels": [128, 256, 512, 512]}
-VAE_PARAMETERS = 83_653_863
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 # proj_in and proj_out are 1x1 convolutions in SD 1 and linear in SD 2 and SDXL (`use_linear_projection`).
 TRANSFORMER = (*ATTENTION, "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
@@ -148,10 +151,6 @@ class UNetFamily(Family):
     def owns(self, traits: UNetTraits) -> bool:
         """Return whether a U-Net with these traits is of this family."""
 
-    def added_conditioning(self, conditioning: Conditioning) -> Mapping[str, Tensor] | None:
-        """Return the U-Net's `added_cond_kwargs`, None for a U-Net without added conditioning."""
-        return None
-
     # ---- facts
 
     def detect(self, folder: Path) -> bool:
@@ -201,9 +200,7 @@ class UNetFamily(Family):
             vae=vae,
             scheduler=scheduler,
             parameters={
-                "denoiser": count_unet(
-                    layout, unet, parameters_of=lambda: self._parameters_of(unet)
-                ),
+                "denoiser": count_unet(layout, unet, self.published),
                 "vae": count_vae(layout, vae),
                 "text_encoder": sum(count_text(layout, part) for part in self.texts),
             },
@@ -219,19 +216,6 @@ class UNetFamily(Family):
     def clip_skips(self, layout: Layout | None) -> Mapping[int, int]:
         """Return by `base.clip_skip` the layer of the text encoder that it means, counted from the last (1)."""
         return {skip: skip for skip in range(1, clip_size(layout, self.texts[0]).layers + 1)}
-
-    def _parameters_of(self, architecture: Mapping[str, Any]) -> int:
-        """Return the number of parameters of a U-Net; all but the releases' are built, without weights."""
-        release = next(iter(self.releases.values()))
-        # Compare the numbers that fix the network: configurations of equal networks differ in many other
-        # keys. An equal one needs neither torch nor a network on `meta`, which a plan otherwise waits for.
-        if read_unet(architecture) == read_unet(release.architecture):
-            return release.parts["denoiser"].parameters
-        import torch
-
-        with torch.device("meta"):
-            network = self.empty_denoiser(architecture)
-        return sum(parameter.numel() for parameter in network.parameters())
 
     def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
         facts, marks = next(iter(self.releases.values())), training_marks(file)
@@ -267,9 +251,10 @@ class UNetFamily(Family):
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
     ) -> Mapping[str, tuple[int, ...]]:
-        unet = read_unet(architecture)
-        text = {"text": (1, text_tokens, unet.text_width)}
-        return {**text, "pooled": (1, unet.pooled_width)} if unet.pooled_width else text
+        unet = unet_numbers(architecture)
+        text = {"text": (1, text_tokens, int(unet["cross_attention_dim"]))}
+        pooled = pooled_width(unet)
+        return {**text, "pooled": (1, pooled)} if pooled else text
 
     def text_adapter_shapes(self, facts: BaseFacts) -> Mapping[str, Mapping[str, tuple[int, int]]]:
         return {
@@ -314,11 +299,15 @@ class UNetFamily(Family):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
+        added = None
+        # SDXL reads the pooled text and the sizes of the image too; its pipeline fills in a sample's own size.
+        if "time_ids" in conditioning:
+            added = {"text_embeds": conditioning["pooled"], "time_ids": conditioning["time_ids"]}
         prediction: Tensor = denoiser(
             noisy,
             timesteps,
             encoder_hidden_states=conditioning["text"],
-            added_cond_kwargs=self.added_conditioning(conditioning),
+            added_cond_kwargs=added,
             return_dict=False,
         )[0]
         return prediction
@@ -369,7 +358,7 @@ class UNetFamily(Family):
     ) -> DiffusionPipeline:
         text = self.load_text_encoder(facts, dtype=dtype, device=device)
         assert isinstance(text, clip.ClipEncoder)
-        vae = self.load_vae(facts.located).to(device)
+        vae = load_base_vae(facts.located).to(device)
         decode = vae.decode
         # The VAE is float32, and the pipeline passes latents in its own, narrower dtype.
         vae.decode = lambda latents, *args, **options: decode(latents.float(), *args, **options)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.families.base import (
-    AdapterFormats,
     AdapterNames,
     Assumption,
     BaseFacts,
@@ -21,14 +20,11 @@ from lora_trainer.families.base import (
     Conditioning,
     Header,
     Layout,
-    Part,
 )
 from lora_trainer.families.base_files.base_folder import part_file
-from lora_trainer.families.facts import APACHE
-from lora_trainer.families.flow import FLUX_VAE, FLUX_VAE_PARAMETERS, FlowFamily, target_endings
-from lora_trainer.families.text.text_layers import QWEN3_4B
+from lora_trainer.families.flow import FlowFamily, target_endings
+from lora_trainer.families.text.text_layers import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import (
-    QWEN3_TOKENS,
     QWEN3_UNREAD,
     Qwen3Encoder,
     qwen3_config,
@@ -46,50 +42,6 @@ SHIFTS: Mapping[str, float] = {"base": 6.0, "turbo": 3.0, "de-turbo": 3.0}
 """The scheduler's shift by release: De-Turbo is a Turbo that was trained back to a base."""
 RELEASED = re.compile(r"z[-_ ]?image([-_ ]?base)?([-_ ](bf16|fp16|fp32|fp8\w*))?")
 """File names of the base release; a fine-tune of either release may have any other name."""
-IN_FILE = frozenset({"noise_refiner.0.attention.qkv.weight", "cap_pad_token"})
-IN_DIFFUSERS = frozenset({"noise_refiner.0.attention.to_q.weight", "cap_pad_token"})
-ARCHITECTURE: Mapping[str, Any] = {
-    "_class_name": "ZImageTransformer2DModel",
-    "all_patch_size": [2],
-    "all_f_patch_size": [1],
-    "in_channels": 16,
-    "dim": 3840,
-    "n_layers": 30,
-    "n_refiner_layers": 2,
-    "n_heads": 30,
-    "n_kv_heads": 30,
-    "norm_eps": 1e-5,
-    "qk_norm": True,
-    "cap_feat_dim": 2560,
-    "rope_theta": 256.0,
-    "t_scale": 1000.0,
-    "axes_dims": [32, 48, 48],
-    "axes_lens": [1536, 512, 512],
-}
-PARAMETERS: Mapping[Part, int] = {
-    "denoiser": 6_154_908_736,
-    "vae": FLUX_VAE_PARAMETERS,
-    "text_encoder": QWEN3_4B.parameters,
-}
-
-
-def _release(name: str, release: str, *, download_bytes: int) -> BaseRelease:
-    return BaseRelease(
-        ids=(f"Tongyi-MAI/{name}",),
-        architecture=ARCHITECTURE,
-        vae=FLUX_VAE,
-        scheduler={
-            "num_train_timesteps": 1000,
-            "use_dynamic_shifting": False,
-            "shift": SHIFTS[release],
-        },
-        parameters=PARAMETERS,
-        max_tokens=QWEN3_TOKENS,
-        licence=APACHE,
-        download_bytes=download_bytes,
-        variant=release,
-        distilled=release == "turbo",
-    )
 
 
 def _release_in_name(name: str) -> str | None:
@@ -112,31 +64,17 @@ class ZImage(FlowFamily):
     """The family of Z-Image (Z-Image team 2025, arXiv 2511.22699) and its fine-tunes."""
 
     name = "zimage"
-    formats = AdapterFormats(
-        written=("diffusers", "comfyui"),
-        refused={
-            "kohya": "ComfyUI and InvokeAI have no lora_unet_ names for to_q, to_k and to_v, which are one "
-            "weight in kohya's names; use output.format=diffusers, which they and diffusers read",
-        },
-    )
     pipeline_class = "ZImagePipeline"
     denoiser_class = "ZImageTransformer2DModel"
-    text_networks = (QWEN3_4B,)
+    text_networks = (BY_ROLE["qwen3_4b"],)
     text_encoder_class = ZImageEncoder
     unread_text = QWEN3_UNREAD
     text_width = "cap_feat_dim"
     masked_text = True
     text_multiple = 32  # diffusers' SEQ_MULTI_OF
     endings = ENDINGS
-    # Lumina 2 has the same blocks but no caption padding token, hence cap_pad_token in both sets.
-    file_marks = (IN_FILE, IN_DIFFUSERS)
     comfyui_prefix = "diffusion_model."
     metadata = AdapterNames(kohya="zimage", modelspec="Z-Image/lora")
-    published = (
-        _release("Z-Image", "base", download_bytes=20_540_000_000),
-        # Its denoiser is published in fp32.
-        _release("Z-Image-Turbo", "turbo", download_bytes=32_850_000_000),
-    )
 
     # ---- facts
 
@@ -144,13 +82,6 @@ class ZImage(FlowFamily):
         named_release = _release_in_name(file.name)
         # False is 0, the base; True is 1, the Turbo.
         return self.published[named_release == "turbo"]
-
-    def companion_sizes(
-        self, config: Mapping[str, Any], layout: Layout
-    ) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, int]]:
-        width = qwen3_config(layout.folder)["hidden_size"]
-        blocks = {"layers": config["n_layers"], "noise_refiner": config["n_refiner_layers"]}
-        return {"cap_embedder.1.weight": (config["dim"], width)}, blocks
 
     def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         """Read facts; base and Turbo have equal tensors, so names and the scheduler's shift decide.

@@ -30,19 +30,8 @@ _TYPES: Mapping[int, tuple[str, int, int]] = {
 }  # fmt: skip
 """Number of each type that diffusers can read -> its name, numbers and bytes of one block."""
 TYPES = frozenset(name for name, _, _ in _TYPES.values())
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+"""Number of each type of value -> its code in struct."""
 _STRING, _ARRAY = 8, 9
 _MOST = 1_000_000
 """Most entries of a list: a broken length must not fill the memory."""

@@ -2,15 +2,15 @@
 
 ComfyUI's all-in-one files put `model.diffusion_model.`, `vae.` or `first_stage_model.` and
 `text_encoders.` before the names of each part; files of one part have none. A VAE has the names of the
-latent diffusion code, of Wan, the video model that Qwen-Image's comes from, or diffusers'. A file that does
-not match the configuration of its companion folder raises InputError before a weight is loaded, or while
-loading where single tensors are missing. Torch-free to import.
+latent diffusion code, of Wan, the video model that Qwen-Image's comes from, or diffusers'. A file of another
+size than its companion folder raises InputError before a weight is loaded, one that lacks tensors while
+loading. Torch-free to import.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,7 +27,7 @@ from lora_trainer.families.base_files.base_folder import (
     variant,
     whole,
 )
-from lora_trainer.families.facts import Header, Layout
+from lora_trainer.families.facts import BaseRelease, Header, Layout
 
 if TYPE_CHECKING:
     import torch
@@ -133,25 +133,18 @@ def denoiser_parameters(header: Header) -> int:
     return sum(map(math.prod, denoiser_shapes(header).values()))
 
 
-def check_companion(
-    file: Path,
-    *,
-    shapes: Mapping[str, tuple[int, ...]],
-    blocks: Mapping[str, int],
-) -> None:
-    """Compare a file's header with the configuration of its companion.
+def check_companion(file: Path, config: Mapping[str, Any], releases: Iterable[BaseRelease]) -> None:
+    """Compare the size of a file's denoiser with its companion's, where that is a release's.
 
-    `shapes`: tensor name in the file -> expected shape. `blocks`: start of the blocks' names -> expected
-    number of blocks. Raises InputError for the first difference.
+    Raises InputError for another size; a companion of no release is compared when weights are loaded.
     """
-    in_file = denoiser_shapes(read_header(file))
-    for name, shape in shapes.items():
-        if in_file.get(name, shape) != shape:
-            raise _unlike(file, f"{name} is {list(in_file[name])}, the companion's {list(shape)}")
-    for start, count in blocks.items():
-        numbers = {name.split(".")[1] for name in in_file if name.startswith(start + ".")}
-        if numbers and len(numbers) != count:
-            raise _unlike(file, f"it has {len(numbers)} {start}, the companion {count}")
+    count = denoiser_parameters(read_header(file))
+    for release in releases:
+        companion_count = release.parameters["denoiser"]
+        if release.architecture.items() <= config.items() and not math.isclose(
+            count, companion_count, rel_tol=0.02
+        ):
+            raise _unlike(file, f"it has {count:,} parameters, the companion {companion_count:,}")
 
 
 def encoder_names(header: Header, role: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, user_cache_folder
-from lora_trainer.families.base_files.base_folder import read_json
+from lora_trainer.families.base_files.base_folder import read_json, tokenizer_of
 from lora_trainer.families.facts import BaseFacts
 
 FILE = Path(__file__).with_name("open_companions.json")
@@ -31,39 +31,30 @@ Fetch = Callable[[str, tuple[str, ...]], Path]
 
 @dataclass(frozen=True, kw_only=True)
 class OpenCompanion:
-    """How the companion of a checkpoint with these facts is made."""
+    """How the companion of a checkpoint is made, in `folder`."""
 
-    facts: BaseFacts
-    parts: Mapping[str, str]
-    """Component -> name of its configuration; `pipeline` -> diffusers' class."""
+    folder: Path
+    configs: Mapping[str, Mapping[str, Any]]
+    """The folder's JSON files."""
+    tokenizers: Mapping[str, Mapping[str, str]]
+    """Folder of a tokenizer -> repository, folder there and class."""
 
     @property
     def sources(self) -> tuple[str, ...]:
         """The open repositories with the tokenizers."""
-        return tuple(sorted({each["source"] for each in self._tokenizers().values()}))
-
-    def folder(self) -> Path:
-        """Return where the folder is or will be; another content is another folder."""
-        # The hash in the name: a folder made from other configurations is never taken for this one.
-        content = json.dumps([self.facts.source, self._configs(), self._tokenizers()])
-        digest = hashlib.sha256(content.encode()).hexdigest()[:12]
-        name = f"{self.facts.source.replace('/', '--')}-{digest}"
-        return user_cache_folder() / "companions" / name
+        return tuple(sorted({each["source"] for each in self.tokenizers.values()}))
 
     def is_made(self) -> bool:
         """Whether the folder is there with all its files."""
-        folder = self.folder()
-        tokenizers = (folder / name for name in self._tokenizers())
-        return all((folder / name).is_file() for name in self._configs()) and all(
-            any(tokenizer.glob("*")) for tokenizer in tokenizers
+        return all((self.folder / name).is_file() for name in self.configs) and all(
+            any((self.folder / name).glob("*")) for name in self.tokenizers
         )
 
     def make(self, fetch: Fetch) -> Path:
         """Return the folder, made if it is not there; raises the errors of `fetch` and MachineError."""
-        folder = self.folder()
         if self.is_made():
-            return folder
-        tokenizers = self._tokenizers()
+            return self.folder
+        folder, tokenizers = self.folder, self.tokenizers
         repositories = {
             source: fetch(
                 source, tuple(t["folder"] for t in tokenizers.values() if t["source"] == source)
@@ -73,7 +64,7 @@ class OpenCompanion:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             making = Path(mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder.parent))
-            for component, config in self._configs().items():
+            for component, config in self.configs.items():
                 file = making / component
                 file.parent.mkdir(exist_ok=True)
                 # The same bytes on Windows: a part's identity, and with it
@@ -94,54 +85,39 @@ class OpenCompanion:
             raise disk_error(folder, error) from error
         return folder
 
-    def _encoders(self) -> Mapping[str, str]:
-        return {
-            name: config for name, config in self.parts.items() if name.startswith("text_encoder")
-        }
-
-    def _tokenizers(self) -> Mapping[str, Mapping[str, str]]:
-        """Return folder of a tokenizer -> repository, folder there and class."""
-        return {
-            name.replace("text_encoder", "tokenizer"): _table()["tokenizers"][config]
-            for name, config in self._encoders().items()
-        }
-
-    def _configs(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the folder's JSON files."""
-        configs = _table()["configs"]
-        networks = {name: configs[config] for name, config in self._encoders().items()}
-        vae = configs[self.parts["vae"]]
-        index = {
-            "_class_name": self.parts["pipeline"],
-            "scheduler": ["diffusers", self.facts.scheduler["_class_name"]],
-            "transformer": ["diffusers", self.facts.architecture["_class_name"]],
-            "vae": ["diffusers", vae["_class_name"]],
-            **{
-                name: ["transformers", config["architectures"][0]]
-                for name, config in networks.items()
-            },
-            **{name: ["transformers", each["class"]] for name, each in self._tokenizers().items()},
-        }
-        return {
-            "model_index.json": index,
-            "scheduler/scheduler_config.json": self.facts.scheduler,
-            "transformer/config.json": self.facts.architecture,
-            "vae/config.json": vae,
-            **{f"{name}/config.json": config for name, config in networks.items()},
-        }
-
 
 def open_companion(facts: BaseFacts, present: Iterable[str]) -> OpenCompanion | None:
     """Return how to make a checkpoint's companion, None where a repository with weights is needed anyway.
 
     `present` are the parts, and the components of the text encoders, that the user's files hold.
     """
-    parts: Mapping[str, str] | None = _table()["families"].get(facts.family)
-    parts_present = set(present)
-    if parts is None or "vae" not in parts_present:
+    table = _table()
+    parts: Mapping[str, str] = table["families"].get(facts.family, {})
+    encoders = {name: part for name, part in parts.items() if name.startswith("text_encoder")}
+    if not encoders or not {*present} >= {"vae", *encoders}:
         return None
-    companion = OpenCompanion(facts=facts, parts=parts)
-    return companion if parts_present >= companion._encoders().keys() else None
+    tokenizers = {tokenizer_of(name): table["tokenizers"][part] for name, part in encoders.items()}
+    networks = {"transformer": facts.architecture, "vae": table["configs"][parts["vae"]]}
+    texts = {name: table["configs"][part] for name, part in encoders.items()}
+    index = {
+        "_class_name": parts["pipeline"],
+        "scheduler": ["diffusers", facts.scheduler["_class_name"]],
+        **{name: ["diffusers", config["_class_name"]] for name, config in networks.items()},
+        **{name: ["transformers", config["architectures"][0]] for name, config in texts.items()},
+        **{name: ["transformers", each["class"]] for name, each in tokenizers.items()},
+    }
+    configs = {
+        "model_index.json": index,
+        "scheduler/scheduler_config.json": facts.scheduler,
+        **{f"{name}/config.json": config for name, config in (networks | texts).items()},
+    }
+    # The hash in the name: a folder made from other configurations is never taken for this one.
+    content = json.dumps([facts.source, configs, tokenizers])
+    digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+    name = f"{facts.source.replace('/', '--')}-{digest}"
+    return OpenCompanion(
+        folder=user_cache_folder() / "companions" / name, configs=configs, tokenizers=tokenizers
+    )
 
 
 def is_makeable(family: str) -> bool:

@@ -14,10 +14,11 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
@@ -35,8 +36,15 @@ from lora_trainer.families.base_files.base_folder import (
     weights,
 )
 from lora_trainer.families.base_files.network_files import vae_names, vae_shape
-from lora_trainer.families.base_files.unet_layers import DEFAULTS, diffusers_module
-from lora_trainer.families.facts import DENOISER, Header, Layout, WeightPlace
+from lora_trainer.families.base_files.unet_layers import DEFAULTS, unet_numbers
+from lora_trainer.families.facts import (
+    DENOISER,
+    BaseRelease,
+    Header,
+    Layout,
+    TensorInfo,
+    WeightPlace,
+)
 from lora_trainer.families.text.clip import TEXT_MODEL, ClipPart, ClipSize
 
 if TYPE_CHECKING:
@@ -151,20 +159,27 @@ def training_marks(single: Path | None) -> frozenset[str]:
 
 
 def count_unet(
-    layout: Layout, architecture: Mapping[str, Any], *, parameters_of: Callable[[], int]
+    layout: Layout, architecture: Mapping[str, Any], releases: Iterable[BaseRelease]
 ) -> int:
     """Count a U-Net's parameters; raises InputError for a checkpoint that its configuration does not match.
 
-    `parameters_of` counts those of the configuration; it is called for a checkpoint only.
+    The number of parameters is compared where the configuration is a release's.
     """
     single = part_file(layout, "denoiser")
     if single is None:
         return count_parameters(weights(part_folder(layout, "denoiser", "unet")))
-    header = read_header(single)
-    count, companion_count = elements(header, unet_names(header).values()), parameters_of()
+    header, numbers = read_header(single), unet_numbers(architecture)
+    count = elements(header, unet_names(header).values())
+    released_counts = [
+        release.parameters["denoiser"]
+        for release in releases
+        if unet_numbers(release.architecture) == numbers
+    ]
     # Equal counts alone do not make equal networks: the traits have the input channels and the text's width.
-    if count != companion_count or header_traits(header) != config_traits(architecture):
-        raise _unlike("the denoiser", single, count, layout.folder, companion_count)
+    if header_traits(header) != config_traits(architecture) or count not in (
+        released_counts or [count]
+    ):
+        raise _unlike("the denoiser", single, count, layout.folder, max(released_counts, default=0))
     return count
 
 
@@ -220,7 +235,8 @@ def count_text(layout: Layout, part: ClipPart) -> int:
 
 def _unlike(part: str, file: Path, count: int, folder: Path, companion_count: int) -> InputError:
     return InputError(
-        f"{part} in {file} has {count:,} parameters, its companion's in {folder} {companion_count:,}",
+        f"{part} in {file} has {count:,} parameters, its companion's in {folder} "
+        f"{f'{companion_count:,}' if companion_count else 'is another network'}",
         fix=COMPANION,
     )
 
@@ -280,99 +296,69 @@ def load_unet(layout: Layout, network: Any, *, dtype: torch.dtype) -> nn.Module:
 # ---- where a checkpoint keeps its weights
 
 WEIGHT = ".weight"
-_DOWN = re.compile(r"input_blocks\.(\d+)\.(?:(0)\.in_layers\.0|(1)\.norm|(0)\.op)\.weight")
-_OPEN_CLIP = {
-    "attn.out_proj.weight": "self_attn.out_proj",
-    "mlp.c_fc.weight": "mlp.fc1",
-    "mlp.c_proj.weight": "mlp.fc2",
-    "ln_1.weight": "layer_norm1",
-    "ln_2.weight": "layer_norm2",
-}
-_OPEN_CLIP_ENDS = {
-    "token_embedding.weight": "embeddings.token_embedding",
-    # A parameter of the network itself in OpenCLIP, hence no `.weight`.
-    "positional_embedding": "embeddings.position_embedding",
-    "ln_final.weight": "final_layer_norm",
-}
-_OPEN_CLIP_LAYER = re.compile(r"transformer\.resblocks\.(\d+)\.(.+)")
-_FUSED = "attn.in_proj_weight"
+_DOWNSAMPLER = re.compile(r"input_blocks\.(\d+)\.0\.op\.weight")
 
 
 def weight_places(header: Header, texts: Iterable[ClipPart]) -> dict[str, WeightPlace]:
-    """Return the place of each weight of the U-Net and the text encoders in a checkpoint, norms included."""
-    places = dict(_unet_places(header))
-    for text in texts:
-        places |= dict(_text_places(header, text))
-    return places
+    """Return the place of each weight of the U-Net and the text encoders in a checkpoint, norms included.
 
-
-def _unet_places(header: Header) -> Iterator[tuple[str, WeightPlace]]:
-    names = unet_names(header)
-    architecture = None if "conv_in.weight" in names else _architecture(names)
-    for name, full in names.items():
-        module = name.removesuffix(WEIGHT)
-        if module == name:
-            continue
-        with suppress(KeyError):  # a tensor of the file that is no module of the U-Net
-            if architecture is not None:
-                module = diffusers_module(module, architecture=architecture)
-            yield f"{DENOISER}.{module}", WeightPlace(tensor=full)
-
-
-def _architecture(names: Iterable[str]) -> Mapping[str, Any]:
-    """Return the part of diffusers' configuration that decides the block numbers, from a file's names."""
-    resnets, attended = [0], [False]
-    blocks = sorted(
-        (int(match[1]), match.lastindex or 0) for name in names if (match := _DOWN.fullmatch(name))
-    )
-    for _, kind in blocks:
-        # The group of `_DOWN` that matched: a resnet, a transformer, or the downsampler that ends a level.
-        match kind:
-            case 2:
-                resnets[-1] += 1
-            case 3:
-                attended[-1] = True
-            case 4:
-                resnets.append(0)
-                attended.append(False)
-    down = ["CrossAttnDownBlock2D" if attends else "DownBlock2D" for attends in attended]
-    up = ["CrossAttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(attended)]
-    return {
-        "block_out_channels": [1] * len(resnets),  # names depend on the number of levels only
-        "layers_per_block": resnets,
-        "down_block_types": down,
-        "up_block_types": up,
-    }
-
-
-def _text_places(header: Header, text: ClipPart) -> Iterator[tuple[str, WeightPlace]]:
-    open_clip = text.checkpoint.endswith(".model.")
-    for full, info in header.items():
-        name = full.removeprefix(text.checkpoint)
-        if name == full or not info.shape:
-            continue
-        if not open_clip:
-            if name.endswith(WEIGHT):
-                module = name.removeprefix(TEXT_MODEL).removesuffix(WEIGHT)
-                yield f"{text.component}.{module}", WeightPlace(tensor=full)
-            continue
-        for module, rows in _open_clip_modules(name, height=info.shape[0]):
-            yield f"{text.component}.{module}", WeightPlace(tensor=full, rows=rows)
-
-
-def _open_clip_modules(name: str, *, height: int) -> Iterator[tuple[str, tuple[int, int] | None]]:
-    """Yield transformers' modules in an OpenCLIP tensor of `height` rows, each with its rows.
-
-    OpenCLIP keeps query, key and value of a layer in one matrix, in this order.
+    diffusers' own conversions rename, and split, tensors of numbered rows. Raises InputError for a
+    checkpoint that lacks tensors of its layout.
     """
-    layer = _OPEN_CLIP_LAYER.fullmatch(name)
-    if layer is None:
-        if module := _OPEN_CLIP_ENDS.get(name):
-            yield module, None
-    elif layer[2] == _FUSED:
-        width = height // 3
-        for number, projection in enumerate("qkv"):
-            rows = (number * width, (number + 1) * width)
-            yield f"encoder.layers.{layer[1]}.self_attn.{projection}_proj", rows
-    elif module := _OPEN_CLIP.get(layer[2]):
-        yield f"encoder.layers.{layer[1]}.{module}", None
+    import torch
+    from diffusers.loaders.single_file_utils import (
+        convert_ldm_unet_checkpoint,
+        convert_open_clip_checkpoint,
+    )
+
+    tensors = list(header)
+    numbers = {name: number for number, name in enumerate(tensors)}
+
+    def numbered(names: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return by wanted name (number of the tensor, number of the row) of each row, int64 [rows, 2]."""
+        return {
+            name: torch.cartesian_prod(
+                torch.tensor([numbers[full]]), torch.arange(header[full].shape[0])
+            )
+            for name, full in names.items()
+            if header[full].shape
+        }
+
+    places: dict[str, WeightPlace] = {}
+
+    def add(component: str, prefix: str, rows_by_name: Mapping[str, Tensor]) -> None:
+        for name, rows in rows_by_name.items():
+            if name.endswith(WEIGHT) and rows.shape[1:] == (2,) and len(rows):
+                tensor = tensors[int(rows[0, 0])]
+                first, end = int(rows[0, 1]), int(rows[-1, 1]) + 1
+                is_whole = (first, end) == (0, header[tensor].shape[0])
+                module = name.removeprefix(prefix).removeprefix(TEXT_MODEL).removesuffix(WEIGHT)
+                places[f"{component}.{module}"] = WeightPlace(
+                    tensor=tensor, rows=None if is_whole else (first, end)
+                )
+
+    file, names = Path("the checkpoint"), unet_names(header)
+    unet = numbered(names)
+    if "conv_in.weight" not in names:
+        # The first downsampler comes behind the resnets of the first level.
+        samplers = [int(match[1]) for name in names if (match := _DOWNSAMPLER.fullmatch(name))]
+        config = {
+            "layers_per_block": min(samplers, default=len(names)) - 1,
+            "addition_embed_type": "text_time" if "label_emb.0.0.weight" in names else None,
+        }
+        prefixed = {UNET + name: rows for name, rows in unet.items()}
+        unet = converted(file, lambda: convert_ldm_unet_checkpoint(prefixed, config))
+    add(DENOISER, "", unet)
+    for text in texts:
+        rows = numbered({name: name for name in header if name.startswith(text.checkpoint)})
+        if text.checkpoint.endswith(".model."):
+            # OpenCLIP keeps query, key and value of a layer in one matrix; its projection is not used here.
+            rows.pop(f"{text.checkpoint}text_projection", None)
+            width = header.get(
+                f"{text.checkpoint}ln_final.weight", TensorInfo(dtype="", shape=(0,))
+            )
+            encoder = SimpleNamespace(config=SimpleNamespace(hidden_size=width.shape[0]))
+            convert = partial(convert_open_clip_checkpoint, encoder, rows, prefix=text.checkpoint)
+            rows = converted(file, convert)
+        add(text.component, text.checkpoint, rows)
+    return places

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.common.errors import InputError
 
 UNET_CLASS = "UNet2DConditionModel"
 # diffusers leaves keys out of old configurations; these are its own defaults.
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, Any] = {  # the keys that fix the network
     "in_channels": 4,
     "out_channels": 4,
     "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
@@ -31,8 +30,10 @@ DEFAULTS: Mapping[str, Any] = {
     "conv_in_kernel": 3,
     "conv_out_kernel": 3,
     "addition_embed_type": None,
+    "addition_time_embed_dim": None,
+    "projection_class_embeddings_input_dim": None,
 }
-# Any other value in these keys changes the network in a way that `UNet` does not describe.
+# Any other value in these keys changes the network in a way that is not described here.
 REQUIRED: Mapping[str, Any] = {
     "mid_block_type": "UNetMidBlock2DCrossAttn",
     "only_cross_attention": False,
@@ -48,41 +49,18 @@ REQUIRED: Mapping[str, Any] = {
     "attention_type": "default",
     "cross_attention_norm": None,
 }
-WITH_ATTENTION = {
-    "CrossAttnDownBlock2D": True,
-    "DownBlock2D": False,
-    "CrossAttnUpBlock2D": True,
-    "UpBlock2D": False,
-}
+BLOCK_TYPES = ("CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
+# diffusers calls the number of heads attention_head_dim.
+PER_LEVEL = ("layers_per_block", "transformer_layers_per_block", "attention_head_dim")
 TIME_IDS = 6
 """Numbers that `text_time` embeds beside the pooled text: original size, crop corner, target size."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UNet:
-    """The numbers that fix the network; tuples have one entry per resolution level."""
+def unet_numbers(architecture: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `DEFAULTS` in a configuration, those of each level as lists.
 
-    in_channels: int
-    out_channels: int
-    channels: tuple[int, ...]
-    resnets: tuple[int, ...]
-    transformers: tuple[int, ...]
-    heads: tuple[int, ...]
-    down_attention: tuple[bool, ...]
-    up_attention: tuple[bool, ...]
-    text_width: int
-    norm_groups: int
-    linear_projection: bool
-    time_width: int
-    added_width: int
-    """Width of the vector embedded beside the timestep (0: none); `pooled_width` of it is pooled text."""
-    pooled_width: int
-    kernel_in: int
-    kernel_out: int
-
-
-def read_unet(architecture: Mapping[str, Any]) -> UNet:
-    """Return the numbers that fix the network; raises InputError for a network of another kind."""
+    Bases of equal values have equal networks. Raises InputError for a network of another kind.
+    """
     config = {**DEFAULTS, **architecture}
     wrong = [
         f"{key}={config[key]!r}"
@@ -90,7 +68,7 @@ def read_unet(architecture: Mapping[str, Any]) -> UNet:
         if key in config and config[key] != REQUIRED[key]
     ]
     blocks = dict.fromkeys([*config["down_block_types"], *config["up_block_types"]])
-    wrong += [f"block type {name}" for name in blocks if name not in WITH_ATTENTION]
+    wrong += [f"block type {name}" for name in blocks if name not in BLOCK_TYPES]
     if config["addition_embed_type"] not in (None, "text_time"):
         wrong.append(f"addition_embed_type={config['addition_embed_type']!r}")
     if wrong:
@@ -98,43 +76,34 @@ def read_unet(architecture: Mapping[str, Any]) -> UNet:
             f"the U-Net has {', '.join(wrong)}, which is not supported",
             fix="use a base model of a supported family",
         )
-    channels = tuple(int(width) for width in config["block_out_channels"])
-    levels = len(channels)
-    added_width, pooled_width = _added(config)
-    return UNet(
-        in_channels=int(config["in_channels"]),
-        out_channels=int(config["out_channels"]),
-        channels=channels,
-        resnets=_per_level(config["layers_per_block"], levels),
-        transformers=_per_level(config["transformer_layers_per_block"], levels),
-        # diffusers calls the number of heads attention_head_dim
-        heads=_per_level(config["attention_head_dim"], levels),
-        down_attention=tuple(WITH_ATTENTION[name] for name in config["down_block_types"]),
-        up_attention=tuple(WITH_ATTENTION[name] for name in config["up_block_types"]),
-        # diffusers allows a width per block; a text has one, so all are equal.
-        text_width=_per_level(config["cross_attention_dim"], levels)[0],
-        norm_groups=int(config["norm_num_groups"]),
-        linear_projection=bool(config["use_linear_projection"]),
-        # UNet2DConditionModel._set_time_proj: four times the first level's channels.
-        time_width=int(config["time_embedding_dim"] or 4 * channels[0]),
-        added_width=added_width,
-        pooled_width=pooled_width,
-        kernel_in=int(config["conv_in_kernel"]),
-        kernel_out=int(config["conv_out_kernel"]),
+    levels = len(config["block_out_channels"])
+    numbers = {
+        key: list(config[key]) if isinstance(config[key], tuple) else config[key]
+        for key in DEFAULTS
+    }
+    for key in PER_LEVEL:
+        if not isinstance(numbers[key], list):
+            numbers[key] = [numbers[key]] * levels
+    # diffusers allows a width per block; a text has one, so all are equal.
+    if isinstance(numbers["cross_attention_dim"], list):
+        numbers["cross_attention_dim"] = numbers["cross_attention_dim"][0]
+    # UNet2DConditionModel._set_time_proj: four times the first level's channels.
+    numbers["time_embedding_dim"] = numbers["time_embedding_dim"] or 4 * int(
+        numbers["block_out_channels"][0]
     )
+    if numbers["addition_embed_type"] is None:  # these keys then say nothing
+        numbers |= dict.fromkeys(
+            ("addition_time_embed_dim", "projection_class_embeddings_input_dim")
+        )
+    return numbers
 
 
-def _added(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the width of `text_time`'s whole input and of the pooled text in it; (0, 0) without it."""
-    if config["addition_embed_type"] is None:
-        return 0, 0
-    width = int(config["projection_class_embeddings_input_dim"])
-    return width, width - TIME_IDS * int(config["addition_time_embed_dim"])
-
-
-def _per_level(value: Any, levels: int) -> tuple[int, ...]:
-    """Expand diffusers' spelling (one number for all levels, or a list) to one number per level."""
-    return tuple(map(int, value)) if isinstance(value, list | tuple) else (int(value),) * levels
+def pooled_width(numbers: Mapping[str, Any]) -> int:
+    """Return the width of the pooled text that `text_time` embeds, 0 without it."""
+    if numbers["addition_embed_type"] is None:
+        return 0
+    width = int(numbers["projection_class_embeddings_input_dim"])
+    return width - TIME_IDS * int(numbers["addition_time_embed_dim"])
 
 
 # ---- names in checkpoints
@@ -161,31 +130,19 @@ _MIDDLE = ("resnets.0", "attentions.0", "resnets.1")
 
 def ldm_module(module: str, *, architecture: Mapping[str, Any]) -> str:
     """Return the checkpoint's name of diffusers' module; raises KeyError for a module of another U-Net."""
-    return _renamed(module, dict(_blocks(read_unet(architecture))), _ENDS, _RESNET)
+    return _renamed(module, dict(_blocks(unet_numbers(architecture))))
 
 
-def diffusers_module(ldm: str, *, architecture: Mapping[str, Any]) -> str:
-    """Return diffusers' name of a checkpoint's module: the inverse of `ldm_module`; raises KeyError likewise."""
-    blocks, ends, layers = (
-        {theirs: ours for ours, theirs in pairs}
-        for pairs in (_blocks(read_unet(architecture)), _ENDS.items(), _RESNET.items())
-    )
-    return _renamed(ldm, blocks, ends, layers)
-
-
-def _renamed(
-    module: str, blocks: Mapping[str, str], ends: Mapping[str, str], layers: Mapping[str, str]
-) -> str:
-    """Rename by tables of blocks, of layers outside blocks and of layers in resnets."""
-    if module in ends:
-        return ends[module]
+def _renamed(module: str, blocks: Mapping[str, str]) -> str:
+    """Rename by the tables of blocks, of layers outside blocks and of layers in resnets."""
+    if module in _ENDS:
+        return _ENDS[module]
     parts = module.split(".")
-    # The longest matching block wins: `input_blocks.3.0.op` is a whole block (a downsampler).
+    # The longest matching block wins: a downsampler is a whole block.
     for count in range(len(parts), 0, -1):
         block, inner = ".".join(parts[:count]), ".".join(parts[count:])
         if block in blocks:
-            is_resnet = "resnets" in block + blocks[block]
-            renamed = layers[inner] if inner and is_resnet else inner
+            renamed = _RESNET[inner] if inner and "resnets" in block else inner
             return f"{blocks[block]}.{renamed}" if renamed else blocks[block]
     raise KeyError(module)
 
@@ -194,22 +151,24 @@ def checkpoint_names(
     modules: Iterable[str], *, architecture: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
     """Return checkpoint name -> (diffusers' module,), without modules that no release has."""
-    blocks = dict(_blocks(read_unet(architecture)))
+    blocks = dict(_blocks(unet_numbers(architecture)))
     modules_by_name: dict[str, tuple[str, ...]] = {}
     for module in modules:
         with suppress(KeyError):
-            modules_by_name[_renamed(module, blocks, _ENDS, _RESNET)] = (module,)
+            modules_by_name[_renamed(module, blocks)] = (module,)
     return modules_by_name
 
 
-def _blocks(unet: UNet) -> Iterator[tuple[str, str]]:
+def _blocks(numbers: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (diffusers' name, checkpoint's name) of every resnet, transformer and sampler."""
-    last = len(unet.channels) - 1
+    last = len(numbers["layers_per_block"]) - 1
     number = 1  # 0 is conv_in
-    for level, resnets in enumerate(unet.resnets):
+    for level, (resnets, kind) in enumerate(
+        zip(numbers["layers_per_block"], numbers["down_block_types"], strict=True)
+    ):
         for index in range(resnets):
             yield f"down_blocks.{level}.resnets.{index}", f"input_blocks.{number}.0"
-            if unet.down_attention[level]:
+            if kind.startswith("CrossAttn"):
                 yield f"down_blocks.{level}.attentions.{index}", f"input_blocks.{number}.1"
             number += 1
         if level < last:
@@ -218,8 +177,10 @@ def _blocks(unet: UNet) -> Iterator[tuple[str, str]]:
     for middle, name in enumerate(_MIDDLE):
         yield f"mid_block.{name}", f"middle_block.{middle}"
     number = 0
-    for up, resnets in enumerate(reversed(unet.resnets)):
-        attention = unet.up_attention[up]
+    for up, (resnets, kind) in enumerate(
+        zip(reversed(numbers["layers_per_block"]), numbers["up_block_types"], strict=True)
+    ):
+        attention = kind.startswith("CrossAttn")
         for index in range(resnets + 1):  # one more than on the way down
             yield f"up_blocks.{up}.resnets.{index}", f"output_blocks.{number}.0"
             if attention:

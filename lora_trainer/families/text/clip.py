@@ -34,6 +34,7 @@ from lora_trainer.families.base_files.base_folder import (
     variant,
 )
 from lora_trainer.families.facts import AROUND
+from lora_trainer.families.text.text_layers import clip_layers
 
 if TYPE_CHECKING:
     import torch
@@ -408,14 +409,11 @@ def text_targets(network: nn.Module) -> list[str]:
 
 def target_shapes(size: ClipSize) -> dict[str, tuple[int, int]]:
     """Return (fan_in, out) of each layer of `text_targets`."""
-    inner = {"mlp.fc1": (size.width, size.inner), "mlp.fc2": (size.inner, size.width)}
-    square = (size.width, size.width)
+    layers = clip_layers(layers=size.layers, width=size.width, inner=size.inner)
     return {
-        f"encoder.layers.{number}.{name if name in inner else f'self_attn.{name}'}": inner.get(
-            name, square
-        )
-        for number in range(size.layers)
-        for name in TARGETS
+        name: (shape[1], shape[0])
+        for name, shape in layers.items()
+        if name.startswith("encoder.") and name.endswith(TARGETS)
     }
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-QWEN3_TOKENS = 512
-"""The limit of diffusers' pipelines, chat template included."""
 QWEN3_UNREAD = ("lm_head.",)
 """The language head, which scores words: 0.6 of the 8.2 billion parameters of Qwen3-8B."""
 QWEN_VL_TEMPLATE = (
@@ -34,8 +32,6 @@ QWEN_VL_TEMPLATE = (
 )
 QWEN_VL_TEMPLATE_TOKENS = 34
 """Template tokens before the prompt: the language model reads them, the denoiser does not get them."""
-QWEN_VL_TOKENS = 512
-"""Limit of diffusers' pipeline for a prompt and the template's end together."""
 QWEN_VL_UNREAD = ("visual.", "model.visual.", "lm_head.")
 """Prefixes of the vision tower and the language head, in old and new names: 1.2 of 8.3 billion parameters."""
 LUMINA_SYSTEM_PROMPT = (
