@@ -2,66 +2,41 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from tests.fakes.family_bases import base_of
+from tests.fakes.family_bases import base_of, copy_of
+from tests.fakes.json_files import edit_json
 from tests.fakes.runs import Toy, run_cli, toy
 
-BadBase = Callable[[Path], list[str]]
-"""Makes a bad base in a folder and returns the command line's words that name it."""
+BAD: dict[str, tuple[str, str, int, str]] = {
+    "a LoRA": ("style.safetensors", "", 3, "is a LoRA, not a base model"),
+    "a header of exabytes": ("huge.safetensors", "", 3, "is not a whole safetensors file"),
+    "a pickle": ("model.ckpt", "", 3, "is a pickle, which can run code"),
+    "a cut part": ("cut", "", 3, "vae"),
+    "another architecture": ("other", "", 3, "not a base model of a supported family"),
+    "a preset of another family": (
+        "sd15", "preset=sdxl/10-12", 2, "preset sdxl/10-12 is for sdxl, the base model is sd15"
+    ),
+    "no text encoder to train": ("flux", "adapter.text_encoder=true", 2, "adapter.text_encoder=true"),
+    "a format of no reader": ("flux", "output.format=kohya", 2, "is not possible for flux"),
+}  # fmt: skip
+"""Case -> base, setting, exit code, what the error says."""
 
 
-def a_lora(folder: Path) -> list[str]:
-    file = folder / "style.safetensors"
-    save_file({"lora_unet_x.lora_down.weight": torch.zeros(4, 8)}, file)
-    return ["--base", str(file)]
-
-
-def nothing(folder: Path) -> list[str]:
-    return ["--base", str(folder / "nowhere")]
-
-
-def an_empty_folder(folder: Path) -> list[str]:
-    (folder / "empty").mkdir()
-    return ["--base", str(folder / "empty")]
-
-
-def copied(folder: Path, name: str = "sd15") -> Path:
-    return Path(shutil.copytree(base_of(name), folder / "base"))
-
-
-def a_missing_shard(folder: Path) -> list[str]:
-    file = copied(folder, "flux") / "transformer" / "diffusion_pytorch_model.safetensors"
-    names = list(load_file(file))
-    weight_map = {name: f"part-{index % 2}.safetensors" for index, name in enumerate(names)}
-    file.with_name(f"{file.name}.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    file.rename(file.with_name("part-0.safetensors"))
-    return ["--base", str(folder / "base")]
-
-
-def another_architecture_in_the_file(folder: Path) -> list[str]:
-    """The configuration of one base beside the weights of another."""
-    base = copied(folder)
-    config = json.loads((base / "unet" / "config.json").read_text())
-    config["in_channels"] = 9
-    (base / "unet" / "config.json").write_text(json.dumps(config))
-    return ["--base", str(base)]
-
-
-BAD: dict[BadBase, str] = {
-    a_lora: "is a LoRA, not a base model",
-    nothing: "does not exist",
-    an_empty_folder: "it holds nothing",
-    a_missing_shard: "lacks 1 of 2 shards, first part-1.safetensors",
-    another_architecture_in_the_file: "not a base model of a supported family",
-}
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases")
+    save_file({"lora_unet_x.lora_down.weight": torch.zeros(4, 8)}, folder / "style.safetensors")
+    (folder / "huge.safetensors").write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
+    (folder / "model.ckpt").write_bytes(b"PK\x03\x04")
+    vae = copy_of("sd15", folder / "cut") / "vae" / "diffusion_pytorch_model.safetensors"
+    vae.write_bytes(vae.read_bytes()[:-4])
+    edit_json(copy_of("sd15", folder / "other") / "unet" / "config.json", in_channels=9)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +44,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return toy(tmp_path_factory.mktemp("bad"), images=2)
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.__name__)
+@pytest.mark.parametrize("case", BAD)
 def test_it_is_said_before_anything_is_cached(
-    bad: BadBase, place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, place: Toy, bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    base, setting, code, message = BAD[case]
     cache = tmp_path / "cache"
-    line = [str(place.dataset), *bad(tmp_path), "--output", str(tmp_path / "runs")]
+    source = base_of(base) if base in ("sd15", "flux") else bases / base
+    line = [str(place.dataset), "--base", str(source), "--output", str(tmp_path / "runs")]
     line += ["--set", f"data.cache_dir={cache}", "--set", "data.validation_fraction=0"]
-    assert run_cli(line) == 3
+    if setting.startswith("preset="):
+        line += ["--preset", setting.removeprefix("preset=")]
+    elif setting:
+        line += ["--set", setting]
+    assert run_cli(line) == code
     err = capsys.readouterr().err.strip()
     errors = [row for row in err.splitlines() if row.startswith("error:")]
-    assert len(errors) == 1 and BAD[bad] in errors[0] and "Fix: " in errors[0]
+    assert len(errors) == 1 and message in errors[0] and "Fix: " in errors[0]
     assert "Traceback" not in err
     assert not list(cache.rglob("*.safetensors")), "nothing was encoded"
     assert not (tmp_path / "runs").exists(), "no run was begun"

@@ -28,7 +28,7 @@ def write(case: Case, folder: Path) -> Path:
 
 
 def safetensors(case: Case) -> tuple[bytes, int]:
-    entries: dict[str, object] = {"__metadata__": dict(case.metadata)} if case.metadata else {}
+    entries: dict[str, object] = {}
     at = 0
 
     def add(name: str, dtype: str, shape: tuple[int, ...]) -> None:

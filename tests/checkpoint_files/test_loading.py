@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lora_trainer import families
@@ -67,22 +67,6 @@ def test_encoders_are_found_by_what_they_are(name: str, tmp_path: Path) -> None:
     assert [key for key in wanted if not torch.equal(read[key], wanted[key])] == []
 
 
-def test_scaled_encoders_are_read_to_their_values(tmp_path: Path) -> None:
-    (source,) = weights(base_of("chroma") / "text_encoder")
-    tensors, wanted = load_file(source), load_file(source)
-    for key in [key for key in tensors if key.endswith("wo.weight")]:
-        scale = tensors[key].abs().max() / 448
-        tensors[key] = (tensors[key] / scale).to(torch.float8_e4m3fn)
-        tensors[f"{key.removesuffix('weight')}scale_weight"] = scale
-        wanted[key] = tensors[key].float() * scale
-    file = tmp_path / "t5.safetensors"
-    save_file(tensors, file)
-    facts = describe(BaseSettings(model=str(base_of("chroma")), text_encoders=(str(file),)))
-    read = text_weights(facts)
-    changed = [key for key in wanted if key.endswith("wo.weight")]
-    assert changed and all(torch.equal(read[f"text_encoder.{key}"], wanted[key]) for key in changed)
-
-
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_families_without_encoder_files_say_so(name: str, tmp_path: Path) -> None:
     settings = BaseSettings(
@@ -138,7 +122,7 @@ def test_gguf_is_read_to_its_values(tmp_path: Path) -> None:
 
 
 def test_a_gguf_says_which_prediction_is_assumed(tmp_path: Path) -> None:
-    case = Case("SD 2 GGUF", layouts.sd2(), "sd2", dtype="Q8_0", file="sd2.gguf")
+    case = Case("SD 2 GGUF", layouts.network("sd2"), "sd2", dtype="Q8_0", file="sd2.gguf")
     settings = BaseSettings(model=str(write(case, tmp_path)))
     facts = describe(settings)
     assert facts.prediction == "v_prediction" and facts.assumed is not None

@@ -33,6 +33,7 @@ class FakeHub:
     folder: Path
     published: dict[str, Path] = field(default_factory=dict)
     fetched: list[list[str]] = field(default_factory=list)
+    revisions: list[str | None] = field(default_factory=list)
 
     @property
     def store(self) -> Path:
@@ -65,13 +66,14 @@ class FakeHub:
         self, source: str, *, revision: str | None, allow_patterns: list[str], tqdm_class: type[Any]
     ) -> str:
         self.fetched.append(list(allow_patterns))
+        self.revisions.append(revision)
         folder = self.snapshot(source)
         for name in allow_patterns:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self.published[source] / name, folder / name)
         refs = folder.parents[1] / "refs"
         refs.mkdir(exist_ok=True)
-        (refs / "main").write_text(REVISION)
+        (refs / (revision or "main")).write_text(REVISION)
         return str(folder)
 
 

@@ -7,40 +7,45 @@ the embedded base's. `seed` changes all weights, and so the identity of every pa
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import torch
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from transformers import CLIPTextModel
 
-from lora_trainer.families.locate import EMBEDDED_FOLDER
+from tests.fakes.bases.parts import clip_tokenizer, saved, tiny_clip, tiny_vae
 
 
-def write_tiny_base(folder: Path, *, seed: int = 0, prediction: str = "epsilon") -> Path:
-    """Write the base into `folder` and return it."""
-    tokenizer = CLIPTokenizer.from_pretrained(EMBEDDED_FOLDER, subfolder="tokenizer")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        pipeline = StableDiffusionPipeline(
-            vae=_vae(),
-            text_encoder=_text_encoder(len(tokenizer)),
-            tokenizer=tokenizer,
-            unet=_unet(),
-            scheduler=DDIMScheduler(
-                beta_start=0.00085,
-                beta_end=0.012,
-                beta_schedule="scaled_linear",
-                clip_sample=False,
-                set_alpha_to_one=False,
-                steps_offset=1,
-                prediction_type=prediction,
+def write_tiny_base(
+    folder: Path,
+    *,
+    seed: int = 0,
+    prediction: str = "epsilon",
+    text: Callable[[], Any] = lambda: tiny_clip(CLIPTextModel),
+    vae_attention: bool = False,
+    **unet: Any,
+) -> Path:
+    """Write the base into `folder` and return it; `unet` changes its U-Net's configuration."""
+
+    def build() -> StableDiffusionPipeline:
+        return StableDiffusionPipeline(
+            vae=tiny_vae(
+                latent_channels=4,
+                sample_size=16,
+                mid_block_add_attention=vae_attention,
+                scaling_factor=0.5,
             ),
+            text_encoder=text(),
+            tokenizer=clip_tokenizer(),
+            unet=tiny_unet(**unet),
+            scheduler=ddim(prediction),
             safety_checker=None,
             feature_extractor=None,
             requires_safety_checker=False,
         )
-    pipeline.save_pretrained(folder)
-    return folder
+
+    return saved(folder, seed=seed, build=build)
 
 
 def copy_base(base: Path, folder: Path) -> Path:
@@ -49,45 +54,29 @@ def copy_base(base: Path, folder: Path) -> Path:
     return folder
 
 
-def _vae() -> AutoencoderKL:
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=4,
-        sample_size=16,
-        mid_block_add_attention=False,
-        scaling_factor=0.5,
-    )
+def tiny_unet(**config: Any) -> UNet2DConditionModel:
+    """Return a U-Net of two levels unless `config` has others; the last has no attention, as in a release."""
+    options: dict[str, Any] = {
+        "sample_size": 8,
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "cross_attention_dim": 16,
+        "attention_head_dim": 2,
+        "norm_num_groups": 4,
+    }
+    return UNet2DConditionModel(**options | config)
 
 
-def _unet() -> UNet2DConditionModel:
-    return UNet2DConditionModel(
-        sample_size=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),  # as the last level of a release
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        cross_attention_dim=16,
-        attention_head_dim=2,
-        norm_num_groups=4,
-    )
-
-
-def _text_encoder(vocabulary: int) -> CLIPTextModel:
-    return CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=vocabulary,
-            hidden_size=16,
-            intermediate_size=32,
-            projection_dim=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=77,
-            bos_token_id=vocabulary - 2,
-            eos_token_id=vocabulary - 1,
-            pad_token_id=vocabulary - 1,
-        )
+def ddim(prediction: str) -> DDIMScheduler:
+    """Return a sampler with the noise levels of Stable Diffusion."""
+    return DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+        prediction_type=prediction,
     )

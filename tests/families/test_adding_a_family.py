@@ -26,7 +26,7 @@ def annotated(kind: type) -> set[str]:
 @pytest.mark.parametrize(("kind", "text"), [(FlowFamily, TRANSFORMERS), (UNetFamily, U_NETS)])
 def test_every_member_to_fill_is_named(kind: type[Family], text: str) -> None:
     wanted = annotated(kind) | kind.__abstractmethods__
-    assert len(wanted) > 4
+    assert len(wanted) >= 4
     assert not {name for name in wanted if not re.search(rf"\b{name}\b", text)}
 
 

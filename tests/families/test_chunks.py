@@ -97,8 +97,7 @@ def reference(
     return found if pooled is None else {**found, "pooled": pooled}
 
 
-@pytest.mark.parametrize("other_padding", [False, True], ids=["padded with ends", "with !"])
-@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize(("chunks", "other_padding"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("name", CHUNKED)
 def test_chunks_are_what_encoding_one_by_one_gives(
     name: str, chunks: int, other_padding: bool
@@ -115,29 +114,23 @@ def test_chunks_are_what_encoding_one_by_one_gives(
     assert encoder.prompt_room() == ROOM * chunks
 
 
-def test_only_clip_alone_is_read_in_chunks() -> None:
-    assert CHUNKED == ["sd15", "sd2", "sdxl"]
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("clip_skip", [1, 2])
 @pytest.mark.parametrize("name", SKIPPING)
-def test_clip_skip_counts_from_the_last_layer(name: str, clip_skip: int, chunks: int) -> None:
+def test_clip_skip_counts_from_the_last_layer(name: str, clip_skip: int) -> None:
     """As sd-scripts and A1111: 1 is the last layer; diffusers' `clip_skip` is one less."""
     facts = facts_of(name).with_clip_skip(clip_skip)
-    encoder = encoder_of(name, chunks=chunks, clip_skip=facts.clip_skip)
+    encoder = encoder_of(name, chunks=2, clip_skip=facts.clip_skip)
     for text in TEXTS:
         found = encoder.encode_prompts([text])["text"]
-        wanted = reference(name, encoder, text, chunks=chunks, clip_skip=clip_skip)
+        wanted = reference(name, encoder, text, chunks=2, clip_skip=clip_skip)
         torch.testing.assert_close(found, wanted["text"], rtol=0, atol=1e-5)
     pipeline: Any = family_of(name).plain_pipeline(facts_of(name), dtype=torch.float32, device=CPU)
     # diffusers 0.42 looks for the norm where transformers 5 has it no more.
     object.__setattr__(pipeline.text_encoder, "text_model", pipeline.text_encoder)
     with torch.no_grad():
         theirs, _ = pipeline.encode_prompt("a toy", CPU, 1, False, clip_skip=clip_skip - 1)
-    if chunks == 1:
-        found = encoder.encode_prompts(["a toy"])["text"]
-        torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)
+    found = encoder_of(name, clip_skip=facts.clip_skip).encode_prompts(["a toy"])["text"]
+    torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", SKIPPING)
@@ -189,21 +182,3 @@ def test_a_new_word_may_stand_where_chunks_meet(name: str) -> None:
     for component in encoder.networks:
         first, second = tokens[component].reshape(2, 77).tolist()
         assert first[-3:-1] == [-1, -2] and second[1:3] == [-3, -4]
-
-
-@pytest.mark.parametrize("name", CHUNKED)
-def test_gradients_reach_the_encoders_from_every_chunk(name: str) -> None:
-    family, encoder = family_of(name), encoder_of(name, chunks=3)
-    tokens = encoder.tokenize(["one two " * 60])
-    for network in encoder.networks.values():
-        for module in family.lora_targets(network, "text_encoder"):
-            network.get_submodule(module).weight.requires_grad_(True)
-    text = encoder.embed(tokens)["text"]
-    direction = torch.linspace(0, 1, text.shape[-1]).square()  # a norm fixes sums and lengths
-    for place in (1, 1 + ROOM, 1 + 2 * ROOM):
-        (text[:, place] * direction).sum().backward(retain_graph=True)
-        for component, network in encoder.networks.items():
-            for module in family.lora_targets(network, "text_encoder")[:4]:
-                gradient = network.get_submodule(module).weight.grad
-                assert gradient is not None and gradient.abs().max() > 0, (component, module, place)
-                network.get_submodule(module).weight.grad = None

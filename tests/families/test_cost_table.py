@@ -70,15 +70,6 @@ def peak(cost: SampleCost) -> int:
 # ---- known architectures
 
 
-@pytest.mark.parametrize("source", RELEASES)
-def test_every_public_release_is_in_the_table(source: str) -> None:
-    found = cost(source)
-    assert traced.cache_info().currsize == traced.cache_info().misses  # nothing is evicted here
-    assert 2**28 < found.saved_bytes < peak(found) < 2**33
-    assert 5e12 < found.forward_flops < found.step_flops / 3 < 2e14
-    assert found.forward_bytes < peak(found)
-
-
 PLAN = """
 import sys
 from lora_trainer import families
@@ -107,20 +98,14 @@ def test_the_table_needs_no_torch() -> None:
 @pytest.mark.parametrize(
     ("source", "changes"),
     [
-        (SMALLEST, {"height_px": 1248, "width_px": 832, "rank": 24}),
         (SMALLEST, {"height_px": 640, "width_px": 416, "checkpointing": "none", "micro_batch": 3}),
-        (UNPADDED, {"height_px": 576, "width_px": 960, "checkpointing": "selective"}),
         (UNPADDED, {"height_px": 832, "width_px": 832, "checkpointing": "offloaded"}),
         (SMALLEST, {"height_px": 896, "width_px": 640, "rank": 4, "targets": "attention"}),
-        (SMALLEST, {"height_px": 704, "width_px": 704, "rank": 64, "targets": "all"}),
         (UNPADDED, {"height_px": 768, "width_px": 512, "text_tokens": 100, "micro_batch": 4}),
-        *(
-            (SD15, {"height_px": 832, "width_px": 640, "checkpointing": level})
-            for level in CHECKPOINTING
-        ),
+        (SD15, {"height_px": 832, "width_px": 640, "checkpointing": "light"}),
+        (SD15, {"height_px": 832, "width_px": 640, "checkpointing": "selective"}),
         (SD15, {"height_px": 384, "width_px": 320, "wide_adapter": True, "targets": "all"}),
-        (SD15, {"height_px": 512, "width_px": 512, "element_bytes": 4, "micro_batch": 3}),
-        (SDXL, {"height_px": 832, "width_px": 640, "micro_batch": 2}),
+        (SDXL, {"height_px": 832, "width_px": 640, "rank": 64, "micro_batch": 2}),
     ],
 )
 def test_the_table_agrees_with_a_fresh_trace_of_the_true_size(
@@ -141,45 +126,15 @@ def test_the_table_agrees_with_a_fresh_trace_of_the_true_size(
 
 
 @pytest.mark.parametrize("source", RELEASES)
-def test_costs_grow_with_size_rank_and_text(source: str) -> None:
-    least = cost(source, height_px=512, width_px=512, rank=4, checkpointing="none")
-    for change in ({"height_px": 576}, {"rank": 8}):  # middles of ranks are made again
-        more = cost(
-            source, **{"height_px": 512, "width_px": 512, "rank": 4} | change, checkpointing="none"
-        )
-        assert least.saved_bytes <= more.saved_bytes and least.step_flops < more.step_flops
-
-
-@pytest.mark.parametrize(("element_bytes", "wide"), [(2, False), (4, False), (2, True)])
-def test_what_is_called_known_is_not_traced(element_bytes: int, wide: bool) -> None:
-    """And what the table lacks is not called known: few levels of wide adapters and of float32."""
-    before, facts = traced.cache_info().misses, facts_by_name(UNPADDED)
-    known = known_checkpointing(
-        RELEASES[UNPADDED],
-        facts,
-        element_bytes=element_bytes,
-        targets="transformer",
-        wide_adapter=wide,
-    )
-    assert known == (CHECKPOINTING if (element_bytes, wide) == (2, False) else ("none", "full"))
-    for kind in known:
-        cost(UNPADDED, element_bytes=element_bytes, wide_adapter=wide, checkpointing=kind)
-    assert traced.cache_info().misses == before
-
-
-@pytest.mark.parametrize("source", RELEASES)
-def test_a_wide_adapter_is_in_the_table_and_keeps_copies(source: str) -> None:
-    before = traced.cache_info().misses
-    plain, wide = (cost(source, checkpointing="none", wide_adapter=wide) for wide in (False, True))
-    assert wide.saved_bytes > plain.saved_bytes and peak(wide) > peak(plain)
-    assert wide.adapter_saved_bytes > wide.saved_bytes / 5 > plain.adapter_saved_bytes
-    assert traced.cache_info().misses == before
-
-
-@pytest.mark.parametrize("source", RELEASES)
 def test_each_kind_of_checkpointing_trades_bytes_for_work(source: str) -> None:
     kinds = {kind: cost(source, checkpointing=kind) for kind in CHECKPOINTING}
+    assert traced.cache_info().currsize == traced.cache_info().misses  # nothing is evicted here
+    wide = cost(source, checkpointing="none", wide_adapter=True)
     none, light, selective, full, offloaded = kinds.values()
+    assert 2**28 < full.saved_bytes < peak(full) < 2**33 and full.forward_bytes < peak(full)
+    assert 5e12 < full.forward_flops < full.step_flops / 3 < 2e14
+    assert wide.saved_bytes > none.saved_bytes and peak(wide) > peak(none)
+    assert wide.adapter_saved_bytes > wide.saved_bytes / 5 > none.adapter_saved_bytes
     saved = [each.saved_bytes for each in kinds.values()]
     assert saved == sorted(saved, reverse=True) and peak(full) < peak(none) / 5
     # Nearly all arithmetic is in products, of which selective makes those again that are cheap to hold.
@@ -219,16 +174,6 @@ def test_modules_of_the_table_are_those_of_the_network(source: str) -> None:
     assert linear and all(
         isinstance(network.get_submodule(name), torch.nn.Linear) for name in linear
     )
-
-
-def test_chunks_of_a_prompt_cost_what_a_trace_says() -> None:
-    family, facts = BASES[SD15], replace(facts_by_name(SD15), chunks=2)
-    workload = replace(WORKLOAD, height_px=512, width_px=512, checkpointing="none")
-    found, fresh = sample_cost(family, facts, workload), traced_cost(family, facts, workload)
-    assert found.saved_bytes == pytest.approx(fresh.saved_bytes, rel=0.001)
-    assert found.step_flops == pytest.approx(fresh.step_flops, rel=0.001)
-    assert found.saved_bytes > sample_cost(family, facts_by_name(SD15), workload).saved_bytes
-    assert found.conditioning_bytes == (77 + 75) * 768 * 4
 
 
 # ---- what makes an architecture the same

@@ -33,10 +33,6 @@ def encoded(encoder: TextEncoder, text: str) -> dict[str, Tensor]:
     return dict(encoder.encode_tokens(encoder.tokenize_weighted(weighted_parts(text))))
 
 
-def test_some_families_weigh_words() -> None:
-    assert WEIGHING
-
-
 def test_the_words_are_tokenized_without_the_marks(encoder: TextEncoder) -> None:
     weighted = encoder.tokenize_weighted(weighted_parts(TEXT))
     for name, tokens in encoder.tokenize([WORDS]).items():
@@ -61,12 +57,6 @@ def test_a_new_word_has_the_weight_of_its_place(encoder: TextEncoder) -> None:
         assert weights[second : second + 2] == [1.0, 1.0]
         assert set(weights[first + 2 : second - 2]) == {1.5}
         assert len(weights) == len(numbers)
-
-
-def test_without_marks_nothing_changes_by_a_bit(encoder: TextEncoder) -> None:
-    plain = encoder.encode_prompts([WORDS])
-    for name, tensor in encoded(encoder, WORDS).items():
-        assert torch.equal(tensor, plain[name])
 
 
 def test_tokens_are_multiplied_and_the_mean_is_restored(encoder: TextEncoder) -> None:
@@ -95,20 +85,3 @@ def test_a_mean_of_nothing_restores_nothing() -> None:
     assert learned.grad is not None and torch.isfinite(learned.grad).all()
     half = torch.tensor([[[1.0, 1.0], [2.0, 0.0]]])
     assert torch.equal(emphasised(half, torch.tensor([[3.0, 1.0]])).mean(), half.mean())
-
-
-def test_a_text_does_not_depend_on_those_beside_it(encoder: TextEncoder) -> None:
-    texts = [TEXT, "(a cat:0.3)", ""]
-    each = [encoder.tokenize_weighted(weighted_parts(text)) for text in texts]
-    together = {name: torch.cat([tokens[name] for tokens in each]) for name in each[0]}
-    batch = encoder.encode_tokens(together)
-    for row, text in enumerate(texts):
-        for name, tensor in encoded(encoder, text).items():
-            torch.testing.assert_close(batch[name][row : row + 1], tensor, rtol=1e-5, atol=1e-6)
-
-
-def test_what_is_cut_off_has_no_weight(encoder: TextEncoder) -> None:
-    tokens = encoder.tokenize_weighted(weighted_parts("word " * 200 + "(last:2)"))
-    for name in encoder.networks:
-        assert tokens[name + WEIGHTS].shape == tokens[name].shape
-        assert set(tokens[name + WEIGHTS].flatten().tolist()) == {1.0}

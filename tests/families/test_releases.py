@@ -14,36 +14,19 @@ from torch import nn
 
 from lora_trainer import families
 from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.base_files import open_companion
+from lora_trainer.families.base_files.base_folder import read_json
 
 SOURCES = [(name, source) for name in families.MODULES for source in families.family(name).releases]
-CLIP = {"vocab_size": 49_408, "max_position_embeddings": 77}
-CLIP_L = {**CLIP, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
+OPEN = read_json(open_companion.FILE)["configs"]
 TEXTS: Mapping[str, Mapping[str, Any]] = {
-    "CLIP-L": CLIP_L,
-    "CLIP-L projected": {**CLIP_L, "projection_dim": 768},
-    "CLIP-H": {
-        **CLIP,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 23,
-        "num_attention_heads": 16,
-    },
-    "bigG": {
-        **CLIP,
-        "hidden_size": 1280,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 20,
-        "projection_dim": 1280,
-    },
-    "T5-XXL": {
-        "d_model": 4096,
-        "d_kv": 64,
-        "d_ff": 10_240,
-        "num_layers": 24,
-        "num_heads": 64,
-        "feed_forward_proj": "gated-gelu",
-    },
+    "CLIP-L": OPEN["clip_l"],
+    "CLIP-L projected": OPEN["clip_l_projected"],
+    "CLIP-H": OPEN["clip_g"]
+    | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 23}
+    | {"num_attention_heads": 16},
+    "bigG": OPEN["clip_g"],
+    "T5-XXL": OPEN["t5xxl"],
     "Qwen3-4B": {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
     "Qwen3-8B": {"hidden_size": 4096, "intermediate_size": 12_288, "tie_word_embeddings": False},
     "Gemma 2 2B": {},  # the defaults of its class
@@ -151,49 +134,6 @@ def test_a_release_has_the_sizes_of_its_configuration(name: str, source: str) ->
     json.dumps(dict(facts.architecture))  # the planner's cost table is keyed by it
 
 
-@pytest.mark.parametrize(
-    ("source", "kohya", "modelspec"),
-    [
-        ("stable-diffusion-v1-5/stable-diffusion-v1-5", "sd_v1", "stable-diffusion-v1/lora"),
-        ("stabilityai/stable-diffusion-2-1-base", "sd_v2", "stable-diffusion-v2-512/lora"),
-        ("stabilityai/stable-diffusion-2-1", "sd_v2_v", "stable-diffusion-v2-768-v/lora"),
-        (
-            "stabilityai/stable-diffusion-xl-base-1.0",
-            "sdxl_base_v1-0",
-            "stable-diffusion-xl-v1-base/lora",
-        ),
-        ("black-forest-labs/FLUX.1-dev", "flux1", "flux-1-dev/lora"),
-        ("black-forest-labs/FLUX.1-schnell", "flux1", "flux-1-schnell/lora"),
-        ("black-forest-labs/FLUX.2-klein-4B", "flux2_klein_4b", "Flux.2-klein-4b/lora"),
-        ("black-forest-labs/FLUX.2-klein-base-9B", "flux2_klein_9b", "Flux.2-klein-9b/lora"),
-        ("lodestones/Chroma1-HD", "chroma", "chroma/lora"),
-        (
-            "stabilityai/stable-diffusion-3-medium-diffusers",
-            "3-medium",
-            "stable-diffusion-3-medium/lora",
-        ),
-        (
-            "stabilityai/stable-diffusion-3.5-medium",
-            "3-5-medium",
-            "stable-diffusion-3-5-medium/lora",
-        ),
-        (
-            "stabilityai/stable-diffusion-3.5-large-turbo",
-            "3-5-large",
-            "stable-diffusion-3-5-large/lora",
-        ),
-        ("Tongyi-MAI/Z-Image-Turbo", "zimage", "Z-Image/lora"),
-        ("Qwen/Qwen-Image", "qwen_image", "Qwen-Image/lora"),
-        ("Alpha-VLLM/Lumina-Image-2.0", "lumina2", "lumina-2/lora"),
-    ],
-)
-def test_a_release_s_names_in_metadata(source: str, kohya: str, modelspec: str) -> None:
-    facts = families.known_base(source)
-    assert facts is not None
-    names = families.family(facts.family).adapter_names(facts)
-    assert (names.kohya, names.modelspec) == (kohya, modelspec)
-
-
 SIZES = {"sd15": (512, 64, 8), "sdxl": (1024, 32, 8), "flux2": (1024, 64, 16)}
 
 
@@ -207,33 +147,33 @@ def test_native_size_and_step_of_buckets(name: str) -> None:
             assert size == SIZES.get(name, (1024, 64, 8))
 
 
-@pytest.mark.parametrize(
-    ("source", "variant", "distilled"),
-    [
-        ("black-forest-labs/FLUX.1-dev", "dev", False),
-        ("black-forest-labs/FLUX.1-schnell", "schnell", True),
-        ("black-forest-labs/FLUX.2-klein-4B", "klein-4b", True),
-        ("black-forest-labs/FLUX.2-klein-base-9B", "klein-base-9b", False),
-        ("stabilityai/stable-diffusion-3.5-medium", "medium", False),
-        ("stabilityai/stable-diffusion-3.5-large-turbo", "large-turbo", True),
-        ("Tongyi-MAI/Z-Image-Turbo", "turbo", True),
-        ("Tongyi-MAI/Z-Image", "base", False),
-    ],
-)
-def test_the_variant_of_a_release(source: str, variant: str, distilled: bool) -> None:
+SD = "stabilityai/stable-diffusion"
+FACTS = {
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": ("sd_v1", "stable-diffusion-v1", "", False, None),
+    f"{SD}-2-1-base": ("sd_v2", "stable-diffusion-v2-512", "", False, None),
+    f"{SD}-2-1": ("sd_v2_v", "stable-diffusion-v2-768-v", "", False, None),
+    f"{SD}-xl-base-1.0": ("sdxl_base_v1-0", "stable-diffusion-xl-v1-base", "", False, None),
+    "black-forest-labs/FLUX.1-dev": ("flux1", "flux-1-dev", "dev", False, 3.158193),  # exp(1.15)
+    "black-forest-labs/FLUX.1-schnell": ("flux1", "flux-1-schnell", "schnell", True, 1.0),
+    "black-forest-labs/FLUX.2-klein-4B": ("flux2_klein_4b", "Flux.2-klein-4b", "klein-4b", True, 3.158193),
+    "black-forest-labs/FLUX.2-klein-base-9B": ("flux2_klein_9b", "Flux.2-klein-9b", "klein-base-9b", False, 3.158193),
+    "lodestones/Chroma1-HD": ("chroma", "chroma", "", False, 1.0),
+    f"{SD}-3-medium-diffusers": ("3-medium", "stable-diffusion-3-medium", "3-medium", False, 3.0),
+    f"{SD}-3.5-medium": ("3-5-medium", "stable-diffusion-3-5-medium", "medium", False, 3.0),
+    f"{SD}-3.5-large-turbo": ("3-5-large", "stable-diffusion-3-5-large", "large-turbo", True, 3.0),
+    "Tongyi-MAI/Z-Image-Turbo": ("zimage", "Z-Image", "turbo", True, 3.0),
+    "Qwen/Qwen-Image": ("qwen_image", "Qwen-Image", "", False, None),
+    "Alpha-VLLM/Lumina-Image-2.0": ("lumina2", "lumina-2", "", False, 6.0),
+}  # fmt: skip
+"""Release -> its names in metadata, variant, whether it is distilled, the published shift at 1024 px."""
+
+
+@pytest.mark.parametrize("source", FACTS)
+def test_facts_of_a_release(source: str) -> None:
+    kohya, modelspec, variant, distilled, shift = FACTS[source]
     facts = families.known_base(source)
     assert facts is not None and (facts.variant, facts.distilled) == (variant, distilled)
-
-
-def test_the_shift_at_1024_px_is_that_published() -> None:
-    shifts = {
-        "black-forest-labs/FLUX.1-dev": 3.158193,  # exp(1.15)
-        "black-forest-labs/FLUX.1-schnell": 1.0,
-        "Alpha-VLLM/Lumina-Image-2.0": 6.0,
-        "stabilityai/stable-diffusion-3.5-medium": 3.0,
-        "Tongyi-MAI/Z-Image-Turbo": 3.0,
-    }
-    for source, shift in shifts.items():
-        facts = families.known_base(source)
-        assert facts is not None
+    names = families.family(facts.family).adapter_names(facts)
+    assert (names.kohya, names.modelspec) == (kohya, f"{modelspec}/lora")
+    if shift is not None:
         assert facts.flow_shift(width_px=1024, height_px=1024) == pytest.approx(shift)

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.costs.cost_table import adapter_shapes
-from lora_trainer.families.base import BaseFacts, FileFormat, Geometry, Prediction
-from lora_trainer.families.locate import EMBEDDED_FOLDER
+from lora_trainer.families.base import BaseFacts, Geometry, Prediction
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.family_bases import (
     CPU,
@@ -61,24 +59,25 @@ def told_of(facts: BaseFacts, prompts: list[str]) -> dict[str, Tensor]:
 # ---- facts
 
 
-def test_the_embedded_base_is_of_the_first_family() -> None:
-    facts = facts_at(EMBEDDED_FOLDER)
-    assert (facts.resolution_px, facts.bucket_step_px, facts.vae_factor) == (64, 8, 4)
-    assert (facts.family, facts.prediction) == ("sd15", "epsilon") and not facts.zero_terminal_snr
-
-
 @U_NETS
 @pytest.mark.parametrize("stated", ["epsilon", "v_prediction", "sample", None])
-def test_the_prediction_is_that_of_the_scheduler(
+def test_prediction_and_terminal_noise_are_those_of_the_scheduler(
     name: str, stated: str | None, tmp_path: Path
 ) -> None:
     base = copy_of(name, tmp_path / "base")
-    edit_json(base / "scheduler/scheduler_config.json", prediction_type=stated)
+    assert not facts_at(base).zero_terminal_snr
+    edit_json(
+        base / "scheduler/scheduler_config.json",
+        prediction_type=stated,
+        rescale_betas_zero_snr=True,
+    )
     if stated == "sample":
         with pytest.raises(InputError, match="prediction_type='sample'"):
             facts_at(base)
-    else:
-        assert facts_at(base).prediction == (stated or "epsilon")
+        return
+    facts = facts_at(base)
+    assert facts.prediction == (stated or "epsilon") and facts.zero_terminal_snr
+    assert float(facts.alphas_cumprod()[-1]) == 0 < float(facts.alphas_cumprod()[-2])
 
 
 def test_a_fine_tune_known_to_predict_velocity_does() -> None:
@@ -89,17 +88,6 @@ def test_a_fine_tune_known_to_predict_velocity_does() -> None:
         facts_at(base_of("sdxl"), source=source),
     ):
         assert facts.prediction == "v_prediction" and facts.zero_terminal_snr
-
-
-@U_NETS
-def test_terminal_noise_is_that_of_the_scheduler(name: str, tmp_path: Path) -> None:
-    base = copy_of(name, tmp_path / "base")
-    assert not facts_at(base).zero_terminal_snr
-    edit_json(base / "scheduler/scheduler_config.json", rescale_betas_zero_snr=True)
-    facts = facts_at(base)
-    assert facts.zero_terminal_snr
-    levels = facts.alphas_cumprod()
-    assert float(levels[-1]) == 0 < float(levels[-2])
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own
@@ -143,22 +131,10 @@ def test_a_hostile_config_is_one_line(name: str, file: str, key: str, tmp_path: 
             facts_at(base)
 
 
-@U_NETS
-@pytest.mark.parametrize(
-    "change", [{"in_channels": 9}, {"cross_attention_dim": "16"}, {"in_channels": "4"}]
-)
-def test_other_networks_are_not_detected(
-    name: str, change: Mapping[str, Any], tmp_path: Path
-) -> None:
-    base = copy_of(name, tmp_path / "base")
-    edit_json(base / "unet/config.json", **change)
-    assert not families.family(name).detect(base)
-
-
 @pytest.mark.parametrize(
     ("file", "values", "said"),
     [
-        ("unet/config.json", {"layers_per_block": 1}, r"resnets \(1, 1, 1\)"),  # no names in files
+        ("unet/config.json", {"layers_per_block": 1}, r"resnets \[1, 1, 1\]"),  # no names in files
         ("unet/config.json", {"class_embed_type": "timestep"}, "class_embed_type='timestep'"),
         ("unet/config.json", {"addition_embed_type": "text"}, "addition_embed_type='text'"),
         ("unet/config.json", {"down_block_types": ["AttnDownBlock2D"] * 3}, "AttnDownBlock2D"),
@@ -215,14 +191,6 @@ def test_a_checkpoint_s_prediction_is_told_from_a_weight(
         assert (alone.prediction, alone.assumed) == (prediction, None)
 
 
-def test_a_hostile_weight_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "checkpoint.safetensors"
-    entry = f'{{"{TELLING_WEIGHT}":{{"dtype":"F32","shape":[1],"data_offsets":[0,3]}}}}'
-    file.write_bytes(len(entry).to_bytes(8, "little") + entry.encode() + b"abc")
-    with pytest.raises(InputError, match="is no tensor"):
-        families.family("sd2").facts_from_file(file, {})
-
-
 # ---- the VAE
 
 
@@ -241,33 +209,6 @@ def test_a_vae_folder_replaces_the_base_s_own(name: str, tmp_path: Path) -> None
 
 def facts_scale(name: str) -> float:
     return float(image_encoder_of(facts_of(name)).vae.config.scaling_factor)
-
-
-@U_NETS
-def test_latents_are_those_of_the_pipeline_bit_for_bit(name: str) -> None:
-    pixels, vae = torch.rand(2, 3, 16, 24) * 2 - 1, pipeline_of(facts_of(name)).vae
-    with torch.no_grad():
-        posterior = vae.encode(pixels).latent_dist
-    for index, latents in enumerate(image_encoder_of(facts_of(name)).encode_images(pixels)):
-        assert torch.equal(latents.mean, posterior.mean[index] * vae.config.scaling_factor)
-        assert torch.equal(latents.std, posterior.std[index] * vae.config.scaling_factor)
-
-
-def test_a_vae_that_overflows_in_fp16_gives_finite_latents(tmp_path: Path) -> None:
-    """SDXL's own VAE does: activations beyond 65,504 in float32 weights that fp16 can hold."""
-    base = copy_of("sdxl", tmp_path / "base")
-    file = base / "vae" / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(file)
-    first = tensors["encoder.conv_in.weight"]
-    tensors["encoder.conv_in.weight"] = first * (6e4 / first.abs().max())
-    save_file(tensors, file, metadata={"format": "pt"})
-    pixels = torch.ones(1, 3, 16, 16)
-    pixels[..., ::2, :] = -1
-    (latents,) = image_encoder_of(facts_at(base)).encode_images(pixels)
-    assert latents.mean.isfinite().all() and latents.mean.abs().max() < 100
-    half = pipeline_of(facts_at(base)).vae.half()
-    with torch.no_grad():
-        assert not half.encode(pixels.half()).latent_dist.mean.isfinite().all()
 
 
 # ---- conditioning and loss
@@ -321,16 +262,6 @@ def test_the_loss_is_that_of_diffusers_training_script(
 # ---- text encoders
 
 
-def test_the_text_is_the_last_layer_of_a_shortened_encoder() -> None:
-    """Files of Stable Diffusion 2 hold one layer more than the configuration, whose output is not read."""
-    encoder = encoder_of(facts_of("sd2"))
-    network: Any = encoder.networks["text_encoder"]
-    assert network.config.hidden_act == "gelu"
-    with torch.no_grad():
-        layers = network(encoder.tokenize(["a"])["text_encoder"], output_hidden_states=True)
-    assert torch.equal(encoder.encode_prompts(["a"])["text"], layers.last_hidden_state)
-
-
 @U_NETS
 def test_every_trained_text_layer_gets_a_gradient(name: str) -> None:
     """SDXL's U-Net reads the layer before the last; only the second encoder's last one makes `pooled`."""
@@ -355,22 +286,15 @@ def test_every_trained_text_layer_gets_a_gradient(name: str) -> None:
 
 
 @ONE_ENCODER
-@pytest.mark.parametrize(("prediction", "terminal"), LEVELS)
-def test_a_sample_is_the_image_of_the_plain_pipeline(
-    name: str, prediction: Prediction, terminal: bool
-) -> None:
-    own = facts_of(name)
-    facts = replace(own, prediction=prediction, zero_terminal_snr=terminal)
+def test_a_sample_from_pure_noise_is_the_image_of_the_plain_pipeline(name: str) -> None:
+    facts = replace(facts_of(name), prediction="v_prediction", zero_terminal_snr=True)
     prompt, negative = (encoder_of(facts).encode_prompts([text]) for text in ("a toy", "bad"))
     sampler = families.family(name).build_sampler(facts, denoiser=network_of(facts), device=CPU)
     ours = sampler.image(prompt, negative, seed=5, size_px=(24, 16), steps=3, guidance_scale=4.0)
     theirs = drawn(pipeline_of(facts))
     assert ours.size == theirs.size == (24, 16)
     assert apart(ours, theirs) <= 1
-    if terminal:
-        assert apart(ours, drawn(pipeline_of(replace(facts, zero_terminal_snr=False)))) > 1
-    elif prediction != own.prediction:
-        assert apart(ours, drawn(pipeline_of(own))) > 1
+    assert apart(ours, drawn(pipeline_of(replace(facts, zero_terminal_snr=False)))) > 1
 
 
 def drawn(pipeline: Any) -> Image.Image:
@@ -401,28 +325,7 @@ def test_the_sampler_is_where_the_denoiser_is(name: str) -> None:
     assert sampler.pipeline.vae_scale_factor == facts.vae_factor
 
 
-@ONE_ENCODER
-def test_a_plain_pipeline_in_half_precision_keeps_its_vae_in_full(name: str) -> None:
-    pipeline = pipeline_of(facts_of(name), torch.bfloat16)
-    assert pipeline.unet.dtype == pipeline.text_encoder.dtype == torch.bfloat16
-    assert pipeline.vae.dtype == torch.float32
-    assert apart(drawn(pipeline), drawn(pipeline_of(facts_of(name)))) < 60
-
-
 # ---- files
-
-
-def test_names_in_files() -> None:
-    """transformers 5 left `text_model` out of its names; files have it, whatever it calls the module."""
-    named = families.family("sd15").lora_key_name
-    block = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0"
-    layer = "encoder.layers.0.self_attn.q_proj"
-    assert named("kohya", "denoiser", block) == "lora_unet_" + block.replace(".", "_")
-    assert named("diffusers", "denoiser", block) == f"unet.{block}"
-    for module in (layer, f"text_model.{layer}"):
-        kohya = "lora_te_text_model_encoder_layers_0_self_attn_q_proj"
-        assert named("kohya", "text_encoder", module) == kohya
-        assert named("diffusers", "text_encoder", module) == f"text_encoder.text_model.{layer}"
 
 
 def test_a_release_sized_file_of_sdxl_has_sd_scripts_names() -> None:
@@ -437,76 +340,12 @@ def test_a_release_sized_file_of_sdxl_has_sd_scripts_names() -> None:
         "lora_unet_middle_block_1_transformer_blocks_9_attn2_to_out_0",
         "lora_unet_output_blocks_5_1_proj_out",
     }
+    # transformers 5 left `text_model` out of its names; files have it, whatever it calls the module.
+    layer, named = "encoder.layers.0.self_attn.q_proj", families.family("sd15").lora_key_name
+    for module in (layer, f"text_model.{layer}"):
+        kohya = "lora_te_text_model_encoder_layers_0_self_attn_q_proj"
+        assert named("kohya", "text_encoder", module) == kohya
+        assert named("diffusers", "text_encoder", module) == f"text_encoder.text_model.{layer}"
     encoders = (("text_encoder", "lora_te1_"), ("text_encoder_2", "lora_te2_"))
     for component, prefix in encoders:
         assert family.lora_key_name("kohya", component, "layers.0").startswith(prefix)
-
-
-@U_NETS
-@pytest.mark.parametrize("format", ["kohya", "diffusers"])
-def test_files_are_read_by_the_pipeline(name: str, format: FileFormat, tmp_path: Path) -> None:
-    """Every target of all networks, convolutions too, under the names of the format."""
-    family, facts = families.family(name), facts_of(name)
-    changed, pipeline = pipeline_of(facts), pipeline_of(facts)
-    tensors: dict[str, Tensor] = {}
-    generator = torch.Generator().manual_seed(1)
-    for component in ("denoiser", *encoder_of(facts).networks):
-        network = changed.unet if component == "denoiser" else getattr(changed, component)
-        kind = "all" if component == "denoiser" else "text_encoder"
-        for module in family.lora_targets(network, kind):  # type: ignore[arg-type]  # a kind of targets
-            down, up = factors(network.get_submodule(module), generator)
-            tensors |= written(family.lora_key_name(format, component, module), format, down, up)
-    told = told_of(facts, ["a"])
-    before = outputs(pipeline, family, told)
-    save_file(tensors, tmp_path / "adapter.safetensors")
-    pipeline.load_lora_weights(tmp_path, weight_name="adapter.safetensors")
-    after = zip(
-        outputs(pipeline, family, told), outputs(changed, family, told), before, strict=True
-    )
-    for loaded, wanted, plain in after:
-        torch.testing.assert_close(loaded, wanted, rtol=1e-4, atol=1e-3)
-        assert float((wanted - plain).abs().max()) > 0.05, "or a file that does nothing would pass"
-
-
-def factors(layer: Any, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Add a random update of rank 2 to a layer and return its factors."""
-    shape = layer.weight.shape
-    down = 0.2 * torch.randn(2, *shape[1:], generator=generator)
-    up = 0.2 * torch.randn(shape[0], 2, *[1] * (len(shape) - 2), generator=generator)
-    with torch.no_grad():
-        layer.weight += (up.flatten(1) @ down.flatten(1)).view(shape)
-    return down, up
-
-
-def written(name: str, format: FileFormat, down: Tensor, up: Tensor) -> dict[str, Tensor]:
-    if format == "diffusers":
-        return {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
-    alpha = {f"{name}.alpha": torch.tensor(1.0)}  # of rank 2: half the scale
-    return {f"{name}.lora_down.weight": 2 * down, f"{name}.lora_up.weight": up, **alpha}
-
-
-def outputs(pipeline: Any, family: Any, told: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return what each text encoder gives, and the U-Net's prediction for the base's own text."""
-    side, states = pipeline.unet.config.sample_size, list[Tensor]()
-    noisy = torch.linspace(-1, 1, 4 * side * side).view(1, 4, side, side)
-    encoders = (pipeline.text_encoder, getattr(pipeline, "text_encoder_2", None))
-    with torch.no_grad():
-        for encoder in filter(None, encoders):
-            output = encoder(torch.arange(77)[None], output_hidden_states=True)
-            states.append(output[0])
-            if len(output.hidden_states) > 2:  # SDXL reads the layer before the last
-                states.append(output.hidden_states[-2])
-        return [*states, family.predict(pipeline.unet, noisy, torch.tensor([300]), told)]
-
-
-@U_NETS
-def test_shapes_for_the_plan_are_in_the_order_of_the_modules(name: str) -> None:
-    family, denoiser = families.family(name), denoiser_of(name)
-    for targets in ("attention", "transformer", "all"):
-        shapes = adapter_shapes(family, facts_of(name), targets=targets)
-        assert list(shapes) == family.lora_targets(denoiser, targets)
-        for module, (fan_in, out, *rest) in shapes.items():
-            weight: Any = denoiser.get_submodule(module).weight
-            assert (weight[0].numel(), len(weight)) == (fan_in, out), module
-            kernel = weight[0, 0].numel()
-            assert rest == ([kernel] if kernel > 1 else []), module

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.learning import AdapterSettings
@@ -103,28 +102,6 @@ def test_it_has_nothing_to_train_and_changes_no_weight() -> None:
     assert dict(net.named_parameters()).keys() == names == net.state_dict().keys()
     for one, other in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other) and not one.requires_grad
-
-
-def test_gradients_through_it_are_the_same_with_checkpointing() -> None:
-    image = torch.randn(2, 6, 8, 8)
-    found: list[Tensor] = []
-    for recompute in (False, True):
-        net, x = network(), image.clone().requires_grad_()
-        attach_assistant(net, file())
-        loss = checkpoint(net, x, use_reentrant=False) if recompute else net(x)
-        loss.backward()
-        assert x.grad is not None
-        found.append(x.grad)
-    assert torch.equal(found[0], found[1])
-    x = image.clone().requires_grad_()
-    assisted()(x).backward()
-    torch.testing.assert_close(found[0], x.grad)
-
-
-def test_outputs_keep_the_dtype_of_the_base() -> None:
-    net = network(torch.bfloat16)
-    attach_assistant(net, file())
-    assert net.conv(torch.randn(1, 6, 4, 4).bfloat16()).dtype == torch.bfloat16
 
 
 def test_anything_but_a_plain_lora_of_this_denoiser_is_refused() -> None:

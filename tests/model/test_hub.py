@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,118 +25,22 @@ from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
 from lora_trainer.families.hub_files import ALL_ENCODERS, cached_snapshot, download, wanted
 from tests.fakes.hub_server import hub_server
 
-SD_REPOSITORY = [
-    "README.md",
-    "model_index.json",
-    "v1-5-pruned-emaonly.ckpt",
-    "v1-5-pruned-emaonly.safetensors",
-    "feature_extractor/preprocessor_config.json",
-    "safety_checker/model.safetensors",
-    "scheduler/scheduler_config.json",
-    "text_encoder/config.json",
-    "text_encoder/model.fp16.safetensors",
-    "text_encoder/model.safetensors",
-    "text_encoder/pytorch_model.bin",
-    "tokenizer/merges.txt",
-    "tokenizer/vocab.json",
-    "unet/config.json",
-    "unet/diffusion_pytorch_model.bin",
-    "unet/diffusion_pytorch_model.fp16.safetensors",
-    "unet/diffusion_pytorch_model.non_ema.safetensors",
-    "unet/diffusion_pytorch_model.safetensors",
-    "vae/config.json",
-    "vae/diffusion_pytorch_model.fp16.safetensors",
-]
-
-
-def test_one_precision_of_each_part_and_nothing_else() -> None:
-    assert wanted(SD_REPOSITORY, without=frozenset()) == [
-        "model_index.json",
-        "scheduler/scheduler_config.json",
-        "text_encoder/config.json",
-        "text_encoder/model.safetensors",
-        "tokenizer/merges.txt",
-        "tokenizer/vocab.json",
-        "unet/config.json",
-        "unet/diffusion_pytorch_model.safetensors",
-        "vae/config.json",
-        "vae/diffusion_pytorch_model.fp16.safetensors",
-    ]
-
 
 def test_parts_that_a_checkpoint_brings_are_not_fetched() -> None:
-    everything = frozenset({"denoiser", "vae", ALL_ENCODERS})
-    found = wanted(SD_REPOSITORY, without=everything)
-    assert found and not any(name.endswith(".safetensors") for name in found)
-    left = wanted(SD_REPOSITORY, without=frozenset({"denoiser"}))
-    assert "text_encoder/model.safetensors" in left
-    assert not any(name.startswith("unet/") and "safetensors" in name for name in left)
-
-
-def test_shards_come_with_their_index_and_second_encoders_too() -> None:
     names = [
+        *(
+            f"{part}/{file}"
+            for part in ("text_encoder", "text_encoder_2")
+            for file in ("config.json", "model.safetensors")
+        ),
         "transformer/diffusion_pytorch_model-00001-of-00002.safetensors",
-        "transformer/diffusion_pytorch_model-00002-of-00002.safetensors",
         "transformer/diffusion_pytorch_model.safetensors.index.json",
-        "text_encoder_2/model.safetensors",
-        "tokenizer_2/spiece.model",
+        "unet/diffusion_pytorch_model.fp16.safetensors",
     ]
     assert wanted(names, without=frozenset()) == sorted(names)
-    without = wanted(names, without=frozenset({"denoiser", ALL_ENCODERS}))
-    assert without == [names[4], names[2]]
-
-
-def test_one_encoder_of_the_user_s_leaves_the_other_to_be_fetched() -> None:
-    names = ["text_encoder/model.safetensors", "text_encoder_2/model.safetensors"]
-    assert wanted(names, without=frozenset({"text_encoder"})) == names[1:]
-
-
-def test_a_repository_that_is_one_part_gives_its_top_files() -> None:
-    names = ["config.json", "diffusion_pytorch_model.safetensors", "sdxl.vae.pt"]
-    assert wanted(names, without=frozenset()) == names[:2]
-
-
-@dataclass
-class FakeHub:
-    """Answers the two calls of a download; `error` is raised by the first."""
-
-    folder: Path
-    error: Exception | None = None
-    asked: list[tuple[str, Any]] = field(default_factory=list)
-
-    def model_info(self, _api: Any, source: str, *, revision: str | None) -> Any:
-        self.asked.append((source, revision))
-        if self.error is not None:
-            raise self.error
-        rows = [SimpleNamespace(rfilename=name, size=1) for name in SD_REPOSITORY]
-        return SimpleNamespace(siblings=rows, sha="1" * 40)
-
-    def snapshot_download(
-        self, source: str, *, revision: str | None, allow_patterns: list[str], tqdm_class: type[Any]
-    ) -> str:
-        self.asked.append((source, allow_patterns))
-        return str(self.folder)
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    fake = FakeHub(folder=tmp_path)
-    monkeypatch.setattr(
-        huggingface_hub.HfApi,
-        "model_info",
-        lambda api, source, *, revision, files_metadata: fake.model_info(
-            api, source, revision=revision
-        ),
-    )
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
-    return fake
-
-
-def test_a_download_asks_for_the_revision_and_the_wanted_files(hub: FakeHub) -> None:
-    found = download("owner/name", revision="v2", without=frozenset())
-    assert found == hub.folder
-    files = wanted(SD_REPOSITORY, without=frozenset())
-    assert hub.asked == [("owner/name", "v2"), ("owner/name", files)]
+    texts = ["text_encoder/config.json", "text_encoder_2/config.json", names[5]]
+    assert wanted(names, without=frozenset({"denoiser", ALL_ENCODERS})) == texts
+    assert wanted(names, without=frozenset({"text_encoder"})) == sorted({*names} - {names[1]})
 
 
 def refused(kind: type[HfHubHTTPError]) -> HfHubHTTPError:
@@ -158,16 +61,19 @@ def refused(kind: type[HfHubHTTPError]) -> HfHubHTTPError:
     ],
 )
 def test_what_goes_wrong_is_one_line_with_a_remedy(
-    hub: FakeHub, error: Exception, kind: type[LoraTrainError], said: str, fix: str
+    error: Exception,
+    kind: type[LoraTrainError],
+    said: str,
+    fix: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hub.error = error
+    def model_info(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     with pytest.raises(kind, match=said) as caught:
         download("owner/name", revision="v9", without=frozenset())
     assert fix in caught.value.fix and "\n" not in str(caught.value)
-
-
-def test_nothing_is_cached_of_a_repository_never_seen() -> None:
-    assert cached_snapshot("nobody/nothing", revision=None) is None
 
 
 def test_a_cached_snapshot_is_found_by_revision(

@@ -15,7 +15,7 @@ from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.hub_files import wanted
 from lora_trainer.families.locate import identified, locate
-from tests.fakes.bases.tokenizers import t5_tokenizer
+from tests.fakes.bases.parts import t5_tokenizer
 from tests.fakes.family_bases import CPU, base_of, facts_of, side_of
 from tests.fakes.hub import LISTS, FakeHub, fake_hub, spiece
 from tests.fakes.runs import run_cli, toy
@@ -27,15 +27,6 @@ PROMPT = "a photo of a red square"
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     return fake_hub(tmp_path / "hub", monkeypatch)
-
-
-def test_every_public_release_has_a_list() -> None:
-    """Fine-tunes of U-Nets have the files of their release."""
-    listed = {next(iter(families.family(name).releases)) for name in families.MODULES}
-    for family in map(families.family, families.MODULES):
-        if family.denoiser_folder == "transformer":
-            listed |= {release.ids[0] for release in family.published}
-    assert listed == LISTS.keys()
 
 
 @pytest.mark.parametrize("source", LISTS)
@@ -50,10 +41,11 @@ def test_a_release_is_read_from_the_files_it_has(name: str, hub: FakeHub) -> Non
     family = families.family(name)
     source = next(iter(family.releases))
     hub.publish(source, base_of(name))
-    facts = locate(BaseSettings(model=source))
+    settings = BaseSettings(model=source, revision="v2")
+    facts = locate(settings)
     assert facts.layout is not None and facts.layout.folder == hub.snapshot(source)
-    assert hub.fetched == [LISTS[source]["read"]]
-    assert locate(BaseSettings(model=source)) == facts and len(hub.fetched) == 1
+    assert (hub.fetched, hub.revisions) == ([LISTS[source]["read"]], ["v2"])
+    assert locate(settings) == facts and len(hub.fetched) == 1
     assert facts.parts == facts_of(name).parts
     ours, tiny = (
         family.load_text_encoder(found, dtype=torch.float32, device=CPU).encode_prompts([PROMPT])
@@ -91,30 +83,6 @@ def test_a_first_run_from_the_hub_trains(
     missing.unlink()  # as an earlier version left it, or a download that was cut
     assert run_cli([*line, "--name", "again"]) == 0
     assert missing.is_file() and len(hub.fetched) == 2
-
-
-def without_template(hub: FakeHub) -> Path:
-    """Return klein's folder in the cache as earlier versions fetched it."""
-    hub.publish(KLEIN, base_of("flux2"))
-    locate(BaseSettings(model=KLEIN))
-    template = hub.snapshot(KLEIN) / "tokenizer" / "chat_template.jinja"
-    template.unlink()
-    return template
-
-
-def test_a_folder_that_lacks_its_chat_template_is_fetched_again(hub: FakeHub) -> None:
-    template = without_template(hub)
-    facts = locate(BaseSettings(model=KLEIN))
-    assert template.is_file() and len(hub.fetched) == 2
-    family = families.family("flux2")
-    family.load_text_encoder(facts, dtype=torch.float32, device=CPU).encode_prompts([PROMPT])
-
-
-def test_a_folder_of_ones_own_that_lacks_it_is_refused(hub: FakeHub) -> None:
-    template = without_template(hub)
-    with pytest.raises(InputError, match=r"has no chat template: neither chat_template\.jinja"):
-        locate(BaseSettings(model=str(template.parents[1])))
-    assert len(hub.fetched) == 1
 
 
 def identity(facts: BaseFacts, folder: Path) -> str:

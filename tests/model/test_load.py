@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from lora_trainer import families
 from lora_trainer.common.errors import (
     InputError,
-    LoraTrainError,
     MachineError,
     RequestError,
 )
@@ -57,11 +56,10 @@ def test_a_folder_is_found_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert describe(base("~/owner/name")).located.folder == tmp_path / "owner" / "name"
 
 
-@pytest.mark.parametrize("suffix", [".ckpt", ".pt", ".pth", ".bin", ".pkl"])
-def test_a_pickle_is_refused_without_opening_it(tmp_path: Path, suffix: str) -> None:
-    file = tmp_path / f"model{suffix}"
+def test_a_pickle_is_refused_without_opening_it(tmp_path: Path) -> None:
+    file = tmp_path / "model.ckpt"
     file.write_bytes(b"cos\nsystem\n(S'touch x'\ntR.")
-    with pytest.raises(InputError, match=f"model{suffix} is a pickle") as caught:
+    with pytest.raises(InputError, match=r"model\.ckpt is a pickle") as caught:
         describe(base(file))
     assert "safetensors" in caught.value.fix
 
@@ -78,50 +76,10 @@ def test_a_known_hub_id_is_described_without_a_download() -> None:
     assert facts.download_bytes > 1e9
 
 
-def test_an_unknown_hub_id_cannot_be_described_here() -> None:
-    with pytest.raises(MachineError, match="not on this machine"):
-        describe(base("nobody/nothing"))
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_without_a_connection_the_download_says_so() -> None:
     with pytest.raises(MachineError, match="no connection, or offline mode"):
         locate(base("nobody/nothing"))
-
-
-def test_a_hub_base_is_downloaded_and_an_interrupted_download_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    half = copy_of("sd15", tmp_path / "half")
-    (half / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-    asked = []
-
-    def download(source: str, *, revision: str | None, without: frozenset[str], **_: Any) -> Path:
-        asked.append((source, revision, without))
-        return base_of("sd15")
-
-    monkeypatch.setattr(families_locate, "download", download)
-    monkeypatch.setattr(families_locate, "cached_snapshot", lambda source, *, revision: None)
-    assert locate(base("owner/name", revision="v2")).located.folder == base_of("sd15")
-    monkeypatch.setattr(families_locate, "cached_snapshot", lambda source, *, revision: half)
-    assert locate(base("owner/name")).located.folder == base_of("sd15")
-    monkeypatch.setattr(
-        families_locate, "cached_snapshot", lambda source, *, revision: base_of("sd15")
-    )
-    locate(base("owner/name"))
-    assert asked == [("owner/name", "v2", frozenset()), ("owner/name", None, frozenset())]
-
-
-def test_a_broken_local_folder_is_no_reason_to_download(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = copy_of("sd15", tmp_path / "broken")
-    (broken / "unet" / "config.json").unlink()
-    monkeypatch.setattr(
-        families_locate, "download", lambda *_, **__: pytest.fail("went to the Hub")
-    )
-    with pytest.raises(InputError, match="unet"):
-        locate(base(broken))
 
 
 # ---- single files
@@ -130,43 +88,6 @@ def test_a_broken_local_folder_is_no_reason_to_download(
 def fake_checkpoint(file: Path, names: dict[str, tuple[int, ...]]) -> Path:
     save_file({name: torch.zeros(shape) for name, shape in names.items()}, file)
     return file
-
-
-def test_a_lora_given_as_base_is_called_a_lora(tmp_path: Path) -> None:
-    names = {"lora_unet_mid.lora_down.weight": (4, 8), "lora_unet_mid.lora_up.weight": (8, 4)}
-    file = fake_checkpoint(tmp_path / "style.safetensors", names)
-    with pytest.raises(InputError, match="style.safetensors is a LoRA, not a base") as caught:
-        describe(base(file))
-    assert "train.init_from" in caught.value.fix and caught.value.exit_code == 3
-
-
-def test_a_file_of_nothing_known_says_what_it_holds(tmp_path: Path) -> None:
-    file = fake_checkpoint(tmp_path / "thing.safetensors", {"some.weight": (2, 2)})
-    with pytest.raises(InputError, match="1 tensors such as 'some.weight'"):
-        describe(base(file))
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"short",
-        b"\xff" * 64,
-        (1 << 62).to_bytes(8, "little") + b"{}",
-        (2).to_bytes(8, "little") + b"[]",
-        (40).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[2],"data_of',
-        (60).to_bytes(8, "little")
-        + b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}     ',
-        (3000).to_bytes(8, "little") + b"[" * 3000,
-    ],
-    ids=["empty", "short", "noise", "huge", "list", "cut", "truncated", "deep"],
-)
-def test_a_hostile_or_cut_file_is_one_line(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(content)
-    with pytest.raises(InputError, match="model.safetensors") as caught:
-        describe(base(file))
-    assert "\n" not in str(caught.value) and caught.value.exit_code == 3
 
 
 def test_a_file_that_is_not_there_or_of_another_kind_is_named(tmp_path: Path) -> None:
@@ -187,20 +108,6 @@ def single(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         lambda header: (families.family("sd15"), frozenset({"denoiser", "vae"})),
     )
     return fake_checkpoint(tmp_path / "single.safetensors", {"model.x": (2, 2)})
-
-
-def test_a_single_file_takes_the_rest_from_its_companion(
-    single: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    monkeypatch.setattr(
-        type(families.family("sd15")),
-        "facts",
-        lambda self, layout, *, source: seen.append((layout, source)),
-    )
-    describe(base(single, companion=str(base_of("sd15"))))
-    files = {"denoiser": single, "vae": single}
-    assert seen == [(Layout(folder=base_of("sd15"), files=files), str(single))]
 
 
 def test_without_its_companion_a_single_file_is_described_by_its_family(
@@ -243,19 +150,6 @@ def test_another_vae_folder_stands_in_for_the_base_s(tmp_path: Path) -> None:
         assert different == ["vae"]
 
 
-@pytest.mark.parametrize(
-    ("vae", "kind", "said"),
-    [
-        ("nobody/no-vae", MachineError, "base.vae nobody/no-vae is not on this machine"),
-        ("./nowhere", InputError, "does not exist"),
-        ("vae.pt", InputError, "does not exist|pickle"),
-    ],
-)
-def test_a_vae_that_is_not_there_is_named(vae: str, kind: type[LoraTrainError], said: str) -> None:
-    with pytest.raises(kind, match=said):
-        describe(base(tiny_base(), vae=vae))
-
-
 def test_a_vae_that_is_none_is_refused(tmp_path: Path) -> None:
     file = fake_checkpoint(tmp_path / "thing.safetensors", {"some.weight": (2, 2)})
     with pytest.raises(InputError, match="thing.safetensors holds no VAE of family sd15"):
@@ -266,14 +160,6 @@ def test_a_vae_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 # ---- what the user knows better
-
-
-def test_prediction_and_terminal_snr_can_be_said() -> None:
-    facts = describe(base(tiny_base()))
-    assert with_choices(facts, base("x"), zero_terminal_snr=None) == facts
-    said = base("x", prediction="v_prediction")
-    chosen = with_choices(facts, said, zero_terminal_snr=True)
-    assert (chosen.prediction, chosen.zero_terminal_snr) == ("v_prediction", True)
 
 
 @pytest.mark.parametrize(
@@ -294,12 +180,6 @@ def test_impossible_choices_are_refused(
 
 
 # ---- identities
-
-
-def test_a_local_base_is_described_without_hashing() -> None:
-    facts = describe(base(tiny_base()))
-    assert (facts.family, facts.source) == ("sd15", str(tiny_base()))
-    assert {part.identity for part in facts.parts.values()} == {""}
 
 
 def test_identities_are_per_part_and_by_content(tmp_path: Path) -> None:

@@ -7,42 +7,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from diffusers import (
-    AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
     Lumina2Pipeline,
     Lumina2Transformer2DModel,
 )
 from transformers import Gemma2Config, Gemma2Model
 
-from tests.fakes.bases.qwen3 import enliven
-from tests.fakes.bases.tokenizers import gemma_tokenizer
-
-WIDTH = 16
+from tests.fakes.bases.parts import WIDTH, enliven, flow_vae, gemma_tokenizer, saved
 
 
 def write_base(folder: Path, *, seed: int = 0) -> Path:
     """Write the base and return its folder."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        tokenizer = gemma_tokenizer()
-        transformer, vae = _transformer(), _vae()
-        text_encoder = Gemma2Model(_text_config(vocabulary=len(tokenizer)))
-        for network in (transformer, text_encoder):
-            enliven(network)
-    Lumina2Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
-        vae=vae,
-        text_encoder=text_encoder,
-        tokenizer=tokenizer,
-        transformer=transformer,
-    ).save_pretrained(folder)
-    return folder
+    return saved(folder, seed=seed, build=_pipeline)
 
 
-def _transformer() -> Lumina2Transformer2DModel:
-    return Lumina2Transformer2DModel(
+def _pipeline() -> Lumina2Pipeline:
+    transformer = Lumina2Transformer2DModel(
         in_channels=4,
         hidden_size=WIDTH,
         num_layers=2,
@@ -54,11 +35,8 @@ def _transformer() -> Lumina2Transformer2DModel:
         axes_lens=(300, 64, 64),
         cap_feat_dim=WIDTH,
     )
-
-
-def _text_config(*, vocabulary: int) -> Gemma2Config:
-    return Gemma2Config(
-        vocab_size=vocabulary,
+    text_config = Gemma2Config(
+        vocab_size=len(gemma_tokenizer()),
         hidden_size=WIDTH,
         intermediate_size=WIDTH,
         num_hidden_layers=3,
@@ -68,17 +46,10 @@ def _text_config(*, vocabulary: int) -> Gemma2Config:
         query_pre_attn_scalar=8,
         max_position_embeddings=1024,
     )
-
-
-def _vae() -> AutoencoderKL:
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8,) * 4,
-        norm_num_groups=4,
-        latent_channels=4,
-        scaling_factor=0.3611,
-        shift_factor=0.1159,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
+    return Lumina2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        vae=flow_vae(levels=4, latent_channels=4),
+        text_encoder=enliven(Gemma2Model(text_config)),
+        tokenizer=gemma_tokenizer(),
+        transformer=enliven(transformer),
     )

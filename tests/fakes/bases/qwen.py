@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from diffusers import (
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
@@ -19,9 +18,9 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from tests.fakes.bases.tokenizers import qwen2_tokenizer
+from tests.fakes.bases.parts import WIDTH, enliven_matrices, qwen2_tokenizer, saved
 
-WIDTH, CHANNELS = 16, 16
+CHANNELS = 16
 _TEMPLATE_WORDS = (
     *("system", "Describe", " the", " image", " by", " detailing", " color", " shape", " size"),
     *(" texture", " quantity", " text", " spatial", " relationships", " of", " objects", " and"),
@@ -32,17 +31,35 @@ _TEMPLATE_WORDS = (
 
 def write_base(folder: Path, *, seed: int = 0) -> Path:
     """Write the base into `folder` and return it."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        pipeline = QwenImagePipeline(
-            scheduler=_scheduler(),
-            vae=_alive(_vae()),
-            text_encoder=_text_encoder(),
-            tokenizer=_tokenizer(),
-            transformer=_alive(_transformer()),
-        )
-    pipeline.save_pretrained(folder)
-    return folder
+    return saved(folder, seed=seed, build=_pipeline)
+
+
+def _pipeline() -> QwenImagePipeline:
+    vae = AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=CHANNELS,
+        dim_mult=[1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False],
+    )
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4 * CHANNELS,
+        out_channels=CHANNELS,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        guidance_embeds=False,
+        axes_dims_rope=(2, 2, 4),
+    )
+    return QwenImagePipeline(
+        scheduler=_scheduler(),
+        vae=enliven_matrices(vae),
+        text_encoder=_text_encoder(),
+        tokenizer=_tokenizer(),
+        transformer=enliven_matrices(transformer),
+    )
 
 
 def _tokenizer() -> Qwen2Tokenizer:
@@ -61,38 +78,6 @@ def _scheduler() -> FlowMatchEulerDiscreteScheduler:
         shift_terminal=0.02,
         time_shift_type="exponential",
         use_dynamic_shifting=True,
-    )
-
-
-def _transformer() -> QwenImageTransformer2DModel:
-    return QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=4 * CHANNELS,
-        out_channels=CHANNELS,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=WIDTH,
-        guidance_embeds=False,
-        axes_dims_rope=(2, 2, 4),
-    )
-
-
-def _alive(network: nn.Module) -> nn.Module:
-    """Draw every matrix anew: an output or a gate that starts at zero would hide what is before it."""
-    for parameter in network.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.7 * max(1, parameter[0].numel()) ** -0.5)
-    return network
-
-
-def _vae() -> AutoencoderKLQwenImage:
-    return AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=CHANNELS,
-        dim_mult=[1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False],
     )
 
 
