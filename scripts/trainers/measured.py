@@ -35,12 +35,12 @@ from lora_trainer.config.layers import resolve as resolve_settings
 from lora_trainer.config.running import Config
 from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.importing.foreign import Imported
+from lora_trainer.importing.foreign import Foreign
 from lora_trainer.importing.reading import import_file
 from lora_trainer.training.loss import ERRORS, loss_delta, loss_weight
 from lora_trainer.training.optimizers import learning_rate
 from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
-from tests.importing.test_corpus import CASES
+from tests.importing.cases_others import CASES
 
 Numbers = dict[str, Any]
 """`family`, `rate`, `text_encoder_rate` (None: not trained), `rank`, `alpha`, `conv_rank`, `conv_alpha`,
@@ -86,13 +86,13 @@ def facts_of(family: str) -> BaseFacts:
     return facts
 
 
-def ours(imported: Imported, family: str) -> Numbers:
+def ours(imported: Foreign, family: str) -> Numbers:
     """Return the numbers of the run that imported settings make of a family's default base."""
     config = _config(imported, family)
     adapter, optimizer = config.adapter, config.optimizer
     everything = adapter.targets == "all"
     steps = config.train.steps if isinstance(config.train.steps, int) else 0
-    at_once = int(imported.values.get("memory.micro_batch", config.train.batch_size))
+    at_once = int(imported.settings.get("memory.micro_batch", config.train.batch_size))
     rate = optimizer.learning_rate
     numbers: Numbers = {
         "family": family,
@@ -106,7 +106,7 @@ def ours(imported: Imported, family: str) -> Numbers:
         "buckets": _buckets(config, facts_of(family)),
         **_noise_and_errors(config, facts_of(family)),
     }
-    if "train.steps" in imported.values:
+    if "train.steps" in imported.settings:
         numbers["steps"] = steps
         if optimizer.name != "schedulefree_adamw":
             rates = learning_rate(optimizer, steps=steps)
@@ -114,15 +114,15 @@ def ours(imported: Imported, family: str) -> Numbers:
     return numbers
 
 
-def _config(imported: Imported, family: str) -> Config:
-    build_config(imported.values)
+def _config(imported: Foreign, family: str) -> Config:
+    build_config(imported.settings)
     return resolve_settings(
         family=family,
         tier="16-24",
         priority="balanced",
         preset="auto",
         config_file=None,
-        overrides={**imported.values, "base.companion": "auto", "base.assistant": None},
+        overrides={**imported.settings, "base.companion": "auto", "base.assistant": None},
     ).config
 
 
@@ -201,7 +201,7 @@ def _a_step_apart(mine: Sequence[int], theirs: Sequence[int]) -> bool:
     return all(abs(a - b) <= 64 for a, b in zip(mine, theirs, strict=True))
 
 
-def explained(name: str, imported: Imported, mine: Numbers, theirs: Numbers) -> str:
+def explained(name: str, imported: Foreign, mine: Numbers, theirs: Numbers) -> str:
     """Return the foreign key under which the import says why a number is another, "" where none does.
 
     Buckets go in the base's own steps, as docs/importing.md says: sizes may be a step apart.

@@ -6,33 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.common.errors import first_line
 from lora_trainer.common.events import Event, EventStream, JsonlWriter, read_jsonl
 
 
-def stream() -> tuple[EventStream, list[Event]]:
-    events, seen = EventStream(clock=lambda: 12.34567), []  # type: ignore[var-annotated]
-    events.subscribe(seen.append)
-    return events, seen
-
-
-def writer(path: Path, events: EventStream, *kinds: str) -> None:
-    events.subscribe(
-        JsonlWriter(path=path, kinds=lambda kind: not kinds or kind in kinds, events=events)
-    )
-
-
 def test_every_listener_gets_every_event_in_order_without_secrets() -> None:
-    events, seen = stream()
-    calls: list[tuple[int, str]] = []
+    events = EventStream(clock=lambda: 12.34567)
+    calls: list[tuple[int, Event]] = []
     for number in (1, 2):
-        events.subscribe(lambda event, number=number: calls.append((number, event.kind)))
+        events.subscribe(lambda event, number=number: calls.append((number, event)))
     events.emit("step", step=3, loss=0.5)
     events.problem("it broke at https://me:word@host", fix="mend it", file="a.png", code="IMG-01")
-    assert calls == [(1, "step"), (2, "step"), (1, "problem"), (2, "problem")]
-    step, problem = seen
-    assert step == Event(kind="step", fields={"step": 3, "loss": 0.5}, time_s=12.34567)
-    assert dict(problem.fields) == {
+    assert [(number, event.kind) for number, event in calls] == [
+        (1, "step"), (2, "step"), (1, "problem"), (2, "problem"),
+    ]  # fmt: skip
+    assert calls[0][1] == Event(kind="step", fields={"step": 3, "loss": 0.5}, time_s=12.34567)
+    assert dict(calls[2][1].fields) == {
         "what": "it broke at https://host",
         "fix": "mend it",
         "severity": "warning",
@@ -41,32 +29,22 @@ def test_every_listener_gets_every_event_in_order_without_secrets() -> None:
     }
 
 
-def test_the_record_is_one_object_a_line_of_the_wanted_kinds(tmp_path: Path) -> None:
-    events, _ = stream()
-    writer(tmp_path / "e.jsonl", events, "step")
-    events.emit("step", text="é\n\u2028")
-    events.emit("other")
-    events.emit("step", text="b")
-    lines = (tmp_path / "e.jsonl").read_text(encoding="utf-8").split("\n")
-    assert [json.loads(line) for line in lines[:-1]] == [
-        {"event": "step", "text": "é\n\u2028", "time": 12.346},
-        {"event": "step", "text": "b", "time": 12.346},
-    ]
-    assert lines[-1] == ""
-    assert read_jsonl(tmp_path / "e.jsonl") == [json.loads(line) for line in lines[:-1]]
-
-
-def test_each_line_is_on_disk_at_once_and_a_record_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_record_has_the_wanted_kinds_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    file, written = tmp_path / "e.jsonl", {"event": "step", "text": "é\n\u2028", "time": 12.346}
     for count in (1, 2, 3):
-        events, _ = stream()
-        writer(tmp_path / "e.jsonl", events)
-        events.emit("step")
-        assert len(read_jsonl(tmp_path / "e.jsonl")) == count
+        events = EventStream(clock=lambda: 12.34567)
+        events.subscribe(JsonlWriter(path=file, kinds=lambda kind: kind == "step", events=events))
+        events.emit("step", text="é\n\u2028")
+        events.emit("other")
+        assert read_jsonl(file) == [written] * count, "on disk at once"
+    assert [json.loads(line) for line in file.read_bytes().splitlines()] == [written] * 3
 
 
 def test_a_disk_that_refuses_is_one_problem_and_no_crash(tmp_path: Path) -> None:
-    events, seen = stream()
-    writer(tmp_path / "no folder" / "e.jsonl", events)
+    events, seen = EventStream(), list[Event]()
+    events.subscribe(seen.append)
+    path = tmp_path / "no folder" / "e.jsonl"
+    events.subscribe(JsonlWriter(path=path, kinds=lambda _: True, events=events))
     for _ in range(3):
         events.emit("step")
     problems: list[Any] = [event.fields for event in seen if event.kind == "problem"]
@@ -79,8 +57,3 @@ def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
     file.write_bytes(b'{"a": 1}\n[2]\nnonsense\n\n\xff\n{"b": 2}\n{"c": ')
     assert read_jsonl(file) == [{"a": 1}, {"b": 2}]
     assert read_jsonl(tmp_path / "none.jsonl") == []
-
-
-def test_a_library_s_error_is_one_line_and_never_empty() -> None:
-    assert first_line(RuntimeError("out of memory\nTried to allocate")) == "out of memory"
-    assert first_line(NotImplementedError()) == "NotImplementedError"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,13 @@ from hypothesis import strategies as st
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config import layers as resolve_module
 from lora_trainer.config.config import flatten, setting_keys
-from lora_trainer.config.layers import FamilyPresets, Resolved, read_settings_file, resolve
+from lora_trainer.config.layers import (
+    FamilyPresets,
+    Resolved,
+    SettingsFile,
+    read_settings_file,
+    resolve,
+)
 from lora_trainer.config.running import Config
 from tests.fakes.runs import run_cli, toy
 
@@ -88,20 +93,12 @@ def test_every_setting_has_an_origin_and_default_means_default() -> None:
         assert origin.layer != "default" or values[key] == defaults[key]
 
 
-@pytest.mark.parametrize(
-    ("preset", "tier", "name"),
-    [
-        ("auto", "10-12", "sd3/10-12"),
-        ("16-24", "16-24", "sd3/16-24"),
-        ("sd3/6-8", "6-8", "sd3/6-8"),
-        ("cpu", "cpu", "sd3/cpu"),
-    ],
-)
-def test_a_named_preset_replaces_the_tier_of_the_machine(preset: str, tier: str, name: str) -> None:
-    result = resolved(family="sd3", preset=preset)
-    assert (result.tier, result.preset) == (tier, name)
-    sized = "default" if tier in ("cpu", "16-24") else f"preset {tier}"
-    assert result.origins["data.resolution"].layer == sized
+def test_a_named_preset_replaces_the_tier_of_the_machine() -> None:
+    for preset, tier in (("auto", "10-12"), ("16-24", "16-24"), ("sd3/6-8", "6-8")):
+        result = resolved(family="sd3", preset=preset)
+        assert (result.tier, result.preset) == (tier, f"sd3/{tier}")
+        sized = "default" if tier == "16-24" else f"preset {tier}"
+        assert result.origins["data.resolution"].layer == sized
 
 
 def test_the_batch_of_the_presets_is_known_whatever_is_typed() -> None:
@@ -111,11 +108,9 @@ def test_the_batch_of_the_presets_is_known_whatever_is_typed() -> None:
     assert resolved(preset="cpu", overrides=typed).preset_batch_size == 8
 
 
-@pytest.mark.parametrize("preset", ["sd15/6-9", "sd16/6-8", "quality", "10-13"])
-def test_an_unknown_preset_lists_the_names(preset: str) -> None:
-    with pytest.raises(RequestError, match=r"sd15/6-8.*Fix") as caught:
-        resolved(preset=preset)
-    assert preset != "10-13" or "Did you mean '10-12'?" in str(caught.value)
+def test_an_unknown_preset_lists_the_names() -> None:
+    with pytest.raises(RequestError, match=r"Did you mean '10-12'\?.*sd15/6-8.*Fix"):
+        resolved(preset="10-13")
 
 
 def test_a_preset_of_another_family_is_refused(
@@ -130,41 +125,37 @@ def test_a_preset_of_another_family_is_refused(
         resolved(preset=str(file))
 
 
-def test_a_cell_that_cannot_work_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells: Mapping[str, Any] = {"cpu/quality": {"unsupported": "it would take days"}}
-    presets = FamilyPresets(
-        family="sd15", title="", base={}, tiers={"cpu": {}}, priorities={"speed": {}}, cells=cells
-    )
-    monkeypatch.setattr(resolve_module, "load_presets", lambda family: presets)
+def test_a_cell_that_cannot_work_says_why(presets: dict[str, dict[str, Any]]) -> None:
+    presets["cell"]["unsupported"] = "it would take days"
     with pytest.raises(RequestError, match="it would take days"):
-        resolved(tier="cpu", priority="quality")
+        resolved()
     assert resolved(tier="cpu", priority="speed").tier == "cpu"
 
 
 def test_a_bad_value_names_the_file_it_is_from(tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    file.write_text('{"train": {"batch_size": 0},\n "train.seed": 3}')
+    contents = written_settings(tmp_path, '{"train": {"batch_size": 0},\n "train.seed": 3}')
     with pytest.raises(RequestError, match=r"train\.batch_size=0.*a\.json:1:12") as caught:
-        resolved(config_file=read_settings_file(file))
+        resolved(config_file=contents)
     assert "train.seed" not in str(caught.value)
 
 
+def written_settings(folder: Path, text: str) -> SettingsFile:
+    return read_settings_file(written(folder, "a.json", text))
+
+
 def test_a_contradiction_names_both_origins(tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    file.write_text('{"objective.min_timestep": 900}')
+    contents = written_settings(tmp_path, '{"objective.min_timestep": 900}')
     with pytest.raises(RequestError, match=r"min_timestep is from .*a\.json:1:2"):
-        resolved(config_file=read_settings_file(file), overrides={"objective.max_timestep": 100})
+        resolved(config_file=contents, overrides={"objective.max_timestep": 100})
 
 
 def test_a_resumed_run_keeps_its_own_settings(tmp_path: Path) -> None:
     own = flatten(resolved(priority="quality", overrides={"train.steps": 9}).config)
-    file = tmp_path / "a.json"
-    file.write_text('{"output.keep_last": 9}')
     result = resolved(
         priority="speed",
         run_settings=own,
         overrides={"train.steps": 11},
-        config_file=read_settings_file(file),
+        config_file=written_settings(tmp_path, '{"output.keep_last": 9}'),
     )
     assert result.config.adapter.rank == 32, "no preset applies to a resumed run"
     assert result.origins["adapter.rank"].layer == "resumed run"
@@ -175,17 +166,12 @@ def test_a_resumed_run_keeps_its_own_settings(tmp_path: Path) -> None:
 # ---- kinds of concept
 
 
-@pytest.mark.parametrize(
-    ("kind", "flip", "dropout"),
-    [("any", False, 0.05), ("person", False, 0.0), ("object", False, 0.0), ("style", True, 0.1)],
-)
-def test_a_kind_of_concept_is_a_layer_above_the_presets(
-    kind: str, flip: bool, dropout: float
-) -> None:
-    result = resolved(overrides={"train.concept": kind})
-    assert (result.config.data.flip, result.config.data.caption_dropout) == (flip, dropout)
-    origin = result.origins["data.flip"]
-    assert (origin.layer == f"concept {kind}", bool(origin.reason)) == ((kind != "any"),) * 2
+def test_a_kind_of_concept_is_a_layer_above_the_presets() -> None:
+    for kind, flip, dropout in (("any", False, 0.05), ("person", False, 0.0), ("style", True, 0.1)):
+        result = resolved(overrides={"train.concept": kind})
+        assert (result.config.data.flip, result.config.data.caption_dropout) == (flip, dropout)
+        origin = result.origins["data.flip"]
+        assert (origin.layer == f"concept {kind}", bool(origin.reason)) == ((kind != "any"),) * 2
 
 
 def test_files_and_typed_settings_are_above_the_concept(tmp_path: Path) -> None:
@@ -206,11 +192,10 @@ def test_files_and_typed_settings_are_above_the_concept(tmp_path: Path) -> None:
 def test_the_command_line_has_a_word_for_the_concept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ["plan", str(toy(tmp_path).dataset), "--base", "embedded", "--json"]
-    line.append(f"--set=data.cache_dir={tmp_path}")
+    line = ["plan", str(toy(tmp_path).dataset), "--json", f"--set=data.cache_dir={tmp_path}"]
     assert run_cli([*line, "--kind", "style"]) == 0
     row = json.loads(capsys.readouterr().out)["settings"]["data.flip"]
-    assert (row["value"], row["origin"], bool(row["reason"])) == (True, "concept style", True)
+    assert (row["value"], row["origin"]) == (True, "concept style")
     assert run_cli([*line, "--kind", "dog"]) == 2
 
 
@@ -226,18 +211,13 @@ def written(folder: Path, name: str, text: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("nested.json", '{"train": {"steps": 7},\n "optimizer": {"learning_rate": 0.5}}'),
-        ("flat.json", '{"train.steps": 7, "optimizer.learning_rate": 0.5}'),
         ("mixed.json", '{"train": {"steps": 7}, "optimizer.learning_rate": 0.5}'),
-        ("bom.json", '\ufeff{"train.steps": 7, "optimizer.learning_rate": 0.5}'),
-        ("schema.json", '{"$schema": "x", "train.steps": 7, "optimizer.learning_rate": 0.5}'),
-        ("shared.json", '{"settings": {"train.steps": 7, "optimizer.learning_rate": 0.5}}'),
+        ("bom.json", '\ufeff{"$schema": "x", "train.steps": 7, "optimizer.learning_rate": 0.5}'),
         (
             "plan.json",
             '{"tier": "cpu", "settings": {"train.steps": {"value": 7, "origin": "default"},'
             ' "optimizer.learning_rate": {"value": 0.5, "origin": "default", "reason": ""}}}',
         ),
-        ("nested.toml", "[train]\nsteps = 7\n[optimizer]\nlearning_rate = 0.5"),
         ("dotted.toml", "train.steps = 7\noptimizer.learning_rate = 0.5"),
         ("quoted.toml", '"train.steps" = 7\n"optimizer.learning_rate" = 0.5'),
         ("wrapped.TOML", "[settings.train]\nsteps = 7\n[settings.optimizer]\nlearning_rate = 0.5"),
@@ -252,17 +232,14 @@ def test_every_way_to_write_settings_means_the_same(tmp_path: Path, name: str, t
     ("name", "text", "place", "message"),
     [
         ("a.json", '{\n  "train": {"stepz": 7}}', ":2:13", "Did you mean 'train.steps'?"),
-        ("a.json", '{\n  "lerning_rate": 7}', ":2:3", "Did you mean 'optimizer.learning_rate'?"),
         ("a.json", '{"train": {"steps": 7 8}}', ":1:23", "not JSON"),
         ("a.json", '{"train.steps": 1,\n "train": {"steps": 7}}', ":2:12", "set twice"),
         ("a.json", '{"train.steps": 1, "train.steps": 2}', "", "occurs twice"),
-        ("a.json", '{"train": 5}', ":1:2", "unknown setting 'train'"),
         ("a.json", '{"train.steps": NaN}', "", "NaN is not a number"),
         ("a.json", "[1, 2]", "", "holds a list"),
         ("a.json", "[" * 100_000, "", "Fix"),
         ("a.toml", "[train]\n\nstepz = 7", ":3:1", "Did you mean 'train.steps'?"),
         ("a.toml", "[train]\nsteps = = 7", ":2:9", "not TOML"),
-        ("a.toml", "[train]\nsteps = 1\nsteps = 2\n", ":3:10", "not TOML"),
         ("a.toml", "x = " + "[" * 100_000, "", "Fix"),
     ],
 )

@@ -17,7 +17,7 @@ import pytest
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.choices import PRIORITIES
-from lora_trainer.config.config import build_config, flatten
+from lora_trainer.config.config import flatten
 from lora_trainer.config.layers import (
     TIERS,
     Resolved,
@@ -35,7 +35,6 @@ from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import run_length
 from tests.fakes.stable_diffusion import SD15, mini_facts
 
-CELLS = list(itertools.product(preset_families(), TIERS, PRIORITIES))
 SMALLEST_CARD_GIB = {"6-8": 6.0, "10-12": 10.0, "16-24": 16.0}
 CARDS = list(itertools.product(preset_families(), SMALLEST_CARD_GIB))
 MARGIN_GIB = 0.5
@@ -127,39 +126,14 @@ def test_the_schema_file_is_the_one_config_makes() -> None:
     assert shipped("schema.json") == preset_schema()
 
 
-@pytest.mark.parametrize("family", preset_families())
-def test_each_file_follows_the_schema_and_is_named_after_its_family(family: str) -> None:
-    jsonschema.validate(shipped(f"{family}.json"), preset_schema())
-    assert load_presets(family).family == family
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {"base": {"train.stepz": 1}},
-        {"base": {"train.batch_size": 0}},
-        {"base": {"train.steps": "many"}},
-        {"cells": {"6-8/slow": {}}},
-        {"cells": {"6-8/speed": {"unsupported": ""}}},
-        {"tiers": {}},
-    ],
-)
-def test_the_schema_refuses_what_config_refuses(broken: dict[str, object]) -> None:
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**shipped("sd15.json"), **broken}, preset_schema())
-
-
-def test_every_registered_family_has_presets() -> None:
+def test_each_family_has_a_file_that_follows_the_schema_and_works_in_every_cell() -> None:
     assert set(preset_families()) == set(MODULES)
-
-
-@pytest.mark.parametrize(("family", "tier", "priority"), CELLS)
-def test_every_cell_works_or_says_why_not(family: str, tier: str, priority: Any) -> None:
-    presets = load_presets(family)
-    if presets.unsupported(tier, priority):
-        return
-    values = {**presets.base, **presets.tiers[tier], **presets.priorities[priority]}
-    assert build_config({**values, **presets.cells.get(f"{tier}/{priority}", {})})
+    for family in preset_families():
+        jsonschema.validate(shipped(f"{family}.json"), preset_schema())
+        assert load_presets(family).family == family
+        for tier, priority in itertools.product(TIERS, PRIORITIES):
+            if not load_presets(family).unsupported(tier, priority):
+                assert resolved_for(family, tier, priority)
 
 
 @pytest.mark.parametrize(("family", "tier"), CARDS)
@@ -195,37 +169,11 @@ def test_priorities_are_ordered_in_the_time_they_take(family: str, tier: str) ->
         assert whole == sorted(set(whole)), "a higher priority takes longer"
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("images", [1, 14, 20, 400])
-def test_quality_costs_at_least_balanced_and_that_at_least_speed(tier: str, images: int) -> None:
-    plans = [planned("sd15", tier, priority, images=images)[0] for priority in PRIORITIES]
-    costs = [
-        (made.steps, int(made.config.data.resolution), made.config.adapter.rank) for made in plans
-    ]
-    for cheaper, dearer in itertools.pairwise(costs):
-        assert all(low <= high for low, high in zip(cheaper, dearer, strict=True))
-    products = [steps * side * rank for steps, side, rank in costs]
-    assert products == sorted(products), "a higher priority must do more"
-    # The embedded base's quality is as long as balanced and averages its weights: longer, it learned less.
-    assert len(set(products)) == (2 if tier == "cpu" else 3)
-
-
-@pytest.mark.parametrize("priority", PRIORITIES)
-@pytest.mark.parametrize("tier", TIERS)
-def test_sample_images_of_the_default_family_fit_too(tier: str, priority: Any) -> None:
-    (made,) = planned(DEFAULT_FAMILY, tier, priority)
-    assert made.memory.fits
-    assert made.config.sampling.every_steps != 0
-
-
-@pytest.mark.parametrize(
-    ("priority", "fewest", "most"),
-    [("speed", 140, 160), ("balanced", 290, 310), ("quality", 290, 310)],
-)
-def test_the_embedded_base_trains_about_as_long_as_was_tried(
-    priority: Any, fewest: int, most: int
-) -> None:
-    assert fewest <= planned("sd15", "cpu", priority, images=14)[0].steps <= most
+def test_the_embedded_base_trains_about_as_long_as_was_tried_and_samples() -> None:
+    for priority, images in (("speed", 150), ("balanced", 300), ("quality", 300)):
+        (made,) = planned("sd15", "cpu", priority, images=14)
+        assert abs(made.steps - images) <= 10
+        assert made.memory.fits and made.config.sampling.every_steps != 0
 
 
 TIER_SETTINGS = re.compile(
@@ -259,17 +207,6 @@ def test_how_much_is_learned_does_not_depend_on_the_tier(family: str, priority: 
         assert {key: value for key, value in other.items() if first[key] != value} == {}
 
 
-@pytest.mark.parametrize("family", preset_families())
-def test_a_tier_sets_what_changes_memory_and_speed_alone(family: str) -> None:
-    presets = load_presets(family)
-    for name, values in (*presets.tiers.items(), *presets.cells.items()):
-        if (family, name.partition("/")[0]) != OWN_RECIPE:
-            wrong = [
-                key for key in values if key != "unsupported" and not TIER_SETTINGS.fullmatch(key)
-            ]
-            assert wrong == [], name
-
-
 @pytest.mark.parametrize(("family", "tier"), [*((name, "10-12") for name in MODULES), OWN_RECIPE])
 def test_priorities_get_as_far_or_farther(family: str, tier: str) -> None:
     """Updates x rate^2 (Malladi et al. 2022): of speed that of balanced, of quality more."""
@@ -285,27 +222,13 @@ def test_priorities_get_as_far_or_farther(family: str, tier: str) -> None:
     assert how_far("quality") >= farther * balanced
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 32])
-def test_another_batch_brings_its_rate_along(batch_size: int) -> None:
+def test_another_batch_brings_its_rate_along() -> None:
     """Whoever sets it: fewer updates of sqrt as large a rate, unless that is set as well."""
     preset = planned("sd15", "cpu", "balanced")[0]
-    made = planned("sd15", "cpu", "balanced", train__batch_size=batch_size)[0]
+    made = planned("sd15", "cpu", "balanced", train__batch_size=32)[0]
     rate, of_preset = (one.config.optimizer.learning_rate for one in (made, preset))
-    assert rate == pytest.approx(of_preset * (batch_size / 8) ** 0.5, rel=1e-3)
+    assert rate == pytest.approx(of_preset * (32 / 8) ** 0.5, rel=1e-3)
     assert made.steps * rate**2 == pytest.approx(preset.steps * of_preset**2, rel=0.02)
     assert "8" in made.origins["optimizer.learning_rate"].reason
-    typed = planned(
-        "sd15", "cpu", "balanced", train__batch_size=batch_size, optimizer__learning_rate=1e-3
-    )[0]
-    assert typed.config.optimizer.learning_rate == 1e-3
-
-
-def test_a_style_needs_fewer_views_of_more_images() -> None:
-    plain, style, person = (
-        run_length(images=100, batch_size=1, views=120, concept=concept)
-        for concept in ("any", "style", "person")
-    )
-    assert style[0] == plain[0] / 2 == person[0] / 2
-    assert style[1].startswith("style: 60 views")
-    few = run_length(images=15, batch_size=1, views=120, concept="style")
-    assert few[0] == run_length(images=15, batch_size=1, views=120)[0]
+    both = {"train__batch_size": 32, "optimizer__learning_rate": 1e-3}
+    assert planned("sd15", "cpu", "balanced", **both)[0].config.optimizer.learning_rate == 1e-3

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.config import SettingInfo, all_settings, build_config, setting_schemas
+from lora_trainer.config.config import SettingInfo, all_settings, build_config
 from lora_trainer.run.plan_text import plan_json
 from lora_trainer.run.prepare import Request, prepare
 from tests.fakes.family_bases import base_of, facts_of, side_of
@@ -38,22 +39,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return toy(tmp_path_factory.mktemp("unused"))
 
 
-def clauses() -> Iterator[Any]:
-    """Yield each setting with settings beside which it does not matter."""
+def clauses() -> dict[str, tuple[dict[str, Any], list[SettingInfo]]]:
+    """Return settings, and those that do not matter beside them, by the text of the former."""
+    groups: dict[str, tuple[dict[str, Any], list[SettingInfo]]] = {}
     for info in CONDITIONAL:
+        besides = [{key: refused[0]} for key, refused in info.not_for.items()]
         for key, wanted in info.only_for.items():
-            word = next(
-                word
-                for word in (*SETTINGS[key].form.words, not wanted[0])
-                if word not in (*wanted, "auto")
-            )
-            yield pytest.param(info, {key: word}, id=f"{info.key} beside {key}={word}")
-        for key, refused in info.not_for.items():
-            beside = {key: refused[0]}
-            yield pytest.param(info, beside, id=f"{info.key} beside {key}={refused[0]}")
+            words = (*SETTINGS[key].form.words, not wanted[0])
+            besides.append({key: next(word for word in words if word not in (*wanted, "auto"))})
         if info.idle_with:
-            idle = {key: values[0] for key, values in info.idle_with.items()}
-            yield pytest.param(info, idle, id=f"{info.key} beside all of {', '.join(idle)}")
+            besides.append({key: values[0] for key, values in info.idle_with.items()})
+        for beside in besides:
+            groups.setdefault(str(beside), (beside, []))[1].append(info)
+    return groups
 
 
 def other_value(info: SettingInfo) -> Any:
@@ -94,6 +92,18 @@ def plan_of(place: Toy, settings: Mapping[str, Any]) -> dict[str, Any]:
     return plan_json(prepare(request, hardware=PROCESSOR))
 
 
+def beside_others(
+    place: Toy, settings: Mapping[str, Any], others: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the plan in which `others` have their values too, without those that are refused, and the rest."""
+    try:
+        return plan_of(place, {**settings, **others}), dict(others)
+    except RequestError as error:
+        rest = {key: value for key, value in others.items() if key not in error.found}
+        assert len(rest) < len(others), f"refused for another reason: {error}"
+        return beside_others(place, settings, rest)
+
+
 def test_conditions_name_settings_and_their_values() -> None:
     for info in CONDITIONAL:
         conditions = (info.only_for, info.not_for, info.idle_with)
@@ -104,53 +114,33 @@ def test_conditions_name_settings_and_their_values() -> None:
                 assert value != "auto", f"{info.key}: auto of {key} is no answer yet"
 
 
-@pytest.mark.parametrize(("info", "beside"), list(clauses()))
-def test_the_plan_is_the_same(info: SettingInfo, beside: Mapping[str, Any], place: Toy) -> None:
+@pytest.mark.parametrize(("beside", "infos"), clauses().values(), ids=clauses())
+def test_the_plan_is_the_same(
+    beside: Mapping[str, Any], infos: list[SettingInfo], place: Toy
+) -> None:
     settings = asked(place, beside)
     before = plan_of(place, settings)
     in_force = {name: row["value"] for name, row in before["settings"].items()}
-    assert info.unused(in_force), f"{info.key} is said to matter"
-    try:
-        after = plan_of(place, {**settings, info.key: other_value(info)})
-    except RequestError as error:
-        assert info.key in error.found, "refused for another reason"
-        return
-    assert not setting_schemas()[info.key].get("enforced"), "it would be ignored silently"
-    for plan in (before, after):
-        del plan["settings"][info.key]
+    for info in infos:
+        assert info.unused(in_force), f"{info.key} is said to matter"
+    values = {info.key: other_value(info) for info in infos}
+    after, others = beside_others(place, settings, values)
+    assert not any(SETTINGS[key].enforced for key in others), "it would be ignored silently"
+    for plan, key in itertools.product((before, after), others):
+        del plan["settings"][key]
     assert after == before
 
 
-SITUATIONS = {
-    "OFT on attention of an epsilon base": {
-        "adapter.kind": "oft",
-        "adapter.targets": "attention",
-    },
-    "a flow base that is never validated": {
-        "base.prediction": "flow",
-        "data.validation_fraction": 0.0,
-        "train.max_grad_norm": 0.0,
-    },
-}
-
-
-@pytest.mark.parametrize("name", SITUATIONS)
-def test_the_training_is_the_same(name: str, place: Toy, tmp_path: Path) -> None:
-    settings = asked(place, SITUATIONS[name])
+def test_the_training_is_the_same(place: Toy, tmp_path: Path) -> None:
+    """OFT on attention of a flow base that is never validated."""
+    beside = {"adapter.kind": "oft", "adapter.targets": "attention", "base.prediction": "flow"}
+    settings = asked(place, {**beside, "train.max_grad_norm": 0.0, "data.validation_fraction": 0.0})
     in_force = {key: row["value"] for key, row in plan_of(place, settings)["settings"].items()}
-    others: dict[str, Any] = {}
-    for info in CONDITIONAL:
-        if not info.unused(in_force):
-            continue
-        try:
-            plan_of(place, {**settings, **others, info.key: other_value(info)})
-        except RequestError:
-            continue  # refused: then there is no such training
-        others[info.key] = other_value(info)
-    assert len(others) >= 5, "nothing is tried"
+    values = {info.key: other_value(info) for info in CONDITIONAL if info.unused(in_force)}
+    _, others = beside_others(place, settings, values)
+    assert len(others) >= 5, "too little is tried"
     first = trained(place, settings, tmp_path / "first")
-    second = trained(place, {**settings, **others}, tmp_path / "second")
-    assert second == first
+    assert trained(place, {**settings, **others}, tmp_path / "second") == first
 
 
 def trained(place: Toy, settings: Mapping[str, Any], runs: Path) -> tuple[Any, ...]:
@@ -164,15 +154,14 @@ def trained(place: Toy, settings: Mapping[str, Any], runs: Path) -> tuple[Any, .
         "output.save_every_steps": 0,
         "train.validate_every_steps": 2,
     }
-    sets = [f"--set={key}={flat_text(value)}" for key, value in chosen.items()]
+    sets = [
+        f"--set={key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in chosen.items()
+    ]
     assert run_cli([str(place.dataset), f"--output={runs}", *sets]) == 0
     tensors = load_file(runs / "toy" / "toy.safetensors")
     learned = {name: tensor.tobytes() for name, tensor in tensors.items()}
     return measured(runs / "toy"), learned
-
-
-def flat_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def test_what_matters_with_any_of_several_settings_says_so() -> None:

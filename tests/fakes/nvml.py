@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,50 @@ class FakeCard:
     refuses: dict[str, str] = field(default_factory=dict)
 
 
+def _processes(pids: tuple[int, ...]) -> list[Any]:
+    return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in pids]
+
+
+def _utilization(card: FakeCard, since: int) -> list[Any]:
+    if not card.busy_percent:
+        raise FakeNvmlError("Not Found")  # as the driver does where nobody computes
+    return [SimpleNamespace(pid=pid, smUtil=load) for pid, load in card.busy_percent.items()]
+
+
+def _mig_mode(card: FakeCard) -> list[int]:
+    if card.mig_slices is None:
+        raise FakeNvmlError("Not Supported")
+    return [1, 1]
+
+
+def _mig_slice(card: FakeCard, index: int) -> FakeCard:
+    slices = card.mig_slices or ()
+    if index >= len(slices):
+        raise FakeNvmlError("Not Found")
+    return slices[index]
+
+
+_OF_CARD: Mapping[str, Callable[..., Any]] = {
+    "Name": lambda card: card.name,
+    "UUID": lambda card: card.uuid,
+    "MemoryInfo": lambda card: SimpleNamespace(total=card.total_bytes, free=card.free_bytes),
+    "CudaComputeCapability": lambda card: card.capability,
+    "ClockInfo": lambda card, kind: {1: card.clock_mhz}[kind],  # of the multiprocessors
+    "Temperature": lambda card, sensor: {0: card.celsius}[sensor],
+    "UtilizationRates": lambda card: SimpleNamespace(gpu=card.load_percent, memory=0),
+    "PowerUsage": lambda card: card.milliwatts,
+    "CurrentClocksThrottleReasons": lambda card: card.held_back,
+    "ComputeRunningProcesses": lambda card: _processes(card.compute_pids),
+    "GraphicsRunningProcesses": lambda card: _processes(card.graphics_pids),
+    "ProcessUtilization": _utilization,
+    "DisplayActive": lambda card: int(card.display),
+    "MigMode": _mig_mode,
+    "MaxMigDeviceCount": lambda card: 7,
+    "MigDeviceHandleByIndex": _mig_slice,
+}
+"""What `nvmlDeviceGet...` answers of a GPU."""
+
+
 @dataclass(kw_only=True)
 class FakeNvml:
     """Answers like the driver for `cards`; `refuses` makes calls without a handle fail."""
@@ -44,6 +89,19 @@ class FakeNvml:
     refuses: dict[str, str] = field(default_factory=dict)
     NVMLError: type[Exception] = FakeNvmlError
     sessions: int = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return the call of a GPU; it has the name by which failures are reported."""
+        answer = _OF_CARD.get(name.removeprefix("nvmlDeviceGet"))
+        if answer is None:
+            raise AttributeError(name)
+
+        def call(card: FakeCard, *rest: Any) -> Any:
+            self._check(name, card)
+            return answer(card, *rest)
+
+        call.__name__ = name
+        return call
 
     def nvmlInit(self) -> None:
         self._check("nvmlInit")
@@ -65,86 +123,12 @@ class FakeNvml:
         self._check("nvmlDeviceGetHandleByIndex", self.cards[index])
         return self.cards[index]
 
-    def nvmlDeviceGetName(self, handle: FakeCard, /) -> str:
-        self._check("nvmlDeviceGetName", handle)
-        return handle.name
-
-    def nvmlDeviceGetUUID(self, handle: FakeCard, /) -> str:
-        self._check("nvmlDeviceGetUUID", handle)
-        return handle.uuid
-
-    def nvmlDeviceGetMemoryInfo(self, handle: FakeCard, /) -> Any:
-        self._check("nvmlDeviceGetMemoryInfo", handle)
-        return SimpleNamespace(total=handle.total_bytes, free=handle.free_bytes)
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: FakeCard, /) -> tuple[int, int]:
-        self._check("nvmlDeviceGetCudaComputeCapability", handle)
-        return handle.capability
-
     def nvmlDeviceGetHandleByUUID(self, uuid: str, /) -> FakeCard:
         self._check("nvmlDeviceGetHandleByUUID")
         for card in self.cards:
             if card.uuid == uuid:
                 return card
         raise FakeNvmlError("Not Found")
-
-    def nvmlDeviceGetClockInfo(self, handle: FakeCard, kind: int, /) -> int:
-        self._check("nvmlDeviceGetClockInfo", handle)
-        assert kind == 1, "of the multiprocessors"
-        return handle.clock_mhz
-
-    def nvmlDeviceGetTemperature(self, handle: FakeCard, sensor: int, /) -> int:
-        self._check("nvmlDeviceGetTemperature", handle)
-        assert sensor == 0, "there is one only"
-        return handle.celsius
-
-    def nvmlDeviceGetUtilizationRates(self, handle: FakeCard, /) -> Any:
-        self._check("nvmlDeviceGetUtilizationRates", handle)
-        return SimpleNamespace(gpu=handle.load_percent, memory=0)
-
-    def nvmlDeviceGetPowerUsage(self, handle: FakeCard, /) -> int:
-        self._check("nvmlDeviceGetPowerUsage", handle)
-        return handle.milliwatts
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: FakeCard, /) -> int:
-        self._check("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        return handle.held_back
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: FakeCard, /) -> list[Any]:
-        self._check("nvmlDeviceGetComputeRunningProcesses", handle)
-        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in handle.compute_pids]
-
-    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: FakeCard, /) -> list[Any]:
-        self._check("nvmlDeviceGetGraphicsRunningProcesses", handle)
-        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in handle.graphics_pids]
-
-    def nvmlDeviceGetProcessUtilization(self, handle: FakeCard, since: int, /) -> list[Any]:
-        self._check("nvmlDeviceGetProcessUtilization", handle)
-        if not handle.busy_percent:
-            raise FakeNvmlError("Not Found")  # as the driver does where nobody computes
-        return [
-            SimpleNamespace(pid=pid, smUtil=percent) for pid, percent in handle.busy_percent.items()
-        ]
-
-    def nvmlDeviceGetDisplayActive(self, handle: FakeCard, /) -> int:
-        self._check("nvmlDeviceGetDisplayActive", handle)
-        return int(handle.display)
-
-    def nvmlDeviceGetMigMode(self, handle: FakeCard, /) -> list[int]:
-        self._check("nvmlDeviceGetMigMode", handle)
-        if handle.mig_slices is None:
-            raise FakeNvmlError("Not Supported")
-        return [1, 1]
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: FakeCard, /) -> int:
-        self._check("nvmlDeviceGetMaxMigDeviceCount", handle)
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: FakeCard, index: int, /) -> FakeCard:
-        slices = handle.mig_slices or ()
-        if index >= len(slices):
-            raise FakeNvmlError("Not Found")
-        return slices[index]
 
     def _check(self, call: str, card: FakeCard | None = None) -> None:
         refusals = {**self.refuses, **(card.refuses if card else {})}

@@ -33,12 +33,10 @@ from typing import Any
 
 import pytest
 
+from lora_trainer.common.files import windows_name_problem
+
 OURS = ("lora_trainer", "gui", "presets")
 O_BINARY = 0x8000
-FORBIDDEN = frozenset('<>"|?*')
-DEVICES = frozenset(
-    {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
-)
 _LACKING = {
     "os": """chown chroot fork forkpty fchmod fchown getegid geteuid getgid getgroups getpgid getpgrp
         getpriority getsid getuid killpg lchown major minor mkfifo mknod nice openpty posix_fadvise
@@ -70,20 +68,10 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 def _check_name(path: Any) -> None:
     """Raise OSError for a name that Windows refuses, or would silently change."""
-    if isinstance(path, int):
-        return
-    for part in Path(os.fsdecode(path)).parts:
-        stem = part.partition(".")[0].rstrip().casefold()
-        if set(part) & FORBIDDEN or ":" in part or stem in DEVICES:
-            raise OSError(
-                errno.EINVAL,
-                "The filename, directory name, or volume label syntax is incorrect",
-                part,
-            )
-        if part not in (".", "..") and part != part.rstrip(". "):
-            raise OSError(
-                errno.EINVAL, "Windows would take the dot or space off the end of this name", part
-            )
+    parts = () if isinstance(path, int) else Path(os.fsdecode(path)).parts
+    for part in parts:
+        if part not in (os.sep, ".", "..") and (why := windows_name_problem(part)):
+            raise OSError(errno.EINVAL, why, part)
 
 
 def _held(path: Any) -> bool:

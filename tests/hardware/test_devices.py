@@ -30,6 +30,7 @@ from tests.fakes.plans import FLUX, SDXL, machine, planned
 from tests.fakes.runs import ROOT
 from tests.fakes.torch_builds import FakeGpu, fake_torch
 
+ROCM_BUILD = TorchBuild(version="2.13.0+rocm6.4", kind="rocm", toolkit="6.4")
 CU130 = TorchBuild(version="2.13.0+cu130", kind="cuda", toolkit="13.0")
 OLD = FakeCard(
     name="NVIDIA GeForce GTX 1080 Ti", total_bytes=11 * GIB, free_bytes=11 * GIB, capability=(6, 1)
@@ -66,7 +67,7 @@ ROCM = of_kind(
         ),
         hip="6.4",
     ),
-    TorchBuild(version="2.13.0+rocm6.4", kind="rocm", toolkit="6.4"),
+    ROCM_BUILD,
 )
 MPS = of_kind(fake_torch(mps_bytes=48 * GIB), TorchBuild(version="2.13.0", kind="mps"))
 XPU = of_kind(
@@ -90,30 +91,22 @@ def test_the_best_card_is_taken_and_not_the_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "build", "command"),
+    ("card", "build", "index"),
     [
-        (OLD, CU130, "https://download.pytorch.org/whl/cu126"),
-        (
-            replace(LARGE, name="NVIDIA GeForce RTX 5090", capability=(12, 0)),
-            TorchBuild(version="2.10.0+cu126", kind="cuda", toolkit="12.6"),
-            "https://download.pytorch.org/whl/cu128",
-        ),
-        (
-            SMALL,
-            TorchBuild(version="2.13.0+rocm6.4", kind="rocm", toolkit="6.4"),
-            "https://download.pytorch.org/whl/cu128",
-        ),
+        (OLD, CU130, "cu126"),
+        (replace(LARGE, name="RTX 5090", capability=(12, 0)), replace(CU130, toolkit="12.6"), "cu128"),
+        (SMALL, ROCM_BUILD, "cu128"),
     ],
     ids=["pascal on cu130", "blackwell on cu126", "rocm"],
-)
+)  # fmt: skip
 def test_a_card_without_kernels_is_refused_in_a_line_with_the_command(
-    card: FakeCard, build: TorchBuild, command: str
+    card: FakeCard, build: TorchBuild, index: str
 ) -> None:
     here = with_cards(card, build=build)
     found = here.accelerator()
-    assert found.value is None
-    assert card.name in found.reason and found.reason.endswith(command)
-    with pytest.raises(MachineError, match=re.escape(command)):
+    assert found.value is None and card.name in found.reason
+    assert found.reason.endswith(f"https://download.pytorch.org/whl/{index}")
+    with pytest.raises(MachineError, match=re.escape(found.reason)):
         planned(SDXL, here, overrides={"hardware.device": "cuda"})
 
 
@@ -122,9 +115,7 @@ def test_a_card_without_kernels_is_refused_in_a_line_with_the_command(
     [
         ((8, 9), ("sm_75", "sm_80", "sm_86", "sm_90"), True),
         ((12, 1), ("sm_90", "sm_100", "sm_120"), True),
-        ((12, 0), ("sm_80", "sm_86", "sm_90"), False),
         ((12, 0), ("sm_80", "compute_90"), True),
-        ((6, 1), ("sm_75", "sm_80"), False),
         ((7, 0), ("sm_75", "sm_80"), False),
         ((10, 3), ("sm_100a",), False),
         ((8, 6), (), True),
@@ -143,20 +134,21 @@ def test_several_processes_are_planned_for_the_smallest_card_that_takes_part() -
     here = with_cards(SMALL, BUSY, LARGE)
     two = here.accelerator(sharing=2).value
     assert two is not None and (two.name, two.free_bytes) == (LARGE.name, BUSY.free_bytes)
-    three = here.accelerator(sharing=3).value
-    assert three is not None and three.free_bytes == BUSY.free_bytes
-    assert "the smallest of the 3 GPUs in this run" in here.accelerator(sharing=3).reason
+    three = here.accelerator(sharing=3)
+    assert three.value is not None and three.value.free_bytes == BUSY.free_bytes
+    assert "the smallest of the 3 GPUs in this run" in three.reason
+    # The order follows from what does not change when the first of them has loaded its base.
+    orders = [
+        [
+            gpu.index
+            for gpu in with_cards(SMALL, card, replace(LARGE, uuid="GPU-e")).usable(sharing=3)
+        ]
+        for card in (LARGE, BUSY)
+    ]
+    assert orders[0] == orders[1] == [1, 2, 0]
     alone = with_cards(SMALL).accelerator(sharing=2)
     assert alone.value is not None and alone.value.free_bytes == SMALL.free_bytes // 2
     assert "2 processes on each" in alone.reason
-
-
-def test_processes_agree_on_their_cards_while_they_fill_them() -> None:
-    """The order follows from what does not change when the first of them has loaded its base."""
-    before = with_cards(SMALL, LARGE, replace(LARGE, uuid="GPU-e"))
-    after = with_cards(SMALL, BUSY, replace(LARGE, uuid="GPU-e"))
-    orders = [[gpu.index for gpu in here.usable(sharing=3)] for here in (before, after)]
-    assert orders[0] == orders[1] == [1, 2, 0]
 
 
 def prepared(here: Hardware, *, sharing: int = 1) -> Prepared:
@@ -212,17 +204,15 @@ def test_a_scheduler_may_show_each_process_its_own_card(monkeypatch: pytest.Monk
 
 @OTHERS
 def test_a_gpu_of_another_maker_is_found_and_planned_for(here: Hardware, kind: str) -> None:
+    if kind == "rocm":  # the one that computes bf16 is taken
+        found = here.accelerator().value
+        assert found is not None and (found.index, found.kind) == (1, "rocm")
+        assert [gpu.has_bf16 for gpu in here.gpus] == [False, True]
     made = planned(SDXL, here)
     assert made.config.hardware.device == KINDS[kind].torch_type  # type: ignore[index]
     assert made.config.train.precision == "bf16"
     assert made.memory.fits
     assert made.config.hardware.compile == "none"
-
-
-def test_of_two_amd_cards_the_one_that_computes_bf16_is_taken() -> None:
-    found = ROCM.accelerator().value
-    assert found is not None and (found.index, found.kind) == (1, "rocm")
-    assert [gpu.has_bf16 for gpu in ROCM.gpus] == [False, True]
 
 
 def test_memory_that_is_shared_holds_nothing_back_in_itself() -> None:
@@ -269,15 +259,19 @@ def test_adamw_is_fused_only_where_that_heeds_a_bad_step(
 def test_detect_asks_a_torch_of_another_maker_in_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    build = TorchBuild(version="2.13.0+rocm6.4", kind="rocm", toolkit="6.4")
-    card = FakeGpu(name="X", arch="gfx1100")
-    answer = json.dumps(found_by_torch(torch=fake_torch(cuda=(card,), hip="6.4")))
-    monkeypatch.setattr(hardware_machine, "torch_build", lambda: build)
-    monkeypatch.setattr(
-        subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=f"noise\n{answer}\n".encode())
-    )
+    card = {
+        "index": 1,
+        "name": "X",
+        "total_bytes": 4,
+        "free_bytes": 3,
+        "kind": "rocm",
+        "bf16": True,
+    }
+    done = SimpleNamespace(stdout=f"noise\n{json.dumps([card])}\n".encode())
+    monkeypatch.setattr(hardware_machine, "torch_build", lambda: ROCM_BUILD)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     found = detect(nvml=FakeNvml(refuses={"nvmlInit": "Driver Not Loaded"}), environment={})
-    assert [(gpu.name, gpu.kind) for gpu in found.gpus] == [("X (gfx1100)", "rocm")]
+    assert [(gpu.index, gpu.kind, gpu.bf16) for gpu in found.gpus] == [(1, "rocm", True)]
     assert "1 GPU found by torch 2.13.0+rocm6.4, built for ROCM 6.4" in found.gpu_reason
 
 

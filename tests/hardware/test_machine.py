@@ -60,27 +60,14 @@ def test_a_card_is_described_with_its_driver(tmp_path: Path) -> None:
     assert result.disk_free_bytes(tmp_path / "not" / "yet") > 0
 
 
-@pytest.mark.parametrize(
-    ("refusal", "reason"),
-    [
+def test_without_a_working_driver_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for refusal, reason in (
         ("NVML Shared Library Not Found", "no NVIDIA driver (libnvidia-ml.so.1 not found)"),
-        ("Driver Not Loaded", "installed but not loaded"),
         ("RM has detected an NVML/RM version mismatch.", "restart the machine"),
         ("Unknown Error", "NVML failed to start: Unknown Error"),
-    ],
-)
-def test_without_a_working_driver_there_is_a_reason(refusal: str, reason: str) -> None:
-    nvml = FakeNvml(cards=(CARD,), refuses={"nvmlInit": refusal})
-    result = detect(nvml=nvml, environment={})
-    assert result.gpus == () and reason in result.gpu_reason
-
-
-def test_a_missing_or_broken_library_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(FakeNvml):
-        def nvmlInit(self) -> None:
-            raise OSError("libnvidia-ml.so.1: invalid ELF header")
-
-    assert "invalid ELF header" in detect(nvml=Broken(), environment={}).gpu_reason
+    ):
+        result = detect(nvml=FakeNvml(cards=(CARD,), refuses={"nvmlInit": refusal}), environment={})
+        assert result.gpus == () and reason in result.gpu_reason
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "nvidia-ml-py is not installed" in detect(environment={}).gpu_reason
 
@@ -120,15 +107,8 @@ def test_a_card_split_by_mig_is_its_slices() -> None:
 
 @pytest.mark.parametrize(
     ("visible", "names"),
-    [
-        ("1", [A100.name]),
-        ("1,0", [A100.name, CARD.name]),
-        ("GPU-bb", [A100.name]),
-        ("0,7,1", [CARD.name]),  # CUDA stops at the first that does not exist
-        ("", []),
-        ("-1", []),
-    ],
-)
+    [("1,0", [A100.name, CARD.name]), ("GPU-bb", [A100.name]), ("0,7,1", [CARD.name]), ("", [])],
+)  # CUDA stops at the first that does not exist
 def test_cuda_visible_devices_picks_and_orders(visible: str, names: list[str]) -> None:
     result = with_cards(CARD, A100, CUDA_VISIBLE_DEVICES=visible)
     assert [gpu.name for gpu in result.gpus] == names
@@ -136,22 +116,18 @@ def test_cuda_visible_devices_picks_and_orders(visible: str, names: list[str]) -
     assert (f"CUDA_VISIBLE_DEVICES='{visible}'" in result.gpu_reason) == (len(names) < 2)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")]
-)
 def test_cuda_numbers_cards_as_they_are_listed_unless_somebody_chose_an_order(
-    before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By itself CUDA puts the A100 first, and a run planned for the other GPU would train there."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", before or "")  # also noted for the end of the test
-    if before is None:
-        monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    chosen = detect(nvml=FakeNvml(cards=(CARD, A100)))
+    assert "set CUDA_DEVICE_ORDER=PCI_BUS_ID" in chosen.gpu_reason
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
     result = detect(nvml=FakeNvml(cards=(CARD, A100)))
-    assert os.environ["CUDA_DEVICE_ORDER"] == after
-    assert result.gpus[0].name == CARD.name
-    assert ("set CUDA_DEVICE_ORDER=PCI_BUS_ID" in result.gpu_reason) == (before is not None)
-    assert "CUDA_DEVICE_ORDER" not in with_cards(CARD, CARD).gpu_reason
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert result.gpus[0].name == CARD.name and "CUDA_DEVICE_ORDER" not in result.gpu_reason
 
 
 def test_torch_without_cuda_makes_a_real_card_useless_and_says_so() -> None:
@@ -183,10 +159,8 @@ PAIRS = topology([0, 0, 1, 1, 2, 2, 3, 3])
     ("files", "allowed", "threads", "reason"),
     [
         (PAIRS, 8, 4, "4 physical cores among 8"),
-        (PAIRS, 2, 1, "1 physical cores among 2"),
         (topology([0, 1, 2]), 8, 6, "6 physical cores"),  # of some unknown: psutil's count
         (PAIRS | {"sys/fs/cgroup/cpu.max": "250000 100000"}, 8, 2, "2.5"),
-        (PAIRS | {"sys/fs/cgroup/cpu.max": "max 100000"}, 8, 4, "4 physical"),
         (PAIRS | {"sys/fs/cgroup/cpu.max": "50000 100000"}, 8, 1, "0.5"),
         ({}, None, 6, "6 physical cores"),  # no affinity, as on macOS
     ],
@@ -217,20 +191,16 @@ def test_memory_respects_the_container(tmp_path: Path) -> None:
     assert free.ram_total_bytes == psutil.virtual_memory().total
 
 
-@pytest.mark.parametrize(
-    ("files", "pinnable_gib"),
-    [
-        ({"proc/sys/kernel/osrelease": "5.15.167.4-microsoft-standard-WSL2\n"}, 0.5),
-        ({"proc/version": "Linux version 6.6 (root@Microsoft)"}, 0.5),
-        ({"dev/dxg": ""}, 0.5),
-        ({"proc/sys/kernel/osrelease": "6.8.0-60-generic\n"}, None),
-    ],
-)
-def test_wsl_limits_the_memory_that_a_process_may_pin(
-    files: dict[str, str], pinnable_gib: float | None, tmp_path: Path
-) -> None:
-    result = detect(nvml=FakeNvml(), environment={}, root=machine(tmp_path, files))
-    assert result.pinnable_bytes == (None if pinnable_gib is None else pinnable_gib * GIB)
+def test_wsl_limits_the_memory_that_a_process_may_pin(tmp_path: Path) -> None:
+    for number, (file, text, pinnable_bytes) in enumerate(
+        (
+            ("proc/sys/kernel/osrelease", "5.15.167.4-microsoft-standard-WSL2\n", GIB // 2),
+            ("dev/dxg", "", GIB // 2),
+            ("proc/sys/kernel/osrelease", "6.8.0-60-generic\n", None),
+        )
+    ):
+        root = machine(tmp_path / str(number), {file: text})
+        assert detect(nvml=FakeNvml(), environment={}, root=root).pinnable_bytes == pinnable_bytes
 
 
 def test_packages_are_versions_or_none_and_torch_is_not_imported(
@@ -302,14 +272,10 @@ def test_a_platform_decides_on_spilling_pinning_and_segments_that_grow(
 @pytest.mark.parametrize(
     ("environment", "grows"),
     [
-        *(({name: ON}, True) for name in (VARIABLE, *OLDER)),
+        ({OLDER[1]: ON}, True),
         ({VARIABLE: "max_split_size_mb:128, expandable_segments: True"}, True),
-        ({OLDER[1]: "expandable_segments:False"}, False),
         ({VARIABLE: "garbage_collection_threshold:0.8,roundup_power2_divisions:[256:1]"}, False),
-        (
-            {VARIABLE: "expandable_segments:False", OLDER[0]: ON},
-            False,
-        ),  # the newer wins, as in torch
+        ({VARIABLE: "expandable_segments:False", OLDER[0]: ON}, False),  # the newer wins
         ({}, False),
     ],
 )
@@ -321,20 +287,3 @@ def test_the_users_allocator_stands_and_is_planned_with(
     before = dict(environment)
     use_expandable_segments(environment)
     assert environment == (before or {VARIABLE: ON})
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asked for on Linux only")
-def test_the_command_line_asks_for_segments_that_grow_before_it_imports_torch() -> None:
-    program = """
-import os, sys
-from lora_trainer.cli import main as cli
-cli.run = lambda arguments: print(os.environ.get("PYTORCH_ALLOC_CONF"), "torch" in sys.modules) or 0
-cli.main([])
-"""
-    environment = {name: text for name, text in os.environ.items() if "ALLOC_CONF" not in name}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    asked: dict[str, str] = {}
-    use_expandable_segments(asked)
-    assert done.stdout.split() == [asked.get(VARIABLE, "None"), "False"]

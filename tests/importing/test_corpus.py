@@ -1,10 +1,16 @@
-"""Every file of the corpus reads as expected; each of its keys is named, and what is written loads again."""
+"""Every file of the corpus reads as in `readings.json`, and as the trainer's own code resolves it.
+
+After a change of what is read: `python -m tests.importing.test_corpus` writes `readings.json` anew.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -12,11 +18,18 @@ import pytest
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.config import build_config
 from lora_trainer.config.layers import read_settings_text
-from lora_trainer.importing.reading import TRAINERS, import_file, settings_json, settings_toml
-from tests.importing import cases_others, cases_sd_scripts
-from tests.importing.corpus import Case, case_id
+from lora_trainer.importing import reading
+from scripts.trainers.measured import FILE, Numbers, add_images, different, explained, ours
+from tests.fakes.family_bases import base_of
+from tests.fakes.runs import run_cli, write_dataset
+from tests.importing.cases_others import CASES
+from tests.importing.cases_sd_scripts import ODD_FILES
+from tests.importing.corpus import Case
 
-CASES = [*cases_sd_scripts.CASES, *cases_others.CASES]
+READINGS = Path(__file__).with_name("readings.json")
+ALL = [*CASES, *ODD_FILES]
+FIRST = {(case.trainer, case.version): case.id for case in reversed(ALL) if not case.refused}
+"""The case of each usual file that is kept whole."""
 SETTLED = (
     "adapter.rank", "adapter.text_encoder", "optimizer.name", "optimizer.weight_decay",
     "optimizer.schedule", "objective.weighting", "objective.loss", "objective.timestep_sampling",
@@ -26,65 +39,138 @@ SETTLED = (
 """What presets here would choose otherwise: a training file settles each of these."""
 
 
-def said(imported: Any) -> str:
-    """Return all foreign keys of which something is said, each between blanks."""
-    rows = [*imported.sources.values(), *imported.nearest, *imported.nothing_to_set]
-    return f" {' '.join([*rows, *imported.without_equivalent, *imported.unknown])} "
+def flat_reading(imported: Any) -> dict[str, Any]:
+    """Return settings, and what is said of keys that are none, by flat name."""
+    rows = {f"nearest {key}": True for key in imported.nearest}
+    rows |= {f"lacks {key}": True for key in imported.without_equivalent}
+    rows |= {f"unknown {key}": True for key in imported.unknown}
+    plain: dict[str, Any] = json.loads(json.dumps(imported.settings))
+    return {**plain, **rows, "dataset": imported.dataset}
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_a_file_reads_as_expected(case: Case, tmp_path: Path) -> None:
+def difference(row: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what another reading has otherwise; None: it lacks that."""
+    changes = {key: value for key, value in row.items() if usual.get(key, ...) != value}
+    return changes | dict.fromkeys(sorted(usual.keys() - row.keys()))
+
+
+@pytest.fixture(scope="module")
+def readings() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(READINGS.read_text(encoding="utf-8"))
+    return loaded
+
+
+NUMBERS: dict[str, Numbers] = {
+    name: numbers
+    for trainer in json.loads(FILE.read_text(encoding="utf-8")).values()
+    for name, numbers in trainer["cases"].items()
+}
+
+
+@pytest.mark.parametrize("case", ALL, ids=[case.id for case in ALL])
+def test_a_file_reads_as_expected(case: Case, tmp_path: Path, readings: dict[str, Any]) -> None:
+    add_images(tmp_path)
     file = case.write(tmp_path)
     if case.refused:
         with pytest.raises(LoraTrainError) as caught:
-            import_file(file)
+            reading.import_file(file)
         assert case.refused in caught.value.found
         assert case.trainer in caught.value.found, "the trainer is named"
         return
-    imported = import_file(file)
+    imported = reading.import_file(file)
     assert imported.trainer.partition(" (")[0] == case.trainer
-    assert {key: imported.values.get(key) for key in case.settings} == dict(case.settings)
-    assert not imported.values.keys() & set(case.absent)
-    assert set(case.nearest) <= imported.nearest.keys()
-    assert set(case.missing) <= imported.without_equivalent.keys()
-    assert not imported.unknown
-    build_config(imported.values)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if not case.refused], ids=case_id)
-def test_every_key_is_named_and_what_is_written_loads(case: Case, tmp_path: Path) -> None:
-    file = case.write(tmp_path)
-    imported, told = import_file(file), said(import_file(file))
+    first = FIRST[case.trainer, case.version]
+    usual = {} if first == case.id else readings[first]
+    assert difference(flat_reading(imported), usual) == readings[case.id]
+    assert "hf_abcdef" not in json.dumps(imported.to_json()), "a token is nobody's setting"
+    # Each of its keys is named.
+    rows = [*imported.sources.values(), *imported.nearest, *imported.nothing_to_set]
+    said = f" {' '.join([*rows, *imported.without_equivalent, *imported.unknown])} "
     data = {"[]": case.data} if isinstance(case.data, list) else case.data
-    flat = next(flat for each in TRAINERS if (flat := each.flat(data)) is not None)
+    flat = next(flat for each in reading.TRAINERS if (flat := each.flat(data)) is not None)
     for key, value in flat.items():
-        nested = isinstance(value, dict) and any(f"{key}.{name}" in told for name in value)
+        nested = isinstance(value, dict) and any(f"{key}.{name}" in said for name in value)
         plain = key.removeprefix("dataset.")
-        assert nested or f" {key} " in told or f" {plain} " in told or f" {key}." in told, key
-    as_toml = read_settings_text(settings_toml(imported), name="ours.toml", toml=True)
-    assert as_toml.values == json.loads(json.dumps(imported.values))
-    assert read_settings_text(settings_json(imported), name="ours.json").values == as_toml.values
-    if "train.steps" in imported.values or "adapter.rank" in imported.values:
-        assert not set(SETTLED) - imported.values.keys()
+        assert nested or f" {key} " in said or f" {plain} " in said or f" {key}." in said, key
+    # What is written loads again.
+    build_config(imported.settings)
+    text = reading.settings_toml(imported)
+    as_toml = read_settings_text(text, name="ours.toml", toml=True).values
+    assert as_toml == json.loads(json.dumps(imported.settings))
+    assert read_settings_text(reading.settings_json(imported), name="a.json").values == as_toml
+    if "train.steps" in imported.settings or "adapter.rank" in imported.settings:
+        assert not set(SETTLED) - imported.settings.keys()
+    if case.id not in NUMBERS:
+        return
+    # A run has the trainer's own numbers, or it is said why not.
+    theirs = NUMBERS[case.id]
+    mine = ours(imported, theirs["family"])
+    assert not {
+        name: (mine[name], theirs[name])
+        for name in different(mine, theirs)
+        if not explained(name, imported, mine, theirs)
+    }
 
 
-def test_an_unknown_key_is_named(tmp_path: Path) -> None:
-    """In a file of each trainer."""
-    firsts = {case.trainer: case for case in reversed(CASES) if not case.refused}
-    for number, case in enumerate(firsts.values()):
-        place = tmp_path / str(number)
-        place.mkdir()
-        data = {**case.data, "an_option_of_tomorrow": 3}
-        if case.trainer == "ai-toolkit":
-            data = json.loads(json.dumps(case.data))
-            data["config"]["process"][0]["an_option_of_tomorrow"] = 3
-        if case.trainer == "LoRA_Easy_Training_Scripts":
-            data = {**case.data, "extra_args": {"args": {"an_option_of_tomorrow": 3}}}
-        file = Case(**{**vars(case), "data": data}).write(place)
-        assert import_file(file).unknown == ("an_option_of_tomorrow",), case.trainer
+def test_the_corpus_is_whole() -> None:
+    names = Counter(case.id for case in ALL)
+    assert max(names.values()) == 1 and NUMBERS.keys() <= names.keys()
+    trainers = {trainer.name.partition(" (")[0] for trainer in reading.TRAINERS}
+    assert {case.trainer for case in CASES} == trainers
 
 
-def test_the_corpus_is_large_and_none_is_there_twice() -> None:
-    assert len(CASES) >= 120
-    assert not [name for name, count in Counter(case.id for case in CASES).items() if count > 1]
-    assert min(Counter(case.trainer for case in CASES).values()) >= 12
+def plan_case(trainer: str, name: str) -> Case:
+    return next(case for case in CASES if (case.trainer, case.name) == (trainer, name))
+
+
+@pytest.mark.parametrize(
+    ("case", "base"),
+    [
+        (plan_case("sd-scripts", "subsets"), "sdxl"),
+        (plan_case("kohya_ss", "usual"), "sdxl"),
+        (plan_case("OneTrainer", "flux with clip trained"), "flux"),
+    ],
+    ids=["subsets", "kohya_ss", "flux"],
+)
+def test_the_written_file_plans(
+    case: Case, base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml, dataset = tmp_path / "ours.toml", tmp_path / "set"
+    file = case.write(tmp_path)
+    assert run_cli(["import", str(file), "--output", str(toml)]) == 0
+    values = reading.import_file(file).settings
+    for number, name in enumerate(values.get("data.folders", ("images",))):
+        write_dataset(dataset / name, images=4, first=4 * number)
+    capsys.readouterr()
+    sets = [f"data.cache_dir={tmp_path / 'cache'}", "base.companion=auto", "base.assistant=null"]
+    line = ["plan", str(dataset), "--config", str(toml), "--base", str(base_of(base)), "--json"]
+    assert run_cli([*line, *(f"--set={one}" for one in sets)]) == 0
+    plan = json.loads(capsys.readouterr().out)["settings"]
+    for key, value in values.items():
+        if key.startswith(("optimizer.", "adapter.", "objective.", "train.", "data.resolution")):
+            assert plan[key]["value"] == pytest.approx(value), key
+
+
+def write_readings() -> None:
+    """Write how each case is read now."""
+    rows: dict[str, dict[str, Any]] = {}
+    with TemporaryDirectory() as name:
+        for case in ALL:
+            if not case.refused:
+                folder = Path(name) / "case"
+                add_images(folder)
+                rows[case.id] = flat_reading(reading.import_file(case.write(folder)))
+                shutil.rmtree(folder)
+    short = {
+        case.id: difference(rows[case.id], {} if first == case.id else rows[first])
+        for case in ALL
+        if case.id in rows and (first := FIRST[case.trainer, case.version])
+    }
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(row, sort_keys=True)}" for name, row in short.items()
+    ]
+    READINGS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_readings()

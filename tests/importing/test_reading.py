@@ -1,0 +1,208 @@
+"""Files that are none, of nobody, or damaged; the tables of keys; the command.
+
+A reason in one line, or a reading that loads; never a traceback.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.config.config import build_config, setting_keys
+from lora_trainer.config.layers import read_settings_file, read_settings_text
+from lora_trainer.importing.reading import TRAINERS, import_file, settings_toml
+from tests.fakes.runs import python, run_cli
+from tests.importing.cases_others import CASES
+from tests.importing.cases_sd_scripts import TABLES
+from tests.importing.corpus import Case
+
+ROOT = Path(__file__).resolve().parents[2]
+ODD: tuple[Any, ...] = (
+    None, True, False, 0, -1, 3, 10**30, 1.5, -0.5, 1e308, float("nan"), float("inf"), "", "x", "1e-4", "nan",
+    "1e400", "0", "a\x00b", "\u2603" * 300, "C:\\x", "..", [], [1], [[1, 2], [3]], ["x", None], {}, {"a": {"b": 1}},
+    [{"a": 1}], [[]], ["=", "a=", "=b"],
+)  # fmt: skip
+MUTATIONS = 600
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.toml", "a = = 1", "is no TOML"),
+        ("a.json", "{", "is no JSON"),
+        ("deep.json", "[" * 100_000 + "]" * 100_000, "is no JSON"),
+        ("large.json", json.dumps({"a": "x" * (5 << 20)}), "is larger than"),
+        ("a.yaml", "a: [", "is no YAML"),
+        ("deep.yaml", "[" * 3000 + "]" * 3000, "is no YAML"),
+        ("a.yaml", "a: &x [1]\nb: *x\n", "aliases"),
+        ("a.json", "[1, 2]", "is of no trainer"),
+        ("a.json", "3", "holds no table"),
+        ("leco.toml", '[[prompts]]\ntarget = "cat"\naction = "erase"\n', "is of no trainer"),
+        ("a.json", json.dumps({"_class_name": "FluxPipeline"}), "is of no trainer"),
+        ("ours.toml", "[adapter]\nrank = 4\n", "of this program already"),
+        ("run.json", json.dumps({"settings": {"adapter.rank": 4}}), "of this program already"),
+    ],
+)
+def test_what_is_nobodys_is_refused(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        import_file(tmp_path / name)
+    assert message in caught.value.found and "\n" not in caught.value.found
+    assert caught.value.fix
+
+
+def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value, tables and lists included."""
+    pairs = enumerate(data) if isinstance(data, list) else getattr(data, "items", tuple)()
+    for key, value in pairs:
+        yield (*path, key)
+        yield from leaves(value, (*path, key))
+
+
+def mutated(data: Any, draw: random.Random, keys: list[str]) -> Any:
+    """Return a copy in which one to three values are odd or gone, and one of the trainer's keys is added."""
+    result = json.loads(json.dumps(data))
+    if isinstance(result, dict):
+        result[draw.choice(keys)] = draw.choice(ODD)
+    for _ in range(draw.randint(1, 3)):
+        paths = list(leaves(result))
+        if not paths:
+            return result
+        *parents, last = draw.choice(paths)
+        place = result
+        for part in parents:
+            place = place[part]
+        if draw.random() < 0.1:
+            del place[last]
+        else:
+            place[last] = copy.deepcopy(draw.choice(ODD))
+    return result
+
+
+def test_damaged_values_give_a_reading_or_a_reason(tmp_path: Path) -> None:
+    draw = random.Random(18)
+    keys = [key for trainer in TRAINERS for key in trainer.keys if "." not in key]
+    readings = 0
+    for number in range(MUTATIONS):
+        case = CASES[number % len(CASES)]
+        suffix = ".json" if case.suffix == ".toml" else case.suffix  # TOML holds no null
+        beside = {
+            name: mutated(one, draw, keys)
+            for name, one in case.beside.items()
+            if name.endswith(".json")
+        }
+        data = mutated(case.data, draw, keys)
+        damaged = Case(**{**vars(case), "data": data, "beside": beside, "suffix": suffix})
+        try:
+            imported = import_file(damaged.write(tmp_path))
+        except (RequestError, InputError) as error:
+            assert error.found and error.fix, damaged.data
+            continue
+        readings += 1
+        json.dumps(imported.to_json())
+        written = read_settings_text(settings_toml(imported), name="ours.toml", toml=True)
+        build_config(written.values)
+    assert readings > MUTATIONS / 2
+
+
+# ---- the tables
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
+def test_rules_name_settings_and_say_why(trainer: Any) -> None:
+    for name, rule in trainer.keys.items():
+        if rule.kind == "carried":
+            assert rule.setting in setting_keys(), name
+        elif rule.kind != "read":
+            assert len(rule.why) > 8 and "\n" not in rule.why, name
+
+
+def test_a_key_stands_once_in_a_table() -> None:
+    """Of two rules of one key the later would win unseen; a table may only replace those of earlier tables."""
+    for file in (ROOT / "lora_trainer" / "importing" / "trainers").glob("*.toml"):
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        kinds = ("read", "nothing_to_set", "no_equivalent", "refused")
+        keys = [
+            f"{prefix}{key}"
+            for kind in kinds
+            for entry in table.get(kind, ())
+            for prefix in entry.get("under", [""])
+            for key in entry["keys"].split()
+        ]
+        keys += [*table.get("carried", ()), *table.get("absent", "").split()]
+        assert [key for key, times in Counter(keys).items() if times > 1] == [], file
+
+
+def test_an_unknown_key_is_named_and_so_is_one_that_only_another_trainer_has(
+    tmp_path: Path,
+) -> None:
+    firsts = {case.trainer: case for case in reversed(CASES) if not case.refused}
+    for number, case in enumerate(firsts.values()):
+        place = tmp_path / str(number)
+        place.mkdir()
+        data = json.loads(json.dumps(case.data))
+        tables = {
+            "ai-toolkit": lambda data: data["config"]["process"][0],
+            "LoRA_Easy_Training_Scripts": lambda data: data["general_args"]["args"],
+        }
+        table = tables.get(case.trainer, lambda data: data)(data)
+        names = ["an_option_of_tomorrow"] + ["flip_aug"] * (case.trainer == "musubi-tuner")
+        table.update(dict.fromkeys(names, 3))
+        file = Case(**{**vars(case), "data": data}).write(place)
+        assert import_file(file).unknown == names, case.trainer
+
+
+def test_the_docs_count_the_keys() -> None:
+    rows: dict[str, dict[str, Any]] = {}
+    for trainer in TRAINERS:
+        rows.setdefault(trainer.name.partition(" (")[0], {}).update(trainer.keys)
+    text = (ROOT / "docs" / "importing.md").read_text(encoding="utf-8")
+    lines = re.findall(
+        r"^\| (\S+) \| [^|]+ \| (.+) \|$",
+        text.partition("| trainer | commit |")[0],
+        re.MULTILINE,
+    )
+    told = {
+        name: [int(part) for part in numbers.split("|")] for name, numbers in lines if name in rows
+    }
+    for name, keys in rows.items():
+        kinds = Counter(rule.kind for rule in keys.values())
+        other = [kinds[kind] for kind in ("nothing_to_set", "no_equivalent", "refused")]
+        assert told[name] == [len(keys), len(keys) - sum(other), *other], name
+
+
+# ---- the command
+
+
+def test_the_command_prints_and_writes_settings_with_all_that_was_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = TABLES.case("a", {"datasets/0/subsets/0/image_dir": "/data/cat/10_my.zibbo \u732b"})
+    file = theirs.write(tmp_path)
+    assert run_cli(["import", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "# general.shuffle_caption" in text and "class_tokens" in text
+    assert tomllib.loads(text)["data"]["folders"]["10_my.zibbo \u732b"]["repeats"] == 3
+    assert run_cli(["import", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == import_file(file).to_json()
+    for ours in (tmp_path / "ours.toml", tmp_path / "ours.json"):
+        assert run_cli(["import", str(file), "--output", str(ours)]) == 0
+        said = capsys.readouterr().out
+        assert "Train on: " in said and "class_tokens" in said and "Not known: " in said
+        assert read_settings_file(ours).values == import_file(file).settings
+    assert run_cli(["import", str(file), "--output", str(ours)]) == 2, "it exists"
+    assert run_cli(["import", str(file), "--output", str(ours), "--force"]) == 0
+    assert run_cli(["import", str(file), "--output", str(tmp_path / "a.txt")]) == 2
+    script = "import sys; from lora_trainer.cli.main import run; run(sys.argv[1:]); print('torch' in sys.modules)"
+    done = python(script, "import", str(file))
+    assert done.stdout.strip().endswith("False"), done.stderr
