@@ -1,8 +1,7 @@
-"""A settings file of another trainer while it is read: its values, and what becomes of each of its keys.
+"""A settings file of another trainer: its values, and what becomes of each of its keys.
 
 A key becomes a setting, or a setting by the nearest that there is; needs none; has no equivalent; or is
-unknown. Input: the file's values by flat key (`train.lr`, `datasets[0].path`). Output: `Imported`, in which
-every key of the file is named.
+unknown. Input: the file's values by flat key (`train.lr`, `datasets[0].path`).
 """
 
 from __future__ import annotations
@@ -16,8 +15,13 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.wording import without_secrets
-from lora_trainer.config.config import all_settings, overlaid, setting_keys, setting_of
-from lora_trainer.config.forms import Form
+from lora_trainer.config.config import (
+    SettingInfo,
+    all_settings,
+    overlaid,
+    setting_keys,
+    setting_of,
+)
 
 Sourced = tuple[Any, str]
 """A value and the flat key that it is from, or `THERE`."""
@@ -26,41 +30,21 @@ OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None")
 """Values with which an option of another trainer does nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Imported:
-    """Settings by key, where each comes from, and what was not carried over, by the foreign key.
+@dataclass(kw_only=True)
+class Foreign:
+    """A foreign file, and what becomes of its keys: `settings` by key, and for each the `sources` it is from.
 
-    `trainer` is the program whose file it is. What `data.folders` holds has a source for each of its
-    parts. `nearest` says which keys are only approximated, and how. `dataset` is the folder to train on
+    `values` are the file's by flat key and those of further files that it names, `data` its tables, `beside`
+    the folder it lies in, `called` what the file calls a key that is read under another name. `is_flow` says
+    whether the base is trained by flow matching, `trains_text` whether its text encoders can be trained
+    here; None: the file does not say which base it is. `is_schedule_free`: its optimizer has no schedule.
+    `untrained` has what stands before the keys of folders without a path, `named` the keys of which something is
+    said: `nearest` how they are approximated, the others why they became no setting. `trainer` is the program whose
+    file it is. What `data.folders` holds has a source for each of its parts. `dataset` is the folder to train on
     as the file has it, None where it names none.
     """
 
     trainer: str
-    values: Mapping[str, Any]
-    sources: Mapping[str, str]
-    nearest: Mapping[str, str]
-    nothing_to_set: Mapping[str, str]
-    without_equivalent: Mapping[str, str]
-    unknown: tuple[str, ...]
-    dataset: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for `import --json`."""
-        plain = {**vars(self), "unknown": list(self.unknown)}
-        return {"settings": plain.pop("values"), "from": plain.pop("sources"), **plain}
-
-
-@dataclass(kw_only=True)
-class Foreign:
-    """A foreign file while it is read; `named` holds the keys of which something is said.
-
-    `values` are its values by flat key and those of further files that it names, `data` its tables, `beside`
-    the folder it lies in, `called` what the file calls a key that is read under another name. `is_flow` says
-    whether the base is trained by flow matching, `trains_text` whether its text encoders can be trained
-    here; None: the file does not say which base it is. `is_schedule_free`: its optimizer has no schedule.
-    `untrained` has what stands before the keys of folders without a path.
-    """
-
     values: dict[str, Any]
     beside: Path
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -152,7 +136,7 @@ class Foreign:
             return False
         try:
             ours = (read or _reader_of(key))(value)
-            _check_bounds(key, ours)
+            _check(key, ours, self.settings)
         except (TypeError, ValueError, OverflowError) as error:
             self.lacks(name, value, str(error))
             return False
@@ -192,25 +176,21 @@ class Foreign:
             )
         self.stays(name, f"is off there ({shown(value)})")
 
-    def imported(self, trainer: str) -> Imported:
-        """Return all of it, with the names of keys as the file has them."""
+    def use_own_names(self) -> None:
+        """Give all keys the names that the file has for them."""
+        for rows in (self.nearest, self.nothing_to_set, self.without_equivalent):
+            own = {self.called.get(key, key): why for key, why in rows.items()}
+            rows.clear()
+            rows.update(own)
+        for key, source in self.sources.items():
+            self.sources[key] = " ".join(self.called.get(word, word) for word in source.split(" "))
+        self.unknown = [self.called.get(key, key) for key in self.unknown]
 
-        def renamed(rows: Mapping[str, str]) -> dict[str, str]:
-            return {self.called.get(key, key): why for key, why in rows.items()}
-
-        return Imported(
-            trainer=trainer,
-            values=self.settings,
-            sources={
-                key: " ".join(self.called.get(word, word) for word in source.split(" "))
-                for key, source in self.sources.items()
-            },
-            nearest=renamed(self.nearest),
-            nothing_to_set=renamed(self.nothing_to_set),
-            without_equivalent=renamed(self.without_equivalent),
-            unknown=tuple(self.called.get(key, key) for key in self.unknown),
-            dataset=self.dataset,
-        )
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for `import --json`."""
+        kinds = ("trainer", "nearest", "nothing_to_set", "without_equivalent", "unknown", "dataset")
+        plain = {name: vars(self)[name] for name in kinds}
+        return {"settings": self.settings, "from": self.sources, **plain}
 
 
 def is_one_of(value: Any, values: Iterable[Any]) -> bool:
@@ -245,16 +225,19 @@ def as_number(value: Any) -> float:
 
 def _reader_of(key: str) -> Reader:
     """Return how a value is read as our setting: numbers and switches may be written as text."""
-    form = _forms().get(key)
-    if form is not None and form.kind == "number":
+    if key not in _infos():
+        return lambda value: value
+    form = _infos()[key].form
+    if form.kind == "number":
         return lambda value: value if value in form.words else _number(value, whole=form.whole)
-    readers: Mapping[str, Reader] = {"switch": _switch, "text": _text}
-    return readers.get(form.kind if form is not None else "", lambda value: value)
+    if form.kind == "switch" or True in form.words:
+        return _switch
+    return _text if form.kind == "text" else lambda value: value
 
 
 @cache
-def _forms() -> Mapping[str, Form]:
-    return {info.key: info.form for info in all_settings()}
+def _infos() -> Mapping[str, SettingInfo]:
+    return {info.key: info for info in all_settings()}
 
 
 def _number(value: Any, *, whole: bool) -> float:
@@ -278,10 +261,15 @@ def _text(value: Any) -> str:
     raise ValueError("is no text")
 
 
-def _check_bounds(key: str, value: Any) -> None:
-    """Raise ValueError for a number that the setting cannot take."""
-    form = _forms().get(key)
-    if form is None or form.kind != "number" or isinstance(value, str | None):
+def _check(key: str, value: Any, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value that the setting cannot take, or that is refused beside the others."""
+    info = _infos().get(key)
+    if info is None:
+        return
+    if info.enforced and (why := info.unused(settings)):
+        raise ValueError(why)
+    form = info.form
+    if form.kind != "number" or isinstance(value, str | None):
         return
     low = form.low is not None and (value < form.low or (form.above_low and value == form.low))
     high = form.high is not None and (value > form.high or (form.below_high and value == form.high))

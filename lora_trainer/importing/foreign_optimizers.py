@@ -7,12 +7,12 @@ it and one line that says so. `trainers/optimizers.toml` is the table of names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lora_trainer.config.declare import SCHEDULE_FREE, OptimizerName
-from lora_trainer.importing.foreign import THERE, Foreign, as_number, shown
+from lora_trainer.importing.foreign import THERE, Foreign, Sourced, shown
 from lora_trainer.importing.rules import table_of
 
 RATE = "optimizer.learning_rate"
@@ -49,19 +49,40 @@ def plain(name: str) -> str:
     return word if word in OPTIMIZERS else re.sub(r"\.", "", word.rpartition(".")[2])
 
 
-def set_optimizer(
+def read_optimizer(
     foreign: Foreign,
-    name: str,
-    key: str,
+    table: Mapping[str, Any],
     *,
-    rate: float | None,
-    rate_key: str,
-    relative_step: bool = False,
-) -> OptimizerName:
-    """Set the optimizer and its rate from a foreign name and the key it is from; return ours.
+    name: Sourced | None = None,
+    rate_keys: Sequence[str] = (),
+    factor: float = 1,
+) -> float | None:
+    """Set optimizer, rate and options from the keys that a trainer's table names; return the rate.
 
-    `relative_step`: of Adafactor, which then makes its rate itself. The rate is set unless the nearest
-    optimizer needs another: 1.0 where it finds it itself, else the preset's, which is said.
+    `[optimizer]` has the keys of its `name` and `rate` (the first that is on), which are `default` and
+    `default_rate` where they are missing; `options` is what stands before the optimizer's own options, all or
+    those in `option_names`, `relative_step` that of Adafactor, which `is_relative` by default. `name` and
+    `rate_keys` come in place of the table's; the rate is `factor` times what the file says.
+    """
+    spec = table["optimizer"]
+    rate_key = foreign.first_on(*(rate_keys or spec["rate"])) or THERE
+    rate = spec.get("default_rate") if rate_key == THERE else foreign.number(rate_key)
+    if factor != 1 and rate:
+        rate = float(f"{rate * factor:.6g}")
+    word, key = name or (foreign.word(spec["name"], spec["default"]), spec["name"])
+    relative = foreign.flag(spec.get("relative_step", ""), default=spec.get("is_relative", False))
+    _set_optimizer(foreign, str(word), key, rate, rate_key, relative_step=relative)
+    if "options" in spec:
+        read_arguments(foreign, spec["options"], spec.get("option_names", "").split())
+    return rate
+
+
+def _set_optimizer(
+    foreign: Foreign, name: str, key: str, rate: float | None, rate_key: str, *, relative_step: bool
+) -> None:
+    """Set the optimizer and its rate, unless the nearest optimizer needs another.
+
+    That is 1.0 where it finds it itself, else the preset's, which is said.
     """
     source = key if key in foreign.values else THERE
     nearest = OPTIMIZERS.get(plain(name), _OTHERS["unknown"])
@@ -85,23 +106,22 @@ def set_optimizer(
     if nearest.why:
         foreign.is_nearest(source, f"{shown(name)}: {how}")
     foreign.set("optimizer.weight_decay", nearest.decay, source, note="(its default)")
-    return nearest.ours
 
 
-def set_arguments(foreign: Foreign, prefix: str, names: Iterable[str] | None = None) -> None:
+def read_arguments(foreign: Foreign, prefix: str, names: Sequence[str] = ()) -> None:
     """Set what an optimizer's own options say: all keys that begin with `prefix`, or some of their names."""
     ours = str(foreign.settings.get("optimizer.name"))
     switches = {kind: set(text.split()) for kind, text in _TABLE["switches"].items()}
     options, fields_of = _TABLE["options"], _TABLE["options_of"]
     for name, value in foreign.under(prefix).items():
-        source, word = f"{prefix}{name}", name.lower()
-        if source in foreign.named or (names is not None and name not in names):
+        source, word, text = f"{prefix}{name}", name.lower(), str(value).lower()
+        if source in foreign.named or (names and name not in names):
             continue
         if value is None or value == "":
             foreign.stays(source, "is not given")
         elif word == "betas":
             _set_betas(foreign, source, value, ours)
-        elif word == "growth_rate" and str(value).lower() in ("inf", "infinity"):
+        elif word == "growth_rate" and text in ("inf", "infinity"):
             foreign.stays(source, "is no limit, as here")
         elif word in options and ours in fields_of.get(word, (ours,)):
             foreign.carry(options[word], source, value)
@@ -109,9 +129,9 @@ def set_arguments(foreign: Foreign, prefix: str, names: Iterable[str] | None = N
             foreign.stays(source, f"{ours} has no such number")
         elif word in switches["computed"]:
             foreign.stays(source, "says how it is computed, not what")
-        elif word in switches["always"] and str(value).lower() == "true":
+        elif word in switches["always"] and text == "true":
             foreign.stays(source, "is always so")
-        elif word in switches["never"] and str(value).lower() == "false":
+        elif word in switches["never"] and text == "false":
             foreign.stays(source, "is never so")
         else:
             foreign.lacks(source, value, f"{ours} here has no such option")
@@ -124,31 +144,23 @@ def _set_betas(foreign: Foreign, source: str, value: Any, ours: str) -> None:
         return
     for key, part in zip(("beta1", "beta2"), parts, strict=False):
         if ours in _TABLE["options_of"].get(key, (ours,)):
-            try:
-                foreign.carry(f"optimizer.{key}", source, as_number(str(part).strip()))
-            except ValueError as error:
-                foreign.lacks(source, value, str(error))
+            foreign.carry(f"optimizer.{key}", source, str(part).strip())
     foreign.named.add(source)
 
 
-def set_schedule(
-    foreign: Foreign,
-    key: str,
-    default: str,
-    *,
-    warmup: float = 0,
-    warmup_key: str = THERE,
-    steps: float | None = None,
-    cycles: float = 1,
-    power: float = 1,
-    always_warms: bool = True,
+def read_schedule(
+    foreign: Foreign, table: Mapping[str, Any], *, warmup: float = 0, steps: float | None = None
 ) -> None:
-    """Set shape and warm-up of the learning rate; `warmup` is in steps, below 1 a share of them.
+    """Set shape and warm-up of the learning rate from the keys that a trainer's table names.
 
-    `default` is its name where the key is missing. `always_warms`: a schedule called constant has a
-    warm-up there too.
+    `[schedule]` has the `key` of its name (or several, of which the first that is on counts) and what that is
+    by `default`, the keys of `cycles` and `power`. `warmup` is in steps, below 1 a share of them.
     """
-    name = foreign.word(key, default)
+    spec = table["schedule"]
+    key = foreign.first_on(*spec["keys"]) or spec["keys"][-1]
+    cycles = foreign.nonzero(spec.get("cycles", ""), 1)
+    power = foreign.nonzero(spec.get("power", ""), spec.get("default_power", 1))
+    name = foreign.word(key, spec["default"])
     word = name.lower().rpartition(".")[2].replace("-", "_")
     another = ("constant", "schedules here are constant, linear and cosine")
     shape, why = _TABLE["schedules"].get(word, another)
@@ -164,19 +176,17 @@ def set_schedule(
         foreign.is_nearest(key if key in foreign.values else THERE, text)
     if foreign.is_schedule_free and foreign.settings["optimizer.name"] != SCHEDULE_FREE:
         warmup = 0
-    if not warmup or (word == "constant" and not always_warms):
-        foreign.set(WARMUP, 0.0, warmup_key)
-    else:
-        set_warmup(foreign, warmup, warmup_key, steps)
-        if WARMUP not in foreign.settings:
-            foreign.set(WARMUP, 0.0, warmup_key)
+    if word == "constant" and not spec.get("constant_warms", True):
+        warmup = 0
+    set_warmup(foreign, warmup, spec.get("warmup", THERE), steps)
 
 
 def set_warmup(foreign: Foreign, warmup: float, key: str, steps: float | None) -> None:
     """Set the warm-up, in steps, below 1 a share of them; where `steps` is not known it is named."""
     if warmup < 1:
-        foreign.set(WARMUP, min(0.9, warmup), key)
+        foreign.set(WARMUP, min(0.9, max(0.0, warmup)), key)
     elif steps:
         foreign.set(WARMUP, float(f"{min(0.9, warmup / steps):.6g}"), key)
     else:
+        foreign.set(WARMUP, 0.0, key)
         foreign.lacks(key, warmup, f"give {WARMUP}, a share of the steps")

@@ -1,6 +1,6 @@
 """Settings files of other trainers, read as settings of this one: the file, the trainer, every key.
 
-Input: a TOML, JSON or YAML file. Output: `Imported`. The trainer is told by its keys; what is nobody's, or is
+Input: a TOML, JSON or YAML file. Output: `Foreign`. The trainer is told by its keys; what is nobody's, or is
 of this program, is refused and says why.
 """
 
@@ -17,7 +17,7 @@ import yaml
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config, setting_keys
-from lora_trainer.importing.foreign import Foreign, Imported
+from lora_trainer.importing.foreign import Foreign
 from lora_trainer.importing.rules import Trainer, apply, flattened
 from lora_trainer.importing.trainers.ai_toolkit import AI_TOOLKIT
 from lora_trainer.importing.trainers.diffusion_pipe import DIFFUSION_PIPE, DIFFUSION_PIPE_DATASET
@@ -45,7 +45,7 @@ TRAINERS: tuple[Trainer, ...] = (
 MAX_BYTES = 4 << 20
 
 
-def import_file(file: Path) -> Imported:
+def import_file(file: Path) -> Foreign:
     """Read a settings file of another trainer.
 
     Raises InputError for one that cannot be read or is no known trainer's, RequestError for what it says
@@ -53,7 +53,7 @@ def import_file(file: Path) -> Imported:
     """
     data = read_tables(file)
     trainer, values = recognised(data, file)
-    foreign = Foreign(values=values, data=data, beside=file.parent)
+    foreign = Foreign(trainer=trainer.name, values=values, data=data, beside=file.parent)
     try:
         apply(trainer, foreign)
         _finish(foreign)
@@ -63,7 +63,8 @@ def import_file(file: Path) -> Imported:
             f"{file} is of {trainer.name} and says what cannot be done here: {error.found}",
             fix=error.fix,
         ) from None
-    return foreign.imported(trainer.name)
+    foreign.use_own_names()
+    return foreign
 
 
 def read_tables(file: Path) -> Mapping[str, Any]:
@@ -151,38 +152,38 @@ def _finish(foreign: Foreign) -> None:
         foreign.set("data.validation_fraction", 0.0, note="nothing is held out there")
 
 
-def settings_toml(imported: Imported) -> str:
+def settings_toml(imported: Foreign) -> str:
     """Return the settings as TOML, and as comments where they come from and what is not in them."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in imported.values.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    lines = [f"# {line}" for line in remarks(imported)]
-    for section, values in sections.items():
-        tables = {name: value for name, value in values.items() if isinstance(value, Mapping)}
-        lines += ["", f"[{section}]"]
-        lines += [
-            f"{name} = {_toml(value)}{_source(imported, f'{section}.{name}')}"
-            for name, value in values.items()
-            if name not in tables
-        ]
-        for name, entries in tables.items():
-            lines += _tables(f"{section}.{name}", entries, imported)
+    rows: list[tuple[str, str, Any]] = []  # the key as TOML has it and as we do, the value
+    for key, value in imported.settings.items():
+        if not isinstance(value, Mapping):
+            rows.append((key, key, value))
+            continue
+        for name, fields in value.items():  # of data.folders
+            whole = f"{key}.{_text(name)}"
+            rows += [
+                (f"{whole}.{part}", f"{key}.{name}.{part}", one) for part, one in fields.items()
+            ]
+            rows += [] if fields else [(whole, key, {})]
+    lines = [*(f"# {line}" for line in remarks(imported)), ""]
+    for name, key, value in sorted(rows, key=lambda row: row[0]):
+        source = imported.sources.get(key)
+        lines.append(f"{name} = {_toml(value)}" + (f"  # {_one_line(source)}" if source else ""))
     return "\n".join(lines).strip() + "\n"
 
 
-def settings_json(imported: Imported) -> str:
+def settings_json(imported: Foreign) -> str:
     """Return the settings as JSON."""
-    return json.dumps(dict(imported.values), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(imported.settings, indent=2, ensure_ascii=False) + "\n"
 
 
-def report(imported: Imported) -> str:
+def report(imported: Foreign) -> str:
     """Return where the settings come from, and what is not in them, as text."""
     rows = [_one_line(f"{key} from {source}") for key, source in imported.sources.items()]
     return "\n".join([*remarks(imported), "Settings:", *(f"  {row}" for row in rows)])
 
 
-def remarks(imported: Imported) -> Iterator[str]:
+def remarks(imported: Foreign) -> Iterator[str]:
     """Yield lines that say what to train on, and name each key that is not among the settings."""
     yield f"A settings file of {imported.trainer}"
     if imported.dataset is not None:
@@ -198,18 +199,6 @@ def remarks(imported: Imported) -> Iterator[str]:
             yield from (_one_line(f"  {key} {why}") for key, why in sorted(rows.items()))
     if imported.unknown:
         yield _one_line(f"Not known: {', '.join(sorted(imported.unknown))}")
-
-
-def _tables(key: str, entries: Mapping[str, Any], imported: Imported) -> Iterator[str]:
-    for name, fields in entries.items():
-        yield ""
-        yield f"[{key}.{_text(name)}]"
-        for field, value in fields.items():
-            yield f"{field} = {_toml(value)}{_source(imported, f'{key}.{name}.{field}')}"
-
-
-def _source(imported: Imported, key: str) -> str:
-    return f"  # {_one_line(imported.sources[key])}" if key in imported.sources else ""
 
 
 def _one_line(text: str) -> str:

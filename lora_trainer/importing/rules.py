@@ -6,7 +6,11 @@ A table is a TOML file in `trainers/`; a trainer may have several, of which late
 `values` (what its values mean, "*" for any other).
 `[[read]]`: keys that the trainer's own function reads, and why one of which it says nothing needs no setting.
 `[[nothing_to_set]]`, `[[no_equivalent]]`, `[[refused]]`: keys, and why. `off` has values that change nothing.
-`absent`: keys of earlier tables that this trainer does not have.
+`set`: rows that say what becomes of a key that is on, each a table with `key` and `to`, our setting. `is` is the
+value to set and `values` what words mean, others being left alone; `how` says that it is only approximated, `lacks`
+why it has no equivalent. A row with `default` counts without its key, too. It is for one kind of base, `noise` or
+`flow`, or of adapter, where it says `for`; for some words of the key (`only`) or all but some (`unless`); while a
+further key is on (`beside`), or further keys have one of some values (`when`). The first row of a setting wins.
 
 Lists have `keys`, parted by blanks, and `under`, what stands before them. Further tables are looked up by the
 trainer's function.
@@ -128,9 +132,55 @@ def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _set_rows(foreign: Foreign, trainer: Trainer) -> None:
+    """Carry over what the `set` rows of a trainer's tables say."""
+    done: set[str] = set()
+    for row in (row for table in trainer.tables for row in table_of(table).get("set", ())):
+        key, setting = row["key"], row.get("to", "")
+        value = foreign.get(key, row.get("default"))
+        word = str(value).lower()
+        meant = {name.lower(): ours for name, ours in row.get("values", {}).items()}
+        if setting in done or rule_of(trainer.keys, key) is None or not _fits(foreign, row, word):
+            continue
+        if meant and word not in meant:
+            continue
+        names = [name for name in row.get("when", {}) if name in foreign.values]
+        foreign.named.update(names)
+        if "lacks" in row:
+            if key not in foreign.named:
+                foreign.lacks(key, value, row["lacks"])
+            continue
+        if setting:
+            if not foreign.carry(setting, key, row.get("is", meant.get(word, value))):
+                continue
+            done.add(setting)
+            if names and key in foreign.values:
+                foreign.sources[setting] = " x ".join([*names, foreign.sources[setting]])
+        if "how" in row:
+            how = row["how"].format(now=foreign.settings)
+            foreign.is_nearest(key, how if value is True else f"{value}: {how}")
+
+
+def _fits(foreign: Foreign, row: Mapping[str, Any], word: str) -> bool:
+    """Say whether a row is for this file; `word` is what its key says, in lower case."""
+    kinds = ("flow" if foreign.is_flow else "noise", foreign.settings.get("adapter.kind"), None)
+    return (
+        row.get("for") in kinds
+        and bool("default" in row or foreign.on(row["key"]))
+        and ("beside" not in row or bool(foreign.on(row["beside"])))
+        and word in row.get("only", (word,))
+        and word not in row.get("unless", ())
+        and all(
+            str(foreign.get(name, "")).lower() in words
+            for name, words in row.get("when", {}).items()
+        )
+    )
+
+
 def apply(trainer: Trainer, foreign: Foreign) -> None:
     """Say what becomes of every key; raises RequestError for what is refused."""
     trainer.read(foreign)
+    _set_rows(foreign, trainer)
     for name, value in foreign.values.items():
         if name in foreign.named:
             continue

@@ -1,17 +1,24 @@
-"""What trainers say in different words about the same things: adapters, timesteps, loss, text encoders.
+"""What trainers say in different words about the same things: adapters, timesteps, loss, text encoders, folders.
 
 Input: foreign keys, and where it takes more than reading them their values. Output: settings, and one line
-for each thing that is only approximated or missing here.
+for each thing that is only approximated or missing here. A dataset here is one folder; what its subfolders have of
+their own stands in `data.folders`. Folders that lie apart are named with what to do.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.config.config import build_config
+from lora_trainer.config.inputs import OWN_FOLDER, FolderSettings
+from lora_trainer.dataset.listing import list_dataset
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced, shown
 from lora_trainer.importing.rules import table_of, words
 
@@ -33,40 +40,44 @@ def set_model(foreign: Foreign, name: str, key: str, models: Mapping[str, Any]) 
     foreign.trains_text = not foreign.is_flow
 
 
-def set_kind(foreign: Foreign, algorithm: str, key: str) -> str:
-    """Set the kind of adapter from its name there; return ours."""
-    kind: str
-    another = ("lora", "adapters here are lora, loha, lokr and oft")
-    kind, why = table_of("words")["kinds"].get(algorithm.lower(), another)
-    foreign.set("adapter.kind", kind, key)
-    if why:
-        foreign.is_nearest(key, f"{algorithm}: adapter.kind={kind}, {why}")
-    return kind
-
-
-def set_rank(
+def read_adapter(
     foreign: Foreign,
-    key: str,
-    alpha_key: str,
+    table: Mapping[str, Any],
     *,
-    rank: float | None = None,
-    default_rank: int,
-    default_alpha: float | None,
-) -> None:
-    """Set rank and alpha, or what they are there by default; `default_alpha` None: the rank.
+    kind: Sourced | None = None,
+    rank: Sourced | None = None,
+    alpha_key: str = "",
+) -> str:
+    """Set kind, rank and alpha from the keys that a trainer's table names; return the kind.
 
-    `rank` is the rank if it is not the key's value.
+    `[adapter]` has the keys of `kind`, `rank` and `alpha` with what they are there by default; without
+    `default_alpha` it is the rank. The arguments come in place of the table's.
     """
-    rank = foreign.number(key) if rank is None else rank
-    alpha = foreign.number(alpha_key)
-    chosen = default_rank if rank is None else int(rank)
+    spec = table["adapter"]
+    word, key = kind or (foreign.word(spec["kind"], "lora"), spec["kind"])
+    ours: str
+    another = ("lora", "adapters here are lora, loha, lokr and oft")
+    ours, why = table_of("words")["kinds"].get(str(word).lower(), another)
+    foreign.set("adapter.kind", ours, key)
+    if why:
+        foreign.is_nearest(key, f"{word}: adapter.kind={ours}, {why}")
+    number, key = rank or (foreign.number(spec["rank"]), spec["rank"])
+    _set_rank(foreign, number, key, alpha_key or spec.get("alpha", THERE), spec)
+    return ours
+
+
+def _set_rank(
+    foreign: Foreign, rank: float | None, key: str, alpha_key: str, spec: Mapping[str, Any]
+) -> None:
+    alpha, default_alpha = foreign.number(alpha_key), spec.get("default_alpha")
+    chosen = spec["default_rank"] if rank is None else int(rank)
     if rank is not None and chosen > FULL_RANK:
         how = "whole matrices there, the highest rank here"
         foreign.is_nearest(key, f"{rank:g}: adapter.rank={FULL_RANK}, {how}")
         alpha, default_alpha, chosen = None, None, FULL_RANK
     if chosen < 1:
         foreign.lacks(key, rank, "is no rank: what it is there by default is used")
-        chosen = default_rank
+        chosen = spec["default_rank"]
     foreign.set("adapter.rank", chosen, key)
     if foreign.settings["adapter.kind"] == "oft":
         if alpha_key in foreign.values:
@@ -78,17 +89,6 @@ def set_rank(
         foreign.is_nearest(alpha_key, how)
         value = chosen * 100
     foreign.set("adapter.alpha", value, alpha_key)
-
-
-def set_dropout(foreign: Foreign, setting: str, key: str) -> None:
-    """Set one of the adapter's dropouts where it is on, and this kind of adapter has it."""
-    kind, value = foreign.settings["adapter.kind"], foreign.on(key)
-    if not value:
-        return
-    if kind == "oft" or (setting == "adapter.rank_dropout" and kind != "lora"):
-        foreign.lacks(key, value, f"{kind} has no such dropout here")
-    else:
-        foreign.carry(setting, key)
 
 
 def set_text_encoder(
@@ -219,13 +219,6 @@ def set_precision(foreign: Foreign, key: str, *, missing: str) -> None:
         foreign.is_nearest(key, f"{value}: train.precision is {why}")
 
 
-def set_saves(foreign: Foreign, key: str | None, unit: Literal["steps", "epochs"]) -> None:
-    """Set how often the LoRA is saved on the way."""
-    every = foreign.number(key) if key else None
-    if key and every and every > 0:
-        foreign.carry(f"output.save_every_{unit}", key, every)
-
-
 def settle(foreign: Foreign) -> None:
     """Settle what presets here do and other trainers do not unless it is asked for."""
     for key, value in (
@@ -260,3 +253,287 @@ def split_words(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError:
         return text.split()
+
+
+# ---- folders of images
+
+_WINDOWS = re.compile(r"^[A-Za-z]:|\\")
+_IN_DATA = frozenset(FolderSettings.model_fields) - {"weight", "regularisation"}
+
+
+class FolderTable(dict[str, Any]):
+    """The table of one folder with what the tables around it say, later ones win.
+
+    Each layer is a table and what stands before its keys in the file; `names` has the flat key of each value.
+    """
+
+    def __init__(self, *layers: tuple[Mapping[str, Any], str]) -> None:
+        self.names: dict[str, str] = {}
+        for layer, prefix in layers:
+            self.update(layer)
+            self.names |= {key: f"{prefix}{key}" for key in layer}
+
+    def name(self, key: str) -> str:
+        """Return a key's flat key, `THERE` if it is missing."""
+        return self.names.get(key, THERE)
+
+    def sourced(self, key: str, default: Any = None) -> Sourced:
+        """Return a value and its flat key."""
+        return self.get(key, default), self.name(key)
+
+    def fields(self, ours: Mapping[str, str]) -> dict[str, Sourced]:
+        """Return the values that are not off, by our field of each key."""
+        off = (None, "", False)
+        return {
+            setting: self.sourced(key)
+            for key, setting in ours.items()
+            if self.get(key, None) not in off
+        }
+
+
+@dataclass(kw_only=True)
+class ImageFolder:
+    """One folder of images: its path, the key that names it, its own settings by field."""
+
+    path: PurePath
+    key: str
+    settings: dict[str, Sourced] = field(default_factory=dict)
+    regularisation: bool = False
+
+
+def read_folder(
+    foreign: Foreign, table: FolderTable, keys: Mapping[str, Any], prefix: str
+) -> ImageFolder | None:
+    """Return the folder of a table with its own settings, None where it names none.
+
+    `keys` are the table's: of the `path` (the first that is given), of our `fields`, of the tags to `keep` in
+    front, of the captions' `extension`, of `regularisation` and of masks by kind. `prefix` stands before them.
+    """
+    key = next(
+        (key for key in keys["path"] if isinstance(table.get(key), str) and table[key]), None
+    )
+    if key is None:
+        foreign.untrained += (prefix,)
+        return None
+    folder = ImageFolder(path=path_of(table[key]), key=table.name(key))
+    folder.settings = {"repeats": (1, THERE), **table.fields(keys["fields"])}
+    if folder.settings.keys() & {"shuffle_tags", "tag_dropout"}:
+        folder.settings["keep_tokens"] = table.sourced(keys.get("keep", ""), 0)
+    folder.regularisation = table.get(keys.get("regularisation", "")) is True
+    extension, name = table.sourced(keys.get("extension", ""))
+    if extension:
+        add_extension(foreign, f".{str(extension).removeprefix('.')}", name)
+    for mask_key, kind in keys.get("masks", {}).items():
+        if table.get(mask_key):
+            least, name = table.sourced("mask_min_value", 0.0)
+            low = float(least) if isinstance(least, int | float) and 0 <= least < 1 else 0.0
+            set_masks(foreign, kind, table.name(mask_key), background=(low, name))
+            break
+    return folder
+
+
+def path_of(text: Any) -> PurePath:
+    """Return a path as the system that wrote it reads it: `C:\\images` has two parts everywhere."""
+    words = str(text)
+    return PureWindowsPath(words) if _WINDOWS.search(words) else PurePosixPath(words)
+
+
+def tables_of(value: Any) -> list[Mapping[str, Any]]:
+    """Return the tables of a list, none where it is no list."""
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+
+
+def named_file(
+    foreign: Foreign, option: str, parse: Callable[[str], Any], fits: Callable[[Any], object]
+) -> Any:
+    """Return the contents of a further file that an option names, None where no fitting one is there.
+
+    Those that `fits` returns flat, or under their names, count as values of the file from then on.
+    """
+    file_name = foreign.on(option)
+    if file_name is None:
+        return None
+    path = path_of(file_name)
+    beside = foreign.beside
+    for file in (beside / path, beside / path.name, beside.parent / path):
+        try:
+            content = parse(file.read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if fitting := fits(content):
+            foreign.values |= fitting if isinstance(fitting, dict) else {}
+            foreign.stays(option, f"{file.name} is read too")
+            return content
+    why = "no such file here that fits: put it beside this one, or import it by itself"
+    foreign.lacks(option, str(file_name), why)
+    return None
+
+
+# ---- folders
+
+
+def set_folders(foreign: Foreign, folders: Sequence[ImageFolder]) -> None:
+    """Set the dataset and what its subfolders have of their own; each folder counts once, as first named."""
+    different: dict[PurePath, ImageFolder] = {}
+    for folder in folders:
+        if different.setdefault(folder.path, folder) is not folder:
+            foreign.stays(folder.key, "is named before; its settings there count")
+    every = list(different.values())
+    trained = [folder for folder in every if not folder.regularisation]
+    others = [folder for folder in every if folder.regularisation]
+    if not trained:
+        return
+    root = _common_root(every)
+    if root is None and len(others) == 1 and _common_root(trained) is not None:
+        foreign.set("data.regularisation_dir", str(others[0].path), others[0].key)
+        every, root = trained, _common_root(trained)
+    if root is None:
+        _lie_apart(foreign, every)
+    else:
+        foreign.dataset = str(root)
+    for folder in every:
+        name = OWN_FOLDER if folder.path == root else folder.path.name
+        _set_own(foreign, folder, "data" if len(every) == 1 else f"data.folders.{name}")
+        if folder.key not in foreign.named:
+            alone = "is the DATASET of the command"
+            why = alone if len(every) == 1 else f"lies in the DATASET as {name}"
+            foreign.stays(folder.key, why)
+
+
+def _set_own(foreign: Foreign, folder: ImageFolder, target: str) -> None:
+    if folder.regularisation:
+        foreign.set(f"{target}.regularisation", True, folder.key)
+    for name, (value, key) in folder.settings.items():
+        if target != "data" or (name in _IN_DATA and key == THERE):
+            foreign.set(f"{target}.{name}", value, key)
+        elif name in _IN_DATA:
+            foreign.carry(f"data.{name}", key, value)
+        else:
+            foreign.stays(key, "there is one folder, all of its images count alike")
+
+
+def _common_root(folders: Sequence[ImageFolder]) -> PurePath | None:
+    """Return the folder in which all lie, or that is one of them and holds the others."""
+    paths = [folder.path for folder in folders]
+    if len(paths) == 1:
+        return paths[0]
+    for root in dict.fromkeys((paths[0].parent, *paths)):
+        if all(root in (path, path.parent) for path in paths):
+            return root
+    return None
+
+
+def _lie_apart(foreign: Foreign, folders: Sequence[ImageFolder]) -> None:
+    places = ", ".join(dict.fromkeys(str(folder.path.parent) for folder in folders))
+    names = [folder.path.name for folder in folders]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    renamed = f", give {' and '.join(twice)} names of their own" if twice else ""
+    for folder in folders:
+        foreign.without_equivalent[folder.key] = (
+            f"{folder.path}: the folders lie apart ({places}), a dataset is one folder: make one, put links "
+            f"to all of them into it{renamed}"
+        )
+        foreign.named.add(folder.key)
+
+
+def add_extension(foreign: Foreign, extension: Any, key: str) -> None:
+    """Add to the extensions of caption files."""
+    before = foreign.settings.get("data.caption_extensions", [])
+    if extension:
+        unique = list(dict.fromkeys([*before, str(extension)]))
+        foreign.set("data.caption_extensions", unique, key)
+
+
+def set_masks(foreign: Foreign, kind: str, key: str, *, background: Sourced = (0.0, THERE)) -> None:
+    """Set where masks come from, and how much what lies outside of them counts."""
+    foreign.set("data.masks", kind, key)
+    foreign.set("data.mask_background", *background)
+    if key.endswith("mask_path"):
+        foreign.is_nearest(key, "masks are looked for in a folder masks/ beside the images")
+
+
+# ---- length
+
+
+def set_length(foreign: Foreign, epochs: float | None, key: str, *, whole: bool = False) -> None:
+    """Set `train.steps` from epochs, for which the images are counted; nothing without epochs.
+
+    Call it when the dataset, its repeats and the batch size are set. `whole`: images that do not fill a
+    batch are left out there, and accumulation goes on over the end of an epoch.
+    """
+    if not epochs or epochs < 0:
+        return
+    samples = samples_per_epoch(foreign)
+    if samples is None:
+        why = "give train.steps = epochs x images with repeats / train.batch_size: the images are not there"
+        foreign.lacks(key, epochs, why)
+        return
+    images = foreign.settings.get("train.batch_size", 1)
+    at_once = foreign.settings.get("memory.micro_batch", images)
+    steps = math.ceil(samples / images) * epochs
+    if whole:
+        steps = (samples // at_once) * epochs * at_once // images
+    note = f"of {samples} images, repeats included"
+    foreign.set("train.steps", max(1, math.ceil(min(steps, 1e15))), key, note=note)
+
+
+def samples_per_epoch(foreign: Foreign) -> int | None:
+    """Return how many samples an epoch has, None where the images are not on this machine."""
+    if foreign.dataset is None:
+        return None
+    data = {key: value for key, value in foreign.settings.items() if key.startswith("data.")}
+    try:
+        root = foreign.beside / Path(foreign.dataset)
+        listing = list_dataset(root, settings=build_config(data).data)
+    except (InputError, RequestError, OSError, ValueError):
+        return None
+    return sum(image.repeats for image in listing.pictures)
+
+
+# ---- sizes
+
+
+def set_sizes(foreign: Foreign, sizes: Sequence[Sourced]) -> bool:
+    """Set the resolutions of all folders from (size, key) of each; return whether there is one."""
+    exact: list[tuple[tuple[float, float], str]] = []
+    for size, name in sizes:
+        try:
+            exact.append((read_size(size), name))
+        except ValueError as error:
+            foreign.lacks(name, size, str(error))
+    if exact:
+        set_resolutions(foreign, [size for size, _ in exact], exact[0][1])
+        for _, name in exact:
+            if name not in foreign.named:
+                foreign.stays(name, "all folders are trained at all of the resolutions")
+    return bool(exact)
+
+
+def set_resolutions(foreign: Foreign, sizes: Sequence[tuple[float, float]], key: str) -> None:
+    """Set `data.resolution`, a side of a square, and further ones; in steps of 64 px, as buckets need them."""
+    sides = [round(math.sqrt(min(width * height, 2.0**24)) / 64) * 64 for width, height in sizes]
+    sides = list(dict.fromkeys(min(4096, max(64, side)) for side in sides))
+    foreign.set("data.resolution", sides[0], key)
+    rounded = dict.fromkeys(
+        f"{width:g} x {height:g}" for width, height in sizes if width != height or width % 64
+    )
+    if rounded:
+        how = f"the side of a square of that area in steps of 64 px is {', '.join(map(str, sides))}"
+        foreign.is_nearest(key, f"{', '.join(rounded)}: {how}")
+    if len(sides) > 1:
+        foreign.set("data.more_resolutions", sides[1:], key)
+
+
+def read_size(value: Any) -> tuple[float, float]:
+    """Return width and height of 512, "512", "512,768", "512x768" or [512, 768]; raises ValueError."""
+    parts = re.split(r"[,x]", value) if isinstance(value, str) else value
+    parts = list(parts) if isinstance(parts, list | tuple) else [parts]
+    try:
+        if any(isinstance(part, bool) for part in parts):
+            raise TypeError
+        sides = [float(part) for part in parts]
+    except (TypeError, ValueError):
+        raise ValueError("is no size") from None
+    if not 1 <= len(sides) <= 2 or not all(1 <= side <= 100_000 for side in sides):
+        raise ValueError("is no size")
+    return sides[0], sides[-1]

@@ -10,19 +10,12 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
-from lora_trainer.importing.folders import (
-    FolderTable,
-    ImageFolder,
-    add_extension,
-    path_of,
-    read_size,
-    set_folders,
-    set_masks,
-    set_resolutions,
-    tables_of,
-)
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced
-from lora_trainer.importing.foreign_optimizers import set_arguments, set_optimizer, set_schedule
+from lora_trainer.importing.foreign_optimizers import (
+    read_arguments,
+    read_optimizer,
+    read_schedule,
+)
 from lora_trainer.importing.rules import Trainer, flattened, table_of
 
 _TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
@@ -31,7 +24,7 @@ _TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a job's one process, and `config.` and `meta.` ones of the rest."""
     config = data.get("config")
-    processes = tables_of(config.get("process")) if isinstance(config, Mapping) else []
+    processes = shared.tables_of(config.get("process")) if isinstance(config, Mapping) else []
     if not processes:
         return None
     rest = {name: value for name, value in data.items() if name != "config"}
@@ -68,8 +61,6 @@ def _model(foreign: Foreign) -> None:
     name = foreign.word("model.arch", flags[flag] if flag else "sd1")
     key = "model.arch" if foreign.get("model.arch", None) or not flag else flag
     shared.set_model(foreign, name.partition(":")[0].lower(), key, table["models"])
-    if foreign.on("model.is_v_pred"):
-        foreign.set("base.prediction", "v_prediction", "model.is_v_pred")
     bits = foreign.word("model.qtype", "qfloat8").partition("|")[0]
     if foreign.on("model.quantize"):
         precision = table["bits"].get(bits, "int8")
@@ -81,21 +72,16 @@ def _model(foreign: Foreign) -> None:
 
 
 def _network(foreign: Foreign) -> None:
-    key = "network.type"
-    word = foreign.word(key, "lora")
-    kind = shared.set_kind(foreign, word, key)
-    rank, rank_key = None, foreign.first_on("network.rank") or "network.linear"
-    if kind == "lokr" and foreign.flag("network.lokr_full_rank", default=True):
-        rank, rank_key = 1e10, "network.lokr_full_rank"
-        if rank_key not in foreign.values:
+    key, table = "network.type", table_of("ai_toolkit")
+    rank_key = foreign.first_on("network.rank") or "network.linear"
+    rank: Sourced = (foreign.number(rank_key), rank_key)
+    is_lokr = foreign.word(key, "lora").lower() == "lokr"
+    if is_lokr and foreign.flag("network.lokr_full_rank", default=True):
+        rank = (1e10, "network.lokr_full_rank")
+        if rank[1] not in foreign.values:
             foreign.is_nearest(key, "whole matrices there by default, the highest rank here")
     alpha_key = foreign.first_on("network.linear_alpha") or "network.alpha"
-    shared.set_rank(foreign, rank_key, alpha_key, rank=rank, default_rank=4, default_alpha=1)
-    if word.lower() == "dora":
-        foreign.set("adapter.dora", True, key)
-    if kind == "lokr":
-        foreign.carry_on("adapter.lokr_factor", "network.lokr_factor")
-    shared.set_dropout(foreign, "adapter.dropout", "network.dropout")
+    kind = shared.read_adapter(foreign, table, rank=rank, alpha_key=alpha_key)
     conv = foreign.number("network.conv")
     if conv and not foreign.is_flow:
         foreign.set("adapter.targets", "all", "network.conv")
@@ -108,34 +94,23 @@ def _network(foreign: Foreign) -> None:
 
 
 def _optimizer(foreign: Foreign) -> None:
-    rate_key = foreign.first_on("train.lr") or THERE
-    rate = foreign.number(rate_key, 1e-6)
-    name = foreign.word("train.optimizer", "adamw")
-    ours = set_optimizer(foreign, name, "train.optimizer", rate=rate, rate_key=rate_key)
-    if ours in ("adamw", "adamw8bit", "prodigy"):
+    table = table_of("ai_toolkit")
+    rate = read_optimizer(foreign, table)
+    if foreign.settings["optimizer.name"] in ("adamw", "adamw8bit", "prodigy"):
         foreign.set("optimizer.epsilon", 1e-6)
-    set_arguments(foreign, "train.optimizer_params.")
+    read_arguments(foreign, "train.optimizer_params.")
     word = foreign.word("train.lr_scheduler", "constant")
     warmup_key = "train.lr_scheduler_params.num_warmup_steps"
     default = 1000.0 if word == "constant_with_warmup" else 0.0
-    set_schedule(
-        foreign,
-        "train.lr_scheduler",
-        "constant",
-        warmup=foreign.number(warmup_key, default) or 0.0,
-        warmup_key=warmup_key,
-        steps=foreign.number("train.steps", 1000),
-    )
+    warmup = foreign.number(warmup_key, default) or 0.0
+    read_schedule(foreign, table, warmup=warmup, steps=foreign.number("train.steps", 1000))
     if word == "linear":
         foreign.set("optimizer.schedule", "constant", "train.lr_scheduler")
         how = "linear rises there from a third of the rate: constant"
         foreign.is_nearest("train.lr_scheduler", how)
     trained = foreign.flag("train.train_text_encoder")
-    rates = [(rate_key, rate or 0.0)]
+    rates = [(foreign.first_on("train.lr") or THERE, rate or 0.0)]
     shared.set_text_encoder(foreign, trained=trained, key="train.train_text_encoder", rates=rates)
-    if foreign.flag("train.ema_config.use_ema"):
-        keys = ("train.ema_config.use_ema", "train.ema_config.ema_decay")
-        foreign.set("train.ema_decay", foreign.number(keys[1], 0.999), *keys)
 
 
 def _length(foreign: Foreign) -> None:
@@ -150,18 +125,6 @@ def _length(foreign: Foreign) -> None:
 def _objective(foreign: Foreign) -> None:
     gamma_key = foreign.first_on("train.snr_gamma") or "train.min_snr_gamma"
     shared.set_snr_weights(foreign, gamma_key)
-    if gamma_key == "train.snr_gamma" and not foreign.is_flow:
-        how = "min_snr: weights of gamma / SNR there grow without bound, here up to 1"
-        foreign.is_nearest(gamma_key, f"{foreign.values[gamma_key]}: {how}")
-    kind = foreign.word("train.loss_type", "mse")
-    ours = "smooth_l1" if kind in ("pseudo_huber", "mae") else "mse"
-    foreign.set("objective.loss", ours, "train.loss_type")
-    if kind != "mse":
-        times = ", twice as large" if ours == "smooth_l1" else ""
-        foreign.is_nearest("train.loss_type", f"{kind}: objective.loss={ours}{times}")
-    if ours != "mse":
-        shared.set_huber(foreign, 0.01)
-        foreign.sources["objective.huber_delta"] = "what comes near to it"
     key = "train.diff_output_preservation"
     word = foreign.on(f"{key}_class")
     if foreign.on(key) and word is not None and foreign.on("trigger_word") is not None:
@@ -193,9 +156,6 @@ def _timesteps(foreign: Foreign) -> None:
         sigmoid = word in ("sigmoid", "lognorm_blend")
         shift: Sourced = ("resolution", key) if word.endswith("shift") else (1.0, THERE)
         shared.set_timesteps(foreign, "sigmoid" if sigmoid else "uniform", key, shift=shift)
-        if word not in ("sigmoid", "linear", "shift", "flux_shift", "lumina2_shift"):
-            drawn = foreign.settings["objective.timestep_sampling"]
-            foreign.is_nearest(key, f"{word}: {drawn}, without weights")
     key = "train.content_or_style"
     bias = foreign.word(key, "balanced")
     if bias != "balanced":
@@ -205,72 +165,42 @@ def _timesteps(foreign: Foreign) -> None:
 
 
 def _datasets(foreign: Foreign) -> None:
-    process = tables_of(foreign.data["config"]["process"])[0]
+    process = shared.tables_of(foreign.data["config"]["process"])[0]
     tables = [
-        FolderTable((table, f"datasets[{number}]."))
-        for number, table in enumerate(tables_of(process.get("datasets")))
+        shared.FolderTable((table, f"datasets[{number}]."))
+        for number, table in enumerate(shared.tables_of(process.get("datasets")))
     ]
-    folders: list[ImageFolder] = []
+    folders: list[shared.ImageFolder] = []
+    keys = table_of("ai_toolkit")["folders"]
     sizes: dict[tuple[float, float], str] = {}
     for number, table in enumerate(tables):
         key = f"datasets[{number}].resolution"
         resolution = table.get("resolution", 512)  # [512, 768] are two of them
         for size in resolution if isinstance(resolution, list) else [resolution]:
             try:
-                sizes.setdefault(read_size(size), key)
+                sizes.setdefault(shared.read_size(size), key)
             except ValueError as error:
                 foreign.lacks(key, size, str(error))
-        folder_key = next((n for n in ("folder_path", "dataset_path") if table.get(n)), None)
-        if folder_key is not None:
-            folder = ImageFolder(path=path_of(table[folder_key]), key=table.name(folder_key))
-            _folder_fields(foreign, folder, table)
-            folders.append(folder)
-        else:
-            foreign.untrained += (f"datasets[{number}].",)
-    set_folders(foreign, folders)
+        folder = shared.read_folder(foreign, table, keys, f"datasets[{number}].")
+        if folder is None:
+            continue
+        if table.get("loss_multiplier") == 1:
+            folder.settings.pop("weight")
+        if folder.regularisation and table.get("prior_reg"):
+            foreign.set("objective.prior", "base", table.name("prior_reg"))
+        folders.append(folder)
+    shared.set_folders(foreign, folders)
     if sizes:
         first = next(iter(sizes.values()))
-        set_resolutions(foreign, list(sizes), first)
+        shared.set_resolutions(foreign, list(sizes), first)
         different = {str(table.get("resolution", 512)) for table in tables}
         if len(different) > 1 and len({folder.path for folder in folders}) > 1:
             foreign.is_nearest(first, "all folders are trained at all of these resolutions")
     buckets = all(table.get("buckets", True) for table in tables)
     foreign.set("data.buckets", buckets, "datasets[0].buckets")
-    foreign.carry_on("data.trigger", "trigger_word")
-
-
-def _folder_fields(foreign: Foreign, folder: ImageFolder, table: FolderTable) -> None:
-    folder.settings = {
-        "repeats": (1, THERE),
-        **table.fields(table_of("ai_toolkit")["folder_fields"]),
-    }
-    if table.get("loss_multiplier") == 1:
-        folder.settings.pop("weight")
-    if folder.settings.keys() & {"shuffle_tags", "tag_dropout"}:
-        folder.settings["keep_tokens"] = table.sourced("keep_tokens", 0)
-    if "caption_ext" in table:
-        extension = str(table["caption_ext"]).removeprefix(".")
-        add_extension(foreign, f".{extension}", table.name("caption_ext"))
-    folder.regularisation = table.get("is_reg") is True
-    if folder.regularisation and table.get("prior_reg"):
-        foreign.set("objective.prior", "base", table.name("prior_reg"))
-    mask_key = next((key for key in ("alpha_mask", "mask_path") if table.get(key)), None)
-    if mask_key:
-        least, name = table.sourced("mask_min_value", 0.0)
-        low = float(least) if isinstance(least, int | float) and 0 <= least < 1 else 0.0
-        kind = "alpha" if mask_key == "alpha_mask" else "files"
-        set_masks(foreign, kind, table.name(mask_key), background=(low, name))
 
 
 def _output(foreign: Foreign) -> None:
-    if foreign.number("save.save_every", 1000):
-        foreign.carry(
-            "output.save_every_steps", "save.save_every", foreign.get("save.save_every", 1000)
-        )
-    if foreign.flag("train.disable_sampling"):
-        foreign.set("sampling.every_steps", 0, "train.disable_sampling")
-    elif foreign.number("sample.sample_every"):
-        foreign.carry("sampling.every_steps", "sample.sample_every")
     samples = {
         key: value
         for key, value in foreign.values.items()
@@ -282,8 +212,6 @@ def _output(foreign: Foreign) -> None:
         word = foreign.word("trigger_word", "")
         chosen = [str(text).replace("[trigger]", word) for text in samples.values() or texts]
         foreign.set("sampling.prompts", chosen, *(samples or ["sample.prompts"]))
-    if foreign.on("save.push_to_hub") and foreign.carry_on("output.hub_repo", "save.hf_repo_id"):
-        foreign.set("output.hub_private", foreign.flag("save.hf_private"), "save.hf_private")
 
 
 AI_TOOLKIT = Trainer("ai-toolkit", ("ai_toolkit",), flat, read)

@@ -11,21 +11,11 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
-from lora_trainer.importing.folders import (
-    FolderTable,
-    ImageFolder,
-    named_file,
-    path_of,
-    set_folders,
-    set_length,
-    set_masks,
-    set_sizes,
-)
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced
 from lora_trainer.importing.foreign_optimizers import (
-    set_arguments,
-    set_optimizer,
-    set_schedule,
+    read_arguments,
+    read_optimizer,
+    read_schedule,
     set_warmup,
 )
 from lora_trainer.importing.rules import Trainer, flattened, table_of
@@ -44,8 +34,7 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a dataset file."""
-    tables = data.get("directory")
-    is_one = isinstance(tables, list) and all(isinstance(one, Mapping) for one in tables) and tables
+    is_one = bool(shared.tables_of(data.get("directory")))
     return flattened(data, "dataset.") if is_one else None
 
 
@@ -62,43 +51,30 @@ def read(foreign: Foreign) -> None:
         foreign.carry("base.model", keys[0])
     if len(keys) > 1 and keys[-1] == "model.diffusers_path":
         foreign.carry("base.companion", keys[-1])
-    for name in ("model.transformer_dtype", "model.diffusion_model_dtype"):
-        if "float8" in str(foreign.values.get(name)):
-            foreign.set("memory.base_precision", "fp8", name)
     adapters = foreign.on("model.merge_adapters")
     if isinstance(adapters, list) and len(adapters) == 1:
         foreign.carry("base.assistant", "model.merge_adapters", adapters[0])
     elif adapters is not None:
         why = "merge them into the base first: `lora-train merge LORA --into BASE`"
         foreign.lacks("model.merge_adapters", adapters, why)
-    _adapter(foreign)
+    shared.read_adapter(foreign, table_of("diffusion_pipe"))
+    foreign.set("adapter.targets", "transformer")
     _optimizer(foreign)
-    data = named_file(foreign, "dataset", tomllib.loads, flat_dataset)
+    data = shared.named_file(foreign, "dataset", tomllib.loads, flat_dataset)
     if data is not None:
-        _read_tables(foreign, data)
+        read_dataset(foreign, data)
     _objective(foreign)
     _timesteps(foreign, model)
     _length(foreign)
     shared.settle(foreign)
 
 
-def _adapter(foreign: Foreign) -> None:
-    kind = shared.set_kind(foreign, foreign.word("adapter.type", "lora"), "adapter.type")
-    shared.set_rank(foreign, "adapter.rank", THERE, default_rank=16, default_alpha=None)
-    for name in ("adapter.dropout", "adapter.rank_dropout"):
-        shared.set_dropout(foreign, name, name)
-    if kind == "lokr":
-        foreign.carry_on("adapter.lokr_factor", "adapter.decompose_factor")
-    foreign.set("adapter.targets", "transformer")
-
-
 def _optimizer(foreign: Foreign) -> None:
-    rate_key = foreign.first_on("force_constant_lr", "model.unet_lr", "optimizer.lr") or THERE
-    rate = foreign.number(rate_key)
-    name = foreign.word("optimizer.type", "adamw_optimi")
-    set_optimizer(foreign, name, "optimizer.type", rate=rate, rate_key=rate_key)
-    options = foreign.under("optimizer.").keys() - {"type", "lr"}
-    set_arguments(foreign, "optimizer.", options)
+    table = table_of("diffusion_pipe")
+    rate = read_optimizer(foreign, table)
+    read_arguments(
+        foreign, "optimizer.", tuple(foreign.under("optimizer.").keys() - {"type", "lr"})
+    )
     flags = [
         key
         for key in ("model.text_encoder_1_lr", "model.text_encoder_2_lr")
@@ -112,21 +88,11 @@ def _optimizer(foreign: Foreign) -> None:
         rates = [("optimizer.lr", rate)]
     key = flags[0] if flags else THERE
     shared.set_text_encoder(foreign, trained=trained, key=key, rates=rates)
-    schedule = foreign.values.get("lr_scheduler")
-    set_schedule(foreign, "lr_scheduler", "constant")
-    if schedule == "cosine":
-        how = "cosine: over train.steps, there over all epochs down to 1e-6"
-        foreign.is_nearest("lr_scheduler", how)
-    elif schedule == "linear" and foreign.on("max_steps"):
-        foreign.is_nearest("lr_scheduler", "linear: over train.steps, there over all epochs")
+    read_schedule(foreign, table)
 
 
 def _objective(foreign: Foreign) -> None:
     shared.set_snr_weights(foreign, "model.min_snr_gamma")
-    if foreign.on("model.debiased_estimation_loss") and not foreign.is_flow:
-        foreign.set("objective.weighting", "debiased", "model.debiased_estimation_loss")
-    if foreign.on("model.v_pred"):
-        foreign.set("base.prediction", "v_prediction", "model.v_pred")
     losses = table_of("diffusion_pipe")["losses"]
     key = foreign.first_on(*losses)
     if key is None:
@@ -156,44 +122,31 @@ def _timesteps(foreign: Foreign, model: str) -> None:
         std=(scale, "model.sigmoid_scale"),
         shift=shift,
     )
-    if foreign.is_flow:
-        guidance = foreign.number("model.guidance", 1.0)
-        foreign.set("objective.guidance_scale", guidance, "model.guidance")
 
 
-def read_dataset(foreign: Foreign) -> None:
-    """Read a dataset file by itself."""
-    _read_tables(foreign, foreign.data)
-
-
-def _read_tables(foreign: Foreign, data: Mapping[str, Any]) -> None:
+def read_dataset(foreign: Foreign, dataset: Mapping[str, Any] | None = None) -> None:
+    """Read a dataset file, this one by itself or that of a training."""
+    data = foreign.data if dataset is None else dataset
     around = {key: value for key, value in data.items() if key != "directory"}
     tables = [
-        FolderTable((around, "dataset."), (table, f"dataset.directory[{number}]."))
-        for number, table in enumerate(data["directory"])
+        shared.FolderTable((around, "dataset."), (table, f"dataset.directory[{number}]."))
+        for number, table in enumerate(shared.tables_of(data["directory"]))
     ]
-    folders: list[ImageFolder] = []
+    folders: list[shared.ImageFolder] = []
+    keys = table_of("diffusion_pipe_dataset")["folders"]
     sizes: list[Sourced] = []
     for number, table in enumerate(tables):
-        if not isinstance(table.get("path"), str):
-            foreign.untrained += (f"dataset.directory[{number}].",)
+        folder = shared.read_folder(foreign, table, keys, f"dataset.directory[{number}].")
+        if folder is None:
             continue
-        folder = ImageFolder(path=path_of(table["path"]), key=table.name("path"))
-        folder.settings = {
-            "repeats": table.sourced("num_repeats", 1),
-            **table.fields({"shuffle_tags": "shuffle_tags", "caption_prefix": "caption_prefix"}),
-        }
         if table.get("cache_shuffle_num"):
             folder.settings.setdefault("shuffle_tags", (True, table.name("cache_shuffle_num")))
-        if "shuffle_tags" in folder.settings:
             folder.settings["keep_tokens"] = (0, THERE)
-        if table.get("mask_path"):
-            set_masks(foreign, "files", table.name("mask_path"))
         resolutions, key = table.sourced("resolutions", [])
         sizes += [(size, key) for size in resolutions] if isinstance(resolutions, list) else []
         folders.append(folder)
-    set_folders(foreign, folders)
-    set_sizes(foreign, sizes)
+    shared.set_folders(foreign, folders)
+    shared.set_sizes(foreign, sizes)
     first = tables[0]
     buckets = bool(first.get("enable_ar_bucket"))
     foreign.set("data.buckets", buckets, first.name("enable_ar_bucket"))
@@ -229,7 +182,7 @@ def _length(foreign: Foreign) -> None:
     if most and not (epochs and foreign.dataset and epochs < 100):
         foreign.carry("train.steps", "max_steps", int(most))
     else:
-        set_length(foreign, epochs * sides, "epochs")
+        shared.set_length(foreign, epochs * sides, "epochs")
     warmup = foreign.nonzero("warmup_steps", 0)
     if warmup:
         set_warmup(foreign, warmup, "warmup_steps", foreign.settings.get("train.steps"))

@@ -12,20 +12,10 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
-from lora_trainer.importing.folders import (
-    FolderTable,
-    ImageFolder,
-    add_extension,
-    named_file,
-    path_of,
-    set_folders,
-    set_resolutions,
-    set_sizes,
-)
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced
-from lora_trainer.importing.rules import Trainer, flattened
+from lora_trainer.importing.rules import Trainer, flattened, table_of
 from lora_trainer.importing.trainers import sd_scripts
-from lora_trainer.importing.trainers.sd_scripts import set_density, set_flow_weights
+from lora_trainer.importing.trainers.sd_scripts import set_density
 
 NAME = "musubi-tuner"
 NETWORKS = ("lora_qwen_image", "lora_zimage", "lora_flux_2")
@@ -45,9 +35,7 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a dataset file, which names folders as no other trainer's does."""
-    datasets = data.get("datasets")
-    if not isinstance(datasets, list) or not all(isinstance(one, Mapping) for one in datasets):
-        return None
+    datasets = shared.tables_of(data.get("datasets"))
     signs = {"image_directory", "image_jsonl_file", "video_directory", "video_jsonl_file"}
     return flattened(data) if any(signs & set(one) for one in datasets) else None
 
@@ -66,17 +54,16 @@ def read(foreign: Foreign) -> None:
             f"model_version={version} edits images", fix="give a file of a text-to-image model"
         )
     foreign.is_flow, foreign.trains_text = True, False
-    foreign.carry_on("base.model", "dit")
     sd_scripts.read_adapter(foreign)
-    sd_scripts.read_optimizer(foreign)
+    sd_scripts.read_rates(foreign)
     shared.set_text_encoder(foreign, trained=False, key=THERE)
     foreign.set("objective.weighting", "none")
     foreign.set("objective.loss", "mse")
-    data = named_file(foreign, "dataset_config", tomllib.loads, flat_dataset)
+    data = shared.named_file(foreign, "dataset_config", tomllib.loads, flat_dataset)
     if data is not None:
-        _read_tables(foreign, data)
+        read_dataset(foreign, data)
     _timesteps(foreign, module)
-    sd_scripts.read_precision(foreign)
+    shared.set_precision(foreign, "mixed_precision", missing="no")
     sd_scripts.read_output(foreign)
     sd_scripts.read_length(foreign)
     shared.settle(foreign)
@@ -84,7 +71,6 @@ def read(foreign: Foreign) -> None:
 
 def _timesteps(foreign: Foreign, module: str) -> None:
     word = foreign.word("timestep_sampling", "sigma")
-    set_flow_weights(foreign)
     if word == "sigma":
         set_density(foreign, sign=-1)
     elif word == "logsnr":
@@ -105,8 +91,6 @@ def _timesteps(foreign: Foreign, module: str) -> None:
             shift=_shift(foreign, word, module),
         )
     shared.set_timestep_range(foreign, "min_timestep", "max_timestep")
-    guidance = foreign.number("guidance_scale", 1.0)
-    foreign.set("objective.guidance_scale", guidance, "guidance_scale")
     buckets = foreign.number("num_timestep_buckets")
     if buckets and buckets > 1:
         strata = min(256, int(buckets))
@@ -130,39 +114,34 @@ def _shift(foreign: Foreign, word: str, module: str) -> Sourced:
     return 1.0, key
 
 
-def read_dataset(foreign: Foreign) -> None:
-    """Read a dataset file by itself."""
-    _read_tables(foreign, foreign.data)
-
-
-def _read_tables(foreign: Foreign, data: Mapping[str, Any]) -> None:
+def read_dataset(foreign: Foreign, tables: Mapping[str, Any] | None = None) -> None:
+    """Read a dataset file, this one by itself or that of a training."""
+    data = foreign.data if tables is None else tables
     general = data.get("general", {})
     general = general if isinstance(general, Mapping) else {}
-    folders: list[ImageFolder] = []
+    folders: list[shared.ImageFolder] = []
+    keys = table_of("musubi_dataset")["folders"]
     shared_by_all: dict[str, list[Sourced]] = {
         "resolution": [],
         "batch_size": [],
         "enable_bucket": [],
     }
-    for number, dataset in enumerate(data["datasets"]):
+    for number, dataset in enumerate(shared.tables_of(data["datasets"])):
         own_values = {key: value for key, value in dataset.items() if value is not None}
-        table = FolderTable((general, "general."), (own_values, f"datasets[{number}]."))
-        key = next((key for key in ("image_directory", "image_jsonl_file") if table.get(key)), None)
-        if key is None:
+        table = shared.FolderTable((general, "general."), (own_values, f"datasets[{number}]."))
+        folder = shared.read_folder(foreign, table, keys, f"datasets[{number}].")
+        if folder is None:
             continue
-        path = path_of(table[key])
-        if key == "image_jsonl_file":
+        if folder.key.endswith("image_jsonl_file"):
             why = "captions in metadata.jsonl of the images' folder are read"
-            foreign.is_nearest(table.name(key), f"{path.name}: {why}")
-            path = path.parent
-        repeats = table.sourced("num_repeats", 1)
-        folders.append(ImageFolder(path=path, key=table.name(key), settings={"repeats": repeats}))
+            foreign.is_nearest(folder.key, f"{folder.path.name}: {why}")
+            folder.path = folder.path.parent
+        folders.append(folder)
         for name, values in shared_by_all.items():
             values += [table.sourced(name)] if name in table else []
-        add_extension(foreign, *table.sourced("caption_extension"))
-    set_folders(foreign, folders)
-    if not set_sizes(foreign, shared_by_all["resolution"]):
-        set_resolutions(foreign, [(960, 544)], "resolution, by default there")
+    shared.set_folders(foreign, folders)
+    if not shared.set_sizes(foreign, shared_by_all["resolution"]):
+        shared.set_resolutions(foreign, [(960, 544)], "resolution, by default there")
     batches, buckets = shared_by_all["batch_size"], shared_by_all["enable_bucket"]
     on, name = buckets[0] if buckets else (False, THERE)
     foreign.set("data.buckets", bool(on), name)

@@ -13,27 +13,9 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
-from lora_trainer.importing.folders import (
-    FolderTable,
-    ImageFolder,
-    named_file,
-    path_of,
-    set_folders,
-    set_length,
-    set_masks,
-    set_sizes,
-    tables_of,
-)
-from lora_trainer.importing.foreign import THERE, Foreign, Sourced
-from lora_trainer.importing.foreign_optimizers import (
-    set_arguments,
-    set_optimizer,
-    set_schedule,
-    set_warmup,
-)
+from lora_trainer.importing.foreign import Foreign, Sourced
+from lora_trainer.importing.foreign_optimizers import read_optimizer, read_schedule, set_warmup
 from lora_trainer.importing.rules import Trainer, flattened, table_of
-
-_KINDS = {"LORA": "lora", "LOHA": "loha", "LOKR": "lokr", "OFT_2": "oft"}
 
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -66,30 +48,9 @@ def _model(foreign: Foreign, table: Mapping[str, Any]) -> None:
         )
     model = foreign.word("model_type", "STABLE_DIFFUSION_15")
     shared.set_model(foreign, model, "model_type", table["models"])
-    default = "stable-diffusion-v1-5/stable-diffusion-v1-5"
-    base = foreign.values.get("base_model_name", default)
-    foreign.carry("base.model", "base_model_name", base)
-    for name in ("unet.model_name", "transformer.model_name", "prior.model_name"):
-        if foreign.on(name):
-            why = "a file of the base's own network stands in base.model, what it lacks in base.companion"
-            foreign.lacks(name, foreign.values[name], why)
-    foreign.carry_on("base.vae", "vae.model_name")
-    _precision(foreign, table)
-    if not foreign.is_flow:
-        for kind, key in (
-            ("v_prediction", "force_v_prediction"),
-            ("epsilon", "force_epsilon_prediction"),
-        ):
-            if foreign.on(key):
-                foreign.set("base.prediction", kind, key)
-        name = "rescale_noise_scheduler_to_zero_terminal_snr"
-        foreign.set("objective.zero_terminal_snr", foreign.flag(name), name)
     skip = int(foreign.nonzero("text_encoder_layer_skip", 0))
     if skip and model.startswith(("STABLE_DIFFUSION_1", "STABLE_DIFFUSION_2")):
         foreign.carry("base.clip_skip", "text_encoder_layer_skip", skip + 1)
-
-
-def _precision(foreign: Foreign, table: Mapping[str, Any]) -> None:
     shared.set_precision(foreign, "train_dtype", missing="FLOAT_16")
     for part in ("transformer" if foreign.is_flow else "unet", "prior"):
         key = f"{part}.weight_dtype"
@@ -100,31 +61,20 @@ def _precision(foreign: Foreign, table: Mapping[str, Any]) -> None:
             if not kept_as.endswith(("_8", "_4")):
                 foreign.is_nearest(key, f"{kept_as}: memory.base_precision={precision}")
             break
-    if foreign.word("attention_mechanism", "").upper() == "XFORMERS":
-        foreign.set("memory.attention", "xformers", "attention_mechanism")
 
 
 def _adapter(foreign: Foreign) -> None:
     word = foreign.word("peft_type", "LORA")
-    kind = shared.set_kind(foreign, _KINDS.get(word, word), "peft_type")
+    kind = {"OFT_2": "oft"}.get(word, word.lower())
     rank_key = {"lokr": "lokr_dim", "oft": "oft_block_size"}.get(kind, "lora_rank")
     if kind == "lokr" and "lokr_dim" not in foreign.values and "lora_rank" in foreign.values:
         rank_key = "lora_rank"  # before LoKr had a width of its own
-    rank = None
-    if kind == "lokr" and foreign.on("lokr_full_matrix"):
-        rank = shared.WHOLE
-        foreign.is_nearest("lokr_full_matrix", "the highest rank stands for a whole matrix")
     default = 32 if kind == "oft" else 16
-    shared.set_rank(
-        foreign, rank_key, "lora_alpha", rank=rank, default_rank=default, default_alpha=1
-    )
-    if kind == "lokr":
-        foreign.carry_on("adapter.lokr_factor", "lokr_decompose_factor")
-        if foreign.on("lokr_weight_decompose"):
-            foreign.lacks("lokr_weight_decompose", True, "adapter.dora is for LoRA only")
-    if foreign.on("lora_decompose") and kind == "lora":
-        foreign.set("adapter.dora", True, "lora_decompose")
-    shared.set_dropout(foreign, "adapter.dropout", "dropout_probability")
+    rank: Sourced = (foreign.number(rank_key, default), rank_key)
+    if kind == "lokr" and foreign.on("lokr_full_matrix"):
+        rank = (shared.WHOLE, rank_key)
+        foreign.is_nearest("lokr_full_matrix", "the highest rank stands for a whole matrix")
+    shared.read_adapter(foreign, table_of("onetrainer"), rank=rank)
     presets = [
         name for name in ("layer_filter_preset", "lora_layer_preset") if name in foreign.values
     ]
@@ -140,41 +90,21 @@ def _adapter(foreign: Foreign) -> None:
 
 def _optimizer(foreign: Foreign, table: Mapping[str, Any]) -> float | None:
     """Set optimizer, rate and schedule; return the rate of the denoiser."""
-    part = "transformer" if foreign.is_flow else "unet"
-    rate_keys = (
-        f"{part}.learning_rate",
-        "prior.learning_rate",
-        "unet_learning_rate",
-        "learning_rate",
-    )
-    rate_key = foreign.first_on(*rate_keys) or THERE
-    rate = foreign.number(rate_key, 3e-6)
     scaler = foreign.word("learning_rate_scaler", "NONE").upper()
     batch = foreign.nonzero("batch_size", 1) if "ACCUMULATION" not in scaler else 1
     times = foreign.nonzero("gradient_accumulation_steps", 1) if "BATCH" not in scaler else 1
     factor = math.sqrt(max(1.0, batch * times)) if scaler in table["rate_scalers"]["names"] else 1
+    part = "transformer" if foreign.is_flow else "unet"
+    keys = (f"{part}.learning_rate", "prior.learning_rate", "unet_learning_rate", "learning_rate")
+    rate = read_optimizer(foreign, table, rate_keys=keys, factor=factor)
     if factor != 1 and rate:
-        rate = float(f"{rate * factor:.6g}")
         how = f"{scaler}: the rate is {rate:g}, {factor:g} times as high"
         foreign.is_nearest("learning_rate_scaler", how)
-    set_optimizer(
-        foreign,
-        foreign.word("optimizer.optimizer", "ADAMW"),
-        "optimizer.optimizer",
-        rate=rate,
-        rate_key=rate_key,
-        relative_step=foreign.flag("optimizer.relative_step"),
-    )
-    set_arguments(foreign, "optimizer.", table["optimizer_options"]["names"].split())
-    cycles = foreign.nonzero("learning_rate_cycles", 1)
-    set_schedule(foreign, "learning_rate_scheduler", "CONSTANT", cycles=cycles)
-    if "clip_grad_norm" in foreign.values and foreign.values["clip_grad_norm"] is None:
-        foreign.set("train.max_grad_norm", 0.0, "clip_grad_norm")
-    else:
-        norm = foreign.number("clip_grad_norm", 1.0)
-        foreign.set("train.max_grad_norm", norm, "clip_grad_norm")
-    if foreign.word("ema", "OFF").upper() in ("CPU", "GPU"):
-        foreign.set("train.ema_decay", foreign.number("ema_decay", 0.999), "ema", "ema_decay")
+    read_schedule(foreign, table)
+    norm = foreign.number("clip_grad_norm", 1.0)
+    if foreign.values.get("clip_grad_norm", norm) is None:
+        norm = 0.0
+    foreign.set("train.max_grad_norm", norm, "clip_grad_norm")
     return rate
 
 
@@ -273,27 +203,22 @@ def _timesteps(foreign: Foreign) -> None:
     if high is not None and high < 1:
         last = max(0, int(1000 * high) - 1)
         foreign.set("objective.max_timestep", last, "max_noising_strength")
-    if foreign.is_flow:
-        name = "transformer.guidance_scale"
-        foreign.set("objective.guidance_scale", foreign.number(name, 1.0), name)
 
 
 def _data(foreign: Foreign) -> None:
     sizes = foreign.word("resolution", "").split(",") if foreign.on("resolution") else []
-    if not set_sizes(foreign, [(part.strip(), "resolution") for part in sizes]) and not sizes:
+    if (
+        not shared.set_sizes(foreign, [(part.strip(), "resolution") for part in sizes])
+        and not sizes
+    ):
         foreign.set("data.resolution", 512)
     if foreign.on("masked_training"):
         weight = foreign.number("unmasked_weight", 0.1) or 0.0
         background = (min(0.99, weight), "unmasked_weight")
-        set_masks(foreign, "files", "masked_training", background=background)
-        probability = foreign.get("unmasked_probability", 0.1)
-        foreign.lacks("unmasked_probability", probability, "all samples are masked")
-        if foreign.on("normalize_masked_area_loss"):
-            why = "the loss is the mean over the masked area"
-            foreign.lacks("normalize_masked_area_loss", True, why)
+        shared.set_masks(foreign, "files", "masked_training", background=background)
     shared.set_batch(foreign, "batch_size", "gradient_accumulation_steps")
     set_concepts(foreign)
-    set_length(foreign, foreign.number("epochs", 100), "epochs", whole=True)
+    shared.set_length(foreign, foreign.number("epochs", 100), "epochs", whole=True)
     key = "learning_rate_warmup_steps"
     warmup = foreign.number(key, 200) or 0
     if warmup > 0:
@@ -304,17 +229,7 @@ def _data(foreign: Foreign) -> None:
 def _output(foreign: Foreign) -> None:
     destination = foreign.on("output_model_destination")
     if destination is not None:
-        foreign.carry("output.name", "output_model_destination", path_of(destination).stem)
-    for every in ("save_every", "save_after"):
-        unit = foreign.word(f"{every}_unit", "NEVER").upper()
-        if unit in ("EPOCH", "STEP"):
-            shared.set_saves(foreign, every, "epochs" if unit == "EPOCH" else "steps")
-        elif foreign.number(every) and unit in ("SECOND", "MINUTE", "HOUR"):
-            number = foreign.number(every)
-            foreign.lacks(every, f"{number:g} {unit}", "give output.save_every_steps")
-    number = foreign.number("sample_after", 10)
-    if foreign.word("sample_after_unit", "MINUTE").upper() == "STEP" and number:
-        foreign.carry("sampling.every_steps", "sample_after", int(number))
+        foreign.carry("output.name", "output_model_destination", shared.path_of(destination).stem)
     set_samples(foreign)
 
 
@@ -322,12 +237,12 @@ def _named_list(foreign: Foreign, list_key: str, file_key: str) -> list[Mapping[
     """Return the tables that stand in the file, or in the file that it names."""
     tables = foreign.data.get(list_key)
     if isinstance(tables, list):
-        return tables_of(tables)
-    tables = named_file(
+        return shared.tables_of(tables)
+    tables = shared.named_file(
         foreign,
         file_key,
         json.loads,
-        lambda data: isinstance(data, list) and data == tables_of(data),
+        lambda data: isinstance(data, list) and data == shared.tables_of(data),
     )
     foreign.values |= flattened({list_key: tables}) if tables else {}
     return tables or []
@@ -335,10 +250,11 @@ def _named_list(foreign: Foreign, list_key: str, file_key: str) -> list[Mapping[
 
 def set_concepts(foreign: Foreign) -> None:
     """Set the concepts as folders of the dataset."""
-    folders: list[ImageFolder] = []
+    folders: list[shared.ImageFolder] = []
+    keys = table_of("onetrainer")["folders"]
     for number, concept in enumerate(_named_list(foreign, "concepts", "concept_file_name")):
         where = f"concepts[{number}]."
-        values = FolderTable((flattened(concept), where))
+        values = shared.FolderTable((flattened(concept), where))
         kind = str(values.get("type", "STANDARD")).upper()
         if values.get("enabled") is False or kind == "VALIDATION":
             why = "is off there"
@@ -346,20 +262,18 @@ def set_concepts(foreign: Foreign) -> None:
                 why = "is validated with only: keep it outside of the DATASET"
             for name in foreign.under(where):
                 foreign.stays(f"{where}{name}", why)
-        elif isinstance(values.get("path"), str) and values["path"]:
-            folder = ImageFolder(path=path_of(values["path"]), key=values.name("path"))
+        elif folder := shared.read_folder(foreign, values, keys, where):
             if kind == "PRIOR_PREDICTION":
                 folder.regularisation = True
                 foreign.set("objective.prior", "base", values.name("type"))
             _concept_fields(foreign, folder, values)
             folders.append(folder)
-        else:
-            foreign.untrained += (where,)
-    set_folders(foreign, folders)
+    shared.set_folders(foreign, folders)
 
 
-def _concept_fields(foreign: Foreign, folder: ImageFolder, values: FolderTable) -> None:
-    folder.settings = {"repeats": (1, THERE)}
+def _concept_fields(
+    foreign: Foreign, folder: shared.ImageFolder, values: shared.FolderTable
+) -> None:
     times, name = values.sourced("balancing", 1.0)
     by_repeats = str(values.get("balancing_strategy", "REPEATS")).upper() == "REPEATS"
     if by_repeats and isinstance(times, int | float) and times >= 1:
@@ -369,17 +283,14 @@ def _concept_fields(foreign: Foreign, folder: ImageFolder, values: FolderTable) 
     elif times not in (1, 1.0):
         why = "give repeats: a share of an epoch or a number of samples has no equivalent"
         foreign.lacks(name, times, why)
-    if values.get("loss_weight", 1.0) not in (1, 1.0):
-        folder.settings["weight"] = values.sourced("loss_weight")
-    if values.get("image.enable_random_flip"):
-        folder.settings["flip"] = (True, values.name("image.enable_random_flip"))
+    if values.get("loss_weight") in (1, 1.0):
+        folder.settings.pop("weight")
     if values.get("image.enable_resolution_override"):
         size, _ = values.sourced("image.resolution_override")
         name = values.name("image.enable_resolution_override")
         name = name.replace("enable_resolution", "resolution")
         foreign.lacks(name, size, "all images are trained at data.resolution")
     if values.get("text.enable_tag_shuffling"):
-        folder.settings["shuffle_tags"] = (True, values.name("text.enable_tag_shuffling"))
         folder.settings["keep_tokens"] = values.sourced("text.keep_tags_count", 1)
         mark, name = values.sourced("text.tag_delimiter", ",")
         if mark != ",":

@@ -12,9 +12,8 @@ from typing import Any
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.declare import CHUNK_TOKENS
 from lora_trainer.importing import shared
-from lora_trainer.importing.folders import set_length, set_sizes
 from lora_trainer.importing.foreign import THERE, Foreign, as_number
-from lora_trainer.importing.foreign_optimizers import set_arguments, set_optimizer, set_schedule
+from lora_trainer.importing.foreign_optimizers import read_optimizer, read_schedule
 from lora_trainer.importing.rules import Trainer, table_of
 from lora_trainer.importing.trainers import sd_scripts_dataset
 
@@ -51,10 +50,10 @@ def read_training(foreign: Foreign) -> None:
     """Read the options of a training, and the dataset file that they name."""
     _base(foreign)
     read_adapter(foreign)
-    _text_encoder(foreign, read_optimizer(foreign))
+    _text_encoder(foreign, read_rates(foreign))
     _dataset(foreign)
     read_objective(foreign)
-    read_precision(foreign)
+    shared.set_precision(foreign, "mixed_precision", missing="no")
     read_output(foreign)
     read_length(foreign)
     shared.settle(foreign)
@@ -73,13 +72,6 @@ def _base(foreign: Foreign) -> None:
     if "model_type" in foreign.values:
         kind = foreign.values["model_type"]
         foreign.refuse("model_type", kind, "is not trained here", off=("flux", "chroma"))
-    if foreign.on("v_parameterization"):
-        foreign.set("base.prediction", "v_prediction", "v_parameterization")
-    if not is_flow:
-        zero = foreign.flag("zero_terminal_snr")
-        foreign.set("objective.zero_terminal_snr", zero, "zero_terminal_snr")
-        if foreign.number("clip_skip"):
-            foreign.carry("base.clip_skip", "clip_skip")
 
 
 def read_adapter(foreign: Foreign) -> None:
@@ -92,37 +84,16 @@ def read_adapter(foreign: Foreign) -> None:
     word = module.rpartition(".")[2].partition("_")[0]
     word = "lora_fa" if module.endswith("lora_fa") else word
     algorithm = str(arguments.get("algo", "lora")) if is_lycoris else word
-    kind = shared.set_kind(
-        foreign,
-        algorithm,
-        "network_module" if "network_module" in foreign.values else "network_args.algo",
-    )
-    shared.set_rank(foreign, "network_dim", "network_alpha", default_rank=4, default_alpha=1)
-    shared.set_dropout(foreign, "adapter.dropout", "network_dropout")
-    for name, value in arguments.items():
-        _network_argument(foreign, name, value, kind)
+    key = "network_module" if "network_module" in foreign.values else "network_args.algo"
+    shared.read_adapter(foreign, table_of("sd_scripts"), kind=(algorithm, key))
+    for name, setting in table_of("sd_scripts")["of_adapter"].items():
+        if name not in arguments:
+            continue
+        if str(arguments[name]).lower() in _AS_TEXT_OFF:
+            foreign.stays(f"network_args.{name}", "is off there")
+        else:
+            foreign.carry(setting, f"network_args.{name}")
     _targets(foreign, arguments, is_lycoris=is_lycoris)
-    norm = foreign.number("scale_weight_norms")
-    if norm and (kind == "oft" or foreign.settings.get("adapter.dora")):
-        foreign.lacks("scale_weight_norms", norm, "is not for this kind of adapter")
-    elif norm:
-        foreign.carry("optimizer.max_weight_norm", "scale_weight_norms")
-
-
-def _network_argument(foreign: Foreign, name: str, value: Any, kind: str) -> None:
-    key, of_lora = f"network_args.{name}", table_of("sd_scripts")["of_lora"]
-    if name == "factor" and kind == "lokr":
-        foreign.carry("adapter.lokr_factor", key)
-    elif name not in (*of_lora, "rank_dropout", "module_dropout", "dropout"):
-        return
-    elif str(value).lower() in _AS_TEXT_OFF:
-        foreign.stays(key, "is off there")
-    elif name not in of_lora:
-        shared.set_dropout(foreign, f"adapter.{name}", key)
-    elif kind != "lora":
-        foreign.lacks(key, value, f"is for adapter.kind=lora, not {kind}")
-    else:
-        foreign.carry(of_lora[name], key)
 
 
 def _targets(foreign: Foreign, arguments: Mapping[str, Any], *, is_lycoris: bool) -> None:
@@ -144,36 +115,17 @@ def _targets(foreign: Foreign, arguments: Mapping[str, Any], *, is_lycoris: bool
         foreign.set("adapter.targets", "transformer")
 
 
-def read_optimizer(foreign: Foreign) -> float | None:
+def read_rates(foreign: Foreign) -> float | None:
     """Set optimizer, rate and schedule; return the rate of the denoiser."""
     flags = {"use_8bit_adam": "AdamW8bit", "use_lion_optimizer": "Lion"}
     flag = foreign.first_on(*flags)
     name = flags[flag] if flag else foreign.word("optimizer_type", "AdamW")
-    rate_key = foreign.first_on("unet_lr", "learning_rate") or THERE
-    rate = foreign.number(rate_key) if rate_key != THERE else 2e-6
-    arguments = shared.expand(foreign, "optimizer_args")
-    relative = str(arguments.get("relative_step", "true")).lower() == "true"
-    set_optimizer(
-        foreign,
-        name,
-        flag or "optimizer_type",
-        rate=rate,
-        rate_key=rate_key,
-        relative_step=relative,
-    )
-    set_arguments(foreign, "optimizer_args.")
+    table = table_of("sd_scripts")
+    shared.expand(foreign, "optimizer_args")
+    rate = read_optimizer(foreign, table, name=(name, flag or "optimizer_type"))
     shared.expand(foreign, "lr_scheduler_args")
-    set_schedule(
-        foreign,
-        "lr_scheduler_type" if foreign.on("lr_scheduler_type") else "lr_scheduler",
-        "constant",
-        warmup=max(0.0, foreign.nonzero("lr_warmup_steps", 0)),
-        warmup_key="lr_warmup_steps",
-        steps=_planned_steps(foreign),
-        cycles=foreign.nonzero("lr_scheduler_num_cycles", 1),
-        power=foreign.nonzero("lr_scheduler_power", 1),
-        always_warms=False,
-    )
+    warmup = foreign.nonzero("lr_warmup_steps", 0)
+    read_schedule(foreign, table, warmup=warmup, steps=_planned_steps(foreign))
     return rate
 
 
@@ -185,7 +137,7 @@ def _planned_steps(foreign: Foreign) -> float | None:
 
 def _text_encoder(foreign: Foreign, rate: float | None) -> None:
     """There, text encoders are trained unless something says no."""
-    key, only = "text_encoder_lr", "network_train_text_encoder_only"
+    key = "text_encoder_lr"
     text_rates = foreign.values.get(key)
     parts = text_rates if isinstance(text_rates, list) else [text_rates]
     rates = [as_number(part) for part in parts if _is_number(part)]
@@ -199,8 +151,6 @@ def _text_encoder(foreign: Foreign, rate: float | None) -> None:
         shared.set_text_encoder(foreign, trained=True, key=source, rates=own_rates)
         if len(set(rates)) > 1:
             foreign.lacks(key, rates[1:], "all text encoders have one rate, the first")
-    if foreign.on(only):
-        foreign.lacks(only, True, "the denoiser is always trained")
     stop, steps = foreign.number("stop_text_encoder_training"), _planned_steps(foreign)
     if stop and stop > 0 and steps and foreign.settings.get("adapter.text_encoder"):
         share = min(1.0, stop / steps)
@@ -215,31 +165,16 @@ def _dataset(foreign: Foreign) -> None:
     elif not foreign.is_flow:
         foreign.set("data.caption_tokens", CHUNK_TOKENS, "max_token_length")
     if foreign.on("resolution") and "data.resolution" not in foreign.settings:
-        set_sizes(foreign, [(foreign.values["resolution"], "resolution")])
-
-
-def read_precision(foreign: Foreign) -> None:
-    """Set the dtype and how the base is kept."""
-    shared.set_precision(foreign, "mixed_precision", missing="no")
-    for name in ("fp8_base", "fp8_base_unet", "fp8_scaled"):
-        if foreign.on(name):
-            foreign.set("memory.base_precision", "fp8", name)
+        shared.set_sizes(foreign, [(foreign.values["resolution"], "resolution")])
 
 
 def read_output(foreign: Foreign) -> None:
     """Set saves, samples, precision and words of the exported file."""
     for unit in ("epochs", "steps"):
         name, last_name = f"save_every_n_{unit}", f"save_last_n_{unit}"
-        shared.set_saves(foreign, name, "epochs" if unit == "epochs" else "steps")
         every, last = foreign.number(name), foreign.number(last_name)
         if last and every:
             foreign.set("output.keep_last", max(1, int(last // every)), last_name, name)
-    words = foreign.first_on("metadata_description", "training_comment")
-    if words:
-        foreign.carry("output.description", words)
-    prompts = foreign.values.get("sample_prompts")
-    if isinstance(prompts, str):
-        foreign.lacks("sample_prompts", prompts, "write the prompts as sampling.prompts")
     every = foreign.number("validate_every_n_steps")
     if every and foreign.settings.get("data.validation_fraction"):
         foreign.carry("train.validate_every_steps", "validate_every_n_steps")
@@ -256,7 +191,7 @@ def read_length(foreign: Foreign) -> None:
         times = int(foreign.nonzero(times_key, 1))
         foreign.set("train.batch_size", int(size) * times, source, times_key)
         foreign.set("memory.micro_batch", int(size), source)
-    set_length(foreign, foreign.number("max_train_epochs"), "max_train_epochs")
+    shared.set_length(foreign, foreign.number("max_train_epochs"), "max_train_epochs")
     steps = foreign.number("max_train_steps")
     if foreign.on("max_train_epochs"):
         return
@@ -277,11 +212,6 @@ def _is_number(value: Any) -> bool:
 def read_objective(foreign: Foreign) -> None:
     """Set weights, loss and timesteps."""
     shared.set_snr_weights(foreign, "min_snr_gamma")
-    if foreign.on("debiased_estimation_loss") and not foreign.is_flow:
-        foreign.set("objective.weighting", "debiased", "debiased_estimation_loss")
-        if foreign.on("min_snr_gamma"):
-            how = "these weights alone, there times those of min_snr_gamma"
-            foreign.is_nearest("debiased_estimation_loss", how)
     _loss(foreign)
     module = str(foreign.values.get("network_module"))
     is_sd3 = "training_shift" in foreign.values or module.endswith("sd3")
@@ -290,7 +220,6 @@ def read_objective(foreign: Foreign) -> None:
     if not foreign.is_flow:
         shared.set_timesteps(foreign, "uniform", THERE)
         return
-    set_flow_weights(foreign)
     if is_sd3:
         shift = foreign.nonzero("training_shift", 1.0)
         set_density(foreign, sign=1, shift=(shift, "training_shift"))
@@ -318,13 +247,6 @@ def _loss(foreign: Foreign) -> None:
             foreign.lacks("huber_scale", scale, "the threshold without noise is 1")
         foreign.set("objective.huber_delta", min(1.0, delta), "huber_c", "huber_scale")
         foreign.carry("objective.huber_schedule", "huber_schedule", schedule)
-
-
-def set_flow_weights(foreign: Foreign) -> None:
-    """Set the weights of a flow-matching loss, which `weighting_scheme` names beside ways to draw timesteps."""
-    scheme = foreign.values.get("weighting_scheme")
-    if scheme in ("sigma_sqrt", "cosmap"):
-        foreign.set("objective.weighting", scheme, "weighting_scheme")
 
 
 def set_density(foreign: Foreign, *, sign: float, shift: tuple[float, str] = (1.0, THERE)) -> None:

@@ -11,16 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.importing.folders import (
-    FolderTable,
-    ImageFolder,
-    add_extension,
-    named_file,
-    path_of,
-    set_folders,
-    set_masks,
-    set_sizes,
-)
+from lora_trainer.importing import shared
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced
 from lora_trainer.importing.rules import flattened, rules_of, table_of
 
@@ -35,9 +26,7 @@ _MASKS_BESIDE = "masks belong in a folder masks/ beside the images, under their 
 
 def flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a dataset file of sd-scripts, as other trainers' do not name folders so."""
-    datasets = data.get("datasets")
-    if not isinstance(datasets, list) or not all(isinstance(one, Mapping) for one in datasets):
-        return None
+    datasets = shared.tables_of(data.get("datasets"))
     keys = {key for one in datasets for key in one}
     is_one = "subsets" in keys or (keys and keys <= _keys("datasets[]."))
     return flattened(data) if is_one else None
@@ -52,13 +41,13 @@ def _keys(prefix: str) -> set[str]:
 
 def read_training_options(foreign: Foreign) -> None:
     """Read a training file's options about the dataset, and the dataset file that it names."""
-    values = FolderTable((foreign.values, ""))
+    values = shared.FolderTable((foreign.values, ""))
     has_file = foreign.on("dataset_config") is not None
-    data = named_file(foreign, "dataset_config", tomllib.loads, flat_dataset)
+    data = shared.named_file(foreign, "dataset_config", tomllib.loads, flat_dataset)
     if data is not None:
         read_dataset(foreign, data)
     if foreign.on("train_data_dir") and foreign.dataset is None:
-        foreign.dataset = str(path_of(values["train_data_dir"]))
+        foreign.dataset = str(shared.path_of(values["train_data_dir"]))
         foreign.stays("train_data_dir", "is the DATASET of the command")
     if not has_file and "data.buckets" not in foreign.settings:
         for field, (value, key) in caption_fields(foreign, values).items():
@@ -69,15 +58,15 @@ def read_training_options(foreign: Foreign) -> None:
         foreign.set("data.buckets", foreign.flag("enable_bucket"), "enable_bucket")
         extension = foreign.first_on("caption_extension", "caption_extention")
         if extension:
-            add_extension(foreign, values[extension], extension)
+            shared.add_extension(foreign, values[extension], extension)
         _set_held_out(foreign, values)
     for name, kind in (("masked_loss", "files"), ("alpha_mask", "alpha")):
         if foreign.on(name):
-            set_masks(foreign, kind, name, background=(0.0, name))
+            shared.set_masks(foreign, kind, name, background=(0.0, name))
     if foreign.on("conditioning_data_dir"):
         foreign.lacks("conditioning_data_dir", values["conditioning_data_dir"], _MASKS_BESIDE)
     if foreign.on("reg_data_dir"):
-        folder = str(path_of(values["reg_data_dir"]))
+        folder = str(shared.path_of(values["reg_data_dir"]))
         foreign.set("data.regularisation_dir", folder, "reg_data_dir")
     weight = foreign.number("prior_loss_weight")
     if weight and weight > 0:
@@ -89,7 +78,8 @@ def read_training_options(foreign: Foreign) -> None:
 def read_dataset(foreign: Foreign, data: Mapping[str, Any] | None = None) -> None:
     """Read a dataset file; raises RequestError where it names no folder of images."""
     tables = foreign.data if data is None else data
-    folders: list[ImageFolder] = []
+    folders: list[shared.ImageFolder] = []
+    sizes: list[Sourced] = []
     general = tables.get("general", {})
     if not isinstance(general, Mapping):
         raise RequestError("general is no table", fix="write [general] above its keys")
@@ -100,30 +90,40 @@ def read_dataset(foreign: Foreign, data: Mapping[str, Any] | None = None) -> Non
     for number, dataset in enumerate(datasets):
         where = f"datasets[{number}]."
         layers = [(top, ""), (general, "general."), (dataset, where)]
+        values = shared.FolderTable(*layers)
+        is_same = _image_dirs(dataset) == _image_dirs(datasets[0])
+        if "resolution" in (dataset if number else values) and is_same:
+            sizes.append(values.sourced("resolution"))
         if number == 0:
-            _read_shared(foreign, FolderTable(*layers))
-        else:
-            own = {key: dataset[key] for key in dataset_keys - subset_keys if key in dataset}
-            _read_further(foreign, dataset, own, where, datasets[0])
+            _read_shared(foreign, values)
+        for key in dataset_keys - subset_keys - {"subsets", *(["resolution"] if is_same else [])}:
+            if not number or key not in dataset:
+                continue
+            if dataset[key] == datasets[0].get(key):
+                foreign.stays(f"{where}{key}", "the first of the datasets says the same")
+            else:
+                why = "all images are trained as the first of the datasets says"
+                foreign.lacks(f"{where}{key}", dataset[key], why)
         layers = [
             ({key: value for key, value in layer.items() if key in subset_keys}, prefix)
             for layer, prefix in layers
         ]
         for index, subset in enumerate(_tables(dataset, "subsets")):
             inner = f"{where}subsets[{index}]."
-            folder = _subset(foreign, FolderTable(*layers, (subset, inner)), inner)
+            folder = _subset(foreign, shared.FolderTable(*layers, (subset, inner)), inner)
             if folder is not None:
                 folders.append(folder)
     if not folders:
         raise RequestError(
             "the file names no subset to train", fix="give [[datasets.subsets]] an image_dir"
         )
-    set_folders(foreign, folders)
+    shared.set_sizes(foreign, sizes)
+    shared.set_folders(foreign, folders)
     if "data.validation_fraction" not in foreign.settings:
         foreign.set("data.validation_fraction", 0.0)
 
 
-def caption_fields(foreign: Foreign, values: FolderTable) -> dict[str, Sourced]:
+def caption_fields(foreign: Foreign, values: shared.FolderTable) -> dict[str, Sourced]:
     """Return what is done to captions and images, by field of ours."""
     fields = {
         field: values.sourced(key)
@@ -153,10 +153,8 @@ def caption_fields(foreign: Foreign, values: FolderTable) -> dict[str, Sourced]:
     return fields
 
 
-def _read_shared(foreign: Foreign, values: FolderTable) -> None:
+def _read_shared(foreign: Foreign, values: shared.FolderTable) -> None:
     """Read what is of a dataset and not of its subsets."""
-    if "resolution" in values:
-        set_sizes(foreign, [values.sourced("resolution")])
     if values.get("batch_size") is not None:
         foreign.carry("train.batch_size", values.name("batch_size"), values["batch_size"])
     buckets = bool(values.get("enable_bucket", False))
@@ -167,7 +165,7 @@ def _read_shared(foreign: Foreign, values: FolderTable) -> None:
     _set_held_out(foreign, values)
 
 
-def _set_held_out(foreign: Foreign, values: FolderTable) -> None:
+def _set_held_out(foreign: Foreign, values: shared.FolderTable) -> None:
     share, name = values.sourced("validation_split")
     if isinstance(share, bool) or not isinstance(share, int | float):
         return
@@ -177,48 +175,21 @@ def _set_held_out(foreign: Foreign, values: FolderTable) -> None:
         foreign.lacks(name, share, "at most half of the images can be held out")
 
 
-def _read_further(
-    foreign: Foreign,
-    dataset: Mapping[str, Any],
-    own: Mapping[str, Any],
-    where: str,
-    first: Mapping[str, Any],
-) -> None:
-    """Read what is of a further dataset; the same images at another resolution are trained at both."""
-    folders = [
-        {str(s.get("image_dir")) for s in _tables(one, "subsets")} for one in (dataset, first)
-    ]
-    handled = {"subsets"}
-    if "resolution" in dataset and folders[0] == folders[1]:
-        handled.add("resolution")
-        sides = foreign.settings.get("data.more_resolutions", [])
-        side, before = (
-            foreign.settings.get("data.resolution"),
-            foreign.sources.get("data.resolution"),
-        )
-        source = f"{where}resolution"
-        if set_sizes(foreign, [(dataset["resolution"], source)]) and side is not None:
-            other = foreign.settings["data.resolution"]
-            foreign.set("data.resolution", side, str(before))
-            if other not in (side, *sides):
-                foreign.set("data.more_resolutions", [*sides, other], source)
-    for key in own.keys() - handled:
-        if own[key] == first.get(key):
-            foreign.stays(f"{where}{key}", "the first of the datasets says the same")
-        else:
-            why = "all images are trained as the first of the datasets says"
-            foreign.lacks(f"{where}{key}", own[key], why)
+def _image_dirs(dataset: Mapping[str, Any]) -> set[str]:
+    return {str(subset.get("image_dir")) for subset in _tables(dataset, "subsets")}
 
 
-def _subset(foreign: Foreign, values: FolderTable, where: str) -> ImageFolder | None:
+def _subset(foreign: Foreign, values: shared.FolderTable, where: str) -> shared.ImageFolder | None:
     """Return a subset as a folder, None for one that is not trained on."""
     key = next((key for key in ("image_dir", "metadata_file") if values.get(key)), "")
     if not isinstance(values.get(key), str):
         raise RequestError(
             f"{where.removesuffix('.')} names no folder of images", fix="give it an image_dir"
         )
-    path = path_of(values[key])
-    folder = ImageFolder(path=path if key == "image_dir" else path.parent, key=values.name(key))
+    path = shared.path_of(values[key])
+    folder = shared.ImageFolder(
+        path=path if key == "image_dir" else path.parent, key=values.name(key)
+    )
     if values.get("conditioning_data_dir"):
         why = "control images are not trained; masks belong in a folder masks/ beside the images"
         control, name = values.sourced("conditioning_data_dir")
@@ -233,9 +204,9 @@ def _subset(foreign: Foreign, values: FolderTable, where: str) -> ImageFolder | 
     folder.settings = {"repeats": (1, THERE), **caption_fields(foreign, values)}
     if values.get("alpha_mask"):
         name = values.name("alpha_mask")
-        set_masks(foreign, "alpha", name, background=(0.0, name))
+        shared.set_masks(foreign, "alpha", name, background=(0.0, name))
     folder.regularisation = bool(values.get("is_reg"))
-    add_extension(foreign, *values.sourced("caption_extension"))
+    shared.add_extension(foreign, *values.sourced("caption_extension"))
     if values.get("class_tokens"):
         foreign.lacks(values.name("class_tokens"), values["class_tokens"], _CLASS_TOKENS)
     return folder

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.importing.folders import tables_of
+from lora_trainer.importing import shared
 from lora_trainer.importing.foreign import Foreign
 from lora_trainer.importing.rules import Trainer, flattened, rules_of, table_of
-from lora_trainer.importing.shared import split_words
 from lora_trainer.importing.trainers import sd_scripts, sd_scripts_dataset
 
 _SIGNS = {
@@ -179,7 +178,7 @@ def _noise_and_samples(arguments: _Arguments) -> None:
 def _add_typed(arguments: _Arguments, text: str) -> None:
     """Add the arguments typed as text, which win."""
     name = ""
-    for part in split_words(text):
+    for part in shared.split_words(text):
         if part.startswith("--"):
             name, equals, value = part[2:].partition("=")
             arguments[name] = value if equals else True
@@ -234,7 +233,7 @@ def read_pages(foreign: Foreign) -> None:
     foreign.is_flow = any(name in values for name in ("ae", "t5xxl", "clip_l"))
     subsets = [
         {key: value for key, value in one.items() if key != "name"}
-        for one in tables_of(foreign.data.get("subsets"))
+        for one in shared.tables_of(foreign.data.get("subsets"))
     ]
     if subsets:
         options = _together(foreign.data, "dataset")

@@ -13,18 +13,12 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.importing import shared
-from lora_trainer.importing.folders import (
-    FolderTable,
-    ImageFolder,
-    named_file,
-    path_of,
-    set_folders,
-    set_length,
-    set_resolutions,
-    tables_of,
-)
 from lora_trainer.importing.foreign import THERE, Foreign
-from lora_trainer.importing.foreign_optimizers import set_arguments, set_optimizer, set_schedule
+from lora_trainer.importing.foreign_optimizers import (
+    read_arguments,
+    read_optimizer,
+    read_schedule,
+)
 from lora_trainer.importing.rules import Trainer, flattened, table_of
 
 
@@ -39,9 +33,7 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def flat_backends(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a file of data backends, which is a list."""
-    tables = data.get(LIST)
-    if not isinstance(tables, list) or not all(isinstance(one, Mapping) for one in tables):
-        return None
+    tables = shared.tables_of(data.get(LIST))
     signs = {"instance_data_dir", "dataset_type", "caption_strategy"}
     return flattened({"data_backends": tables}) if any(signs & set(one) for one in tables) else None
 
@@ -52,10 +44,9 @@ def read(foreign: Foreign) -> None:
     _model(foreign, table)
     _adapter(foreign)
     _optimizer(foreign, table)
-    _objective(foreign)
+    shared.set_snr_weights(foreign, "snr_gamma")
     _timesteps(foreign)
     read_data(foreign)
-    _output(foreign)
     _samples(foreign)
     shared.settle(foreign)
 
@@ -78,72 +69,38 @@ def _model(foreign: Foreign, table: Mapping[str, Any]) -> None:
                 fix=f"use one of {', '.join(flavours)}",
             )
         foreign.set("base.model", flavours[flavour], "model_flavour", "model_family")
-    foreign.carry_on("base.assistant", "assistant_lora_path")
-    key = "base_model_precision"
-    kept_as = foreign.word(key, "no_change")
-    if kept_as in table["quantized"]:
-        precision = table["quantized"][kept_as]
-        foreign.set("memory.base_precision", precision, key)
-        if kept_as.startswith(("int4", "int2", "uint4")):
-            foreign.is_nearest(key, f"{kept_as}: memory.base_precision={precision}")
-    elif kept_as not in ("no_change", "bf16", "fp16", "fp32"):
-        foreign.lacks(key, kept_as, "a base is kept whole, or in int8, fp8 or nf4")
     precision = foreign.word("mixed_precision", "bf16")
     if precision in ("no", "fp16", "bf16"):
         shared.set_precision(foreign, "mixed_precision", missing="bf16")
     else:
         foreign.lacks("mixed_precision", precision, "is fp32, bf16 or fp16 here")
-    if not foreign.is_flow:
-        foreign.carry_on("base.vae", "pretrained_vae_model_name_or_path")
-        prediction = foreign.get("prediction_type", "")
-        if prediction in ("epsilon", "v_prediction"):
-            foreign.set("base.prediction", prediction, "prediction_type")
-        zero = foreign.flag("rescale_betas_zero_snr")
-        foreign.set("objective.zero_terminal_snr", zero, "rescale_betas_zero_snr")
 
 
 def _adapter(foreign: Foreign) -> None:
     is_lycoris = foreign.get("lora_type", "standard") == "lycoris"
     lycoris = read_file(foreign, "lycoris_config") if is_lycoris else None
+    spec = table_of("simpletuner")
     if isinstance(lycoris, Mapping):
         foreign.values |= flattened(lycoris, "lycoris_config.")
         key = "lycoris_config.linear_dim"
-        algorithm = foreign.word("lycoris_config.algo", "lora")
-        kind = shared.set_kind(foreign, algorithm, "lycoris_config.algo")
-        whole = shared.WHOLE if lycoris.get("full_matrix") else None
-        alpha = "lycoris_config.linear_alpha"
-        shared.set_rank(foreign, key, alpha, rank=whole, default_rank=16, default_alpha=1)
-        if kind == "lokr":
-            foreign.carry_on("adapter.lokr_factor", "lycoris_config.factor")
+        whole = (shared.WHOLE, key) if lycoris.get("full_matrix") else None
+        shared.read_adapter(foreign, spec["lycoris"], rank=whole)
     else:
-        foreign.set("adapter.kind", "lora", "lora_type")
-        shared.set_rank(foreign, "lora_rank", "lora_alpha", default_rank=16, default_alpha=None)
-        dropout = foreign.number("lora_dropout", 0.1) or 0.0
-        foreign.set("adapter.dropout", min(0.9, max(0.0, dropout)), "lora_dropout")
-        if foreign.flag("use_dora"):
-            foreign.set("adapter.dora", True, "use_dora")
-    init = foreign.first_on("lora_init_type", "lora_initialisation_style")
-    if init:
-        word, why = str(foreign.values[init]), "an adapter starts at zero"
-        foreign.lacks(init, word, why, off=("default", "gaussian"))
+        shared.read_adapter(foreign, spec, kind=("lora", "lora_type"))
     foreign.set("adapter.targets", "transformer")
-    foreign.carry_on("train.init_from", "init_lora")
 
 
 def _optimizer(foreign: Foreign, table: Mapping[str, Any]) -> None:
-    rate_key = foreign.first_on("learning_rate") or THERE
-    # SimpleTuner's own default, as are the batch of 4 and the single accumulation below.
-    rate = foreign.number("learning_rate", 4e-7)
+    # SimpleTuner's own defaults are a batch of 4 and the single accumulation below.
     at_once = foreign.nonzero("train_batch_size", 4) * foreign.nonzero(
         "gradient_accumulation_steps", 1
     )
-    for name, factor in (("lr_scale_sqrt", math.sqrt(max(1, at_once))), ("lr_scale", at_once)):
-        if foreign.flag(name) and rate:
-            rate = float(f"{rate * factor:.6g}")
-            foreign.is_nearest(name, f"the rate is {rate:g}, {factor:g} times as high")
-            break
-    name = foreign.word("optimizer", "adamw_bf16")
-    ours = set_optimizer(foreign, name, "optimizer", rate=rate, rate_key=rate_key)
+    factors = {"lr_scale_sqrt": math.sqrt(max(1, at_once)), "lr_scale": at_once}
+    name = next((name for name in factors if foreign.flag(name)), "")
+    rate = read_optimizer(foreign, table, factor=factors.get(name, 1))
+    if name and rate:
+        foreign.is_nearest(name, f"the rate is {rate:g}, {factors[name]:g} times as high")
+    ours = foreign.settings["optimizer.name"]
     if ours.startswith(("adamw", "paged")):
         for name, setting in table["adam_options"].items():
             is_free = setting == "optimizer.weight_decay" or setting not in foreign.settings
@@ -152,31 +109,20 @@ def _optimizer(foreign: Foreign, table: Mapping[str, Any]) -> None:
     if isinstance(foreign.on("optimizer_config"), str):
         foreign.values["optimizer_config"] = foreign.values["optimizer_config"].replace(",", " ")
         shared.expand(foreign, "optimizer_config")
-    set_arguments(foreign, "optimizer_config.")
+    read_arguments(foreign, "optimizer_config.")
     warmup = foreign.nonzero("lr_warmup_steps", 0)
     schedule = foreign.values.get("lr_scheduler")
     # There the warm-up's steps are the length of these schedules' waves, so none are left to warm up.
     waves = schedule in ("cosine", "sine", "cosine_with_restarts")
-    set_schedule(
-        foreign,
-        "lr_scheduler",
-        "constant_with_warmup",
-        warmup=0 if waves else warmup,
-        warmup_key="lr_warmup_steps",
-        steps=foreign.number("max_train_steps"),
-        cycles=foreign.nonzero("lr_num_cycles", 1),
-        power=foreign.nonzero("lr_power", 0.8),
-        always_warms=False,
-    )
+    steps = foreign.number("max_train_steps")
+    read_schedule(foreign, table, warmup=0 if waves else warmup, steps=steps)
     if waves and "lr_scheduler" not in foreign.nearest:
         how = f"one fall, there waves of lr_warmup_steps={warmup:g} steps without a warm-up"
         foreign.is_nearest("lr_scheduler", f"{schedule}: {how}")
     trained = foreign.flag("train_text_encoder")
-    key = foreign.first_on("text_encoder_lr") or rate_key
+    key = foreign.first_on("text_encoder_lr", "learning_rate") or THERE
     rates = [(key, foreign.number("text_encoder_lr", rate) or 0.0)]
     shared.set_text_encoder(foreign, trained=trained, key="train_text_encoder", rates=rates)
-    if foreign.number("seed"):
-        foreign.carry("train.seed", "seed")
     norm, method = foreign.number("max_grad_norm", 2.0), "grad_clip_method"
     if foreign.get(method, "value") == "norm":
         foreign.set("train.max_grad_norm", norm, "max_grad_norm")
@@ -185,32 +131,6 @@ def _optimizer(foreign: Foreign, table: Mapping[str, Any]) -> None:
         foreign.set("train.max_grad_norm", 0.0, key)
         how = f"single numbers are cut off at {norm:g} there, which is rare: nothing is"
         foreign.is_nearest(key, how)
-    if foreign.flag("use_ema"):
-        decay = min(0.9999, foreign.nonzero("ema_decay", 0.995))
-        foreign.set("train.ema_decay", decay, "use_ema", "ema_decay")
-
-
-def _objective(foreign: Foreign) -> None:
-    shared.set_snr_weights(foreign, "snr_gamma")
-    kind = foreign.word("loss_type", "l2")
-    ours = kind if kind in ("huber", "smooth_l1") else "mse"
-    foreign.set("objective.loss", ours, "loss_type")
-    if ours != "mse":
-        delta = min(1.0, foreign.nonzero("huber_c", 0.1))
-        foreign.set("objective.huber_delta", delta, "huber_c")
-        schedule = foreign.get("huber_schedule", "snr")
-        foreign.carry("objective.huber_schedule", "huber_schedule", schedule)
-    elif kind != "l2":
-        foreign.is_nearest("loss_type", f"{kind}: objective.loss=mse")
-    share = foreign.number("noise_offset_probability", 0.25)
-    if foreign.flag("offset_noise") and not foreign.is_flow:
-        strength = foreign.number("noise_offset", 0.1)
-        foreign.set("objective.noise_offset", strength, "offset_noise", "noise_offset")
-        if share != 1:
-            how = f"{share:g}: all samples have the offset here"
-            foreign.is_nearest("noise_offset_probability", how)
-    if foreign.number("input_perturbation"):
-        foreign.carry("objective.input_perturbation", "input_perturbation")
 
 
 def _timesteps(foreign: Foreign) -> None:
@@ -234,35 +154,9 @@ def _timesteps(foreign: Foreign) -> None:
         if by_size
         else (shift or 1.0, "flow_schedule_shift"),
     )
-    guidance = foreign.number("flux_guidance_value", 1.0)
-    foreign.set("objective.guidance_scale", guidance, "flux_guidance_value")
-    mode = foreign.word("flux_guidance_mode", "constant")
-    if mode != "constant":
-        foreign.is_nearest("flux_guidance_mode", f"{mode}: one guidance of {guidance:g}")
-
-
-def _output(foreign: Foreign) -> None:
-    foreign.carry_on("output.folder", "output_dir")
-    every = foreign.first_on("checkpoint_step_interval", "checkpointing_steps")
-    shared.set_saves(foreign, every, "steps")
-    shared.set_saves(foreign, foreign.first_on("checkpoint_epoch_interval"), "epochs")
-    foreign.carry_on("output.keep_last", "checkpoints_total_limit")
-    if foreign.flag("push_to_hub"):
-        foreign.carry_on("output.hub_repo", "hub_model_id")
-    word = foreign.word("report_to", "none")
-    trackers = table_of("simpletuner")["trackers"]
-    if word in trackers:
-        foreign.set("logging.trackers", trackers[word], "report_to")
-    else:
-        foreign.lacks("report_to", word, "trackers are tensorboard and wandb")
 
 
 def _samples(foreign: Foreign) -> None:
-    key = foreign.first_on("validation_step_interval", "validation_steps")
-    if foreign.flag("validation_disable"):
-        foreign.set("sampling.every_steps", 0, "validation_disable")
-    elif key:
-        foreign.carry("sampling.every_steps", key)
     prompts = [foreign.values["validation_prompt"]] if foreign.on("validation_prompt") else []
     library = read_file(foreign, "user_prompt_library")
     if isinstance(library, Mapping):
@@ -270,9 +164,6 @@ def _samples(foreign: Foreign) -> None:
     if prompts:
         key = foreign.first_on("validation_prompt") or "user_prompt_library"
         foreign.set("sampling.prompts", [str(text) for text in prompts], key)
-    for key, setting in table_of("simpletuner")["samples"].items():
-        if foreign.on(key) is not None:
-            foreign.carry(setting, key)
 
 
 LIST = "[]"
@@ -287,36 +178,33 @@ def read_data(foreign: Foreign) -> None:
     _resolution(foreign, size, foreign.values.get("resolution_type"), "resolution")
     tables = read_file(foreign, "data_backend_config")
     if isinstance(tables, list):
-        backends = tables_of(tables)
+        backends = shared.tables_of(tables)
         foreign.values |= flattened({"data_backends": backends})
-        _read_tables(foreign, backends)
+        read_backends(foreign, backends)
     shared.set_batch(foreign, "train_batch_size", "gradient_accumulation_steps", default=4)
     steps = foreign.number("max_train_steps")
     if steps:
         foreign.carry("train.steps", "max_train_steps", int(steps))
     else:
-        set_length(foreign, foreign.number("num_train_epochs", 1), "num_train_epochs")
+        shared.set_length(foreign, foreign.number("num_train_epochs", 1), "num_train_epochs")
 
 
 def _resolution(foreign: Foreign, size: float, kind: Any, key: str) -> None:
     side = math.sqrt(max(0, size)) * 1000 if kind == "area" or size <= 16 else size
     if key in foreign.values:
-        set_resolutions(foreign, [(side, side)], key)
+        shared.set_resolutions(foreign, [(side, side)], key)
     else:
         foreign.set("data.resolution", max(64, round(side / 64) * 64))
 
 
-def read_backends(foreign: Foreign) -> None:
-    """Read a file of data backends by itself."""
-    _read_tables(foreign, foreign.data[LIST])
-
-
-def _read_tables(foreign: Foreign, tables: Sequence[Mapping[str, Any]]) -> None:
-    """Set the backends that hold images as folders of the dataset."""
-    folders: list[ImageFolder] = []
+def read_backends(foreign: Foreign, backends: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Set the backends that hold images, this file's or those of a training, as folders of the dataset."""
+    tables = backends or shared.tables_of(foreign.data.get(LIST))
+    folders: list[shared.ImageFolder] = []
     moving = ""
+    keys = table_of("simpletuner")["folders"]
     for number, one in enumerate(tables):
-        table = FolderTable((one, f"data_backends[{number}]."))
+        table = shared.FolderTable((one, f"data_backends[{number}]."))
         path, kind = table.get("instance_data_dir"), str(table.get("dataset_type", "image"))
         is_folder = isinstance(path, str) and path and kind == "image"
         if table.get("disabled") or not is_folder:
@@ -325,8 +213,9 @@ def _read_tables(foreign: Foreign, tables: Sequence[Mapping[str, Any]]) -> None:
             if kind in ("video", "audio") and not table.get("disabled"):
                 moving = kind
             continue
-        folder = ImageFolder(path=path_of(path), key=table.name("instance_data_dir"))
-        folder.regularisation = bool(table.get("is_regularisation_data"))
+        folder = shared.read_folder(foreign, table, keys, f"data_backends[{number}].")
+        assert folder is not None
+        del folder.settings["repeats"]
         repeats, name = table.sourced("repeats", 0)
         if isinstance(repeats, int) and not isinstance(repeats, bool) and repeats >= 0:
             # Repeats are further views there: 0 shows each image once (documentation/DATALOADER.md).
@@ -340,10 +229,10 @@ def _read_tables(foreign: Foreign, tables: Sequence[Mapping[str, Any]]) -> None:
             f"dataset_type={moving}: only images are trained here",
             fix="give a data backend of images",
         )
-    set_folders(foreign, folders)
+    shared.set_folders(foreign, folders)
 
 
-def _sizes(foreign: Foreign, table: FolderTable) -> None:
+def _sizes(foreign: Foreign, table: shared.FolderTable) -> None:
     """Set resolution and buckets as the first backend has them."""
     size, name = table.sourced("resolution")
     if isinstance(size, int | float) and not isinstance(size, bool) and 0 < size <= 100_000:
@@ -352,7 +241,7 @@ def _sizes(foreign: Foreign, table: FolderTable) -> None:
     foreign.set("data.buckets", not square, table.name("crop"), table.name("crop_aspect"))
 
 
-def _captions(foreign: Foreign, folder: ImageFolder, table: FolderTable) -> None:
+def _captions(foreign: Foreign, folder: shared.ImageFolder, table: shared.FolderTable) -> None:
     """Set where the captions of one backend come from."""
     strategy, name = table.sourced("caption_strategy", "filename")
     prompt, prompt_name = table.sourced("instance_prompt")
@@ -372,7 +261,7 @@ def _captions(foreign: Foreign, folder: ImageFolder, table: FolderTable) -> None
 
 def read_file(foreign: Foreign, option: str) -> Any:
     """Return the contents of a JSON file that an option names, None where it is not there."""
-    return named_file(foreign, option, json.loads, lambda _: True)
+    return shared.named_file(foreign, option, json.loads, lambda _: True)
 
 
 SIMPLETUNER = Trainer("SimpleTuner", ("simpletuner",), flat, read)
