@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from packaging.version import Version
+
 KindName = Literal["cuda", "rocm", "mps", "xpu", "cpu"]
 TorchType = Literal["cuda", "mps", "xpu", "cpu"]
 """`torch.device(...).type` and the values of `hardware.device`; AMD's GPUs have torch's type "cuda"."""
@@ -203,12 +205,13 @@ def against_card(build: TorchBuild | None, name: str, capability: tuple[int, int
     """Return why this build of torch cannot compute on a GPU, with the command that fixes it; "" if it can."""
     if build is None or build.kind != "cuda" or capability is None or not build.toolkit:
         return ""
-    here = f"{name} has compute capability {_dotted(capability)}"
+    here = f"{name} has compute capability {capability[0]}.{capability[1]}"
     if capability < MAXWELL:
         return f"{here}, which no build of torch supports any more"
-    recent = _numbers(build.toolkit) >= BLACKWELL_TOOLKIT
+    toolkit = Version(build.toolkit).release
+    recent = toolkit >= BLACKWELL_TOOLKIT
     # Some CUDA 12.8 and 12.9 builds still have kernels for Volta: `require_kernels` asks torch itself.
-    if recent and capability < (TURING if _numbers(build.toolkit) >= (13, 0) else (7, 0)):
+    if recent and capability < (TURING if toolkit >= (13, 0) else (7, 0)):
         return f"{here}, for which {build}, has no kernels: {reinstall('cu126')}"
     if not recent and capability >= BLACKWELL:
         return f"{here}, for which {build}, has no kernels: {reinstall('cu128')}"
@@ -218,16 +221,6 @@ def against_card(build: TorchBuild | None, name: str, capability: tuple[int, int
 def reinstall(index: str) -> str:
     """Return the command that installs another build of torch."""
     return f"pip install --force-reinstall torch --index-url {_ORDINARY_INDEX}/{index}"
-
-
-def _numbers(text: str) -> tuple[int, int]:
-    major, _, minor = text.partition(".")
-    minor = minor.partition(".")[0]
-    return (int(major) if major.isdigit() else 0, int(minor) if minor.isdigit() else 0)
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
 
 
 def is_under_windows() -> bool:

@@ -101,7 +101,7 @@ def _asking(nvml: Nvml | None) -> Iterator[_Asker]:
     try:
         yield asker
     finally:
-        asker.ask_quietly(nvml.nvmlShutdown)
+        asker.ask(nvml.nvmlShutdown)
 
 
 def _init_failure(message: str) -> str:
@@ -113,8 +113,8 @@ def _init_failure(message: str) -> str:
 
 def _find(asker: _Asker, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
     nvml = asker.nvml
-    count = asker.ask(nvml.nvmlDeviceGetCount) or 0
-    driver = _text(asker.ask(nvml.nvmlSystemGetDriverVersion))
+    count = asker.ask(nvml.nvmlDeviceGetCount, about="NVML") or 0
+    driver = str(asker.ask(nvml.nvmlSystemGetDriverVersion, about="NVML") or "")
     cards = [gpu for index in range(count) for gpu in _cards(asker, index, driver)]  # by PCI bus
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     chosen = cards if visible is None else list(_visible(cards, visible))
@@ -138,21 +138,18 @@ class _Asker:
         self.nvml = nvml
         self.failures: list[str] = []
 
-    def ask(self, call: Callable[..., Any], *arguments: Any, about: str = "NVML") -> Any:
-        """Return the call's answer, or None after recording its failure."""
+    def ask(self, call: Callable[..., Any], *arguments: Any, about: str = "") -> Any:
+        """Return the call's answer, None where it fails.
+
+        With `about`, the failure is recorded: many GPUs do not support the other calls.
+        """
         try:
             return call(*arguments)
         except (self.nvml.NVMLError, OSError) as error:
             failure = f"{about}: {call.__name__} said {str(error) or type(error).__name__}"
-            self.failures += [failure] if failure not in self.failures else []
+            if about and failure not in self.failures:
+                self.failures.append(failure)
             return None
-
-    def ask_quietly(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the call's answer or None, for calls that many GPUs do not support."""
-        failures_before = list(self.failures)
-        answer = self.ask(call, *arguments)
-        self.failures = failures_before
-        return answer
 
 
 def _cards(asker: _Asker, index: int, driver: str) -> Iterator[Gpu]:
@@ -169,26 +166,25 @@ def _cards(asker: _Asker, index: int, driver: str) -> Iterator[Gpu]:
             continue
         yield Gpu(
             index=index,
-            name=_text(asker.ask(nvml.nvmlDeviceGetName, device, about=about)) or "NVIDIA GPU",
+            name=asker.ask(nvml.nvmlDeviceGetName, device, about=about) or "NVIDIA GPU",
             total_bytes=int(memory.total),
             free_bytes=int(memory.free),
             compute_capability=(int(capability[0]), int(capability[1])) if capability else None,
             driver=driver,
-            display=bool(asker.ask_quietly(nvml.nvmlDeviceGetDisplayActive, device)),
-            uuid=_text(asker.ask_quietly(nvml.nvmlDeviceGetUUID, device)),
+            display=bool(asker.ask(nvml.nvmlDeviceGetDisplayActive, device)),
+            uuid=asker.ask(nvml.nvmlDeviceGetUUID, device) or "",
         )
 
 
 def _slices(asker: _Asker, handle: Any, about: str) -> list[Any]:
     """Return the MIG slices of a GPU, or the GPU itself where MIG is off or unknown."""
     nvml = asker.nvml
-    mode = asker.ask_quietly(nvml.nvmlDeviceGetMigMode, handle)
+    mode = asker.ask(nvml.nvmlDeviceGetMigMode, handle)
     if not mode or not mode[0]:
         return [handle]
     count = asker.ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle, about=about) or 0
     handles = (
-        asker.ask_quietly(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
-        for index in range(count)
+        asker.ask(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index) for index in range(count)
     )
     slices = [device for device in handles if device is not None]
     if not slices:
@@ -209,11 +205,6 @@ def _is_meant(gpu: Gpu, token: str) -> bool:
     if token.isdigit():
         return gpu.index == int(token)
     return token.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(token)
-
-
-def _text(value: Any) -> str:
-    """Convert an answer to text; old versions of pynvml answer in bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
 
 # ---- what GPUs do at this moment
@@ -261,7 +252,7 @@ def card_states(nvml: Nvml | None = None) -> tuple[CardState, ...]:
 def _state(asker: _Asker, handle: Any) -> CardState | None:
     def ask(name: str, *arguments: Any) -> Any:
         call = getattr(asker.nvml, name, None)  # another release of pynvml may lack it
-        return None if call is None else asker.ask_quietly(call, handle, *arguments)
+        return None if call is None else asker.ask(call, handle, *arguments)
 
     memory = None if handle is None else ask("nvmlDeviceGetMemoryInfo")
     if memory is None:
