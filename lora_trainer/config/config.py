@@ -21,6 +21,7 @@ from lora_trainer.common.wording import secret_keys
 from lora_trainer.config.constraints import by_key, contradictions, typed
 from lora_trainer.config.declare import Needs, Section
 from lora_trainer.config.forms import Form, form_of, label_of
+from lora_trainer.config.inputs import FolderSettings
 from lora_trainer.config.running import Config, RunConfig
 
 C = TypeVar("C", bound=Config)
@@ -110,20 +111,13 @@ def _standalone(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> di
     return standalone
 
 
-@cache
-def _entry_fields() -> Mapping[str, tuple[str, ...]]:
-    """Return the settings that map names to records (`data.folders`), each with the record's field names."""
-    entries = {key: schema.get("additionalProperties") for key, schema in setting_schemas().items()}
-    return {
-        key: tuple(entry["properties"])
-        for key, entry in entries.items()
-        if isinstance(entry, dict) and "properties" in entry
-    }
+_ENTRY_FIELDS: Mapping[str, tuple[str, ...]] = {"data.folders": tuple(FolderSettings.model_fields)}
+"""The settings that map names to records, each with the record's field names."""
 
 
 def setting_of(key: str) -> str:
     """Return the setting that contains a key: `data.folders` for `data.folders.NAME.repeats`."""
-    for setting, fields in _entry_fields().items():
+    for setting, fields in _ENTRY_FIELDS.items():
         name, _, field = key.removeprefix(f"{setting}.").rpartition(".")
         if key.startswith(f"{setting}.") and name and field in fields:
             return setting
@@ -258,7 +252,7 @@ def unknown_setting(key: str) -> str:
 
 def _near_keys(key: str) -> tuple[str, ...]:
     """Return the candidates for a misspelt key: all settings, or the fields of the setting it starts with."""
-    for setting, fields in _entry_fields().items():
+    for setting, fields in _ENTRY_FIELDS.items():
         if key.startswith(f"{setting}."):
             rest = key.removeprefix(f"{setting}.")
             name = rest.rpartition(".")[0] or rest
@@ -291,7 +285,7 @@ def _explain(error: ValidationError) -> str:
     for problem in error.errors(include_url=False):
         path = [str(part) for part in problem["loc"]]
         key = ".".join(path[:2])
-        if key in _entry_fields() and len(path) > 3:  # data, folders, NAME, field
+        if key in _ENTRY_FIELDS and len(path) > 3:  # data, folders, NAME, field
             key = ".".join(path[:4])
         where = f"{key}={problem['input']!r}: " if key else ""
         message = problem["msg"].removeprefix("Value error, ")

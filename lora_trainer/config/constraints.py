@@ -1,8 +1,8 @@
 """Which settings exclude or need each other, and their needs of the machine: tables of rules, each stated once.
 
 A rule about one setting that is without effect beside another stands with the setting itself, as `only_for`,
-`not_for` and `idle_with`: the form greys the field out, and an `enforced` setting is refused. `SETTINGS` has
-the rules that need more than that. `NEEDS` has the packages and the kinds of GPU that values need: the
+`not_for` and `idle_with`: the form greys the field out, and an `enforced` setting is refused. `CONTRADICTIONS`
+has the rules that need more than that. `unmet_needs` knows the packages and kinds of GPU that values need: the
 planner refuses the user's value and replaces a preset's. Input: a config; output: sentences that name values,
 reason and remedy.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
@@ -21,22 +20,10 @@ from lora_trainer.config.running import Config
 from lora_trainer.hardware.nvml import Gpu
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One rule: settings for which `when` holds are refused. `found` and `fix` may name values as {section.name}."""
-
-    when: Callable[[Config], bool]
-    found: str
-    fix: str
-
-    def sentence(self, config: Config) -> str:
-        """Return the refusal and its remedy, in one line."""
-        return f"{self.found}: {self.fix}.".format_map(dict(config))
-
-
 def contradictions(config: Config) -> Iterator[str]:
     """Yield a sentence for each rule that these settings break; `auto` breaks none."""
-    yield from (rule.sentence(config) for rule in SETTINGS if rule.when(config))
+    values = dict(config)
+    yield from (f"{text}.".format_map(values) for when, text in CONTRADICTIONS if when(config))
 
 
 def typed(value: Any) -> str:
@@ -57,129 +44,115 @@ def _trains_text(c: Config) -> bool:
     return c.adapter.text_encoder or c.adapter.new_tokens > 0
 
 
-SETTINGS: tuple[Rule, ...] = (
-    Rule(
-        when=lambda c: c.objective.min_timestep > c.objective.max_timestep,
-        found="objective.min_timestep={objective.min_timestep} is above "
-        "objective.max_timestep={objective.max_timestep}",
-        fix="lower one of them",
+CONTRADICTIONS: tuple[tuple[Callable[[Config], bool], str], ...] = (
+    (
+        lambda c: c.objective.min_timestep > c.objective.max_timestep,
+        "objective.min_timestep={objective.min_timestep} is above "
+        "objective.max_timestep={objective.max_timestep}: lower one of them",
     ),
-    Rule(
-        when=lambda c: (
+    (
+        lambda c: (
             c.objective.weighting in ("min_snr", "soft_min_snr")
             and c.objective.min_snr_gamma is None
         ),
-        found="objective.weighting={objective.weighting} needs a number as objective.min_snr_gamma",
-        fix="5 is usual",
+        "objective.weighting={objective.weighting} needs a number as objective.min_snr_gamma: 5 is usual",
     ),
-    Rule(
-        when=lambda c: _above(c.adapter.alpha, c.adapter.rank * 100),
-        found="adapter.alpha={adapter.alpha} is over 100 times adapter.rank={adapter.rank}",
-        fix="use at most 100 times the rank",
+    (
+        lambda c: _above(c.adapter.alpha, c.adapter.rank * 100),
+        "adapter.alpha={adapter.alpha} is over 100 times adapter.rank={adapter.rank}: use at most 100 times "
+        "the rank",
     ),
-    Rule(
-        when=lambda c: _above(c.output.save_every_steps, c.train.steps),
-        found="output.save_every_steps={output.save_every_steps} is above train.steps={train.steps}",
-        fix="lower it, or 0 for only at the end",
+    (
+        lambda c: _above(c.output.save_every_steps, c.train.steps),
+        "output.save_every_steps={output.save_every_steps} is above train.steps={train.steps}: lower it, or 0"
+        " for only at the end",
     ),
-    Rule(
-        when=lambda c: _above(c.memory.micro_batch, c.train.batch_size),
-        found="memory.micro_batch={memory.micro_batch} is above train.batch_size={train.batch_size}",
-        fix="use at most {train.batch_size}",
+    (
+        lambda c: _above(c.memory.micro_batch, c.train.batch_size),
+        "memory.micro_batch={memory.micro_batch} is above train.batch_size={train.batch_size}: use at most "
+        "{train.batch_size}",
     ),
-    Rule(
-        when=lambda c: (
+    (
+        lambda c: (
             len({c.data.resolution, *c.data.more_resolutions}) <= len(c.data.more_resolutions)
         ),
-        found="data.resolution={data.resolution} and data.more_resolutions={data.more_resolutions} "
-        "name a size twice",
-        fix="leave it out of data.more_resolutions",
+        "data.resolution={data.resolution} and data.more_resolutions={data.more_resolutions} name a size "
+        "twice: leave it out of data.more_resolutions",
     ),
     # ---- what the samples are, and what they teach
-    Rule(
-        when=lambda c: c.objective.prior == "base" and not c.data.has_regularisation,
-        found="objective.prior=base needs regularisation images",
-        fix="give data.regularisation_dir or mark a folder",
+    (
+        lambda c: c.objective.prior == "base" and not c.data.has_regularisation,
+        "objective.prior=base needs regularisation images: give data.regularisation_dir or mark a folder",
     ),
-    Rule(
-        when=lambda c: (
+    (
+        lambda c: (
             c.objective.preservation_weight > 0
             and (c.data.class_word is None or not c.data.triggers)
         ),
-        found="objective.preservation_weight={objective.preservation_weight:g} replaces data.trigger by "
-        "data.class_word in captions",
-        fix="give both",
+        "objective.preservation_weight={objective.preservation_weight:g} replaces data.trigger by "
+        "data.class_word in captions: give both",
     ),
-    Rule(
-        when=lambda c: c.adapter.new_tokens > 0 and not (c.data.trigger or "").strip(),
-        found="adapter.new_tokens learns vectors for data.trigger, which is empty",
-        fix="choose a trigger word",
+    (
+        lambda c: c.adapter.new_tokens > 0 and not (c.data.trigger or "").strip(),
+        "adapter.new_tokens learns vectors for data.trigger, which is empty: choose a trigger word",
     ),
     # ---- the adapter and its first weights
-    Rule(
-        when=lambda c: c.adapter.new_tokens > 0 and c.train.init_from is not None,
-        found="adapter.new_tokens starts new vectors, train.init_from continues a file",
-        fix="choose one",
+    (
+        lambda c: c.adapter.new_tokens > 0 and c.train.init_from is not None,
+        "adapter.new_tokens starts new vectors, train.init_from continues a file: choose one",
     ),
-    Rule(
-        when=lambda c: c.adapter.lokr_factor == 0,
-        found="adapter.lokr_factor=0 is no size",
-        fix="use -1 or at least 1",
+    (
+        lambda c: c.adapter.lokr_factor == 0,
+        "adapter.lokr_factor=0 is no size: use -1 or at least 1",
     ),
     # ---- the optimizer
-    Rule(
-        when=lambda c: (
+    (
+        lambda c: (
             c.optimizer.name == "prodigy"
             and any(factor not in (0, 1) for factor in c.optimizer.learning_rate_pattern.values())
         ),
-        found="optimizer.name=prodigy estimates a single rate for all weights",
-        fix="the factors of optimizer.learning_rate_pattern can be 0 and 1 only",
+        "optimizer.name=prodigy estimates a single rate for all weights: the factors of "
+        "optimizer.learning_rate_pattern can be 0 and 1 only",
     ),
-    Rule(
-        when=lambda c: c.optimizer.name == SCHEDULE_FREE and c.optimizer.beta1 == 0,
-        found="optimizer.name={optimizer.name} averages the weights itself, and optimizer.beta1=0 "
-        "switches that off",
-        fix="0.9 is usual",
+    (
+        lambda c: c.optimizer.name == SCHEDULE_FREE and c.optimizer.beta1 == 0,
+        "optimizer.name={optimizer.name} averages the weights itself, and optimizer.beta1=0 switches that "
+        "off: 0.9 is usual",
     ),
-    Rule(
-        when=lambda c: c.optimizer.name == "muon" and c.adapter.kind == "oft",
-        found="optimizer.name=muon updates matrices, adapter.kind=oft has none",
-        fix="choose one",
+    (
+        lambda c: c.optimizer.name == "muon" and c.adapter.kind == "oft",
+        "optimizer.name=muon updates matrices, adapter.kind=oft has none: choose one",
     ),
-    Rule(
-        when=lambda c: c.output.weights == "ema" and c.train.ema_decay is None,
-        found="output.weights=ema needs train.ema_decay",
-        fix="0.995 is usual",
+    (
+        lambda c: c.output.weights == "ema" and c.train.ema_decay is None,
+        "output.weights=ema needs train.ema_decay: 0.995 is usual",
     ),
     # ---- memory
-    Rule(
-        when=lambda c: (
+    (
+        lambda c: (
             "auto" not in (c.memory.base_precision, c.train.precision)
             and c.memory.base_precision not in (c.train.precision, *QUANTIZATIONS)
         ),
-        found="memory.base_precision={memory.base_precision} and train.precision={train.precision} differ",
-        fix="use the same for both, or int8, fp8 or nf4 for the base",
+        "memory.base_precision={memory.base_precision} and train.precision={train.precision} differ: use the "
+        "same for both, or int8, fp8 or nf4 for the base",
     ),
-    Rule(
-        when=lambda c: (
+    (
+        lambda c: (
             c.memory.streamed_blocks not in ("auto", 0)
             and c.memory.gradient_checkpointing == "none"
         ),
-        found="memory.streamed_blocks={memory.streamed_blocks} needs every block recomputed, not "
-        "memory.gradient_checkpointing=none",
-        fix="use selective, full or offloaded",
+        "memory.streamed_blocks={memory.streamed_blocks} needs every block recomputed, not "
+        "memory.gradient_checkpointing=none: use selective, full or offloaded",
     ),
-    Rule(
-        when=lambda c: c.memory.streamed_blocks not in ("auto", 0) and c.base.assistant is not None,
-        found="memory.streamed_blocks and base.assistant cannot be combined, because the assistant's "
-        "weights do not move with streamed blocks",
-        fix="leave one of them out",
+    (
+        lambda c: c.memory.streamed_blocks not in ("auto", 0) and c.base.assistant is not None,
+        "memory.streamed_blocks and base.assistant cannot be combined, because the assistant's weights do not"
+        " move with streamed blocks: leave one of them out",
     ),
-    Rule(
-        when=lambda c: c.memory.text_encoder_offload is True and _trains_text(c),
-        found="memory.text_encoder_offload works while caching only, and adapter.text_encoder=true and "
-        "adapter.new_tokens train with the text encoders",
-        fix="choose one",
+    (
+        lambda c: c.memory.text_encoder_offload is True and _trains_text(c),
+        "memory.text_encoder_offload works while caching only, and adapter.text_encoder=true and "
+        "adapter.new_tokens train with the text encoders: choose one",
     ),
 )
 
@@ -201,64 +174,33 @@ OPTIMIZER_PACKAGES: Mapping[OptimizerName, str] = {
 WORKS_ANYWHERE: Mapping[str, Any] = {
     "optimizer.name": "adamw",
     "memory.base_precision": "auto",
-    "memory.attention": "sdpa",
     "memory.streamed_blocks": 0,
     "memory.text_encoder_offload": False,
+    "memory.attention": "sdpa",
     "hardware.compile": "none",
 }
 """The value of each setting with needs that every machine meets."""
+PACKAGE_NEEDS: Mapping[tuple[str, Any], str] = {
+    **{("optimizer.name", name): package for name, package in OPTIMIZER_PACKAGES.items()},
+    ("memory.base_precision", "nf4"): "bitsandbytes",
+    ("memory.attention", "xformers"): "xformers",
+}
+OF_HOST_MEMORY = ("memory.streamed_blocks", "memory.text_encoder_offload")
+"""Settings that need a GPU with memory of its own."""
+WISHES = ("memory.attention",)
+"""Settings whose value is replaced even if it is the user's, because the result is the same without it."""
 
 
-def _against_host_memory(gpu: Gpu | None) -> str:
-    if gpu is not None and gpu.can.own_memory:
+def _missing_kind(key: str, value: Any, gpu: Gpu | None) -> str:
+    """Return the kind of GPU that a value needs and that is not here, "" for any other value."""
+    if value in ("auto", 0):
         return ""
-    here = "this run is on the processor" if gpu is None else "this GPU shares the machine's memory"
-    return f"a GPU with memory of its own, but {here}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """A value of a setting needs a package or a kind of GPU. `unmet` names the missing kind, "" if it is there.
-
-    `is_wish`: the user's value is replaced too, because the result is the same without it.
-    """
-
-    key: str
-    value: Any
-    package: str = ""
-    unmet: Callable[[Gpu | None], str] = lambda gpu: ""
-    error: type[RequestError | MachineError] = MachineError
-    is_wish: bool = False
-
-
-ANY_NUMBER = object()
-"""As `value` of a need: every number of blocks except 0."""
-NEEDS: tuple[Need, ...] = (
-    *(
-        Need(key="optimizer.name", value=name, package=package)
-        for name, package in OPTIMIZER_PACKAGES.items()
-    ),
-    Need(key="memory.base_precision", value="nf4", package="bitsandbytes"),
-    Need(
-        key="memory.streamed_blocks",
-        value=ANY_NUMBER,
-        unmet=_against_host_memory,
-        error=RequestError,
-    ),
-    Need(
-        key="memory.text_encoder_offload",
-        value=True,
-        unmet=_against_host_memory,
-        error=RequestError,
-    ),
-    Need(
-        key="memory.attention",
-        value="xformers",
-        package="xformers",
-        unmet=lambda gpu: "" if gpu else "a GPU",
-        is_wish=True,
-    ),
-)
+    if key in OF_HOST_MEMORY:
+        if gpu is None:
+            return "a GPU with memory of its own, but this run is on the processor"
+        if not gpu.can.own_memory:
+            return "a GPU with memory of its own, but this GPU shares the machine's memory"
+    return "a GPU" if (key, value) == ("memory.attention", "xformers") and gpu is None else ""
 
 
 def unmet_needs(
@@ -270,39 +212,30 @@ def unmet_needs(
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield (setting, value to use instead, reason) for each preset that this machine cannot follow.
 
-    Raises RequestError or MachineError for a value of the user. `gpu` None is the processor; `packages` maps
-    the installed packages to their versions.
+    Raises MachineError for a value of the user, RequestError for one of `OF_HOST_MEMORY`. `gpu` None is the
+    processor; `packages` maps the installed packages to their versions.
     """
-    values, refused_keys = by_key(config), set()
-    # The kind of GPU comes first: a package would not help where the GPU cannot run it.
-    for wish, why in (gpu.can.lacks if gpu is not None else {}).items():
-        key, _, value = wish.partition("=")
-        if gpu is None or str(values[key]) != value:
-            continue
-        if not is_preset(key):
-            raise MachineError(
-                f"{key}={value.lower()} does not work on {gpu.can.says}: {why}",
-                fix=f"use --set {key}={WORKS_ANYWHERE[key]}",
+    values = by_key(config)
+    for key, instead in WORKS_ANYWHERE.items():
+        value, fix = values[key], ""
+        kind, package = _missing_kind(key, value, gpu), PACKAGE_NEEDS.get((key, value), "")
+        lead = f"instead of {value}, which" if key in WISHES else f"{value} is preset, but"
+        # The kind of GPU comes first: a package would not help where the GPU cannot run it.
+        if gpu is not None and (why := gpu.can.against(key, value)):
+            problem, reason = (
+                f"does not work on {gpu.can.says}: {why}",
+                f"{value} is preset, but {why}",
             )
-        refused_keys.add(key)
-        yield key, WORKS_ANYWHERE[key], f"{value} is preset, but {why}"
-    for need in NEEDS:
-        key, value, instead = need.key, values[need.key], WORKS_ANYWHERE[need.key]
-        is_used = value not in ("auto", 0) if need.value is ANY_NUMBER else value == need.value
-        if not is_used or key in refused_keys:
-            continue
-        lead = f"instead of {value}, which" if need.is_wish else f"{value} is preset, but"
-        if kind := need.unmet(gpu):
-            problem, fix, reason = f"{key}={typed(value)} needs {kind}", "", f"{lead} needs {kind}"
-        elif need.package and packages.get(need.package) is None:
-            command = f"pip install {need.package}"
-            problem = f"{key}={typed(value)} needs {need.package}, which is not installed"
-            fix = f"{command}, or "
-            subject = "" if need.is_wish else f" {need.package}"
-            reason = f"{lead}{subject} is missing ({command})"
+        elif kind:
+            problem, reason = f"needs {kind}", f"{lead} needs {kind}"
+        elif package and packages.get(package) is None:
+            problem, fix = f"needs {package}, which is not installed", f"pip install {package}, or "
+            subject = "" if key in WISHES else f" {package}"
+            reason = f"{lead}{subject} is missing (pip install {package})"
         else:
             continue
-        if not (need.is_wish or is_preset(key)):
+        if not (is_preset(key) or (key in WISHES and not problem.startswith("does not"))):
             fix += f"use --set {key}={typed(instead)}"
-            raise need.error(problem, fix=fix)
+            error = RequestError if kind and key in OF_HOST_MEMORY else MachineError
+            raise error(f"{key}={typed(value)} {problem}", fix=fix)
         yield key, instead, reason

@@ -7,6 +7,7 @@ settings share. `auto` is an ordinary value here; the planner replaces it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Never, get_args
 
@@ -113,6 +114,9 @@ def setting(
         extra["headline"] = True
     return Field(default, description=doc, json_schema_extra=extra, **constraints)
 
+
+enforced_setting = partial(setting, enforced=True)
+"""Declare a setting that is refused where it has no effect."""
 
 # Conditions for `only_for`, `not_for` and `idle_with` that several settings share.
 CARD = {"hardware.device": ("cuda", "mps", "xpu")}

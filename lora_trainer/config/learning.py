@@ -26,6 +26,7 @@ from lora_trainer.config.declare import (
     Share,
     Targets,
     Weighting,
+    enforced_setting,
     setting,
 )
 from lora_trainer.config.inputs import NO_REGULARISATION
@@ -57,7 +58,7 @@ def _regular_expression(pattern: str) -> str:
 Pattern = Annotated[str, AfterValidator(_regular_expression)]
 """A regular expression on module names."""
 
-lora_setting = partial(setting, only_for=LORA, enforced=True)
+lora_setting = partial(enforced_setting, only_for=LORA)
 
 
 class AdapterSettings(Section):
@@ -70,24 +71,19 @@ class AdapterSettings(Section):
         "rank of the update, to which file size is proportional; with OFT the size of a block",
         headline=True,
     )
-    alpha: Scale | Auto = setting(
-        "auto",
-        "scale the update by alpha / rank; auto: alpha = rank",
-        not_for=NOT_OFT,
-        enforced=True,
+    alpha: Scale | Auto = enforced_setting(
+        "auto", "scale the update by alpha / rank; auto: alpha = rank", not_for=NOT_OFT
     )
-    conv_rank: Rank | None = setting(
+    conv_rank: Rank | None = enforced_setting(
         None,
         "rank of convolutions larger than 1x1 (LoCon); none: adapter.rank",
         only_for=CONVOLUTIONS,
-        enforced=True,
     )
-    conv_alpha: Scale | None = setting(
+    conv_alpha: Scale | None = enforced_setting(
         None,
         "alpha of convolutions larger than 1x1; none: adapter.alpha",
         only_for=CONVOLUTIONS,
         not_for=NOT_OFT,
-        enforced=True,
     )
     rank_pattern: dict[Pattern, Rank] = setting(
         {}, "rank by regular expression on the module name, first match wins"
@@ -98,28 +94,25 @@ class AdapterSettings(Section):
     rslora: bool = lora_setting(
         False, "scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); LoRA only"
     )
-    dropout: BelowAll = setting(
+    dropout: BelowAll = enforced_setting(
         0.0,
         "fraction of input channels hidden from each layer's adapter, drawn for each sample",
         not_for=NOT_OFT,
-        enforced=True,
     )
     rank_dropout: BelowAll = lora_setting(
         0.0, "fraction of each update's ranks left out, drawn for each sample; LoRA only"
     )
-    module_dropout: BelowAll = setting(
+    module_dropout: BelowAll = enforced_setting(
         0.0,
         "fraction of layers whose adapter is switched off, drawn for each sample",
         not_for={**NOT_OFT, "adapter.dora": (True,)},
-        enforced=True,
     )
-    lokr_factor: int = setting(
+    lokr_factor: int = enforced_setting(
         -1,
         "size of LoKr's left factor; -1: the most even split",
         ge=-1,
         le=1024,
         only_for={"adapter.kind": ("lokr",)},
-        enforced=True,
     )
     text_encoder: bool = setting(
         False, "train the text encoders too; their outputs cannot be cached then"
@@ -131,13 +124,12 @@ class AdapterSettings(Section):
         ge=0,
         le=32,
     )
-    new_tokens_from: str | None = setting(
+    new_tokens_from: str | None = enforced_setting(
         None,
         "word whose token vectors the new tokens start from; none: random vectors of usual size",
         min_length=1,
         max_length=100,
         not_for=WITHOUT_NEW_TOKENS,
-        enforced=True,
     )
     targets: Targets = setting(
         "transformer",
@@ -181,36 +173,32 @@ class TrainSettings(Section, Generic[A_co]):
         "halve the learning rate after three validations without a lower loss, three times at most",
         not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
     )
-    ema_decay: float | None = setting(
+    ema_decay: float | None = enforced_setting(
         None,
         "keep a running average of the adapter with this decay, faster at first; 0.99-0.999 is usual",
         gt=0.0,
         lt=1.0,
         not_for=NOT_SCHEDULE_FREE,
-        enforced=True,
     )
-    text_encoder_until: Portion = setting(
+    text_encoder_until: Portion = enforced_setting(
         1.0,
         "fraction of the steps after which the text encoders' adapters are frozen; 1: never",
         only_for={"adapter.text_encoder": (True,)},
-        enforced=True,
     )
-    new_tokens_until: Portion = setting(
+    new_tokens_until: Portion = enforced_setting(
         1.0,
         "fraction of the steps after which the new tokens are frozen; 1: never",
         not_for=WITHOUT_NEW_TOKENS,
-        enforced=True,
     )
     validate_every_steps: Interval | A_co = setting(
         "auto", "steps between validations; 0: never", not_for=WITHOUT_VALIDATION
     )
-    stop_after_validations: int | None = setting(
+    stop_after_validations: int | None = enforced_setting(
         None,
         "stop after this many validations in a row without a lower loss; none: train all steps",
         ge=1,
         le=1000,
         not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
-        enforced=True,
     )
     deterministic: bool = setting(
         False,
@@ -352,31 +340,28 @@ class OptimizerSettings(Section):
         "peak learning rate; presets are for AdamW and converted for other optimizers",
         headline=True,
     )
-    text_encoder_learning_rate: LearningRate | None = setting(
+    text_encoder_learning_rate: LearningRate | None = enforced_setting(
         None,
         "peak learning rate of the text encoders; none: half of learning_rate, with prodigy equal to it",
         only_for={"adapter.text_encoder": (True,)},
         not_for={OF: ("prodigy",)},
-        enforced=True,
     )
-    new_tokens_learning_rate: LearningRate | None = setting(
+    new_tokens_learning_rate: LearningRate | None = enforced_setting(
         None,
         "peak learning rate of the new tokens; none: ten times learning_rate, with prodigy equal to it",
         not_for={**WITHOUT_NEW_TOKENS, OF: ("prodigy",)},
-        enforced=True,
     )
     learning_rate_pattern: dict[Pattern, Annotated[float, Field(ge=0, le=1000)]] = setting(
         {},
         "factor on the learning rate by regular expression on the module name, first match wins; 0: frozen",
     )
-    lora_plus_ratio: float = setting(
+    lora_plus_ratio: float = enforced_setting(
         1.0,
         "learning rate of `up` over that of `down` (Hayou et al. 2024, arXiv 2402.12354)",
         ge=1.0,
         le=1000.0,
         only_for=LORA,
         not_for={OF: ("prodigy",)},
-        enforced=True,
     )
     beta1: float = setting(
         0.9, "decay of the first moment", ge=0.0, lt=1.0, not_for={OF: ("adafactor",)}
@@ -407,7 +392,7 @@ class OptimizerSettings(Section):
         le=1000.0,
         only_for={OF: ("prodigy",)},
     )
-    max_weight_norm: float | None = setting(
+    max_weight_norm: float | None = enforced_setting(
         None,
         "scale each layer's update back to this norm after every step (scale_weight_norms); 1 is usual",
         gt=0.0,
@@ -417,7 +402,6 @@ class OptimizerSettings(Section):
             **NOT_SCHEDULE_FREE,
             "adapter.dora": (True,),
         },
-        enforced=True,
     )
     schedule: Literal["constant", "linear", "cosine"] = setting(
         "cosine", "shape of the learning rate after warm-up", not_for=NOT_SCHEDULE_FREE

@@ -21,6 +21,7 @@ from lora_trainer.config.declare import (
     Interval,
     Precision,
     Section,
+    enforced_setting,
     setting,
 )
 from lora_trainer.config.inputs import BaseSettings, DataSettings
@@ -134,11 +135,10 @@ class OutputSettings(Section, Generic[A_co]):
     save_every_epochs: int | None = setting(
         None, "epochs between rolling exports and states", ge=1, le=100_000
     )
-    keep_best: bool = setting(
+    keep_best: bool = enforced_setting(
         False,
         "also export the weights with the lowest validation loss, as NAME-best.safetensors",
         not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
-        enforced=True,
     )
     measure: bool = setting(
         True, "measure the finished adapter's weights, ranks and gain for report.html"
