@@ -17,8 +17,6 @@ import pytest
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.queue import commands
 from lora_trainer.queue import worker as queue_worker
-from lora_trainer.queue.commands import Item
-from lora_trainer.queue.worker import Worker
 from tests.fakes.plans import machine
 from tests.fakes.queue_trainer import status
 from tests.fakes.queues import FAKE_TRAINER, WORKER_PROGRAM, Place, until
@@ -33,7 +31,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     place.clean_up()
 
 
-def trains(place: Place, item: Item) -> bool:
+def trains(place: Place, item: commands.Item) -> bool:
     """Say whether the run of an item is seen: its trainer waits for its file then."""
     return place.item(item.id).run is not None
 
@@ -166,7 +164,7 @@ def test_a_full_disk_delays_what_is_written_and_loses_nothing(
     worker = place.worker()
     full = True
 
-    def refuse_if_full(runs: Path, item: Item) -> None:
+    def refuse_if_full(runs: Path, item: commands.Item) -> None:
         if full and item.pid is not None:
             raise MachineError("cannot write: 0 bytes free", fix="free some space")
         real(runs, item)
@@ -347,15 +345,15 @@ def test_a_worker_goes_on_when_the_disk_is_full_for_a_while(place: Place) -> Non
     said: list[str] = []
     calls: list[int] = []
 
-    def full_at_first(worker: Worker) -> bool:
+    def full_at_first(worker: queue_worker.Worker) -> bool:
         calls.append(1)
         if len(calls) <= 3:
             raise MachineError("cannot write: 0 bytes free", fix="free some space")
         return real(worker)
 
-    real = Worker.tick
+    real = queue_worker.Worker.tick
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Worker, "tick", full_at_first)
+        patch.setattr(queue_worker.Worker, "tick", full_at_first)
         queue_worker.work(
             place.runs, trainer=FAKE_TRAINER, devices=[""], say=said.append, sleep=lambda _: None
         )

@@ -16,8 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.queue import commands, worker
-from lora_trainer.queue.commands import Item
-from lora_trainer.queue.worker import Child, Worker
 from tests.fakes.queues import Place
 
 
@@ -226,10 +224,10 @@ class _Process:
         return self.code
 
 
-class _FakeWorker(Worker):
-    def spawn(self, item: Item) -> Child:
+class _FakeWorker(worker.Worker):
+    def spawn(self, item: commands.Item) -> worker.Child:
         process: Any = _Process()
-        return Child(process=process, started_s=0.0)
+        return worker.Child(process=process, started_s=0.0)
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.queue import commands, worker
-from lora_trainer.queue.commands import Item
-from lora_trainer.queue.worker import Worker
 from tests.fakes.runs import ROOT
 
 FAKE_TRAINER = (sys.executable, str(ROOT / "tests" / "fakes" / "queue_trainer.py"))
@@ -54,28 +52,28 @@ class Place:
     def runs(self) -> Path:
         return self.folder / "runs"
 
-    def add(self, name: str, *words: str, **orders: Any) -> Item:
+    def add(self, name: str, *words: str, **orders: Any) -> commands.Item:
         """Queue a fake training of that name."""
         first = json.dumps({"name": name, **orders})
         return commands.add(self.runs, [first, *words], label=name, folder=self.folder)
 
-    def become(self, item: Item, **changes: Any) -> Item:
+    def become(self, item: commands.Item, **changes: Any) -> commands.Item:
         """Let an item be what a worker would make of it."""
         changed = replace(item, **changes)
         with commands.changing(self.runs):
             commands.write(self.runs, changed)
         return changed
 
-    def worker(self, *slots: str) -> Worker:
+    def worker(self, *slots: str) -> worker.Worker:
         """Return a worker of this process with the fake trainer."""
-        return Worker(runs=self.runs, slots=slots or ("",), trainer=FAKE_TRAINER)
+        return worker.Worker(runs=self.runs, slots=slots or ("",), trainer=FAKE_TRAINER)
 
     def worker_process(self) -> subprocess.Popen[bytes]:
         """Start a worker in a process of its own."""
         command = [*WORKER_PROGRAM, "queue", "run", "--runs", str(self.runs)]
         return subprocess.Popen(command, start_new_session=True)
 
-    def item(self, id: str) -> Item:
+    def item(self, id: str) -> commands.Item:
         return next(item for item in commands.items(self.runs) if item.id == id)
 
     def states(self) -> dict[str, str]:
@@ -91,7 +89,7 @@ class Place:
         value: dict[str, Any] = json.loads((self.runs / name / "given.json").read_bytes())
         return value
 
-    def finish(self, worker: Worker) -> None:
+    def finish(self, worker: worker.Worker) -> None:
         """Let a worker work until nothing is left."""
         until(lambda: not worker.tick(), what="the end of the queue")
 
