@@ -97,8 +97,10 @@ def test_nothing_but_tokenizers_of_open_repositories_is_fetched(
     assert all("tokenizer" in name for names in hub.fetched for name in names)
     assert len(hub.fetched) == 2
     assert describe(settings) == locate(settings) == facts and len(hub.fetched) == 2
-    (facts.located.folder / "vae" / "config.json").unlink()
-    assert describe(settings).layout is None and locate(settings) == facts, "made anew"
+    for pattern in ("vae/config.json", "tokenizer/*"):
+        for file in facts.located.folder.glob(pattern):
+            file.unlink()
+        assert describe(settings).layout is None and locate(settings) == facts, "made anew"
 
 
 def test_weights_that_are_missing_come_from_the_gated_release(hub: FakeHub, tmp_path: Path) -> None:
