@@ -74,7 +74,7 @@ def test_memory_that_torch_keeps_is_counted_once(monkeypatch: pytest.MonkeyPatch
     """Each step's inputs are new tensors in the same memory: the count must not grow with the steps."""
     pinning_driver(monkeypatch)
     with counted(limit_bytes=2 * MIB, on_refusal=lambda _: None) as count:
-        for _ in range(50):
+        for _ in range(5):
             inputs = [count.empty((300_000,), dtype=torch.uint8, device=CPU) for _ in range(3)]
             assert count.bytes == 3 * 2**19
             inputs.clear()
