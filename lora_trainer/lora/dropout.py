@@ -45,7 +45,8 @@ class SampleMasks:
         def masked(values: Tensor, *, channel_dim: int) -> Tensor:
             if not self._masks:
                 return values
-            return values * _aligned(self._masks[index], values, channel_dim)
+            # Multiplied in float32: 16 bits would round the rescaling, and with it the mean.
+            return (values * _aligned(self._masks[index], values, channel_dim)).to(values.dtype)
 
         return lambda values: masked(values, channel_dim=1 if values.dim() == 4 else -1)
 

@@ -47,10 +47,10 @@ class Network(nn.Module):
         return torch.cat([first, self.conv(image).flatten(1)], dim=1)
 
 
-def adapted(**settings: Any) -> tuple[Network, Adapter]:
+def adapted(*, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Network, Adapter]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        network = Network().requires_grad_(False)
+        network = Network().requires_grad_(False).to(dtype)
     chosen = AdapterSettings.model_validate({"rank": 4, **settings})
     modules = {"denoiser": ["linear", "conv"]}
     adapter = inject({"denoiser": network}, modules=modules, settings=chosen, alpha=4.0, seed=1)
@@ -157,6 +157,22 @@ def test_a_sample_is_dropped_the_same_in_any_batch(settings: dict[str, Any]) -> 
         with masks_of(adapter).of(halved([seed])):
             alone = network(tokens[k : k + 1], image[k : k + 1])
         torch.testing.assert_close(alone[0], together[k], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+def test_in_16_bits_it_is_the_same_but_for_rounding(settings: dict[str, Any]) -> None:
+    """The base of most GPUs is in bf16, and nothing behind an adapted layer takes float32 there."""
+    outputs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        network, adapter = adapted(dtype=dtype, **settings)
+        tokens, image = (values.to(dtype).requires_grad_() for values in inputs())
+        with masks_of(adapter).of(halved(SEEDS)):
+            outputs.append(network(tokens, image))
+            outputs[-1].float().sum().backward()
+        assert outputs[-1].dtype == dtype
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in adapter.parameters())
+    exact, rounded = (each.detach().float() for each in outputs)
+    assert (rounded - exact).norm() < 0.02 * exact.norm()
 
 
 def lora_by_hand(
