@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import psutil
 import pytest
@@ -39,6 +40,7 @@ SHORT = {
     "sampling.prompts": ["zibbo, a teal creature"],
     "hardware.threads": 1,
 }
+QUICK = {"train.validate_every_steps": 0, "sampling.steps": 2, "hardware.threads": 1}
 LONG = {
     "train.steps": 100_000,
     "train.batch_size": 1,
@@ -127,21 +129,7 @@ def training(place: Place, name: str, *, beyond: int = 0) -> Callable[[], bool]:
     return lambda: read_status(place.runs / name).step > beyond
 
 
-def test_three_clicks_lead_from_images_to_a_finished_lora(page: Any, place: Place) -> None:
-    page.goto(place.server.link)
-    page.get_by_role("link", name="Train", exact=True).click()
-    page.get_by_role("button", name="Choose images").wait_for()
-    fill(page, place, name="first", settings=SHORT)
-    train(page)
-    page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
-    assert (place.runs / "first" / "first.safetensors").is_file()
-    assert state(place, "first") == "finished"
-    page.locator("table.sheet img").first.wait_for()
-    page.goto(place.server.url("/"))
-    page.get_by_role("link", name="first", exact=True).first.wait_for()
-
-
-def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_in_three_clicks(
+def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_as_typed(
     page: Any, gui_server: StartGui, tmp_path: Path
 ) -> None:
     mine = Place(runs=tmp_path / "runs", images=tmp_path, server=gui_server(tmp_path / "runs"))
@@ -166,33 +154,21 @@ def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_in_three
     page.locator("input[name=files]").set_input_files(images)  # 1: the files of "Choose images"
     page.get_by_role("button", name=ON).click(timeout=WITHIN_MS)  # 2
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
-    set_in_draft(mine, SHORT)
+    set_in_draft(mine, QUICK)
+    type_length_and_samples(page)
     train(page)  # 3
-    page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
-    assert page.url != mine.server.url(f"/run?run={before.name}")
+    page.get_by_text("Finished after 5 steps").first.wait_for(timeout=WITHIN_MS)
+    (run,) = parse_qs(urlsplit(page.url).query)["run"]
+    assert run != before.name
     (folder,) = set(uploads.iterdir()) - known
     assert len(list(folder.iterdir())) == len(images)
+    settings = json.loads((mine.runs / run / "run.json").read_text())["settings"]
+    assert (settings["train.concept"], settings["adapter.rank"]) == ("style", 4)
+    assert settings["sampling.prompts"] == ["zibbo, on a <b> moon"]
 
 
-def press(page: Any, tag: str, name: str) -> None:
-    """Walk to a link (A) or a button by the Tab key and press Enter; it is seen where the keyboard is."""
-    passed = []
-    for _ in range(TABS_AT_MOST):
-        page.keyboard.press("Tab")
-        focused = page.evaluate(FOCUSED)
-        if (focused["tag"], focused["name"]) == (tag, name):
-            assert focused["seen"], f"nothing shows that {name} has the keyboard"
-            page.keyboard.press("Enter")
-            return
-        passed.append(focused["name"])
-    raise AssertionError(f"the Tab key does not lead to {name}, only to {passed}")
-
-
-def test_length_and_samples_are_proposed_and_what_is_typed_is_trained(
-    page: Any, place: Place
-) -> None:
-    page.goto(place.server.link)
-    fill(page, place, name="typed", settings={})
+def type_length_and_samples(page: Any) -> None:
+    """Look at the proposed steps and prompts, go back to them, and type others."""
     steps, prompts = page.get_by_label("Steps", exact=True), page.get_by_label("What the samples")
     proposed = steps.input_value()
     assert int(proposed) > 4
@@ -210,11 +186,20 @@ def test_length_and_samples_are_proposed_and_what_is_typed_is_trained(
     page.get_by_label("Rank", exact=False).fill("4")
     prompts.fill("zibbo, on a <b> moon")
     steps.fill("5")  # and the button takes it along, without a wait for the plan
-    train(page)
-    page.get_by_text("Finished after 5 steps").first.wait_for(timeout=WITHIN_MS)
-    settings = json.loads((place.runs / "typed" / "run.json").read_text())["settings"]
-    assert (settings["train.concept"], settings["adapter.rank"]) == ("style", 4)
-    assert settings["sampling.prompts"] == ["zibbo, on a <b> moon"]
+
+
+def press(page: Any, tag: str, name: str) -> None:
+    """Walk to a link (A) or a button by the Tab key and press Enter; it is seen where the keyboard is."""
+    passed = []
+    for _ in range(TABS_AT_MOST):
+        page.keyboard.press("Tab")
+        focused = page.evaluate(FOCUSED)
+        if (focused["tag"], focused["name"]) == (tag, name):
+            assert focused["seen"], f"nothing shows that {name} has the keyboard"
+            page.keyboard.press("Enter")
+            return
+        passed.append(focused["name"])
+    raise AssertionError(f"the Tab key does not lead to {name}, only to {passed}")
 
 
 @pytest.fixture(scope="module")
