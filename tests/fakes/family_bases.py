@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.families.base import (
@@ -103,3 +103,8 @@ def conditioning_of(family: Family, facts: BaseFacts, prompts: Sequence[str]) ->
     }
     singles = [{**encoder.encode_prompts([prompt]), **told} for prompt in prompts]
     return {key: torch.cat(padded_alike([single[key] for single in singles])) for key in singles[0]}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Return standard normal float32 numbers that depend on `seed` alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

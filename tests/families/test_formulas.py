@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.training.loss import add_noise, sample_losses, target
-from tests.fakes.family_bases import base_with, conditioning_of, facts_at, network_of
-from tests.fakes.low_rank import draw
+from tests.fakes.family_bases import base_with, conditioning_of, draw, facts_at, network_of
 
 PROMPTS = ("a red square", "a photo of the blue one, on the left")
 HEIGHT, WIDTH = 12, 8  # in latents, unequal: rows and columns cannot be taken for one another

@@ -38,6 +38,7 @@ from tests.fakes.family_bases import (
     conditioning_of,
     copy_of,
     denoiser_of,
+    draw,
     encoder_of,
     facts_at,
     facts_of,
@@ -45,7 +46,6 @@ from tests.fakes.family_bases import (
     pipeline_of,
     side_of,
 )
-from tests.fakes.low_rank import draw
 
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
 

@@ -21,6 +21,7 @@ from tests.fakes.family_bases import (
     base_of,
     copy_of,
     denoiser_of,
+    draw,
     encoder_of,
     facts_at,
     facts_of,
@@ -30,7 +31,6 @@ from tests.fakes.family_bases import (
 )
 from tests.fakes.json_files import edit_json
 from tests.fakes.ldm_file import vae_tensors
-from tests.fakes.low_rank import draw
 from tests.fakes.original_names import NORMS, original_names, split_at
 
 TRANSFORMERS = pytest.mark.parametrize("name", NORMS)

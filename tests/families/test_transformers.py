@@ -32,6 +32,7 @@ from tests.fakes.family_bases import (
     base_with,
     copy_of,
     denoiser_of,
+    draw,
     encoder_of,
     facts_at,
     facts_of,
@@ -41,7 +42,6 @@ from tests.fakes.family_bases import (
 )
 from tests.fakes.hub import spiece
 from tests.fakes.json_files import edit_json
-from tests.fakes.low_rank import draw
 from tests.fakes.original_names import original_names, split_at
 
 PROMPTS = ("a red square", "a photo of the blue one, on the left")

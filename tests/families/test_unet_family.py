@@ -24,6 +24,7 @@ from tests.fakes.family_bases import (
     base_of,
     copy_of,
     denoiser_of,
+    draw,
     encoder_of,
     facts_at,
     facts_of,
@@ -33,7 +34,6 @@ from tests.fakes.family_bases import (
 )
 from tests.fakes.json_files import edit_json
 from tests.fakes.ldm_file import write_checkpoint
-from tests.fakes.low_rank import draw
 
 NAMES = ("sd15", "sd2", "sdxl")
 U_NETS = pytest.mark.parametrize("name", NAMES)
