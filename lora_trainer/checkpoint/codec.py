@@ -28,8 +28,9 @@ from lora_trainer.common.files import (
     sync_folder,
     write_file,
 )
+from lora_trainer.families.base import TensorInfo
 from lora_trainer.lora_file.read_tensors import SLOT_DTYPES, tensor_bytes
-from lora_trainer.lora_file.stream import Slot, header_bytes, ordered
+from lora_trainer.lora_file.stream import header_bytes, ordered
 
 
 def make_folder(folder: Path) -> None:
@@ -172,12 +173,14 @@ def unpack(packed: Packed) -> Any:
 
 def file_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
     """Return a safetensors file of tensors on the CPU without copying them: header, then each one."""
-    slots = ordered(
-        Slot(name=name, dtype=_FILE_DTYPES[tensor.dtype], shape=tuple(tensor.shape))
-        for name, tensor in tensors.items()
+    infos = ordered(
+        {
+            name: TensorInfo(dtype=_FILE_DTYPES[tensor.dtype], shape=tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        }
     )
-    bodies = [tensor_bytes(tensors[slot.name]) for slot in slots if slot.bytes]
-    return [header_bytes(slots, {}), *bodies]
+    bodies = [tensor_bytes(tensors[name]) for name in infos if tensors[name].numel()]
+    return [header_bytes(infos, {}), *bodies]
 
 
 def snapshot(tensor: Tensor) -> Tensor:

@@ -18,11 +18,10 @@ from PIL import Image
 from torch import nn
 
 from lora_trainer.cache.cache_plan import SampleSource
-from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.errors import InputError
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.config import all_settings, flatten
-from lora_trainer.config.running import Config
 from lora_trainer.dataset.buckets import cut
 from lora_trainer.dataset.caption_lengths import new_word
 from lora_trainer.dataset.images import decode
@@ -33,7 +32,7 @@ from lora_trainer.lora.adapter import Adapter, denoiser_layers, layer_shapes
 from lora_trainer.lora.adapter_kinds import add_new_tokens
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_lora
 from lora_trainer.lora_file.embedding import embedding_path, read_embedding
-from lora_trainer.lora_file.header import file_of, holds_adapter
+from lora_trainer.lora_file.header import holds_adapter
 from lora_trainer.lora_file.names import file_names
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.lora_file.read_tensors import read_tensors
@@ -44,7 +43,7 @@ from lora_trainer.run.final_scores import WeightFigures, weight_figures
 from lora_trainer.run.prepare import Prepared as Plan
 from lora_trainer.run.prepare import Request, prepare_with_base
 from lora_trainer.run.run_folder import RunFolder, TrainingJob, read_run
-from lora_trainer.run.sample_lora import adapter_of, stated_settings
+from lora_trainer.run.sample_lora import file_and_base
 from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
@@ -320,32 +319,16 @@ class EvaluatedLora:
 
 def evaluated_lora_of(path: Path, *, base: str | None) -> EvaluatedLora:
     """Read the adapter's file and settings; raises InputError and RequestError, as `sample` does."""
-    if path.is_dir() and not holds_adapter(path):
-        file, record = adapter_of(path), read_run(path)
-        settings = dict(record["settings"])
-        source = base or str(record["base"]["source"])
-        settings_kept = _kept(settings, elsewhere=base is not None)
-        return EvaluatedLora(
-            file=file,
-            run=path,
-            settings=settings_kept | {"base.model": source},
-            has_settings=True,
-            fingerprint=str(record["dataset"]["fingerprint"]),
-        )
-    config: Config | None = stated_settings(read_contents(path).metadata)
-    base_model = base or (config.base.model if config else None)
-    if base_model in (None, "auto"):
-        raise RequestError(
-            f"{path.name} does not say which base it was trained on",
-            fix="name the base with --base",
-        )
-    settings = flatten(config) if config else {}
+    file, source, config = file_and_base(path, base=base)
+    record = read_run(path) if path.is_dir() and not holds_adapter(path) else None
+    settings = dict(record["settings"]) if record else flatten(config) if config else {}
+    kept_settings = _kept(settings, elsewhere=record is None or base is not None)
     return EvaluatedLora(
-        file=file_of(path),
-        run=None,
-        settings=_kept(settings, elsewhere=True) | {"base.model": base_model},
-        has_settings=config is not None,
-        fingerprint="",
+        file=file,
+        run=path if record else None,
+        settings=kept_settings | {"base.model": source},
+        has_settings=bool(settings),
+        fingerprint=str(record["dataset"]["fingerprint"]) if record else "",
     )
 
 

@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from lora_trainer.common.errors import InputError, TrainingStopped
 from lora_trainer.common.files import disk_error
-from lora_trainer.families.base import NewWord
+from lora_trainer.families.base import NewWord, TensorInfo
+from lora_trainer.lora_file.header import numbers, open_checked
 from lora_trainer.lora_file.metadata import header_settings
-from lora_trainer.lora_file.stream import Slot, ordered, write_tensors
+from lora_trainer.lora_file.stream import ordered, write_tensors
 
 FOLDER = "embeddings"
 KEYS = ("emb_params", "clip_l", "clip_g")
@@ -54,30 +53,27 @@ def write_embedding(path: Path, vectors: Vectors, *, metadata: Mapping[str, str]
                 f"the new tokens of {key} hold values that are not finite numbers",
                 fix="resume from an earlier state with a lower optimizer.new_tokens_learning_rate",
             )
-    slots = ordered(
-        Slot(name=key, dtype="F32", shape=values.shape) for key, values in vectors.items()
+    tensors = ordered(
+        {key: TensorInfo(dtype="F32", shape=values.shape) for key, values in vectors.items()}
     )
     try:
         path.parent.mkdir(exist_ok=True)
     except OSError as error:
         raise disk_error(path.parent, error) from error
-    bodies = (vectors[slot.name].astype("<f4").tobytes() for slot in slots)
-    write_tensors(path, slots, bodies, metadata=metadata, force=True)
+    bodies = (vectors[key].astype("<f4").tobytes() for key in tensors)
+    write_tensors(path, tensors, bodies, metadata=metadata, force=True)
 
 
 def read_embedding(path: Path) -> Embedding:
     """Read a file in the names of `KEYS`; raises InputError for any other."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata: dict[str, Any] = file.metadata() or {}
-            vectors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"{path} cannot be read as an embedding: {error}", fix="export it again"
-        ) from None
-    if not vectors or set(vectors) - set(KEYS) or any(each.ndim != 2 for each in vectors.values()):
-        raise InputError(f"{path} holds no embedding", fix="give a file with emb_params or clip_l")
-    return Embedding(vectors=vectors, metadata=metadata)
+    with open_checked(path) as opened:
+        entries = opened.entries.values()
+        if not entries or any(each.key not in KEYS or len(each.shape) != 2 for each in entries):
+            raise InputError(
+                f"{path} holds no embedding", fix="give a file with emb_params or clip_l"
+            )
+        vectors = {each.key: numbers(opened.read(each), each) for each in entries}
+        return Embedding(vectors=vectors, metadata=opened.metadata)
 
 
 def bundled(keys: Iterable[str]) -> list[str]:

@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
+import numpy as np
 from safetensors import SafetensorError, deserialize, safe_open
 
 from lora_trainer.common.errors import InputError
+from lora_trainer.families.base import TensorInfo
 from lora_trainer.families.base_files.base_folder import (
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
@@ -24,38 +26,39 @@ from lora_trainer.families.base_files.base_folder import (
     MAX_TENSORS,
     is_crowded,
 )
+from lora_trainer.lora_file.stream import ELEMENT_BYTES
 
-ELEMENT_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
-    **dict.fromkeys(("I32", "U32", "F32"), 4),
-    **dict.fromkeys(("I64", "U64", "F64"), 8),
-}
-
+Array = np.ndarray[Any, Any]
+_NUMPY = {
+    "F16": "<f2", "F32": "<f4", "F64": "<f8", "BOOL": "?",
+    "I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8",
+}  # fmt: skip
+_F8_BITS = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2)}
 PEFT_FILE = "adapter_model.safetensors"
 FOLDER_FILES = (PEFT_FILE, "pytorch_lora_weights.safetensors")
 """The names under which peft and diffusers save a LoRA into a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeaderEntry:
+class HeaderEntry(TensorInfo):
     """One tensor as the header describes it; `begin` and `end` count from the first tensor byte."""
 
     key: str
-    dtype: str
-    shape: tuple[int, ...]
     begin: int
     end: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """An open file whose header is checked; `entries` are in file order, `start` is the first tensor byte."""
+    """An open file whose header is checked.
+
+    `entries` are by key in file order, `start` is the first tensor byte.
+    """
 
     path: Path
     file: BinaryIO
     start: int
-    entries: tuple[HeaderEntry, ...]
+    entries: Mapping[str, HeaderEntry]
     metadata: Mapping[str, str]
 
     def read(self, entry: HeaderEntry) -> bytearray:
@@ -166,6 +169,40 @@ def _opened(path: Path, file: BinaryIO, check: Callable[[], object]) -> Opened:
         path=path,
         file=file,
         start=8 + length,
-        entries=tuple(sorted(entries, key=lambda entry: (entry.begin, entry.end))),
+        entries={
+            entry.key: entry for entry in sorted(entries, key=lambda each: (each.begin, each.end))
+        },
         metadata=metadata,
     )
+
+
+def numbers(data: bytearray, entry: HeaderEntry) -> Array:
+    """Return the numbers of a tensor; bf16 and fp8 as float32, which holds them all."""
+    if not data:
+        return np.zeros(entry.shape, "<f4")
+    if entry.dtype == "BF16":  # the upper half of a float32
+        wide = np.frombuffer(data, "<u2").astype("<u4") << 16
+        return wide.view("<f4").reshape(entry.shape)
+    if entry.dtype in _F8_BITS:
+        table = _f8_table(*_F8_BITS[entry.dtype])
+        values: Array = table[np.frombuffer(data, "u1")].reshape(entry.shape)
+        return values
+    return np.frombuffer(data, _NUMPY[entry.dtype]).reshape(entry.shape)
+
+
+def _f8_table(exponent_bits: int, mantissa_bits: int) -> Array:
+    """Return the value of each of the 256 bytes of an fp8 format."""
+    # OCP 8-bit floating point 1.0: below the smallest exponent the leading 1 is missing (subnormal numbers),
+    # E4M3 has no infinity and one NaN, E5M2 has both as IEEE 754 has them.
+    codes = np.arange(128)
+    exponent, mantissa = codes >> mantissa_bits, codes & (2**mantissa_bits - 1)
+    bias = 2 ** (exponent_bits - 1) - 1
+    small = np.ldexp(mantissa / 2.0**mantissa_bits, 1 - bias)
+    usual = np.ldexp(1 + mantissa / 2.0**mantissa_bits, exponent - bias)
+    values = np.where(exponent == 0, small, usual)
+    if exponent_bits == 4:
+        values[127] = np.nan
+    else:
+        values[124:] = [np.inf, np.nan, np.nan, np.nan]
+    table: Array = np.concatenate([values, -values]).astype("<f4")
+    return table

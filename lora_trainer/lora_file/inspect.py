@@ -20,11 +20,11 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.lora.adapter_size import BASED
 from lora_trainer.lora_file.embedding import KEYS, WORD, read_embedding
 from lora_trainer.lora_file.fitting_base import recognise
-from lora_trainer.lora_file.header import refuse
+from lora_trainer.lora_file.header import numbers, refuse
 from lora_trainer.lora_file.module_update import Update
 from lora_trainer.lora_file.names import KeyFormat, key_format, kind_of_others
 from lora_trainer.lora_file.problems import Body, Problem, find_problems, problem
-from lora_trainer.lora_file.read import Contents, numbers, open_contents
+from lora_trainer.lora_file.read import Contents, open_contents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ def _read(contents: Contents) -> tuple[Body, dict[str, float]]:
     """Return the facts in a file's tensors, and the norm of its update by block."""
     digest, alphas, not_finite, misshapen = sha256(), dict[str, float](), [], dict[str, str]()
     squares: dict[str, float] = {}
-    for entry in contents.opened.entries:
+    for entry in contents.opened.entries.values():
         data = contents.opened.read(entry)
         digest.update(data)
         values = numbers(data, entry)

@@ -19,16 +19,18 @@ import numpy as np
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter_size import AdapterKind, update_size
-from lora_trainer.lora_file.header import PEFT_FILE, HeaderEntry, Opened, open_checked, refuse
+from lora_trainer.lora_file.header import (
+    PEFT_FILE,
+    Array,
+    HeaderEntry,
+    Opened,
+    numbers,
+    open_checked,
+    refuse,
+)
 from lora_trainer.lora_file.module_update import Update, normal_form
 from lora_trainer.lora_file.names import PART_MARK, Role, parse_key
 
-Array = np.ndarray[Any, Any]
-_NUMPY = {
-    "F16": "<f2", "F32": "<f4", "F64": "<f8", "BOOL": "?",
-    "I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8",
-}  # fmt: skip
-_F8_BITS = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2)}
 _BESIDE: frozenset[Role] = frozenset({"alpha", "magnitude", "bias", "up_bias", "rescale", "scaled"})
 _NEEDED: Mapping[AdapterKind, tuple[frozenset[Role], ...]] = {
     "lora": (frozenset({"down", "up"}), frozenset({"down", "up", "mid"})),
@@ -182,7 +184,7 @@ def _contents(opened: Opened, *, name: str) -> Contents:
     parts: dict[str, dict[Role, HeaderEntry]] = {}
     kinds: dict[str, set[AdapterKind]] = {}
     unknown: list[HeaderEntry] = []
-    for entry in opened.entries:
+    for entry in opened.entries.values():
         parsed = parse_key(entry.key)
         if parsed is None:
             unknown.append(entry)
@@ -242,38 +244,6 @@ def _kind(kinds: set[AdapterKind], roles: Mapping[Role, HeaderEntry]) -> Adapter
     if not kinds and "bias" in roles:
         return "full"
     return next((kind for kind in _ORDER if kind in kinds), None)
-
-
-def numbers(data: bytearray, entry: HeaderEntry) -> Array:
-    """Return the numbers of a tensor; bf16 and fp8 as float32, which holds them all."""
-    if not data:
-        return np.zeros(entry.shape, "<f4")
-    if entry.dtype == "BF16":  # the upper half of a float32
-        wide = np.frombuffer(data, "<u2").astype("<u4") << 16
-        return wide.view("<f4").reshape(entry.shape)
-    if entry.dtype in _F8_BITS:
-        table = _f8_table(*_F8_BITS[entry.dtype])
-        values: Array = table[np.frombuffer(data, "u1")].reshape(entry.shape)
-        return values
-    return np.frombuffer(data, _NUMPY[entry.dtype]).reshape(entry.shape)
-
-
-def _f8_table(exponent_bits: int, mantissa_bits: int) -> Array:
-    """Return the value of each of the 256 bytes of an fp8 format."""
-    # OCP 8-bit floating point 1.0: below the smallest exponent the leading 1 is missing (subnormal numbers),
-    # E4M3 has no infinity and one NaN, E5M2 has both as IEEE 754 has them.
-    codes = np.arange(128)
-    exponent, mantissa = codes >> mantissa_bits, codes & (2**mantissa_bits - 1)
-    bias = 2 ** (exponent_bits - 1) - 1
-    small = np.ldexp(mantissa / 2.0**mantissa_bits, 1 - bias)
-    usual = np.ldexp(1 + mantissa / 2.0**mantissa_bits, exponent - bias)
-    values = np.where(exponent == 0, small, usual)
-    if exponent_bits == 4:
-        values[127] = np.nan
-    else:
-        values[124:] = [np.inf, np.nan, np.nan, np.nan]
-    table: Array = np.concatenate([values, -values]).astype("<f4")
-    return table
 
 
 DIFFUSERS_METADATA = "lora_adapter_metadata"

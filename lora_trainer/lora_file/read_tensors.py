@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.declare import Precision
+from lora_trainer.families.base import TensorInfo
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.embedding import BUNDLED
 from lora_trainer.lora_file.header import refuse
@@ -31,7 +32,6 @@ from lora_trainer.lora_file.names import (
     kind_of_others,
 )
 from lora_trainer.lora_file.read import Contents, ModuleFactors, open_contents
-from lora_trainer.lora_file.stream import Slot
 
 SLOT_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -45,9 +45,9 @@ SLOT_DTYPES: Mapping[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in SLOT_DTYPES.items()}
 
 
-def slot(name: str, tensor: Tensor) -> Slot:
-    """Return the place that a floating-point tensor takes in a file."""
-    return Slot(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
+def tensor_info(tensor: Tensor) -> TensorInfo:
+    """Return how a header describes a floating-point tensor."""
+    return TensorInfo(dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

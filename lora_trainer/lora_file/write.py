@@ -10,32 +10,27 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lora_trainer.common.errors import InputError, MachineError, TrainingStopped
-from lora_trainer.common.files import (
-    disk_error,
-    retry_while_open,
-    sha256_bytes,
-    sha256_file,
-    write_atomic,
-)
+from lora_trainer.common.errors import InputError, TrainingStopped
+from lora_trainer.common.files import disk_error, retry_while_open
 from lora_trainer.config.declare import Precision
-from lora_trainer.families.base import Family, FileFormat
+from lora_trainer.families.base import Family, FileFormat, TensorInfo
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import DTYPES, AdapterTensors, ModuleTensors, split_key
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.formats import AdapterContents
 from lora_trainer.lora_file.metadata import ExportInfo, metadata
 from lora_trainer.lora_file.names import ALPHA, BIAS, SCALED, STRONG, file_endings, file_names
-from lora_trainer.lora_file.read import DIFFUSERS_METADATA, FOLDED
-from lora_trainer.lora_file.read_tensors import open_adapter, slot, tensor_bytes
-from lora_trainer.lora_file.stream import ordered, sealed
+from lora_trainer.lora_file.read import FOLDED
+from lora_trainer.lora_file.read_tensors import open_adapter, tensor_bytes, tensor_info
+from lora_trainer.lora_file.stream import Body, ordered, write_tensors
 
 _FLAT = frozenset({"w1_b", "w2_b"})
 """Factors that readers multiply as matrices: a convolution's kernel is flattened into the rows."""
@@ -57,42 +52,6 @@ def contents_of(tensors: AdapterTensors) -> AdapterContents:
     )
 
 
-def export_bytes(
-    tensors: AdapterTensors,
-    *,
-    family: Family,
-    format: FileFormat,
-    precision: Precision,
-    metadata: Mapping[str, str],
-) -> bytes:
-    """Return the safetensors file of an adapter; `format` is one that `formats.resolve_format` allows.
-
-    kohya files state the strength of LoRAs as `alpha`, one for all modules, as diffusers 0.42 gives
-    attention layers the most frequent one; the rest of a module's strength is multiplied into `up`. In
-    the other formats all of the strength is, as their readers disagree about where it is written, and so is
-    that of a LoHa and a LoKr, whose alpha in kohya files is their rank (docs/formats.md). The header gets
-    `metadata` and hashes of the tensor bytes. Raises TrainingStopped when a value is not finite or
-    does not fit `precision`.
-    """
-    if DIFFUSERS_METADATA in metadata:
-        raise ValueError(f"{DIFFUSERS_METADATA} would be a second strength beside the tensors'")
-    alpha = common_alpha(tensors.values())
-    files = [
-        file_tensors(
-            module, key=key, family=family, format=format, precision=precision, lora_alpha=alpha
-        )
-        for key, module in tensors.items()
-    ]
-    by_name = {name: tensor for each in files for name, tensor in each.items()}
-    if len(by_name) < sum(map(len, files)):
-        raise ValueError("two modules share one name in the file")
-    # The entry keeps `inspect` from taking the missing alpha for a lost one.
-    if any(_alpha(module, format, lora_alpha=alpha) is None for module in tensors.values()):
-        metadata = {**metadata, FOLDED: "multiplied in"}
-    slots = ordered(slot(name, tensor) for name, tensor in by_name.items())
-    return sealed(slots, b"".join(tensor_bytes(by_name[each.name]) for each in slots), metadata)
-
-
 def write_export(
     path: Path,
     tensors: AdapterTensors,
@@ -104,19 +63,64 @@ def write_export(
 ) -> None:
     """Publish a trained adapter at `path` once it reads back right.
 
-    Raises TrainingStopped when a module differs by more than rounding to `precision` explains, and
-    MachineError when the disk refuses or gives other bytes back.
+    Raises TrainingStopped when a value is not finite or does not fit `precision`, or a module differs by more
+    than rounding explains, and MachineError when the disk refuses or gives other bytes back.
     """
-    data = export_bytes(
-        tensors, family=family, format=format, precision=precision, metadata=metadata(info)
+    alpha = common_alpha(tensors.values())
+    form = FileForm(family=family, format=format, precision=precision, lora_alpha=alpha)
+    write_modules(path, tensors, form, entries=lambda _: metadata(info), in_memory=True, force=True)
+
+
+def write_modules(
+    path: Path,
+    modules: AdapterTensors,
+    form: FileForm,
+    *,
+    entries: Callable[[float | None], Mapping[str, str]],
+    in_memory: bool = False,
+    force: bool,
+) -> None:
+    """Write an adapter; the file appears at `path` when it has been read back and compared with the modules.
+
+    `entries` gives the header's entries but the hashes, for the alpha that most modules state. Modules are looked
+    up several times, one at a time; `in_memory` keeps what the file has of them. Raises as `write_tensors` and
+    `FileForm.tensors`, and TrainingStopped for a file that does not hold the adapter.
+    """
+
+    def of_module(key: str) -> dict[str, Tensor]:
+        return form.tensors(key, modules[key])
+
+    tensors_of = cache(of_module) if in_memory else of_module
+    infos, module_of = dict[str, TensorInfo](), dict[str, str]()
+    alphas = Counter[float | None]()
+    for key in modules:
+        tensors = tensors_of(key)
+        if module_of.keys() & tensors.keys():
+            raise ValueError("two modules share one name in the file")
+        infos |= {name: tensor_info(tensor) for name, tensor in tensors.items()}
+        module_of |= dict.fromkeys(tensors, key)
+        stated = (float(tensor) for name, tensor in tensors.items() if name.endswith(ALPHA))
+        alphas[next(stated, None)] += 1
+    # The entry keeps `inspect` from taking the missing alpha for a lost one.
+    strength = {FOLDED: "multiplied in"} if None in alphas else {}
+
+    def bodies() -> Iterator[Body]:
+        # A file begins with the widest dtype, so a module's alpha is not beside its factors: it is made twice.
+        last, tensors = "", dict[str, Tensor]()
+        for name in ordered(infos):
+            if module_of[name] != last:
+                last = module_of[name]
+                tensors = tensors_of(last)
+            yield tensor_bytes(tensors[name])
+
+    write_tensors(
+        path,
+        ordered(infos),
+        bodies(),
+        metadata={**entries(alphas.most_common(1)[0][0]), **strength},
+        force=force,
+        check=lambda file: check_written(file, modules, form),
     )
-    check_written(data, tensors, family=family, precision=precision)
-    write_atomic(path, data)
-    if sha256_file(path) != sha256_bytes(data):
-        raise MachineError(
-            f"{path} reads back with other bytes than were written",
-            fix="check the disk or choose another folder with --output",
-        )
 
 
 def final_export_name(name: str) -> str:
@@ -160,72 +164,79 @@ def common_alpha(modules: Iterable[ModuleTensors]) -> float:
     return alphas.most_common(1)[0][0] if alphas else 1.0
 
 
-def file_tensors(
-    module: ModuleTensors,
-    *,
-    key: str,
-    family: Family,
-    format: FileFormat,
-    precision: Precision,
-    lora_alpha: float,
-) -> dict[str, Tensor]:
-    """Return the file's tensors of one module by name, rounded, on the CPU; see `export_bytes`.
+@dataclass(frozen=True, kw_only=True)
+class FileForm:
+    """How a file states an adapter; `format` is one that `formats.resolve_format` allows.
 
-    `lora_alpha` is `common_alpha` of all modules of the file.
+    kohya files state the strength of LoRAs as `alpha`, one for all modules (`lora_alpha`, see `common_alpha`), as
+    diffusers 0.42 gives attention layers the most frequent one; the rest of a module's strength is multiplied into
+    `up`. In the other formats all of the strength is, as their readers disagree about where it is written, and
+    so is that of a LoHa and a LoKr, whose alpha in kohya files is their rank (docs/formats.md).
     """
-    if module.rows is not None:
-        raise InputError(
-            f"{key} has some rows of a Kronecker product only (LoKr of joined layers), which no file "
-            "with one weight for each layer can state",
-            fix="make a LoRA of it with `lora-train resize --rank`, or merge it with --into",
-        )
-    name = family.lora_key_name(format, *split_key(key))
-    alpha = _alpha(module, format, lora_alpha=lora_alpha)
-    endings: dict[str, str] = {"bias": BIAS}
-    endings |= {
-        str(role): ending
-        for role, ending in file_endings(format, module.kind, component=split_key(key)[0]).items()
-    }
-    endings |= {"input_magnitude": endings.get("magnitude", "")}
-    endings |= dict.fromkeys(("by_output", "by_input"), endings.get("factor", ""))
-    tensors: dict[str, Tensor] = {}
-    for role, tensor in module.tensors.items():
-        wide = tensor.detach().cpu().to(torch.float64)  # MPS has no float64
-        # A DoRA magnitude scales the base's weight and not the update, so it is rounded to as many
-        # digits as its readers allow.
-        digits: Precision = precision
-        # Each product takes the strength once, as s (A B) * (C D) = (s A B) * (C D) in a LoHa.
-        if role in STRONG:
-            wide = wide * _folded(module, alpha)
-        if role in _FLAT:
-            wide = wide.flatten(1)
-        if role in ("by_output", "by_input") and wide.dim() > 1:
-            wide = wide[None]  # as LyCORIS broadcasts it over the weight of a convolution
-        if role in ("magnitude", "input_magnitude"):
-            wide = _magnitude(wide, module, role, format)
-            # diffusers tells a file's format by its first tensor, and files begin with the widest
-            # dtype: that must stay a factor's.
-            digits = "fp16" if format == "diffusers" and precision != "fp32" else "fp32"
-        tensors[f"{name}{endings[role]}"] = _rounded(wide, key=key, precision=digits)
-    if module.kind == "ia3":
-        tensors[f"{name}{endings['on_input']}"] = torch.tensor(float("by_input" in module.tensors))
-    if alpha is not None:  # in fp32, as readers take it with .item()
-        tensors[f"{name}{ALPHA}"] = torch.tensor(alpha, dtype=torch.float32)
-    return tensors
 
+    family: Family
+    format: FileFormat
+    precision: Precision
+    lora_alpha: float
 
-def _alpha(module: ModuleTensors, format: FileFormat, *, lora_alpha: float) -> float | None:
-    """Return the alpha that the file states, None where the strength is multiplied into the factors.
+    def tensors(self, key: str, module: ModuleTensors) -> dict[str, Tensor]:
+        """Return the file's tensors of one module by name, rounded, on the CPU.
 
-    The alpha of an OFT is a limit on its rotations; 0 is none. That of a LoHa and a LoKr is the rank, as
-    LyCORIS 4.1 merges alpha / rank squared. Readers of ComfyUI's names take an alpha for all kinds,
-    but diffusers 0.42 refuses it beside a LoRA or a LoKr.
-    """
-    if module.kind == "oft":
-        return None if format == "diffusers" else 0.0
-    if module.kind not in SCALED or format != "kohya":
-        return None
-    return lora_alpha if module.kind == "lora" else float(module.rank)
+        Raises TrainingStopped for values that are not finite or do not fit the precision, InputError for rows of
+        a Kronecker product.
+        """
+        if module.rows is not None:
+            raise InputError(
+                f"{key} has some rows of a Kronecker product only (LoKr of joined layers), which no "
+                "file with one weight for each layer can state",
+                fix="make a LoRA of it with `lora-train resize --rank`, or merge it with --into",
+            )
+        component, layer = split_key(key)
+        name = self.family.lora_key_name(self.format, component, layer)
+        alpha = self._alpha(module)
+        ends = file_endings(self.format, module.kind, component=component)
+        endings: dict[str, str] = {"bias": BIAS} | {str(role): end for role, end in ends.items()}
+        endings["input_magnitude"] = endings.get("magnitude", "")
+        endings |= dict.fromkeys(("by_output", "by_input"), endings.get("factor", ""))
+        tensors: dict[str, Tensor] = {}
+        for role, tensor in module.tensors.items():
+            wide = tensor.detach().cpu().to(torch.float64)  # MPS has no float64
+            # A DoRA magnitude scales the base's weight and not the update, so it is rounded to as many
+            # digits as its readers allow.
+            digits: Precision = self.precision
+            # Each product takes the strength once, as s (A B) * (C D) = (s A B) * (C D) in a LoHa.
+            if role in STRONG:
+                wide = wide * _folded(module, alpha)
+            if role in _FLAT:
+                wide = wide.flatten(1)
+            if role in ("by_output", "by_input") and wide.dim() > 1:
+                wide = wide[None]  # as LyCORIS broadcasts it over the weight of a convolution
+            if role in ("magnitude", "input_magnitude"):
+                wide = _magnitude(wide, module, role, self.format)
+                # diffusers tells a file's format by its first tensor, and files begin with the widest
+                # dtype: that must stay a factor's.
+                half = self.format == "diffusers" and self.precision != "fp32"
+                digits = "fp16" if half else "fp32"
+            tensors[f"{name}{endings[role]}"] = _rounded(wide, key=key, precision=digits)
+        if module.kind == "ia3":
+            is_input = float("by_input" in module.tensors)
+            tensors[f"{name}{endings['on_input']}"] = torch.tensor(is_input)
+        if alpha is not None:  # in fp32, as readers take it with .item()
+            tensors[f"{name}{ALPHA}"] = torch.tensor(alpha, dtype=torch.float32)
+        return tensors
+
+    def _alpha(self, module: ModuleTensors) -> float | None:
+        """Return the alpha that the file states, None where the strength is multiplied into the factors.
+
+        The alpha of an OFT is a limit on its rotations; 0 is none. That of a LoHa and a LoKr is the rank, as
+        LyCORIS 4.1 merges alpha / rank squared. Readers of ComfyUI's names take an alpha for all kinds,
+        but diffusers 0.42 refuses it beside a LoRA or a LoKr.
+        """
+        if module.kind == "oft":
+            return None if self.format == "diffusers" else 0.0
+        if module.kind not in SCALED or self.format != "kohya":
+            return None
+        return self.lora_alpha if module.kind == "lora" else float(module.rank)
 
 
 def _folded(module: ModuleTensors, alpha: float | None) -> float:
@@ -267,20 +278,18 @@ _ALPHA_ROUNDING = 2e-7
 """A LoRA's alpha is a float32 in the file, by which its numbers are off on top of their own rounding."""
 
 
-def check_written(
-    source: bytes | Path, tensors: AdapterTensors, *, family: Family, precision: Precision
-) -> None:
+def check_written(source: bytes | Path, tensors: AdapterTensors, form: FileForm) -> None:
     """Read a file back; raises TrainingStopped when a module is missing, or differs by more than rounding."""
     modules: dict[str, list[str]] = {}
     for key in tensors:
         component, module = split_key(key)
         modules.setdefault(component, []).append(module)
     try:
-        with open_adapter(source, names=file_names(family, modules)) as adapter:
+        with open_adapter(source, names=file_names(form.family, modules)) as adapter:
             for key, live in tensors.items():
                 if key not in adapter:
                     raise _not_the_adapter(f"{key} is missing")
-                _check_module(key, live, adapter[key], precision=precision)
+                _check_module(key, live, adapter[key], precision=form.precision)
     except InputError as error:
         raise _not_the_adapter(error.found) from None
 

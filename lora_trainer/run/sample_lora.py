@@ -80,18 +80,7 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
 
     Raises InputError without an adapter, RequestError if the base is unknown.
     """
-    is_run = run.is_dir() and not holds_adapter(run)
-    file = adapter_of(run) if is_run else file_of(run)
-    metadata = read_contents(file).metadata
-    config = stated_settings(metadata)
-    source = base or (config.base.model if config else None)
-    if is_run:
-        source = base or str(read_run(run)["base"]["source"])
-    if source in (None, "auto"):
-        raise RequestError(
-            f"{file.name} does not say which base it was trained on",
-            fix="name the base with --base",
-        )
+    file, source, config = file_and_base(run, base=base)
     settings = _base_settings(config, source)
     try:
         facts = locate(settings)
@@ -117,8 +106,26 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
         sampling=config.sampling if config else SamplingSettings(),
         family=family,
         facts=facts,
-        with_word=_taught(pipeline, family, file, metadata),
+        with_word=_taught(pipeline, family, file),
     )
+
+
+def file_and_base(path: Path, *, base: str | None) -> tuple[Path, str, Config | None]:
+    """Return the adapter file of a run folder or path, its base, and its settings where the file states them.
+
+    `base` replaces the base that is stated. Raises InputError without an adapter, RequestError if no base is known.
+    """
+    is_run = path.is_dir() and not holds_adapter(path)
+    file = adapter_of(path) if is_run else file_of(path)
+    config = stated_settings(read_contents(file).metadata)
+    stated = str(read_run(path)["base"]["source"]) if is_run else config and config.base.model
+    source = base or stated
+    if not source or source == "auto":
+        raise RequestError(
+            f"{file.name} does not say which base it was trained on",
+            fix="name the base with --base",
+        )
+    return file, source, config
 
 
 def make_images(
@@ -166,14 +173,12 @@ def _precision(family: Family, device: torch.device, *, has_bf16: bool) -> Preci
     return next(each for each in family.traits.precisions if each != "bf16" or has_bf16)
 
 
-def _taught(
-    pipeline: Any, family: Family, file: Path, metadata: Mapping[str, str]
-) -> Callable[[str], str]:
+def _taught(pipeline: Any, family: Family, file: Path) -> Callable[[str], str]:
     """Load the new tokens of an adapter; return a function that puts their word into a prompt.
 
     Raises InputError if their file is missing.
     """
-    word = trained_words(metadata)
+    word = trained_words(read_contents(file).metadata)
     if word is None:
         return lambda prompt: prompt
     expected_file = embedding_path(file)

@@ -23,7 +23,6 @@ from lora_trainer.families.base import (
     BaseFacts,
     Family,
     Header,
-    TensorInfo,
     WeightPlace,
 )
 from lora_trainer.families.base_files.base_folder import AGAIN, BESIDE_WEIGHTS, unread_quantisation
@@ -31,7 +30,7 @@ from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.families.locate import describe, locate
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.fitting_base import released_names
-from lora_trainer.lora_file.header import HeaderEntry, Opened, open_checked
+from lora_trainer.lora_file.header import Opened, open_checked
 from lora_trainer.lora_file.names import LayerNames, file_names
 from lora_trainer.lora_file.read_tensors import SLOT_DTYPES
 
@@ -41,36 +40,20 @@ TEXT_MODEL = "text_model."
 """transformers 5 leaves it out of the names of some CLIP encoders; here all go without."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorFile:
-    """A safetensors file of a base that is open; `entries` has its tensors by name, in file order."""
-
-    opened: Opened
-    entries: Mapping[str, HeaderEntry]
-
-    @property
-    def header(self) -> Header:
-        """The tensors' dtypes and shapes by name."""
-        return {n: TensorInfo(dtype=e.dtype, shape=e.shape) for n, e in self.entries.items()}
-
-    def read(self, name: str) -> bytearray:
-        """Return a tensor's bytes; raises InputError when the file cannot be read."""
-        return self.opened.read(self.entries[name])
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a floating-point tensor; raises InputError when it holds NaN or infinity."""
-        entry = self.entries[name]
-        tensor = torch.frombuffer(self.read(name), dtype=SLOT_DTYPES[entry.dtype])
-        if not tensor.float().isfinite().all():
-            raise InputError(f"{name} in {self.opened.path.name} holds NaN or infinity", fix=AGAIN)
-        return tensor.reshape(entry.shape)
+def read_tensor(file: Opened, name: str) -> Tensor:
+    """Return a floating-point tensor of an open file; raises InputError when it holds NaN or infinity."""
+    entry = file.entries[name]
+    tensor = torch.frombuffer(file.read(entry), dtype=SLOT_DTYPES[entry.dtype])
+    if not tensor.float().isfinite().all():
+        raise InputError(f"{name} in {file.path.name} holds NaN or infinity", fix=AGAIN)
+    return tensor.reshape(entry.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLocation:
     """Where the weight of a layer lies: an open file, and a tensor or some rows of it."""
 
-    file: TensorFile
+    file: Opened
     at: WeightPlace
 
     @property
@@ -80,8 +63,8 @@ class WeightLocation:
         return whole if self.at.rows is None else (self.at.rows[1] - self.at.rows[0], *whole[1:])
 
     def weight(self) -> Tensor:
-        """Return the weight [out, in, ...] in its dtype; raises InputError as `TensorFile.tensor` does."""
-        return rows_at(self.at, self.file.tensor(self.at.tensor))
+        """Return the weight [out, in, ...] in its dtype; raises InputError as `read_tensor` does."""
+        return rows_at(self.at, read_tensor(self.file, self.at.tensor))
 
 
 def rows_at(at: WeightPlace, whole: Tensor) -> Tensor:
@@ -143,13 +126,12 @@ def open_base(source: str) -> Iterator[BaseWeights]:
 
 def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
     file = open_file(path, stack)
-    header = file.header
-    recognised = families.detect_file(header)
+    recognised = families.detect_file(file.entries)
     if recognised is None:
         describe(BaseSettings(model=source))  # raises InputError naming its kind
         raise InputError(f"{path.name} is no base model", fix="give a checkpoint or a folder")
     family, _ = recognised
-    places = family.checkpoint_weights(header) or _joined_places(header, family)
+    places = family.checkpoint_weights(file.entries) or _joined_places(file.entries, family)
     matrices: dict[str, WeightLocation] = {}
     rest: dict[str, WeightLocation] = {}
     for key, at in places.items():
@@ -220,14 +202,13 @@ def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:
     )
 
 
-def open_file(path: Path, stack: ExitStack) -> TensorFile:
+def open_file(path: Path, stack: ExitStack) -> Opened:
     """Open a file of a base until `stack` closes; raises InputError when it is not whole, or quantised."""
     try:
-        opened = stack.enter_context(open_checked(path))
+        file = stack.enter_context(open_checked(path))
     except InputError as error:
         raise InputError(error.found, fix=AGAIN) from None
-    file = TensorFile(opened=opened, entries={entry.key: entry for entry in opened.entries})
-    kind = unread_quantisation(path, file.header)
+    kind = unread_quantisation(path, file.entries)
     scale = next((n for n in file.entries if n.rpartition(".")[2] in BESIDE_WEIGHTS), None)
     if kind or scale:  # a training reads some of these; these tools cannot write them
         raise InputError(

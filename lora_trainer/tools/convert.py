@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from lora_trainer import __version__
@@ -28,11 +27,9 @@ from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors
 from lora_trainer.lora_file.formats import AdapterContents, FormatRequest, format_for, format_notes
 from lora_trainer.lora_file.header import file_of
 from lora_trainer.lora_file.metadata import SETTINGS_ENTRY, kohya_entries, stated_base
-from lora_trainer.lora_file.names import ALPHA
 from lora_trainer.lora_file.read import DIFFUSERS_METADATA, FOLDED
-from lora_trainer.lora_file.read_tensors import slot, tensor_bytes
-from lora_trainer.lora_file.stream import HASHES, Body, ordered, refuse_existing, write_tensors
-from lora_trainer.lora_file.write import check_written, common_alpha, contents_of, file_tensors
+from lora_trainer.lora_file.stream import HASHES, refuse_existing
+from lora_trainer.lora_file.write import FileForm, common_alpha, contents_of, write_modules
 from lora_trainer.tools.adapters import open_source
 
 SUFFIX = ".safetensors"
@@ -85,26 +82,13 @@ class Summary:
     contents: AdapterContents
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FileSpec:
-    """The file to write: family, key names, precision, and the alpha that it states for LoRAs."""
-
-    family: Family
-    format: FileFormat
-    precision: Precision
-    lora_alpha: float
+class _ToolForm(FileForm):
+    """A form of file that names the option which widens it."""
 
     def tensors(self, key: str, module: ModuleTensors) -> dict[str, Tensor]:
         """Return the file's tensors of one module by name; raises RequestError for values beyond the precision."""
         try:
-            return file_tensors(
-                module,
-                key=key,
-                family=self.family,
-                format=self.format,
-                precision=self.precision,
-                lora_alpha=self.lora_alpha,
-            )
+            return super().tensors(key, module)
         except TrainingStopped as error:
             raise RequestError(error.found, fix="write it with --precision fp32") from None
 
@@ -120,17 +104,6 @@ class _FileSpec:
             if not all(torch.equal(rounded[name].float(), exact[name]) for name in exact):
                 return False
         return True
-
-    def checked(self, key: str, module: ModuleTensors) -> dict[str, Tensor]:
-        """Return the file's tensors of one module once they read back right."""
-        tensors = self.tensors(key, module)
-        try:
-            check_written(
-                save(tensors), {key: module}, family=self.family, precision=self.precision
-            )
-        except TrainingStopped as error:
-            raise InputError(error.found, fix="report this as a bug; nothing was written") from None
-        return tensors
 
 
 def refuse_output(path: Path, *, force: bool) -> None:
@@ -167,51 +140,33 @@ def write_adapter(
     except RequestError as error:
         raise RequestError(_as_option(error.found), fix=_as_option(error.fix)) from None
     notes = [_as_option(note) for note in format_notes(format, contents)]
-    spec = _FileSpec(
+    form = _ToolForm(
         family=family,
         format=format,
         precision=precision or default,
         lora_alpha=common_alpha(modules.values()),
     )
     rounds = exact and precision is None and default != "fp32"
-    if rounds and not spec.exact(modules):
-        spec = replace(spec, precision="fp32")
+    if rounds and not form.exact(modules):
+        form = replace(form, precision="fp32")
         notes.insert(
             0, f"written in fp32, as {default} would round it; --precision {default} rounds"
         )
-    ranks, alphas = Counter[int](), Counter[float | None]()
-    module_of: dict[str, str] = {}
-    slots = []
-    for key, module in modules.items():
-        tensors = spec.checked(key, module)
-        slots += [slot(name, tensor) for name, tensor in tensors.items()]
-        module_of |= dict.fromkeys(tensors, key)
-        file_alphas = (float(each) for name, each in tensors.items() if name.endswith(ALPHA))
-        alphas[next(file_alphas, None)] += 1
-        ranks[module.rank] += 1
-    if len(module_of) < len(slots):
-        raise ValueError("two modules share one name in the file")
-    rank, alpha = ranks.most_common(1)[0][0], alphas.most_common(1)[0][0]
-    summary = Summary(rank=rank, alpha=float(rank) if alpha is None else alpha, contents=contents)
-    strength = {FOLDED: "multiplied in"} if None in alphas else {}
+    rank = Counter(module.rank for module in modules.values()).most_common(1)[0][0]
 
-    def bodies() -> Iterator[Body]:
-        # A file begins with the widest dtype, so a module's alpha is not beside its factors: it is made twice.
-        last, tensors = "", dict[str, Tensor]()
-        for each in ordered(slots):
-            if module_of[each.name] != last:
-                last = module_of[each.name]
-                tensors = spec.tensors(last, modules[last])
-            yield tensor_bytes(tensors[each.name])
+    def with_strength(alpha: float | None) -> Mapping[str, str]:
+        stated = float(rank) if alpha is None else alpha
+        return entries(Summary(rank=rank, alpha=stated, contents=contents))
 
-    write_tensors(
-        path, ordered(slots), bodies(), metadata={**entries(summary), **strength}, force=force
-    )
+    try:
+        write_modules(path, modules, form, entries=with_strength, force=force)
+    except TrainingStopped as error:
+        raise InputError(error.found, fix="report this as a bug; nothing was written") from None
     return WrittenAdapter(
         file=path,
         family=family.name,
         format=format,
-        precision=spec.precision,
+        precision=form.precision,
         modules=len(modules),
         rank=rank,
         notes=tuple(notes),

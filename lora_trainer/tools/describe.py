@@ -15,7 +15,7 @@ from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.wording import public_text
 from lora_trainer.lora_file.header import open_checked
 from lora_trainer.lora_file.metadata import usage_hint
-from lora_trainer.lora_file.stream import Slot, write_tensors
+from lora_trainer.lora_file.stream import write_tensors
 from lora_trainer.run.hub_upload import LOGIN, check_upload, push, release_of_file
 
 MAX_TEXT_CHARACTERS = 20_000
@@ -67,9 +67,8 @@ def describe(file: Path, texts: Description, *, output: Path, force: bool = Fals
     """
     with open_checked(file) as opened:
         metadata = _with(opened.metadata, texts)
-        slots = [Slot(name=each.key, dtype=each.dtype, shape=each.shape) for each in opened.entries]
-        bodies = (opened.read(entry) for entry in opened.entries)
-        write_tensors(output, slots, bodies, metadata=metadata, hashes=None, force=force)
+        bodies = map(opened.read, opened.entries.values())
+        write_tensors(output, opened.entries, bodies, metadata=metadata, hashes=None, force=force)
     before = opened.metadata
     changed = sorted(
         key for key in before.keys() | metadata.keys() if before.get(key) != metadata.get(key)

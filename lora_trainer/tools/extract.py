@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.declare import Precision, Targets
-from lora_trainer.costs.cost_table import adapter_shapes
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.low_rank import approximated
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.formats import FormatRequest
 from lora_trainer.tools.base_weights import BaseWeights, WeightLocation, open_base
 from lora_trainer.tools.convert import extracted, refuse_output, write_adapter
-from lora_trainer.tools.resize import CutAdapter, RankCutter, ResizeLimits, module_spool, percent
+from lora_trainer.tools.resize import CutAdapter, RankCutter, ResizeLimits, percent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,6 @@ def extract(
     limits.check()
     refuse_output(output, force=force)
     with ExitStack() as stack:
-        spool = stack.enter_context(module_spool(output.parent))
         first, second = (stack.enter_context(open_base(source)) for source in (tuned, base))
         if first.family is not second.family:
             raise InputError(
@@ -78,7 +76,7 @@ def extract(
                 fix="give two models of one family",
             )
         layers = _layers(first, second, targets)
-        cutter = RankCutter(limits=limits, spool=spool)
+        cutter = RankCutter(limits=limits)
         unreached = _compare(first, second, layers, cutter)
         if not cutter.cuts:
             raise InputError(
@@ -87,7 +85,7 @@ def extract(
             )
         written = write_adapter(
             output,
-            spool,
+            cutter.modules,
             family=second.family,
             format=format,
             precision=precision,
@@ -140,12 +138,8 @@ def _layers(tuned: BaseWeights, base: BaseWeights, targets: Targets) -> list[str
     have other layers than each other.
     """
     _refuse_other_layers(tuned, base)
-    folder = next((each for each in (base, tuned) if not each.single), None)
-    if folder is not None:
-        names: Iterable[str] = adapter_shapes(base.family, folder.facts(), targets=targets)
-    else:  # by the names alone: the configuration of checkpoints may not be on this machine
-        layers = (split_key(key)[1] for key in base.places if _denoises(key))
-        names = base.family.lora_targets(_skeleton(layers), targets)
+    layers = (split_key(key)[1] for key in base.places if _denoises(key))
+    names = base.family.lora_targets(_skeleton(layers), targets)
     keys = [f"{DENOISER}.{name}" for name in names]
     for component, modules in base.family.text.layers.items():
         keys += [f"{component}.{name}" for name in modules]
@@ -163,7 +157,7 @@ def _refuse_other_layers(tuned: BaseWeights, base: BaseWeights) -> None:
 
 
 def _skeleton(names: Iterable[str]) -> nn.Module:
-    """Return a network with layers of these names, and nothing in them."""
+    """Return a network with layers of these names, and nothing in them but the number of its blocks."""
     root = nn.Module()
     for name in sorted(names):
         *path, last = name.split(".")
@@ -173,6 +167,8 @@ def _skeleton(names: Iterable[str]) -> nn.Module:
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
         parent.add_module(last, nn.Linear(1, 1, device="meta"))
+    blocks = root._modules.get("transformer_blocks") or nn.Module()
+    root.config = {"num_layers": len(list(blocks.children()))}  # type: ignore[assignment]
     return root
 
 

@@ -28,7 +28,6 @@ from lora_trainer.tools.resize import (
     Parts,
     RankCutter,
     ResizeLimits,
-    module_spool,
     percent,
     summed,
     with_bias,
@@ -93,10 +92,9 @@ def merge(
         energy = 1.0
         modules: Mapping[str, ModuleTensors] = total
         if rank is not None:
-            spool = stack.enter_context(module_spool(output.parent))
-            cutter = RankCutter(limits=ResizeLimits(rank=rank), spool=spool)
+            cutter = RankCutter(limits=ResizeLimits(rank=rank))
             _cut(total, cutter)
-            energy, modules = cutter.energy, spool
+            energy, modules = cutter.energy, cutter.modules
         files = [(Path(source.name).stem, source.metadata) for source in sources]
         precisions = {source.precision for source in sources}
         written = write_adapter(
@@ -195,7 +193,7 @@ def _differences(key: str, parts: Parts) -> ModuleTensors:
 
 
 def _cut(total: _Sum, cutter: RankCutter) -> None:
-    """Put the best LoRA of every module into the cutter's spool."""
+    """Cut every module to its best LoRA."""
 
     def weight_of(key: str, module: ModuleTensors) -> NoReturn:
         raise _no_sum(key, f"what {kind_name(module)} changes depends on the base's weights")
@@ -203,7 +201,7 @@ def _cut(total: _Sum, cutter: RankCutter) -> None:
     for key in total:
         parts = total.adapters.modules(key)
         if all(module.kind == "norm" for module, _ in parts):  # a vector has no rank
-            cutter.spool.add(key, total[key])
+            cutter.modules[key] = total[key]
             continue
         kernel = total.adapters.sources[0].kernel(key)
         decomposed = cutter.decompose(key, parts, kernel=kernel, weight_of=weight_of)

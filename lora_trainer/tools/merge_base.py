@@ -23,11 +23,11 @@ from lora_trainer.common.wording import public_text
 from lora_trainer.families.base import WeightPlace
 from lora_trainer.lora.low_rank import fits
 from lora_trainer.lora.tensors import update
+from lora_trainer.lora_file.header import Opened
 from lora_trainer.lora_file.read_tensors import tensor_bytes
 from lora_trainer.lora_file.stream import (
     HASHES,
     Body,
-    Slot,
     refuse_existing,
     temporary_beside,
     write_tensors,
@@ -36,11 +36,11 @@ from lora_trainer.tools.adapters import Weighted, WeightedSources, open_weighted
 from lora_trainer.tools.base_weights import (
     TEXT_MODEL,
     BaseWeights,
-    TensorFile,
     WeightLocation,
     in_place_order,
     open_base,
     open_file,
+    read_tensor,
     rows_at,
 )
 from lora_trainer.tools.convert import SUFFIX, ToolResult
@@ -184,7 +184,7 @@ def _changes(base: BaseWeights, adapters: WeightedSources) -> Changes:
         if any("bias" in module.tensors for module, _ in adapters.modules(key)):
             locations[f"{key}{BIAS}"] = base.rest[f"{key}.bias"]
         for name, location in locations.items():
-            folder = location.file.opened.path.parent
+            folder = location.file.path.parent
             tensor = location.at.tensor.removeprefix(TEXT_MODEL)
             changes.setdefault((folder, tensor), []).append((name, location.at))
     return changes
@@ -194,7 +194,7 @@ def _write_single(
     base: BaseWeights, adapters: WeightedSources, output: Path, *, force: bool
 ) -> list[str]:
     file = next(iter(base.places.values())).file
-    names = [file.opened.path.stem, *(Path(source.name).stem for source in adapters.sources)]
+    names = [file.path.stem, *(Path(source.name).stem for source in adapters.sources)]
     merged_from = {"modelspec.merged_from": public_text(", ".join(names))}
     _rewrite(file, output, adapters, _changes(base, adapters), entries=merged_from, force=force)
     averaged = any(name.startswith(_AVERAGED) for name in file.entries)
@@ -245,7 +245,7 @@ def _fill(
 
 
 def _rewrite(
-    file: TensorFile,
+    file: Opened,
     new: Path,
     adapters: WeightedSources,
     changes: Changes,
@@ -254,22 +254,18 @@ def _rewrite(
     force: bool = False,
 ) -> None:
     """Write a file again with changed weights, tensors in their order, one at a time."""
-    folder, metadata = file.opened.path.parent, {**file.opened.metadata, **(entries or {})}
+    folder, metadata = file.path.parent, {**file.metadata, **(entries or {})}
 
     def bodies() -> Iterator[Body]:
-        for name in file.entries:
+        for name, entry in file.entries.items():
             layers = changes.get((folder, name.removeprefix(TEXT_MODEL)))
             if layers is None:
-                yield file.read(name)
+                yield file.read(entry)
             else:
-                yield tensor_bytes(_merged(name, file.tensor(name), layers, adapters))
+                yield tensor_bytes(_merged(name, read_tensor(file, name), layers, adapters))
 
-    slots = [
-        Slot(name=entry.key, dtype=entry.dtype, shape=entry.shape)
-        for entry in file.entries.values()
-    ]
     hashes = [key for key in HASHES if key in metadata]
-    write_tensors(new, slots, bodies(), metadata=metadata, hashes=hashes, force=force)
+    write_tensors(new, file.entries, bodies(), metadata=metadata, hashes=hashes, force=force)
 
 
 def _copy(file: Path, new: Path) -> None:

@@ -7,21 +7,17 @@ or a ratio to the largest value needs. Output is a LoRA file and how much of the
 from __future__ import annotations
 
 import math
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import IO
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error
 from lora_trainer.config.declare import Precision
 from lora_trainer.lora.low_rank import (
     LowRankUpdate,
@@ -95,55 +91,15 @@ class Cut:
     energy: float
 
 
-@dataclass(kw_only=True, eq=False)
-class ModuleSpool(Mapping[str, ModuleTensors]):
-    """An adapter on the disk between two passes: modules by "component.module", each read when looked up."""
-
-    _file: IO[bytes]
-    _folder: Path
-    _modules: dict[str, tuple[ModuleTensors, int, int]] = field(default_factory=dict)
-
-    def add(self, key: str, module: ModuleTensors) -> None:
-        """Put a module at the end; raises MachineError when the disk refuses."""
-        data = save({role: tensor.contiguous() for role, tensor in module.tensors.items()})
-        try:
-            self._modules[key] = (replace(module, tensors={}), self._file.seek(0, 2), len(data))
-            self._file.write(data)
-            self._file.flush()  # here and not while something else of the caller's is closed
-        except OSError as error:
-            raise disk_error(self._folder, error) from error
-
-    def __getitem__(self, key: str) -> ModuleTensors:
-        module, start, length = self._modules[key]
-        self._file.seek(start)
-        return replace(module, tensors=load(self._file.read(length)))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-
-@contextmanager
-def module_spool(folder: Path) -> Iterator[ModuleSpool]:
-    """Open an empty spool until the block ends; raises MachineError when the disk refuses.
-
-    It is a file without a name in the folder of the result, so it is gone when the program is, however that ends.
-    """
-    try:
-        with tempfile.TemporaryFile(dir=folder, prefix=TEMPORARY_PREFIX) as file:
-            yield ModuleSpool(_file=file, _folder=folder)
-    except OSError as error:
-        raise disk_error(folder, error) from error
-
-
 @dataclass(kw_only=True)
 class RankCutter:
-    """Cuts updates to the ranks that the limits allow, one layer after the other, into a spool."""
+    """Cuts updates to the ranks that the limits allow, one layer after the other.
+
+    `modules` has the results, which are small beside the layers that they change.
+    """
 
     limits: ResizeLimits
-    spool: ModuleSpool
+    modules: dict[str, ModuleTensors] = field(default_factory=dict)
     cuts: dict[str, Cut] = field(default_factory=dict)
     _kept: float = 0.0
     reached: float = 0.0
@@ -155,17 +111,17 @@ class RankCutter:
         return self._kept / self.reached if self.reached > 0 else 1.0
 
     def cut(self, key: str, decomposed: Singular, *, old_rank: int, parts: Parts = ()) -> None:
-        """Put the best LoRA of an update into the spool, with the biases of its `parts`."""
+        """Keep the best LoRA of an update, with the biases of its `parts`."""
         rank = self.limits.rank_of(decomposed)
         self._count(
             key, Cut(old_rank=old_rank, new_rank=rank, energy=decomposed.kept(rank)), decomposed
         )
-        self.spool.add(key, with_bias(decomposed.lora(rank), parts))
+        self.modules[key] = with_bias(decomposed.lora(rank), parts)
 
     def keep(self, key: str, decomposed: Singular, module: ModuleTensors) -> None:
-        """Put a module into the spool as it is."""
+        """Keep a module as it is."""
         self._count(key, Cut(old_rank=module.rank, new_rank=module.rank, energy=1.0), decomposed)
-        self.spool.add(key, module)
+        self.modules[key] = module
 
     def _count(self, key: str, cut: Cut, decomposed: Singular) -> None:
         self.cuts[key] = cut
@@ -274,12 +230,11 @@ def resize(
     refuse_output(output, force=force)
     with ExitStack() as stack:
         source = stack.enter_context(open_source(file, base=base))
-        spool = stack.enter_context(module_spool(output.parent))
-        cutter = RankCutter(limits=limits, spool=spool)
+        cutter = RankCutter(limits=limits)
         weight_of = _weight_of(base, stack)
         for key, module in source.items():
             if module.kind == "norm":  # a vector has no rank
-                spool.add(key, module)
+                cutter.modules[key] = module
                 continue
             parts = [(module, 1.0)]
             decomposed = cutter.decompose(
@@ -294,7 +249,7 @@ def resize(
         own_format = source.format if format == "auto" else format
         written = write_adapter(
             output,
-            spool,
+            cutter.modules,
             family=family,
             format=next((each for each in family.formats.written if each == own_format), format),
             precision=precision,

@@ -20,9 +20,9 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.tensors import AdapterTensors, update
 from lora_trainer.lora_file.formats import format_for
-from lora_trainer.lora_file.write import contents_of, export_bytes
+from lora_trainer.lora_file.write import contents_of
 from scripts.readers.networks import DENOISERS, Base, base_of
-from tests.fakes.adapters import adapter_for, draw_lokr
+from tests.fakes.adapters import adapter_for, draw_lokr, exported
 
 FORMATS: tuple[FileFormat, ...] = ("kohya", "diffusers", "comfyui")
 KINDS = ("lora", "text", "locon", "dora", "loha", "lokr", "oft")
@@ -98,10 +98,7 @@ def _outcome(reader: Reader, base: Base, format: FileFormat, kind: str) -> str:
         return "not written"
     with TemporaryDirectory() as folder:
         file = Path(folder) / "a.safetensors"
-        data = export_bytes(
-            tensors, family=base.family, format=format, precision="fp32", metadata={}
-        )
-        file.write_bytes(data)
+        file.write_bytes(exported(tensors, family=base.family, format=format))
         keys = len(load_file(file))
         reading = reader(file, base)
     if reading.refused is not None:

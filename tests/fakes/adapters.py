@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from lora_trainer.config.config import flatten
+from lora_trainer.config.declare import Precision
 from lora_trainer.config.running import Config
-from lora_trainer.families.base import Family
-from lora_trainer.lora.adapter_size import AdapterKind, factorise, update_size
-from lora_trainer.lora.tensors import ModuleTensors, update
+from lora_trainer.families.base import Family, FileFormat
+from lora_trainer.lora.adapter_size import AdapterKind, factorise
+from lora_trainer.lora.tensors import ModuleTensors
+from lora_trainer.lora_file import write
 from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary
-from lora_trainer.lora_file.names import file_names
-from lora_trainer.lora_file.read_tensors import read_tensors
 
 RANK, ALPHA = 4, 1.5
 
@@ -112,15 +113,6 @@ def adapter_for(
     return found
 
 
-def adapted(network: nn.Module, tensors: Mapping[str, ModuleTensors]) -> nn.Module:
-    """Return a copy of a network with every update added to its weight."""
-    changed = copy.deepcopy(network)
-    for key, module in tensors.items():
-        weight = changed.get_parameter(f"{key.partition('.')[2]}.weight")
-        weight.data += update(module, weight.detach())
-    return changed
-
-
 def small_adapter(seed: int = 0, *, size: float = 1.0) -> dict[str, ModuleTensors]:
     """Return three modules of a U-Net: a 1x1 convolution, a linear layer, a 3x3 convolution."""
     shapes = {
@@ -176,21 +168,18 @@ def export_info(**changes: object) -> ExportInfo:
     return ExportInfo(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def read_back(file: bytes | Path, tensors: Mapping[str, ModuleTensors], *, family: Family) -> float:
-    """Return the largest relative error of an update in an exported file, made of random weights."""
-    modules: dict[str, list[str]] = {}
-    for key in tensors:
-        component, _, module = key.partition(".")
-        modules.setdefault(component, []).append(module)
-    read = read_tensors(file, names=file_names(family, modules))
-    assert read.keys() == tensors.keys()
-    return max(difference(read[key], live) for key, live in tensors.items())
-
-
-def difference(one: ModuleTensors, other: ModuleTensors) -> float:
-    """Return |one - other| / |other| of the updates, in float64."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in other.tensors.items()}
-    out, fan_in = update_size(other.kind, shapes)
-    weight = Draws()(out, fan_in or 5).double()
-    first, second = update(one, weight), update(other, weight)
-    return float((first - second).norm() / second.norm())
+def exported(
+    tensors: Mapping[str, ModuleTensors],
+    *,
+    family: Family,
+    format: FileFormat,
+    precision: Precision = "fp32",
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
+    """Return the file of an adapter, which has been read back."""
+    alpha = write.common_alpha(tensors.values())
+    form = write.FileForm(family=family, format=format, precision=precision, lora_alpha=alpha)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "a.safetensors"
+        write.write_modules(file, tensors, form, entries=lambda _: metadata, force=False)
+        return file.read_bytes()

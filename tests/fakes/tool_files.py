@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from lora_trainer import families
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.tensors import ModuleTensors, update
+from lora_trainer.lora_file.header import open_checked
 from lora_trainer.lora_file.metadata import metadata
-from lora_trainer.lora_file.write import export_bytes
-from lora_trainer.tools.adapters import open_source
+from lora_trainer.tools.adapters import Weighted, open_source
 from lora_trainer.tools.base_weights import open_base
-from tests.fakes.adapters import adapter_for, export_info
-from tests.fakes.family_bases import CPU, denoiser_of, facts_of
+from tests.fakes.adapters import adapter_for, export_info, exported
+from tests.fakes.family_bases import CPU, base_of, denoiser_of, facts_of
+from tests.fakes.ldm_file import write_checkpoint
 
 Deltas = Mapping[str, Tensor]
 FORMATS: tuple[FileFormat, ...] = ("kohya", "diffusers", "comfyui")
@@ -69,7 +70,7 @@ def saved(
         architecture=family.adapter_names(facts).modelspec,
         prediction=facts.prediction,
     )
-    data = export_bytes(
+    data = exported(
         tensors,
         family=family,
         format=format,
@@ -78,6 +79,21 @@ def saved(
     )
     path.write_bytes(data)
     return path
+
+
+def checkpoint(path: Path, name: str, base: Path | None = None, **options: Any) -> Path:
+    """Write a tiny base, or another folder of its family, as a checkpoint in one file."""
+    return write_checkpoint(base or base_of(name), path, families.family(name).texts, **options)
+
+
+def weighted(files: Mapping[Path, float]) -> list[Weighted]:
+    return [Weighted(file=file, weight=weight) for file, weight in files.items()]
+
+
+def entries_of(file: Path) -> dict[str, str]:
+    """Return the entries of a header."""
+    with open_checked(file) as opened:
+        return dict(opened.metadata)
 
 
 def deltas(file: Path, base: Path | str) -> dict[str, Tensor]:

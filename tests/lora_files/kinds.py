@@ -47,7 +47,6 @@ def lora(
     ends: tuple[str, str, str] = ("lora_down.weight", "lora_up.weight", "alpha"),
     scale: float | None = None,
     dora: str = "",
-    dtype: torch.dtype = torch.float16,
     tucker: bool = False,
     bias: bool = False,
 ) -> Kind:
@@ -60,11 +59,11 @@ def lora(
         down = draw(generator, rank, *inputs)
         up = draw(generator, layer.out, rank, *(1 for _ in kernel))
         strength = (1.0 if alpha is None else alpha / rank) if scale is None else scale
-        tensors = {ends[0]: down.to(dtype), ends[1]: up.to(dtype)}
+        tensors = {ends[0]: down.half(), ends[1]: up.half()}
         wide = down.double().flatten(1)
         if squashed:
             middle = draw(generator, rank, rank, *kernel)
-            tensors["lora_mid.weight"] = middle.to(dtype)
+            tensors["lora_mid.weight"] = middle.half()
             wide = torch.einsum("rs...,si->ri...", middle.double(), wide).flatten(1)
         if alpha is not None:
             tensors[ends[2]] = torch.tensor(alpha)

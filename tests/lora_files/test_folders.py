@@ -86,23 +86,18 @@ def test_every_tool_takes_a_folder(tmp_path: Path) -> None:
     assert baked.layers == inspect_file(folder).modules
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"peft_type": "BOFT"}, "peft's kind BOFT"),
-        ({"peft_type": "VERA"}, "peft's kind VERA"),
-        ({"peft_type": "OFT", "num_cayley_neumann_terms": 9}, "settings of its own"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-    ],
-)
-def test_other_kinds_of_peft_are_refused_with_the_reason(
-    settings: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_other_kinds_of_peft_are_refused_with_the_reason(tmp_path: Path) -> None:
     saved(KINDS["LoRA"], tmp_path)
     stated = tmp_path / "adapter_config.json"
-    stated.write_text(json.dumps({**json.loads(stated.read_text()), **settings}))
-    with pytest.raises(InputError, match=reason):
-        inspect_file(tmp_path)
+    plain = json.loads(stated.read_text())
+    for settings, reason in (
+        ({"peft_type": "BOFT"}, "peft's kind BOFT"),
+        ({"peft_type": "OFT", "num_cayley_neumann_terms": 9}, "settings of its own"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+    ):
+        stated.write_text(json.dumps({**plain, **settings}))
+        with pytest.raises(InputError, match=reason):
+            inspect_file(tmp_path)
 
 
 def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:

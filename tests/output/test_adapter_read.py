@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file import read as reading
 from lora_trainer.lora_file.names import file_names
 from lora_trainer.lora_file.read_tensors import open_adapter, read_tensors
-from lora_trainer.lora_file.write import export_bytes
-from tests.fakes.adapters import Draws, small_adapter
+from tests.fakes.adapters import Draws, exported, small_adapter
 
 FAMILY = family("sd15")
 BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
@@ -57,32 +56,21 @@ STATED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("module", "scale"),
-    [
+def test_alphas_that_diffusers_states_in_the_header() -> None:
+    for module, scale in (
         (f"unet.{Q}", 0.5),
         (f"unet.{OUT}", 2.0),
         (f"unet.{CONV}", 0.25),
         (f"text_encoder.{TEXT}", 3.0),
-    ],
-)
-def test_alphas_that_diffusers_states_in_the_header(module: str, scale: float) -> None:
-    tensors = pair(f"{module}.lora_A.weight", f"{module}.lora_B.weight")
-    assert only(tensors, lora_adapter_metadata=json.dumps(STATED)).scale == scale
+    ):
+        tensors = pair(f"{module}.lora_A.weight", f"{module}.lora_B.weight")
+        assert only(tensors, lora_adapter_metadata=json.dumps(STATED)).scale == scale
 
 
-def test_rslora_in_the_header() -> None:
-    stated = json.dumps({"unet.lora_alpha": 2, "unet.use_rslora": True})
+def test_what_the_header_states_unreadably_is_not_stated() -> None:
     tensors = pair(f"unet.{Q}.lora_A.weight", f"unet.{Q}.lora_B.weight")
-    assert only(tensors, lora_adapter_metadata=stated).scale == 1.0
-
-
-@pytest.mark.parametrize(
-    "odd", ["[1", "[]", "null", '{"unet.lora_alpha": "2"}', '{"unet.lora_alpha": NaN}']
-)
-def test_what_the_header_states_unreadably_is_not_stated(odd: str) -> None:
-    tensors = pair(f"unet.{Q}.lora_A.weight", f"unet.{Q}.lora_B.weight")
-    assert only(tensors, lora_adapter_metadata=odd).scale == 1.0
+    for odd in ("[1", "[]", '{"unet.lora_alpha": "2"}', '{"unet.lora_alpha": NaN}'):
+        assert only(tensors, lora_adapter_metadata=odd).scale == 1.0
 
 
 @pytest.mark.timeout(20)
@@ -92,17 +80,22 @@ def test_a_hostile_pattern_does_not_hang() -> None:
     assert only(tensors, lora_adapter_metadata=json.dumps(evil)).scale == 0.5
 
 
-def test_peft_has_its_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
-    tensors = pair(f"base_model.model.{Q}.lora_A.weight", f"base_model.model.{Q}.lora_B.weight")
-    file = tmp_path / "adapter_model.safetensors"
-    file.write_bytes(save(tensors))
-    assert read_tensors(file, names=NAMES)[KEY].scale == 1.0
-    config = {"r": 4, "lora_alpha": 32, "alpha_pattern": {}}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert read_tensors(file, names=NAMES)[KEY].scale == 8.0
+# ---- layers that no release has, or that transformers calls by another name today
 
 
-# ---- kinds
+def test_layers_of_this_base_are_found_by_every_spelling() -> None:
+    deep, clip = "down_blocks.7.resnets.0.conv1", "text_model.encoder.layers.3.self_attn.q_proj"
+    assert not file_names(FAMILY, {"denoiser": []}).find(f"unet.{deep}")
+    assert file_names(FAMILY, {"denoiser": [deep]}).find(f"unet.{deep}")
+    for layer in (clip, clip.removeprefix("text_model.")):
+        names = file_names(FAMILY, {"text_encoder": [layer], "text_encoder_2": [layer]})
+        for component, spelling in (
+            ("text_encoder", f"lora_te_{clip}".replace(".", "_")),
+            ("text_encoder", "lora_te1_encoder_layers_3_self_attn_q_proj"),
+            ("text_encoder_2", f"lora_te2_{clip}".replace(".", "_")),
+            ("text_encoder_2", f"text_encoder_2.{clip}".replace("q_proj", "to_q")),
+        ):
+            assert [each.key for each in names.find(spelling)] == [f"{component}.{layer}"]
 
 
 # ---- our own files come back as they went
@@ -111,7 +104,7 @@ def test_peft_has_its_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
 def test_modules_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.safetensors"
     file.write_bytes(
-        export_bytes(
+        exported(
             small_adapter(), family=FAMILY, format="kohya", precision="fp16", metadata={"a": "b"}
         )
     )
@@ -142,43 +135,35 @@ def spoilt(**changes: Any) -> dict[str, Tensor]:
     return {**pair(f"unet.{Q}.lora_A.weight", f"unet.{Q}.lora_B.weight"), **changes}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "reason"),
-    [
-        (
-            spoilt(**{"unet.other.lora_A.weight": DOWN, "unet.other.lora_B.weight": UP}),
-            "1 of 2 modules that the base model lacks, first 'unet.other'",
-        ),
-        ({f"unet.{Q}.lora_A.weight": DOWN}, "lacks tensors"),
-        ({f"unet.{Q}.alpha": torch.tensor(1.0)}, "lacks tensors"),
-        (spoilt(emb_params=torch.ones(2)), "1 tensors of no known kind, first 'emb_params'"),
-        (spoilt(**{f"unet.{Q}.lora_B.bias": torch.ones(5)}), "5 numbers of bias for 6 outputs"),
-        (
-            spoilt(**{f"{FLAT}.lora_down.weight": DOWN, f"{FLAT}.lora_up.weight": UP}),
-            "names one module twice",
-        ),
-        (
-            spoilt(**{f"unet.{Q}.lora_A.default.weight": DOWN}),
-            "two tensors for the down",
-        ),
-        (spoilt(**{f"unet.{Q}.lora_B.weight": draw(6, 5)}), "different rank"),
-        (spoilt(**{f"unet.{Q}.dora_scale": torch.ones(1, 6)}), "6 magnitudes for 8 inputs"),
-        (spoilt(**{f"unet.{Q}.dora_scale": torch.ones(8, 1)}), "8 magnitudes for 6 outputs"),
-        (spoilt(**{f"unet.{Q}.alpha": torch.tensor(float("nan"))}), "alpha of nan"),
-        (spoilt(**{f"unet.{Q}.alpha": torch.ones(2)}), "cannot be used"),
-        ({f"unet.{Q}.oft_blocks": torch.ones(2, 3, 4)}, "rotations of shape"),
-        ({f"unet.{Q}.oft_blocks": torch.ones(9, 3, 2, 2)}, "is a BOFT of 9 rounds"),
-        ({}, "holds no adapter"),
-    ],
-)
-def test_what_cannot_be_used_is_refused_in_one_line(
-    tensors: Mapping[str, Tensor], reason: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "odd.safetensors"
-    file.write_bytes(save({key: tensor.clone() for key, tensor in tensors.items()}))
-    for source in (file, file.read_bytes()):
+REFUSED: Sequence[tuple[Mapping[str, Tensor], str]] = [
+    (
+        spoilt(**{"unet.other.lora_A.weight": DOWN, "unet.other.lora_B.weight": UP}),
+        "1 of 2 modules that the base model lacks, first 'unet.other'",
+    ),
+    ({f"unet.{Q}.lora_A.weight": DOWN}, "lacks tensors"),
+    (spoilt(**{f"unet.{Q}.lora_B.bias": torch.ones(5)}), "5 numbers of bias for 6 outputs"),
+    (
+        spoilt(**{f"{FLAT}.lora_down.weight": DOWN, f"{FLAT}.lora_up.weight": UP}),
+        "names one module twice",
+    ),
+    (
+        spoilt(**{f"unet.{Q}.lora_A.default.weight": DOWN}),
+        "two tensors for the down",
+    ),
+    (spoilt(**{f"unet.{Q}.lora_B.weight": draw(6, 5)}), "different rank"),
+    (spoilt(**{f"unet.{Q}.dora_scale": torch.ones(1, 6)}), "6 magnitudes for 8 inputs"),
+    (spoilt(**{f"unet.{Q}.dora_scale": torch.ones(8, 1)}), "8 magnitudes for 6 outputs"),
+    (spoilt(**{f"unet.{Q}.alpha": torch.tensor(float("nan"))}), "alpha of nan"),
+    ({f"unet.{Q}.oft_blocks": torch.ones(9, 3, 2, 2)}, "is a BOFT of 9 rounds"),
+    ({}, "holds no adapter"),
+]
+
+
+def test_what_cannot_be_used_is_refused_in_one_line() -> None:
+    for tensors, reason in REFUSED:
+        file = save({key: tensor.clone() for key, tensor in tensors.items()})
         with pytest.raises(InputError, match=reason) as raised:
-            read_tensors(source, names=NAMES)
+            read_tensors(file, names=NAMES)
         assert "\n" not in str(raised.value)
 
 

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import io
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.common.errors import InputError, MachineError
+from lora_trainer.common.errors import InputError
 from lora_trainer.lora import low_rank
 from lora_trainer.lora_file.inspect import inspect_file
-from lora_trainer.tools.adapters import Weighted
 from lora_trainer.tools.base_weights import open_base
 from lora_trainer.tools.extract import extract
 from lora_trainer.tools.merge_base import bake
 from tests.fakes.family_bases import base_of, copy_of
-from tests.fakes.ldm_file import write_checkpoint
-from tests.fakes.tool_files import adapter_of, deltas, distance, energy, saved
+from tests.fakes.tool_files import (
+    adapter_of,
+    checkpoint,
+    deltas,
+    distance,
+    energy,
+    entries_of,
+    saved,
+    weighted,
+)
 
 RANK = 3
-UNETS = ["sd15", "sd2", "sdxl"]
 UNET = Path("unet/diffusion_pytorch_model.safetensors")
 
 
@@ -38,11 +41,7 @@ def known(path: Path, name: str, **options: Any) -> Path:
 
 
 def tuned_by(file: Path, base: Path, output: Path) -> Path:
-    return bake([Weighted(file=file, weight=1.0)], base=str(base), output=output).file
-
-
-def checkpoint(path: Path, name: str, base: Path | None = None, **options: Any) -> Path:
-    return write_checkpoint(base or base_of(name), path, families.family(name).texts, **options)
+    return bake(weighted({file: 1.0}), base=str(base), output=output).file
 
 
 @pytest.mark.parametrize("name", families.MODULES)
@@ -66,23 +65,7 @@ def test_a_known_lora_comes_back_in_every_family(name: str, tmp_path: Path) -> N
     assert not inspect_file(done.file).problems
 
 
-def test_a_full_disk_is_the_machines_fault_and_not_the_bases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15")
-    tuned = tuned_by(file, base, tmp_path / "tuned")
-
-    class Full(io.BytesIO):
-        def write(self, data: Any) -> int:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Full())
-    with pytest.raises(MachineError, match="No space left"):
-        extract(str(tuned), str(base), output=tmp_path / "found.safetensors", rank=RANK)
-
-
-@pytest.mark.parametrize("name", UNETS)
-@pytest.mark.parametrize("which", ["tuned", "base", "both"])
+@pytest.mark.parametrize(("name", "which"), [("sd15", "tuned"), ("sd2", "base"), ("sdxl", "both")])
 def test_checkpoints_and_folders_can_be_compared(name: str, which: str, tmp_path: Path) -> None:
     base, file = base_of(name), known(tmp_path / "known.safetensors", name, text=True)
     tuned = tuned_by(file, base, tmp_path / "tuned")
@@ -96,8 +79,9 @@ def test_checkpoints_and_folders_can_be_compared(name: str, which: str, tmp_path
     assert (done.unreached, done.notes) == (0, ())
 
 
-@pytest.mark.parametrize("layout", ["folders", "checkpoints", "mixed"])
-@pytest.mark.parametrize("name", ["sd15", "sd2"])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("sd15", "folders"), ("sd15", "mixed"), ("sd2", "checkpoints")]
+)
 def test_what_no_lora_reaches_is_measured(name: str, layout: str, tmp_path: Path) -> None:
     base, file = base_of(name), known(tmp_path / "known.safetensors", name)
     tuned = tuned_by(file, base, tmp_path / "tuned")
@@ -170,12 +154,13 @@ def differences(tuned: Path, base: Path) -> dict[str, Tensor]:
         }
 
 
-@pytest.mark.parametrize("exact_side", [512, 0], ids=["exact", "iterated"])
-@pytest.mark.parametrize(("rank", "wanted"), [(None, 0.9), (None, 0.999), (4, 0.99), (5, None)])
+@pytest.mark.parametrize(
+    ("exact_side", "rank", "wanted"), [(512, 4, 0.99), (0, None, 0.9), (0, 5, None)]
+)
 def test_the_rank_is_the_lowest_that_will_do_and_the_energy_the_measured_one(
+    exact_side: int,
     rank: int | None,
     wanted: float | None,
-    exact_side: int,
     dense: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -219,26 +204,16 @@ def test_the_same_models_give_the_same_bytes(
         files[-1].parent.mkdir()
         extract(str(dense), str(base_of("sd15")), output=files[-1], rank=2)
     assert files[0].read_bytes() == files[1].read_bytes()
-    fewer = extract(
-        str(dense),
-        str(base_of("sd15")),
-        output=tmp_path / "g.safetensors",
-        rank=2,
-        targets="attention",
-    )
-    one, all_ = load_file(fewer.file), load_file(files[0])
-    assert all(torch.equal(one[key], all_[key]) for key in one)
 
 
 # ---- precisions
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rounding_alone_is_no_difference(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_rounding_alone_is_no_difference(tmp_path: Path) -> None:
     """A fine-tune published in half precision against a base in full: only its own layers differ."""
     base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15", size=0.5)
     tuned = tuned_by(file, base, tmp_path / "tuned")
-    half = checkpoint(tmp_path / "half.safetensors", "sd15", base=tuned, dtype=dtype)
+    half = checkpoint(tmp_path / "half.safetensors", "sd15", base=tuned, dtype=torch.bfloat16)
     done = extract(str(half), str(base), output=tmp_path / "f.safetensors", rank=RANK)
     assert done.cuts.keys() == deltas(file, base).keys()
     assert done.unreached == 0
@@ -249,8 +224,7 @@ def test_the_header_says_what_it_is(tmp_path: Path) -> None:
     base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15")
     tuned = tuned_by(file, base, tmp_path / "tuned")
     done = extract(str(tuned), str(base), output=tmp_path / "my style.safetensors", rank=RANK)
-    with safe_open(done.file, framework="pt") as opened:
-        found = opened.metadata()
+    found = entries_of(done.file)
     assert found["modelspec.description"] == "tuned minus sd15"
     assert found["modelspec.title"] == found["ss_output_name"] == "my style"
     assert (found["ss_network_dim"], found["ss_network_alpha"]) == (str(RANK), str(float(RANK)))
@@ -268,42 +242,26 @@ def refused(folder: Path, kind: type[Exception], match: str, *sources: Any, **op
     assert sorted(folder.rglob("*")) == before
 
 
-def test_models_without_a_difference_are_refused(tmp_path: Path) -> None:
+def test_models_that_have_no_difference_a_lora_can_hold_are_refused(tmp_path: Path) -> None:
     base = base_of("sd15")
-    refused(tmp_path, InputError, "are the same in every layer", base, base)
     half = checkpoint(tmp_path / "half.safetensors", "sd15", dtype=torch.float16)
     refused(tmp_path, InputError, "are the same in every layer", half, base)
-
-
-def test_models_of_two_families_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, InputError, "is of family sd2, .* of sdxl", base_of("sd2"), base_of("sdxl"))
-
-
-def test_a_pruned_or_distilled_model_is_refused(tmp_path: Path) -> None:
-    """A student with fewer layers is another architecture; the line says whose layers are missing."""
-    small = checkpoint(tmp_path / "small.safetensors", "sd15")
-    tensors = load_file(small)
-    gone = {key for key in tensors if ".middle_block.1." in key}
-    save_file({key: value for key, value in tensors.items() if key not in gone}, small)
-    for sources in ((small, base_of("sd15")), (base_of("sd15"), small)):
+    # A student with fewer layers is another architecture; the line says whose layers are missing.
+    whole = load_file(checkpoint(tmp_path / "small.safetensors", "sd15"))
+    fewer = {key: value for key, value in whole.items() if ".middle_block.1." not in key}
+    save_file(fewer, tmp_path / "small.safetensors")
+    for sources in ((tmp_path / "small.safetensors", base), (base, tmp_path / "small.safetensors")):
         refused(tmp_path, InputError, "layers that .*small.safetensors lacks.*distilled", *sources)
-
-
-def test_other_sizes_are_refused(tmp_path: Path) -> None:
-    other = checkpoint(tmp_path / "other.safetensors", "sd15")
-    tensors = load_file(other)
-    name = next(key for key in tensors if key.endswith("attn1.to_v.weight"))
-    tensors[name] = tensors[name][:-1]
-    save_file(tensors, other)
-    refused(tmp_path, InputError, "in one model and .* in the other", other, base_of("sd15"))
-
-
-def test_a_difference_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    name = next(key for key in whole if key.endswith("attn1.to_v.weight"))
+    other = tmp_path / "other.safetensors"
+    save_file({**whole, name: whole[name][:-1].contiguous()}, other)
+    refused(tmp_path, InputError, "in one model and .* in the other", other, base)
     spoilt = copy_of("sd15", tmp_path / "spoilt")
     tensors = load_file(spoilt / UNET)
     tensors["conv_out.weight"][0, 0, 0, 0] = float("nan")
     save_file(tensors, spoilt / UNET)
-    refused(tmp_path, InputError, "conv_out.weight .* NaN", spoilt, base_of("sd15"))
+    refused(tmp_path, InputError, "conv_out.weight .* NaN", spoilt, base)
 
 
 def test_a_text_encoder_that_one_model_lacks_is_named(tmp_path: Path) -> None:

@@ -23,8 +23,10 @@ def layer(shape: tuple[int, ...]) -> nn.Module:
         return nn.Sequential(nn.Conv2d(shape[1], shape[0], shape[2])).requires_grad_(False)
 
 
-@pytest.mark.parametrize("shape", [(8, 6), (6, 4, 3, 3)])
-@pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "oft"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("lora", (6, 4, 3, 3)), ("loha", (8, 6)), ("lokr", (6, 4, 3, 3)), ("oft", (8, 6))],
+)
 def test_norms_are_those_of_the_whole_matrices(kind: AdapterKind, shape: tuple[int, ...]) -> None:
     base, module = layer(shape), draw_module(shape, kind=kind)
     weight = base[0].weight  # type: ignore[index]  # a Sequential
@@ -34,21 +36,17 @@ def test_norms_are_those_of_the_whole_matrices(kind: AdapterKind, shape: tuple[i
     assert found.finite
 
 
-def test_the_rank_used_is_that_of_the_update() -> None:
-    module = draw_module((16, 12), rank=4)
+def test_the_rank_used_is_that_of_the_update_or_why_it_has_none() -> None:
+    module, base = draw_module((16, 12), rank=4), layer((16, 12))
     one = {**module.tensors, "up": module.tensors["up"].clone()}
     one["up"][:, 1:] = 0
     for each, low, high in ((replace(module, tensors=one), 0.2499, 0.2501), (module, 0.5, 1)):
-        figures = weight_figures({"denoiser": layer((16, 12))}, {"denoiser.0": each})
+        figures = weight_figures({"denoiser": base}, {"denoiser.0": each})
         assert low < figures.ranks_used["denoiser.0"] <= high
-
-
-def test_an_update_of_another_kind_has_no_rank_and_says_why() -> None:
-    base = layer((8, 6))
     weight = base[0].weight  # type: ignore[index]  # a Sequential
-    dora = with_magnitude(draw_module((8, 6)), weight)
-    found = weight_figures({"denoiser": base}, {"denoiser.0": dora})
-    assert found.ranks_used == {} and "DoRA" in found.why_not
+    dora = with_magnitude(module, weight)
+    figures = weight_figures({"denoiser": base}, {"denoiser.0": dora})
+    assert figures.ranks_used == {} and "DoRA" in figures.why_not
 
 
 def test_what_is_dead_exploded_or_no_number_is_named() -> None:
