@@ -137,13 +137,6 @@ def test_the_base_and_its_settings_come_from_the_highest_layer_that_names_them(
         assert prepared.facts.source == DEFAULT
 
 
-def test_a_resumed_run_keeps_its_settings_but_those_typed_now(place: Toy) -> None:
-    before = {"train.steps": 77, "train.seed": 5, "base.model": "embedded"}
-    request = replace(asked(place, train__seed=6), run_settings=before)
-    config = prepare(request, hardware=PROCESSOR).config
-    assert (config.train.steps, config.train.seed) == (77, 6)
-
-
 # ---- the format of the files
 
 
