@@ -185,6 +185,20 @@ def test_every_option_of_the_objective_is_in_the_loss() -> None:
         assert sample.weight == pytest.approx(float(np.sqrt((1 - signal) / signal)), rel=1e-6)
 
 
+@pytest.mark.parametrize("prediction", ["epsilon", "flow"])
+def test_the_target_is_that_of_the_base(prediction: Any) -> None:
+    tiny = build_training(build_feeder([SQUARE]), steps=1)
+    samples = tiny.training.feeder.prepare(0)
+
+    def nothing(denoiser: nn.Module, noisy: Tensor, *_: Any) -> Tensor:
+        return torch.zeros_like(noisy)
+
+    losses = replace(tiny.training.model, predict=nothing, prediction=prediction).losses(samples)
+    for loss, sample in zip(losses, samples, strict=True):
+        target = sample.noise if prediction == "epsilon" else sample.noise - sample.latents
+        assert float(loss) == pytest.approx(float(target.square().mean()), rel=1e-5)
+
+
 # ---- what a step reports and does
 
 
