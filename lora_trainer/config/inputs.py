@@ -164,7 +164,7 @@ class DataSettings(Section, Generic[A_co]):
     )
     caption_fallback: Literal["none", "metadata", "file_name"] = setting(
         "none",
-        "captions of images without any: text inside the image (PNG, EXIF, XMP), or its file name",
+        "captions of images without any: text inside the image (PNG, EXIF), or its file name",
     )
     caption_lines: CaptionLines = setting(
         "join", "several lines in a caption file: join them, or draw one line at random"

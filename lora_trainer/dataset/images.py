@@ -139,10 +139,13 @@ class PixelFormatError(ValueError):
     """A pixel format that cannot be turned into RGB without guessing; the message names it."""
 
 
-def to_rgb(image: Image.Image, *, raw_mode: str, background: Rgb, notes: list[str]) -> Image.Image:
-    """Return a loaded image as RGB; `raw_mode` is the format of the file's own pixels.
+def _to_rgb(
+    image: Image.Image, *, raw_mode: str, background: Rgb, notes: list[str]
+) -> tuple[Image.Image, Image.Image | None]:
+    """Return a loaded image as RGB, and how opaque it is as L where some of it is not.
 
-    Appends "kind: sentence" to `notes`; raises PixelFormatError.
+    `raw_mode` is the format of the file's own pixels. Appends "kind: sentence" to `notes`; raises
+    PixelFormatError.
     """
     if ";16" in raw_mode:
         notes.append("depth: 16 bits per channel are scaled to 8")
@@ -150,23 +153,19 @@ def to_rgb(image: Image.Image, *, raw_mode: str, background: Rgb, notes: list[st
     if image.mode.startswith("I;16"):
         image = _scaled_to_8_bits(image)
     if image.mode == "CMYK":
-        return _from_cmyk(image, notes)
+        return _from_cmyk(image, notes), None
     if image.mode in _ALPHA_MODES or image.has_transparency_data:
-        return _on_background(image, background, notes)
+        straight = image.convert("LA") if image.mode == "La" else image
+        rgba = straight.convert("RGBA")
+        alpha = rgba.getchannel("A")
+        if alpha.getextrema() == (255, 255):
+            return rgba.convert("RGB"), None
+        notes.append("alpha: transparent parts are put on the colour data.alpha_background")
+        canvas = Image.new("RGBA", rgba.size, (*background, 255))
+        return Image.alpha_composite(canvas, rgba).convert("RGB"), alpha
     if image.mode in _OPAQUE_MODES:
-        return image.convert("RGB")
+        return image.convert("RGB"), None
     raise PixelFormatError(f"has {_REFUSED_MODES.get(image.mode, image.mode)} pixels")
-
-
-def to_alpha(image: Image.Image, *, raw_mode: str) -> Image.Image | None:
-    """Return how opaque a loaded image is, mode L, or None for one that has no transparency."""
-    _scale_transparent_colour(image, raw_mode)
-    if image.mode.startswith("I;16"):
-        image = _scaled_to_8_bits(image)
-    if image.mode not in _ALPHA_MODES and not image.has_transparency_data:
-        return None
-    straight = image.convert("LA") if image.mode == "La" else image
-    return straight.convert("RGBA").getchannel("A")
 
 
 def _scale_transparent_colour(image: Image.Image, raw_mode: str) -> None:
@@ -207,16 +206,6 @@ def _from_cmyk(image: Image.Image, notes: list[str]) -> Image.Image:
     assert converted is not None  # None is for inPlace=True
     notes.append("cmyk: converted from CMYK through its colour profile")
     return converted
-
-
-def _on_background(image: Image.Image, background: Rgb, notes: list[str]) -> Image.Image:
-    straight = image.convert("LA") if image.mode == "La" else image
-    rgba = straight.convert("RGBA")
-    if rgba.getchannel("A").getextrema() == (255, 255):
-        return rgba.convert("RGB")
-    notes.append("alpha: transparent parts are put on the colour data.alpha_background")
-    canvas = Image.new("RGBA", rgba.size, (*background, 255))
-    return Image.alpha_composite(canvas, rgba).convert("RGB")
 
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
@@ -302,30 +291,24 @@ _PROCESS_WIDE = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class DecodedImage:
-    """An image as it is displayed, mode RGB. `notes`: the changes made for that, as "kind: sentence"."""
+    """An image as it is displayed, mode RGB. `notes`: the changes made for that, as "kind: sentence".
+
+    `alpha`: how opaque it is, mode L, where some of its pixels come from `data.alpha_background`.
+    """
 
     image: Image.Image
     notes: tuple[str, ...]
-
-    @property
-    def transparent(self) -> bool:
-        """Whether some of its pixels come from `data.alpha_background`."""
-        return any(note.startswith("alpha:") for note in self.notes)
+    alpha: Image.Image | None
 
 
 class VerifiedImage(NamedTuple):
-    """Facts of an image that decoded. `background`: the colour behind its transparent parts, "" for an opaque one."""
+    """Facts of an image that decoded. `transparent`: some of its pixels come from `data.alpha_background`."""
 
     width_px: int
     height_px: int
     notes: tuple[str, ...]
     measures: Measures
-    background: str
-
-    def holds_with(self, settings: DataSettings) -> bool:
-        """Say whether decoding with these settings gives the same facts."""
-        fits = self.width_px * self.height_px <= max_pixels(settings)
-        return fits and self.background in ("", settings.alpha_background)
+    transparent: bool
 
 
 def background_rgb(settings: DataSettings) -> Rgb:
@@ -354,7 +337,7 @@ def verify(path: Path, *, settings: DataSettings, content_hash: str) -> Verified
         height_px=height_px,
         notes=decoded.notes,
         measures=measure(decoded.image),
-        background=settings.alpha_background if decoded.transparent else "",
+        transparent=decoded.alpha is not None,
     )
 
 
@@ -368,24 +351,11 @@ def decode(path: Path, *, settings: DataSettings, content_hash: str | None = Non
     background = background_rgb(settings)
     notes: list[str] = []
     with loaded(path, settings, content_hash, notes) as (image, raw_mode):
-        rgb = to_rgb(image, raw_mode=raw_mode, background=background, notes=notes)
+        rgb, alpha = _to_rgb(image, raw_mode=raw_mode, background=background, notes=notes)
         turn = _upright_turn(image, settings, notes)
-        upright = rgb if turn is None else rgb.transpose(turn)
-    return DecodedImage(image=upright, notes=tuple(notes))
-
-
-def decode_alpha(
-    path: Path, *, settings: DataSettings, content_hash: str | None = None
-) -> Image.Image | None:
-    """Decode how opaque an image is as it is displayed, mode L; None for one without transparency.
-
-    Raises ImageDecodeError as `decode` does.
-    """
-    notes: list[str] = []  # those of the image have been said
-    with loaded(path, settings, content_hash, notes) as (image, raw_mode):
-        alpha = to_alpha(image, raw_mode=raw_mode)
-        turn = _upright_turn(image, settings, notes)
-        return alpha if alpha is None or turn is None else alpha.transpose(turn)
+        if turn is not None:
+            rgb, alpha = rgb.transpose(turn), alpha and alpha.transpose(turn)
+    return DecodedImage(image=rgb, notes=tuple(notes), alpha=alpha)
 
 
 @contextmanager
@@ -394,15 +364,12 @@ def loaded(
 ) -> Iterator[tuple[Image.Image, str]]:
     """Yield the loaded first frame of a file and the format of its pixels there."""
     with _opened(path) as file, _faults_named(path, file, settings):
-        if content_hash is not None and _sha256(file) != content_hash:
+        digest = content_hash and hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != content_hash:
             raise ImageDecodeError(
                 path, "changed while in use", code="CAP-05", fix="start the run again"
             )
         yield _load(path, file, settings, notes)
-
-
-def _sha256(file: BufferedReader) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -2,23 +2,22 @@
 
 The memo answers for files that have not changed, so that a second start opens none of them. A caption can lie inside
 the image: the first text that describes it, that of generators cut to its prompt; a workflow in JSON is no caption.
-Sources: PNG specification 11.3.3 (keywords), EXIF 2.32 (UserComment), XMP specification part 1 (dc:description),
-and the "parameters" text of AUTOMATIC1111's web UI.
+Sources: PNG specification 11.3.3 (keywords), EXIF 2.32 (UserComment), and the "parameters" text of AUTOMATIC1111's
+web UI.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-from xml.etree import ElementTree
+from typing import Generic, TypeVar
 
 import PIL
 from PIL import ExifTags, Image
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from lora_trainer.common.events import Finding
 from lora_trainer.common.files import sha256_bytes
@@ -46,14 +45,8 @@ from lora_trainer.dataset.records import ImageRecord, finding
 IMAGE_TEXT = "image metadata"
 """Source of a caption that lies inside the image."""
 _PNG_KEYS = ("caption", "description", "prompt", "parameters", "comment", "title")
-_DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
-_LIST_ITEM = "{http://www.w3.org/1999/02/22-rdf-syntax-ns#}li"
-_MAX_XMP_BYTES = 1 << 20
 # What AUTOMATIC1111 and its forks write after the prompt.
 _GENERATOR_TAIL = re.compile(r"\n(Negative prompt: |Steps: \d).*", re.DOTALL)
-_COMMENT_ENCODINGS = {b"ASCII\0\0\0": "ascii", b"JIS\0\0\0\0\0": "shift_jis", b"\0" * 8: "utf-8"}
-_XP_TAGS = (0x9C9C, 0x9C9B)
-"""Comment and title as Windows' Explorer writes them, in UTF-16."""
 
 
 def read_image_text(path: Path, *, settings: DataSettings, content_hash: str) -> CaptionText:
@@ -77,13 +70,8 @@ def _texts(image: Image.Image) -> Iterator[str]:
         yield _plain_text(exif.get(ExifTags.Base.ImageDescription))
         details = exif.get_ifd(ExifTags.IFD.Exif)
         yield _user_comment(details.get(ExifTags.Base.UserComment))
-        for tag in _XP_TAGS:
-            value = exif.get(tag)
-            yield bytes(value).decode("utf-16-le", "replace") if value else ""
     except Exception:  # noqa: BLE001 - damaged EXIF is named by the check of the image itself
         pass
-    packet = fields.get("xmp") or fields.get("xml:com.adobe.xmp") or b""
-    yield from _xmp_texts(packet if isinstance(packet, bytes) else str(packet).encode())
 
 
 def _plain_text(value: object) -> str:
@@ -99,24 +87,7 @@ def _user_comment(value: object) -> str:
         # EXIF leaves the byte order open: of the two, Latin text has its zero bytes on one side.
         is_big = body[:2] == b"\xfe\xff" or body[0:200:2].count(0) > body[1:200:2].count(0)
         return body.decode("utf-16-be" if is_big else "utf-16-le", "replace")
-    encoding = _COMMENT_ENCODINGS.get(head)
-    return body.decode(encoding, "replace") if encoding else _plain_text(value)
-
-
-def _xmp_texts(packet: bytes) -> Iterator[str]:
-    # A packet has no use for a document type, with which small files expand to large ones.
-    if not packet or len(packet) > _MAX_XMP_BYTES or b"<!" in packet:
-        return
-    try:
-        root = ElementTree.fromstring(packet.strip(b"\0 \r\n"))
-    except (ElementTree.ParseError, ValueError, LookupError):
-        return
-    for description in root.iter(_DESCRIPTION):
-        yield (
-            "".join(description.itertext())
-            if description.find(f".//{_LIST_ITEM}") is None
-            else ("".join(next(description.iter(_LIST_ITEM)).itertext()))
-        )
+    return _plain_text(body if head in (b"ASCII\0\0\0", bytes(8)) else value)
 
 
 def _prompt_of(text: str) -> str:
@@ -126,7 +97,7 @@ def _prompt_of(text: str) -> str:
 
 
 # Raise the number when what is kept of an image changes. Rows made with another Pillow are forgotten.
-_MEMO_VERSION = f"2, Pillow {PIL.__version__}"
+_MEMO_VERSION = f"3, Pillow {PIL.__version__}"
 Value = TypeVar("Value")
 
 
@@ -140,17 +111,17 @@ class Remembered(Generic[Value]):
     kind: TypeAdapter[Value]
     table: MemoTable
 
-    def get(self, key: str) -> Value | None:
-        """Return a value; None for one that must be read from the file."""
+    def get(self, key: str, make: Callable[[], Value]) -> Value:
+        """Return the value of a key; of a new one that of `make`, which is remembered."""
         text = self.table.get(key)
-        try:
-            return None if text is None else self.kind.validate_json(text)
-        except ValidationError:
-            return None
-
-    def put(self, key: str, value: Any) -> None:
-        """Remember a value: a tuple of plain values."""
+        if text is not None:
+            return self.kind.validate_json(text)
+        value = make()
         self.table.put(key, json.dumps(value))
+        return value
+
+    def __contains__(self, key: str) -> bool:
+        return self.table.get(key) is not None
 
 
 def _table(folder: Path | None, name: str) -> MemoTable:
@@ -182,33 +153,27 @@ Inspected = tuple[ImageRecord | None, list[Finding]]
 """The record of an image that can be used, and the findings about it; None and an error for others."""
 
 
-class _NotRememberedError(Exception):
-    """The memo lacks a file's hash or content: it must be read."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Inspector:
-    """Reads the images of a dataset: by its settings, with a memo, into the buckets of a base.
-
-    Without `may_read` it opens no file, and what the memo does not hold is None.
-    """
+    """Reads the images of a dataset: by its settings, with a memo, into the buckets of a base."""
 
     settings: DataSettings
     memo: DatasetMemo
     place_image: Place
-    may_read: bool
 
-    def inspect(self, image: ImageFile) -> Inspected | None:
+    def knows(self, image: ImageFile) -> bool:
+        """Say whether the memo has the image, so that it need not be decoded."""
+        content_hash = self.memo.hashes.known(image.file)
+        return content_hash is not None and self._facts_key(content_hash) in self.memo.images
+
+    def inspect(self, image: ImageFile) -> Inspected:
         """Hash and, unless these bytes are known, decode one image; read its caption file."""
         try:
-            return self._inspect(image)
-        except _NotRememberedError:
-            return None
-
-    def _inspect(self, image: ImageFile) -> Inspected:
-        try:
-            content_hash = self._hash(image.file)
-            facts = self._facts(image.path, content_hash)
+            content_hash = self.memo.hashes.sha256(Path(image.file))
+            facts = self.memo.images.get(
+                self._facts_key(content_hash),
+                lambda: verify(image.path, settings=self.settings, content_hash=content_hash),
+            )
             inside = self._caption_inside(image, content_hash)
         except (ImageDecodeError, OSError) as error:
             return _refused("unusable", image.name, error)
@@ -232,7 +197,7 @@ class Inspector:
             caption=plain_text(written, settings=settings),
             caption_source=caption.source or None,
             repeats=image.repeats,
-            transparent=bool(facts.background),
+            transparent=facts.transparent,
             measures=facts.measures,
             mask=mask,
             placements=self.place_image(facts.width_px, facts.height_px),
@@ -243,71 +208,59 @@ class Inspector:
         ]
         return record, [*findings, *_caption_findings(image, sidecar, caption, settings)]
 
-    def _must_read(self) -> None:
-        if not self.may_read:
-            raise _NotRememberedError
-
-    def _hash(self, file: str) -> str:
-        known = self.memo.hashes.known(file)
-        if known is None:
-            self._must_read()
-        return known or self.memo.hashes.sha256(Path(file))
-
-    def _facts(self, path: Path, content_hash: str) -> VerifiedImage:
-        facts = self.memo.images.get(content_hash)
-        if facts is None or not facts.holds_with(self.settings):
-            self._must_read()
-            facts = verify(path, settings=self.settings, content_hash=content_hash)
-            self.memo.images.put(content_hash, facts)
-        return facts
+    def _facts_key(self, content_hash: str) -> str:
+        """Return the memo's key of an image: what is known of it depends on these settings too."""
+        settings = self.settings
+        return f"{content_hash} {settings.alpha_background} {settings.max_megapixels}"
 
     def _caption_inside(self, image: ImageFile, content_hash: str) -> CaptionText:
         """Return the caption inside an image, if the settings ask for it."""
         if self.settings.caption_fallback != "metadata":
             return CaptionText()
-        text = self.memo.captions.get(content_hash + _OF_IMAGE)
-        if text is None:
-            self._must_read()
-            text = read_image_text(image.path, settings=self.settings, content_hash=content_hash)
-            self.memo.captions.put(content_hash + _OF_IMAGE, text[:3])
+        text = self.memo.captions.get(
+            content_hash + _OF_IMAGE,
+            lambda: read_image_text(image.path, settings=self.settings, content_hash=content_hash),
+        )
         return text._replace(source=IMAGE_TEXT)
 
     def _mask(self, image: ImageFile, facts: VerifiedImage, content_hash: str) -> Mask | None:
         """Return an image's mask, if it has one; raises OSError and ImageDecodeError for one that cannot be used."""
         if image.mask is not None:
-            mask_hash = self._hash(str(image.mask))
+            mask_hash = self.memo.hashes.sha256(image.mask)
             mask = Mask(path=image.mask, content_hash=mask_hash, of_alpha=False)
-        elif self.settings.masks == "alpha" and facts.background:
+        elif self.settings.masks == "alpha" and facts.transparent:
             mask = Mask(path=image.path, content_hash=content_hash, of_alpha=True)
         else:
             return None
-        size = self.memo.masks.get(mask.memo_key)
-        if size is None:
-            self._must_read()
-            size = mask_size(mask, settings=self.settings)
-            self.memo.masks.put(mask.memo_key, size)
+        key = content_hash + " alpha" if mask.of_alpha else mask.content_hash
+        size = self.memo.masks.get(key, lambda: mask_size(mask, settings=self.settings))
         refuse_unfit(mask, size, facts)
         return mask
 
     def _sidecar(self, image: ImageFile) -> CaptionText:
         """Return the text of an image's caption file, an empty one without; its source is the file's name."""
-        if image.sidecar_file is None:
+        path, source = image.sidecar, image.sidecar_name or ""
+        if path is None:
             return CaptionText()
-        source = image.sidecar_name or ""
         # The same bytes say another thing as JSON than as text.
         ending = JSON_SIDECAR if is_json(source) else ""
         try:
-            text = self.memo.captions.get(self._hash(image.sidecar_file) + ending)
-            if text is None:
-                self._must_read()
-                with Path(image.sidecar_file).open("rb") as file:
-                    data = file.read(MAX_CAPTION_BYTES + 1)
-                text = read_caption_file(source, data)
-                # Under the hash of what was read: the file may have changed since the memo looked.
-                self.memo.captions.put(sha256_bytes(data) + ending, text[:3])
+            content_hash = self.memo.hashes.sha256(path)
+            text = self.memo.captions.get(
+                content_hash + ending, lambda: _read_sidecar(path, source, content_hash)
+            )
         except OSError as error:
             text = CaptionText(problems=(f"cannot be read ({error.strerror or error})",))
         return text._replace(source=source)
+
+
+def _read_sidecar(path: Path, name: str, content_hash: str) -> CaptionText:
+    """Read a caption file; raises OSError, also for one that no longer has this SHA-256."""
+    with path.open("rb") as file:
+        data = file.read(MAX_CAPTION_BYTES + 1)
+    if len(data) <= MAX_CAPTION_BYTES and sha256_bytes(data) != content_hash:
+        raise OSError("it changed meanwhile")
+    return read_caption_file(name, data)
 
 
 def _refused(kind: str, name: str, error: ImageDecodeError | OSError) -> Inspected:

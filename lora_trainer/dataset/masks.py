@@ -17,7 +17,7 @@ from PIL import Image
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import Placement
 from lora_trainer.dataset.captions import split_name
-from lora_trainer.dataset.images import ImageDecodeError, VerifiedImage, decode, decode_alpha
+from lora_trainer.dataset.images import ImageDecodeError, VerifiedImage, decode
 
 MASK_SUFFIX = "-masklabel"
 """End of the name of a mask beside its image, as OneTrainer has it; `folder_kind` tells folders of masks."""
@@ -34,11 +34,6 @@ class Mask:
     path: Path
     content_hash: str
     of_alpha: bool
-
-    @property
-    def memo_key(self) -> str:
-        """The name of its size in the memo."""
-        return self.content_hash + " alpha" * self.of_alpha
 
 
 def masked_stem(file_name: str) -> str | None:
@@ -79,7 +74,7 @@ def decode_mask(mask: Mask, *, settings: DataSettings) -> Image.Image:
     Transparent parts of a mask file are black: only its drawn parts count.
     """
     if mask.of_alpha:
-        alpha = decode_alpha(mask.path, settings=settings, content_hash=mask.content_hash)
+        alpha = decode(mask.path, settings=settings, content_hash=mask.content_hash).alpha
         assert alpha is not None, "only transparent images have such a mask"
         return alpha
     on_black = settings.model_copy(update={"alpha_background": "black"})

@@ -61,23 +61,63 @@ def scan(
     images inside the dataset.
     """
     memo = memo or DatasetMemo()
-    dataset = _told_apart(_scan_folder(folder, settings, memo, place_image), settings)
+    dataset = _scan_folder(folder, settings, memo, place_image)
+    findings, fingerprint = list(dataset.findings), dataset.fingerprint
+    learned = tuple(one for one in dataset.records if not settings.is_regularisation(one.folder))
+    if not learned:
+        raise InputError(
+            f"all images in {folder} are for regularisation, none is left to learn",
+            fix="add the images to learn, or unmark a folder",
+        )
+    others = [one for one in dataset.records if settings.is_regularisation(one.folder)]
+    if others:
+        fingerprint = _joined(fingerprint, *sorted(record.name for record in others))
     if settings.regularisation_dir is not None:
-        other_folder = Path(settings.regularisation_dir).expanduser()
-        if other_folder.resolve().is_relative_to(folder.resolve()):
-            raise RequestError(
-                f"data.regularisation_dir={other_folder} lies in the dataset",
-                fix=f"--set data.folders.{other_folder.name}.regularisation=true, or move it elsewhere",
-            )
-        plain = settings.model_copy(update={"trigger": None, "folders": {}, "masks": "none"})
-        dataset = _joined(dataset, _scan_folder(other_folder, plain, memo, place_image))
-    learned = {record.content_hash: record.name for record in dataset.records}
-    twice = [
-        finding("regularisation", record.name, original=learned[record.content_hash])
-        for record in dataset.regularisation
-        if record.content_hash in learned
+        elsewhere = _scan_elsewhere(folder, settings, memo, place_image)
+        others += elsewhere.records
+        findings += elsewhere.findings
+        fingerprint = _joined(fingerprint, elsewhere.fingerprint)
+    regularisation = _numbered([replace(one, regularisation=True, mask=None) for one in others])
+    original = {record.content_hash: record.name for record in learned}
+    findings += [
+        finding("regularisation", record.name, original=original[record.content_hash])
+        for record in regularisation
+        if record.content_hash in original
     ]
-    return replace(dataset, findings=by_severity((*dataset.findings, *twice)))
+    return replace(
+        dataset,
+        records=learned,
+        regularisation=regularisation,
+        findings=by_severity(findings),
+        fingerprint=fingerprint,
+    )
+
+
+def _scan_elsewhere(
+    folder: Path, settings: DataSettings, memo: DatasetMemo, place_image: Place
+) -> Dataset:
+    """Scan `data.regularisation_dir`; names of its images begin with `REGULARISATION`."""
+    other_folder = Path(settings.regularisation_dir or "").expanduser()
+    if other_folder.resolve().is_relative_to(folder.resolve()):
+        raise RequestError(
+            f"data.regularisation_dir={other_folder} lies in the dataset",
+            fix=f"--set data.folders.{other_folder.name}.regularisation=true, or move it elsewhere",
+        )
+    plain = settings.model_copy(update={"trigger": None, "folders": {}, "masks": "none"})
+    dataset = _scan_folder(other_folder, plain, memo, place_image)
+    records = (
+        replace(record, name=REGULARISATION + record.name, folder=REGULARISATION + record.folder)
+        for record in dataset.records
+    )
+    findings = (
+        replace(finding, file=finding.file and REGULARISATION + finding.file)
+        for finding in dataset.findings
+    )
+    return replace(dataset, records=tuple(records), findings=tuple(findings))
+
+
+def _joined(*fingerprints: str) -> str:
+    return sha256_bytes(json_bytes(fingerprints))
 
 
 def _scan_folder(
@@ -105,17 +145,15 @@ def _inspected(
     images: Sequence[ImageFile], settings: DataSettings, memo: DatasetMemo, place_image: Place
 ) -> list[Inspected]:
     """Return each image's record and findings, in their order."""
-    inspector = Inspector(settings=settings, memo=memo, place_image=place_image, may_read=False)
+    inspector = Inspector(settings=settings, memo=memo, place_image=place_image)
     with gc_disabled():
-        results = [inspector.inspect(image) for image in images]
-    to_read = [index for index, result in enumerate(results) if result is None]
-    reader = replace(inspector, may_read=True)
+        results = {one.file: inspector.inspect(one) for one in images if inspector.knows(one)}
+    new = [image for image in images if image.file not in results]
     # Hashing and decoding release the GIL; only a few images at a time, to bound the memory.
     with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
-        read = pool.map(reader.inspect, [images[index] for index in to_read], chunksize=4)
-    for index, result in zip(to_read, read, strict=True):
-        results[index] = result
-    return [result for result in results if result is not None]
+        read = pool.map(inspector.inspect, new, chunksize=4)
+    results.update(zip((image.file for image in new), read, strict=True))
+    return [results[image.file] for image in images]
 
 
 def _refuse_too_many_bad(
@@ -146,48 +184,6 @@ def _numbered(records: Sequence[ImageRecord]) -> tuple[ImageRecord, ...]:
         numbered.append(record if record.copy_index == copy else replace(record, copy_index=copy))
         copies[record.content_hash] += 1
     return tuple(numbered)
-
-
-def _told_apart(dataset: Dataset, settings: DataSettings) -> Dataset:
-    """Move images of folders that are marked out of the images to learn."""
-    marked = [one for one in dataset.records if settings.is_regularisation(one.folder)]
-    if not marked:
-        return dataset
-    learned = tuple(one for one in dataset.records if not settings.is_regularisation(one.folder))
-    if not learned:
-        raise InputError(
-            f"all images in {dataset.folder} are for regularisation, none is left to learn",
-            fix="add the images to learn, or unmark a folder",
-        )
-    names = sorted(record.name for record in marked)
-    return replace(
-        dataset,
-        records=learned,
-        regularisation=_for_regularisation(marked),
-        fingerprint=sha256_bytes(json_bytes([dataset.fingerprint, *names])),
-    )
-
-
-def _joined(dataset: Dataset, other: Dataset) -> Dataset:
-    """Add the images of a folder of their own."""
-    more = [
-        replace(record, name=REGULARISATION + record.name, folder=REGULARISATION + record.folder)
-        for record in other.records
-    ]
-    findings = [
-        replace(finding, file=None if finding.file is None else REGULARISATION + finding.file)
-        for finding in other.findings
-    ]
-    return replace(
-        dataset,
-        regularisation=_for_regularisation([*dataset.regularisation, *more]),
-        findings=(*dataset.findings, *findings),
-        fingerprint=sha256_bytes(json_bytes([dataset.fingerprint, other.fingerprint])),
-    )
-
-
-def _for_regularisation(records: Sequence[ImageRecord]) -> tuple[ImageRecord, ...]:
-    return _numbered([replace(record, regularisation=True, mask=None) for record in records])
 
 
 def _fingerprint(records: Sequence[ImageRecord]) -> str:

@@ -17,7 +17,7 @@ from lora_trainer.dataset.inspect_image import DatasetMemo
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan
 from lora_trainer.lora_file.header import open_checked
-from tests.data.dataset_layouts import CATDOG, LAYOUTS, NAMES, TWO, Layout, images, png_text
+from tests.data.dataset_layouts import CATDOG, LAYOUTS, NAMES, Layout, images, png_text
 
 
 def written(files: dict[str, bytes], root: Path) -> Path:
@@ -77,23 +77,6 @@ def test_a_layout_is_read(layout: Layout, tmp_path: Path) -> None:
     assert {p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()} == set(
         layout.files
     )
-
-
-def test_the_corpus_is_large_enough() -> None:
-    assert len({(layout.tool, layout.case) for layout in LAYOUTS}) == len(LAYOUTS) >= 40
-
-
-def test_a_changed_table_changes_the_captions_and_not_the_images(tmp_path: Path) -> None:
-    table = "file_name,text\na.png,a cat\nb.jpg,{}\n"
-    root = written({**TWO, "metadata.csv": table.format("a dog").encode()}, tmp_path)
-    before = read(root, {})
-    (root / "metadata.csv").write_text(table.format("a wolf"))
-    after = read(root, {})
-    assert [one.caption for one in after.records] == ["a cat", "a wolf"]
-    assert [one.content_hash for one in after.records] == [
-        one.content_hash for one in before.records
-    ]
-    assert after.fingerprint != before.fingerprint
 
 
 def test_captions_inside_images_are_remembered_apart_from_caption_files(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
-"""The preflight: layouts, captions, odd files, duplicates, refusals, warm starts."""
+"""The preflight: settings of folders, refusals, identity of samples, regularisation, warm starts.
+
+What each layout of a folder means is in `dataset_layouts`; odd images are in `test_images`.
+"""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
+import shutil
 import sys
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from lora_trainer.common.events import Finding
 from lora_trainer.common.files import json_bytes, sha256_bytes
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset import inspect_image as examine_module
 from lora_trainer.dataset.inspect_image import DatasetMemo
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan
@@ -30,37 +30,24 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"
 LENIENT = DataSettings(max_bad_fraction=0.9)
 
 
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    """A pipe that is opened would block for ever."""
-    signal.alarm(20)
-    yield
-    signal.alarm(0)
-
-
 def draw(path: Path, colour: Any = "red", size: tuple[int, int] = (40, 30)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, colour).save(path)
     return path
 
 
-def fill(folder: Path, count: int, *, captions: bool = True) -> None:
+def fill(folder: Path, count: int) -> None:
     """Write `count` different images p00.png ... with captions."""
     for index in range(count):
         draw(folder / f"p{index:02}.png", (index, 100, 200))
-        if captions:
-            (folder / f"p{index:02}.txt").write_text(f"image {index}")
+        (folder / f"p{index:02}.txt").write_text(f"image {index}")
 
 
 def scanned(folder: Path, settings: DataSettings = LENIENT) -> Dataset:
     return scan(folder, settings=settings)
 
 
-def captions(dataset: Dataset) -> dict[str, str]:
-    return {record.name: record.caption for record in dataset.records}
-
-
-def found(dataset: Dataset, kind: str) -> list[Finding]:
+def of_kind(dataset: Dataset, kind: str) -> list[Finding]:
     return [finding for finding in dataset.findings if finding.kind == kind]
 
 
@@ -72,37 +59,13 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-# --- layouts
-
-
-def test_the_example_dataset_needs_no_word(tmp_path: Path) -> None:
+def test_the_example_dataset_needs_no_word_and_is_not_written_to() -> None:
     before = contents(EXAMPLE)
     dataset = scanned(EXAMPLE, DataSettings(trigger="zibbo"))
     assert len(dataset.records) == 16
     assert dataset.findings == ()
     assert all(record.caption.startswith("zibbo, ") for record in dataset.records)
-    assert {record.caption_source for record in dataset.records} == {
-        f"zibbo_{number:02}.txt" for number in range(1, 17)
-    }
     assert contents(EXAMPLE) == before
-
-
-def test_a_flat_folder(tmp_path: Path) -> None:
-    draw(tmp_path / "b.JPG", "blue", (50, 60))
-    draw(tmp_path / "a.png", "red", (40, 30))
-    (tmp_path / "a.txt").write_text("a red\nimage\n")
-    (tmp_path / "b.caption").write_text("a blue image")
-    dataset = scanned(tmp_path, DataSettings(repeats=3, trigger="zibbo"))
-    first, second = dataset.records
-    assert (first.name, first.path) == ("a.png", tmp_path / "a.png")
-    assert (first.width_px, first.height_px) == (40, 30)
-    assert first.caption == "zibbo, a red image"
-    assert first.caption_source == "a.txt"
-    assert (first.repeats, first.copy_index, first.transparent) == (3, 0, False)
-    assert first.measures is not None
-    assert second.caption == "zibbo, a blue image"
-    assert second.caption_source == "b.caption"
-    assert dataset.findings == ()
 
 
 def test_folders_have_repeats_triggers_and_captions_of_their_own(tmp_path: Path) -> None:
@@ -125,145 +88,67 @@ def test_folders_have_repeats_triggers_and_captions_of_their_own(tmp_path: Path)
         ".": "all, first x second, z",
     }
     assert by_folder["10_zibbo cat"].written == ("first {x|y}", "second ||| z")
-    assert by_folder["more"].written == ("first {x|y} second ||| z",)
-    notes = [finding.what for finding in found(dataset, "unread-marks")]
+    notes = [finding.what for finding in of_kind(dataset, "unread-marks")]
     assert len(notes) == 2 and all("(2): 10_zibbo cat/a.png, more/a.png" in note for note in notes)
-    assert scanned(tmp_path).fingerprint != dataset.fingerprint
 
 
-def test_the_fingerprint_counts_what_only_some_variants_show(tmp_path: Path) -> None:
-    draw(tmp_path / "a.png")
-    settings = DataSettings(wildcards=True)
-    prints = set()
-    for text in ("a {x|y}", "a {x|z}", "a x"):
-        (tmp_path / "a.txt").write_text(text)
-        prints.add(scanned(tmp_path, settings).fingerprint)
-    assert len(prints) == 3
+# --- what is refused
 
 
-# --- captions
-
-
-def test_a_caption_that_cannot_be_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("suffix", "code"), [(".png", "IMG-09"), (".txt", "CAP-02")])
+def test_a_file_that_cannot_be_read_is_named(
+    suffix: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw(tmp_path / "a.png")
-    (tmp_path / "a.txt").write_text("x")
+    fill(tmp_path, 2)
     usual = HashMemo.sha256
 
     def refuse(self: HashMemo, path: Path) -> str:
-        if path.suffix == ".txt":
+        if path.name == f"p01{suffix}":
             raise PermissionError(13, "Permission denied")
         return usual(self, path)
 
     monkeypatch.setattr(HashMemo, "sha256", refuse)
-    dataset = scanned(tmp_path)
-    assert captions(dataset) == {"a.png": ""}
-    (finding,) = found(dataset, "caption-text")
-    assert (finding.file, finding.what) == ("a.txt", "cannot be read (Permission denied)")
+    (finding,) = (one for one in scanned(tmp_path).findings if one.file == f"p01{suffix}")
+    assert finding.code == code
+    assert finding.what == "cannot be read (Permission denied)"
 
 
-# --- images that cannot be used
-
-
-def test_more_bad_pictures_than_allowed_are_refused(tmp_path: Path) -> None:
-    fill(tmp_path, 20)
-    for index in range(7):
-        (tmp_path / f"p{index:02}.png").write_bytes(b"")
-    with pytest.raises(InputError) as caught:
-        scanned(tmp_path, DataSettings(max_bad_fraction=0.3))
-    message = str(caught.value)
-    assert message.startswith("7 of 20 images in ")
-    assert "data.max_bad_fraction=0.3 allows 6" in message
-    named = [f"p{index:02}.png is empty (0 bytes): replace it with" for index in range(7)]
-    assert all(part in message for part in named), "all at once, each with its fix"
-    (tmp_path / "p00.png").unlink()
-    draw(tmp_path / "p00.png", "white")
-    assert len(scanned(tmp_path, DataSettings(max_bad_fraction=0.3)).records) == 14
-
-
-def test_of_very_many_bad_pictures_a_hundred_are_named(tmp_path: Path) -> None:
-    fill(tmp_path, 1)
-    for index in range(103):
-        (tmp_path / f"bad{index:03}.png").write_bytes(b"")
-    with pytest.raises(InputError, match=r"bad099\.png is empty.*; and 3 more") as caught:
-        scanned(tmp_path, DataSettings())
-    assert "bad100" not in str(caught.value)
-
-
-def test_the_share_allowed_is_not_rounded_away(tmp_path: Path) -> None:
-    assert int(0.58 * 50) == 28  # as floats go
+def test_more_bad_images_than_allowed_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(tmp_path, 50)
-    for index in range(29):
+    for index in range(29):  # int(0.58 * 50) is 28
         (tmp_path / f"p{index:02}.png").write_bytes(b"")
-    assert len(scanned(tmp_path, DataSettings(max_bad_fraction=0.58)).records) == 21
+    allowed = DataSettings(max_bad_fraction=0.58)
+    assert len(scanned(tmp_path, allowed).records) == 21
+    (tmp_path / "p29.png").write_bytes(b"")
+    monkeypatch.setattr("lora_trainer.dataset.scan.MAX_REASONS", 28)
+    with pytest.raises(InputError, match=r"^30 of 50 images in .* allows 29: p00\.png") as caught:
+        scanned(tmp_path, allowed)
+    assert all(f"p{index:02}.png is empty (0 bytes): replace it" in str(caught.value)
+               for index in range(28)), "all at once, each with its fix"  # fmt: skip
+    assert "; and 2 more" in str(caught.value) and "p28" not in str(caught.value)
 
 
-def test_nothing_usable_is_refused_whatever_is_allowed(tmp_path: Path) -> None:
+def test_no_dataset(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InputError, match="is not a folder"):
+        scanned(tmp_path / "file")
     (tmp_path / "a.png").write_bytes(b"")
     with pytest.raises(InputError, match=r"1 of 1 images .* a\.png is empty"):
         scanned(tmp_path, DataSettings(max_bad_fraction=1.0))
 
 
 def test_a_link_to_the_dataset_itself_is_not_followed(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    fill(folder, 2)
-    (folder / "again").symlink_to(folder)
-    (folder / "above").symlink_to(tmp_path)
-    other = tmp_path / "other"
+    folder, other = tmp_path / "data", tmp_path / "other"
+    fill(folder, 1)
     draw(other / "x.png", "white")
-    (folder / "linked").symlink_to(other)
+    for name, target in (("again", folder), ("above", tmp_path), ("linked", other)):
+        (folder / name).symlink_to(target)
     dataset = scanned(folder)
-    assert [record.name for record in dataset.records] == ["linked/x.png", "p00.png", "p01.png"]
-    assert {finding.file for finding in found(dataset, "not-a-file")} == {"above/", "again/"}
-    assert {finding.file for finding in found(dataset, "outside-link")} == {"above", "linked"}
-
-
-def test_an_unreadable_picture_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(tmp_path, 3)
-    usual = HashMemo.sha256
-
-    def refuse(self: HashMemo, path: Path) -> str:
-        if path.name == "p01.png":
-            raise PermissionError(13, "Permission denied")
-        return usual(self, path)
-
-    monkeypatch.setattr(HashMemo, "sha256", refuse)
-    (finding,) = scanned(tmp_path).findings
-    assert (finding.file, finding.code) == ("p01.png", "IMG-09")
-    assert finding.what == "cannot be read (Permission denied)"
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda path: None, "does not exist"),
-        (lambda path: path.write_text("x"), "is not a folder"),
-        (lambda path: path.mkdir(), "no images in"),
-    ],
-)
-def test_no_dataset(tmp_path: Path, make: Any, message: str) -> None:
-    make(tmp_path / "data")
-    with pytest.raises(InputError, match=message):
-        scanned(tmp_path / "data")
-
-
-def test_a_colour_that_is_none_is_refused_before_the_folder_is_read(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="alpha_background"):
-        scanned(tmp_path / "none", DataSettings(alpha_background="whit"))
-
-
-def test_odd_names(tmp_path: Path) -> None:
-    names = ["sp ace.png", "\u732b.png", "a'b\"c.png", "x" * 240 + ".png", "%s {a|b}.png", "_.png"]
-    for index, name in enumerate(names):
-        draw(tmp_path / name, (index, 0, 0))
-        (tmp_path / name).with_suffix(".txt").write_text("x")
-    undecodable = os.fsdecode(b"caf\xe9.png")
-    draw(tmp_path / undecodable, "white")
-    dataset = scanned(tmp_path)
-    assert {record.name for record in dataset.records} == {*names, "caf\\xe9.png"}
-    assert json.dumps([record.name for record in dataset.records], ensure_ascii=False).encode()
-    assert [finding.kind for finding in dataset.findings] == ["no-caption"]
+    assert [record.name for record in dataset.records] == ["linked/x.png", "p00.png"]
+    assert {finding.file for finding in of_kind(dataset, "not-a-file")} == {"above/", "again/"}
+    assert {finding.file for finding in of_kind(dataset, "outside-link")} == {"above", "linked"}
 
 
 # --- identity
@@ -277,7 +162,7 @@ def test_identical_files_are_reported_and_stay_apart(tmp_path: Path) -> None:
     dataset = scanned(tmp_path, DataSettings(repeats=3))
     copies = [(record.name, record.copy_index) for record in dataset.records]
     assert copies == [("a.png", 0), ("p00.png", 0), ("p01.png", 1), ("z.png", 2)]
-    assert [(finding.file, finding.what) for finding in found(dataset, "duplicate")] == [
+    assert [(finding.file, finding.what) for finding in of_kind(dataset, "duplicate")] == [
         ("p01.png", "is the same file as a.png"),
         ("z.png", "is the same file as a.png"),
     ]
@@ -291,171 +176,128 @@ def test_identical_files_are_reported_and_stay_apart(tmp_path: Path) -> None:
 
 
 def test_sample_ids_do_not_depend_on_names_or_order(tmp_path: Path) -> None:
-    fill(tmp_path / "one", 4)
-    before = {record.caption: record.sample_ids() for record in scanned(tmp_path / "one").records}
+    one, two = tmp_path / "one", tmp_path / "two"
+    fill(one, 4)
+    two.mkdir()
     for index, target in enumerate("dbca"):
         for suffix in (".png", ".txt"):
-            source = tmp_path / "one" / f"p{index:02}{suffix}"
-            (tmp_path / "two").mkdir(exist_ok=True)
-            (tmp_path / "two" / f"{target}{suffix}").write_bytes(source.read_bytes())
-    other = scanned(tmp_path / "two")
-    assert {record.caption: record.sample_ids() for record in other.records} == before
-    assert other.fingerprint == scanned(tmp_path / "one").fingerprint
+            shutil.copy(one / f"p{index:02}{suffix}", two / f"{target}{suffix}")
+    first, second = scanned(one), scanned(two)
+    assert {record.caption: record.sample_ids() for record in first.records} == {
+        record.caption: record.sample_ids() for record in second.records
+    }
+    assert second.fingerprint == first.fingerprint
 
 
 def test_the_fingerprint_is_the_hash_of_rows_of_json(tmp_path: Path) -> None:
     """Runs on disk have it: made row by row it is what it was as one text."""
     fill(tmp_path, 3)
-    (tmp_path / "p01.txt").write_text('a "cat"\\ \u00e9\u2028x, \U0001f408', encoding="utf-8")
-    dataset = scanned(tmp_path)
+    text = 'a "cat"\\ \u00e9\u2028x, \U0001f408\n{more|less}'
+    (tmp_path / "p01.txt").write_text(text, encoding="utf-8")
+    Image.new("L", (40, 30), 255).save(tmp_path / "p02-masklabel.png")
+    dataset = scanned(tmp_path, DataSettings(masks="files", caption_lines="one", repeats=2))
     rows = sorted(
-        (one.content_hash, one.copy_index, one.caption, one.repeats, *one.written)
+        (one.content_hash, one.copy_index, one.caption, one.repeats, *one.written,
+         *([one.mask.content_hash] if one.mask else ()))
         for one in dataset.records
-    )
+    )  # fmt: skip
+    assert sorted(map(len, rows)) == [5, 6, 7], "plain, with a mask, of three lines"
     assert dataset.fingerprint == sha256_bytes(json_bytes(rows))
 
 
-def test_the_fingerprint_is_of_what_is_trained(tmp_path: Path) -> None:
-    fill(tmp_path, 3)
-    before = scanned(tmp_path).fingerprint
-    assert len(before) == 64
-    assert scanned(tmp_path).fingerprint == before
-    assert scanned(tmp_path, DataSettings(repeats=2)).fingerprint != before
-    assert scanned(tmp_path, DataSettings(trigger="zibbo")).fingerprint != before
-    (tmp_path / "notes.md").write_text("x")
-    assert scanned(tmp_path).fingerprint == before
-    (tmp_path / "p00.txt").write_text("edited")
-    edited = scanned(tmp_path).fingerprint
-    draw(tmp_path / "p01.png", "white")
-    assert len({before, edited, scanned(tmp_path).fingerprint}) == 3
+# --- regularisation
 
 
-# --- warm starts and side effects
+def test_images_for_regularisation_are_told_apart(tmp_path: Path) -> None:
+    folder, other = tmp_path / "data", tmp_path / "other"
+    for where, count in ((folder, 3), (folder / "2_toy", 2), (other, 2)):
+        for index in range(count):
+            draw(where / f"p{index}.png", (index, len(where.name) * 20, 9))
+            (where / f"p{index}.txt").write_text(f"a toy {index}")
+    shutil.copy(folder / "p0.png", other / "p0.png")
+    shutil.copy(folder / "p0.png", folder / "2_toy" / "p0.png")
+    draw(other / "broken.png").write_bytes(b"no image")
+
+    def told_apart(**settings: Any) -> Dataset:
+        values = {"trigger": "zwx", "max_bad_fraction": 0.5, **settings}
+        return scanned(folder, DataSettings.model_validate(values))
+
+    marked = {"folders": {"2_toy": {"regularisation": True}}}
+    elsewhere = {"regularisation_dir": str(other)}
+    dataset = told_apart(**marked, **elsewhere)
+    assert all(record.caption.startswith("zwx, a toy") for record in dataset.records)
+    assert sorted((one.name, one.caption, one.repeats) for one in dataset.regularisation) == [
+        ("2_toy/p0.png", "a toy 0", 2),
+        ("2_toy/p1.png", "a toy 1", 2),
+        ("regularisation:p0.png", "a toy 0", 1),
+        ("regularisation:p1.png", "a toy 1", 1),
+    ]
+    records = (*dataset.records, *dataset.regularisation)
+    ids = [sample for record in records for sample in record.sample_ids()]
+    assert len(ids) == len(set(ids)) == 3 + 4 + 2
+    twice = {finding.file for finding in of_kind(dataset, "regularisation")}
+    assert twice == {"2_toy/p0.png", "regularisation:p0.png"}
+    assert [one.file for one in of_kind(dataset, "unusable")] == ["regularisation:broken.png"]
+    unmarked = {sample for one in told_apart().records for sample in one.sample_ids()}
+    assert {ids[0], ids[1], ids[2]} <= unmarked, "samples keep their ids when a folder is marked"
+    prints = {told_apart(**one).fingerprint for one in ({}, marked, elsewhere)}
+    (other / "p1.txt").write_text("another toy")
+    assert len(prints | {told_apart(**elsewhere).fingerprint}) == 4
+    with pytest.raises(RequestError, match=r"lies in the dataset.*--set data.folders.2_toy"):
+        told_apart(regularisation_dir=str(folder / "2_toy"))
 
 
-class Watch:
-    """Counts the stats of, and opens in, a folder."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder = str(folder)
-        self.opened: Counter[str] = Counter()
-        self.stats: Counter[str] = Counter()
-        self.active = False
-        sys.addaudithook(self._hear)
-        usual = os.stat
-
-        def counted(path: Any, *args: Any, **options: Any) -> os.stat_result:
-            if self.active and str(path).startswith(self.folder):
-                self.stats[os.path.basename(path)] += 1  # noqa: PTH119 - a Path would count itself
-            return usual(path, *args, **options)
-
-        monkeypatch.setattr(os, "stat", counted)
-
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.active and event == "open" and str(arguments[0]).startswith(self.folder):
-            self.opened[os.path.basename(arguments[0])] += 1  # noqa: PTH119 - a Path would count itself
-
-    def __enter__(self) -> Watch:
-        self.opened.clear()
-        self.stats.clear()
-        self.active = True
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.active = False
+# --- warm starts
 
 
-def age(folder: Path) -> None:
-    """Make files old enough to be remembered (younger ones may still change unseen)."""
-    for path in folder.rglob("*"):
-        os.utime(path, (1_000_000_000, 1_000_000_000))
+@contextmanager
+def opened_in(folder: Path) -> Iterator[set[str]]:
+    """Collect the names of the files that are opened in a folder."""
+    names: set[str] = set()
+    active = True
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        if active and event == "open" and str(arguments[0]).startswith(f"{folder}/"):
+            names.add(os.path.basename(arguments[0]))  # noqa: PTH119 - a Path would open nothing either
+
+    sys.addaudithook(hear)
+    try:
+        yield names
+    finally:
+        active = False
 
 
-def test_a_warm_scan_asks_the_memo_once_for_each_file_and_opens_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One look at a file's stat is the memo's; the scan itself adds none."""
+def test_a_warm_scan_says_the_same_and_opens_only_what_changed(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     fill(folder, 6)
     fill(folder / "5_sub", 3)
     Image.new("RGBA", (20, 20)).save(folder / "alpha.png")
-    age(folder)
-    memo = DatasetMemo(tmp_path / "cache")
-    watch = Watch(folder, monkeypatch)
-    with watch:
-        cold = scan(folder, settings=LENIENT, memo=memo)
-    assert watch.opened["p05.png"] >= 1
-    memo.save()
-    reloaded = DatasetMemo(tmp_path / "cache")
-    with watch:
-        warm = scan(folder, settings=LENIENT, memo=reloaded)
-    assert warm == cold
-    assert len(cold.findings) > 2
-    scanned_stats = Counter(watch.stats)
-    assert not watch.opened
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    with watch:
-        for path in files:
-            reloaded.hashes.sha256(path)
-    del scanned_stats[folder.name]
-    assert scanned_stats == watch.stats
-    assert len(scanned_stats) == len({path.name for path in files})
+    (folder / "bad.png").write_bytes(b"")
+    Image.new("L", (40, 30), 255).save(folder / "p01-masklabel.png")
+    for path in folder.rglob("*"):  # younger files may still change unseen
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+    update = {"masks": "files", "caption_fallback": "metadata", "max_bad_fraction": 0.95}
+    settings = LENIENT.model_copy(update=update)
 
+    def with_memo(settings: DataSettings = settings, folder: Path = folder) -> Dataset:
+        memo = DatasetMemo(tmp_path / "cache")
+        dataset = scan(folder, settings=settings, memo=memo)
+        memo.save()
+        return dataset
 
-def test_only_what_changed_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "data"
-    fill(folder, 5)
-    age(folder)
-    memo = DatasetMemo()
-    scan(folder, settings=LENIENT, memo=memo)
+    cold = with_memo()
+    assert cold == scanned(folder, settings) and len(cold.findings) > 3
+    with opened_in(folder) as opened:
+        assert with_memo() == cold
+    assert opened == {"bad.png"}, "a bad one is looked at again"
+    for change in ({"alpha_background": "black"}, {"max_megapixels": 0.0005}):
+        other = settings.model_copy(update=change)
+        assert with_memo(other) == scanned(folder, other) != cold
     old = (folder / "p03.png").stat()
     draw(folder / "p03.png", "white")
     os.utime(folder / "p03.png", ns=(old.st_atime_ns, old.st_mtime_ns))
     (folder / "p04.txt").write_text("edited")
-    watch = Watch(folder, monkeypatch)
-    with watch:
-        warm = scan(folder, settings=LENIENT, memo=memo)
-    assert set(watch.opened) == {"p03.png", "p04.txt"}
-    assert captions(warm)["p04.png"] == "edited"
-    assert warm == scanned(folder)
-
-
-def test_renamed_pictures_are_not_decoded_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(tmp_path / "data", 3)
-    memo = DatasetMemo()
-    scan(tmp_path / "data", settings=LENIENT, memo=memo)
-    (tmp_path / "data").rename(tmp_path / "moved")
-
-    def refuse(*args: object, **options: object) -> None:
-        raise AssertionError("decoded again")
-
-    monkeypatch.setattr(examine_module, "verify", refuse)
-    dataset = scan(tmp_path / "moved", settings=LENIENT, memo=memo)
-    assert len(dataset.records) == 3
-
-
-def test_the_dataset_folder_is_never_written_to(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    fill(folder, 4)
-    (folder / "p03.png").write_bytes(b"")
-    before = contents(folder)
-    folders = {path: path.stat().st_mtime_ns for path in (tmp_path, folder)}
-    memo = DatasetMemo()
-    scan(folder, settings=LENIENT, memo=memo)
-    assert contents(folder) == before
-    assert {path: path.stat().st_mtime_ns for path in folders} == folders
-
-
-def test_the_data_layer_needs_no_torch() -> None:
-    modules = (
-        "dataset.scan",
-        "dataset.captions",
-        "dataset.buckets",
-        "dataset.quality",
-        "cache.store",
-    )
-    imports = "; ".join(f"import lora_trainer.{module}" for module in modules)
-    code = f"{imports}; import sys; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=EXAMPLE.parents[1])
+    with opened_in(folder) as opened:
+        warm = with_memo()
+    assert opened - {"bad.png"} == {"p03.png", "p04.txt"}
+    assert warm == scanned(folder, settings)
