@@ -21,6 +21,7 @@ from torch import Tensor
 from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.common.events import read_jsonl
 from scripts.reliability.kill import free_port
+from tests.fakes.hosts import ADDRESSES, on_two_hosts, refusal
 from tests.fakes.many import HANGING_STARTS, SETTINGS, STEPS
 from tests.fakes.runs import MEASURES, ROOT, Toy, events, last_state
 from tests.fakes.training import distance
@@ -296,24 +297,26 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(
 
 
 def test_accelerate_launch_over_two_machines(place: Toy, results: dict[str, Any]) -> None:
-    """Two launchers as on two machines, here by the loopback; the run is that of one process."""
-    line, port = place.arguments("--name", "machines", steps=STEPS, **SETTINGS), free_port()
+    """Two network namespaces with a cable, where the system permits them; else two launchers by the loopback."""
+    line, no_hosts = place.arguments("--name", "machines", steps=STEPS, **SETTINGS), refusal()
+    address, port = ("127.0.0.1", free_port()) if no_hosts else (ADDRESSES[0], 29500)
     # Not `--cpu`: accelerate would start one process on each that knows nothing of the other.
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
     launch += ["--config_file", str(ROOT / "launch" / "two-machines.yaml"), "--num_processes", "2"]
-    launch += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
-    started = [
-        subprocess.Popen(
-            [*launch, "--machine_rank", str(rank), "-m", "lora_trainer", *line],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
+    launch += ["--main_process_ip", address, "--main_process_port", str(port)]
+    programs = [
+        [*launch, "--machine_rank", str(rank), "-m", "lora_trainer", *line] for rank in range(2)
     ]
-    output = [launcher.communicate(timeout=110)[0] for launcher in started]
-    assert [launcher.returncode for launcher in started] == [0, 0], output
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if no_hosts:
+        started = [
+            subprocess.Popen(program, env={**environment, "GLOO_SOCKET_IFNAME": "lo"})
+            for program in programs
+        ]
+        assert [launcher.wait(timeout=110) for launcher in started] == [0, 0]
+    else:
+        done = on_two_hosts(programs, environment=environment, timeout_s=110)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     record = json.loads((place.runs / "machines" / "run.json").read_bytes())
     assert record["environment"]["exactness"]["processes"] == 2
     assert not list(place.runs.glob("machines-*")), "a run each"
