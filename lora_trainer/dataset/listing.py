@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from lora_trainer.common.errors import InputError, RequestError, did_you_mean
@@ -119,7 +118,7 @@ _ADVICE = {
 }
 """Files that may hold the dataset itself, and how to make it readable."""
 Group = Literal["picture", "caption", "metadata", "folder", "other"]
-Masks = Mapping[str, tuple[Path, str]]
+Masks = dict[str, tuple[Path, str]]
 """Files of masks and their names, by `same_name` of the stem of the image."""
 
 
@@ -222,8 +221,9 @@ class _Walk:
         repeats = self.settings.of_folder(OWN_FOLDER).repeats
         root_folder = _Folder(path=root, name=OWN_FOLDER, repeats=repeats)
         folder_names = {OWN_FOLDER}
-        inner = [entry for entry in self._read(root_folder) if not self._is_excluded(entry)]
-        self._read_subfolders(inner, root_folder, folder_names)
+        subfolders, masks = self._read(root_folder, {})
+        inner = [entry for entry in subfolders if not self._is_excluded(entry)]
+        self._read_subfolders(inner, root_folder, masks, folder_names)
         unknown = [
             f"data.folders names {shown(name)!r}, which is no subfolder."
             f"{did_you_mean(name, folder_names)}"
@@ -246,12 +246,11 @@ class _Walk:
         return True
 
     def _read_subfolders(
-        self, entries: Sequence[Entry], parent: _Folder, folder_names: set[str]
+        self, entries: Sequence[Entry], parent: _Folder, masks: Masks, folder_names: set[str]
     ) -> None:
         """Read the subfolders of a folder, down to `MAX_DEPTH`; add their names to `folder_names`."""
-        masks, others = self._shared_masks(entries, parent)
-        is_project = not self.pictures and any(map(_is_kohya_folder, others))
-        for entry in others:
+        is_project = not self.pictures and any(map(_is_kohya_folder, entries))
+        for entry in entries:
             name = parent.prefix + text_of(entry.name)
             if self._is_aside(name, in_project=is_project):
                 continue
@@ -261,11 +260,11 @@ class _Walk:
                 self._say("not-a-file.own-folder", folder.prefix)
                 continue
             count_before = len(self.pictures)
-            deeper = self._read(folder, shared_masks=masks)
+            deeper, inner_masks = self._read(folder, masks)
             if count := len(self.pictures) - count_before:
                 self._say("subfolder", folder.prefix, count=count, repeats=folder.repeats)
             if name.count("/") + 1 < MAX_DEPTH:
-                self._read_subfolders(deeper, folder, folder_names)
+                self._read_subfolders(deeper, folder, inner_masks, folder_names)
                 continue
             for below in deeper:
                 self._say("deep-folder", folder.prefix + text_of(below.name), depth=MAX_DEPTH + 1)
@@ -306,14 +305,18 @@ class _Walk:
             caption=text_of(match[2]) if match else parent.caption,
         )
 
-    def _read(self, folder: _Folder, *, shared_masks: Masks = MappingProxyType({})) -> list[Entry]:
-        """Add the files of one folder; return its subfolders. `shared_masks`: masks in a folder beside this one."""
+    def _read(self, folder: _Folder, masks_beside: Masks) -> tuple[list[Entry], Masks]:
+        """Add the files of one folder; return its subfolders and masks of their images.
+
+        `masks_beside`: masks in a folder beside this one.
+        """
         groups: dict[Group, list[Entry]] = defaultdict(list)
         for entry in entries_in(folder.path):
             group = self._group(entry)
             if self._is_usable(entry, group, folder.prefix + text_of(entry.name)):
                 groups[group].append(entry)
-        masks = {**shared_masks, **self._take_masks(folder, groups)}
+        own_masks, inner_masks = self._take_masks(folder, groups)
+        masks = masks_beside | own_masks
         self._take_control_images(folder, groups)
         images = {entry.name for entry in groups["picture"]}
         stems = {split_name(name)[0] for name in images}
@@ -336,31 +339,52 @@ class _Walk:
         sidecars = Sidecars(names, extensions=self.settings.caption_extensions)
         for entry in groups["picture"]:
             self._add_picture(entry.name, folder, sidecars, masks)
-        return groups["folder"]
+        return groups["folder"], inner_masks
 
-    def _take_masks(self, folder: _Folder, groups: dict[Group, list[Entry]]) -> Masks:
-        """Take the masks of a folder's images out of its groups and return them.
+    def _take_masks(self, folder: _Folder, groups: dict[Group, list[Entry]]) -> tuple[Masks, Masks]:
+        """Take masks out of a folder's groups: those of its own images, and those of its subfolders' images.
 
-        A folder called `masks` holds masks only if masks are asked for, or if one of its files has the name
-        of an image: it may hold images of masks to learn.
+        The latter lie beside the folder of the images (`images/a.png`, `masks/a.png`). A folder called `masks`
+        holds masks only if masks are asked for, or if one of its files has the name of an image: it may hold
+        images of masks to learn.
         """
         stems = {entry.name: masked_stem(entry.name) for entry in groups["picture"]}
-        masks = {
+        own_masks: Masks = {
             same_name(stem): (folder.path / name, folder.prefix + text_of(name))
             for name, stem in stems.items()
             if stem is not None
         }
         groups["picture"] = [entry for entry in groups["picture"] if stems[entry.name] is None]
-        images = {same_name(split_name(entry.name)[0]) for entry in groups["picture"]}
-        for inner in [one for one in groups["folder"] if folder_kind(one.name) == "mask"]:
+        mask_folders = [one for one in groups["folder"] if folder_kind(one.name) == "mask"]
+        own_images = self._image_stems(groups["picture"])
+        others = [
+            one
+            for one in groups["folder"]
+            if one not in mask_folders and one.name.casefold() != EXCLUDED_FOLDER
+        ]
+        inner_images: set[str] = set()
+        if mask_folders:
+            inner_images.update(*(self._image_stems(entries_in(one.path)) for one in others))
+        inner_masks: Masks = {}
+        is_asked_for = self.settings.masks == "files"
+        for inner in mask_folders:
             inside = self._masks_in(inner, folder)
-            if images & inside.keys() or (images and self.settings.masks == "files"):
-                groups["folder"].remove(inner)
-                masks = inside | masks
-        self.masks += [(name, folder.prefix + stem) for stem, (_, name) in masks.items()]
-        return masks
+            if own_images & inside.keys() or (own_images and is_asked_for):
+                own_masks = inside | own_masks
+            elif inner_images & inside.keys() or (others and is_asked_for):
+                inner_masks |= inside
+            else:
+                continue
+            groups["folder"].remove(inner)
+        for stem, (_, name) in (*own_masks.items(), *inner_masks.items()):
+            self.masks.append((name, folder.prefix + stem))
+        return own_masks, inner_masks
 
-    def _masks_in(self, inner: Entry, parent: _Folder) -> dict[str, tuple[Path, str]]:
+    def _image_stems(self, entries: Iterable[Entry]) -> set[str]:
+        pictures = [entry.name for entry in entries if self._group(entry) == "picture"]
+        return {same_name(split_name(name)[0]) for name in pictures}
+
+    def _masks_in(self, inner: Entry, parent: _Folder) -> Masks:
         """Return the image files of a folder of masks."""
         prefix = f"{parent.prefix}{text_of(inner.name)}/"
         return {
@@ -372,30 +396,6 @@ class _Walk:
             if self._group(entry) == "picture"
             and self._is_usable(entry, "picture", prefix + text_of(entry.name))
         }
-
-    def _shared_masks(
-        self, entries: Sequence[Entry], parent: _Folder
-    ) -> tuple[Masks, Sequence[Entry]]:
-        """Return the masks in folders beside the images' (`images/a.png`, `masks/a.png`), and other folders."""
-        others = [entry for entry in entries if folder_kind(entry.name) != "mask"]
-        aside = [entry for entry in entries if folder_kind(entry.name) == "mask"]
-        if not aside or not others:
-            return {}, entries
-        images = {
-            same_name(split_name(file.name)[0])
-            for entry in others
-            for file in entries_in(entry.path)
-            if self._group(file) == "picture"
-        }
-        shared: dict[str, tuple[Path, str]] = {}
-        for inner in aside:
-            masks = self._masks_in(inner, parent)
-            if images & masks.keys() or self.settings.masks == "files":
-                shared |= masks
-                self.masks += [(name, parent.prefix + stem) for stem, (_, name) in masks.items()]
-            else:
-                others.append(inner)
-        return shared, others
 
     def _take_control_images(self, folder: _Folder, groups: dict[Group, list[Entry]]) -> None:
         """Take OneTrainer's control images, `NAME-condlabel.png` beside `NAME.png`, out of the images."""

@@ -164,9 +164,8 @@ def _own_parts(record: ImageRecord, *, is_twin: bool) -> dict[str, float]:
 
 def _weighted(parts: Mapping[str, float]) -> float:
     """Return the mean of an image's parts by their weights."""
-    return sum(PICTURE_WEIGHTS[name] * value for name, value in parts.items()) / sum(
-        PICTURE_WEIGHTS[name] for name in parts
-    )
+    whole = sum(PICTURE_WEIGHTS[name] * value for name, value in parts.items())
+    return whole / sum(PICTURE_WEIGHTS.values())
 
 
 def _loss(name: str, part: float) -> float:
@@ -180,13 +179,10 @@ def _usable(dataset: Dataset) -> float:
         finding.severity == "error" and not (finding.file or "").startswith(REGULARISATION)
         for finding in dataset.findings
     )
-    blank = sum(_is_blank(record.measures) for record in dataset.records)
+    contrasts = [one.measures.brightest - one.measures.darkest for one in dataset.records]
+    blank = sum(contrast < BLANK_BELOW for contrast in contrasts)
     total = len(dataset.records) + broken
     return (total - broken - blank) / total
-
-
-def _is_blank(measures: Measures | None) -> bool:
-    return measures is not None and measures.brightest - measures.darkest < BLANK_BELOW
 
 
 def _lack(records: Sequence[ImageRecord], settings: DataSettings) -> float:
@@ -211,11 +207,10 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
 
     Prints that differ in at most n bits agree in one of n + 1 bands, so only those are compared.
     """
-    measured = [(record.name, record.measures) for record in records if record.measures]
-    prints = [int(measures.structure, 16) for _, measures in measured]
+    prints = [int(record.measures.structure, 16) for record in records]
     bands: dict[int, list[int]] = {}
     twins: dict[str, str] = {}
-    for index, (name, measures) in enumerate(measured):
+    for index, record in enumerate(records):
         print_bits, keys = prints[index], _bands(prints[index])
         # In one expression, as a hundred others are looked at for each image.
         close = {
@@ -225,8 +220,8 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
             if (prints[other] ^ print_bits).bit_count() <= PRINT_BITS
         }
         for other in sorted(close):
-            if same_colours(measured[other][1], measures, max_colour=PRINT_COLOUR):
-                twins[name] = measured[other][0]
+            if same_colours(records[other].measures, record.measures, max_colour=PRINT_COLOUR):
+                twins[record.name] = records[other].name
                 break
         else:  # a twin's own twins are found through the first
             for key in keys:
@@ -236,10 +231,8 @@ def near_duplicates(records: Sequence[ImageRecord]) -> dict[str, str]:
     return twins
 
 
-def exposure_fault(measures: Measures | None) -> str | None:
+def exposure_fault(measures: Measures) -> str | None:
     """Return "is nearly black", "is washed out" or "has hardly any contrast", else None."""
-    if measures is None:
-        return None
     if measures.brightest < DARK_BELOW:
         return "is nearly black"
     if measures.darkest > BRIGHT_ABOVE:
@@ -269,8 +262,7 @@ def _enlargement(record: ImageRecord) -> float:
 
 def _crispness(record: ImageRecord) -> float:
     bucket = record.placement.bucket
-    trained_side_px = math.sqrt(bucket.width_px * bucket.height_px)
-    return 1.0 if record.measures is None else record.measures.crispness_at(trained_side_px)
+    return record.measures.crispness_at(math.sqrt(bucket.width_px * bucket.height_px))
 
 
 def _captioned(record: ImageRecord) -> float:

@@ -45,6 +45,7 @@ class ImageRecord:
     content_hash: str
     width_px: int
     height_px: int
+    measures: Measures
     written: tuple[str, ...]
     caption: str
     caption_source: str | None
@@ -52,7 +53,6 @@ class ImageRecord:
     copy_index: int = 0
     folder: str = OWN_FOLDER
     transparent: bool = False
-    measures: Measures | None = None
     mask: Mask | None = None
     regularisation: bool = False
     placements: tuple[Placement, ...] = ()

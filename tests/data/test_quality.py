@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from lora_trainer.dataset.buckets import Place, cut, placing
 from lora_trainer.dataset.images import Measures, crispness_of, measure
 from lora_trainer.dataset.quality import DatasetReport, inspect_images
 from lora_trainer.dataset.records import Dataset, ImageRecord, finding
-from lora_trainer.dataset.scan import scan
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"
 PLAIN = DataSettings()
@@ -86,28 +84,7 @@ def kinds(found: DatasetReport) -> list[tuple[str, str | None]]:
     return [(finding.kind, finding.file) for finding in found.findings]
 
 
-def scanned(folder: Path, settings: DataSettings, side_px: int) -> DatasetReport:
-    dataset = scan(folder, settings=settings, place_image=at(side_px))
-    return inspect_images(dataset, settings=settings)
-
-
 # --- the score
-
-
-def test_tiny_blurred_copies_without_captions_score_low(tmp_path: Path) -> None:
-    image = photo(1, (64, 64)).filter(ImageFilter.GaussianBlur(6))
-    for index in range(8):
-        image.save(tmp_path / f"{index}.jpg", quality=95 - index)
-    found = scanned(tmp_path, PLAIN, 512)
-    assert found.score < 0.4
-    named = {kind for kind, _ in kinds(found)}
-    assert named >= {"blurred", "low-resolution", "near-duplicate", "no-caption"}
-
-
-def test_the_example_dataset_scores_high() -> None:
-    found = scanned(EXAMPLE, DataSettings(trigger="zibbo"), 64)
-    assert found.score > 0.9
-    assert found.findings == ()
 
 
 def test_the_score_is_the_product_of_shares_and_of_what_the_rest_leaves() -> None:
@@ -165,8 +142,7 @@ def test_json(tmp_path: Path) -> None:
     records = [record(photo(1), "a.png", repeats=3), record(photo(2, (400, 260)), "b.png")]
     records.append(record(Image.new("RGB", (256, 256)), "black.png"))
     rows = json.loads(json.dumps(report(records, settings=UNGATED).to_json()))
-    assert set(rows) == {"images", "score", "parts", "findings", "buckets"}
-    assert rows["images"] == 3
+    assert set(rows) == {"images", "score", "parts", "findings", "buckets"} and rows["images"] == 3
     assert rows["buckets"] == {"256x256": 4, "320x192": 1}
     assert rows["findings"] == [
         {
@@ -213,20 +189,15 @@ def test_the_score_of_a_picture_falls_with_its_own_faults_alone() -> None:
 
 @pytest.mark.parametrize(
     ("size", "part", "advised"),
-    [((256, 256), 1.0, False), ((512, 512), 1.0, False), ((220, 220), 220 / 256, False),
-     ((128, 128), 0.5, True), ((32, 32), 0.125, True)],
+    [((512, 512), 1.0, False), ((220, 220), 220 / 256, False), ((128, 128), 0.5, True)],
 )  # fmt: skip
 def test_resolution_is_how_little_a_picture_is_enlarged(
     size: tuple[int, int], part: float, advised: bool
 ) -> None:
     found = report([record(photo(1, size))])
     assert found.parts["resolution"] == pytest.approx(part)
-    assert (("low-resolution", "a.png") in kinds(found)) == advised
-
-
-def test_the_advice_names_size_and_enlargement() -> None:
-    (finding,) = report([record(photo(1, (128, 128)))]).findings
-    assert finding.what == "is 128x128, enlarged 2.0 times to 256x256"
+    said = [finding.what for finding in found.findings if finding.kind == "low-resolution"]
+    assert said == (["is 128x128, enlarged 2.0 times to 256x256"] if advised else [])
 
 
 @pytest.mark.parametrize(("blur_px", "sharp", "advised"), [(0, True, False), (4, False, True)])
@@ -253,14 +224,11 @@ def test_crispness_falls_with_blur_and_knows_flat_art() -> None:
         assert values == sorted(values, reverse=True)
         assert values[0] > 0.65
         assert values[3] < 0.3
-    assert crispness_of(np.full((50, 50), 7, dtype=np.float32)) == 0
-    assert crispness_of(np.zeros((5, 5), dtype=np.float32)) == 0
-
-
-def test_motion_blur_in_one_direction_is_blur() -> None:
     gray = np.asarray(photo(5).convert("L"), dtype=np.float32)
     moved = np.mean([np.roll(gray, shift, axis=1) for shift in range(14)], axis=0)
-    assert crispness_of(moved.astype(np.float32)) < 0.45 < 0.6 < crispness_of(gray)
+    assert crispness_of(moved.astype(np.float32)) < 0.45 < 0.6 < crispness_of(gray), "one direction"
+    assert crispness_of(np.full((50, 50), 7, dtype=np.float32)) == 0
+    assert crispness_of(np.zeros((5, 5), dtype=np.float32)) == 0
 
 
 @pytest.mark.parametrize(
@@ -271,7 +239,6 @@ def test_motion_blur_in_one_direction_is_blur() -> None:
         (225, 255, "is washed out"),
         (120, 140, "has hardly any contrast"),
         (30, 120, None),
-        (120, 250, None),
     ],
 )
 def test_exposure(low: int, high: int, fault: str | None) -> None:
@@ -292,8 +259,9 @@ def test_line_art_on_white_is_not_washed_out() -> None:
 
 
 def test_cropping_lowers_the_aspect_part() -> None:
-    found = report([record(photo(1, (800, 200)))])
-    cropped = placed([record(photo(1, (800, 200)))], 256)[0].placement.cropped_fraction
+    one = record(photo(1, (800, 200)))
+    found, (placed_one,) = report([one]), placed([one], 256)
+    cropped = placed_one.placement.cropped_fraction
     assert 0.25 < cropped < 0.6
     assert found.parts["aspect"] == pytest.approx(1 - cropped)
     (finding,) = (finding for finding in found.findings if finding.kind == "cropped")
@@ -328,28 +296,24 @@ def test_the_trigger_part() -> None:
 # --- copies
 
 
-def recoded(image: Image.Image, quality: int) -> Image.Image:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=quality)
-    return Image.open(buffer).convert("RGB")
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_resized_and_recompressed_copies_are_found(seed: int) -> None:
-    image = photo(seed, (320, 240))
-    copies = [
-        image.resize((200, 150), Image.Resampling.LANCZOS),
-        image.resize((640, 480), Image.Resampling.BICUBIC),
-        recoded(image, 40),
-        image.filter(ImageFilter.GaussianBlur(1)),
-    ]
-    for copy in copies:
-        (what,) = twins([record(image), record(copy, "b.png")]).values()
-        assert "a.png" in what
+def test_resized_and_recompressed_copies_are_found() -> None:
+    for seed in range(2):
+        image = photo(seed, (320, 240))
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=40)
+        copies = [
+            image.resize((200, 150), Image.Resampling.LANCZOS),
+            image.resize((640, 480), Image.Resampling.BICUBIC),
+            Image.open(buffer).convert("RGB"),
+            image.filter(ImageFilter.GaussianBlur(1)),
+        ]
+        for copy in copies:
+            (what,) = twins([record(image), record(copy, "b.png")]).values()
+            assert "a.png" in what
 
 
 def test_different_pictures_are_not_taken_for_copies() -> None:
-    records = [record(photo(seed), f"{seed}.png") for seed in range(30)]
+    records = [record(photo(seed), f"{seed}.png") for seed in range(20)]
     one = photo(1)
     records += [
         record(one.transpose(Image.Transpose.FLIP_LEFT_RIGHT), "mirrored.png"),
@@ -373,38 +337,19 @@ def test_a_group_of_copies_counts_once() -> None:
 
 def test_every_pair_within_the_limit_is_found_by_its_bands() -> None:
     rng = random.Random(2)
-    plain = measure(photo(1))
-    for _ in range(200):
+    plain = record(photo(1))
+
+    def with_bits(bits: int) -> Measures:
+        return plain.measures._replace(structure=f"{bits:032x}")
+
+    for _ in range(60):
         structure = rng.getrandbits(128)
         for flips, expected in ((8, True), (9, False)):
             other = structure
             for bit in rng.sample(range(128), flips):
                 other ^= 1 << bit
             pair = [
-                record_of(plain._replace(structure=f"{bits:032x}"), str(index))
+                replace(plain, name=f"{index}", content_hash=f"{index}", measures=with_bits(bits))
                 for index, bits in enumerate((structure, other))
             ]
             assert bool(twins(pair)) == expected
-
-
-def record_of(measures: Measures, name: str) -> ImageRecord:
-    return record(Image.new("RGB", (16, 16)), name, measures=measures)
-
-
-def test_thousands_of_plain_pictures_take_no_time() -> None:
-    plain = measure(Image.new("RGB", (64, 64), "white"))
-    rng = random.Random(3)
-    base = record_of(plain, "x")
-    records = [
-        replace(base, name=str(i), measures=plain._replace(colours=rng.randbytes(48).hex()))
-        for i in range(3000)
-    ]
-    start = time.process_time()
-    assert twins(records) == {}
-    assert time.process_time() - start < 3
-
-
-def test_pictures_without_measures_are_not_judged() -> None:
-    found = report([record(photo(1), measures=None)])
-    assert found.parts["sharpness"] == found.parts["exposure"] == 1
-    assert found.findings == ()

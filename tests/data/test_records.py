@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import chain
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.common.randomness import Stream, shuffled
+from lora_trainer.dataset.images import Measures
 from lora_trainer.dataset.records import (
     ImageRecord,
     epoch_order,
@@ -26,6 +26,7 @@ def record(content: int, *, copy: int = 0, name: str | None = None) -> ImageReco
         content_hash=f"{content:064x}",
         width_px=1,
         height_px=1,
+        measures=Measures(((1, 1.0),), 0.0, 1.0, "0", "0"),
         written=("",),
         caption="",
         caption_source=None,
@@ -47,6 +48,9 @@ def test_the_share_is_rounded_down_and_nothing_is_lost(
     assert len(held_out) == int(fraction * count)
     assert sorted([*trained, *held_out], key=lambda r: records.index(r)) == records
     assert list(trained) == [r for r in records if r in trained], "order is kept"
+    copies = [record(one, copy=copy) for one in range(count) for copy in range(3)]
+    assert len(hold_out(copies, fraction=fraction, seed=seed)[1]) == 3 * len(held_out)
+    assert {r.content_hash for r in held_out} == held(copies, fraction=fraction, seed=seed)
 
 
 @given(order=st.randoms(use_true_random=False))
@@ -54,18 +58,7 @@ def test_neither_order_nor_names_matter(order: random.Random) -> None:
     records = [record(index, name=f"{order.random()}.png") for index in range(20)]
     order.shuffle(records)
     assert held(records) == held([record(index) for index in range(20)])
-
-
-def test_the_seed_matters() -> None:
-    records = [record(index) for index in range(20)]
-    assert len({frozenset(held(records, seed=seed)) for seed in range(10)}) > 5
-
-
-def test_identical_files_stay_on_one_side() -> None:
-    records = [record(index, copy=copy) for index in range(12) for copy in range(3)]
-    trained, held_out = hold_out(records, fraction=0.5, seed=4)
-    assert len(held_out) == 18
-    assert not {r.content_hash for r in trained} & {r.content_hash for r in held_out}
+    assert len({frozenset(held(records, seed=seed)) for seed in range(10)}) > 5, "the seed matters"
 
 
 def test_one_more_picture_moves_at_most_one_other() -> None:
@@ -96,43 +89,23 @@ def test_none_comes_twice_before_all_have_come(pool: int, count: int) -> None:
         assert max(counts) - min(counts) <= 1
 
 
-def test_the_rounds_are_shuffled_anew() -> None:
-    rounds = [
-        [sample_id(name) for name in sorted(order) if name.startswith("r")]
-        for order in orders(8, 4, epochs=8)
-    ]
-    halves = {frozenset(part) for part in rounds}
-    assert len(halves) > 2, "not the same four always together"
-
-
-def test_they_are_mixed_with_the_others() -> None:
-    kinds = ["".join(name[0] for name in order) for order in orders(5, 5)]
-    assert all("or" in kind and "ro" in kind for kind in kinds)
-
-
 def test_an_epoch_depends_on_seed_and_number_alone() -> None:
-    assert orders(7, 3) == orders(7, 3)
     assert orders(7, 3) != orders(7, 3, seed=4)
     names = [f"r{index}" for index in range(7)]
     backwards = epoch_order(OWN[::-1], names[::-1], count=3, seed=3, epoch=2)
     assert backwards == orders(7, 3)[2]
-
-
-def test_without_regularisation_the_order_is_as_it_was() -> None:
-    assert epoch_order(OWN, [], count=0, seed=1, epoch=4) == shuffled(OWN, 1, Stream.ORDER, 4)
-    assert all(sample_id(name) == name for name in OWN)
-
-
-def test_own_samples_keep_their_relative_order() -> None:
-    """A regularisation image more moves none of them past another."""
-    with_some = [[n for n in order if n.startswith("o")] for order in orders(4, 2)]
     alone = [epoch_order(OWN, [], count=0, seed=3, epoch=epoch) for epoch in range(6)]
-    assert with_some == alone
-    assert set(chain(*alone)) == set(OWN)
-
-
-def test_as_many_as_the_ratio_says() -> None:
-    assert regularisation_count(10, pool=3, ratio=1.0) == 10
-    assert regularisation_count(10, pool=3, ratio=0.25) == 2
-    assert regularisation_count(1, pool=3, ratio=0.1) == 1, "at least one"
+    assert alone == [shuffled(OWN, 3, Stream.ORDER, epoch) for epoch in range(6)]
+    with_some = orders(4, 2)
+    assert [[name for name in order if name in OWN] for order in with_some] == alone, (
+        "a regularisation image more moves none of the others past another"
+    )
+    assert any(order[0] not in OWN for order in with_some), "they are mixed with the others"
+    halves = {frozenset(map(sample_id, order)) - set(OWN) for order in orders(8, 4, epochs=8)}
+    assert len(halves) > 2, "not the same four always together"
+    counts = [
+        regularisation_count(n, pool=3, ratio=ratio)
+        for n, ratio in ((10, 1.0), (10, 0.25), (1, 0.1))
+    ]
+    assert counts == [10, 2, 1], "at least one"
     assert regularisation_count(10, pool=0, ratio=1.0) == 0
