@@ -24,7 +24,9 @@ def opened(name: str, folder: Path) -> tuple[str, ModuleTensors, Expected, Tree]
     """Return one layer of a file: its name, its tensors, what was written, and a base with this layer alone."""
     (case,) = (case for case in CASES if case.name == f"LyCORIS 3.2 {name} sd15")
     file = folder / "a.safetensors"
-    ((key, expected),) = some(build(case, file, most=2), most=1).items()
+    written = build(case, file, most=2)
+    norms = {key: each for key, each in written.items() if each.written.kind == "norm"}
+    ((key, expected),) = some(norms or written, most=1).items()
     with open_source(file) as source:
         module = source[key]
     layer = key.removeprefix("denoiser.")
