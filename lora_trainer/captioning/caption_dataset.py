@@ -159,7 +159,7 @@ class _Work:
 
     def __post_init__(self) -> None:
         for refusal in self.chosen.refused:
-            self._fail(refusal.name, refusal.what, refusal.fix)
+            self._fail(*refusal)
         if self.chosen.findings:
             self.events.problem(
                 f"files that are named as images and are none: {self.chosen.findings}",

@@ -45,22 +45,14 @@ class Target:
     before: bytes | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """An image that cannot be given a caption, and why."""
-
-    name: str
-    what: str
-    fix: str
-
-
 @dataclass(kw_only=True)
 class Chosen:
     """Images to caption by name, names of those that have one by its source, and images that cannot be captioned."""
 
     targets: list[Target] = field(default_factory=list)
     captioned: dict[str, str] = field(default_factory=dict)
-    refused: list[Refusal] = field(default_factory=list)
+    refused: list[tuple[str, str, str]] = field(default_factory=list)
+    """Name, reason and fix."""
     findings: int = 0
     """Files meant as images that are none; `lora-train check` names them."""
 
@@ -80,14 +72,12 @@ def choose(
         owner = owners.setdefault(file, picture.name)
         before = content_of(file)
         if owner != picture.name:
-            what = f"would share the caption file of {owner}"
-            chosen.refused.append(
-                Refusal(name=picture.name, what=what, fix="rename one of the two")
-            )
+            problem = f"would share the caption file of {owner}"
+            chosen.refused.append((picture.name, problem, "rename one of the two"))
         elif file.is_symlink():
-            what = f"has {file.name}, which is a link to elsewhere"
+            problem = f"has {file.name}, which is a link to elsewhere"
             fix = "put a file in its place, or use --output"
-            chosen.refused.append(Refusal(name=picture.name, what=what, fix=fix))
+            chosen.refused.append((picture.name, problem, fix))
         elif not overwrite and (source := _caption_source(picture, file, before)):
             chosen.captioned[picture.name] = source
         else:
@@ -306,12 +296,6 @@ def _inside(folder: Path, name: str) -> Path:
 def _locked(root: Path) -> Iterator[Path]:
     """Make the hidden folder and hold its lock."""
     parent = root / FOLDER
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        # Some releases of filelock take "access denied" for a lock that is held: first see whether one may write.
-        (parent / ".lock").touch()
-    except OSError as error:
-        raise disk_error(parent, error) from error
     busy = MachineError(
         f"{root} is being captioned by another process", fix="wait for it, or stop it first"
     )
@@ -323,21 +307,23 @@ def _locked(root: Path) -> Iterator[Path]:
             parent.rmdir()
 
 
-def _numbered(parent: Path) -> list[Path]:
+def _calls(parent: Path) -> list[Path]:
+    """Return the folders of all calls, the last one last."""
     matches = {path: _NUMBERED.fullmatch(path.name) for path in parent.iterdir()}
-    numbers = {path: int(match[1]) for path, match in matches.items() if match}
-    return sorted(numbers, key=lambda path: numbers[path])
+    return sorted(
+        (path for path, match in matches.items() if match),
+        key=lambda path: int(path.name.partition("-")[0]),
+    )
 
 
 def _last_call(parent: Path) -> Path | None:
     """Return the folder of the last call that was not undone."""
-    folders = [folder for folder in _numbered(parent) if not folder.name.endswith("-undone")]
-    return folders[-1] if folders else None
+    left = [folder for folder in _calls(parent) if not folder.name.endswith("-undone")]
+    return left[-1] if left else None
 
 
 def _new_folder(parent: Path) -> Path:
-    folders = _numbered(parent)
-    last = int(folders[-1].name.partition("-")[0]) if folders else 0
+    last = max((int(one.name.partition("-")[0]) for one in _calls(parent)), default=0)
     folder = parent / f"{last + 1:04d}"
     try:
         folder.mkdir()

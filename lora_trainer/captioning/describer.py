@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from lora_trainer.captioning.catalogue import weight_files
 from lora_trainer.captioning.tagger import ModelCaption, OutOfRoom, UnusableModel, no_room
-from lora_trainer.common.errors import InputError, MachineError, RequestError
+from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from lora_trainer.families.base_files.base_folder import count_parameters
 from lora_trainer.hardware.device_calls import free_and_total_bytes
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
@@ -46,19 +44,6 @@ MAX_PIXELS = 1024 * 1024
 GPU_BATCH = 4
 WORKSPACE_BYTES = GIB
 """What a few images take beside the weights; a guess, running out is handled as well."""
-# What transformers raises on files that do not fit: its own checks are the smaller part.
-_MISFITS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +231,9 @@ def _misfits_named(name: str) -> Iterator[None]:
             f"captioning model {name} needs a package that is missing: {_one_line(error)}",
             fix="pip install that package, or take another --model",
         ) from None
-    except _MISFITS as error:
+    except LoraTrainError:
+        raise
+    except Exception as error:  # noqa: BLE001 - files that do not fit make transformers raise anything
         if isinstance(error, RuntimeError) and is_out_of_memory(error):
             raise no_room(name, "does not fit into the memory") from None
         raise UnusableModel(name, f"does not load: {_one_line(error)}") from None

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -127,13 +126,12 @@ class Tagger:
         """Nothing is kept between images."""
 
     def _probabilities(self, squares: Any) -> Any:
-        with _misfits_named(self.name):
-            try:
-                return self.session.run(None, {self.session.get_inputs()[0].name: squares})[0]
-            except _faults() as error:
-                if "allocate memory" in str(error):
-                    raise OutOfRoom from None
-                raise
+        try:
+            return self.session.run(None, {self.session.get_inputs()[0].name: squares})[0]
+        except Exception as error:  # noqa: BLE001 - onnxruntime's errors have no class of their own
+            if "allocate memory" in str(error):
+                raise OutOfRoom from None
+            raise _not_to_be_run(self.name, error) from None
 
     def _chosen(self, probabilities: Any) -> list[str]:
         likely = [tag for tag in self.tags if probabilities[tag.column] >= tag.threshold]
@@ -221,28 +219,16 @@ def _session(file: Path, *, name: str, device: str) -> Any:
         )
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors: the others are advice for who wrote the model
-    with _misfits_named(name):
+    try:
         return onnxruntime.InferenceSession(
             str(file),
             sess_options=options,
             providers=[*([_CUDA] if with_card else []), "CPUExecutionProvider"],
         )
+    except Exception as error:  # noqa: BLE001 - as above
+        raise _not_to_be_run(name, error) from None
 
 
-@contextmanager
-def _misfits_named(name: str) -> Iterator[None]:
-    try:
-        yield
-    except _faults() as error:
-        what = " ".join(str(error).split())[:200]
-        raise UnusableModel(name, f"has no {TAGGER_FILES[0]} that can be run ({what})") from None
-
-
-def _faults() -> tuple[type[Exception], ...]:
-    """Return onnxruntime's exceptions, which have no base class of their own."""
-    from onnxruntime.capi import onnxruntime_pybind11_state as state
-
-    return (
-        state.Fail, state.InvalidArgument, state.InvalidGraph, state.InvalidProtobuf,
-        state.NoSuchFile, state.NotImplemented, state.RuntimeException,
-    )  # fmt: skip
+def _not_to_be_run(name: str, error: Exception) -> UnusableModel:
+    reason = " ".join(str(error).split())[:200]
+    return UnusableModel(name, f"has no {TAGGER_FILES[0]} that can be run ({reason})")

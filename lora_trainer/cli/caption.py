@@ -30,36 +30,46 @@ _NAMES = ", ".join(model.name for model in KNOWN)
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class CaptionOptions:
-    """The options of `caption` that say which captions are written, by the names of `CaptionRequest`.
-
-    :param overwrite: replace existing captions too; --undo restores the old ones
-    :param output: folder for the captions [default: beside the images]
-    :param prefix: words before each caption, as typed
-    :param suffix: words after each caption, as typed; include a comma if you want one
-    :param trigger: word to put first in captions that do not contain it
-    :param prompt: instruction for models that take one [default: describe in two sentences]
-    :param max_tokens: longest caption, in tokens [default: 150]
-    :param threshold: for taggers: lowest probability of a tag [default: 0.35]
-    :param character_threshold: for taggers: lowest probability of a character's name [default: 0.85]
-    :param device: device that runs the model
-    """
+    """The options of `caption` that say which captions are written, by the names of `CaptionRequest`."""
 
     model: Annotated[
         str, Parameter(help=f"{_NAMES}; or the folder or Hub id of a model of the same kinds")
     ] = DEFAULT
-    overwrite: bool = False
+    overwrite: Annotated[
+        bool,
+        Parameter(negative="", help="replace existing captions too; --undo restores the old ones"),
+    ] = False
     images: Annotated[
-        list[str], Parameter(consume_multiple=True, help="only these images of the dataset")
+        list[str],
+        Parameter(negative="", consume_multiple=True, help="only these images of the dataset"),
     ] = field(default_factory=list)
-    output: Path | None = None
-    prefix: str = ""
-    suffix: str = ""
-    trigger: str | None = None
-    prompt: str | None = None
-    max_tokens: int | None = None
-    threshold: float | None = None
-    character_threshold: float | None = None
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    output: Annotated[
+        Path | None, Parameter(help="folder for the captions [default: beside the images]")
+    ] = None
+    prefix: Annotated[str, Parameter(help="words before each caption, as typed")] = ""
+    suffix: Annotated[
+        str, Parameter(help="words after each caption, as typed; include a comma if you want one")
+    ] = ""
+    trigger: Annotated[
+        str | None, Parameter(help="word to put first in captions that do not contain it")
+    ] = None
+    prompt: Annotated[
+        str | None,
+        Parameter(help="instruction for models that take one [default: describe in two sentences]"),
+    ] = None
+    max_tokens: Annotated[
+        int | None, Parameter(help="longest caption, in tokens [default: 150]")
+    ] = None
+    threshold: Annotated[
+        float | None, Parameter(help="for taggers: lowest probability of a tag [default: 0.35]")
+    ] = None
+    character_threshold: Annotated[
+        float | None,
+        Parameter(help="for taggers: lowest probability of a character's name [default: 0.85]"),
+    ] = None
+    device: Annotated[
+        Literal["auto", "cuda", "cpu"], Parameter(help="device that runs the model")
+    ] = "auto"
 
 
 CAPTIONED = CaptionOptions()
@@ -70,18 +80,19 @@ def caption(
     /,
     *,
     options: CaptionOptions = CAPTIONED,
-    only_missing: bool = False,
-    undo: bool = False,
-    dry_run: bool = False,
-    json: bool = False,
+    only_missing: Annotated[
+        bool,
+        Parameter(negative="", help="keep existing captions [this is the default]"),
+    ] = False,
+    undo: Annotated[
+        bool, Parameter(negative="", help="undo the captions of the last call, and stop")
+    ] = False,
+    dry_run: Annotated[
+        bool, Parameter(negative="", help="list the images that would get a caption, and stop")
+    ] = False,
+    json: Annotated[bool, Parameter(negative="", help="print one JSON object per line")] = False,
 ) -> None:
-    """Let a model caption each image of DATASET that has no caption, as NAME.txt beside the image.
-
-    :param only_missing: keep existing captions [this is the default]
-    :param undo: undo the captions of the last call, and stop
-    :param dry_run: list the images that would get a caption, and stop
-    :param json: print one JSON object per line
-    """
+    """Let a model caption each image of DATASET that has no caption, as NAME.txt beside the image."""
     if options.overwrite and only_missing:
         raise RequestError(
             "--overwrite and --only-missing contradict each other", fix="give one of them"
@@ -153,8 +164,8 @@ class ProgressPrinter:
                     "pictures": names,
                     "captioned": chosen.captioned,
                     "refused": [
-                        {"image": refusal.name, "what": refusal.what, "fix": refusal.fix}
-                        for refusal in chosen.refused
+                        {"image": name, "what": problem, "fix": fix}
+                        for name, problem, fix in chosen.refused
                     ],
                 }
             )
@@ -164,10 +175,8 @@ class ProgressPrinter:
             _line(sys.stdout, f"would get a caption: {shown(name)}")
         for name, source in chosen.captioned.items():
             _line(sys.stdout, f"has a caption: {shown(name)} ({shown(source)})")
-        for refusal in chosen.refused:
-            _line(
-                sys.stdout, f"gets no caption: {shown(refusal.name)} {refusal.what}. {refusal.fix}"
-            )
+        for name, problem, fix in chosen.refused:
+            _line(sys.stdout, f"gets no caption: {shown(name)} {problem}. {fix}")
 
     def undone(self, result: UndoResult) -> None:
         """Print the captions that `--undo` removed, restored and left alone."""

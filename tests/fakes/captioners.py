@@ -22,10 +22,6 @@ from transformers import (
     CLIPImageProcessorPil,
     Florence2Config,
     Florence2ForConditionalGeneration,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
@@ -107,19 +103,7 @@ def _text(tokenizer: Qwen2Tokenizer, **more: Any) -> dict[str, Any]:
 _ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
 
 
-def _chat_of_2025() -> tuple[Any, ...]:
-    tokenizer = _chat_tokenizer()
-    eye = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4}
-    config = Qwen2_5_VLConfig(
-        text_config=_text(tokenizer, rope_parameters=_ROPE),
-        vision_config={**eye, "out_hidden_size": 32, "fullatt_block_indexes": [1]},
-        **_markers(tokenizer),
-    )
-    pictures = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=112 * 112)
-    return Qwen2_5_VLForConditionalGeneration(config), tokenizer, pictures
-
-
-def _chat_of_2026() -> tuple[Any, ...]:
+def _chat() -> tuple[Any, ...]:
     tokenizer = _chat_tokenizer()
     eye = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4}
     config = Qwen3VLConfig(
@@ -136,33 +120,6 @@ def _chat_of_2026() -> tuple[Any, ...]:
         min_pixels=64 * 64, max_pixels=128 * 128, patch_size=16, merge_size=2
     )
     return Qwen3VLForConditionalGeneration(config), tokenizer, pictures
-
-
-def _chat_of_llava() -> tuple[Any, ...]:
-    tokenizer = _chat_tokenizer()
-    tokenizer.chat_template = _CHAT.replace("<|image_pad|>", "<image>")
-    tokenizer.add_special_tokens({"additional_special_tokens": [*_CHAT_SPECIAL, "<image>"]})
-    eye = {**_WIDTH, "model_type": "clip_vision_model", "image_size": 32, "patch_size": 16}
-    config = LlavaConfig(
-        text_config={"model_type": "llama", **_text(tokenizer)},
-        vision_config={**eye, "projection_dim": 16},
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        vision_feature_select_strategy="default",
-    )
-    pictures = CLIPImageProcessorPil(
-        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
-    )
-    from transformers import LlavaProcessor
-
-    processor = LlavaProcessor(
-        pictures,
-        tokenizer,
-        patch_size=16,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=tokenizer.chat_template,
-    )
-    return LlavaForConditionalGeneration(config), processor
 
 
 def _tasks() -> tuple[Any, ...]:
@@ -233,9 +190,7 @@ def _unasked() -> tuple[Any, ...]:
 
 
 _MAKERS = {
-    "qwen2.5-vl": _chat_of_2025,
-    "qwen3-vl": _chat_of_2026,
-    "llava": _chat_of_llava,
+    "qwen3-vl": _chat,
     "florence2": _tasks,
     "blip": _unasked,
 }

@@ -14,14 +14,13 @@ from PIL import Image
 from lora_trainer.captioning import catalogue, describer
 from lora_trainer.captioning.catalogue import (
     KNOWN,
-    KnownModel,
     find,
     located,
     missing_files,
     wanted_files,
 )
 from lora_trainer.captioning.describer import Describer, load_describer
-from lora_trainer.captioning.tagger import OutOfRoom, Tagger, load_tagger, spelled
+from lora_trainer.captioning.tagger import Tagger, load_tagger, spelled
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from tests.fakes.captioners import LANGUAGE_KINDS, tiny_captioner, tiny_tagger
 from tests.fakes.odd_pictures import picture
@@ -62,25 +61,17 @@ def test_words_depend_on_the_picture_alone(kind: str, models: Callable[[str], Pa
     again = tiny_describer(models(kind))
     assert [again.describe([one])[0] for one in PICTURES] == first
     assert len({said.text for said in first}) > 1
+    (limited,) = tiny_describer(models(kind), max_tokens=1).describe(PICTURES[:1])
+    assert limited.cut, "a caption that reached its limit is marked"
 
 
-@pytest.mark.parametrize("kind", ["qwen2.5-vl", "florence2"])
+@pytest.mark.parametrize("kind", ["qwen3-vl", "florence2"])
 def test_what_is_asked_shows_in_the_words(kind: str, models: Callable[[str], Path]) -> None:
-    prompt = {"qwen2.5-vl": "Name the colours.", "florence2": "<CAPTION>"}[kind]
+    prompt = {"qwen3-vl": "Name the colours.", "florence2": "<CAPTION>"}[kind]
     asked = tiny_describer(models(kind), prompt=prompt).describe(PICTURES)
-    assert asked != tiny_describer(models(kind)).describe(PICTURES)
-
-
-def test_a_chat_model_says_nothing_of_the_request(models: Callable[[str], Path]) -> None:
-    said = tiny_describer(models("qwen2.5-vl")).describe(PICTURES)
-    assert not any("Describe" in one.text or "assistant" in one.text for one in said)
-
-
-@pytest.mark.parametrize("kind", LANGUAGE_KINDS)
-def test_a_caption_that_reached_its_limit_is_marked(
-    kind: str, models: Callable[[str], Path]
-) -> None:
-    assert tiny_describer(models(kind), max_tokens=1).describe(PICTURES[:1])[0].cut
+    plain = tiny_describer(models(kind)).describe(PICTURES)
+    assert asked != plain
+    assert not any("Describe" in one.text or "assistant" in one.text for one in plain)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +79,7 @@ def test_a_caption_that_reached_its_limit_is_marked(
     [
         ("A cat. It sleeps on a", True, "A cat."),
         ("A cat that sleeps on a", True, "A cat that sleeps on a"),
-        ("A cat. It sleeps.", False, "A cat. It sleeps."),
+        ("A cat. It sleeps", False, "A cat. It sleeps"),
         ("Version 2.5 of a", True, "Version 2.5 of a"),
     ],
 )
@@ -100,25 +91,6 @@ def test_large_pictures_are_made_smaller_first() -> None:
     assert describer._shrunk(Image.new("RGB", (4096, 2048))).size == (1448, 724)
     small = Image.new("RGB", (700, 900))
     assert describer._shrunk(small) is small
-
-
-def test_out_of_memory_is_told_apart_from_a_fault(
-    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_describer(models("blip"))
-
-    def full(**_: object) -> None:
-        raise torch.OutOfMemoryError("full")
-
-    def broken(**_: object) -> None:
-        raise RuntimeError("shapes do not match")
-
-    monkeypatch.setattr(model.model, "generate", full)
-    with pytest.raises(OutOfRoom):
-        model.describe(PICTURES)
-    monkeypatch.setattr(model.model, "generate", broken)
-    with pytest.raises(RuntimeError, match="shapes"):
-        model.describe(PICTURES)
 
 
 # ---- what cannot be loaded
@@ -169,12 +141,12 @@ def test_a_config_that_does_not_fit_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["florence2", "blip"])
 def test_a_request_in_words_is_refused_where_nobody_would_read_it(
-    kind: str, models: Callable[[str], Path]
+    models: Callable[[str], Path],
 ) -> None:
-    with pytest.raises(RequestError, match="prompt"):
-        tiny_describer(models(kind), prompt="Describe the hat.")
+    for kind in ("florence2", "blip"):
+        with pytest.raises(RequestError, match="prompt"):
+            tiny_describer(models(kind), prompt="Describe the hat.")
 
 
 def test_a_model_too_large_is_refused_before_it_is_loaded(
@@ -228,9 +200,7 @@ def tagger_folder(tmp_path: Path) -> Path:
     ("colour", "tags"),
     [
         ((255, 0, 0), "rei (eva), red hair"),
-        ((0, 0, 255), "blue sky"),
         ((0, 120, 200), "blue sky, ^_^"),
-        ((0, 200, 120), "^_^, blue sky"),
         ((0, 80, 0), ""),
     ],
 )
@@ -259,17 +229,9 @@ def test_a_file_for_a_fixed_number_of_pictures_is_filled_up(tmp_path: Path) -> N
     assert (tagger.batch_size, said) == (3, ["rei (eva), red hair", "blue sky"])
 
 
-@pytest.mark.parametrize(
-    ("tag", "text"),
-    [
-        ("long_hair", "long hair"),
-        ("saber_(fate)", "saber (fate)"),
-        ("v-shaped_eyebrows", "v-shaped eyebrows"),
-        *((face, face) for face in ("^_^", "o_o", "<o>_<o>", "0_0", "|_|", ">_o", "+_+", "x_x")),
-    ],
-)
-def test_underscores_become_spaces_but_in_faces(tag: str, text: str) -> None:
-    assert spelled(tag) == text
+def test_underscores_become_spaces_but_in_faces() -> None:
+    tags = ("saber_(fate)", "v-shaped_eyebrows", "^_^", "<o>_<o>", "0_0")
+    assert [spelled(tag) for tag in tags] == ["saber (fate)", "v-shaped eyebrows", *tags[2:]]
 
 
 def test_a_tagger_with_files_that_do_not_fit_is_refused(tmp_path: Path) -> None:
@@ -300,19 +262,17 @@ def test_without_onnxruntime_the_extra_is_named(
 # ---- which model is meant
 
 
-def test_known_names_and_sources_are_unique() -> None:
+def test_known_names_and_sources_are_unique_and_in_the_docs() -> None:
     assert len({model.name for model in KNOWN}) == len({model.source for model in KNOWN})
     assert catalogue.DEFAULT in {model.name for model in KNOWN}
     assert all(find(model.name).source == find(model.source).source for model in KNOWN)
-
-
-@pytest.mark.parametrize("model", KNOWN, ids=lambda model: model.name)
-def test_the_table_of_the_docs_is_the_catalogue(model: KnownModel) -> None:
-    row = (
-        f"| `{model.name}` | {model.source} | {model.writes} | {model.licence} "
-        f"| {model.download_gb:g} | {model.memory_gib:g} | {model.good_for} |"
-    )
-    assert row in (ROOT / "docs" / "tools.md").read_text(encoding="utf-8").splitlines()
+    rows = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8").splitlines()
+    for model in KNOWN:
+        row = (
+            f"| `{model.name}` | {model.source} | {model.writes} | {model.licence} "
+            f"| {model.download_gb:g} | {model.memory_gib:g} | {model.good_for} |"
+        )
+        assert row in rows
 
 
 @pytest.mark.parametrize(
@@ -361,37 +321,26 @@ def test_what_is_downloaded_is_whole(
     tiny_describer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("lost", "named"),
-    [
-        ("model.safetensors", "model.safetensors"),
-        ("config.json", "config.json"),
-        ("preprocessor_config.json", "preprocessor_config.json"),
-    ],
-)
 def test_a_folder_that_lacks_something_says_what(
-    lost: str, named: str, models: Callable[[str], Path], tmp_path: Path
+    models: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    folder = changed(models("blip"), tmp_path / "m")
-    (folder / lost).unlink()
-    with pytest.raises(InputError, match=f"lacks {named}"):
-        find(str(folder))
-
-
-def test_a_missing_shard_is_missed(tmp_path: Path) -> None:
+    for lost in ("model.safetensors", "config.json", "preprocessor_config.json"):
+        folder = changed(models("blip"), tmp_path / lost)
+        (folder / lost).unlink()
+        with pytest.raises(InputError, match=f"lacks {lost}"):
+            find(str(folder))
     index = {"weight_map": {"a": "model-1.safetensors", "b": "../../model-2.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "model-1.safetensors").touch()
-    assert "model-2.safetensors" in missing_files(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-1.safetensors").touch()
+    with pytest.raises(InputError, match="lacks model-2.safetensors, preprocessor_config.json"):
+        find(str(folder))
 
 
 @pytest.mark.parametrize(
     ("asked", "kind", "said"),
     [
         ("florense2", RequestError, "Did you mean 'florence2'"),
-        ("/no/such/folder", RequestError, "is no captioning model"),
         ("somebody/something", MachineError, "model.onnx and selected_tags.csv"),
-        ("wd14", MachineError, "holds model.onnx and selected_tags.csv"),
         ("blip", MachineError, "holds config.json, model.safetensors, the tokenizer"),
     ],
 )

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,9 @@ Command = Callable[..., tuple[int, str, str]]
 # ---- what is written
 
 
-def test_each_picture_gets_a_caption_that_training_reads(command: Command, dataset: Path) -> None:
+def test_each_image_gets_a_caption_that_training_reads(
+    command: Command, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, out, err = command()
     assert (code, texts(dataset)) == (0, TAGS)
     assert out.splitlines() == [
@@ -92,16 +94,11 @@ def test_each_picture_gets_a_caption_that_training_reads(command: Command, datas
     ]
     assert err.startswith("captions to write: 4; ") and err.rstrip().endswith(" on cpu")
     assert trained(dataset) == {f"{name}.png": text for name, text in TAGS.items()}
-
-
-def test_a_language_model_writes_whole_lines(
-    command: Command, dataset: Path, tmp_path: Path
-) -> None:
-    model = tiny_captioner("blip", tmp_path / "model")
-    code, out, _ = command("--max-tokens", "4", model=model)
-    assert code == 0 and len(out.splitlines()) == 5
-    assert set(texts(dataset)) == set(COLOURS) and len(set(texts(dataset).values())) > 1
-    assert out.splitlines()[0].startswith(f"1/4 a.png: {texts(dataset)['a']}")
+    before = contents(dataset)
+    monkeypatch.delattr(caption_dataset, "_load")
+    code, out, _ = command()
+    assert (code, contents(dataset)) == (0, before)
+    assert out.startswith("nothing to do, images with a caption: 4;")
 
 
 def test_json_is_one_object_a_line(command: Command, dataset: Path) -> None:
@@ -137,9 +134,7 @@ def test_json_is_one_object_a_line(command: Command, dataset: Path) -> None:
             "score_9, best, cat, hat, sky",
         ),
         ("A cat. It sleeps.", {"suffix": ", 35 mm"}, "A cat. It sleeps, 35 mm"),
-        ("a cat", {"trigger": "mimi"}, "mimi, a cat"),
         ("Mimi, a cat", {"trigger": "mimi"}, "Mimi, a cat"),
-        ("a cat", {"trigger": "mimi", "prefix": "photo of [trigger],"}, "photo of mimi, a cat"),
         ("a cat", {"trigger": "mimi", "prefix": "photo,"}, "mimi, photo, a cat"),
         ("x" * 20_000, {"trigger": "mimi"}, f"mimi, {'x' * 9_994}"),
     ],
@@ -148,27 +143,12 @@ def test_what_goes_around_a_caption(said: str, around: dict[str, str], written: 
     assert compose(said, **around) == written
 
 
-def test_a_trigger_that_was_written_is_not_put_in_twice(command: Command, dataset: Path) -> None:
-    command("--trigger", "mimi", "--prefix", "photo,", "--suffix", ", soft light")
-    assert texts(dataset)["a"] == "mimi, photo, red, soft light"
-    assert trained(dataset, trigger="mimi")["a.png"] == texts(dataset)["a"]
-
-
-@pytest.mark.parametrize(
-    "stem",
-    ["two words", "[odd] {x|y}", "-x", "Zoë.final", "図", "a" * 200, os.fsdecode(b"\xff\xfe")],
-)
+@pytest.mark.parametrize("stem", ["[odd] {x|y}", "Zoë.final", "a" * 200, os.fsdecode(b"\xff\xfe")])
 def test_any_name_of_a_file_gets_its_caption(command: Command, dataset: Path, stem: str) -> None:
     (dataset / "a.png").rename(dataset / f"{stem}.png")
     code, _, _ = command()
     assert code == 0 and (dataset / f"{stem}.txt").read_text() == "red\n"
     assert "red" in trained(dataset).values()
-
-
-def test_transparency_is_seen_as_in_training(command: Command, dataset: Path) -> None:
-    Image.new("RGBA", (20, 20), (255, 0, 0, 0)).save(dataset / "a.png")
-    command()
-    assert texts(dataset)["a"] == TAGS["d"], "white, as data.alpha_background says"
 
 
 # ---- what is left alone
@@ -179,34 +159,16 @@ def test_captions_that_are_there_stay(command: Command, dataset: Path) -> None:
     (dataset / "b.caption").write_text("by hand too")
     (dataset / "c.txt").write_text("  \n")  # holds no word: as good as none
     (dataset / "metadata.jsonl").write_text('{"file_name": "d.png", "text": "described"}\n')
+    (dataset / "5_hat").mkdir()
+    Image.new("RGB", (20, 20), "red").save(dataset / "5_hat" / "e.png")
     code, out, _ = command()
     assert (code, texts(dataset)) == (0, {"a": "by hand", "c": "green"})
     assert (
         out.splitlines()[-1]
-        == "captions written: 1; had a caption already: 3; --undo removes the new captions"
+        == "captions written: 1; had a caption already: 4; --undo removes the new captions"
     )
     assert trained(dataset)["d.png"] == "described"
-
-
-def test_the_name_of_a_folder_is_a_caption(command: Command, dataset: Path) -> None:
-    (dataset / "5_hat").mkdir()
-    (dataset / "a.png").rename(dataset / "5_hat" / "a.png")
-    before = contents(dataset / "5_hat")
-    command()
-    assert contents(dataset / "5_hat") == before
-    command("--overwrite")
-    assert trained(dataset)["5_hat/a.png"] == "red"
-
-
-def test_nothing_to_do_loads_no_model(
-    command: Command, dataset: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command()
-    before = contents(dataset)
-    monkeypatch.delattr(caption_dataset, "_load")
-    code, out, _ = command()
-    assert (code, contents(dataset)) == (0, before)
-    assert out.startswith("nothing to do, images with a caption: 4;")
+    assert trained(dataset)["5_hat/e.png"] == "hat", "the name of a folder is a caption"
 
 
 def on_caption(monkeypatch: pytest.MonkeyPatch, act: Callable[[Event], None]) -> None:
@@ -238,21 +200,16 @@ def test_a_caption_written_by_hand_meanwhile_wins(
     assert "b.png got another caption meanwhile" in err
 
 
-def test_pictures_that_share_a_file_are_not_given_each_others_caption(
-    command: Command, dataset: Path
+def test_neither_a_link_nor_a_shared_file_is_written(
+    command: Command, dataset: Path, tmp_path: Path
 ) -> None:
-    Image.new("RGB", (20, 20), "blue").save(dataset / "a.webp", lossless=True)
-    code, _, err = command()
-    assert code == 0 and texts(dataset)["a"] == "red"
-    assert "a.webp would share the caption file of a.png. rename one of the two" in err
-
-
-def test_a_link_is_not_written_through(command: Command, dataset: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (20, 20), "blue").save(dataset / "b.webp", lossless=True)
     (tmp_path / "elsewhere.txt").write_text("")
     (dataset / "a.txt").symlink_to(tmp_path / "elsewhere.txt")
     _, _, err = command("--overwrite")
     assert (tmp_path / "elsewhere.txt").read_text() == "" and (dataset / "a.txt").is_symlink()
     assert "a.png has a.txt, which is a link to elsewhere" in err
+    assert "b.webp would share the caption file of b.png. rename one of the two" in err
 
 
 def test_only_the_pictures_that_are_named(command: Command, dataset: Path) -> None:
@@ -282,6 +239,10 @@ def test_output_leaves_the_dataset_as_it_is(
 def test_a_dry_run_says_what_and_writes_nothing(command: Command, dataset: Path) -> None:
     (dataset / "a.txt").write_text("by hand")
     before = sorted(dataset.rglob("*"))
+    program = "import sys; from lora_trainer.cli.main import run; run(sys.argv[1:]); "
+    program += "sys.exit(bool({'torch', 'transformers', 'onnxruntime'} & set(sys.modules)))"
+    line = [sys.executable, "-c", program, "caption", str(dataset), "--dry-run"]
+    assert subprocess.run(line, capture_output=True).returncode == 0, "it loads no torch"
     code, out, _ = command("--dry-run")
     assert (
         code == 0 and "has a caption: a.png (a.txt)" in out and "would get a caption: b.png" in out
@@ -290,14 +251,6 @@ def test_a_dry_run_says_what_and_writes_nothing(command: Command, dataset: Path)
     assert (row["pictures"], row["captioned"]) == (["b.png", "c.png", "d.png"], {"a.png": "a.txt"})
     assert (row["writes"], row["on_this_machine"]) == ("tags", True)
     assert sorted(dataset.rglob("*")) == before
-
-
-def test_a_dry_run_and_the_help_load_no_torch(dataset: Path) -> None:
-    program = "import sys; from lora_trainer.cli.main import run; run(sys.argv[1:]); "
-    program += "sys.exit(bool({'torch', 'transformers', 'onnxruntime'} & set(sys.modules)))"
-    for words in (["caption", str(dataset), "--dry-run"], ["caption", "--help"]):
-        done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True)
-        assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---- the way back
@@ -315,29 +268,25 @@ def test_undo_puts_back_every_byte(command: Command, dataset: Path) -> None:
     assert command("--undo")[0] == 3, "there is nothing more to take back"
 
 
-def test_undo_takes_back_one_call_after_the_other(command: Command, dataset: Path) -> None:
+def test_undo_takes_back_call_after_call_and_leaves_what_was_edited(
+    command: Command, dataset: Path
+) -> None:
     (dataset / "a.txt").write_text("by hand")
     command("--overwrite", "--prefix", "first,")
     command("--overwrite", "--prefix", "second,")
     assert texts(dataset)["a"] == "second, red"
     command("--undo")
     assert texts(dataset) == {name: f"first, {text}" for name, text in TAGS.items()}
-    command("--undo")
-    assert texts(dataset) == {"a": "by hand"}
-
-
-def test_undo_leaves_what_was_edited_since(command: Command, dataset: Path) -> None:
-    command()
     (dataset / "b.txt").write_text("better by hand")
     code, out, _ = command("--undo")
-    assert (code, texts(dataset)) == (0, {"b": "better by hand"})
+    assert (code, texts(dataset)) == (0, {"a": "by hand", "b": "better by hand"})
     assert out.splitlines() == [
-        "captions removed: 3, put back: 0",
+        "captions removed: 2, put back: 1",
         "not touched, because it was edited since: b.txt",
     ]
 
 
-@pytest.mark.parametrize("name", ["../outside.txt", "/outside.txt", "sub/../../outside.txt"])
+@pytest.mark.parametrize("name", ["sub/../../outside.txt", "/outside.txt"])
 def test_a_record_that_came_with_a_dataset_reaches_nothing_outside(
     name: str, command: Command, dataset: Path, tmp_path: Path
 ) -> None:
@@ -362,52 +311,28 @@ def test_two_at_a_time_are_refused(command: Command, dataset: Path) -> None:
 # ---- interrupted, and on
 
 
-def interrupted_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send this process a real Ctrl-C when so many captions are written, once."""
-    sent: list[int] = []
-
-    def send(event: Event) -> None:
-        if event.kind == "caption" and event.fields["index"] == count and not sent:
-            sent.append(count)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    on_caption(monkeypatch, send)
-
-
-@pytest.fixture
-def described(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Count how many images the tagger sees at a time."""
-    seen: list[int] = []
+def test_replacing_goes_on_where_it_was_and_is_one_thing_to_undo(
+    command: Command, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described: list[int] = []
     real = Tagger.describe
 
     def describe(self: Tagger, pictures: Sequence[Image.Image]) -> list[ModelCaption]:
-        seen.append(len(pictures))
+        described.append(len(pictures))
         return real(self, pictures)
 
+    def interrupt(event: Event) -> None:
+        if event.kind == "caption" and event.fields["index"] == 2 and len(described) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
     monkeypatch.setattr(Tagger, "describe", describe)
-    yield seen
-
-
-def test_what_was_interrupted_goes_on_with_the_missing_ones(
-    command: Command, dataset: Path, described: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted_after(2, monkeypatch)
-    code, out, err = command()
-    assert (code, texts(dataset)) == (130, {"a": "red", "b": "blue"})
-    assert len(out.splitlines()) == 2
-    assert "stopped with 2 of 4 captions written. Fix: run the same command again" in err
-    assert command()[0] == 0
-    assert texts(dataset) == TAGS and sum(described) == 4
-
-
-def test_replacing_goes_on_where_it_was_and_is_one_thing_to_undo(
-    command: Command, dataset: Path, described: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    on_caption(monkeypatch, interrupt)
     by_hand = {name: f"hand {name}" for name in COLOURS}
     for name, text in by_hand.items():
         (dataset / f"{name}.txt").write_text(text)
-    interrupted_after(2, monkeypatch)
-    assert command("--overwrite")[0] == 130
+    code, out, err = command("--overwrite")
+    assert (code, len(out.splitlines())) == (130, 2)
+    assert "stopped with 2 of 4 captions written. Fix: run the same command again" in err
     with (dataset / FOLDER / "0001" / "journal.jsonl").open("a") as torn:
         torn.write('{"file": "c.t')  # what a kill leaves of a last line
     (dataset / "a.txt").write_text("edited between")
@@ -441,26 +366,15 @@ def test_a_full_disk_is_one_line_and_costs_no_caption(
 # ---- what goes wrong
 
 
-def test_one_bad_picture_stops_no_other(command: Command, dataset: Path) -> None:
-    (dataset / "b.png").write_bytes(b"nothing")
-    code, out, err = command()
-    assert code == 0 and set(texts(dataset)) == {"a", "c", "d"}
-    assert "b.png is not an image" in err and "images without a caption: 1" in out
-
-
 def test_none_at_all_is_an_error(command: Command, dataset: Path) -> None:
+    Image.new("RGB", (20, 20), "black").save(dataset / "a.png")
+    code, _, err = command("--trigger", "mimi", "--images", "a.png")
+    assert code == 3 and "a.png is one that the model says nothing about" in err
     for name in COLOURS:
         (dataset / f"{name}.png").write_bytes(b"nothing")
     code, _, err = command()
     assert code == 3 and "no image could be captioned (4 tried)" in err
     assert not (dataset / FOLDER).exists()
-
-
-def test_a_model_with_nothing_to_say_writes_no_file(command: Command, dataset: Path) -> None:
-    Image.new("RGB", (20, 20), "black").save(dataset / "a.png")
-    code, _, err = command("--trigger", "mimi")
-    assert code == 0 and set(texts(dataset)) == {"b", "c", "d"}
-    assert "a.png is one that the model says nothing about" in err
 
 
 def out_of_memory_above(limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -483,21 +397,18 @@ def test_out_of_memory_halves_the_pictures_at_a_time(
     command: Command, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_captioner("blip", tmp_path / "model")
-    assert command("--max-tokens", "4", model=model)[0] == 0
+    code, out, _ = command("--max-tokens", "4", model=model)
     alone = texts(dataset)
+    assert code == 0 and len(out.splitlines()) == 5
+    assert set(alone) == set(COLOURS) and len(set(alone.values())) > 1
     command("--undo")
     given = out_of_memory_above(2, monkeypatch)
     code, _, err = command("--max-tokens", "4", model=model)
     assert (code, texts(dataset), given) == (0, alone, [4, 2, 2])
     assert "out of memory with 4 images at a time; going on with 2" in err
-
-
-def test_no_memory_for_one_picture_ends_it(
-    command: Command, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     given = out_of_memory_above(0, monkeypatch)
-    code, _, err = command(model=tiny_captioner("blip", tmp_path / "model"))
-    assert (code, texts(dataset), given) == (4, {}, [4, 2, 1])
+    code, _, err = command("--overwrite", model=model)
+    assert (code, texts(dataset), given) == (4, alone, [4, 2, 1])
     assert "not enough memory for one image" in err and "--device cpu" in err
 
 
@@ -505,9 +416,7 @@ def test_no_memory_for_one_picture_ends_it(
     ("words", "said"),
     [
         (("--prompt", "hello"), "--prompt is not for"),
-        (("--max-tokens", "9"), "--max-tokens is not for"),
         (("--threshold", "35"), "--threshold 35 is no probability"),
-        (("--character-threshold", "0"), "--character-threshold 0 is no probability"),
         (("--overwrite", "--only-missing"), "contradict each other"),
         (("--device", "tpu"), "tpu"),
     ],
@@ -519,10 +428,3 @@ def test_what_does_not_go_together_is_refused_at_once(
     code, out, err = command(*words)
     assert (code, out) == (2, "") and said in err and err.count("\n") == 1
     assert sorted(dataset.rglob("*")) == before
-
-
-def test_a_folder_without_pictures_is_refused(command: Command, dataset: Path) -> None:
-    for name in COLOURS:
-        (dataset / f"{name}.png").unlink()
-    code, _, err = command()
-    assert code == 3 and "no images in" in err
