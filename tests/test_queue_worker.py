@@ -300,12 +300,18 @@ def test_a_worker_that_dies_at_once_is_not_started_by_every_look(place: Place) -
     until(lambda: queue_worker.worker_pid(place.runs) is None)
 
 
-def test_a_damaged_note_of_the_worker_is_replaced(place: Place) -> None:
+def test_a_damaged_note_of_the_worker_is_replaced_while_it_works(place: Place) -> None:
     place.add("a")
     (place.runs / ".queue" / ".worker.json").write_bytes(b'{"pid": -5}')
     assert queue_worker.worker_pid(place.runs) is None
-    queue_worker.work(place.runs, trainer=FAKE_TRAINER, devices=[""], sleep=lambda _: None)
+    seen: list[int | None] = []
+
+    def sleep(_: float) -> None:
+        seen.append(queue_worker.worker_pid(place.runs))
+
+    queue_worker.work(place.runs, trainer=FAKE_TRAINER, devices=[""], sleep=sleep)
     assert place.states() == {"a": "finished"}
+    assert seen[0] == os.getpid() and queue_worker.worker_pid(place.runs) is None
 
 
 def test_what_comes_while_a_worker_retires_is_worked_on(place: Place) -> None:
