@@ -105,6 +105,7 @@ def test_the_table_needs_no_torch() -> None:
         (SD15, {"height_px": 832, "width_px": 640, "checkpointing": "light"}),
         (SD15, {"height_px": 832, "width_px": 640, "checkpointing": "selective"}),
         (SD15, {"height_px": 384, "width_px": 320, "wide_adapter": True, "targets": "all"}),
+        (SD15, {"height_px": 512, "width_px": 512, "element_bytes": 4, "micro_batch": 3}),
         (SDXL, {"height_px": 832, "width_px": 640, "rank": 64, "micro_batch": 2}),
     ],
 )

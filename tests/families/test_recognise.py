@@ -13,7 +13,7 @@ from torch import nn
 from lora_trainer import families
 from lora_trainer.config.declare import TARGETS
 from lora_trainer.families.base import DENOISER, BaseFacts
-from lora_trainer.families.recognise import adapter_family
+from lora_trainer.families.recognise import adapter_family, stated_family
 
 Shapes = Mapping[str, tuple[int, ...]]
 BLOCK = "down_blocks.1.attentions.0.transformer_blocks.0"
@@ -48,6 +48,7 @@ def test_adapters_of_every_family_are_told_apart(name: str, targets: Any) -> Non
     family = families.family(name)
     metadata = {"ss_base_model_version": family.adapter_names(facts).kohya}
     spec = {"modelspec.architecture": family.adapter_names(facts).modelspec}
+    assert stated_family(metadata) == name
     for shapes in files(name, targets):
         assert adapter_family(shapes, metadata=metadata) == name
         assert adapter_family(shapes, metadata=spec) == name
