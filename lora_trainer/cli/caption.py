@@ -30,46 +30,36 @@ _NAMES = ", ".join(model.name for model in KNOWN)
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class CaptionOptions:
-    """The options of `caption` that say which captions are written, by the names of `CaptionRequest`."""
+    """The options of `caption` that say which captions are written, by the names of `CaptionRequest`.
+
+    :param overwrite: replace existing captions too; --undo restores the old ones
+    :param output: folder for the captions [default: beside the images]
+    :param prefix: words before each caption, as typed
+    :param suffix: words after each caption, as typed; include a comma if you want one
+    :param trigger: word to put first in captions that do not contain it
+    :param prompt: instruction for models that take one [default: describe in two sentences]
+    :param max_tokens: longest caption, in tokens [default: 150]
+    :param threshold: for taggers: lowest probability of a tag [default: 0.35]
+    :param character_threshold: for taggers: lowest probability of a character's name [default: 0.85]
+    :param device: device that runs the model
+    """
 
     model: Annotated[
         str, Parameter(help=f"{_NAMES}; or the folder or Hub id of a model of the same kinds")
     ] = DEFAULT
-    overwrite: Annotated[
-        bool,
-        Parameter(negative="", help="replace existing captions too; --undo restores the old ones"),
-    ] = False
+    overwrite: bool = False
     images: Annotated[
-        list[str],
-        Parameter(negative="", consume_multiple=True, help="only these images of the dataset"),
+        list[str], Parameter(consume_multiple=True, help="only these images of the dataset")
     ] = field(default_factory=list)
-    output: Annotated[
-        Path | None, Parameter(help="folder for the captions [default: beside the images]")
-    ] = None
-    prefix: Annotated[str, Parameter(help="words before each caption, as typed")] = ""
-    suffix: Annotated[
-        str, Parameter(help="words after each caption, as typed; include a comma if you want one")
-    ] = ""
-    trigger: Annotated[
-        str | None, Parameter(help="word to put first in captions that do not contain it")
-    ] = None
-    prompt: Annotated[
-        str | None,
-        Parameter(help="instruction for models that take one [default: describe in two sentences]"),
-    ] = None
-    max_tokens: Annotated[
-        int | None, Parameter(help="longest caption, in tokens [default: 150]")
-    ] = None
-    threshold: Annotated[
-        float | None, Parameter(help="for taggers: lowest probability of a tag [default: 0.35]")
-    ] = None
-    character_threshold: Annotated[
-        float | None,
-        Parameter(help="for taggers: lowest probability of a character's name [default: 0.85]"),
-    ] = None
-    device: Annotated[
-        Literal["auto", "cuda", "cpu"], Parameter(help="device that runs the model")
-    ] = "auto"
+    output: Path | None = None
+    prefix: str = ""
+    suffix: str = ""
+    trigger: str | None = None
+    prompt: str | None = None
+    max_tokens: int | None = None
+    threshold: float | None = None
+    character_threshold: float | None = None
+    device: Literal["auto", "cuda", "cpu"] = "auto"
 
 
 CAPTIONED = CaptionOptions()
@@ -80,19 +70,18 @@ def caption(
     /,
     *,
     options: CaptionOptions = CAPTIONED,
-    only_missing: Annotated[
-        bool,
-        Parameter(negative="", help="keep existing captions [this is the default]"),
-    ] = False,
-    undo: Annotated[
-        bool, Parameter(negative="", help="undo the captions of the last call, and stop")
-    ] = False,
-    dry_run: Annotated[
-        bool, Parameter(negative="", help="list the images that would get a caption, and stop")
-    ] = False,
-    json: Annotated[bool, Parameter(negative="", help="print one JSON object per line")] = False,
+    only_missing: bool = False,
+    undo: bool = False,
+    dry_run: bool = False,
+    json: bool = False,
 ) -> None:
-    """Let a model caption each image of DATASET that has no caption, as NAME.txt beside the image."""
+    """Let a model caption each image of DATASET that has no caption, as NAME.txt beside the image.
+
+    :param only_missing: keep existing captions [this is the default]
+    :param undo: undo the captions of the last call, and stop
+    :param dry_run: list the images that would get a caption, and stop
+    :param json: print one JSON object per line
+    """
     if options.overwrite and only_missing:
         raise RequestError(
             "--overwrite and --only-missing contradict each other", fix="give one of them"
