@@ -119,20 +119,6 @@ def test_samples_are_trained_with_what_encoding_their_text_gives(studio: Studio)
     assert "" in used and len(used) > 12
 
 
-def test_validation_uses_the_plain_text(studio: Studio) -> None:
-    feeder = feeder_of(studio)
-    record = records_of(studio)["p0.png"]
-    assert (
-        record.caption
-        == "zibbo, photo, one, (two:1.3), red hat, a, b, x, (y, z:0.7), w, v, last , film"
-    )
-    sample = record.sample_ids()[0]
-    (batch,) = feeder.validation([(sample, feeder.sources[sample])], quantiles=1)
-    entry = studio.texts_as().encode(record.caption, text_encoder(studio.base))
-    found = batch[0].conditioning["text"]
-    torch.testing.assert_close(found, torch.from_numpy(entry["text"]), rtol=1e-5, atol=1e-5)
-
-
 def test_folders_have_settings_of_their_own(studio: Studio) -> None:
     feeder, records = feeder_of(studio), records_of(studio)
     hats, plain = records["3_hats/p.png"], records["plain/p.png"]
@@ -161,12 +147,3 @@ def test_weights_of_words_are_part_of_what_an_entry_is(studio: Studio) -> None:
     entries = [tokens.encode(text, text_encoder(studio.base)) for text in ("a (cat)", "")]
     assert [sorted(entry) for entry in entries] == [["text_encoder", "text_encoder.weights"]] * 2
     assert tokens.key("") != replace(off, tokens_only=True).key(""), "a batch must be alike"
-
-
-def test_marks_do_not_count_as_tokens(studio: Studio) -> None:
-    studio.settings = DataSettings(emphasis=True)
-    (studio.folder / "p1.txt").write_text("(word) " * 40)
-    studio.encode()
-    said = [problem["what"] for problem in studio.problems() if "tokens" in problem["what"]]
-    assert not any("'word word" in what and "has 200" in what for what in said)
-    assert all("(word" not in what for what in said)

@@ -59,9 +59,7 @@ def reading(
     return reading_of(records, config=config, facts=facts, family=chosen, memo=memo)
 
 
-@pytest.mark.parametrize(
-    ("letters", "chunks"), [(1, 1), (75, 1), (76, 2), (150, 2), (151, 3), (225, 3), (226, 3)]
-)
+@pytest.mark.parametrize(("letters", "chunks"), [(1, 1), (75, 1), (76, 2), (226, 3)])
 def test_the_longest_caption_decides(
     letters: int, chunks: int, facts: BaseFacts, tmp_path: Path
 ) -> None:
@@ -111,6 +109,21 @@ def test_captions_are_counted_as_they_are_trained(facts: BaseFacts, tmp_path: Pa
     assert longest(**of_class) > longest(data__trigger="x")
 
 
+def test_captions_that_cannot_be_counted_are_read_in_one_piece(
+    facts: BaseFacts, tmp_path: Path
+) -> None:
+    records, absent = records_of(tmp_path / "d", "x " * 200), replace(facts, layout=None)
+    found = reading(records, absent)
+    assert (found.chunks, found.lengths) == (1, None)
+    assert "once the base is on this machine" in found.reason
+    found = reading(records, facts_of("flux"), "flux", data__caption_tokens=225)
+    assert found.chunks == 1 and "512 tokens in one piece" in found.reason
+    limit = caption_limit(facts, chunks=3)
+    assert limit is not None and (limit.tokens, limit.tokenizer) == (225, TOKENIZER)
+    assert caption_limit(absent, chunks=1) is None
+    assert caption_limit(replace(facts, max_tokens=256), chunks=1) is None
+
+
 def test_lengths_are_remembered_until_a_text_changes(
     facts: BaseFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,19 +144,6 @@ def test_lengths_are_remembered_until_a_text_changes(
     assert counted == [2, 2]
 
 
-def test_a_base_that_is_not_here_is_counted_later(facts: BaseFacts, tmp_path: Path) -> None:
-    records = records_of(tmp_path / "d", "x " * 200)
-    found = reading(records, replace(facts, layout=None))
-    assert (found.chunks, found.lengths) == (1, None)
-    assert "once the base is on this machine" in found.reason
-
-
-def test_bases_with_other_encoders_read_in_one_piece(tmp_path: Path) -> None:
-    records = records_of(tmp_path / "d", "x " * 200)
-    found = reading(records, facts_of("flux"), "flux", data__caption_tokens=225)
-    assert found.chunks == 1 and "512 tokens in one piece" in found.reason
-
-
 TOKENIZER = EMBEDDED_FOLDER / "tokenizer"
 CAPTIONS = (
     "",
@@ -151,20 +151,6 @@ CAPTIONS = (
     "A  Photo\nof it's 1234 (very:1.2) # # caf\u00e9 \U0001f600 \u4e2d\u6587",
     "word, " * 60,
 )
-
-
-def test_the_embedded_base_reads_75_tokens() -> None:
-    facts = describe(BaseSettings(model=EMBEDDED))
-    for chunks, tokens in ((1, 75), (3, 225)):
-        limit = caption_limit(facts, chunks=chunks)
-        assert limit is not None
-        assert (limit.tokens, limit.tokenizer) == (tokens, TOKENIZER)
-
-
-def test_a_base_that_is_not_here_or_reads_more_has_no_limit() -> None:
-    facts = describe(BaseSettings(model=EMBEDDED))
-    assert caption_limit(replace(facts, layout=None), chunks=1) is None
-    assert caption_limit(replace(facts, max_tokens=256), chunks=1) is None
 
 
 @pytest.mark.parametrize("form", ["tokenizer.json", "vocab.json"])
@@ -190,7 +176,7 @@ def slow_form(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("content", [None, b"{", b'{"model": {}}'])
+@pytest.mark.parametrize("content", [None, b"{"])
 def test_a_tokenizer_that_cannot_be_read_counts_nothing(
     content: bytes | None, tmp_path: Path
 ) -> None:

@@ -40,16 +40,12 @@ TEXTS = ["", PROMPT, *(f"image number {index}" for index in range(3))]
 
 
 def test_a_cold_run_encodes_each_once_and_a_warm_one_nothing(studio: Studio) -> None:
-    assert studio.work() == (3, sorted(TEXTS))
+    for suffix, original in ((".png", "p0.png"), (".txt", "p2.txt")):
+        (studio.folder / f"copy{suffix}").write_bytes((studio.folder / original).read_bytes())
+    assert studio.work() == (3, sorted(TEXTS)), "equal images and equal captions once"
     done, *encoders = studio.encode()
     assert encoders == [None, None], "a warm run loads no encoder"
     assert done == Encoded(latents=0, texts=0, found=8)
-
-
-def test_equal_pictures_and_equal_captions_are_encoded_once(studio: Studio) -> None:
-    (studio.folder / "copy.png").write_bytes((studio.folder / "p0.png").read_bytes())
-    (studio.folder / "copy.txt").write_text("image number 2")
-    assert studio.work() == (3, sorted(TEXTS))
 
 
 def test_every_resolution_has_its_latents_and_is_told_its_own_size(studio: Studio) -> None:
@@ -118,37 +114,20 @@ def test_texts_of_a_trained_encoder_are_kept_as_tokens(studio: Studio) -> None:
         torch.testing.assert_close(run[name], tensor)
 
 
-def test_sources_name_what_a_sample_needs(studio: Studio) -> None:
+def test_sources_name_the_entries_and_the_corner_of_the_image_as_it_is_seen(studio: Studio) -> None:
+    """What is left over on the left is on the right in the mirror, which differs where it is odd."""
     studio.settings = DataSettings(flip=True, repeats=2, shuffle_tags=True, caption_variants=3)
     (studio.folder / "p0.txt").write_text("a, b, c, d")
-    wanted = studio.needs()
-    assert len(wanted.sources) == 3 * 2
-    used = wanted.keys()
-    keys = {key.digest for key in used}
-    for source in wanted.sources.values():
-        assert source.mirrored is not None and source.mirrored != source.plain
-        assert len(source.texts) == 4, "the plain one and three drawn ones"
-        digests = {source.plain.digest, source.mirrored.digest, *(k.digest for k in source.texts)}
-        assert digests <= keys
-        assert wanted.latents[source.plain.digest].flip is False
-        assert wanted.latents[source.mirrored.digest].flip is True
-        bucket = wanted.latents[source.plain.digest].placement.bucket
-        assert source.size_px == (bucket.width_px, bucket.height_px)
-        assert source.geometry["corner"].shape == (1, 2)
-
-
-def test_the_corner_told_is_that_of_the_picture_as_it_is_seen(studio: Studio) -> None:
-    """What is left over on the left is on the right in the mirror, which differs where it is odd."""
-    studio.settings = DataSettings(flip=True)
     draw(studio.folder / "p1.png", seed=1, size=(41, 20))
     wanted = studio.needs()
-    placements = {
-        source.plain.digest: wanted.latents[source.plain.digest].placement
-        for source in wanted.sources.values()
-    }
-    odd = 0
+    assert len(wanted.sources) == 3 * 2
+    odd, keys = 0, set(wanted.keys())
     for source in wanted.sources.values():
-        placement = placements[source.plain.digest]
+        assert source.mirrored is not None and {source.plain, source.mirrored} <= keys
+        assert len(source.texts) == 4 and set(source.texts) <= keys, "the plain one and three drawn"
+        assert wanted.latents[source.mirrored.digest].flip
+        placement = wanted.latents[source.plain.digest].placement
+        assert source.size_px == (placement.bucket.width_px, placement.bucket.height_px)
         left_px, top_px = placement.left_px, placement.top_px
         over_px = placement.scaled_width_px - placement.bucket.width_px
         odd += over_px % 2
@@ -158,11 +137,12 @@ def test_the_corner_told_is_that_of_the_picture_as_it_is_seen(studio: Studio) ->
 
 
 def test_a_long_caption_is_a_note(studio: Studio, caplog: pytest.LogCaptureFixture) -> None:
-    (studio.folder / "p1.txt").write_text("word " * 200)
+    (studio.folder / "p1.txt").write_text("(word) " * 200)
+    studio.settings = DataSettings(emphasis=True)
     studio.encode()
     (problem,) = studio.problems()
     assert (problem["severity"], problem["code"]) == ("note", "CAP-03")
-    assert "has 600 tokens, there is room for 75" in problem["what"]
+    assert "has 600 tokens, there is room for 75: 'word word" in problem["what"]
     assert "longer than the specified maximum" not in caplog.text, "transformers' own words"
     assert studio.work() == (0, [])
 
