@@ -82,6 +82,7 @@ def test_a_call_that_fails_on_one_card_leaves_the_other_alone(call: str) -> None
     assert result.gpus[0].index == 0, "CUDA numbers what it can use"
     quiet = ("nvmlDeviceGetUUID", "nvmlDeviceGetMigMode", "nvmlDeviceGetDisplayActive")
     assert (f"GPU 0: {call} said GPU is lost" in result.gpu_reason) == (call not in quiet)
+    assert ("GPU is lost" in result.gpu_reason) == (call not in quiet)
     if call == "nvmlDeviceGetCudaComputeCapability":
         assert result.gpus[0].compute_capability is None, "unknown is no guess"
     if call == "nvmlDeviceGetDisplayActive":
