@@ -131,6 +131,16 @@ def test_scales_of_outputs_keep_the_dimensions_of_the_weight(tmp_path: Path) -> 
     assert after and {len(shape) for shape in after} <= {2, 4}
 
 
+def test_factors_that_readers_multiply_are_matrices(tmp_path: Path) -> None:
+    """A Tucker form multiplied out has the kernel in its second factor."""
+    case = next(case for case in CASES if case.name == "LyCORIS 3.2 LoKr tucker sd15")
+    file, output = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    build(case, file)
+    convert(file, format="kohya", output=output, precision="fp32")
+    factors = [each for key, each in load_file(output).items() if key.endswith("lokr_w2_b")]
+    assert {each.dim() for each in factors} == {2} and len(factors) == 12
+
+
 def test_rows_of_a_kronecker_product_become_a_lora_when_asked(tmp_path: Path) -> None:
     """What no file can state exactly is approximated, and the error is said."""
     case = next(case for case in CASES if case.name == "musubi-tuner 0.2 lokr FLUX.2")
