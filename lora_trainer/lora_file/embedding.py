@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lora_trainer.common.errors import InputError, TrainingStopped
 from lora_trainer.common.files import disk_error
 from lora_trainer.families.base import NewWord, TensorInfo
-from lora_trainer.lora_file.header import numbers, open_checked
+from lora_trainer.lora_file.header import numbers, open_checked, refuse
 from lora_trainer.lora_file.metadata import header_settings
 from lora_trainer.lora_file.stream import ordered, write_tensors
 
@@ -66,14 +66,16 @@ def write_embedding(path: Path, vectors: Vectors, *, metadata: Mapping[str, str]
 
 def read_embedding(path: Path) -> Embedding:
     """Read a file in the names of `KEYS`; raises InputError for any other."""
-    with open_checked(path) as opened:
-        entries = opened.entries.values()
-        if not entries or any(each.key not in KEYS or len(each.shape) != 2 for each in entries):
-            raise InputError(
-                f"{path} holds no embedding", fix="give a file with emb_params or clip_l"
-            )
-        vectors = {each.key: numbers(opened.read(each), each) for each in entries}
-        return Embedding(vectors=vectors, metadata=opened.metadata)
+    try:
+        with open_checked(path) as opened:
+            entries = opened.entries.values()
+            if not entries or any(each.key not in KEYS or len(each.shape) != 2 for each in entries):
+                refuse(path, "holds no embedding")
+            vectors = {each.key: numbers(opened.read(each), each) for each in entries}
+            return Embedding(vectors=vectors, metadata=opened.metadata)
+    except InputError as error:
+        fix = "give a file with emb_params or clip_l, or export it again"
+        raise InputError(error.found, fix=fix) from None
 
 
 def bundled(keys: Iterable[str]) -> list[str]:
