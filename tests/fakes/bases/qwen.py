@@ -35,13 +35,16 @@ def write_base(folder: Path, *, seed: int = 0) -> Path:
 
 
 def _pipeline() -> QwenImagePipeline:
-    vae = AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=CHANNELS,
-        dim_mult=[1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False],
+    vae = enliven_matrices(
+        AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=CHANNELS,
+            dim_mult=[1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False],
+        )
     )
+    text_encoder = _text_encoder()
     transformer = QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=4 * CHANNELS,
@@ -55,8 +58,8 @@ def _pipeline() -> QwenImagePipeline:
     )
     return QwenImagePipeline(
         scheduler=_scheduler(),
-        vae=enliven_matrices(vae),
-        text_encoder=_text_encoder(),
+        vae=vae,
+        text_encoder=text_encoder,
         tokenizer=_tokenizer(),
         transformer=enliven_matrices(transformer),
     )
