@@ -288,3 +288,20 @@ def test_the_users_allocator_stands_and_is_planned_with(
     before = dict(environment)
     use_expandable_segments(environment)
     assert environment == (before or {VARIABLE: ON})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asked for on Linux only")
+def test_the_command_line_asks_for_segments_that_grow_before_it_imports_torch() -> None:
+    program = """
+import os, sys
+from lora_trainer.cli import main as cli
+cli.run = lambda arguments: print(os.environ.get("PYTORCH_ALLOC_CONF"), "torch" in sys.modules) or 0
+cli.main([])
+"""
+    environment = {name: text for name, text in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    asked: dict[str, str] = {}
+    use_expandable_segments(asked)
+    assert done.stdout.split() == [asked.get(VARIABLE, "None"), "False"]
