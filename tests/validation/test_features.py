@@ -78,5 +78,7 @@ def test_copies_of_trained_pictures_are_told_from_new_ones() -> None:
     assert told_new is not None and told_copied is not None
     assert 0.8 < told_new < 1.25
     assert told_copied < 0.85
+    own = features.copy_ratio(pictures[8:] + 0.1 * new, prompts, album)
+    assert own is not None and own < 1.25, "the image whose caption is the prompt is left out"
     alone = features.ReferenceImages(features=pictures, captions=captions, trained=[True] * 12)
     assert features.copy_ratio(new, prompts, alone) is None
