@@ -130,7 +130,8 @@ def test_the_base_and_its_settings_come_from_the_highest_layer_that_names_them(
     with_file = replace(asked(place), settings_file=read_settings_file(config))
     resumed = replace(asked(place), run_settings=before)
     for request in (with_file, resumed):
-        assert prepare(request, hardware=PROCESSOR).facts.prediction == "v_prediction"
+        facts = prepare(request, hardware=PROCESSOR).facts
+        assert (facts.source, facts.prediction) == (str(base_of("sd15")), "v_prediction")
         typed = {"base.model": DEFAULT, "base.prediction": "auto", "data.resolution": "auto"}
         typed |= request.overrides
         prepared = prepare(replace(request, overrides=typed), hardware=CARD)

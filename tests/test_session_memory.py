@@ -20,7 +20,7 @@ from lora_trainer.run.prepare import Prepared
 from lora_trainer.training.loop import run
 from lora_trainer.training.training import Progress, Training
 from tests.fakes.family_bases import base_of, facts_at, side_of
-from tests.fakes.runs import toy
+from tests.fakes.runs import SIZES_PX, toy
 
 
 def test_a_training_gets_a_base_in_few_bits_and_the_planned_micro_batches(
@@ -33,7 +33,7 @@ def test_a_training_gets_a_base_in_few_bits_and_the_planned_micro_batches(
         return run(training, start)
 
     monkeypatch.setattr(session, "run", running)
-    place = toy(tmp_path)
+    place = toy(tmp_path, sizes=SIZES_PX[:2])  # none upright, so that sides are not alike
     shutil.copytree(base_of("chroma"), place.base)
     facts = facts_at(place.base)
     settings = {"memory__base_precision": "int8", "train__batch_size": 3}
