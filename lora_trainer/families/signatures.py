@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def _has(tensors: Header, mark: str) -> bool:
     match = _MARK.fullmatch(mark)
     assert match is not None
     absent, name, axis, size = match.groups()
-    names = fnmatch.filter(tensors, name) if "*" in name else {name} & tensors.keys()
+    names: Iterable[str] = fnmatch.filter(tensors, name) if "*" in name else {name} & tensors.keys()
     shapes = [tensors[each].shape for each in names]
     if size:
         shapes = [shape for shape in shapes if shape[int(axis) : int(axis) + 1] == (int(size),)]

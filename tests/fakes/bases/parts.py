@@ -131,7 +131,12 @@ def tiny_vae(kind: type[Any] = AutoencoderKL, *, levels: int = 2, **config: Any)
 
 def flow_vae(*, levels: int = 2, **config: Any) -> AutoencoderKL:
     """Return a tiny VAE in FLUX.1's layout, with its latents' statistics unless others are given."""
-    options = {**FLUX_LATENTS, "use_quant_conv": False, "use_post_quant_conv": False, **config}
+    options: dict[str, Any] = {
+        **FLUX_LATENTS,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+        **config,
+    }
     vae: AutoencoderKL = tiny_vae(levels=levels, **options)
     return vae
 
@@ -156,7 +161,7 @@ def tiny_clip(kind: type[Any], *, width: int = WIDTH, **config: Any) -> Any:
 
 def tiny_t5(*, width: int = WIDTH, **config: Any) -> T5EncoderModel:
     """Return a T5 v1.1 encoder for `t5_tokenizer`."""
-    options = {"d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    options: dict[str, Any] = {"d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     return T5EncoderModel(
         T5Config(
             vocab_size=len(t5_tokenizer()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from diffusers import StableDiffusionXLPipeline
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
@@ -22,7 +23,11 @@ def _pipeline() -> StableDiffusionXLPipeline:
     first, second = clip_tokenizer(), clip_tokenizer()
     second.pad_token = "!"  # as in the release: only the first pads with the end of text
     # Prompts should matter: the U-Net reads what no norm has scaled.
-    options = {"projection_dim": POOLED, "num_hidden_layers": 2, "initializer_factor": 3.0}
+    options: dict[str, Any] = {
+        "projection_dim": POOLED,
+        "num_hidden_layers": 2,
+        "initializer_factor": 3.0,
+    }
     return StableDiffusionXLPipeline(
         vae=tiny_vae(
             latent_channels=4,
