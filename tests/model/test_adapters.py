@@ -218,6 +218,7 @@ def test_exactly_the_named_modules_are_adapted_at_their_ranks() -> None:
         "denoiser.outer.linear": (3, 2.0),
         "denoiser.outer.conv": (2, 2.0),
     }
+    assert adapted(alpha=8.0, rslora=True).layers["denoiser.linear"].width.scale == 4.0
     assert [len(adapter.state()[f"{key}.down"]) for key in widths] == [4, 3, 2]
 
 

@@ -203,6 +203,14 @@ def test_dropout_is_not_done_to_what_the_base_says() -> None:
         assert losses_of(training, samples) == [0.0, 0.0]
 
 
+def test_regularisation_images_can_teach_what_they_show() -> None:
+    objective = ObjectiveSettings(prior_weight=3.0, min_snr_gamma=None)
+    feeder = with_priors([SQUARE] * 4, regularisation=(2, 3), per_epoch=2, objective=objective)
+    for sample in feeder.prepare(0):
+        assert not sample.as_base
+        assert sample.weight == (3.0 if sample.sample.startswith(("s2", "s3")) else 1.0)
+
+
 def test_a_sample_of_a_class_comes_again_with_the_same_draws() -> None:
     feeder = with_priors([SQUARE] * 2, of_class=(1,), masked=(1,), batch_size=2, objective=KEPT)
     samples = feeder.prepare(0)
