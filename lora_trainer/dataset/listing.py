@@ -373,11 +373,11 @@ class _Walk:
                 own_masks = inside | own_masks
             elif inner_images & inside.keys() or (others and is_asked_for):
                 inner_masks |= inside
+                self.masks += [(name, folder.prefix + stem) for stem, (_, name) in inside.items()]
             else:
                 continue
             groups["folder"].remove(inner)
-        for stem, (_, name) in (*own_masks.items(), *inner_masks.items()):
-            self.masks.append((name, folder.prefix + stem))
+        self.masks += [(name, folder.prefix + stem) for stem, (_, name) in own_masks.items()]
         return own_masks, inner_masks
 
     def _image_stems(self, entries: Iterable[Entry]) -> set[str]:
