@@ -196,10 +196,32 @@ def test_text_encoders_and_new_tokens_stop_when_they_are_asked_to(place: Toy) ->
     assert changed(4, 6) == {"denoiser", "average"}, "averages go on to what the weights became"
 
 
-def test_something_must_be_left_to_train(place: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_tokens_are_trained_beside_text_encoders_that_train_to_the_end(place: Toy) -> None:
+    """peft freezes all of a text encoder that it adapts, and the vectors of the new word with it."""
+    options = {"adapter__text_encoder": True, "adapter__new_tokens": 2, "data__trigger": "toy"}
+    more = {"output__save_every_steps": 2, "output__keep_states": 9}
+    assert place.train("--name", "both", **options, **more) == 0
+    run = place.run.parent / "both"
+    first, last = (state(run, step, "") for step in (2, 6))
+    moved = {
+        name.partition(".")[0] for name in first if not np.array_equal(first[name], last[name])
+    }
+    assert moved == {"denoiser", "text_encoder", "new_tokens"}
+
+
+@pytest.mark.parametrize("new_tokens", [0, 2])
+def test_something_must_be_left_to_train(
+    place: Toy, capsys: pytest.CaptureFixture[str], new_tokens: int
+) -> None:
     frozen = {"optimizer__learning_rate_pattern": {"denoiser|down_blocks|up_blocks|mid_block": 0.0}}
     stopping = {"adapter__text_encoder": True, "train__text_encoder_until": 0.5, **frozen}
-    assert place.train("--name", "frozen", **stopping) == 2
+    if new_tokens:
+        stopping |= {
+            "adapter__new_tokens": 2,
+            "data__trigger": "toy",
+            "train__new_tokens_until": 0.7,
+        }
+    assert place.train("--name", f"frozen{new_tokens}", **stopping) == 2
     assert "nothing is left to train" in capsys.readouterr().err
 
 

@@ -257,6 +257,8 @@ def inject(
             seed=seed,
             masks=masks,
         )
+    for vectors in new_tokens.values():
+        vectors.requires_grad_(True)  # peft froze them with the text encoder that it adapted
     trained = dict(_named_parameters(layers, new_tokens))
     return Adapter(
         layers=layers,
