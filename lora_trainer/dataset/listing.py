@@ -64,11 +64,11 @@ def entries_in(path: Path | str) -> list[Entry]:
     """Return a folder's entries by name, without system files and documents; raises InputError."""
     try:
         with os.scandir(path) as entries:
-            meant = [entry for entry in entries if _is_meant(entry.name)]
+            listed = [entry for entry in entries if _is_meant(entry.name)]
     except OSError as error:
         what = f"cannot read folder {shown(str(path))} ({error.strerror or error})"
         raise InputError(what, fix="make it readable or move it away") from None
-    return sorted(meant, key=lambda entry: entry.name)
+    return sorted(listed, key=lambda entry: entry.name)
 
 
 def _is_meant(name: str) -> bool:

@@ -143,8 +143,8 @@ def inspect_images(
         findings=by_severity(findings),
         buckets=bucket_counts(records),
         pictures=tuple(
-            PictureReport(record=record, score=_weighted(own))
-            for record, own in zip(records, own_parts, strict=True)
+            PictureReport(record=record, score=_weighted(image_parts))
+            for record, image_parts in zip(records, own_parts, strict=True)
         ),
     )
 

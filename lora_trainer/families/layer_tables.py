@@ -66,13 +66,13 @@ _NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?![A-Za-z\d])")
 def _templates(family: str) -> Mapping[str, tuple[str, ...]]:
     """Return name in files -> diffusers layers, with `#` for each number."""
     table: Mapping[str, Any] = tomllib.loads(NAMES.read_text(encoding="utf-8"))
-    own = dict(table["families"][family])
+    family_rows = dict(table["families"][family])
     rows: dict[str, str] = {}
-    for group in own.pop("groups"):
+    for group in family_rows.pop("groups"):
         rows |= table["groups"][group]
     return {
         name: tuple(layers.format(**table["parts"]).split())
-        for name, layers in {**rows, **own}.items()
+        for name, layers in {**rows, **family_rows}.items()
     }
 
 

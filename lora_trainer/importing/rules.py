@@ -134,15 +134,19 @@ def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _set_rows(foreign: Foreign, trainer: Trainer) -> None:
     """Carry over what the `set` rows of a trainer's tables say."""
-    done: set[str] = set()
+    carried_settings: set[str] = set()
     for row in (row for table in trainer.tables for row in table_of(table).get("set", ())):
         key, setting = row["key"], row.get("to", "")
         value = foreign.get(key, row.get("default"))
         word = str(value).lower()
-        meant = {name.lower(): ours for name, ours in row.get("values", {}).items()}
-        if setting in done or rule_of(trainer.keys, key) is None or not _fits(foreign, row, word):
+        our_values = {name.lower(): ours for name, ours in row.get("values", {}).items()}
+        if (
+            setting in carried_settings
+            or rule_of(trainer.keys, key) is None
+            or not _fits(foreign, row, word)
+        ):
             continue
-        if meant and word not in meant:
+        if our_values and word not in our_values:
             continue
         names = [name for name in row.get("when", {}) if name in foreign.values]
         foreign.named.update(names)
@@ -151,9 +155,9 @@ def _set_rows(foreign: Foreign, trainer: Trainer) -> None:
                 foreign.lacks(key, value, row["lacks"])
             continue
         if setting:
-            if not foreign.carry(setting, key, row.get("is", meant.get(word, value))):
+            if not foreign.carry(setting, key, row.get("is", our_values.get(word, value))):
                 continue
-            done.add(setting)
+            carried_settings.add(setting)
             if names and key in foreign.values:
                 foreign.sources[setting] = " x ".join([*names, foreign.sources[setting]])
         if "how" in row:

@@ -99,8 +99,8 @@ def write_modules(
             raise ValueError("two modules share one name in the file")
         infos |= {name: tensor_info(tensor) for name, tensor in tensors.items()}
         module_of |= dict.fromkeys(tensors, key)
-        stated = (float(tensor) for name, tensor in tensors.items() if name.endswith(ALPHA))
-        alphas[next(stated, None)] += 1
+        strengths = (float(tensor) for name, tensor in tensors.items() if name.endswith(ALPHA))
+        alphas[next(strengths, None)] += 1
     # The entry keeps `inspect` from taking the missing alpha for a lost one.
     strength = {FOLDED: "multiplied in"} if None in alphas else {}
 

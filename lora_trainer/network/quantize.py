@@ -9,6 +9,7 @@ torchao 0.18's weight-only tensors let autograd save every layer's dequantised c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -198,13 +199,15 @@ def _decode_nf4(stored: Stored, *, shape: tuple[int, ...], dtype: torch.dtype) -
         absmax=stored["scale"],
         offset=stored["scale_mean"],
         state2=scales,
-        shape=torch.Size(shape),
+        # As one row, because bitsandbytes' kernel for processors begins a block anew at each row: where a row is no
+        # multiple of a block, it would take the scales of other blocks. Codes are made over rows.
+        shape=torch.Size((math.prod(shape),)),
         blocksize=NF4_BLOCK,
         quant_type="nf4",
         dtype=dtype,
     )
     weight: Tensor = dequantize_4bit(stored["codes"], state)
-    return weight
+    return weight.reshape(shape)
 
 
 def _require_bitsandbytes() -> None:

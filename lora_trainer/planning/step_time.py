@@ -75,15 +75,15 @@ _LARGEST = "A100"
 def card(name: str, *, total_bytes: int) -> Card:
     """Return the rates of a GPU: those of the longest table name within `name`, else of a GPU of its size."""
     # The longest, because "A10" is also a part of "A100", and "Apple M1" of "Apple M1 Max".
-    known = max((row for row in _RATES if row in name), key=len, default="")
+    named_row = max((row for row in _RATES if row in name), key=len, default="")
     size_gib = total_bytes / GIB
-    row = known or next((row for limit, row in _ORDINARY if size_gib <= limit), _LARGEST)
+    row = named_row or next((row for limit, row in _ORDINARY if size_gib <= limit), _LARGEST)
     tflops, gigabytes = _RATES[row]
     return Card(
         name=row,
         flops_per_s=tflops * 1e12,
         bytes_per_s=gigabytes * 1e9,
-        stands_for="" if known else name,
+        stands_for="" if named_row else name,
     )
 
 

@@ -122,8 +122,8 @@ def download_of(runs: Path, item: Item) -> Download | None:
 
 def download_listeners(environment: Mapping[str, str]) -> tuple[Listener, ...]:
     """Return a listener that writes how far the download of a queued trainer's base is; none for others."""
-    place = environment.get(ITEM_VARIABLE)
-    if place is None:
+    item_stem = environment.get(ITEM_VARIABLE)
+    if item_stem is None:
         return ()
 
     def write_download(event: Event) -> None:
@@ -135,7 +135,7 @@ def download_listeners(environment: Mapping[str, str]) -> tuple[Listener, ...]:
             all_bytes=event.fields["total"],
         )
         with suppress(MachineError):  # a full disk ends the download itself, with its reason
-            write_atomic(Path(f"{place}.download"), json_bytes(asdict(download)), durable=False)
+            write_atomic(Path(f"{item_stem}.download"), json_bytes(asdict(download)), durable=False)
 
     return (write_download,)
 

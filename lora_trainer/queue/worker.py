@@ -146,8 +146,8 @@ class Worker:
 
     def spawn(self, item: Item) -> Child:
         """Start the trainer of an item; raises OSError, and ValueError for words no process accepts."""
-        place = queue_folder(self.runs).absolute() / item.id
-        environment = {**os.environ, ITEM_VARIABLE: str(place)}
+        item_stem = queue_folder(self.runs).absolute() / item.id
+        environment = {**os.environ, ITEM_VARIABLE: str(item_stem)}
         if item.device:
             environment[_DEVICES] = item.device
         with log_file(self.runs, item.id).open("ab") as log:

@@ -155,8 +155,8 @@ def write_adapter(
     rank = Counter(module.rank for module in modules.values()).most_common(1)[0][0]
 
     def with_strength(alpha: float | None) -> Mapping[str, str]:
-        stated = float(rank) if alpha is None else alpha
-        return entries(Summary(rank=rank, alpha=stated, contents=contents))
+        file_alpha = float(rank) if alpha is None else alpha
+        return entries(Summary(rank=rank, alpha=file_alpha, contents=contents))
 
     try:
         write_modules(path, modules, form, entries=with_strength, force=force)

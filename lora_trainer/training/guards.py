@@ -222,8 +222,8 @@ def from_plain(values: Mapping[str, Any]) -> GuardState:
         "best": BestValidation(**values.get("best", {})),
         "learning": Learning(**values.get("learning", {})),
     }
-    known = {field.name for field in fields(GuardState)}
-    return GuardState(**{name: values[name] for name in known & values.keys()} | nested)
+    names = {field.name for field in fields(GuardState)}
+    return GuardState(**{name: values[name] for name in names & values.keys()} | nested)
 
 
 # ---- whether the run learns at all

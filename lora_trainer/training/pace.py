@@ -319,13 +319,13 @@ def _card_causes(before: CardState, now: CardState, *, spills: bool) -> Iterator
     # In a container the driver gives the host's process numbers, so our own may not be among them: the
     # busiest one before was this training.
     busiest = max(before.busy_percent, key=before.busy_percent.__getitem__, default=None)
-    known = before.users | before.busy_percent.keys() | {os.getpid()}
+    seen_before = before.users | before.busy_percent.keys() | {os.getpid()}
     busier = {
         pid
         for pid, percent in now.busy_percent.items()
         if before.busy_percent and percent - before.busy_percent.get(pid, 0) > _BUSY_PERCENT
     } - {busiest, os.getpid()}
-    new = sorted((now.users | now.busy_percent.keys()) - known | busier)
+    new = sorted((now.users | now.busy_percent.keys()) - seen_before | busier)
     if new:
         names = ", ".join(_program(pid) for pid in new[:3])
         yield Cause(

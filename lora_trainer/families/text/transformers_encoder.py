@@ -120,8 +120,8 @@ class TransformersEncoder(TextEncoder):
 
     def prompt_room(self) -> int:
         """Return the prompt tokens that fit beside special tokens and the empty template."""
-        taken = len(self.tokenizers[self.last](self.template("")).input_ids)
-        return self.max_tokens + self.free_tokens - taken
+        template_tokens = len(self.tokenizers[self.last](self.template("")).input_ids)
+        return self.max_tokens + self.free_tokens - template_tokens
 
 
 class PooledT5Encoder(TransformersEncoder):
