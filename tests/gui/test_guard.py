@@ -193,7 +193,7 @@ def test_others_give_the_password_under_any_name_and_guess_once_a_second(
     assert {"10.1.2.3", "studio.lan", "localhost", "127.0.0.1"} <= who.hosts
     for user in ("", "me"):
         assert through(who, "/config", authorization=basic(right, user))[0] == 200
-    for header in ("", "Basic", "Basic !!!", "Bearer x", "Basic /w=="):
+    for header in ("", "Basic !!!", "Bearer x", "Basic /w=="):
         status, headers, said, _ = through(who, authorization=header)
         assert status == 401 and headers["www-authenticate"].startswith("Basic ")
         assert b"pass:" not in said
