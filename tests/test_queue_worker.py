@@ -157,6 +157,19 @@ def test_a_signal_is_told_from_an_error(place: Place) -> None:
         assert error in ended.error
 
 
+def test_the_reason_is_of_this_start_not_of_one_before(place: Place) -> None:
+    item = place.add("a", until=str(place.let("a")), exit=3, say="first")
+    worker = place.worker()
+    place.let("a").touch()
+    place.finish(worker)
+    assert place.item(item.id).error == "first"
+    commands.again(place.runs, item.id)
+    worker.trainer = (sys.executable, "-c", "raise SystemExit(1)")
+    place.finish(worker)
+    assert place.item(item.id).error == "the trainer ended with exit code 1 and no message"
+    assert "first" in commands.log_file(place.runs, item.id).read_text(), "kept"
+
+
 def test_a_full_disk_delays_what_is_written_and_loses_nothing(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +264,23 @@ def test_after_a_reboot_what_ran_is_interrupted_and_what_waits_goes_on(place: Pl
     assert place.states() == {"b": "finished", "a": "interrupted"}
 
 
+def test_a_worker_killed_before_it_wrote_the_process_down_starts_nothing_twice(
+    place: Place,
+) -> None:
+    item = place.add("a", until=str(place.let("a")))
+    worker = place.worker()
+    until(lambda: worker.tick() and trains(place, item))
+    began = place.item(item.id)
+    place.become(began, pid=None, pid_started_s=None, run=None)
+    successor = place.worker()
+    until(lambda: successor.tick() and trains(place, item))
+    assert place.item(item.id).pid == began.pid
+    place.let("a").touch()
+    until(lambda: worker.children[item.id].process.poll() is not None)
+    place.finish(successor)
+    assert place.item(item.id).state == "finished"
+
+
 def test_a_start_that_left_no_process_is_interrupted(place: Place) -> None:
     item = place.add("a")
     place.become(item, state="running", started_s=1.0)
@@ -286,6 +316,8 @@ def test_a_worker_that_dies_at_once_is_not_started_by_every_look(place: Place) -
     queue_worker.ensure_worker(place.runs, program=broken)
     until(lambda: queue_worker.worker_pid(place.runs) is None)
     assert queue_worker.worker_fault(place.runs) == "torch is broken"
+    (place.runs / ".queue" / ".worker.log").write_text("")
+    assert queue_worker.worker_fault(place.runs) == "it left no message"
     began_s = time.time()
     queue_worker.ensure_worker(
         place.runs, program=("no such program",), clock=lambda: began_s + 5.0

@@ -63,10 +63,11 @@ def slots(hardware: Hardware, environment: Mapping[str, str]) -> tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """A trainer that this worker started."""
+    """A trainer that this worker started; its output begins at `log_from_bytes` of the item's log."""
 
     process: subprocess.Popen[bytes]
     started_s: float
+    log_from_bytes: int
 
 
 @dataclass(kw_only=True)
@@ -97,6 +98,8 @@ class Worker:
         """Update the file of a running item if its process, run folder or state changed."""
         child = self.children.get(item.id)
         current = _with_process(item, child) if child else item
+        if current.pid is None and (process := _marked(self._mark(item))):
+            current = replace(item, pid=process.pid, pid_started_s=process.create_time())
         code = child.process.poll() if child else None
         is_seen = not child and is_alive(pid=current.pid, started_s=current.pid_started_s)
         lives_on = code is None if child else is_seen
@@ -107,7 +110,8 @@ class Worker:
                 write(self.runs, current)
             return
         if child is not None and code is not None:
-            current = _exited(current, code, last_words=last_line(log_file(self.runs, item.id)))
+            last_words = last_line(log_file(self.runs, item.id), from_bytes=child.log_from_bytes)
+            current = _exited(current, code, last_words=last_words)
         else:
             current = _ended_unseen(self.runs, current)
         write(self.runs, replace(current, ended_s=self.clock()))
@@ -146,11 +150,11 @@ class Worker:
 
     def spawn(self, item: Item) -> Child:
         """Start the trainer of an item; raises OSError, and ValueError for words no process accepts."""
-        item_stem = queue_folder(self.runs).absolute() / item.id
-        environment = {**os.environ, ITEM_VARIABLE: str(item_stem)}
+        environment = {**os.environ, ITEM_VARIABLE: self._mark(item)}
         if item.device:
             environment[_DEVICES] = item.device
         with log_file(self.runs, item.id).open("ab") as log:
+            log_from_bytes = log.tell()
             process = subprocess.Popen(
                 [*self.trainer, *item.argv],
                 cwd=item.folder,
@@ -162,7 +166,10 @@ class Worker:
             )
         # A child exists, alive or as a zombie, until it is waited for, so this cannot fail.
         started_s = psutil.Process(process.pid).create_time()
-        return Child(process=process, started_s=started_s)
+        return Child(process=process, started_s=started_s, log_from_bytes=log_from_bytes)
+
+    def _mark(self, item: Item) -> str:
+        return str(queue_folder(self.runs).absolute() / item.id)
 
 
 def outside(runs: Path, running: Sequence[Item]) -> tuple[str, ...]:
@@ -188,6 +195,16 @@ def _run_of(runs: Path, item: Item) -> str | None:
 
 def _with_process(item: Item, child: Child) -> Item:
     return replace(item, pid=child.process.pid, pid_started_s=child.started_s)
+
+
+def _marked(mark: str) -> psutil.Process | None:
+    """Return the trainer with this mark: the oldest process, as its own children inherit the mark."""
+    processes = [
+        process
+        for process in psutil.process_iter(["environ", "create_time"])
+        if (process.info["environ"] or {}).get(ITEM_VARIABLE) == mark
+    ]
+    return min(processes, key=lambda process: process.info["create_time"], default=None)
 
 
 def _exited(item: Item, code: int, *, last_words: str) -> Item:
@@ -217,12 +234,12 @@ def _ended_unseen(runs: Path, item: Item) -> Item:
     return replace(item, state="interrupted", error=error)
 
 
-def last_line(log: Path) -> str:
+def last_line(log: Path, *, from_bytes: int = 0) -> str:
     """Return the last line of a log without its "error: ", empty if there is none."""
     try:
         with log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - _LOG_END_BYTES))
+            file.seek(max(from_bytes, end - _LOG_END_BYTES))
             lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
     except OSError:
         return ""
@@ -284,7 +301,7 @@ def worker_fault(runs: Path) -> str:
     if _read_worker(runs) is None or worker_pid(runs) is not None:
         return ""
     line = last_line(queue_folder(runs) / _WORKER_LOG)
-    return "" if _OF_AN_ITEM.match(line) else line
+    return "" if _OF_AN_ITEM.match(line) else line or "it left no message"
 
 
 def settle(runs: Path) -> None:
