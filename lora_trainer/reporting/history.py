@@ -5,16 +5,19 @@ rows. A figure that is missing or of another type is NaN, never an error. A step
 resume counts once, as it went last; lines that are torn or lack their step are counted in
 `unreadable_lines`, never raised.
 
-A reader that is kept parses only new lines: one process appends to a file, and a resume replaces it, so the bytes are
-compared with those that were read before.
+A reader that is kept reads only new lines. One process appends to a file and a resume replaces it: the bytes just
+before the place reached are compared, so that a file which was cut and has grown past that place again is not
+taken for the one that was read.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -143,28 +146,52 @@ def sample_images(row: Row) -> Iterator[SampleImage]:
             yield SampleImage(step=row["step"], prompt=prompt, seed=seed, file=file)
 
 
+_COMPARED_BYTES = 4096
+
+
 @dataclass
 class JsonlFollower:
-    """The lines of a file so far; a missing file is an empty one."""
+    """The place reached in a file; a missing file is an empty one."""
 
     path: Path
-    _lines: bytes = field(default=b"", init=False)
+    _inode: int = field(default=0, init=False)
+    _offset: int = field(default=0, init=False)
+    _before: bytes = field(default=b"", init=False)
+    _open_line: bool = field(default=False, init=False)
 
     def read(self) -> tuple[bool, list[dict[str, Any] | None], bool]:
         """Return whether earlier lines have to be forgotten first, the new ones, and whether a torn line follows.
 
         A line that is no object is None. Raises OSError for a file that is there and cannot be read.
         """
-        try:
-            data = self.path.read_bytes()
-        except FileNotFoundError:
-            data = b""
-        lines = data[: data.rfind(b"\n") + 1]
-        anew = not lines.startswith(self._lines)
-        new = lines if anew else lines[len(self._lines) :]
-        self._lines = lines
-        rows = [_row(line) for line in new.split(b"\n") if line.strip()]
-        return anew, rows, bool(data[len(lines) :].strip())
+        inode, data, anew = 0, b"", True
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            file.seek(self._offset - len(self._before))
+            data = file.read()
+            anew = inode != self._inode or not self._goes_on(data)
+            if anew:
+                file.seek(0)
+                data = file.read()
+        if anew:
+            self._offset, self._before, self._open_line = 0, b"", False
+        data = data[len(self._before) :]
+        self._inode = inode
+        *whole, last = data.split(b"\n")
+        rows = [_row(line) for line in whole if line.strip()]
+        row = _row(last) if last.strip() else None
+        lines = data if row is not None else data[: len(data) - len(last)]
+        self._offset += len(lines)
+        self._before = (self._before + lines)[-_COMPARED_BYTES:]
+        self._open_line = row is not None or (self._open_line and not lines)
+        return anew, rows if row is None else [*rows, row], row is None and bool(last.strip())
+
+    def _goes_on(self, data: bytes) -> bool:
+        """Say whether the bytes before the place reached are the same, and a row that had no end has it now."""
+        new = data[len(self._before) :]
+        return data.startswith(self._before) and (
+            not self._open_line or not new or new.startswith(b"\n")
+        )
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

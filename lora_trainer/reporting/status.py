@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter
+from pydantic import BeforeValidator, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import Event, EventStream
@@ -56,7 +56,7 @@ class TimeLeft:
     """Time left, from a run's events: the median of recent steps, and the rounds between steps that are due.
 
     A round of sample images or of validation is expected to take as long as the last one did, which may
-    have been before the first step. Saves are written beside the steps.
+    have been before the first step. Saves and all else between steps are spread over the steps.
     """
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
@@ -65,6 +65,9 @@ class TimeLeft:
     _round_s: dict[str, float] = field(default_factory=dict)
     _round_step: dict[str, int] = field(default_factory=dict)
     _step: int = 0
+    _last_s: float = 0.0
+    _between_s: float = 0.0
+    _steps_after_first: int = 0
 
     def take(self, event: Event) -> None:
         """Take an event of the run; those that tell nothing of time are passed over."""
@@ -73,11 +76,18 @@ class TimeLeft:
             self.steps, self._every = fields["steps"], fields["every_steps"]
             self._step = fields["resumed_from"] or 0
             self._round_step = dict.fromkeys(self._every, self._step)
-        elif event.kind in self._every and not fields.get("asked"):
+        elif event.kind in self._every:
             # A prompt of somebody's own says nothing about the next round.
-            self._round_s[event.kind] = fields["seconds"]
-            self._round_step[event.kind] = fields["step"]
+            if not fields.get("asked"):
+                self._round_s[event.kind] = fields["seconds"]
+                self._round_step[event.kind] = fields["step"]
+            self._last_s += fields["seconds"]
         elif event.kind == "step":
+            # Losses reach the host late and in bunches, so only the sum says what lies between steps.
+            if self.recent:
+                self._between_s += event.time_s - self._last_s - fields["seconds"]
+                self._steps_after_first += 1
+            self._last_s = event.time_s
             self.recent.append(fields["seconds"])
             self._step = fields["step"]
 
@@ -93,7 +103,8 @@ class TimeLeft:
             self._rounds_left(kind, every) * self._round_s.get(kind, 0.0)
             for kind, every in self._every.items()
         )
-        return max(0, self.steps - self._step) * self.step_s + rounds_s
+        side_s = max(0.0, self._between_s / max(1, self._steps_after_first))
+        return max(0, self.steps - self._step) * (self.step_s + side_s) + rounds_s
 
     def _rounds_left(self, kind: str, every: int) -> int:
         """Return how many rounds are due after the last one; there is one after the last step."""
@@ -287,7 +298,11 @@ def read_status(run_folder: Path) -> RunStatus:
     try:
         status = _read(run_folder)
     except (OSError, ValueError) as error:
-        message = f"{STATUS_FILE} cannot be read: {one_line(str(error))}"
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            problem = error.errors()[0]
+            reason = ": ".join((*map(str, problem["loc"]), problem["msg"]))
+        message = f"{STATUS_FILE} cannot be read: {one_line(reason)}"
         return RunStatus(state="interrupted", name=run_folder.name, message=message)
     alive = is_alive(pid=status.pid, started_s=status.pid_started_s)
     status = replace(status, stage=status.state)

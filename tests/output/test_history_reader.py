@@ -113,7 +113,23 @@ def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with (folder / "events.jsonl").open("ab") as file:
         file.write(b'{"event": "step", "step": 51, "loss": 0.5}\n{"event": "st')
     assert reader.read().steps[-1].loss == 0.5
-    assert len(parsed) == 1, "a line that has no end is none yet"
+    assert len(parsed) == 2, "and what has no end is tried"
+
+
+def test_a_long_file_is_read_from_where_its_rows_ended(tmp_path: Path) -> None:
+    file = fake_run(tmp_path / "run", steps=500).write() / "events.jsonl"
+    reader = HistoryReader(file.parent)
+    before = reader.read()
+    with file.open("r+b") as opened:
+        opened.write(b"#" * 1000)  # nobody does: rows that were read are not read again
+        opened.seek(0, os.SEEK_END)
+        opened.write(b'{"event": "step", "step": 501, "loss": 0.5}')
+    now = reader.read()
+    assert (now.steps[:-1], now.unreadable_lines) == (before.steps, before.unreadable_lines)
+    assert now.steps[-1].step == 501, "a row is whole before its line ends"
+    with file.open("ab") as opened:
+        opened.write(b"\n")
+    assert reader.read().steps == now.steps
 
 
 def test_a_resume_that_rewrites_the_file_forgets_the_steps_after_it(tmp_path: Path) -> None:
