@@ -76,6 +76,21 @@ def test_the_advice_has_what_is_set_now() -> None:
     )
 
 
+def test_advice_is_nothing_that_is_so_already() -> None:
+    idle, moving = replace(EVEN, work_s={"aten::mm": 0.1}), replace(EVEN, work_s={"aten::add": 1.0})
+    whole = verdict(idle, config(memory__micro_batch=4)).sentence
+    assert "memory.micro_batch" not in whole and "changes the training" in whole
+    for measured in (EVEN, moving):
+        for changes, advised in (
+            ({}, False),
+            ({"train__precision": "fp32"}, True),
+            ({"train__precision": "fp32", "hardware__device": "cpu"}, False),
+        ):
+            sentence = verdict(measured, config(**changes)).sentence
+            assert ("precision=bf16" in sentence) is advised
+            assert "gradient_checkpointing" not in sentence
+
+
 def test_matrix_work_and_moving_numbers_are_known_by_their_names() -> None:
     names = {
         "compute": (

@@ -155,22 +155,13 @@ class _Watch:
 
 Cause = Literal["data", "host", "compute", "memory", "saving"]
 CAUSES: Mapping[Cause, str] = {
-    "data": "Waiting for prepared batches takes {percent} of the time: raise data.prefetch_steps (now "
-    "{config.data.prefetch_steps}), or put data.cache_dir on a faster disk",
-    "host": "The program between operations, not the device, takes {percent} of the time: more images at once "
-    "share it: memory.micro_batch (now {config.memory.micro_batch} of train.batch_size="
-    "{config.train.batch_size}) if memory allows",
-    "compute": "Matrix products, convolutions and attention take {percent} of the time, so the device is fully "
-    "used: fewer of them take train.precision (now {config.train.precision}), a lighter "
-    "memory.gradient_checkpointing (now {config.memory.gradient_checkpointing}) or a lower data.resolution "
-    "(now {config.data.resolution})",
-    "memory": "Operations that only move numbers (norms, sums, copies) take {percent} of the time: fewer bytes "
-    "move with train.precision=bf16 (now {config.train.precision}), and more images at once share the rest: "
-    "memory.micro_batch (now {config.memory.micro_batch} of train.batch_size={config.train.batch_size})",
-    "saving": "Saving takes {percent} of the time: raise output.save_every_steps (now "
-    "{config.output.save_every_steps})",
+    "data": "Waiting for prepared batches takes {percent} of the time",
+    "host": "The program between operations, not the device, takes {percent} of the time",
+    "compute": "Matrix products, convolutions and attention take {percent} of the time, so the device is fully used",
+    "memory": "Operations that only move numbers (norms, sums, copies) take {percent} of the time",
+    "saving": "Saving takes {percent} of the time",
 }
-"""What a step waits for, and the settings that would change it."""
+"""What a step waits for."""
 MATRIX_WORK = re.compile(
     r"gemm|gemv|\bmm\b|addmm|bmm|linear|matmul|conv|wgrad|dgrad|attention|fmha|flash|cutlass|cudnn"
     r"|xmma|winograd",
@@ -220,5 +211,35 @@ def verdict(measured: Measured, config: RunConfig) -> Verdict:
     total = sum(seconds.values())
     shares = {cause: seconds[cause] / total if total else 0.0 for cause in CAUSES}
     cause = max(CAUSES, key=lambda name: shares[name])
-    sentence = CAUSES[cause].format(percent=f"{100 * shares[cause]:.0f} %", config=config)
-    return Verdict(shares=shares, cause=cause, sentence=sentence)
+    cost = CAUSES[cause].format(percent=f"{100 * shares[cause]:.0f} %")
+    return Verdict(shares=shares, cause=cause, sentence=f"{cost}: {_advice(cause, config)}")
+
+
+def _advice(cause: Cause, config: RunConfig) -> str:
+    """Return the settings that would change it, without those that are so already."""
+    batch_size, micro_batch = config.train.batch_size, config.memory.micro_batch
+    checkpointing = config.memory.gradient_checkpointing
+    bf16, lighter = [], []
+    if config.train.precision == "fp32" and config.hardware.device != "cpu":
+        bf16 = ["train.precision=bf16 (now fp32) if the GPU supports it"]
+    if checkpointing != "none":
+        lighter = [
+            f"a lighter memory.gradient_checkpointing (now {checkpointing}) if memory allows"
+        ]
+    more_at_once = f"a larger train.batch_size (now {batch_size}), which changes the training"
+    if micro_batch < batch_size:
+        more_at_once = (
+            f"a larger memory.micro_batch (now {micro_batch} of train.batch_size={batch_size}) "
+            "if memory allows"
+        )
+    faster: dict[Cause, list[str]] = {
+        "data": [
+            f"a larger data.prefetch_steps (now {config.data.prefetch_steps})",
+            "data.cache_dir on a faster disk",
+        ],
+        "host": [more_at_once],
+        "compute": [*bf16, *lighter, f"a lower data.resolution (now {config.data.resolution})"],
+        "memory": [*bf16, more_at_once],
+        "saving": [f"a larger output.save_every_steps (now {config.output.save_every_steps})"],
+    }
+    return f"faster with {', or '.join(faster[cause])}"
