@@ -26,6 +26,7 @@ from lora_trainer.training import loop
 from tests.fakes.disk import Disk
 from tests.fakes.runs import STEPS, Toy, events, toy, trajectory
 from tests.fakes.studio import Studio, elsewhere, files_of
+from tests.reliability.conftest import CASES
 
 Figure = Callable[..., None]
 QUIET = {"logging__trackers": [], "sampling__every_steps": 0, "train__validate_every_steps": 0}
@@ -43,16 +44,17 @@ CODES = (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EIO)
 def test_cac_04_a_disk_that_refuses_is_named_and_what_was_encoded_stays(
     studio: Studio, tmp_path: Path, figure: Figure
 ) -> None:
-    """Every third operation; every one of a single entry is in test_ckp_sweep.py."""
+    """Every third operation, all at full length; test_ckp_sweep.py has all of one entry."""
     studio.encode()
     whole = files_of(studio.cache.folder.root)
     wanted = studio.needs()
     with Disk().in_use() as disk:
         elsewhere(studio, tmp_path / "count").encode(wanted)
-    points, named = range(1, disk.count, 3), 0
-    for at in points:
-        again = elsewhere(studio, tmp_path / f"{at}")
-        code = CODES[at % len(CODES)]
+    points, named = [(at, CODES[at % len(CODES)]) for at in range(1, disk.count, 3)], 0
+    if CASES > 60:
+        points = [(at, code) for at in range(disk.count) for code in CODES]
+    for at, code in points:
+        again = elsewhere(studio, tmp_path / f"{at}-{code}")
         refusal = OSError(code, os.strerror(code))
         try:
             with Disk(at=at, error=refusal).in_use():
