@@ -94,8 +94,13 @@ class Cache:
             self.touch(key, stat)
             return arrays
         self._report(path, problem)
-        with suppress(OSError):
+        try:
             os.utime(path)  # where it still is: it does not pass for the one that was whole
+        except FileNotFoundError:
+            pass
+        except OSError:  # times are for owners
+            with suppress(OSError):
+                (self.folder.root / FILE_NAME).unlink()
         return None
 
     def touch(self, key: CacheKey, stat: os.stat_result) -> None:
@@ -152,7 +157,10 @@ class Cache:
     def prune(self, keep: Iterable[CacheKey]) -> int:
         """Bring the folder under its limit, sparing entries in `keep`; return the bytes freed."""
         self._remove_leftovers()
-        return self.folder.prune(self.file(key) for key in keep)
+        freed_bytes = self.folder.prune(self.file(key) for key in keep)
+        if freed_bytes:
+            _forget_removed(self.folder)
+        return freed_bytes
 
     def _remove_leftovers(self) -> None:
         # Only a killed run leaves a temporary file this long; the folder's size counts none.
@@ -191,7 +199,7 @@ _FEW = 64
 @gc_disabled()
 def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
     """Return the digests of the entries that are not there or were damaged."""
-    memo = MemoTable.load(cache.folder.root, "whole entries", version="2")
+    memo = _whole_entries(cache.folder)
     absent, to_read = set(), []
     settled_ns = time.time_ns() - SETTLED_NS
     for key in keys:
@@ -219,6 +227,15 @@ def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
         fix = "nothing to do; the entries are read again at the next start"
         cache.on_problem(error.found, fix=fix, file=FILE_NAME, code="CAC-04")
     return frozenset(absent)
+
+
+def _whole_entries(folder: CappedFolder) -> MemoTable:
+    """Return the stamps of the entries that were found whole, by digest."""
+    return MemoTable.load(folder.root, "whole entries", version="2")
+
+
+def _forget_removed(folder: CappedFolder) -> None:
+    _whole_entries(folder).retain({path.stem for path, _ in entries(folder)})
 
 
 def _verified(keys: Sequence[CacheKey], cache: Cache) -> list[bool]:
@@ -326,4 +343,5 @@ def _removed(folder: CappedFolder) -> Cleared:
     for path, entry_bytes in list(entries(folder)):
         path.unlink(missing_ok=True)
         files, size_bytes = files + 1, size_bytes + entry_bytes
+    _forget_removed(folder)
     return Cleared(folder=folder.root, files=files, bytes=size_bytes)

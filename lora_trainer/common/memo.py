@@ -10,7 +10,7 @@ import errno
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +82,18 @@ class MemoTable:
     def put(self, key: str, value: str) -> None:
         """Remember a value; `save` writes it."""
         self.entries[key] = self.changes[key] = value
+
+    def retain(self, keys: Container[str]) -> None:
+        """Forget all other keys, also in the file, unless that cannot be written. Never raises."""
+        others = [key for key in self.entries if key not in keys]
+        for key in others:
+            del self.entries[key]
+            self.changes.pop(key, None)
+        if self.folder is None or not others:
+            return
+        rows = ((self.name, _bytes(key)) for key in others)
+        with suppress(sqlite3.Error), _open(self.folder / FILE_NAME) as database, database:
+            database.executemany("DELETE FROM memo WHERE name = ? AND key = ?", rows)
 
     def save(self) -> None:
         """Write the changed rows; raises MachineError on a disk error.

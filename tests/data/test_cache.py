@@ -190,6 +190,26 @@ def test_a_header_that_does_not_fit_is_damage(
     assert not check_damage(tmp_path, safetensors.numpy.save(ARRAYS, metadata=metadata))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mean": ARRAYS["mean"].reshape(3, 2, 4)},
+        {"mean": ARRAYS["mean"].view(np.int32)},
+        {"mean": ARRAYS["std"], "std": ARRAYS["mean"]},
+        {"more": ARRAYS["mean"][:0]},
+    ],
+)
+def test_names_shapes_and_types_are_part_of_the_checksum(
+    tmp_path: Path, entry: bytes, change: Any
+) -> None:
+    length = int.from_bytes(entry[:8], "little")
+    metadata = json.loads(entry[8 : 8 + length])["__metadata__"]
+    (header,) = map(json.loads, metadata.values())
+    assert header["sha256"][:16] == "2eaca52e7b3f5e56", "caches on disk have this checksum"
+    data = safetensors.numpy.save(ARRAYS | change, metadata=metadata)
+    assert not check_damage(tmp_path, data)
+
+
 def metadata_of(entry: bytes) -> dict[str, str]:
     length = int.from_bytes(entry[:8], "little")
     return dict(json.loads(entry[8 : 8 + length])["__metadata__"])

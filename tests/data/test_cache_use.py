@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +149,27 @@ def test_whole_entries_are_read_once_and_changed_ones_again(whole: Whole) -> Non
         assert whole.missing() == (set(), [0, 1, 2]), "a power cut can still take what is young"
 
 
-@pytest.mark.parametrize("method", ["open", "replace"])
+def test_entries_that_were_removed_are_forgotten(whole: Whole) -> None:
+    def remembered() -> set[bytes]:
+        with closing(sqlite3.connect(whole.cache.folder.root / ".memo.sqlite")) as memo:
+            return {key for (key,) in memo.execute("SELECT key FROM memo")}
+
+    whole.missing()
+    assert remembered() == {key.digest.encode() for key in whole.keys}
+    small = replace(whole.cache.folder, limit_bytes=1)
+    replace(whole.cache, folder=small).prune(whole.keys[:1])
+    assert remembered() == {whole.keys[0].digest.encode()}
+    clear(small)
+    assert remembered() == set()
+
+
+@pytest.mark.parametrize("method", ["open", "replace", "replace, of another user"])
 def test_a_bad_entry_that_stays_where_it_is_passes_for_whole_no_more(
     method: str, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else every start would take it for whole, and every training stop at it."""
     whole.missing()
+    method, _, of_another = method.partition(",")
     bad, real = whole.cache.path(whole.keys[0]), getattr(Path, method)
     times = bad.stat()
     whole.damage(0)
@@ -162,8 +180,13 @@ def test_a_bad_entry_that_stays_where_it_is_passes_for_whole_no_more(
             raise OSError(5, "Input/output error")
         return real(self, *arguments, **options)
 
+    def refuse(*_: Any, **options: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
     with monkeypatch.context() as patch:
         patch.setattr(Path, method, fail)
+        if of_another:
+            patch.setattr(os, "utime", refuse)
         assert whole.cache.read(whole.keys[0]) is None and bad.exists()
         assert whole.missing()[0] == {0}
 
