@@ -302,13 +302,18 @@ class DecodedImage:
 
 
 class VerifiedImage(NamedTuple):
-    """Facts of an image that decoded. `transparent`: some of its pixels come from `data.alpha_background`."""
+    """Facts of an image that decoded. `background`: the colour behind its transparent parts, "" for an opaque one."""
 
     width_px: int
     height_px: int
     notes: tuple[str, ...]
     measures: Measures
-    transparent: bool
+    background: str
+
+    def holds_with(self, settings: DataSettings) -> bool:
+        """Say whether decoding with these settings gives the same facts."""
+        fits = self.width_px * self.height_px <= max_pixels(settings)
+        return fits and self.background in ("", settings.alpha_background)
 
 
 def background_rgb(settings: DataSettings) -> Rgb:
@@ -337,7 +342,7 @@ def verify(path: Path, *, settings: DataSettings, content_hash: str) -> Verified
         height_px=height_px,
         notes=decoded.notes,
         measures=measure(decoded.image),
-        transparent=decoded.alpha is not None,
+        background="" if decoded.alpha is None else settings.alpha_background,
     )
 
 

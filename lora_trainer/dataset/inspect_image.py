@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import PIL
 from PIL import ExifTags, Image
@@ -87,6 +87,8 @@ def _user_comment(value: object) -> str:
         # EXIF leaves the byte order open: of the two, Latin text has its zero bytes on one side.
         is_big = body[:2] == b"\xfe\xff" or body[0:200:2].count(0) > body[1:200:2].count(0)
         return body.decode("utf-16-be" if is_big else "utf-16-le", "replace")
+    if head == b"JIS\0\0\0\0\0":
+        return body.decode("shift_jis", "replace")
     return _plain_text(body if head in (b"ASCII\0\0\0", bytes(8)) else value)
 
 
@@ -97,7 +99,7 @@ def _prompt_of(text: str) -> str:
 
 
 # Raise the number when what is kept of an image changes. Rows made with another Pillow are forgotten.
-_MEMO_VERSION = f"3, Pillow {PIL.__version__}"
+_MEMO_VERSION = f"4, Pillow {PIL.__version__}"
 Value = TypeVar("Value")
 
 
@@ -111,17 +113,14 @@ class Remembered(Generic[Value]):
     kind: TypeAdapter[Value]
     table: MemoTable
 
-    def get(self, key: str, make: Callable[[], Value]) -> Value:
-        """Return the value of a key; of a new one that of `make`, which is remembered."""
+    def get(self, key: str) -> Value | None:
+        """Return a value; None for one that must be read from the file."""
         text = self.table.get(key)
-        if text is not None:
-            return self.kind.validate_json(text)
-        value = make()
-        self.table.put(key, json.dumps(value))
-        return value
+        return None if text is None else self.kind.validate_json(text)
 
-    def __contains__(self, key: str) -> bool:
-        return self.table.get(key) is not None
+    def put(self, key: str, value: Any) -> None:
+        """Remember a value: a tuple of plain values."""
+        self.table.put(key, json.dumps(value))
 
 
 def _table(folder: Path | None, name: str) -> MemoTable:
@@ -153,27 +152,33 @@ Inspected = tuple[ImageRecord | None, list[Finding]]
 """The record of an image that can be used, and the findings about it; None and an error for others."""
 
 
+class _NotRememberedError(Exception):
+    """The memo lacks a file's hash or content: it must be read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inspector:
-    """Reads the images of a dataset: by its settings, with a memo, into the buckets of a base."""
+    """Reads the images of a dataset: by its settings, with a memo, into the buckets of a base.
+
+    Without `may_read` it opens no file, and what the memo does not hold is None.
+    """
 
     settings: DataSettings
     memo: DatasetMemo
     place_image: Place
+    may_read: bool
 
-    def knows(self, image: ImageFile) -> bool:
-        """Say whether the memo has the image, so that it need not be decoded."""
-        content_hash = self.memo.hashes.known(image.file)
-        return content_hash is not None and self._facts_key(content_hash) in self.memo.images
-
-    def inspect(self, image: ImageFile) -> Inspected:
+    def inspect(self, image: ImageFile) -> Inspected | None:
         """Hash and, unless these bytes are known, decode one image; read its caption file."""
         try:
-            content_hash = self.memo.hashes.sha256(Path(image.file))
-            facts = self.memo.images.get(
-                self._facts_key(content_hash),
-                lambda: verify(image.path, settings=self.settings, content_hash=content_hash),
-            )
+            return self._inspect(image)
+        except _NotRememberedError:
+            return None
+
+    def _inspect(self, image: ImageFile) -> Inspected:
+        try:
+            content_hash = self._hash(image.path)
+            facts = self._facts(image.path, content_hash)
             inside = self._caption_inside(image, content_hash)
         except (ImageDecodeError, OSError) as error:
             return _refused("unusable", image.name, error)
@@ -197,7 +202,7 @@ class Inspector:
             caption=plain_text(written, settings=settings),
             caption_source=caption.source or None,
             repeats=image.repeats,
-            transparent=facts.transparent,
+            transparent=bool(facts.background),
             measures=facts.measures,
             mask=mask,
             placements=self.place_image(facts.width_px, facts.height_px),
@@ -208,32 +213,50 @@ class Inspector:
         ]
         return record, [*findings, *_caption_findings(image, sidecar, caption, settings)]
 
-    def _facts_key(self, content_hash: str) -> str:
-        """Return the memo's key of an image: what is known of it depends on these settings too."""
-        settings = self.settings
-        return f"{content_hash} {settings.alpha_background} {settings.max_megapixels}"
+    def _must_read(self) -> None:
+        if not self.may_read:
+            raise _NotRememberedError
+
+    def _hash(self, path: Path) -> str:
+        known = self.memo.hashes.known(str(path))
+        if known is None:
+            self._must_read()
+        return known or self.memo.hashes.sha256(path)
+
+    def _facts(self, path: Path, content_hash: str) -> VerifiedImage:
+        facts = self.memo.images.get(content_hash)
+        if facts is None or not facts.holds_with(self.settings):
+            self._must_read()
+            facts = verify(path, settings=self.settings, content_hash=content_hash)
+            self.memo.images.put(content_hash, facts)
+        return facts
 
     def _caption_inside(self, image: ImageFile, content_hash: str) -> CaptionText:
         """Return the caption inside an image, if the settings ask for it."""
         if self.settings.caption_fallback != "metadata":
             return CaptionText()
-        text = self.memo.captions.get(
-            content_hash + _OF_IMAGE,
-            lambda: read_image_text(image.path, settings=self.settings, content_hash=content_hash),
-        )
+        text = self.memo.captions.get(content_hash + _OF_IMAGE)
+        if text is None:
+            self._must_read()
+            text = read_image_text(image.path, settings=self.settings, content_hash=content_hash)
+            self.memo.captions.put(content_hash + _OF_IMAGE, text)
         return text._replace(source=IMAGE_TEXT)
 
     def _mask(self, image: ImageFile, facts: VerifiedImage, content_hash: str) -> Mask | None:
         """Return an image's mask, if it has one; raises OSError and ImageDecodeError for one that cannot be used."""
         if image.mask is not None:
-            mask_hash = self.memo.hashes.sha256(image.mask)
+            mask_hash = self._hash(image.mask)
             mask = Mask(path=image.mask, content_hash=mask_hash, of_alpha=False)
-        elif self.settings.masks == "alpha" and facts.transparent:
+        elif self.settings.masks == "alpha" and facts.background:
             mask = Mask(path=image.path, content_hash=content_hash, of_alpha=True)
         else:
             return None
         key = content_hash + " alpha" if mask.of_alpha else mask.content_hash
-        size = self.memo.masks.get(key, lambda: mask_size(mask, settings=self.settings))
+        size = self.memo.masks.get(key)
+        if size is None:
+            self._must_read()
+            size = mask_size(mask, settings=self.settings)
+            self.memo.masks.put(key, size)
         refuse_unfit(mask, size, facts)
         return mask
 
@@ -245,22 +268,17 @@ class Inspector:
         # The same bytes say another thing as JSON than as text.
         ending = JSON_SIDECAR if is_json(source) else ""
         try:
-            content_hash = self.memo.hashes.sha256(path)
-            text = self.memo.captions.get(
-                content_hash + ending, lambda: _read_sidecar(path, source, content_hash)
-            )
+            text = self.memo.captions.get(self._hash(path) + ending)
+            if text is None:
+                self._must_read()
+                with path.open("rb") as file:
+                    data = file.read(MAX_CAPTION_BYTES + 1)
+                text = read_caption_file(source, data)
+                # Under the hash of what was read: the file may have changed since it was hashed.
+                self.memo.captions.put(sha256_bytes(data) + ending, text)
         except OSError as error:
             text = CaptionText(problems=(f"cannot be read ({error.strerror or error})",))
         return text._replace(source=source)
-
-
-def _read_sidecar(path: Path, name: str, content_hash: str) -> CaptionText:
-    """Read a caption file; raises OSError, also for one that no longer has this SHA-256."""
-    with path.open("rb") as file:
-        data = file.read(MAX_CAPTION_BYTES + 1)
-    if len(data) <= MAX_CAPTION_BYTES and sha256_bytes(data) != content_hash:
-        raise OSError("it changed meanwhile")
-    return read_caption_file(name, data)
 
 
 def _refused(kind: str, name: str, error: ImageDecodeError | OSError) -> Inspected:

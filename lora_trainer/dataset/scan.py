@@ -145,15 +145,16 @@ def _inspected(
     images: Sequence[ImageFile], settings: DataSettings, memo: DatasetMemo, place_image: Place
 ) -> list[Inspected]:
     """Return each image's record and findings, in their order."""
-    inspector = Inspector(settings=settings, memo=memo, place_image=place_image)
+    inspector = Inspector(settings=settings, memo=memo, place_image=place_image, may_read=False)
     with gc_disabled():
-        results = {one.file: inspector.inspect(one) for one in images if inspector.knows(one)}
-    new = [image for image in images if image.file not in results]
+        results = {image.file: inspector.inspect(image) for image in images}
+    new = [image for image in images if results[image.file] is None]
+    reader = replace(inspector, may_read=True)
     # Hashing and decoding release the GIL; only a few images at a time, to bound the memory.
     with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
-        read = pool.map(inspector.inspect, new, chunksize=4)
+        read = pool.map(reader.inspect, new, chunksize=4)
     results.update(zip((image.file for image in new), read, strict=True))
-    return [results[image.file] for image in images]
+    return [result for result in results.values() if result is not None]
 
 
 def _refuse_too_many_bad(

@@ -87,6 +87,10 @@ def user_comment(tags: Image.Exif) -> None:
     tags.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = comment
 
 
+def empty_comment(tags: Image.Exif) -> None:
+    tags.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = b"JIS\0\0\0\0\0" + b" " * 4
+
+
 def image_description(tags: Image.Exif) -> None:
     tags[ExifTags.Base.ImageDescription] = "a red cat"
 
@@ -224,6 +228,8 @@ LAYOUTS = (
     Layout(tool="AUTOMATIC1111 v1.10 outputs", case="UserComment of a JPEG",
            files={"1.jpg": exif("1.jpg", user_comment)},
            captions={"1.jpg": "a red cat"}, settings=INSIDE),
+    Layout(tool="Japanese cameras", case="a blank UserComment in JIS", files={"1.jpg": exif("1.jpg", empty_comment)},
+           captions={"1.jpg": None}, said=("no-caption",), settings=INSIDE),
     Layout(tool="Midjourney 6", case="Description", files={"1.png": png_text("1.png", Description="a red cat")},
            captions={"1.png": "a red cat"}, settings=INSIDE),
     Layout(tool="ComfyUI 0.3.50 outputs", case="a workflow is no caption",

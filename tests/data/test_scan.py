@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,8 @@ from lora_trainer.common.events import Finding
 from lora_trainer.common.files import json_bytes, sha256_bytes
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.inspect_image import DatasetMemo
+from lora_trainer.dataset.captions import CaptionText
+from lora_trainer.dataset.inspect_image import DatasetMemo, read_image_text
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan
 
@@ -137,6 +139,36 @@ def test_no_dataset(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
     with pytest.raises(InputError, match=r"1 of 1 images .* a\.png is empty"):
         scanned(tmp_path, DataSettings(max_bad_fraction=1.0))
+
+
+def test_odd_names(tmp_path: Path) -> None:
+    names = ["sp ace.png", "\u732b.png", "a'b\"c.png", "%s {a|b}.png", os.fsdecode(b"caf\xe9.png")]
+    for index, name in enumerate(names):
+        draw(tmp_path / name, (index, 0, 0)).with_suffix(".txt").write_text("x")
+    dataset = scanned(tmp_path)
+    assert {record.name for record in dataset.records} == {*names[:-1], "caf\\xe9.png"}
+    assert dataset.findings == ()
+
+
+def test_a_caption_saved_while_it_is_read_is_the_one_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, 1)
+    usual, memo = HashMemo.sha256, DatasetMemo()
+
+    def edited_after(self: HashMemo, path: Path) -> str:
+        digest = usual(self, path)
+        if path.suffix == ".txt":
+            path.write_text("new words")
+        return digest
+
+    monkeypatch.setattr(HashMemo, "sha256", edited_after)
+    for _ in range(2):
+        dataset = scan(tmp_path, settings=LENIENT, memo=memo)
+        assert dataset.records[0].caption == "new words" and not dataset.findings
+    (tmp_path / "p00.txt").write_text("image 0")
+    monkeypatch.undo()
+    assert scan(tmp_path, settings=LENIENT, memo=memo).records[0].caption == "image 0"
 
 
 def test_a_link_to_the_dataset_itself_is_not_followed(tmp_path: Path) -> None:
@@ -292,7 +324,11 @@ def test_a_warm_scan_says_the_same_and_opens_only_what_changed(tmp_path: Path) -
     assert opened == {"bad.png"}, "a bad one is looked at again"
     for change in ({"alpha_background": "black"}, {"max_megapixels": 0.0005}):
         other = settings.model_copy(update=change)
-        assert with_memo(other) == scanned(folder, other) != cold
+        with opened_in(folder) as opened:
+            warm = with_memo(other)
+        assert warm == scanned(folder, other) != cold
+        if "alpha_background" in change:
+            assert opened == {"bad.png", "alpha.png"}, "opaque ones stay as they are"
     old = (folder / "p03.png").stat()
     draw(folder / "p03.png", "white")
     os.utime(folder / "p03.png", ns=(old.st_atime_ns, old.st_mtime_ns))
@@ -301,3 +337,26 @@ def test_a_warm_scan_says_the_same_and_opens_only_what_changed(tmp_path: Path) -
         warm = with_memo()
     assert opened - {"bad.png"} == {"p03.png", "p04.txt"}
     assert warm == scanned(folder, settings)
+
+
+def test_of_known_images_only_what_is_new_is_read_and_many_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, memo = tmp_path / "data", DatasetMemo()
+    fill(folder, 3)
+    for path in folder.iterdir():
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+    scan(folder, settings=LENIENT, memo=memo)
+    threads = []
+
+    def noted(path: Path, **options: Any) -> CaptionText:
+        threads.append(threading.current_thread())
+        return read_image_text(path, **options)
+
+    monkeypatch.setattr("lora_trainer.dataset.inspect_image.read_image_text", noted)
+    monkeypatch.delattr("lora_trainer.dataset.inspect_image.verify")
+    inside = LENIENT.model_copy(update={"caption_fallback": "metadata"})
+    scan(folder, settings=inside, memo=memo)
+    assert len(threads) == 3 and threading.main_thread() not in threads
+    renamed = folder.rename(tmp_path / "renamed")
+    assert len(scan(renamed, settings=inside, memo=memo).records) == len(threads) == 3
