@@ -149,9 +149,9 @@ def temporary_beside(path: Path) -> Path:
 @contextmanager
 def whole_or_absent(path: Path, *, force: bool) -> Iterator[BinaryIO]:
     """Give a file to write that appears as `path` once it is on the disk; raises as `write_tensors`."""
-    refuse_existing(path, force=force)
     temporary, published = temporary_beside(path), False
     try:
+        refuse_existing(path, force=force)
         with temporary.open("xb+") as file:
             yield file
             file.flush()

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lora_trainer.common.errors import InputError, TrainingStopped
+from lora_trainer.common.errors import InputError, MachineError, RequestError, TrainingStopped
 from lora_trainer.common.files import disk_error, retry_while_open
 from lora_trainer.config.declare import Precision
 from lora_trainer.families.base import Family, FileFormat, TensorInfo
@@ -68,7 +68,12 @@ def write_export(
     """
     alpha = common_alpha(tensors.values())
     form = FileForm(family=family, format=format, precision=precision, lora_alpha=alpha)
-    write_modules(path, tensors, form, entries=lambda _: metadata(info), in_memory=True, force=True)
+    try:
+        write_modules(
+            path, tensors, form, entries=lambda _: metadata(info), in_memory=True, force=True
+        )
+    except RequestError as error:  # the run's folder is gone, which nobody asked for here
+        raise MachineError(error.found, fix=error.fix) from None
 
 
 def write_modules(

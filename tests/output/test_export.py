@@ -292,6 +292,8 @@ def test_an_fp32_file_may_differ_by_next_to_nothing(
     with pytest.raises(TrainingStopped, match="would differ"):
         write_export(path, small_adapter(), precision="fp32", **options)
     write_export(path, small_adapter(), precision="fp16", **options)
+    with pytest.raises(MachineError, match="does not exist"):  # the run's folder is gone
+        write_export(tmp_path / "gone" / "a", small_adapter(), precision="fp16", **options)
 
 
 # ---- rolling names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.families.base import TensorInfo
 from lora_trainer.lora_file.stream import ordered, write_tensors
 
@@ -116,6 +117,25 @@ def test_only_the_hashes_asked_for_are_written_and_old_ones_never_kept(tmp_path:
     assert found == {MODEL_HASH: sha256(body_of(file)).hexdigest(), "mine": "kept"}
 
 
+def test_lone_surrogates_become_valid_text(tmp_path: Path) -> None:
+    file = written(tmp_path / "a.safetensors", ARRAYS, {"name": "a\udc80b"})
+    assert metadata_of(file)["name"] == "a?b"
+
+
+def test_bodies_are_taken_one_at_a_time(tmp_path: Path) -> None:
+    """The file grows with each of them: none is kept for later."""
+    sizes: list[int] = []
+    slots = {str(number): TensorInfo(dtype="U8", shape=(100_000,)) for number in range(5)}
+
+    def bodies() -> Iterator[bytes]:
+        for _ in slots:
+            sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+            yield bytes(100_000)
+
+    write_tensors(tmp_path / "a.safetensors", slots, bodies(), metadata={})
+    assert all(later - earlier >= 90_000 for earlier, later in pairwise(sizes[1:]))
+
+
 # ---- whole or absent
 
 
@@ -168,6 +188,17 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match=said):
             written(path, ARRAYS, {}, force=force)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_folder_that_cannot_be_looked_at_is_an_error_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(self: Path) -> bool:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Path, "is_dir", stale)
+    with pytest.raises(MachineError, match="Stale"):
+        written(tmp_path / "a", ARRAYS, {})
 
 
 def test_a_long_name_is_no_trouble(tmp_path: Path) -> None:
