@@ -296,6 +296,12 @@ def _inside(folder: Path, name: str) -> Path:
 def _locked(root: Path) -> Iterator[Path]:
     """Make the hidden folder and hold its lock."""
     parent = root / FOLDER
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        # Some releases of filelock take "access denied" for a lock that is held: first see whether one may write.
+        (parent / ".lock").touch()
+    except OSError as error:
+        raise disk_error(parent, error) from error
     busy = MachineError(
         f"{root} is being captioned by another process", fix="wait for it, or stop it first"
     )

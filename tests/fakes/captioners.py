@@ -22,6 +22,8 @@ from transformers import (
     CLIPImageProcessorPil,
     Florence2Config,
     Florence2ForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
@@ -103,14 +105,32 @@ def _text(tokenizer: Qwen2Tokenizer, **more: Any) -> dict[str, Any]:
 _ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
 
 
-def _chat() -> tuple[Any, ...]:
+_EYE = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+}
+
+
+def _chat_of_2025() -> tuple[Any, ...]:
     tokenizer = _chat_tokenizer()
-    eye = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4}
+    config = Qwen2_5_VLConfig(
+        text_config=_text(tokenizer, rope_parameters=_ROPE),
+        vision_config={**_EYE, "fullatt_block_indexes": [1]},
+        **_markers(tokenizer),
+    )
+    pictures = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=112 * 112)
+    return Qwen2_5_VLForConditionalGeneration(config), tokenizer, pictures
+
+
+def _chat_of_2026() -> tuple[Any, ...]:
+    tokenizer = _chat_tokenizer()
     config = Qwen3VLConfig(
         text_config=_text(tokenizer, head_dim=8, rope_parameters=_ROPE),
         vision_config={
-            **eye,
-            "out_hidden_size": 32,
+            **_EYE,
             "deepstack_visual_indexes": [0],
             "num_position_embeddings": 64,
         },
@@ -190,7 +210,8 @@ def _unasked() -> tuple[Any, ...]:
 
 
 _MAKERS = {
-    "qwen3-vl": _chat,
+    "qwen2.5-vl": _chat_of_2025,
+    "qwen3-vl": _chat_of_2026,
     "florence2": _tasks,
     "blip": _unasked,
 }

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 from PIL import Image
 
 from lora_trainer.captioning import caption_dataset, caption_files
@@ -306,6 +307,23 @@ def test_two_at_a_time_are_refused(command: Command, dataset: Path) -> None:
         code, _, err = command()
     assert code == 4 and "is being captioned by another process" in err
     assert command()[0] == 0
+
+
+def test_a_dataset_that_may_not_be_written_is_not_called_busy(
+    command: Command, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some releases of filelock do, which take "access denied" for a lock that is held."""
+
+    def denied(*_: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    def held(*_: object, **options: object) -> None:
+        raise Timeout("lock")
+
+    monkeypatch.setattr(Path, "touch", denied)
+    monkeypatch.setattr(FileLock, "acquire", held)
+    code, _, err = command()
+    assert code == 4 and "Permission denied" in err
 
 
 # ---- interrupted, and on
