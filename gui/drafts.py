@@ -17,7 +17,7 @@ from typing import Any
 
 from lora_trainer.common.errors import LoraTrainError, MachineError, RequestError
 from lora_trainer.common.files import disk_error, json_bytes, locked, read_json_object, write_atomic
-from lora_trainer.config.config import build_config, without_retired
+from lora_trainer.config.config import build_config, refuse_removed, without_retired
 
 from .workplace import Workplace
 
@@ -90,6 +90,7 @@ def read(work: Workplace, draft_id: str | None) -> Draft:
         )
         if not texts or draft.step not in STEPS or not isinstance(draft.settings, dict):
             raise TypeError("a value of the wrong kind")
+        refuse_removed(draft.settings)
         draft = replace(draft, settings=without_retired(draft.settings))
         build_config(draft.settings)
     except (TypeError, LoraTrainError) as error:

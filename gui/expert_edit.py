@@ -20,6 +20,7 @@ from lora_trainer.config.config import (
     build_config,
     check_keys,
     flatten,
+    refuse_removed,
     without_retired,
 )
 from lora_trainer.config.layers import read_settings_text
@@ -123,6 +124,7 @@ def _with(draft: Draft, values: Mapping[str, Any]) -> Draft:
             f"{FOLDER} is the runs folder of this interface",
             fix="start the interface with --runs FOLDER for another one",
         )
+    refuse_removed(values)
     values = without_retired(values)
     _refuse_halves(as_json(values))
     # What the model makes of a value is kept: 123 is a word where a word is wanted.

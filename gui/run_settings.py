@@ -18,6 +18,7 @@ from lora_trainer.config.config import (
     all_settings,
     build_config,
     flatten,
+    retired_in,
     without_retired,
 )
 from lora_trainer.config.layers import COMMAND_LINE, RESUMED, TIERS, resolve
@@ -51,9 +52,19 @@ def settings_html(run: Row) -> Html:
     typed = [key for key in changed if shown.layer(key).startswith(_BY_YOU)]
     decided = [key for key in changed if key not in typed]
     name = f"{plan.get('preset')}, priority {plan.get('priority')}" if plan else "unknown"
+    gone = [
+        f"{k}={values[k]}" for k in (*retired_in(values, "refused"), *retired_in(values, "result"))
+    ]
     return join(
         (
             tag("p", f"Preset {name}: {len(changed)} of {len(values)} settings differ from it."),
+            tag(
+                "p",
+                f"Of an earlier version: {', '.join(gone)}. A new training is without it.",
+                class_="notice",
+            )
+            if gone
+            else None,
             _titled("Chosen by you", [shown.difference(key) for key in typed]),
             _titled(
                 "Decided for this machine, base and dataset",

@@ -24,7 +24,7 @@ from lora_trainer.training.cores import (
     openmp,
     shared_cores,
 )
-from tests.fakes.runs import events, toy
+from tests.fakes.runs import events, toy, trajectory
 
 needs_libgomp = pytest.mark.skipif(openmp() != "libgomp", reason="another OpenMP computes here")
 
@@ -130,9 +130,10 @@ def test_one_thread_waits_for_nobody() -> None:
 
 @needs_libgomp
 @pytest.mark.skipif(os.cpu_count() == 1, reason="one processor has one thread")
-def test_a_training_beside_busy_programs_sleeps(tmp_path: Path) -> None:
+def test_a_training_beside_busy_programs_sleeps_and_comes_to_the_same_bits(tmp_path: Path) -> None:
     place, processors = toy(tmp_path).with_base(), os.cpu_count() or 1
     asked = {"hardware__threads": processors, "steps": 60}
+    assert place.train("--name", "alone", **asked) == 0
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processors)]
     try:
         assert place.train("--name", "beside", **asked) == 0
@@ -143,3 +144,4 @@ def test_a_training_beside_busy_programs_sleeps(tmp_path: Path) -> None:
     told = events(place.runs / "beside", "cores")
     assert told[0]["waiting"] == "asleep"
     assert told[0]["taken"] > 0.5
+    assert trajectory(place.runs / "beside") == trajectory(place.runs / "alone")

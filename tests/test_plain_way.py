@@ -108,7 +108,10 @@ def retries(run: Path) -> list[str]:
 
 
 def test_all_that_fails_is_done_without_and_an_interrupted_run_goes_on_plainly(
-    place: Toy, plain: Path, monkeypatch: pytest.MonkeyPatch
+    place: Toy,
+    plain: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """An error of any of them was the end of the run, with a traceback."""
     for patch in (keeping_fails, copies_fail):
@@ -133,6 +136,10 @@ def test_all_that_fails_is_done_without_and_an_interrupted_run_goes_on_plainly(
     assert FAULT in retry and all(f"{key}={value}" in retry for key, value in changed.items())
     changes = [row for row in events(broken, "change") if FAULT in row["reason"]]
     assert {row["key"]: row["new"] for row in changes} == changed
+    with monkeypatch.context() as patched:
+        patched.setattr(step, "forward_backward", fault)
+        train(place, "broken", "--resume", code=5, **EVERYTHING)
+    assert "failed with every optional feature off: RuntimeError: CUDA" in capsys.readouterr().err
     resumed = train(place, "broken", "--resume", **EVERYTHING)
     assert len(retries(resumed)) == 1, "it was tried again"
     assert FAULT in (resumed / "report.html").read_text(encoding="utf-8")

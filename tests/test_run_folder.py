@@ -202,3 +202,21 @@ def test_without_a_state_no_step_stays_and_a_torn_line_is_dropped(tmp_path: Path
     assert [row.get("step") for row in read_jsonl(events)] == [0, 1]
     cut_events(folder, step=-1)
     assert events.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "exactness"),
+    [
+        ("train.tighten_on_spike", True, "CHANGED"),
+        ("train.tighten_on_spike", False, "EXACT"),
+        ("memory.base_matmul", "int8", "SAME-STREAM"),
+        ("memory.base_matmul", "dequantized", "EXACT"),
+    ],
+)
+def test_a_setting_that_is_gone_counts_where_it_had_an_effect(
+    key: str, value: object, exactness: str
+) -> None:
+    older = BEFORE | {key: value}
+    differences = [] if exactness == "EXACT" else [f"{key}: {value} -> removed in this version"]
+    result = compare(older, BEFORE, environment=MACHINE, environment_now=MACHINE)
+    assert result == (exactness, differences)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -208,28 +208,35 @@ def _without_effect(config: Config) -> Iterator[str]:
 
 
 SEE_ALL_SETTINGS = "see `lora-train plan DATASET` for all settings"
-RETIRED_SETTINGS = frozenset(
-    {
-        "memory.kept_share",
-        "memory.modulation_cache",
-        "memory.base_matmul",
-        "hardware.cuda_graphs",
-        "adapter.init",
-        "train.tighten_on_spike",
-    }
-)
-"""Settings of earlier versions: read from old runs and settings files without effect. They changed speed or memory,
-and of a result no more than rounding or the steps after its loss jumped, but for the value that `refuse_removed`
-names."""
+RetiredEffect = Literal["rounding", "result", "refused"]
+RETIRED_SETTINGS: Mapping[str, tuple[RetiredEffect, tuple[object, ...]]] = {
+    "memory.kept_share": ("rounding", ("auto", 0.0)),
+    "memory.modulation_cache": ("rounding", ("auto", False)),
+    "memory.base_matmul": ("rounding", ("auto", "dequantized")),
+    "hardware.cuda_graphs": ("rounding", ("auto", False)),
+    "adapter.init": ("refused", ("default",)),
+    "train.tighten_on_spike": ("result", (False,)),
+}
+"""Settings of earlier versions: read from old runs and settings files without effect. Each with what of a run is
+another without it, and the values for which nothing is."""
 
 
 def refuse_removed(values: Mapping[str, Any]) -> None:
     """Raise RequestError for a value of an earlier version without which the result would be another."""
-    if values.get("adapter.init") == "pissa":
+    if "adapter.init" in retired_in(values, "refused"):
         raise RequestError(
-            "adapter.init=pissa is of an earlier version: adapters start at zero now",
+            f"adapter.init={values['adapter.init']} is of an earlier version: adapters start at zero now",
             fix="leave adapter.init out and start a new run",
         )
+
+
+def retired_in(values: Mapping[str, Any], effect: RetiredEffect) -> list[str]:
+    """Return the settings of earlier versions whose value here had this effect, which is gone."""
+    return [
+        key
+        for key, (lost, idle) in RETIRED_SETTINGS.items()
+        if lost == effect and key in values and values[key] not in idle
+    ]
 
 
 def without_retired(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from lora_trainer.common.files import (
     windows_name_problem,
     write_atomic,
 )
-from lora_trainer.config.config import flatten
+from lora_trainer.config.config import flatten, retired_in
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.config.running import Config
 
@@ -216,7 +216,7 @@ def compare(
     Settings in FORBIDDEN_SETTINGS cannot change; changes of others make the resume CHANGED. Another
     environment (torch, threads, processor, device), or one that is not deterministic, makes it
     SAME-STREAM: all random draws are the same, but not all bits. A setting that an older version did not
-    have counts as its default.
+    have counts as its default; one that is gone counts where its value had an effect.
     """
     before = flatten(Config()) | dict(before)
     free = FREE_SETTINGS - (_WATCHED if any(now[key] for key in _WATCHING) else set())
@@ -227,13 +227,16 @@ def compare(
             f"a resume cannot change {', '.join(refused)}",
             fix="leave these settings as they were, or start a new run",
         )
+    altering = retired_in(before, "result")
+    removed = [*altering, *retired_in(before, "rounding")]
     lines = [f"{key}: {before[key]} -> {now[key]}" for key in changed]
+    lines += [f"{key}: {before[key]} -> removed in this version" for key in removed]
     moved = [
         f"{key}: {environment.get(key)} -> {value}"
         for key, value in environment_now.items()
         if environment.get(key) != value
     ]
-    if any(key not in ROUNDING_SETTINGS for key in changed):
+    if altering or any(key not in ROUNDING_SETTINGS for key in changed):
         return "CHANGED", lines + moved
     exact = environment_now["deterministic"] and not (lines or moved)
     return ("EXACT" if exact else "SAME-STREAM"), lines + moved

@@ -64,14 +64,14 @@ def fallback_for(
     plain = training.plain
     if firsts <= plain.proven:
         raise error
-    if guard.plain and plain.first_error:
+    if guard.plain:  # without a first error it was saved in the state that a resume began with
+        twice = f"twice: {plain.first_error}; and " if plain.first_error else ""
         raise NoFallbackLeft(
-            f"training failed twice: {plain.first_error}; and with every optional feature off: "
-            f"{_line(error)}",
+            f"training failed {twice}with every optional feature off: {_line(error)}",
             fix=f"{RESUME} once the cause is gone; include problems.jsonl if you report it",
             guard=guard,
         ) from error
-    if guard.plain or not _changes(training, guard):
+    if not _changes(training, guard):
         raise error
     return partial(go_plainly, training, guard, reason=_line(error))
 
@@ -133,7 +133,11 @@ def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardSt
     """Switch to the plain way and report it."""
     changes, speedups = _changes(training, guard), training.speedups
     uncompiled = guard.uncompiled or speedups.compiled is not None
-    guard = replace(guard, plain=True, uncompiled=uncompiled)
+    # `guard.remedies` counts into the list of remedies in force. The plain way has a list of its own; a
+    # run that needed every remedy to fit needs all of these too.
+    all_taken = 0 < len(training.remedies) <= guard.remedies
+    remedies = len(training.plain.remedies) if all_taken else 0
+    guard = replace(guard, plain=True, uncompiled=uncompiled, remedies=remedies)
     speedups.compiled = None
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
@@ -153,10 +157,7 @@ def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardSt
         f"optional feature off: {', '.join(f'{c.key}={typed(c.new)}' for c in changes)}",
         fix=f"nothing; to start a run this way add {_settings(changes)}",
     )
-    # `guard.remedies` counts into the list of remedies in force. The plain way has a list of its own; a
-    # run that needed every remedy to fit needs all of these too.
-    all_taken = 0 < len(training.remedies) <= guard.remedies
-    return replace(guard, remedies=len(training.plain.remedies) if all_taken else 0)
+    return guard
 
 
 def lost_device(training: Training, guard: GuardState, error: BaseException) -> NoFallbackLeft:

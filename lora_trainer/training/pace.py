@@ -284,7 +284,9 @@ def causes(
         yield Cause(
             name="processor",
             observation=f"other programs use {now.cores_taken:.1f} of {now.processors} processors, "
-            f"{before.cores_taken:.1f} before",
+            f"{before.cores_taken:.1f} before"
+            if more
+            else "the training's threads gave way to other programs",
             fix="close them or wait for them; the result stays the same",
         )
     beside = ", the disk and `nvidia-smi`" if now.beside_card else " and the disk"

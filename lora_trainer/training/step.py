@@ -112,7 +112,9 @@ def _clip_and_step(training: Training, loss: Tensor) -> Tensor:
     optimizer, scaler = training.optimizer, training.scaler
     if scaler.is_enabled():
         # It looks at gradients alone, and these may be finite although the loss is not.
-        gradient = next(p.grad for p in training.parameters if p.grad is not None)
+        gradient = next((p.grad for p in training.parameters if p.grad is not None), None)
+        if gradient is None:  # a scaler refuses a step without gradients; the guards count it
+            return torch.where(loss.isfinite(), 0.0, loss)
         gradient.add_(torch.where(loss.isfinite(), 0.0, torch.nan))
     scaler.unscale_(optimizer)  # clipping and the reported norm are of the true gradients
     limit = training.max_grad_norm or float("inf")

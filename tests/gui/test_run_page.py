@@ -478,6 +478,10 @@ def test_a_run_is_trained_again_with_what_was_chosen_for_it(
     assert again.settings["data.trigger"] == "zorble thing"
     assert not any(key.startswith("memory.") for key in again.settings)
     assert "this run, as it began" in page(live)["settings"]
+    assert "earlier version" not in page(live)["settings"]
+    change_record(live, lambda record: record["settings"].update({"adapter.init": "pissa"}))
+    assert "Of an earlier version: adapter.init=pissa." in page(live)["settings"]
+    assert "adapter.init" not in run_actions.clone(work, "live").settings
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,11 @@ def test_what_is_gone_since_an_earlier_version_is_left_out(
     (work.own / "presets" / "old.json").write_text(json.dumps(retired))
     call("reset", key="adapter.rank")
     assert call("load", name="old")["given"] == {"adapter.rank": "4"}
+    pissa = {"adapter.init": "pissa"}
+    assert "earlier version" in call("replace", text=json.dumps(pissa))["error"]
+    drafts.save(work, replace(draft, settings=pissa))
+    with pytest.raises(RequestError, match="earlier version"):
+        drafts.read(work, draft.id)
 
 
 def test_changes_at_once_are_all_kept(call: Call, work: Workplace, draft: drafts.Draft) -> None:

@@ -23,6 +23,7 @@ from lora_trainer.training.guards import (
     Unstable,
     after_fitting,
     after_going_back,
+    after_gradient,
     after_out_of_memory,
     after_rollback,
     after_step,
@@ -181,6 +182,12 @@ def test_the_micro_batch_grows_back_ever_more_rarely(planned: int, fits: int) ->
 ABOUT = LearningContext(device="cpu", rate=1e-4, rate_sum=1e-2, loss_scale=None)
 
 
+def test_only_zeros_in_a_row_count() -> None:
+    learning = Learning(zero_gradients=7)
+    assert after_gradient(learning, norm=0.0).zero_gradients == 8
+    assert after_gradient(learning, norm=1e-30).zero_gradients == 0
+
+
 @pytest.mark.parametrize(
     ("steps", "batch_size", "look"),
     [
@@ -209,6 +216,7 @@ def test_the_noise_level_that_changed_most_counts_and_what_is_still_to_come() ->
         (without_gradients(25, replace(ABOUT, reached=False), loss=0.1), "takes part", "targets"),
         (without_gradients(25, ABOUT, loss=1e-25), "weights of the loss", "objective."),
         (without_gradients(25, replace(ABOUT, loss_scale=8.0), loss=0.1), "fp16", "=bf16"),
+        (without_gradients(25, replace(ABOUT, device="mps"), loss=0.1), "MPS", "hardware.device"),
         (without_gradients(25, ABOUT, loss=0.1), "do not change what the base", "targets"),
         (without_movement(25, replace(ABOUT, rate=1e-50, rate_sum=0.0)), "1e-50", "learning_rate"),
         (without_movement(25, replace(ABOUT, device="mps")), "MPS", "hardware.device=cpu"),

@@ -23,11 +23,13 @@ from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 from lora_trainer.training.actions import SaveAction
 from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.dataloader import TrainingDataLoader
-from lora_trainer.training.guards import GuardState, from_plain
+from lora_trainer.training.fallbacks import go_plainly
+from lora_trainer.training.guards import GuardState, NoFallbackLeft, from_plain
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import restore_optimizer
-from lora_trainer.training.training import OomFallback, Progress
+from lora_trainer.training.step import optimizer_step
+from lora_trainer.training.training import OomFallback, PlainWay, Progress
 from tests.fakes.training import (
     SQUARE,
     TinyTraining,
@@ -273,6 +275,13 @@ def test_the_loss_falls_in_fp16() -> None:
     assert end.guard.skipped <= 3
 
 
+def test_without_a_gradient_fp16_tells_the_guards_of_a_norm_of_zero() -> None:
+    tiny = build_training(build_feeder(), steps=1, precision=torch.float16)
+    guard = GuardState(micro_batch=4)
+    assert optimizer_step(tiny.training, torch.tensor(0.5), guard, step=1) == 0
+    assert optimizer_step(tiny.training, torch.tensor(torch.nan), guard, step=2).isnan()
+
+
 # ---- not-a-number
 
 
@@ -382,6 +391,24 @@ def test_what_ends_a_run_between_saves_loses_no_whole_step_and_no_answer(
     with pytest.raises(TrainingStopped):
         run(tiny.training, replace(last, ending=False, stopping=False))
     assert len(tiny.of_kind("out_of_memory")) == before + 1 and len(taken) == 2
+
+
+@pytest.mark.parametrize(("in_force", "on_the_plain_way"), [(1, 0), (2, 1)])
+def test_a_plain_way_that_cannot_be_taken_is_saved_with_remedies_of_its_own(
+    in_force: int, on_the_plain_way: int
+) -> None:
+    def refused() -> None:
+        raise RuntimeError("no room")
+
+    change = OomFallback(key="memory.streamed_blocks", old=3, new=0, apply=refused)
+    training = replace(
+        build_training(build_feeder(), steps=1, remedies=[change] * 2).training,
+        plain=PlainWay(changes=[change], remedies=[change]),
+    )
+    guard = GuardState(micro_batch=1, remedies=in_force)
+    with pytest.raises(NoFallbackLeft) as caught:
+        go_plainly(training, guard, reason="it failed")
+    assert caught.value.guard == replace(guard, plain=True, remedies=on_the_plain_way)
 
 
 def failing(real: Callable[..., Any], error: Exception, *, after: int) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from lora_trainer.config.config import all_settings
 from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
 from lora_trainer.config.declare import SCHEDULE_FREE, OptimizerName
 from lora_trainer.config.learning import OptimizerSettings
+from lora_trainer.hardware.devices import KINDS
 from lora_trainer.planning.optimizer_facts import RATE, needed_otherwise
 from lora_trainer.training.optimizers import (
     averaged_weights,
@@ -354,6 +355,22 @@ def test_steps_are_those_of_the_library_to_the_bit_with_every_setting(name: str)
     assert torch.equal(flat(own), flat(reference))
     if name != "adamw":
         assert optimizer.state[own[0]]["state1"].dtype == torch.uint8
+
+
+def test_a_gpu_gets_the_paged_class_and_a_cpu_the_plain_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU all state is in host memory, and the paged class would only warn of that."""
+    from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+
+    own = groups(parameters())
+    assert type(build_optimizer(own, settings("paged_adamw8bit"))) is AdamW8bit
+    monkeypatch.setattr("lora_trainer.training.optimizers.kind_of", lambda _: KINDS["cuda"])
+    made = []
+    monkeypatch.setattr("lora_trainer.training.optimizers._allocate", made.append)
+    build_optimizer(own, settings("paged_adamw8bit"))
+    build_optimizer(own, settings("adamw8bit"))
+    assert [type(optimizer) for optimizer in made] == [PagedAdamW8bit, AdamW8bit]
 
 
 def test_paged_state_is_filled_where_it_is_and_not_replaced() -> None:

@@ -169,8 +169,9 @@ def test_without_its_adapter_a_denoiser_is_the_base_to_the_bit(settings: dict[st
     trainable = [parameter.requires_grad for parameter in adapter.parameters()]
     with_it = predicted()
     assert not torch.allclose(with_it, base, atol=1e-4)
-    with adapter.off():
+    with pytest.raises(KeyError), adapter.off():
         assert torch.equal(predicted(), base)
+        raise KeyError
     assert torch.equal(predicted(), with_it)
     assert [parameter.requires_grad for parameter in adapter.parameters()] == trainable
 
