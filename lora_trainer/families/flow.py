@@ -150,7 +150,7 @@ class FlowFamily(Family):
         written=("diffusers", "comfyui"),
         refused={
             "kohya": "its names fuse q, k and v into one layer, which would triple the rank; use "
-            "output.format=diffusers, which diffusers, ComfyUI and InvokeAI read",
+            "output.format=diffusers, which diffusers and ComfyUI read",
         },
     )
     vae_files = True

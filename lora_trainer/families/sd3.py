@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,20 @@ class StableDiffusion3(FlowFamily):
         FlowFamily.traits,
         precisions=("bf16", "fp16", "fp32"),  # ComfyUI runs it in fp16 as it is, without a clamp
     )
+
     # ---- facts
+
+    @cached_property
+    def published(self) -> tuple[BaseRelease, ...]:  # type: ignore[override]  # read once
+        # The first medium has no norms, which TOML has no value for; its open companion is named by them.
+        no_norms = {"qk_norm": None}
+        releases = super().published
+        return tuple(
+            replace(each, architecture={**each.architecture, **no_norms})
+            if "qk_norm" not in each.architecture
+            else each
+            for each in releases
+        )
 
     def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         """Read facts; only its name marks a distilled release, so a renamed one counts as undistilled."""
@@ -144,9 +158,7 @@ class StableDiffusion3(FlowFamily):
         nearest = self._nearest(count)
         # One companion serves all releases; a network of another size is the companion's.
         is_released = math.isclose(count, nearest.parameters["denoiser"], rel_tol=0.02)
-        # The first medium has no norms, and no key that says so.
-        released = {**configured, "qk_norm": None, **nearest.architecture}
-        return released if is_released else configured
+        return {**configured, **nearest.architecture} if is_released else configured
 
     def _nearest(self, parameters: int) -> BaseRelease:
         """Return the release whose denoiser has about as many parameters."""

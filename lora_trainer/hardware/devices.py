@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 KindName = Literal["cuda", "rocm", "mps", "xpu", "cpu"]
 TorchType = Literal["cuda", "mps", "xpu", "cpu"]
@@ -208,7 +208,10 @@ def against_card(build: TorchBuild | None, name: str, capability: tuple[int, int
     here = f"{name} has compute capability {capability[0]}.{capability[1]}"
     if capability < MAXWELL:
         return f"{here}, which no build of torch supports any more"
-    toolkit = Version(build.toolkit).release
+    try:
+        toolkit = Version(build.toolkit).release
+    except InvalidVersion:  # of a build of one's own
+        return ""
     recent = toolkit >= BLACKWELL_TOOLKIT
     # Some CUDA 12.8 and 12.9 builds still have kernels for Volta: `require_kernels` asks torch itself.
     if recent and capability < (TURING if toolkit >= (13, 0) else (7, 0)):

@@ -56,6 +56,14 @@ def test_the_latents_are_scaled_as_released() -> None:
         assert (vae["scaling_factor"], vae["shift_factor"]) == numbers
 
 
+def test_a_folder_made_by_an_earlier_version_is_used() -> None:
+    """Its name is a digest of the configurations, also of the first medium, which has no norms."""
+    release = families.known_base("stabilityai/stable-diffusion-3-medium-diffusers")
+    assert release is not None
+    makeable = open_companion.open_companion(release, {"vae", *TABLE["families"]["sd3"]})
+    assert makeable is not None and makeable.folder.name.endswith("-d1be56f4e47e")
+
+
 def as_files(checkpoint: str, folder: Path) -> BaseSettings:
     """Write a checkpoint, its VAE and encoders: real headers, no numbers."""
     folder.mkdir()

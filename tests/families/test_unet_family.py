@@ -325,6 +325,13 @@ def test_the_sampler_is_where_the_denoiser_is(name: str) -> None:
     assert sampler.pipeline.vae_scale_factor == facts.vae_factor
 
 
+def test_a_plain_pipeline_in_half_precision_keeps_its_vae_in_full() -> None:
+    pipeline = pipeline_of(facts_of("sd15"), torch.bfloat16)
+    assert pipeline.unet.dtype == pipeline.text_encoder.dtype == torch.bfloat16
+    assert pipeline.vae.dtype == torch.float32
+    assert apart(drawn(pipeline), drawn(pipeline_of(facts_of("sd15")))) < 60
+
+
 # ---- files
 
 

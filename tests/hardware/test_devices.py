@@ -90,6 +90,11 @@ def test_the_best_card_is_taken_and_not_the_first() -> None:
     assert built_for is not None and built_for.index == 1, "torch has no kernels for the first"
 
 
+def test_a_build_of_ones_own_is_not_judged() -> None:
+    own = replace(CU130, toolkit="13.x-git")
+    assert with_cards(OLD, build=own).accelerator().value is not None
+
+
 @pytest.mark.parametrize(
     ("card", "build", "index"),
     [

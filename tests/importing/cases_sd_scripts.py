@@ -263,6 +263,7 @@ ODD_FILES = [
                  {"image_dir": "images", "num_repeats": 3, "odd": 1}]})}),
     FEW.case("oft with dropout", {"network_module": "lycoris.kohya", "network_args": ["algo=diag-oft"],
                                   "network_dropout": 0.1}),
+    FEW.case("two dropouts", {"network_args": ["algo=lora", "dropout=0.1"], "network_dropout": 0.25}),
     FEW.case("prodigy at half", {"optimizer_type": "Prodigy", "unet_lr": 0.5}),
     FEW.case("saved at the end", {"max_train_steps": 100, "save_every_n_steps": 100}),
     FEW.case("saved after the end", {"max_train_steps": 100, "save_every_n_steps": 101}),

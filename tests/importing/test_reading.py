@@ -42,6 +42,7 @@ MUTATIONS = 600
         ("a.json", "{", "is no JSON"),
         ("deep.json", "[" * 100_000 + "]" * 100_000, "is no JSON"),
         ("large.json", json.dumps({"a": "x" * (5 << 20)}), "is larger than"),
+        ("a.toml", b"a = '\xff'", "cannot read"),
         ("a.yaml", "a: [", "is no YAML"),
         ("deep.yaml", "[" * 3000 + "]" * 3000, "is no YAML"),
         ("a.yaml", "a: &x [1]\nb: *x\n", "aliases"),
@@ -53,8 +54,10 @@ MUTATIONS = 600
         ("run.json", json.dumps({"settings": {"adapter.rank": 4}}), "of this program already"),
     ],
 )
-def test_what_is_nobodys_is_refused(name: str, text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text, encoding="utf-8")
+def test_what_is_nobodys_is_refused(
+    name: str, text: str | bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InputError) as caught:
         import_file(tmp_path / name)
     assert message in caught.value.found and "\n" not in caught.value.found
@@ -125,6 +128,46 @@ def test_rules_name_settings_and_say_why(trainer: Any) -> None:
             assert rule.setting in setting_keys(), name
         elif rule.kind != "read":
             assert len(rule.why) > 8 and "\n" not in rule.why, name
+
+
+SUBSET = "datasets[].subsets[]."
+KEYS = next(trainer.keys for trainer in TRAINERS if trainer.name == "sd-scripts")
+VALUES: tuple[Any, ...] = ("x", 0.5, True, 2, ["a=b"], 0, False, "", "odd_shift", "sigma_sqrt")
+
+
+def is_named(data: dict[str, Any], name: str, folder: Path) -> bool:
+    """Read a file with a key; return whether it is named, or refused."""
+    file = folder / "theirs.json"
+    file.write_text(json.dumps(data), encoding="utf-8")
+    try:
+        imported = import_file(file)
+    except RequestError:
+        return True
+    assert name not in imported.unknown
+    rows = [*imported.sources.values(), *imported.nearest, *imported.nothing_to_set]
+    words = " ".join([*rows, *imported.without_equivalent, *imported.unknown]).split()
+    said = [re.sub(r"^.*\]\.|^general\.", "", word) for word in words]
+    return any(f"{word}.".startswith(f"{name}.") for word in said)
+
+
+def test_no_option_is_lost(tmp_path: Path) -> None:
+    """Each option of sd-scripts alone in a file, and each of a subset in the tables where it may stand."""
+    lost = [
+        (name, value)
+        for name in KEYS
+        for value in VALUES
+        if "." not in name and not is_named({"seed": 1, name: value}, name, tmp_path)
+    ]
+    for name in (key.removeprefix(SUBSET) for key in KEYS if key.startswith(SUBSET)):
+        for value in ("x", True, 1, 0.2):
+            row, subset = {name: value}, {"image_dir": "a"}
+            for data in (
+                {"general": row, "datasets": [{"subsets": [subset]}]},
+                {"datasets": [{**row, "subsets": [subset]}]},
+                {"datasets": [{"subsets": [row | subset]}]},
+            ):
+                lost += [] if is_named(data, name, tmp_path) else [(name, data)]
+    assert not lost
 
 
 def test_a_key_stands_once_in_a_table() -> None:

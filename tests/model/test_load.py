@@ -56,10 +56,11 @@ def test_a_folder_is_found_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert describe(base("~/owner/name")).located.folder == tmp_path / "owner" / "name"
 
 
-def test_a_pickle_is_refused_without_opening_it(tmp_path: Path) -> None:
-    file = tmp_path / "model.ckpt"
+@pytest.mark.parametrize("suffix", ["ckpt", "pkl", "bin"])
+def test_a_pickle_is_refused_without_opening_it(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"model.{suffix}"
     file.write_bytes(b"cos\nsystem\n(S'touch x'\ntR.")
-    with pytest.raises(InputError, match=r"model\.ckpt is a pickle") as caught:
+    with pytest.raises(InputError, match=rf"model\.{suffix} is a pickle") as caught:
         describe(base(file))
     assert "safetensors" in caught.value.fix
 

@@ -139,6 +139,7 @@ def read_dataset(foreign: Foreign, dataset: Mapping[str, Any] | None = None) -> 
         folder = shared.read_folder(foreign, table, keys, f"dataset.directory[{number}].")
         if folder is None:
             continue
+        folder.settings["repeats"] = table.sourced("num_repeats", 1)
         if table.get("cache_shuffle_num"):
             folder.settings.setdefault("shuffle_tags", (True, table.name("cache_shuffle_num")))
             folder.settings["keep_tokens"] = (0, THERE)

@@ -132,6 +132,7 @@ def read_dataset(foreign: Foreign, tables: Mapping[str, Any] | None = None) -> N
         folder = shared.read_folder(foreign, table, keys, f"datasets[{number}].")
         if folder is None:
             continue
+        folder.settings["repeats"] = table.sourced("num_repeats", 1)
         if folder.key.endswith("image_jsonl_file"):
             why = "captions in metadata.jsonl of the images' folder are read"
             foreign.is_nearest(folder.key, f"{folder.path.name}: {why}")

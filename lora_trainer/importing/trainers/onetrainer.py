@@ -283,8 +283,8 @@ def _concept_fields(
     elif times not in (1, 1.0):
         why = "give repeats: a share of an epoch or a number of samples has no equivalent"
         foreign.lacks(name, times, why)
-    if values.get("loss_weight") in (1, 1.0):
-        folder.settings.pop("weight")
+    if values.get("loss_weight", 1.0) not in (1, 1.0):
+        folder.settings["weight"] = values.sourced("loss_weight")
     if values.get("image.enable_resolution_override"):
         size, _ = values.sourced("image.resolution_override")
         name = values.name("image.enable_resolution_override")

@@ -86,6 +86,7 @@ def read_adapter(foreign: Foreign) -> None:
     algorithm = str(arguments.get("algo", "lora")) if is_lycoris else word
     key = "network_module" if "network_module" in foreign.values else "network_args.algo"
     shared.read_adapter(foreign, table_of("sd_scripts"), kind=(algorithm, key))
+    foreign.carry_on("adapter.dropout", "network_dropout")  # the network's own argument wins
     for name, setting in table_of("sd_scripts")["of_adapter"].items():
         if name not in arguments:
             continue

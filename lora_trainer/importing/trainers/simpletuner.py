@@ -45,6 +45,9 @@ def read(foreign: Foreign) -> None:
     _adapter(foreign)
     _optimizer(foreign, table)
     shared.set_snr_weights(foreign, "snr_gamma")
+    if foreign.word("loss_type", "l2") in ("huber", "smooth_l1"):
+        delta = min(1.0, foreign.nonzero("huber_c", 0.1))
+        foreign.set("objective.huber_delta", delta, "huber_c")
     _timesteps(foreign)
     read_data(foreign)
     _samples(foreign)
