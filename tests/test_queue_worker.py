@@ -273,7 +273,7 @@ def test_a_worker_killed_before_it_wrote_the_process_down_starts_nothing_twice(
     began = place.item(item.id)
     place.become(began, pid=None, pid_started_s=None, run=None)
     successor = place.worker()
-    until(lambda: successor.tick() and trains(place, item))
+    assert successor.tick() and trains(place, item)
     assert place.item(item.id).pid == began.pid
     place.let("a").touch()
     until(lambda: worker.children[item.id].process.poll() is not None)

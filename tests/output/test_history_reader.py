@@ -127,9 +127,23 @@ def test_a_long_file_is_read_from_where_its_rows_ended(tmp_path: Path) -> None:
     now = reader.read()
     assert (now.steps[:-1], now.unreadable_lines) == (before.steps, before.unreadable_lines)
     assert now.steps[-1].step == 501, "a row is whole before its line ends"
-    with file.open("ab") as opened:
-        opened.write(b"\n")
-    assert reader.read().steps == now.steps
+    write_atomic(file, file.read_bytes(), durable=False)
+    assert reader.read().unreadable_lines > before.unreadable_lines, "another file is read anew"
+
+
+def test_a_row_that_was_whole_before_its_line_ended_and_goes_on_is_none(tmp_path: Path) -> None:
+    reader = HistoryReader(tmp_path)
+    row = b'{"event": "run_started"}'
+    for data, sessions, unreadable in (
+        (row, 1, 0),
+        (row + b"\n", 0, 1),
+        (row, 1, 1),
+        (b"\n", 1, 1),
+    ):
+        with (tmp_path / "events.jsonl").open("ab") as file:
+            file.write(data)
+        history = reader.read()
+        assert (history.sessions, history.unreadable_lines) == (sessions, unreadable)
 
 
 def test_a_resume_that_rewrites_the_file_forgets_the_steps_after_it(tmp_path: Path) -> None:
