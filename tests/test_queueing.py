@@ -227,7 +227,7 @@ class _Process:
 class _FakeWorker(worker.Worker):
     def spawn(self, item: commands.Item) -> worker.Child:
         process: Any = _Process()
-        return worker.Child(process=process, started_s=0.0)
+        return worker.Child(process=process, started_s=0.0, log_from_bytes=0)
 
 
 class QueueMachine(RuleBasedStateMachine):
