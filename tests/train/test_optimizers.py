@@ -366,7 +366,7 @@ def test_a_gpu_gets_the_paged_class_and_a_cpu_the_plain_one(
     own = groups(parameters())
     assert type(build_optimizer(own, settings("paged_adamw8bit"))) is AdamW8bit
     monkeypatch.setattr("lora_trainer.training.optimizers.kind_of", lambda _: KINDS["cuda"])
-    made = []
+    made: list[torch.optim.Optimizer] = []
     monkeypatch.setattr("lora_trainer.training.optimizers._allocate", made.append)
     build_optimizer(own, settings("paged_adamw8bit"))
     build_optimizer(own, settings("adamw8bit"))
