@@ -65,9 +65,11 @@ def fallback_for(
     if firsts <= plain.proven:
         raise error
     if guard.plain:  # without a first error it was saved in the state that a resume began with
-        twice = f"twice: {plain.first_error}; and " if plain.first_error else ""
+        every_way = f"with every optional feature off: {_line(error)}"
         raise NoFallbackLeft(
-            f"training failed {twice}with every optional feature off: {_line(error)}",
+            f"training failed twice: {plain.first_error}; and {every_way}"
+            if plain.first_error
+            else f"training failed {every_way}",
             fix=f"{RESUME} once the cause is gone; include problems.jsonl if you report it",
             guard=guard,
         ) from error
