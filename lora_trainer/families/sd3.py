@@ -113,7 +113,7 @@ class StableDiffusion3(FlowFamily):
     # ---- facts
 
     @cached_property
-    def published(self) -> tuple[BaseRelease, ...]:  # type: ignore[override]  # read once
+    def published(self) -> tuple[BaseRelease, ...]:
         # The first medium has no norms, which TOML has no value for; its open companion is named by them.
         no_norms = {"qk_norm": None}
         releases = super().published
