@@ -114,14 +114,13 @@ class StableDiffusion3(FlowFamily):
 
     @cached_property
     def published(self) -> tuple[BaseRelease, ...]:
-        # The first medium has no norms, which TOML has no value for; its open companion is named by them.
-        no_norms = {"qk_norm": None}
-        releases = super().published
+        # TOML cannot say that the first medium has no norms; its open companion's name is a digest of it.
         return tuple(
-            replace(each, architecture={**each.architecture, **no_norms})
-            if "qk_norm" not in each.architecture
-            else each
-            for each in releases
+            replace(
+                each,
+                architecture={**each.architecture, "qk_norm": each.architecture.get("qk_norm")},
+            )
+            for each in super().published
         )
 
     def facts(self, layout: Layout, *, source: str) -> BaseFacts:

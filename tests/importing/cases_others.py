@@ -130,6 +130,7 @@ AI_TOOLKIT = [
     TOOLKIT.case("the cleaner half", {f"{AT}/train/min_denoising_steps": 500}),
     TOOLKIT.case("gamma over snr", {f"{AT}/model": {"name_or_path": "sdxl.safetensors", "is_xl": True},
                                     f"{AT}/train/noise_scheduler": "ddpm", f"{AT}/train/snr_gamma": 5.0}),
+    TOOLKIT.case("uploads to nowhere", {f"{AT}/save": {"push_to_hub": True}}),
     TOOLKIT.case("pseudo huber", {f"{AT}/train/loss_type": "pseudo_huber"}),
     TOOLKIT.case("cosine", {f"{AT}/train/lr_scheduler": "cosine"}),
     TOOLKIT.case("warm-up", {f"{AT}/train/lr_scheduler": "constant_with_warmup",
@@ -188,6 +189,8 @@ MUSUBI_TUNER = [
             {"image_directory": "/images/cat", "num_repeats": 3}, {"image_directory": "/images/dog"}]}}),
     MUSUBI.case("videos", beside={"data.toml": {"datasets": [
         {"video_directory": "/v", "image_directory": "/i", "target_frames": [1]}]}}, refused="video_directory"),
+    MUSUBI.case("repeats of nothing", beside={"data.toml": {"datasets": [
+        {"image_directory": "/images/cat", "num_repeats": 0}, {"image_directory": "/images/dog"}]}}, refused="repeats=0"),
     MUSUBI.case("wan", {"network_module": "networks.lora_wan"}, refused="lora_wan"),
     MUSUBI.case("edit", {"model_version": "edit-2511"}, refused="edit-2511"),
     MUSUBI.case("cosine with a share of warm-up", {"lr_scheduler": "cosine", "lr_warmup_steps": 0.05}),
@@ -233,6 +236,8 @@ DIFFUSION_PIPE = [
     PIPE.case("huber", {"pseudo_huber_c": 0.5}),
     PIPE.case("part of the noise", {"model/min_t": 0.5, "model/max_t": 1}),
     PIPE.case("two shifts", {"model/flux_shift": True, "model/shift": 2}),
+    PIPE.case("repeats of nothing", beside={"data.toml": {"resolutions": [1024], "directory": [
+        {"path": "/images/cat", "num_repeats": 0}, {"path": "/images/dog"}]}}, refused="repeats=0"),
     PIPE.case("smooth l1", {"smooth_l1_beta": 0.3}),
     PIPE.case("cosine", {"lr_scheduler": "cosine", "max_steps": REMOVED, "epochs": 100},
               beside={"data.toml": {"resolutions": [1024], "enable_ar_bucket": True, "min_ar": 0.5, "max_ar": 2.0,
