@@ -190,7 +190,8 @@ MUSUBI_TUNER = [
     MUSUBI.case("videos", beside={"data.toml": {"datasets": [
         {"video_directory": "/v", "image_directory": "/i", "target_frames": [1]}]}}, refused="video_directory"),
     MUSUBI.case("repeats of nothing", beside={"data.toml": {"datasets": [
-        {"image_directory": "/images/cat", "num_repeats": 0}, {"image_directory": "/images/dog"}]}}, refused="repeats=0"),
+        {"image_directory": "/images/cat", "num_repeats": 0}, {"image_directory": "/images/dog"}]}},
+        refused="repeats=0"),
     MUSUBI.case("wan", {"network_module": "networks.lora_wan"}, refused="lora_wan"),
     MUSUBI.case("edit", {"model_version": "edit-2511"}, refused="edit-2511"),
     MUSUBI.case("cosine with a share of warm-up", {"lr_scheduler": "cosine", "lr_warmup_steps": 0.05}),

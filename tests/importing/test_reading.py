@@ -170,6 +170,27 @@ def test_no_option_is_lost(tmp_path: Path) -> None:
     assert not lost
 
 
+def test_each_option_that_is_read_says_something(tmp_path: Path) -> None:
+    """With one of the values at least, alone or beside what it is for."""
+    of_datasets = "image_dir class_tokens batch_size general datasets is_reg dataset_class".split()
+    file, idle = tmp_path / "theirs.json", set()
+    for name, rule in KEYS.items():
+        if "." in name or rule.kind != "read" or rule.why or name in of_datasets:
+            continue
+        idle.add(name)
+        for beside in ({}, {"ae": "x"}, {"min_snr_gamma": 5}):
+            for value in VALUES:
+                file.write_text(json.dumps({"seed": 1, **beside, name: value}), encoding="utf-8")
+                try:
+                    imported = import_file(file)
+                except RequestError:
+                    continue
+                why = imported.without_equivalent.get(name, "")
+                if "means nothing beside" not in why and name not in imported.nothing_to_set:
+                    idle.discard(name)
+    assert not idle
+
+
 def test_a_key_stands_once_in_a_table() -> None:
     """Of two rules of one key the later would win unseen; a table may only replace those of earlier tables."""
     for file in (ROOT / "lora_trainer" / "importing" / "trainers").glob("*.toml"):
