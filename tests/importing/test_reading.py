@@ -172,7 +172,15 @@ def test_no_option_is_lost(tmp_path: Path) -> None:
 
 def test_each_option_that_is_read_says_something(tmp_path: Path) -> None:
     """With one of the values at least, alone or beside what it is for."""
-    of_datasets = ["image_dir", "class_tokens", "batch_size", "general", "datasets", "is_reg", "dataset_class"]
+    of_datasets = [
+        "image_dir",
+        "class_tokens",
+        "batch_size",
+        "general",
+        "datasets",
+        "is_reg",
+        "dataset_class",
+    ]
     file, idle = tmp_path / "theirs.json", set()
     for name, rule in KEYS.items():
         if "." in name or rule.kind != "read" or rule.why or name in of_datasets:
