@@ -68,7 +68,7 @@ def import_file(file: Path) -> Foreign:
 
 
 def read_tables(file: Path) -> Mapping[str, Any]:
-    """Return what a TOML, JSON or YAML file holds; raises InputError."""
+    """Return the values of a TOML, JSON or YAML file; raises InputError."""
     try:
         with file.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)

@@ -133,7 +133,7 @@ def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _set_rows(foreign: Foreign, trainer: Trainer) -> None:
-    """Carry over what the `set` rows of a trainer's tables say."""
+    """Carry over the settings in the `set` rows of a trainer's tables."""
     carried_settings: set[str] = set()
     for row in (row for table in trainer.tables for row in table_of(table).get("set", ())):
         key, setting = row["key"], row.get("to", "")

@@ -129,7 +129,7 @@ def test_ckp_07_samples_do_not_hold_up_a_stop(place: Toy) -> None:
 def test_ckp_07_caching_stops_between_two_items_and_keeps_them(place: Toy, tmp_path: Path) -> None:
     done = 4
     cache = {"data__cache_dir": str(tmp_path / "cache")}
-    moment: Moment = lambda event: phase(event, "cache") and event.fields["done"] == done  # noqa: E731
+    moment: Moment = lambda event: phase(event, "cache") and event.fields["done"] == done  # noqa: E731 - typed
     with pytest.raises(StoppedBySignal, match=f"stopped while caching, {done} of ") as stopped:
         train(
             asked(place, f"cached-{done}", **cache),

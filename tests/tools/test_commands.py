@@ -144,7 +144,7 @@ HOSTILE: dict[str, Hostile] = {
 }
 
 
-@pytest.mark.parametrize(("fault", "tool"), list(zip(HOSTILE, cycle(TOOLS))))  # noqa: B905
+@pytest.mark.parametrize(("fault", "tool"), list(zip(HOSTILE, cycle(TOOLS))))  # noqa: B905 - a cycle has no end
 def test_a_file_that_cannot_be_used_is_one_line_and_exit_code_3(
     fault: str, tool: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,7 +47,7 @@ LIMITS = (ResizeLimits(rank=3), ResizeLimits(ratio=4), ResizeLimits(energy=0.9))
 
 @pytest.mark.parametrize(
     ("name", "limits"), list(zip(["sd15", "flux", "qwen", "sdxl"], cycle(LIMITS)))
-)  # noqa: B905
+)  # noqa: B905 - a cycle has no end
 def test_the_reported_energy_is_the_measured_one(
     name: str, limits: ResizeLimits, tmp_path: Path
 ) -> None:

@@ -214,7 +214,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradients_are(
 ) -> None:
     """Also in fp16, whose scaler looks at gradients alone; and no search for a scale is blamed."""
     feeder = build_feeder([SQUARE] * 2, batch_size=2)
-    adapt: Any = lambda model: _Infinite(**vars(model))  # noqa: E731
+    adapt: Any = lambda model: _Infinite(**vars(model))  # noqa: E731 - typed as Any
     tiny = build_training(feeder, steps=2, adapt=adapt, precision=precision)
     if precision == torch.float16:  # a scale at which no gradient overflows
         scaler = tiny.training.scaler

@@ -36,7 +36,7 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def read(foreign: Foreign) -> None:
-    """Read what depends on several keys."""
+    """Read the settings that depend on several keys."""
     _model(foreign)
     _network(foreign)
     _optimizer(foreign)

@@ -39,7 +39,7 @@ def flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def read(foreign: Foreign) -> None:
-    """Read what depends on several keys, and the dataset file that is named."""
+    """Read the settings that depend on several keys, and the named dataset file."""
     model = foreign.word("model.type", "")
     shared.set_model(foreign, model, "model.type", table_of("diffusion_pipe")["models"])
     if "adapter.type" not in foreign.values:

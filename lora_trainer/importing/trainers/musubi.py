@@ -41,7 +41,7 @@ def flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def read(foreign: Foreign) -> None:
-    """Read what depends on several keys, and the dataset file that is named."""
+    """Read the settings that depend on several keys, and the named dataset file."""
     module = foreign.word("network_module", "networks.lora").rpartition(".")[2]
     if module not in NETWORKS and not module.startswith(("loha", "lokr")):
         raise RequestError(

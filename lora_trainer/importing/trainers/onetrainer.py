@@ -25,7 +25,7 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def read(foreign: Foreign) -> None:
-    """Read what depends on several keys."""
+    """Read the settings that depend on several keys."""
     table = table_of("onetrainer")
     _model(foreign, table)
     _adapter(foreign)
@@ -310,7 +310,7 @@ def _concept_fields(
 
 
 def set_samples(foreign: Foreign) -> None:
-    """Set prompts, and what the first of the samples says for all."""
+    """Set prompts, and for all of them the settings of the first sample."""
     samples = [
         (f"samples[{number}].", one)
         for number, one in enumerate(_named_list(foreign, "samples", "sample_definition_file_name"))

@@ -154,7 +154,7 @@ def caption_fields(foreign: Foreign, values: shared.FolderTable) -> dict[str, So
 
 
 def _read_shared(foreign: Foreign, values: shared.FolderTable) -> None:
-    """Read what is of a dataset and not of its subsets."""
+    """Read the keys of a dataset that its subsets do not have."""
     if values.get("batch_size") is not None:
         foreign.carry("train.batch_size", values.name("batch_size"), values["batch_size"])
     buckets = bool(values.get("enable_bucket", False))

@@ -25,7 +25,7 @@ _OTHER_MODELS = ("hunyuan_", "anima_", "lumina_")
 
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what the file holds; it is flat."""
+    """Return the values of the file, which is flat."""
     if {"folders", "accelerate_launch"} <= set(data):  # the defaults of the whole interface
         return flattened(data)
     is_one = len(_SIGNS & set(data)) >= 2
@@ -95,7 +95,7 @@ class _Arguments(dict[str, Any]):
 
 
 def _model(arguments: _Arguments) -> None:
-    """Take what counts only while a model's box is ticked."""
+    """Take the settings that count only while a model's box is ticked."""
     for box, table in arguments.table["of_model"].items():
         for key, argument in table.items():
             if not arguments.foreign.values.get(box):

@@ -39,7 +39,7 @@ def flat_backends(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def read(foreign: Foreign) -> None:
-    """Read what depends on several options, and the files that are named."""
+    """Read the settings that depend on several options, and the named files."""
     table = table_of("simpletuner")
     _model(foreign, table)
     _adapter(foreign)
