@@ -122,7 +122,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Add to the report of a failed test what its pages showed."""
     report = yield
     if report.when == "call" and report.failed:
-        for number, page in enumerate(item.stash.get(_PAGES, []), 1):
+        tabs = [tab for page in item.stash.get(_PAGES, []) for tab in page.context.pages]
+        for number, page in enumerate(tabs, 1):
             with contextlib.suppress(Exception):  # a page that is gone must not hide the failure
                 report.sections.append((f"page {number}: {page.url}", page.inner_text("body")))
     return report

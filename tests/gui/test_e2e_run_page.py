@@ -30,6 +30,23 @@ from tests.gui.conftest import NewPage, StartGui
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 OLD = quote("old & <b>")
+LATE_END = """
+const asked = window.fetch;
+window.fetch = async (input, init) => {
+  const answer = await asked(input, init);
+  if (!String(input.url ?? input).includes("/queue/data")) return answer;
+  const late = new TransformStream({ async transform(bytes, out) {
+    const text = new TextDecoder().decode(bytes);
+    const end = text.indexOf('data: {"msg":"close_stream"');
+    if (end < 0) return out.enqueue(bytes);
+    out.enqueue(new TextEncoder().encode(text.slice(0, end)));
+    await new Promise((go) => setTimeout(go, 1500));
+    window.ends = (window.ends ?? 0) + 1;
+    out.enqueue(new TextEncoder().encode(text.slice(end)));
+  } });
+  return new Response(answer.body.pipeThrough(late), answer);
+};"""
+"""Makes Gradio's script see the end of a stream of answers only after the next tick."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +212,20 @@ def test_a_run_is_asked_to_stop_and_the_page_follows_its_files(page: Any, place:
         assert tab.get_by_role("button", name="Force stop").count() == 0
     page.get_by_role("button", name="Resume").click()
     page.get_by_text("does not say where its images are").wait_for()
+
+
+def test_a_page_goes_on_though_the_end_of_a_stream_of_answers_comes_late(
+    page: Any, place: Place
+) -> None:
+    """The answer to a tick of that moment lies on the server; a page that waited for it stood still."""
+    run = until(fake_run(place.runs / "late", steps=30), 12)
+    write_status(run)
+    page.add_init_script(LATE_END)
+    place.server.open(page, "/run?run=late")
+    page.get_by_text("12 of 30").wait_for()
+    page.wait_for_function("window.ends > 1")
+    write_status(run, state="stopped", exit_code=143)
+    page.get_by_role("button", name="Resume").wait_for()
 
 
 def test_the_chart_is_looked_at_more_closely_by_mouse_and_by_keyboard(
