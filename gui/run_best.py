@@ -50,9 +50,8 @@ def best_name(folder: Path) -> str:
 
 def exports(folder: Path, history: RunHistory) -> Mapping[int, str]:
     """Return the exported files that are still there, by step."""
-    named = [
-        (mark.step, mark.fields.get("export")) for mark in history.marks if mark.kind == "saved"
-    ]
+    saves = (row for row in history.marks if row["event"] == "saved")
+    named = [(row["step"], row.get("export")) for row in saves]
     end = history.end
     if end is not None and end.get("event") == "finished" and isinstance(end.get("step"), int):
         named.append((end["step"], end.get("export")))

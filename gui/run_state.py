@@ -19,7 +19,7 @@ from lora_trainer.common.wording import bytes_text, duration_text
 from lora_trainer.queue import commands
 from lora_trainer.queue.commands import Download, Item
 from lora_trainer.reporting.control import Control
-from lora_trainer.reporting.history import MarkRow, RunHistory
+from lora_trainer.reporting.history import Row, RunHistory
 from lora_trainer.reporting.report_curves import is_recovery
 from lora_trainer.reporting.status import STOPPING, RunStatus
 
@@ -275,9 +275,7 @@ def explained(seen: Look, history: RunHistory) -> tuple[str, str] | None:
 
 def saved_step(history: RunHistory) -> int | None:
     """Return the last step of which a state was saved."""
-    steps = [
-        mark.step for mark in history.marks if mark.kind == "saved" and mark.fields.get("state")
-    ]
+    steps = [row["step"] for row in history.marks if row["event"] == "saved" and row.get("state")]
     return steps[-1] if steps else None
 
 
@@ -287,21 +285,20 @@ def step_s(history: RunHistory) -> float:
     return statistics.median(recent) if recent else math.nan
 
 
-def recovery(history: RunHistory) -> MarkRow | None:
+def recovery(history: RunHistory) -> Row | None:
     """Return the last change after running out of memory, if it still holds."""
-    changes = [mark for mark in history.marks if mark.kind == "change"]
-    memory = [mark for mark in changes if str(mark.fields.get("key")).startswith("memory.")]
+    changes = [row for row in history.marks if row["event"] == "change"]
+    memory = [row for row in changes if str(row.get("key")).startswith("memory.")]
     return memory[-1] if memory and is_recovery(memory[-1]) else None
 
 
-def recovery_text(mark: MarkRow) -> str:
+def recovery_text(change: Row) -> str:
     """Return `Recovered from out of memory at step 150: batch 8 -> 4`."""
-    fields = mark.fields
-    key = str(fields.get("key"))
+    key = str(change.get("key"))
     name = "images at a time" if key == "memory.micro_batch" else key
     return (
-        f"Recovered from out of memory at step {mark.step:,}: {name} "
-        f"{fields.get('old')} -> {fields.get('new')}. The result is the same, a step takes longer."
+        f"Recovered from out of memory at step {change['step']:,}: {name} "
+        f"{change.get('old')} -> {change.get('new')}. The result is the same, a step takes longer."
     )
 
 

@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -79,20 +79,18 @@ CHARTS_CSS = Path(__file__).with_name("charts.css")
 """The style sheet of charts, for any page that has its colours."""
 LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 52, 10, 22, 38
 """The margins of a chart, which hold the tick labels."""
+WIDTHS_PX = {"wide": 1040, "narrow": 368}
+"""The drawings of a chart by the class that shows them: in a wide and in a narrow window."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChartLine:
-    """A polyline with its legend entry; with `dots` each point gets a circle with its `tooltip`.
-
-    As a level of a chart it is a horizontal line at the height of its only point.
-    """
+    """A polyline with its legend entry; with a `tooltip` each point gets a circle that shows it."""
 
     label: str
     css: str
     points: Sequence[Point]
-    dots: bool = False
-    tooltip: Callable[[Point], str] = lambda point: ""
+    tooltip: Callable[[Point], str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,62 +104,40 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strip:
-    """A vertical band between two x that shows `tooltip` when pointed at."""
-
-    start: float
-    end: float
-    tooltip: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Chart:
-    """The curves of a chart; `top` bounds the y axis: points above it are drawn at the edge.
+    """The curves of a chart by step; `top` bounds the y axis: points above it are drawn at the edge.
 
     With `log` the y axis is logarithmic, for lines that are `positive`. Otherwise it starts at zero or below.
     """
 
     title: str
-    x_label: str
-    y_label: str
+    height_px: int
     lines: Sequence[ChartLine]
-    levels: Sequence[ChartLine] = ()
     marks: Sequence[Mark] = ()
-    strips: Sequence[Strip] = ()
     top: float | None = None
     log: bool = False
-    y_format: Callable[[float], str] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """A drawing area in CSS pixels, and the class that shows it in a wide or in a narrow window."""
-
-    width_px: int
-    height_px: int
-    css: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
     """Where data land in an SVG of a size; `right` and `bottom` are where the margins begin."""
 
-    size: Size
+    width_px: int
+    height_px: int
     x_ticks: Sequence[float]
     y_ticks: Sequence[float]
     x_range: Point
-    y_range: Point
     log: bool = False
 
     left, top = LEFT_PX, TOP_PX
 
     @property
     def right(self) -> int:
-        return self.size.width_px - RIGHT_PX
+        return self.width_px - RIGHT_PX
 
     @property
     def bottom(self) -> int:
-        return self.size.height_px - BOTTOM_PX
+        return self.height_px - BOTTOM_PX
 
     def x(self, value: float) -> float:
         low, high = self.x_range
@@ -169,7 +145,7 @@ class Axes:
 
     def y(self, value: float) -> float:
         """Return the height of a value in pixels from the top; one outside of the range is at the edge."""
-        low, high = self.y_range
+        low, high = self.y_ticks[0], self.y_ticks[-1]
         value = max(min(value, high), low)
         if self.log:
             value, low, high = math.log10(value), math.log10(low), math.log10(high)
@@ -179,23 +155,18 @@ class Axes:
         """Return the path of a line, thinned to as many points as there are pixels, with its gaps."""
         paths = []
         for run in finite_runs(points):
-            drawn = thinned(run, limit=self.size.width_px)
+            drawn = thinned(run, limit=self.width_px)
             first, *rest = [f"{pixels(self.x(x))} {pixels(self.y(y))}" for x, y in drawn]
             paths.append(f"M{first}" + ("L" + " ".join(rest) if rest else "h0.01"))
         return "".join(paths)
 
 
-def draw(chart: Chart, *, sizes: Sequence[Size]) -> Html:
-    """Return a figure with legend and one SVG per size, or a sentence when nothing can be drawn."""
-    if not is_drawable(chart):
+def draw(chart: Chart) -> Html:
+    """Return a figure with legend and one SVG per width, or a sentence when nothing can be drawn."""
+    drawings = {css: axes_of(chart, width_px=width_px) for css, width_px in WIDTHS_PX.items()}
+    if None in drawings.values():
         return tag("p", f"{chart.title}: nothing was recorded.", class_="quiet")
-    drawings = [(axes_of(chart, size=size), size) for size in sizes]
     return render("chart.html", chart=chart, drawings=drawings)
-
-
-def is_drawable(chart: Chart) -> bool:
-    """Whether a line of the chart has a finite point."""
-    return any(run for line in chart.lines for run in finite_runs(line.points))
 
 
 def positive(line: ChartLine) -> ChartLine:
@@ -203,30 +174,29 @@ def positive(line: ChartLine) -> ChartLine:
     return replace(line, points=[(x, y if y > 0 else math.nan) for x, y in line.points])
 
 
-def axes_of(chart: Chart, *, size: Size) -> Axes:
-    """Return axes that hold all finite points and levels, with round ticks that fit the size."""
-    lines = (*chart.lines, *chart.levels)
-    points = [point for line in lines for run in finite_runs(line.points) for point in run]
-    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
+def axes_of(chart: Chart, *, width_px: int = WIDTHS_PX["wide"]) -> Axes | None:
+    """Return axes that hold all finite points, with round ticks that fit the size; None without a point."""
+    points = [point for line in chart.lines for run in finite_runs(line.points) for point in run]
+    if not points:
+        return None
+    xs, ys = zip(*points, strict=True)
+    x_low, x_high, low, high = min(xs), max(xs), min(ys), max(ys)
     if chart.top is not None and chart.top > low:
         high = min(high, chart.top)
     if not chart.log:
         low = min(low, 0.0)
     x_range = (x_low, x_high) if x_high > x_low else (x_low - 1, x_high + 1)
-    y_ticks = (log_ticks if chart.log else round_ticks)(
-        low, high, count=max(2, size.height_px // 55)
-    )
-    x_ticks = round_ticks(*x_range, count=min(12, size.width_px // 60))
+    y_ticks = log_ticks if chart.log else round_ticks
+    x_ticks = round_ticks(*x_range, count=min(12, width_px // 60))
     return Axes(
-        size=size,
-        # Whole ones only: steps and timesteps are counts, and half a step would read as the next.
+        width_px=width_px,
+        height_px=chart.height_px,
+        # Whole ones only: half a step would read as the next.
         x_ticks=[
             tick for tick in x_ticks if x_range[0] <= tick <= x_range[1] and tick.is_integer()
         ],
-        y_ticks=y_ticks,
+        y_ticks=y_ticks(low, high, count=max(2, chart.height_px // 55)),
         x_range=x_range,
-        y_range=(y_ticks[0], y_ticks[-1]),
         log=chart.log,
     )
 
@@ -256,10 +226,8 @@ def log_ticks(low: float, high: float, *, count: int) -> tuple[float, ...]:
     return tuple(tick for tick in ticks if below <= tick <= above)
 
 
-def tick_texts(ticks: Sequence[float], form: Callable[[float], str] | None) -> list[str]:
-    """Return the ticks as text, by default all with as many decimals as the longest needs."""
-    if form is not None:
-        return [form(tick) for tick in ticks]
+def tick_texts(ticks: Sequence[float]) -> list[str]:
+    """Return the ticks as text, all with as many decimals as the longest needs."""
     plain = [f"{tick:.10g}" for tick in ticks]
     if any("e" in words for words in plain):
         return plain
@@ -269,15 +237,9 @@ def tick_texts(ticks: Sequence[float], form: Callable[[float], str] | None) -> l
 
 def finite_runs(points: Iterable[Point]) -> Iterator[list[Point]]:
     """Yield the stretches of points between values that are not finite."""
-    run: list[Point] = []
-    for point in points:
-        if math.isfinite(point[0]) and math.isfinite(point[1]):
-            run.append(point)
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
+    for is_finite, run in groupby(points, key=lambda point: all(map(math.isfinite, point))):
+        if is_finite:
+            yield list(run)
 
 
 def thinned(points: Sequence[Point], *, limit: int) -> Sequence[Point]:

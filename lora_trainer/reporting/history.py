@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -65,19 +65,11 @@ class SampleImage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MarkRow:
-    """Something that happened at `step`: a save, a change of a setting, a resume."""
-
-    kind: str
-    step: int
-    fields: Row
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunHistory:
     """A run as its folder tells it, steps ascending; `end` is how its last session ended.
 
-    `seconds` are those of all sessions, without the pauses between them.
+    `marks` are saves, changes of a setting and resumes, each with its step. `seconds` are those of all
+    sessions, without the pauses between them.
     """
 
     folder: Path
@@ -86,7 +78,7 @@ class RunHistory:
     steps: tuple[StepRow, ...]
     validations: tuple[ValidationRow, ...]
     samples: tuple[SampleImage, ...]
-    marks: tuple[MarkRow, ...]
+    marks: tuple[Row, ...]
     problems: tuple[Row, ...]
     seconds: float
     sessions: int
@@ -104,7 +96,10 @@ class RunHistory:
 
 def number(row: Row, key: str) -> float:
     """Return a number of a row as float, NaN where there is none."""
-    value = row.get(key)
+    return _figure(row.get(key))
+
+
+def _figure(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return math.nan
     try:
@@ -125,27 +120,6 @@ def sequence(row: Row, key: str) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
 
 
-def validation_row(row: Row) -> ValidationRow:
-    """Return one validation of its event."""
-    pairs = [
-        pair for pair in sequence(row, "by_timestep") if isinstance(pair, list) and len(pair) == 2
-    ]
-    points = [dict(zip(("timestep", "loss"), pair, strict=True)) for pair in pairs]
-    return ValidationRow(
-        step=row["step"],
-        loss=number(row, "loss"),
-        by_timestep=tuple((number(point, "timestep"), number(point, "loss")) for point in points),
-    )
-
-
-def sample_images(row: Row) -> Iterator[SampleImage]:
-    """Yield the images of a sample event."""
-    for image in sequence(row, "images"):
-        if isinstance(image, dict):
-            prompt, seed, file = (str(image.get(key, "")) for key in ("prompt", "seed", "file"))
-            yield SampleImage(step=row["step"], prompt=prompt, seed=seed, file=file)
-
-
 _COMPARED_BYTES = 4096
 
 
@@ -158,11 +132,13 @@ class JsonlFollower:
     _offset: int = field(default=0, init=False)
     _before: bytes = field(default=b"", init=False)
     _open_line: bool = field(default=False, init=False)
+    _damaged: int = field(default=0, init=False)
+    _torn: bool = field(default=False, init=False)
 
-    def read(self) -> tuple[bool, list[dict[str, Any] | None], bool]:
-        """Return whether earlier lines have to be forgotten first, the new ones, and whether a torn line follows.
+    def read(self) -> tuple[bool, list[Row]]:
+        """Return whether earlier rows have to be forgotten first, and the new ones that can be used.
 
-        A line that is no object is None. Raises OSError for a file that is there and cannot be read.
+        Raises OSError for a file that is there and cannot be read.
         """
         inode, data, anew = 0, b"", True
         with suppress(FileNotFoundError), self.path.open("rb") as file:
@@ -174,7 +150,7 @@ class JsonlFollower:
                 file.seek(0)
                 data = file.read()
         if anew:
-            self._offset, self._before, self._open_line = 0, b"", False
+            self._offset, self._before, self._open_line, self._damaged = 0, b"", False, 0
         data = data[len(self._before) :]
         self._inode = inode
         *whole, last = data.split(b"\n")
@@ -184,7 +160,15 @@ class JsonlFollower:
         self._offset += len(lines)
         self._before = (self._before + lines)[-_COMPARED_BYTES:]
         self._open_line = row is not None or (self._open_line and not lines)
-        return anew, rows if row is None else [*rows, row], row is None and bool(last.strip())
+        self._torn = row is None and bool(last.strip())
+        rows += [] if row is None else [row]
+        usable = [row for row in rows if row is not None and _is_usable(row)]
+        self._damaged += len(rows) - len(usable)
+        return anew, usable
+
+    @property
+    def unreadable_lines(self) -> int:
+        return self._damaged + self._torn
 
     def _goes_on(self, data: bytes) -> bool:
         """Say whether the bytes before the place reached are the same, and a row that had no end has it now."""
@@ -202,6 +186,11 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
+def _is_usable(row: Row) -> bool:
+    kind = row.get("event")
+    return isinstance(kind, str) and (kind not in _STEPPED or isinstance(row.get("step"), int))
+
+
 RECENT_ROWS = 200
 _STEPPED = frozenset({"step", "validation", "sample", "saved", "resumed"})
 _ENDS = frozenset({"run_started", "finished", "stopped"})
@@ -209,24 +198,7 @@ _MARKS = frozenset({"saved", "change", "resumed"})
 
 
 @dataclass
-class _Listed:
-    """The rows of one file that can be used, and how many lines cannot."""
-
-    rows: list[Row] = field(default_factory=list)
-    damaged: int = 0
-
-    def usable(self, rows: Sequence[Row | None]) -> Iterator[Row]:
-        for row in rows:
-            kind = row and row.get("event")
-            has_step = row is not None and isinstance(row.get("step"), int)
-            if row is not None and isinstance(kind, str) and (has_step or kind not in _STEPPED):
-                yield row
-            else:
-                self.damaged += 1
-
-
-@dataclass
-class _Told(_Listed):
+class _EventSum:
     """The sum of the events so far.
 
     Rows without a step of their own get that of the step before them.
@@ -238,7 +210,7 @@ class _Told(_Listed):
     steps: dict[int, StepRow] = field(default_factory=dict)
     validations: dict[int, ValidationRow] = field(default_factory=dict)
     samples: list[SampleImage] = field(default_factory=list)
-    marks: list[MarkRow] = field(default_factory=list)
+    marks: list[Row] = field(default_factory=list)
     recent: deque[Row] = field(default_factory=lambda: deque(maxlen=RECENT_ROWS))
     seconds: float = 0.0
     _last_s: float = math.nan
@@ -263,12 +235,21 @@ class _Told(_Listed):
             return
         self.recent.append(row)
         if kind == "validation":
-            self.validations[self._step] = validation_row(row)
+            pairs = (pair for pair in sequence(row, "by_timestep") if isinstance(pair, list))
+            self.validations[self._step] = ValidationRow(
+                step=self._step,
+                loss=number(row, "loss"),
+                by_timestep=tuple(
+                    (_figure(pair[0]), _figure(pair[1])) for pair in pairs if len(pair) == 2
+                ),
+            )
         elif kind == "sample":
-            self.samples.extend(sample_images(row))
+            images = (image for image in sequence(row, "images") if isinstance(image, dict))
+            for image in images:
+                texts = {key: str(image.get(key, "")) for key in ("prompt", "seed", "file")}
+                self.samples.append(SampleImage(step=self._step, **texts))
         elif kind in _MARKS:
-            fields = {**row, "step": self._step}
-            self.marks.append(MarkRow(kind=kind, step=self._step, fields=fields))
+            self.marks.append({**row, "step": self._step})
 
     def _begin(self, row: Row) -> None:
         """Count a start; it forgets all steps after the one it resumed from."""
@@ -278,25 +259,9 @@ class _Told(_Listed):
         last = resumed_from if isinstance(resumed_from, int) else -1
         self.steps = {step: row for step, row in self.steps.items() if step <= last}
         self.validations = {step: row for step, row in self.validations.items() if step <= last}
-        self.samples = [row for row in self.samples if row.step <= last]
-        self.marks = [row for row in self.marks if row.step <= last]
+        self.samples = [image for image in self.samples if image.step <= last]
+        self.marks = [mark for mark in self.marks if mark["step"] <= last]
         self._step = max(0, last)
-
-    def history(self, folder: Path, *, run: Row, listed: _Listed, torn: int) -> RunHistory:
-        return RunHistory(
-            folder=folder,
-            run=run,
-            started=self.started,
-            sessions=self.sessions,
-            steps=tuple(self.steps[step] for step in sorted(self.steps)),
-            validations=tuple(self.validations[step] for step in sorted(self.validations)),
-            samples=tuple(self.samples),
-            marks=tuple(self.marks),
-            problems=tuple(listed.rows),
-            seconds=self.seconds,
-            end=self.end,
-            unreadable_lines=self.damaged + listed.damaged + torn,
-        )
 
 
 def read_history(folder: Path) -> RunHistory:
@@ -311,8 +276,8 @@ class HistoryReader:
     folder: Path
     _events: JsonlFollower = field(init=False)
     _problems: JsonlFollower = field(init=False)
-    _told: _Told = field(default_factory=_Told, init=False)
-    _listed: _Listed = field(default_factory=_Listed, init=False)
+    _sum: _EventSum = field(default_factory=_EventSum, init=False)
+    _problem_rows: list[Row] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._events = JsonlFollower(self.folder / "events.jsonl")
@@ -322,21 +287,30 @@ class HistoryReader:
         """Return the run as its files have it now; raises RequestError for run.json, OSError."""
         file = self.folder / "run.json"
         run = read_json_object(file) if file.exists() else {}
-        events_anew, events, torn_event = self._events.read()
-        problems_anew, problems, torn_problem = self._problems.read()
-        if events_anew:
-            self._told = _Told()
-        if problems_anew:
-            self._listed = _Listed()
-        for row in self._told.usable(events):
-            self._told.take(row)
-        self._listed.rows.extend(self._listed.usable(problems))
-        torn = torn_event + torn_problem
-        return self._told.history(self.folder, run=run, listed=self._listed, torn=torn)
+        anew, events = self._events.read()
+        so_far = self._sum = _EventSum() if anew else self._sum
+        for row in events:
+            so_far.take(row)
+        anew, problems = self._problems.read()
+        self._problem_rows = problems if anew else self._problem_rows + problems
+        return RunHistory(
+            folder=self.folder,
+            run=run,
+            started=so_far.started,
+            sessions=so_far.sessions,
+            steps=tuple(so_far.steps[step] for step in sorted(so_far.steps)),
+            validations=tuple(so_far.validations[step] for step in sorted(so_far.validations)),
+            samples=tuple(so_far.samples),
+            marks=tuple(so_far.marks),
+            problems=tuple(self._problem_rows),
+            seconds=so_far.seconds,
+            end=so_far.end,
+            unreadable_lines=self._events.unreadable_lines + self._problems.unreadable_lines,
+        )
 
     def recent(self) -> list[Row]:
         """Return the newest rows that are no steps, at most 200, by the time they were written."""
-        rows = [*self._told.recent, *self._listed.rows[-RECENT_ROWS:]]
+        rows = [*self._sum.recent, *self._problem_rows[-RECENT_ROWS:]]
         return sorted(rows, key=_time_s)[-RECENT_ROWS:]
 
 

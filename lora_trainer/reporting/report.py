@@ -31,7 +31,7 @@ from lora_trainer.common.wording import (
 from lora_trainer.config.config import all_settings
 from lora_trainer.reporting.charts import Html, render
 from lora_trainer.reporting.history import Row, RunHistory, mapping, number, read_history, sequence
-from lora_trainer.reporting.report_curves import loss_curve, small_curves, smoothed_losses
+from lora_trainer.reporting.report_curves import loss_curve, rate_curve, smoothed_losses
 from lora_trainer.reporting.sample_files import column_name, inside, sample_grid
 from lora_trainer.reporting.score import VALIDATION_FILE, WEIGHTS
 
@@ -61,7 +61,7 @@ def document(history: RunHistory) -> Html:
         grid=sample_grid(history),
         column_name=column_name,
         loss_curve=loss_curve(history),
-        small_curves=small_curves(history),
+        rate_curve=rate_curve(history),
         score=_score(history.folder),
         unreadable_lines=history.unreadable_lines,
         **_details(history),
@@ -181,7 +181,7 @@ def _validation(history: RunHistory) -> tuple[str, str]:
 
 
 def _file(history: RunHistory) -> tuple[str, str]:
-    names = [str(mark.fields["export"]) for mark in history.marks if mark.fields.get("export")]
+    names = [str(row["export"]) for row in history.marks if row.get("export")]
     if history.end and history.end["event"] == "finished" and history.end.get("export"):
         names.append(str(history.end["export"]))
     if not names:
@@ -210,7 +210,7 @@ def _details(history: RunHistory) -> dict[str, Any]:
     differing, defaults = _settings(history)
     return {
         "severities": SEVERITIES,
-        "changes": [_change(mark.fields) for mark in history.marks if mark.kind != "saved"],
+        "changes": [_change(row) for row in history.marks if row["event"] != "saved"],
         "problems": _problems(history),
         "dataset": _dataset(mapping(history.run, "dataset")),
         "differing": differing,
@@ -334,7 +334,7 @@ def _step_timings(history: RunHistory) -> Iterator[tuple[str, str]]:
     batch = number(history.started, "batch_size")
     if math.isfinite(batch):
         yield "images per second of steps", f"{batch * len(seconds) / sum(seconds):.1f}"
-    saves_s = [number(mark.fields, "seconds") for mark in history.marks if mark.kind == "saved"]
+    saves_s = [number(row, "seconds") for row in history.marks if row["event"] == "saved"]
     if saves_s:
         yield f"saves, {len(saves_s)} together", duration_text(math.fsum(saves_s))
 

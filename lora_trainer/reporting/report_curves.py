@@ -1,4 +1,4 @@
-"""The report's curves: loss, learning rate, validation loss by timestep.
+"""The report's curves: loss and learning rate.
 
 Input: a RunHistory. Output: `Html`. The charts themselves are drawn by charts.py; here is decided which values
 they show, how the loss is smoothed, and the note on values that do not fit the axis.
@@ -10,38 +10,24 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Literal
 
-from lora_trainer.common.wording import bytes_text, loss_text, rate_text
+from lora_trainer.common.wording import bytes_text, loss_text
 from lora_trainer.reporting.charts import (
     Chart,
     ChartLine,
     Html,
     Mark,
-    Point,
-    Size,
-    Strip,
     axes_of,
     draw,
-    is_drawable,
     join,
     positive,
     tag,
 )
-from lora_trainer.reporting.history import MarkRow, RunHistory, StepRow, number
+from lora_trainer.reporting.history import Row, RunHistory, StepRow, number
 from lora_trainer.reporting.status import Smoothed
 
-LARGE = (
-    Size(width_px=1040, height_px=330, css="wide"),
-    Size(width_px=368, height_px=260, css="narrow"),
-)
-SMALL = (
-    Size(width_px=500, height_px=210, css="wide"),
-    Size(width_px=368, height_px=210, css="narrow"),
-)
-_MAX_STRIPS = 120
 _MARKS_LEGEND = {
     "saved": "triangles: saves",
     "best": "solid green rule: step {best:,}, the best of the saved steps",
@@ -76,68 +62,65 @@ WHOLE = LossView()
 
 def loss_curve(history: RunHistory, view: LossView = WHOLE) -> Html:
     """Return the loss chart with its legend and notes."""
-    smoothed, span_steps = smoothed_losses(history.steps, share=SMOOTHING[view.smoothing])
-    chosen = [index for index, row in enumerate(history.steps) if view.holds(row.step)]
-    smoothed = [smoothed[index] for index in chosen]
-    history = replace(
-        history,
-        steps=tuple(history.steps[index] for index in chosen),
-        # The base's validation, at step 0, is a level over the whole width.
-        validations=tuple(
-            row for row in history.validations if view.holds(row.step) or not row.step
-        ),
-        marks=tuple(mark for mark in history.marks if view.holds(mark.step)),
+    averages, span_steps = smoothed_losses(history.steps, share=SMOOTHING[view.smoothing])
+    both = zip(history.steps, averages, strict=True)
+    shown = [(row, average) for row, average in both if view.holds(row.step)]
+    steps = [row for row, _ in shown]
+    raw = [(row.step, row.loss) for row in steps]
+    lines = [ChartLine(label="training, each step", css="raw", points=raw)]
+    if span_steps > 1:
+        label = f"training, mean of about {span_steps} steps"
+        means = [(row.step, average) for row, average in shown]
+        lines.append(ChartLine(label=label, css="train", points=means))
+    lines += _validation_lines(history, steps, view)
+    must_show = [loss for line in lines[1:] for _, loss in line.points]
+    chart = Chart(
+        title="Loss",
+        height_px=330,
+        lines=[positive(line) for line in lines] if view.log else lines,
+        marks=[
+            *(_mark(row) for row in history.marks if view.holds(row["step"])),
+            *_best_mark(view),
+        ],
+        top=None if view.outliers else axis_top([row.loss for row in steps], must_show=must_show),
+        log=view.log,
     )
-    chart = _loss_chart(history, smoothed=smoothed, span_steps=span_steps, view=view)
     kinds = {mark.css for mark in chart.marks}
-    words = (words for kind, words in _MARKS_LEGEND.items() if kind in kinds)
-    legend = "; ".join(words).format(best=view.best)
+    legend = "; ".join(words for kind, words in _MARKS_LEGEND.items() if kind in kinds)
     if legend:
-        legend = f"{legend[0].upper()}{legend[1:]}. Point at anything for its figures."
-    notes = filter(None, (legend, *_notes(chart, history.steps)))
-    return join((draw(chart, sizes=LARGE), *(tag("p", note, class_="note") for note in notes)))
+        legend = f"{legend[0].upper()}{legend[1:]}. Point at a sign for its figures."
+    notes = filter(None, (legend.format(best=view.best), *_notes(chart, steps)))
+    return join((draw(chart), *(tag("p", note, class_="note") for note in notes)))
 
 
-def small_curves(history: RunHistory) -> Html:
-    """Return the charts of the learning rate and of the validation loss by timestep."""
-    rates = [(row.step, row.lr) for row in history.steps]
-    rate = Chart(
-        title="Learning rate",
-        x_label="step",
-        y_label="",
-        lines=[ChartLine(label="", css="train", points=rates)],
-        y_format=rate_text,
-    )
-    base, last = history.base_validation, history.last_validation
-    lines = [
-        _timestep_line(row.by_timestep, name=name, css=css)
-        for row, name, css in (
-            (base, "base", "base"),
-            (last, f"step {last.step:,}" if last else "", "validation"),
+def _validation_lines(
+    history: RunHistory, steps: Sequence[StepRow], view: LossView
+) -> Iterator[ChartLine]:
+    """Yield the validation losses, and that of the base as a level over all steps."""
+    points = [(row.step, row.loss) for row in history.validations if row.step]
+    points = [point for point in points if view.holds(point[0])]
+    if points:
+        yield ChartLine(
+            label="validation",
+            css="validation",
+            points=points,
+            tooltip=lambda point: f"step {point[0]:,.0f}: validation loss {loss_text(point[1])}",
         )
-        if row is not None
-    ]
-    title = "Validation loss by timestep"
-    noise = "timestep (0 clean, high noisy)"
-    by_timestep = Chart(title=title, x_label=noise, y_label="loss", lines=lines)
-    return join(
-        (
-            draw(rate, sizes=SMALL),
-            draw(by_timestep, sizes=SMALL)
-            if any(line.points for line in lines)
-            else tag("p", f"{title}: nothing was validated.", class_="quiet"),
+    base = history.base_validation
+    if base is not None and steps and math.isfinite(base.loss):
+        yield ChartLine(
+            label="validation of the base",
+            css="base",
+            points=[(row.step, base.loss) for row in (steps[0], steps[-1])],
+            tooltip=lambda point: f"validation loss of the untouched base: {loss_text(point[1])}",
         )
-    )
 
 
-def _timestep_line(points: Sequence[Point], *, name: str, css: str) -> ChartLine:
-    return ChartLine(
-        label=name,
-        css=css,
-        points=sorted(points),
-        dots=True,
-        tooltip=lambda point: f"timestep {point[0]:.0f}, {name}: {loss_text(point[1])}",
-    )
+def rate_curve(history: RunHistory) -> Html:
+    """Return the chart of the learning rate."""
+    points = [(row.step, row.lr) for row in history.steps]
+    line = ChartLine(label="", css="train", points=points)
+    return draw(Chart(title="Learning rate", height_px=210, lines=[line]))
 
 
 def smoothed_losses(
@@ -159,90 +142,22 @@ def axis_top(losses: Sequence[float], *, must_show: Sequence[float]) -> float | 
     return max([finite[math.ceil(0.98 * len(finite)) - 1], *filter(math.isfinite, must_show)])
 
 
-def _loss_chart(
-    history: RunHistory, *, smoothed: Sequence[float], span_steps: int, view: LossView
-) -> Chart:
-    steps, base = history.steps, history.base_validation
-    losses = [row.loss for row in steps]
-    validation = [(float(row.step), row.loss) for row in history.validations if row.step]
-    lines = [ChartLine(label="training, each step", css="raw", points=_by_step(steps, losses))]
-    must_show = [loss for _, loss in validation]
-    if span_steps > 1:
-        label = f"training, mean of about {span_steps} steps"
-        lines.append(ChartLine(label=label, css="train", points=_by_step(steps, smoothed)))
-        must_show += smoothed
-    if validation:
-        lines.append(
-            ChartLine(
-                label="validation",
-                css="validation",
-                points=validation,
-                dots=True,
-                tooltip=lambda point: (
-                    f"step {point[0]:,.0f}: validation loss {loss_text(point[1])}"
-                ),
-            )
-        )
-    levels = []
-    if base is not None and steps and math.isfinite(base.loss):
-        tip = f"validation loss of the untouched base: {loss_text(base.loss)}"
-        level = [(float(steps[0].step), base.loss)]
-        label = "validation of the base"
-        levels.append(ChartLine(label=label, css="base", points=level, tooltip=lambda _: tip))
-        must_show.append(base.loss)
-    return Chart(
-        title="Loss",
-        x_label="step",
-        y_label="loss",
-        lines=[positive(line) for line in lines] if view.log else lines,
-        levels=levels,
-        marks=[*map(_mark, history.marks), *_best_mark(view)],
-        strips=_strips(steps, smoothed),
-        top=None if view.outliers else axis_top(losses, must_show=must_show),
-        log=view.log,
-    )
-
-
-def _by_step(steps: Sequence[StepRow], values: Sequence[float]) -> list[Point]:
-    return [(float(row.step), value) for row, value in zip(steps, values, strict=True)]
-
-
-def _strips(steps: Sequence[StepRow], smoothed: Sequence[float]) -> list[Strip]:
-    if len(steps) < 2:
-        return []
-    chosen = range(0, len(steps), math.ceil(len(steps) / _MAX_STRIPS))
-    middles = [(steps[a].step + steps[b].step) / 2 for a, b in pairwise(chosen)]
-    edges = [steps[0].step, *middles, steps[-1].step]
-    return [
-        Strip(start=start, end=end, tooltip=_strip_tip(steps[index], smoothed[index]))
-        for index, (start, end) in zip(chosen, pairwise(edges), strict=True)
-        if end > start
-    ]
-
-
-def _strip_tip(row: StepRow, smoothed: float) -> str:
-    return (
-        f"step {row.step:,}: loss {loss_text(row.loss)}, smoothed {loss_text(smoothed)}, "
-        f"learning rate {rate_text(row.lr)}"
-    )
-
-
-def _mark(mark: MarkRow) -> Mark:
-    fields = mark.fields
-    if mark.kind == "saved":
-        names = " and ".join(str(fields[key]) for key in ("export", "state") if fields.get(key))
-        size_bytes = fields.get("bytes")
+def _mark(row: Row) -> Mark:
+    kind = row["event"]
+    if kind == "saved":
+        names = " and ".join(str(row[key]) for key in ("export", "state") if row.get(key))
+        size_bytes = row.get("bytes")
         size = bytes_text(size_bytes) if isinstance(size_bytes, int) else "size unknown"
         event = f"saved {names} ({size})"
-    elif mark.kind == "resumed":
-        event = f"resumed, {fields.get('exactness')}"
+    elif kind == "resumed":
+        event = f"resumed, {row.get('exactness')}"
     else:
-        event = "{key} {old} -> {new}: {reason}".format_map(defaultdict(lambda: None, fields))
+        event = "{key} {old} -> {new}: {reason}".format_map(defaultdict(lambda: None, row))
     return Mark(
-        x=mark.step,
-        css="memory" if is_recovery(mark) else mark.kind,
-        tooltip=f"step {mark.step:,}: {event}",
-        rule=mark.kind != "saved",
+        x=row["step"],
+        css="memory" if is_recovery(row) else kind,
+        tooltip=f"step {row['step']:,}: {event}",
+        rule=kind != "saved",
     )
 
 
@@ -253,12 +168,12 @@ def _best_mark(view: LossView) -> list[Mark]:
     return [Mark(x=view.best, css="best", tooltip=tip, rule=True)]
 
 
-def is_recovery(mark: MarkRow) -> bool:
-    """Whether a mark is a change with which a run went on after it ran out of memory."""
-    key = str(mark.fields.get("key"))
-    if mark.kind != "change" or not key.startswith("memory."):
+def is_recovery(row: Row) -> bool:
+    """Whether an event is a change with which a run went on after it ran out of memory."""
+    key = str(row.get("key"))
+    if row["event"] != "change" or not key.startswith("memory."):
         return False
-    grown = number(mark.fields, "new") > number(mark.fields, "old")
+    grown = number(row, "new") > number(row, "old")
     return not (key == "memory.micro_batch" and grown)  # that is the way back
 
 
@@ -267,8 +182,8 @@ def _notes(chart: Chart, steps: Sequence[StepRow]) -> Iterator[str]:
     if len(finite) < len(steps):
         count = len(steps) - len(finite)
         yield f"Steps whose loss is not a number: {count}. The line is broken there."
-    top = axes_of(chart, size=LARGE[0]).y_range[1] if is_drawable(chart) else math.inf
-    above = [row for row in finite if row.loss > top]
+    axes = axes_of(chart)
+    above = [row for row in finite if axes is not None and row.loss > axes.y_ticks[-1]]
     if above:
         highest = max(above, key=lambda row: row.loss)
         where = f"the highest is {loss_text(highest.loss)} at step {highest.step:,}"
