@@ -1,7 +1,7 @@
 """The components of the visual system as markup: icons, buttons, progress, states, notices, the frame.
 
 Inputs: texts, which may be of anybody. Output: escaped markup for the classes of assets/site.css. Pages
-put these together; `/_kit` shows each of them in every state.
+put these together.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ say and writes files; nothing is passed from one page to another but what stands
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,6 @@ from .pages import (
     doctor_page,
     expert,
     home,
-    kit,
     library_page,
     queue,
     run,
@@ -31,7 +29,6 @@ from .pages import (
 from .pages.gradio_events import module
 from .workplace import Workplace
 
-KIT_VARIABLE = "LORA_TRAIN_GUI_KIT"
 _BAR = module("live.js", 'module.start(element.querySelector(".bar"));')
 
 
@@ -55,7 +52,6 @@ PAGES = (
     Page(name="All settings", path="settings", build=expert.build),
     Page(name="Machine", path="doctor", build=doctor_page.build),
 )
-KIT = Page(name="Kit", path="_kit", build=kit.build)
 
 
 def build_site(work: Workplace) -> Any:
@@ -63,7 +59,7 @@ def build_site(work: Workplace) -> Any:
     with gr.Blocks(title=PRODUCT, analytics_enabled=False) as site:
         _frame("Home")
         home.build(work)
-    for page in (*PAGES, KIT) if os.environ.get(KIT_VARIABLE) else PAGES:
+    for page in PAGES:
         with site.route(page.name, f"/{page.path}", show_in_navbar=False):
             _frame(page.name)
             page.build(work)

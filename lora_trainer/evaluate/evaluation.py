@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor
 
 from lora_trainer.cache.cache_plan import SampleSource
 from lora_trainer.common.errors import InputError
@@ -48,6 +48,7 @@ from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.loss import Model, add_noise, target
+from lora_trainer.training.timesteps import Level
 
 QUANTILES = 16
 MAX_PICTURES = 16
@@ -66,43 +67,37 @@ class LossProbe:
     @torch.no_grad()
     def losses(self, batches: Sequence[Sequence[Sample]], *, strength: float) -> list[float]:
         """Return the mean loss of each batch; a batch has one timestep."""
+        losses = self.model.losses
         with self.dial.at(strength):
-            return [self._mean_loss(samples) for samples in batches]
-
-    def _mean_loss(self, samples: Sequence[Sample]) -> float:
-        losses = torch.cat([self.model.losses(group).cpu() for group in self._split(samples)])
-        return float(losses.double().mean())
+            rows = [[losses(part).cpu() for part in self._split(batch)] for batch in batches]
+        return [float(torch.cat(row).double().mean()) for row in rows]
 
     @torch.no_grad()
     def drift(self, batches: Sequence[Sequence[Sample]]) -> tuple[float, float]:
         """Return (mean squared change of the predictions at strength 1, the base's mean squared error)."""
-        changes, errors = [], []
-        for samples in batches:
-            for group in self._split(samples):
-                change, error = self._drift(group)
-                changes += change
-                errors += error
+        parts = [self._drift(part) for batch in batches for part in self._split(batch)]
+        changes, errors = torch.cat(parts, dim=1).tolist()
         return fmean(changes), fmean(errors)
 
     def _split(self, samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
         return split(samples, cap=self.at_once, group_key=self.model.batch_group_key)
 
-    def _drift(self, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    def _drift(self, samples: Sequence[Sample]) -> Tensor:
+        """Return the squared change and the squared error of each sample, fp32 [2, B]."""
         model = self.model
         batch = model.collate(samples).on(model.device)
         level = (batch.alpha, batch.sigma)
         noisy = add_noise(batch.latents, batch.noise, *level).to(model.precision)
-        target_values = target(batch.latents, batch.noise, *level, model.prediction)
-        predicted = []
+        predicted = [target(batch.latents, batch.noise, *level, model.prediction).float()]
         for strength in (0.0, 1.0):
             with self.dial.at(strength):
                 conditioning = model.embed(batch.conditioning)
                 prediction = model.predict(model.denoiser, noisy, batch.timesteps, conditioning)
                 predicted.append(prediction.float())
-        base, adapted = predicted
-        change: list[float] = (adapted - base).square().flatten(1).mean(1).tolist()
-        error: list[float] = (base - target_values.float()).square().flatten(1).mean(1).tolist()
-        return change, error
+        true, base, adapted = predicted
+        return torch.stack(
+            [each.square().flatten(1).mean(1) for each in (adapted - base, base - true)]
+        ).cpu()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,26 +151,26 @@ class Evaluation:
             **self.plan.facts.geometry_conditioning(whole),
             **self.feeder.shared_conditioning,
         }
-        batches = []
-        for quantile in range(QUANTILES):
-            level = self.feeder.levels.at((quantile + 0.5) / QUANTILES)
-            samples = []
-            for prompt, latent in zip(prompts, latents, strict=True):
-                seed = draw_seed(self.feeder.seed, Stream.DRIFT_NOISE, prompt, int(level.timestep))
-                noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(seed))
-                text = self.feeder.entries.read(texts_as(self.plan).key(prompt))
-                samples.append(
-                    Sample(
-                        sample=prompt,
-                        latents=latent,
-                        noise=noise,
-                        level=level,
-                        weight=1.0,
-                        conditioning={**text, **shared},
-                    )
-                )
-            batches.append(tuple(samples))
-        return batches
+
+        def sample(prompt: str, latent: Tensor, level: Level) -> Sample:
+            seed = draw_seed(self.feeder.seed, Stream.DRIFT_NOISE, prompt, int(level.timestep))
+            return Sample(
+                sample=prompt,
+                latents=latent,
+                noise=torch.randn(latent.shape, generator=torch.Generator().manual_seed(seed)),
+                level=level,
+                weight=1.0,
+                conditioning={**self.feeder.entries.read(text_key(prompt)), **shared},
+            )
+
+        text_key, at = texts_as(self.plan).key, self.feeder.levels.at
+        return [
+            tuple(
+                sample(prompt, latent, at((quantile + 0.5) / QUANTILES))
+                for prompt, latent in zip(prompts, latents, strict=True)
+            )
+            for quantile in range(QUANTILES)
+        ]
 
     def pictures(self, records: Sequence[ImageRecord]) -> list[Image.Image]:
         """Return the dataset's images as they are trained: scaled and cropped."""
@@ -232,7 +227,7 @@ def build_evaluation(
     events.emit("phase", phase="load", message=plan.facts.source, done=0, total=0)
     networks = load_networks(plan)
     _add_words(subject.file, plan, networks)
-    inside = _inside(networks)
+    inside = networks.by_component
     names = file_names(
         plan.family,
         {
@@ -282,11 +277,6 @@ def _add_words(file: Path, plan: Plan, networks: Networks) -> None:
         vectors.copy_(torch.from_numpy(trained_vectors[plan.family.text.new_token_keys[component]]))
 
 
-def _inside(networks: Networks) -> dict[str, nn.Module]:
-    inside: dict[str, nn.Module] = {DENOISER: networks.denoiser}
-    return inside | (dict(networks.text.networks) if networks.text is not None else {})
-
-
 KEPT_SECTIONS = ("base.", "data.", "objective.", "adapter.", "sampling.")
 KEPT_SETTINGS = (
     "hardware.threads",
@@ -334,13 +324,10 @@ def evaluated_lora_of(path: Path, *, base: str | None) -> EvaluatedLora:
 
 def _kept(settings: Mapping[str, Any], *, elsewhere: bool) -> dict[str, Any]:
     """Return the settings to reuse; `elsewhere`: paths may be of another machine or base, so drop them."""
-    paths = {info.key for info in all_settings() if info.path}
-    setting_keys = {info.key for info in all_settings()}
-    return {
-        key: value
-        for key, value in settings.items()
-        if key in setting_keys
-        and (key.startswith(KEPT_SECTIONS) or key in KEPT_SETTINGS)
-        and value != "auto"
-        and not (elsewhere and key in (*paths, *OF_THIS_MACHINE))
+    keys = {
+        info.key
+        for info in all_settings()
+        if (info.key.startswith(KEPT_SECTIONS) or info.key in KEPT_SETTINGS)
+        and not (elsewhere and (info.path or info.key in OF_THIS_MACHINE))
     }
+    return {key: value for key, value in settings.items() if key in keys and value != "auto"}

@@ -52,18 +52,19 @@ class StopFlag:
     clock: Callable[[], float] = time.monotonic
 
     def __call__(self) -> int | None:
-        pending = self.control.pending() if self.control else set[str]()
-        if self.control and "stop_now" in pending:
-            self.control.done("stop_now")
-            self.answers.put(_ANSWERS[2])
+        if self._obeys("stop_now", _ANSWERS[2]):
             raise KeyboardInterrupt
-        if self.control and self.number is None and "stop" in pending:
-            self.control.done("stop")
-            self.answers.put(_ANSWERS[0])
-            self.number = int(signal.SIGTERM)
-        if self.number is None and self.is_asked():
+        if self.number is None and (self._obeys("stop", _ANSWERS[0]) or self.is_asked()):
             self.number = int(signal.SIGTERM)
         return self.number
+
+    def _obeys(self, request: Request, answer: str) -> bool:
+        """Whether a file in control/ asks for it; the file is removed and answered."""
+        if self.control is None or self.control.asked_at_s(request) is None:
+            return False
+        self.control.done(request)
+        self.answers.put(answer)
+        return True
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal; signals within one second count once, as launchers forward each a second time.
@@ -111,23 +112,17 @@ def taking_signals(stop: StopFlag) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, stop.handle) for number in _stop_signals()}
+    # POSIX has SIGHUP; Windows has SIGBREAK, for Ctrl-Break and a window that is being closed.
+    closed = (getattr(signal, name, None) for name in ("SIGHUP", "SIGBREAK"))
+    # `nohup` makes SIGHUP ignored.
+    heard = (n for n in closed if n is not None and signal.getsignal(n) is not signal.SIG_IGN)
+    numbers = (signal.SIGINT, signal.SIGTERM, *heard)
+    previous = {number: signal.signal(number, stop.handle) for number in numbers}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _stop_signals() -> list[int]:
-    """Return the signals that stop a run, without a SIGHUP that `nohup` made ignored."""
-    stopping: list[int] = [signal.SIGINT, signal.SIGTERM]
-    # POSIX has SIGHUP; Windows has SIGBREAK, for Ctrl-Break and a window that is being closed.
-    for name in ("SIGHUP", "SIGBREAK"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-            stopping.append(number)
-    return stopping
 
 
 Request = Literal["stop", "stop_now", "save", "sample"]
@@ -161,32 +156,33 @@ class Control:
 
     run_folder: Path
 
+    @property
+    def folder(self) -> Path:
+        return self.run_folder / CONTROL_FOLDER
+
     def pending(self) -> set[str]:
         """Return the requests that wait; files of other names are not requests."""
-        folder = self.run_folder / CONTROL_FOLDER
         try:
-            names = {entry.name for entry in os.scandir(folder)}
+            names = {entry.name for entry in os.scandir(self.folder)}
         except OSError:  # no folder, no requests
             return set()
         return names & set(get_args(Request))
 
     def done(self, name: str) -> None:
         """Remove a request that was obeyed."""
-        file = self.run_folder / CONTROL_FOLDER / name
-        retry_while_open(lambda: file.unlink(missing_ok=True))
+        retry_while_open(lambda: (self.folder / name).unlink(missing_ok=True))
 
     def forget_before(self, time_s: float) -> None:
         """Remove requests from before `time_s`: they were meant for a process that was killed."""
         for name in self.pending():
-            file = self.run_folder / CONTROL_FOLDER / name
             with suppress(OSError):
-                if file.stat().st_mtime < time_s:
-                    file.unlink()
+                if (self.folder / name).stat().st_mtime < time_s:
+                    (self.folder / name).unlink()
 
     def asked_at_s(self, name: Request) -> float | None:
         """Return when a request that waits was made, None if none does."""
         try:
-            return (self.run_folder / CONTROL_FOLDER / name).stat().st_mtime
+            return (self.folder / name).stat().st_mtime
         except OSError:
             return None
 
@@ -196,13 +192,12 @@ class Control:
         `prompt` is for sample images; it raises RequestError where it is too long or no text.
         """
         data = _checked_prompt(prompt).encode()
-        folder = self.run_folder / CONTROL_FOLDER
         try:
-            folder.mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise disk_error(folder, error) from error
+            raise disk_error(self.folder, error) from error
         # Renamed into place: the trainer must not read a prompt that is half there.
-        write_atomic(folder / name, data, durable=False)
+        write_atomic(self.folder / name, data, durable=False)
 
     def take_samples(self) -> str | None:
         """Return the prompt of a request for sample images and remove the request, None if none waits.
@@ -211,9 +206,8 @@ class Control:
         """
         if "sample" not in self.pending():
             return None
-        file = self.run_folder / CONTROL_FOLDER / "sample"
         try:
-            with file.open("rb") as opened:
+            with (self.folder / "sample").open("rb") as opened:
                 # A byte more than is allowed, which is then refused.
                 data = opened.read(MAX_PROMPT_CHARACTERS * _BYTES_PER_CHARACTER + 1)
         except OSError as error:

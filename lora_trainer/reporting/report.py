@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.common.events import SEVERITIES
 from lora_trainer.common.files import read_json_object, write_atomic
 from lora_trainer.common.wording import (
     INTERRUPTED_EXIT_CODES,
@@ -83,20 +84,15 @@ def _score(folder: Path) -> dict[str, Any] | None:
         missing = f"without {number(row, 'weight_left_out'):.0%} of their weight"
         sentence = f"{name}: {score:.2f} of 1 from its parts so far, {missing}"
     parts, left_out = mapping(row, "parts"), mapping(row, "left_out")
-    values = {name: number(parts, name) for name in WEIGHTS}
-    return {
-        "verdict": sentence,
-        "parts": [
-            (
-                name,
-                f"{weight:.2f}",
-                f"{values[name]:.2f}" if math.isfinite(values[name]) else "",
-                left_out.get(name, ""),
-            )
-            for name, weight in WEIGHTS.items()
-        ],
-        "notes": sequence(row, "notes"),
-    }
+    rows = [
+        (name, f"{weight:.2f}", _two_decimals(number(parts, name), ""), left_out.get(name, ""))
+        for name, weight in WEIGHTS.items()
+    ]
+    return {"verdict": sentence, "parts": rows, "notes": sequence(row, "notes")}
+
+
+def _two_decimals(value: float, otherwise: str) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else otherwise
 
 
 def verdict(history: RunHistory) -> tuple[str, str]:
@@ -193,7 +189,6 @@ def _file(history: RunHistory) -> tuple[str, str]:
     return names[-1], size
 
 
-SEVERITIES = ("error", "warning", "note")
 _PROBLEM = ("severity", "what", "file", "fix", "code")
 _CHANGE = ("key", "old", "new", "exactness")
 _MEMORY = {
@@ -268,19 +263,11 @@ def _dataset(data: Row) -> dict[str, Any]:
         "name": data.get("name", "unknown"),
         "held_out": [str(name) for name in sequence(data, "held_out")],
         "scores": [
-            {
-                "part": name,
-                "score": f"{score:.2f}" if math.isfinite(score) else "not measured",
-                "share": _share(score),
-            }
+            (name, _two_decimals(score, "not measured"), _share(score))
             for name, score in scores.items()
         ],
         "buckets": [
-            {
-                "size": name.replace("x", " \u00d7 "),
-                "images": _count(count),
-                "share": _share(count / most),
-            }
+            (name.replace("x", " \u00d7 "), _count(count), _share(count / most))
             for name, count in sorted(buckets.items(), key=lambda entry: -entry[1])
         ],
         "findings": sorted(findings, key=lambda row: (_severity(row), row["file"])),
@@ -348,13 +335,10 @@ def data_wait_fraction(history: RunHistory) -> float:
 
 
 def _memory(history: RunHistory) -> Iterator[tuple[str, str]]:
-    peaks = {
-        name: max(
-            (figure for row in history.steps if (figure := getattr(row, name)) > 0), default=0
-        )
-        for name in _MEMORY
-    }
+    peaks = dict.fromkeys(_MEMORY, 0.0)
     for name, text in _MEMORY.items():
+        for row in history.steps:
+            peaks[name] = max(peaks[name], getattr(row, name))  # NaN is never the larger one
         if peaks[name]:
             yield text, bytes_text(peaks[name])
     memory = mapping(mapping(history.run, "plan"), "memory")

@@ -211,9 +211,9 @@ class StatusWriter:
 
     def _write(self) -> None:
         try:
-            content = asdict(self.status)
+            left_s = self.status.left_s if math.isfinite(self.status.left_s) else None
+            content = asdict(self.status) | {"left_s": left_s}
             del content["stage"]  # a reader's
-            content["left_s"] = self.status.left_s if math.isfinite(self.status.left_s) else None
             write_atomic(self.run_folder / STATUS_FILE, json_bytes(content), durable=False)
         except MachineError as error:
             if not self._refused:

@@ -25,21 +25,14 @@ from lora_trainer.reporting.status import Smoothed, measured
 
 _GIB_BYTES = 1 << 30
 _SCALARS = (str, bool, int, float, type(None))
-_NAMES = (
-    "aim",
-    "clearml",
-    "comet_ml",
-    "dvclive",
-    "mlflow",
-    "swanlab",
-    "tensorboard",
-    "trackio",
-    "wandb",
-)
-PACKAGES: Mapping[str, str] = {name: name.replace("_", "-") for name in _NAMES}
-"""Tracker name of accelerate -> the package that has to be installed."""
-_DRAWING = frozenset({"tensorboard", "wandb", "swanlab", "aim", "clearml"})
-"""Trackers that take images through accelerate."""
+_IMAGES: Mapping[str, Callable[[Image.Image], Any]] = {
+    "tensorboard": lambda image: np.asarray(image)[None],
+    "wandb": lambda image: [image],
+    "swanlab": lambda image: [image],
+    "aim": lambda image: image,
+    "clearml": lambda image: image,
+}
+"""Trackers that take images through accelerate -> the form in which they take one."""
 
 
 def start_trackers(
@@ -55,15 +48,18 @@ def start_trackers(
     `packages` gives installed versions by package name, None or no entry where one is missing. `settings` go to
     services that keep a table of them.
     """
-    usable = [name for name in dict.fromkeys(names) if _is_usable(name, packages, events)]
-    if not usable:
+    unique = list(dict.fromkeys(names))
+    if not unique:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     table = {
         key: value if isinstance(value, _SCALARS) else str(value) for key, value in settings.items()
     }
-    for name in usable:
+    for name in unique:
+        if fault := _fault(name, LOGGER_TYPE_TO_CLASS, packages):
+            events.problem(fault[0], fix=fault[1], severity="note")
+            continue
         # TensorBoard's run name is a folder; DESIGN wants runs/NAME/tensorboard.
         label = name if name == "tensorboard" else run_folder.name
         folder = (run_folder,) if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory else ()
@@ -75,7 +71,7 @@ def start_trackers(
             started = listener.attempt(partial(tracker.store_init_configuration, table))
         if started:
             events.subscribe(listener)
-            if name not in _DRAWING:
+            if name not in _IMAGES:
                 events.problem(
                     f"tracker {name} gets no sample images, accelerate has no call for it",
                     fix="look at them in the run folder or its report.html",
@@ -83,20 +79,18 @@ def start_trackers(
                 )
 
 
-def _is_usable(name: str, packages: Mapping[str, str | None], events: EventStream) -> bool:
-    """Say whether a tracker can start; one that cannot is a problem."""
-    package = PACKAGES.get(name)
-    if package is not None and packages.get(package) is not None:
-        return True
-    if package is None:
-        what = f"logging.trackers names {name!r}, which is not one of {', '.join(PACKAGES)}."
-        what = (what + did_you_mean(name, PACKAGES)).rstrip(".")
-        fix = "correct logging.trackers"
-    else:
-        what = f"tracker {name} is left out: the package {package} is not installed"
-        fix = f"pip install {package}, or drop it from logging.trackers"
-    events.problem(what, fix=fix, severity="note")
-    return False
+def _fault(
+    name: str, known: Iterable[str], packages: Mapping[str, str | None]
+) -> tuple[str, str] | None:
+    """Return why a tracker cannot start, and what to do; None where it can."""
+    if name not in known:
+        what = f"logging.trackers names {name!r}, which is not one of {', '.join(known)}."
+        return (what + did_you_mean(name, known)).rstrip("."), "correct logging.trackers"
+    package = name.replace("_", "-")
+    if packages.get(package) is not None:
+        return None
+    what = f"tracker {name} is left out: the package {package} is not installed"
+    return what, f"pip install {package}, or drop it from logging.trackers"
 
 
 @dataclass
@@ -119,10 +113,12 @@ class TrackerListener:
         fields = event.fields
         match event.kind:
             case "step":
-                self.attempt(lambda: self._log(self._step_scalars(fields), fields["step"]))
+                values = self._step_scalars(fields)
+                self.attempt(lambda: self.tracker.log(values, step=fields["step"]))
             case "validation":
-                self.attempt(lambda: self._log(_validation_scalars(fields), fields["step"]))
-            case "sample" if self.name in _DRAWING:
+                values = _validation_scalars(fields)
+                self.attempt(lambda: self.tracker.log(values, step=fields["step"]))
+            case "sample" if self.name in _IMAGES:
                 self.attempt(lambda: self._log_images(fields))
             case "finished" | "stopped":
                 self._silent = True
@@ -132,22 +128,13 @@ class TrackerListener:
         with suppress(Exception):  # what went wrong with it has been reported
             self.tracker.finish()
 
-    def _log(self, values: Mapping[str, float], step: int) -> None:
-        self.tracker.log(values, step=step)
-
     def _log_images(self, fields: Mapping[str, Any]) -> None:
+        layout = {"dataformats": "NHWC"} if self.name == "tensorboard" else {}
         for index, image_row in enumerate(fields["images"]):
             with Image.open(self.folder / image_row["file"]) as opened:
-                image = opened.convert("RGB")
-            tag, step = f"samples/{index:02d}", fields["step"]
-            match self.name:
-                case "tensorboard":
-                    pixels = np.asarray(image)[None]
-                    self.tracker.log_images({tag: pixels}, step=step, dataformats="NHWC")
-                case "wandb" | "swanlab":
-                    self.tracker.log_images({tag: [image]}, step=step)
-                case _:
-                    self.tracker.log_images({tag: image}, step=step)
+                image = _IMAGES[self.name](opened.convert("RGB"))
+            images = {f"samples/{index:02d}": image}
+            self.tracker.log_images(images, step=fields["step"], **layout)
 
     def _step_scalars(self, fields: Mapping[str, Any]) -> dict[str, float]:
         values = {

@@ -56,6 +56,13 @@ class Networks:
     text: TextEncoder | None
     assistant: LoraStrength | None
 
+    @property
+    def by_component(self) -> dict[str, nn.Module]:
+        """The networks that an adapter may be in."""
+        return {DENOISER: self.denoiser} | (
+            dict(self.text.networks) if self.text is not None else {}
+        )
+
 
 def load_networks(prepared: Prepared) -> Networks:
     config, device, family = prepared.config, planned_device(prepared), prepared.family

@@ -18,7 +18,6 @@ from torch import nn
 
 from lora_trainer.common.errors import LoraTrainError, first_line
 from lora_trainer.common.files import json_bytes, write_atomic
-from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.lora_hooks import change_of, layer_of
 from lora_trainer.lora.low_rank import NotLowRank, product, singular
@@ -123,11 +122,8 @@ def validate_at_the_end(
     job: TrainingJob, networks: Networks, adapter: Adapter, file: Path, end: Progress
 ) -> None:
     """Write the parts that need no pass to validation.json; a failure is an event, never the end of a run."""
-    inside: dict[str, nn.Module] = {DENOISER: networks.denoiser}
-    if networks.text is not None:
-        inside |= networks.text.networks
     try:
-        result = _measured(job.folder, inside, adapter, file, end)
+        result = _measured(job.folder, networks.by_component, adapter, file, end)
         path = job.folder.path / VALIDATION_FILE
         write_atomic(path, json_bytes(result.to_json()), durable=False)
     except (LoraTrainError, RuntimeError) as error:

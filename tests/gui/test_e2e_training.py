@@ -275,23 +275,6 @@ def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(
     until(lambda: state(place, "example") == "finished", "the training after the download")
 
 
-def test_what_was_filled_in_survives_a_reload_and_a_way_back(page: Any, place: Place) -> None:
-    page.goto(place.server.link)
-    fill(page, place, name="kept", settings=SHORT)
-    page.reload()
-    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
-    assert page.get_by_label("Name (optional)").input_value() == "kept"
-    page.get_by_role("button", name="Back").click()
-    page.get_by_role("button", name=THERE).click()
-    box = page.get_by_label("Folder with your images")
-    box.wait_for()
-    assert box.input_value() == str(place.images)
-    box.fill("/no/such/folder")
-    page.get_by_role("button", name="Look at the images").click()
-    page.get_by_text("there is no folder /no/such/folder").wait_for(timeout=WITHIN_MS)
-    assert box.input_value() == "/no/such/folder"
-
-
 def test_a_killed_interface_loses_nothing_and_two_tabs_show_the_same(
     page: Any, place: Place, gui_server: StartGui, expected: list[str]
 ) -> None:
@@ -329,6 +312,7 @@ def test_a_second_training_waits_until_the_first_is_stopped_which_a_resume_goes_
     train(page)
     until(training(place, "one"), "the first step")
     fill(page, place, name="two", settings=SHORT)
+    survives_a_reload_and_a_way_back(page, place)
     page.get_by_role("button", name="Add try-out to queue").click()
     page.get_by_text("1 before it").wait_for(timeout=WITHIN_MS)
     assert not (place.runs / "two").exists()
@@ -343,3 +327,23 @@ def test_a_second_training_waits_until_the_first_is_stopped_which_a_resume_goes_
     until(training(place, "one", beyond=at), "a step after the resume")
     other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
     until(lambda: state(place, "one") == "stopped", "stopped again")
+
+
+def survives_a_reload_and_a_way_back(page: Any, place: Place) -> None:
+    """Load a filled page again, go back to its images, try a folder that is not there; return to the plan."""
+    page.reload()
+    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+    assert page.get_by_label("Name (optional)").input_value() == "two"
+    page.get_by_role("button", name="Back").click()
+    page.get_by_role("button", name=THERE).click()
+    box = page.get_by_label("Folder with your images")
+    box.wait_for()
+    assert box.input_value() == str(place.images)
+    box.fill("/no/such/folder")
+    page.get_by_role("button", name="Look at the images").click()
+    page.get_by_text("there is no folder /no/such/folder").wait_for(timeout=WITHIN_MS)
+    assert box.input_value() == "/no/such/folder"
+    box.fill(str(place.images))
+    page.get_by_role("button", name="Look at the images").click()
+    page.get_by_role("button", name=ON).click(timeout=WITHIN_MS)
+    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import write_atomic
 from lora_trainer.reporting.history import HistoryReader, read_history
 from tests.fakes.run_folder import fake_run
@@ -116,21 +115,6 @@ def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(parsed) == 2, "and what has no end is tried"
 
 
-def test_a_long_file_is_read_from_where_its_rows_ended(tmp_path: Path) -> None:
-    file = fake_run(tmp_path / "run", steps=500).write() / "events.jsonl"
-    reader = HistoryReader(file.parent)
-    before = reader.read()
-    with file.open("r+b") as opened:
-        opened.write(b"#" * 1000)  # nobody does: rows that were read are not read again
-        opened.seek(0, os.SEEK_END)
-        opened.write(b'{"event": "step", "step": 501, "loss": 0.5}')
-    now = reader.read()
-    assert (now.steps[:-1], now.unreadable_lines) == (before.steps, before.unreadable_lines)
-    assert now.steps[-1].step == 501, "a row is whole before its line ends"
-    write_atomic(file, file.read_bytes(), durable=False)
-    assert reader.read().unreadable_lines > before.unreadable_lines, "another file is read anew"
-
-
 def test_a_row_that_was_whole_before_its_line_ended_and_goes_on_is_none(tmp_path: Path) -> None:
     reader = HistoryReader(tmp_path)
     row = b'{"event": "run_started"}'
@@ -162,14 +146,6 @@ def test_a_resume_that_rewrites_the_file_forgets_the_steps_after_it(tmp_path: Pa
         opened.write('{"event": "run_started", "resumed_from": 8}\n')
     history = reader.read()
     assert (len(history.steps), history.sessions, history.end) == (8, 2, None)
-
-
-def test_a_damaged_run_file_is_told_and_none_is_an_empty_one(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_bytes(b"{")
-    with pytest.raises(RequestError, match="not JSON"):
-        read_history(tmp_path)
-    (tmp_path / "run.json").unlink()
-    assert read_history(tmp_path).run == {}
 
 
 def test_recent_rows_are_the_newest_without_steps_and_in_order_of_time(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_a_tracker_that_cannot_be_used_is_one_problem(tmp_path: Path) -> None:
     packages = {"tensorboard": "2.21.0", "wandb": None}
     start_trackers(names, packages=packages, run_folder=tmp_path, settings={}, events=events)
     assert len(events.listeners) == 1, "none has started"
-    left_out, unknown, missing, broken = (event.fields for event in seen)
+    broken, left_out, unknown, missing = (event.fields for event in seen)
     said = [row["what"].split(" ")[1] for row in (left_out, unknown, missing, broken)]
     assert said == ["wandb", "names", "aim", "tensorboard"]
     assert "pip install wandb" in left_out["fix"]
