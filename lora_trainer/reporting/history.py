@@ -162,7 +162,7 @@ class JsonlFollower:
         self._open_line = row is not None or (self._open_line and not lines)
         self._torn = row is None and bool(last.strip())
         rows += [] if row is None else [row]
-        usable = [row for row in rows if row is not None and _is_usable(row)]
+        usable: list[Row] = [row for row in rows if row is not None and _is_usable(row)]
         self._damaged += len(rows) - len(usable)
         return anew, usable
 
