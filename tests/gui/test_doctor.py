@@ -64,25 +64,18 @@ def test_a_missing_package_comes_with_its_command(here: Hardware) -> None:
     assert "<code>pip install xformers</code>" in doctor.packages(optional)
 
 
-def test_folders_say_what_they_hold_and_what_is_free(work: Workplace, entry: Path) -> None:
-    links = doctor.Hub(offline=False, token=False, folder=work.runs / "not" / "there")
-    markup = doctor.folders(work, doctor.cache_state(), links)
-    assert "2.0 KiB in 1 entries" in markup
-    assert str(work.runs) in markup
-    assert markup.count("GiB") + markup.count("MiB") >= 3
-
-
-def test_offline_and_login_are_said_in_words() -> None:
-    off = doctor.network(doctor.Hub(offline=True, token=True, folder=Path()))
-    on = doctor.network(doctor.Hub(offline=False, token=False, folder=Path()))
-    assert "nothing is downloaded" in off and "Signed in" in off
-    assert "are downloaded when" in on and "page Train" in on
-
-
-def test_a_token_is_never_part_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_network_and_login_are_told_and_no_token(
+    work: Workplace, entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
-    links = doctor.hub()
-    assert links.token and SECRET not in f"{links} {doctor.network(links)}"
+    off = doctor.hub()  # tests are offline
+    assert off.token and SECRET not in f"{off} {doctor.network(off)}"
+    assert "nothing is downloaded" in doctor.network(off) and "Signed in" in doctor.network(off)
+    on = replace(off, offline=False, token=False, folder=work.runs / "not" / "there")
+    assert "are downloaded when" in doctor.network(on) and "page Train" in doctor.network(on)
+    markup = doctor.folders(work, doctor.cache_state(), on)
+    assert "2.0 KiB in 1 entries" in markup and str(work.runs) in markup
+    assert markup.count("GiB") + markup.count("MiB") >= 3
 
 
 def test_the_cache_stays_while_a_run_here_or_elsewhere_uses_it(

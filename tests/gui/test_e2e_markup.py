@@ -15,6 +15,7 @@ from PIL import Image
 
 from tests.fakes.attacks import COMMANDS, MARKER, MARKUP, as_names
 from tests.fakes.gui_server import GuiServer
+from tests.fakes.lora_library import lora
 from tests.fakes.run_folder import fake_run
 from tests.gui.conftest import StartGui
 
@@ -41,6 +42,9 @@ def hostile_run(folder: Path) -> None:
     record["dataset"] = {"name": MARKUP[0], "trigger": MARKUP[1]}
     record["command"] = list(MARKUP)
     (folder / "run.json").write_text(json.dumps(record))
+    keys = ("title", "trigger_phrase", "description", "tags", "author", "license")
+    header = {f"modelspec__{key}": " ".join(MARKUP) for key in keys}
+    lora(folder / "zorble.safetensors", **header, ss_sd_model_name=MARKUP[1])
     status = {"state": "failed", "exit_code": 3, "step": 3, "steps": 6, "pid": 0}
     message = " ".join(MARKUP)
     (folder / "status.json").write_text(json.dumps({**status, "message": message}))
@@ -114,6 +118,16 @@ def test_a_dataset_shows_names_and_captions_as_text(
         page.locator("img[src*='/media/thumb']").first.wait_for(timeout=WITHIN_MS)
         assert_untouched(page)
         assert page.locator("img[src='x']").count() == 0
+
+
+def test_a_lora_shows_its_header_as_text(page: Any, server: GuiServer) -> None:
+    page.goto(server.link)
+    for query in ("", f"?file={quote(NAMES[1], safe='')}/zorble.safetensors"):
+        page.goto(server.url(f"/library{query}"))
+        page.get_by_text(MARKUP[1]).first.wait_for(timeout=WITHIN_MS)
+        for tab in page.get_by_role("tab").all():
+            tab.click()
+        assert_untouched(page)
 
 
 def plain(text: str) -> str:

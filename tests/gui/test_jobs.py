@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 from lora_trainer.gui import jobs
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import RequestError
-
-WITHIN_S = 60.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < ends_s, "it did not come to it"
-        os.sched_yield()
+from tests.fakes.queues import until
 
 
 def ended(work: Workplace, job: jobs.Job) -> jobs.Job:

@@ -182,13 +182,6 @@ def test_the_same_draft_and_images_are_asked_once_for_a_minute(
     assert len(asked) == 69
 
 
-def test_a_draft_is_found_as_it_was_left(work: Workplace) -> None:
-    draft = drafts.current(work).with_setting("sampling.prompts", ["a", "b"])
-    drafts.save(work, replace(draft, dataset="/x", name="\u202e <b>"))
-    assert drafts.current(work) == replace(draft, dataset="/x", name="\u202e <b>")
-    assert drafts.current(work).without_setting("sampling.prompts").settings == {}
-
-
 def test_a_started_or_damaged_draft_makes_place_for_a_new_one(work: Workplace) -> None:
     draft = drafts.current(work)
     drafts.save(work, replace(draft, started_as="000001"))
@@ -228,11 +221,6 @@ def parsed(words: Any) -> tuple[str, dict[str, Any]]:
     }
 
 
-def test_empty_draft_leaves_everything_to_the_trainer(images: Path, work: Workplace) -> None:
-    words = launch.train_words(replace(EMPTY, dataset=str(images), base="auto"), work)
-    assert words == (str(images), "--priority=balanced", f"--output={work.runs}")
-
-
 def test_full_draft_arrives_as_typed(images: Path, work: Workplace) -> None:
     draft = replace(
         EMPTY,
@@ -253,14 +241,6 @@ def test_full_draft_arrives_as_typed(images: Path, work: Workplace) -> None:
         "name": "my run",
         "output": work.runs,
     }
-
-
-def test_questions_ask_for_json(images: Path, work: Workplace) -> None:
-    draft = replace(EMPTY, dataset=str(images), settings={"train.steps": 5})
-    for build, name in ((launch.check_words, "check"), (launch.plan_words, "plan")):
-        command, arguments = parsed(build(draft, work))
-        assert (command, arguments["json"]) == (name, True)
-        assert (arguments["dataset"], arguments["set_"]) == (images, ["train.steps=5"])
 
 
 def test_text_of_a_draft_is_a_value_and_never_a_flag(images: Path, work: Workplace) -> None:
