@@ -97,6 +97,10 @@ class Foreign:
         """Return a key's value as a number, `default` where it is 0 or missing."""
         return self.number(name) or default
 
+    def sourced(self, name: str, default: float) -> Sourced:
+        """Return a key's value as a number, `default` where it is 0 or missing, and the key."""
+        return self.nonzero(name, default), name
+
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return a key's value as a yes or no."""
         value = self.get(name, default)

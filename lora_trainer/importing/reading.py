@@ -143,13 +143,18 @@ _PARSERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def _finish(foreign: Foreign) -> None:
-    """Settle what trainers allow and settings here do not: saves after the end, a share of nothing."""
+    """Settle what trainers allow and settings here do not, and what presets here do unasked."""
     every = foreign.settings.get("output.save_every_steps")
     if every and every > (foreign.settings.get("train.steps") or math.inf):
         foreign.settings["output.save_every_steps"] = 0
         foreign.sources["output.save_every_steps"] += f" ({every}: there is no save before the end)"
-    if "data.validation_fraction" not in foreign.settings:
-        foreign.set("data.validation_fraction", 0.0, note="nothing is held out there")
+    presets = [("data.validation_fraction", 0.0, "nothing is held out there")]
+    if "optimizer.name" in foreign.settings:
+        presets.append(("data.caption_dropout", 0.0, "it is not there"))
+        presets.append(("train.lower_on_plateau", False, "it is not there"))
+    for key, value, note in presets:
+        if key not in foreign.settings:
+            foreign.set(key, value, note=note)
 
 
 def settings_toml(imported: Foreign) -> str:

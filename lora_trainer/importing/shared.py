@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
@@ -91,6 +91,14 @@ def _set_rank(
     foreign.set("adapter.alpha", value, alpha_key)
 
 
+def set_convolutions(foreign: Foreign, rank: Any, key: str, alpha: Any, alpha_key: str) -> None:
+    """Set that convolutions larger than 1x1 are trained too, and their rank and alpha."""
+    foreign.set("adapter.targets", "all", key)
+    foreign.carry("adapter.conv_rank", key, rank)
+    if foreign.settings["adapter.kind"] != "oft":
+        foreign.carry("adapter.conv_alpha", alpha_key, alpha)
+
+
 def set_text_encoder(
     foreign: Foreign, *, trained: bool, key: str, rates: Sequence[tuple[str, float]] = ()
 ) -> None:
@@ -149,15 +157,25 @@ def set_timesteps(
 
 
 def shift_by_tokens(
-    foreign: Foreign, *, low: float = 0.5, high: float = 1.15, most: int = 4096, token_px: int = 16
-) -> float:
-    """Return the shift at the imported resolution, exp of a line in tokens: `low` at 256, `high` at `most`.
+    foreign: Foreign,
+    key: str,
+    word: str = "",
+    *,
+    high: float = 1.15,
+    most: int = 4096,
+    token_px: int = 16,
+) -> Sourced:
+    """Return the shift at the imported resolution, exp of a line in tokens: 0.5 at 256, `high` at `most`.
 
-    For bases whose own sampler, objective.flow_shift=resolution, shifts in another way.
+    For bases whose own sampler, objective.flow_shift=resolution, shifts in another way; that is said of the
+    key, and the `word` in it.
     """
     side = foreign.settings.get("data.resolution", 1024)
     tokens = (side // token_px) ** 2
-    return float(f"{math.exp(low + (high - low) * (tokens - 256) / (most - 256)):.5g}")
+    shift = float(f"{math.exp(0.5 + (high - 0.5) * (tokens - 256) / (most - 256)):.5g}")
+    says = f"{word}: " if word else ""
+    foreign.is_nearest(key, f"{says}{shift:g}, that of this resolution")
+    return shift, key
 
 
 def set_timestep_range(foreign: Foreign, low: str, high: str) -> None:
@@ -217,16 +235,6 @@ def set_precision(foreign: Foreign, key: str, *, missing: str) -> None:
     elif key in foreign.values:
         why = "what the plan chooses: bases of flow matching are not trained in fp16"
         foreign.is_nearest(key, f"{value}: train.precision is {why}")
-
-
-def settle(foreign: Foreign) -> None:
-    """Settle what presets here do and other trainers do not unless it is asked for."""
-    for key, value in (
-        ("data.caption_dropout", 0.0),
-        ("train.lower_on_plateau", False),
-    ):
-        if key not in foreign.settings:
-            foreign.set(key, value, note="it is not there")
 
 
 def expand(foreign: Foreign, key: str) -> dict[str, Any]:
@@ -332,6 +340,28 @@ def read_folder(
     return folder
 
 
+def read_folders(
+    foreign: Foreign,
+    tables: Iterable[Mapping[str, Any]],
+    name: str,
+    keys: Mapping[str, Any],
+    *around: tuple[Mapping[str, Any], str],
+) -> Iterator[tuple[ImageFolder, FolderTable]]:
+    """Yield the folders of a list of tables with their tables; when all were taken they are set.
+
+    `keys` are those of `read_folder`, `around` the layers around each table.
+    """
+    folders: list[ImageFolder] = []
+    for number, table in enumerate(tables):
+        prefix = f"{name}[{number}]."
+        values = FolderTable(*around, (table, prefix))
+        folder = read_folder(foreign, values, keys, prefix)
+        if folder is not None:
+            folders.append(folder)
+            yield folder, values
+    set_folders(foreign, folders)
+
+
 def path_of(text: Any) -> PurePath:
     """Return a path as the system that wrote it reads it: `C:\\images` has two parts everywhere."""
     words = str(text)
@@ -344,11 +374,16 @@ def tables_of(value: Any) -> list[Mapping[str, Any]]:
 
 
 def named_file(
-    foreign: Foreign, option: str, parse: Callable[[str], Any], fits: Callable[[Any], object]
+    foreign: Foreign,
+    option: str,
+    parse: Callable[[str], Any],
+    fits: Callable[[Any], object],
+    read: Callable[[Foreign], None] | None = None,
 ) -> Any:
     """Return the contents of a further file that an option names, None where no fitting one is there.
 
-    Those that `fits` returns flat, or under their names, count as values of the file from then on.
+    Those that `fits` returns flat, or under their names, count as values of the file from then on, and are the
+    data of which `read` sets settings.
     """
     file_name = foreign.on(option)
     if file_name is None:
@@ -363,6 +398,9 @@ def named_file(
         if fitting := fits(content):
             foreign.values |= fitting if isinstance(fitting, dict) else {}
             foreign.stays(option, f"{file.name} is read too")
+            if read is not None:
+                foreign.data = content
+                read(foreign)
             return content
     why = "no such file here that fits: put it beside this one, or import it by itself"
     foreign.lacks(option, str(file_name), why)

@@ -45,7 +45,6 @@ def read(foreign: Foreign) -> None:
     _timesteps(foreign)
     _datasets(foreign)
     _output(foreign)
-    shared.settle(foreign)
 
 
 def _model(foreign: Foreign) -> None:
@@ -81,14 +80,11 @@ def _network(foreign: Foreign) -> None:
         if rank[1] not in foreign.values:
             foreign.is_nearest(key, "whole matrices there by default, the highest rank here")
     alpha_key = foreign.first_on("network.linear_alpha") or "network.alpha"
-    kind = shared.read_adapter(foreign, table, rank=rank, alpha_key=alpha_key)
-    conv = foreign.number("network.conv")
+    shared.read_adapter(foreign, table, rank=rank, alpha_key=alpha_key)
+    conv, conv_alpha_key = foreign.number("network.conv"), "network.conv_alpha"
     if conv and not foreign.is_flow:
-        foreign.set("adapter.targets", "all", "network.conv")
-        foreign.carry("adapter.conv_rank", "network.conv", int(min(1024, conv)))
-        if kind != "oft":
-            alpha = foreign.get("network.conv_alpha", conv)
-            foreign.carry("adapter.conv_alpha", "network.conv_alpha", alpha)
+        alpha, conv_rank = foreign.get(conv_alpha_key, conv), int(min(shared.FULL_RANK, conv))
+        shared.set_convolutions(foreign, conv_rank, "network.conv", alpha, conv_alpha_key)
     else:
         foreign.set("adapter.targets", "transformer")
 
@@ -166,12 +162,7 @@ def _timesteps(foreign: Foreign) -> None:
 
 def _datasets(foreign: Foreign) -> None:
     process = shared.tables_of(foreign.data["config"]["process"])[0]
-    tables = [
-        shared.FolderTable((table, f"datasets[{number}]."))
-        for number, table in enumerate(shared.tables_of(process.get("datasets")))
-    ]
-    folders: list[shared.ImageFolder] = []
-    keys = table_of("ai_toolkit")["folders"]
+    tables = shared.tables_of(process.get("datasets"))
     sizes: dict[tuple[float, float], str] = {}
     for number, table in enumerate(tables):
         key = f"datasets[{number}].resolution"
@@ -181,20 +172,19 @@ def _datasets(foreign: Foreign) -> None:
                 sizes.setdefault(shared.read_size(size), key)
             except ValueError as error:
                 foreign.lacks(key, size, str(error))
-        folder = shared.read_folder(foreign, table, keys, f"datasets[{number}].")
-        if folder is None:
-            continue
-        if table.get("loss_multiplier") == 1:
+    paths = set()
+    keys = table_of("ai_toolkit")["folders"]
+    for folder, values in shared.read_folders(foreign, tables, "datasets", keys):
+        paths.add(folder.path)
+        if values.get("loss_multiplier") == 1:
             folder.settings.pop("weight")
-        if folder.regularisation and table.get("prior_reg"):
-            foreign.set("objective.prior", "base", table.name("prior_reg"))
-        folders.append(folder)
-    shared.set_folders(foreign, folders)
+        if folder.regularisation and values.get("prior_reg"):
+            foreign.set("objective.prior", "base", values.name("prior_reg"))
     if sizes:
         first = next(iter(sizes.values()))
         shared.set_resolutions(foreign, list(sizes), first)
         different = {str(table.get("resolution", 512)) for table in tables}
-        if len(different) > 1 and len({folder.path for folder in folders}) > 1:
+        if len(different) > 1 and len(paths) > 1:
             foreign.is_nearest(first, "all folders are trained at all of these resolutions")
     buckets = all(table.get("buckets", True) for table in tables)
     foreign.set("data.buckets", buckets, "datasets[0].buckets")

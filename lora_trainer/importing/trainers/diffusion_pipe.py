@@ -60,13 +60,10 @@ def read(foreign: Foreign) -> None:
     shared.read_adapter(foreign, table_of("diffusion_pipe"))
     foreign.set("adapter.targets", "transformer")
     _optimizer(foreign)
-    data = shared.named_file(foreign, "dataset", tomllib.loads, flat_dataset)
-    if data is not None:
-        read_dataset(foreign, data)
+    shared.named_file(foreign, "dataset", tomllib.loads, flat_dataset, read_dataset)
     _objective(foreign)
     _timesteps(foreign, model)
     _length(foreign)
-    shared.settle(foreign)
 
 
 def _optimizer(foreign: Foreign) -> None:
@@ -107,48 +104,32 @@ def _objective(foreign: Foreign) -> None:
 def _timesteps(foreign: Foreign, model: str) -> None:
     method = foreign.word("model.timestep_sample_method", "logit_normal")
     normal = method == "logit_normal" and foreign.is_flow
-    scale = foreign.nonzero("model.sigmoid_scale", 1.0) if normal else 1.0
-    shift: Sourced = (foreign.nonzero("model.shift", 1.0), "model.shift")
+    std = foreign.sourced("model.sigmoid_scale", 1.0) if normal else (1.0, THERE)
+    shift = foreign.sourced("model.shift", 1.0)
     if foreign.flag("model.flux_shift") and not foreign.on("model.shift"):
         shift = ("resolution", "model.flux_shift")
         if foreign.is_flow and model != "flux":
             token_px = 32 if model == "flux2" else 16
-            shift = (shared.shift_by_tokens(foreign, token_px=token_px), "model.flux_shift")
-            foreign.is_nearest("model.flux_shift", f"{shift[0]:g}, that of this resolution")
-    shared.set_timesteps(
-        foreign,
-        "logit_normal" if normal else "uniform",
-        "model.timestep_sample_method",
-        std=(scale, "model.sigmoid_scale"),
-        shift=shift,
-    )
+            shift = shared.shift_by_tokens(foreign, "model.flux_shift", token_px=token_px)
+    drawn: shared.Distribution = "logit_normal" if normal else "uniform"
+    shared.set_timesteps(foreign, drawn, "model.timestep_sample_method", std=std, shift=shift)
 
 
-def read_dataset(foreign: Foreign, dataset: Mapping[str, Any] | None = None) -> None:
+def read_dataset(foreign: Foreign) -> None:
     """Read a dataset file, this one by itself or that of a training."""
-    data = foreign.data if dataset is None else dataset
-    around = {key: value for key, value in data.items() if key != "directory"}
-    tables = [
-        shared.FolderTable((around, "dataset."), (table, f"dataset.directory[{number}]."))
-        for number, table in enumerate(shared.tables_of(data["directory"]))
-    ]
-    folders: list[shared.ImageFolder] = []
+    around = ({key: value for key, value in foreign.data.items() if key != "directory"}, "dataset.")
+    tables, where = shared.tables_of(foreign.data["directory"]), "dataset.directory"
     keys = table_of("diffusion_pipe_dataset")["folders"]
     sizes: list[Sourced] = []
-    for number, table in enumerate(tables):
-        folder = shared.read_folder(foreign, table, keys, f"dataset.directory[{number}].")
-        if folder is None:
-            continue
+    for folder, table in shared.read_folders(foreign, tables, where, keys, around):
         folder.settings["repeats"] = table.sourced("num_repeats", 1)
         if table.get("cache_shuffle_num"):
             folder.settings.setdefault("shuffle_tags", (True, table.name("cache_shuffle_num")))
             folder.settings["keep_tokens"] = (0, THERE)
         resolutions, key = table.sourced("resolutions", [])
         sizes += [(size, key) for size in resolutions] if isinstance(resolutions, list) else []
-        folders.append(folder)
-    shared.set_folders(foreign, folders)
     shared.set_sizes(foreign, sizes)
-    first = tables[0]
+    first = shared.FolderTable(around, (tables[0], f"{where}[0]."))
     buckets = bool(first.get("enable_ar_bucket"))
     foreign.set("data.buckets", buckets, first.name("enable_ar_bucket"))
     limits = {

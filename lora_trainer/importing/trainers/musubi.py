@@ -15,7 +15,7 @@ from lora_trainer.importing import shared
 from lora_trainer.importing.foreign import THERE, Foreign, Sourced
 from lora_trainer.importing.rules import Trainer, flattened, table_of
 from lora_trainer.importing.trainers import sd_scripts
-from lora_trainer.importing.trainers.sd_scripts import set_density
+from lora_trainer.importing.trainers.sd_scripts import set_density, set_sampling
 
 NAME = "musubi-tuner"
 NETWORKS = ("lora_qwen_image", "lora_zimage", "lora_flux_2")
@@ -59,14 +59,11 @@ def read(foreign: Foreign) -> None:
     shared.set_text_encoder(foreign, trained=False, key=THERE)
     foreign.set("objective.weighting", "none")
     foreign.set("objective.loss", "mse")
-    data = shared.named_file(foreign, "dataset_config", tomllib.loads, flat_dataset)
-    if data is not None:
-        read_dataset(foreign, data)
+    shared.named_file(foreign, "dataset_config", tomllib.loads, flat_dataset, read_dataset)
     _timesteps(foreign, module)
     shared.set_precision(foreign, "mixed_precision", missing="no")
     sd_scripts.read_output(foreign)
     sd_scripts.read_length(foreign)
-    shared.settle(foreign)
 
 
 def _timesteps(foreign: Foreign, module: str) -> None:
@@ -74,22 +71,11 @@ def _timesteps(foreign: Foreign, module: str) -> None:
     if word == "sigma":
         set_density(foreign, sign=-1)
     elif word == "logsnr":
-        mean, std = foreign.nonzero("logit_mean", 0.0), foreign.nonzero("logit_std", 1.0)
-        shared.set_timesteps(
-            foreign,
-            "logit_normal",
-            "timestep_sampling",
-            mean=(-mean / 2, "logit_mean"),
-            std=(std / 2, "logit_std"),
-        )
+        mean = (-foreign.nonzero("logit_mean", 0.0) / 2, "logit_mean")
+        std = (foreign.nonzero("logit_std", 1.0) / 2, "logit_std")
+        shared.set_timesteps(foreign, "logit_normal", "timestep_sampling", mean=mean, std=std)
     else:
-        shared.set_timesteps(
-            foreign,
-            "uniform" if word == "uniform" else "sigmoid",
-            "timestep_sampling",
-            std=(foreign.nonzero("sigmoid_scale", 1.0), "sigmoid_scale"),
-            shift=_shift(foreign, word, module),
-        )
+        set_sampling(foreign, word, _shift(foreign, word, module))
     shared.set_timestep_range(foreign, "min_timestep", "max_timestep")
     buckets = foreign.number("num_timestep_buckets")
     if buckets and buckets > 1:
@@ -106,41 +92,34 @@ def _shift(foreign: Foreign, word: str, module: str) -> Sourced:
     if word.endswith("_shift") or word.startswith("qinglong"):
         high, most = (0.9, 8192) if "qwen" in word else (1.15, 4096)
         token_px = 32 if module == "lora_flux_2" else 16
-        shift = shared.shift_by_tokens(foreign, high=high, most=most, token_px=token_px)
-        foreign.is_nearest(key, f"{word}: {shift:g}, that of this resolution")
-        return shift, key
+        return shared.shift_by_tokens(foreign, key, word, high=high, most=most, token_px=token_px)
     if word == "shift":
-        return foreign.nonzero("discrete_flow_shift", 1.0), "discrete_flow_shift"
+        return foreign.sourced("discrete_flow_shift", 1.0)
     return 1.0, key
 
 
-def read_dataset(foreign: Foreign, tables: Mapping[str, Any] | None = None) -> None:
+def read_dataset(foreign: Foreign) -> None:
     """Read a dataset file, this one by itself or that of a training."""
-    data = foreign.data if tables is None else tables
-    general = data.get("general", {})
-    general = general if isinstance(general, Mapping) else {}
-    folders: list[shared.ImageFolder] = []
+    general = foreign.data.get("general", {})
+    around = (general if isinstance(general, Mapping) else {}, "general.")
+    tables = [
+        {key: value for key, value in dataset.items() if value is not None}
+        for dataset in shared.tables_of(foreign.data["datasets"])
+    ]
     keys = table_of("musubi_dataset")["folders"]
     shared_by_all: dict[str, list[Sourced]] = {
         "resolution": [],
         "batch_size": [],
         "enable_bucket": [],
     }
-    for number, dataset in enumerate(shared.tables_of(data["datasets"])):
-        own_values = {key: value for key, value in dataset.items() if value is not None}
-        table = shared.FolderTable((general, "general."), (own_values, f"datasets[{number}]."))
-        folder = shared.read_folder(foreign, table, keys, f"datasets[{number}].")
-        if folder is None:
-            continue
+    for folder, table in shared.read_folders(foreign, tables, "datasets", keys, around):
         folder.settings["repeats"] = table.sourced("num_repeats", 1)
         if folder.key.endswith("image_jsonl_file"):
             why = "captions in metadata.jsonl of the images' folder are read"
             foreign.is_nearest(folder.key, f"{folder.path.name}: {why}")
             folder.path = folder.path.parent
-        folders.append(folder)
         for name, values in shared_by_all.items():
             values += [table.sourced(name)] if name in table else []
-    shared.set_folders(foreign, folders)
     if not shared.set_sizes(foreign, shared_by_all["resolution"]):
         shared.set_resolutions(foreign, [(960, 544)], "resolution, by default there")
     batches, buckets = shared_by_all["batch_size"], shared_by_all["enable_bucket"]

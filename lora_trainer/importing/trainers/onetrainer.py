@@ -36,7 +36,6 @@ def read(foreign: Foreign) -> None:
     _timesteps(foreign)
     _data(foreign)
     _output(foreign)
-    shared.settle(foreign)
 
 
 def _model(foreign: Foreign, table: Mapping[str, Any]) -> None:
@@ -198,10 +197,10 @@ def _timesteps(foreign: Foreign) -> None:
         foreign.carry("objective.mode_scale", "noising_weight", weight)
     low, high = foreign.number("min_noising_strength"), foreign.number("max_noising_strength")
     if low:
-        first = max(0, min(999, int(1000 * low)))
+        first = min(999, int(1000 * min(1.0, max(0.0, low))))
         foreign.set("objective.min_timestep", first, "min_noising_strength")
     if high is not None and high < 1:
-        last = max(0, int(1000 * high) - 1)
+        last = max(0, int(1000 * max(0.0, high)) - 1)
         foreign.set("objective.max_timestep", last, "max_noising_strength")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.declare import CHUNK_TOKENS
 from lora_trainer.importing import shared
-from lora_trainer.importing.foreign import THERE, Foreign, as_number
+from lora_trainer.importing.foreign import THERE, Foreign, Sourced, as_number
 from lora_trainer.importing.foreign_optimizers import read_optimizer, read_schedule
 from lora_trainer.importing.rules import Trainer, table_of
 from lora_trainer.importing.trainers import sd_scripts_dataset
@@ -56,7 +56,6 @@ def read_training(foreign: Foreign) -> None:
     shared.set_precision(foreign, "mixed_precision", missing="no")
     read_output(foreign)
     read_length(foreign)
-    shared.settle(foreign)
 
 
 def _base(foreign: Foreign) -> None:
@@ -103,12 +102,9 @@ def _targets(foreign: Foreign, arguments: Mapping[str, Any], *, is_lycoris: bool
     if is_lycoris and preset.startswith("attn-only"):
         foreign.set("adapter.targets", "attention", "network_args.preset")
     elif conv not in (None, "", 0, "0") and not foreign.is_flow:
-        foreign.set("adapter.targets", "all", key)
         whole = _is_number(conv) and as_number(conv) > shared.FULL_RANK
-        foreign.carry("adapter.conv_rank", key, shared.FULL_RANK if whole else conv)
-        if foreign.settings["adapter.kind"] != "oft":
-            alpha = arguments.get("conv_alpha", 1)
-            foreign.carry("adapter.conv_alpha", "network_args.conv_alpha", alpha)
+        alpha, rank = arguments.get("conv_alpha", 1), shared.FULL_RANK if whole else conv
+        shared.set_convolutions(foreign, rank, key, alpha, "network_args.conv_alpha")
     elif is_lycoris and conv is None and preset in ("full", "unet-only", "unet-convblock-only"):
         everything = "transformer" if foreign.is_flow else "all"
         foreign.set("adapter.targets", everything, "network_args.preset")
@@ -222,8 +218,7 @@ def read_objective(foreign: Foreign) -> None:
         shared.set_timesteps(foreign, "uniform", THERE)
         return
     if is_sd3:
-        shift = foreign.nonzero("training_shift", 1.0)
-        set_density(foreign, sign=1, shift=(shift, "training_shift"))
+        set_density(foreign, sign=1, shift=foreign.sourced("training_shift", 1.0))
     else:
         _flux(foreign)
     if foreign.settings["objective.timestep_sampling"] == "mode":
@@ -250,47 +245,45 @@ def _loss(foreign: Foreign) -> None:
         foreign.carry("objective.huber_schedule", "huber_schedule", schedule)
 
 
-def set_density(foreign: Foreign, *, sign: float, shift: tuple[float, str] = (1.0, THERE)) -> None:
+def set_density(foreign: Foreign, *, sign: float, shift: Sourced = (1.0, THERE)) -> None:
     """Set the timesteps that `weighting_scheme` draws.
 
     FLUX's sigmas are drawn at descending indices (`sign` -1): a mean above 0 is less noise there.
     """
     scheme = foreign.word("weighting_scheme", "none")
-    drawn: shared.Distribution = "uniform"
+    drawn: shared.Distribution = "logit_normal" if scheme == "logit_normal" else "uniform"
     if scheme == "mode":
         drawn = "mode"
         if sign < 0:
             how = "mode: its ends are swapped there, which matters little"
             foreign.is_nearest("weighting_scheme", how)
-    elif scheme == "logit_normal":
-        drawn = "logit_normal"
-    mean = (sign * foreign.nonzero("logit_mean", 0.0), "logit_mean")
-    std = (foreign.nonzero("logit_std", 1.0), "logit_std")
-    shared.set_timesteps(foreign, drawn, "weighting_scheme", mean=mean, std=std, shift=shift)
+    mean, std = foreign.nonzero("logit_mean", 0.0), foreign.sourced("logit_std", 1.0)
+    shared.set_timesteps(
+        foreign, drawn, "weighting_scheme", mean=(sign * mean, "logit_mean"), std=std, shift=shift
+    )
+
+
+def set_sampling(foreign: Foreign, word: str, shift: Sourced) -> None:
+    """Set the timesteps of a word of `timestep_sampling` that draws a sigmoid, or all alike."""
+    drawn: shared.Distribution = "uniform" if word == "uniform" else "sigmoid"
+    std = foreign.sourced("sigmoid_scale", 1.0)
+    shared.set_timesteps(foreign, drawn, "timestep_sampling", std=std, shift=shift)
 
 
 def _flux(foreign: Foreign) -> None:
     sampling = foreign.word("timestep_sampling", "sigma")
-    shift = (foreign.nonzero("discrete_flow_shift", 3.0), "discrete_flow_shift")
+    shift = foreign.sourced("discrete_flow_shift", 3.0)
     by_size = sampling.endswith("_shift")
     if sampling == "sigma":
         set_density(foreign, sign=-1, shift=shift)
     else:
         if sampling not in ("uniform", "sigmoid", "shift") and not by_size:
             foreign.is_nearest("timestep_sampling", f"{sampling}: sigmoid without a shift")
-        sampler_shift: shared.Shift = "resolution" if by_size else 1.0
         if by_size and foreign.values.get("model_type") == "chroma":
-            sampler_shift = shared.shift_by_tokens(foreign)
-            foreign.is_nearest(
-                "timestep_sampling", f"{sampling}: {sampler_shift:g}, that of this resolution"
-            )
-        shared.set_timesteps(
-            foreign,
-            "uniform" if sampling == "uniform" else "sigmoid",
-            "timestep_sampling",
-            std=(foreign.nonzero("sigmoid_scale", 1.0), "sigmoid_scale"),
-            shift=shift if sampling == "shift" else (sampler_shift, "timestep_sampling"),
-        )
+            shift = shared.shift_by_tokens(foreign, "timestep_sampling", sampling)
+        elif sampling != "shift":
+            shift = ("resolution" if by_size else 1.0, "timestep_sampling")
+        set_sampling(foreign, sampling, shift)
     guidance = foreign.number("guidance_scale", 3.5)
     foreign.carry("objective.guidance_scale", "guidance_scale", guidance)
     kind = foreign.word("model_prediction_type", "sigma_scaled")

@@ -7,7 +7,7 @@ has `args` and `dataset`, which become one training and one dataset file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
@@ -39,152 +39,135 @@ def read(foreign: Foreign) -> None:
             "there is no LoRA_type: it is of the dreambooth, finetune or textual inversion tab",
             fix="give a file that the LoRA tab has saved",
         )
-    for key in foreign.values:
+    for key in list(foreign.values):
         if key.startswith(_OTHER_MODELS) and not key.endswith("_checkbox"):
-            foreign.stays(key, "is of a model that is not chosen")
-    arguments = _Arguments(foreign, table_of("kohya_gui"))
-    _model(arguments)
-    _network(arguments)
-    _rates_and_length(arguments)
-    _noise_and_samples(arguments)
-    sd_scripts_rules = rules_of("sd_scripts")
-    renamed = arguments.table["renamed"]
-    for key in foreign.values:
-        argument = renamed.get(key, key)
-        if (
-            argument in sd_scripts_rules
-            and key not in arguments.taken
-            and argument not in arguments
-        ):
-            arguments.take(key, argument)
-    _add_typed(arguments, foreign.word("additional_parameters", ""))
-    rest = {key: value for key, value in foreign.values.items() if key not in arguments.taken}
-    foreign.values = {**rest, **arguments}
+            _drop(foreign, key, "is of a model that is not chosen")
+    table = table_of("kohya_gui")
+    zero_is_none = table["zero_is_none"]["keys"].split()
+    _model(foreign, table["of_model"], zero_is_none)
+    _network(foreign, table)
+    _rates_and_length(foreign)
+    _noise_and_samples(foreign)
+    arguments, rules = set(foreign.called), rules_of("sd_scripts")
+    for key in list(foreign.values):
+        argument = table["renamed"].get(key, key)
+        if argument in rules and key not in foreign.called and argument not in arguments:
+            _take(foreign, key, argument, zero_is_none)
+            arguments |= {argument} & foreign.values.keys()
+    _add_typed(foreign.values, foreign.word("additional_parameters", ""))
     sd_scripts.read_training(foreign)
 
 
-class _Arguments(dict[str, Any]):
-    """sd-scripts' arguments of a file; `taken` holds the keys of which all is said or an argument made."""
-
-    def __init__(self, foreign: Foreign, table: Mapping[str, Any]) -> None:
-        self.foreign, self.table = foreign, table
-        self.zero_is_none = set(table["zero_is_none"]["keys"].split())
-        self.taken = set(foreign.named)
-
-    def add(self, argument: str, value: Any, key: str) -> None:
-        """Add an argument, and the key it is from."""
-        self[argument] = value
-        self.taken.add(key)
-        if argument != key:
-            self.foreign.called[argument] = key
-
-    def drop(self, key: str, why: str) -> None:
-        """Leave a key out that the file has, and say why."""
-        if key in self.foreign.values:
-            self.foreign.stays(key, why)
-            self.taken.add(key)
-
-    def take(self, key: str, argument: str) -> None:
-        """Add a key as an argument, unless its value means that it is not given."""
-        value = self.foreign.values[key]
-        is_none = argument in self.zero_is_none and value in (0, "0", False)
-        if value in ("", None) or is_none:
-            self.drop(key, "is not given")
-        else:
-            self.add(argument, value, key)
+def _rename(foreign: Foreign, key: str, argument: str, value: Any) -> None:
+    """Put what a key of the file says under sd-scripts' name for it."""
+    foreign.values.pop(key, None)
+    foreign.values[argument] = value
+    if argument != key:
+        foreign.called[argument] = key
 
 
-def _model(arguments: _Arguments) -> None:
+def _drop(foreign: Foreign, key: str, why: str) -> None:
+    """Leave a key out that the file has, and say why."""
+    if key in foreign.values:
+        del foreign.values[key]
+        foreign.stays(key, why)
+
+
+def _take(foreign: Foreign, key: str, argument: str, zero_is_none: Sequence[str]) -> None:
+    """Make a key an argument, unless its value means that it is not given."""
+    value = foreign.values[key]
+    if value in ("", None) or (argument in zero_is_none and value in (0, "0", False)):
+        _drop(foreign, key, "is not given")
+    else:
+        _rename(foreign, key, argument, value)
+
+
+def _model(
+    foreign: Foreign, boxes: Mapping[str, Mapping[str, str]], zero_is_none: Sequence[str]
+) -> None:
     """Take the settings that count only while a model's box is ticked."""
-    for box, table in arguments.table["of_model"].items():
+    for box, table in boxes.items():
+        is_ticked = foreign.values.get(box)
         for key, argument in table.items():
-            if not arguments.foreign.values.get(box):
-                arguments.drop(key, f"is of {box}, which is not ticked")
-            elif key in arguments.foreign.values:
-                arguments.take(key, argument)
-        arguments.drop(box, "the base's files say what it is")
+            if not is_ticked:
+                _drop(foreign, key, f"is of {box}, which is not ticked")
+            elif key in foreign.values:
+                _take(foreign, key, argument, zero_is_none)
+        _drop(foreign, box, "the base's files say what it is")
 
 
-def _network(arguments: _Arguments) -> None:
-    foreign, table = arguments.foreign, arguments.table
+def _network(foreign: Foreign, table: Mapping[str, Any]) -> None:
     kind = str(foreign.values["LoRA_type"])
     module, algorithm = table["kinds"].get(kind, ("networks.lora", ""))
     if kind not in table["kinds"]:
         foreign.is_nearest("LoRA_type", f"{kind}: adapter.kind=lora")
-    arguments.add("network_module", module, "LoRA_type")
+    _rename(foreign, "LoRA_type", "network_module", module)
     options: dict[str, Any] = {"algo": algorithm} if algorithm else {}
     has_conv = algorithm or kind in ("Kohya DyLoRA", "Kohya LoCon")
     of_lycoris = table["network"]["of_lycoris"].split()
-    for key in (*table["network"]["of_all"].split(), *of_lycoris):
-        if key not in foreign.values:
+    for key in (*table["network"]["of_all"].split(), *of_lycoris, "LyCORIS_preset"):
+        if key not in foreign.values or (key == "LyCORIS_preset" and not algorithm):
             continue
         value = foreign.values[key]
-        if key == "train_on_input" and algorithm != "ia3":
-            value = False
-        used = has_conv if key.startswith("conv_") else algorithm or key not in of_lycoris
         is_off = value in ("", 0, False, None, "all") and not (key == "conv_dim" and algorithm)
-        if not used or is_off:
-            arguments.drop(key, "is off there, or of another kind of LoRA")
-        else:
-            options[key] = value
-            arguments.taken.add(key)
-            foreign.called[f"network_args.{key}"] = key
-    if algorithm and "LyCORIS_preset" in foreign.values:
-        options["preset"] = foreign.values["LyCORIS_preset"]
-        arguments.taken.add("LyCORIS_preset")
-        foreign.called["network_args.preset"] = "LyCORIS_preset"
+        if key == "train_on_input":
+            is_off |= algorithm != "ia3"
+        used = has_conv if key.startswith("conv_") else algorithm or key not in of_lycoris
+        if key != "LyCORIS_preset" and (not used or is_off):
+            _drop(foreign, key, "is off there, or of another kind of LoRA")
+            continue
+        option = "preset" if key == "LyCORIS_preset" else key
+        options[option] = foreign.values.pop(key)
+        foreign.called[f"network_args.{option}"] = key
     if options:
-        arguments["network_args"] = options
+        foreign.values["network_args"] = options
 
 
-def _rates_and_length(arguments: _Arguments) -> None:
+def _rates_and_length(foreign: Foreign) -> None:
     """The warm-up is in percent; 0 as rate of the text encoder means that only the U-Net is trained."""
-    foreign = arguments.foreign
     rate, unet = foreign.nonzero("text_encoder_lr", 0), foreign.nonzero("unet_lr", 0)
     if rate:
-        arguments.add("text_encoder_lr", rate, "text_encoder_lr")
-    elif unet and "text_encoder_lr" in foreign.values:
-        arguments.add("network_train_unet_only", True, "text_encoder_lr")
-    if not rate and not unet:
-        arguments.drop("text_encoder_lr", "learning_rate is for it too")
+        _rename(foreign, "text_encoder_lr", "text_encoder_lr", rate)
+    elif not unet:
+        _drop(foreign, "text_encoder_lr", "learning_rate is for it too")
+    elif "text_encoder_lr" in foreign.values:
+        _rename(foreign, "text_encoder_lr", "network_train_unet_only", True)
     percent, steps = foreign.nonzero("lr_warmup", 0), foreign.nonzero("lr_warmup_steps", 0)
     if percent and not steps:
-        arguments.add("lr_warmup_steps", percent / 100, "lr_warmup")
-        arguments.drop("lr_warmup_steps", "lr_warmup says more")
+        _drop(foreign, "lr_warmup_steps", "lr_warmup says more")
+        _rename(foreign, "lr_warmup", "lr_warmup_steps", percent / 100)
     epoch = foreign.nonzero("epoch", 0)
     if epoch and not (foreign.number("max_train_epochs") or foreign.number("max_train_steps")):
-        arguments.add("max_train_epochs", epoch, "epoch")
+        _rename(foreign, "epoch", "max_train_epochs", epoch)
 
 
-def _noise_and_samples(arguments: _Arguments) -> None:
-    foreign = arguments.foreign
+def _noise_and_samples(foreign: Foreign) -> None:
     kind = foreign.word("noise_offset_type", "Original")
     unused = ("noise_offset", "adaptive_noise_scale") if kind == "Multires" else (
         "multires_noise_iterations", "multires_noise_discount")  # fmt: skip
     for key in unused if "noise_offset_type" in foreign.values else ():
-        arguments.drop(key, f"noise_offset_type is {kind}")
+        _drop(foreign, key, f"noise_offset_type is {kind}")
     if foreign.values.get("xformers") is not None:
-        arguments.add("xformers", foreign.values["xformers"] in (True, "xformers"), "xformers")
+        foreign.values["xformers"] = foreign.values["xformers"] in (True, "xformers")
     lines = foreign.word("sample_prompts", "").splitlines()
     texts = [line.partition(" --")[0].strip() for line in lines]
     texts = [text for text in texts if text and not text.startswith("#")]
     if texts:
         foreign.set("sampling.prompts", texts, "sample_prompts")
-        arguments.taken.add("sample_prompts")
+        del foreign.values["sample_prompts"]
     else:
-        arguments.drop("sample_prompts", "is not given")
+        _drop(foreign, "sample_prompts", "is not given")
 
 
-def _add_typed(arguments: _Arguments, text: str) -> None:
+def _add_typed(values: dict[str, Any], text: str) -> None:
     """Add the arguments typed as text, which win."""
     name = ""
     for part in shared.split_words(text):
         if part.startswith("--"):
             name, equals, value = part[2:].partition("=")
-            arguments[name] = value if equals else True
+            values[name] = value if equals else True
         elif name:
-            before = arguments[name]
-            arguments[name] = part if before is True else f"{before} {part}"
+            values[name] = part if values[name] is True else f"{values[name]} {part}"
 
 
 # ---- LoRA_Easy_Training_Scripts

@@ -51,7 +51,6 @@ def read(foreign: Foreign) -> None:
     _timesteps(foreign)
     read_data(foreign)
     _samples(foreign)
-    shared.settle(foreign)
 
 
 def _model(foreign: Foreign, table: Mapping[str, Any]) -> None:
