@@ -84,57 +84,38 @@ def test_training_knows_nothing_of_the_gui() -> None:
     assert not [path for path in importing if path.is_relative_to(ROOT / "lora_trainer")]
 
 
-@pytest.mark.parametrize(
-    "path", MODULES + PROGRAMS, ids=lambda path: path.relative_to(ROOT).as_posix()
-)
-def test_module_says_what_it_is_for(path: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    assert docstring and len(docstring) > 20
+def test_every_module_says_what_it_is_for() -> None:
+    for path in MODULES + PROGRAMS:
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        assert docstring and len(docstring) > 20, path
 
 
 def light_modules() -> list[str]:
     """Return the modules behind the commands that must answer at once."""
-    names = ["cli.main", "lora.adapter_size", "lora_file.inspect"]
-    names += [
-        "cli.look_around",
-        "queue.commands",
-        "run.machine_report",
-        "run.plan_text",
-        "run.prepare",
-    ]
-    names += ["run.run_folder", "tools.describe"]
-    names += [f"cache.{name}" for name in ("background", "keys", "store")]
-    found = [f"lora_trainer.{name}" for name in names]
+    names = """cli.main lora.adapter_size lora_file.inspect cli.look_around queue.commands run.machine_report
+        run.plan_text run.prepare run.run_folder tools.describe cache.background cache.keys cache.store"""
+    modules = [f"lora_trainer.{name}" for name in names.split()]
     for room in TORCH_FREE_ROOMS:
         folder = ROOT / "lora_trainer" / room
-        found += [module_name(path) for path in MODULES if path.is_relative_to(folder)]
-    return [name for name in found if name not in ON_TENSORS]
+        modules += [module_name(path) for path in MODULES if path.is_relative_to(folder)]
+    return [name for name in modules if name not in ON_TENSORS]
 
 
 IMPORT_EACH = """
 import importlib, json, sys
-loaded = {}
 for name in json.loads(sys.argv[1]):
-    before = set(sys.modules)
     importlib.import_module(name)
-    loaded[name] = sorted(set(sys.modules) - before)
-print(json.dumps(loaded))
+    if heavy := set(json.loads(sys.argv[2])) & set(sys.modules):
+        sys.exit(f"{name} imports {heavy}")
 """
 
 
-@pytest.fixture(scope="module")
-def loaded_by() -> dict[str, list[str]]:
-    """Import the light modules in turn in a new interpreter; return what each one brought in."""
-    command = [sys.executable, "-c", IMPORT_EACH, json.dumps(light_modules())]
+def test_the_quick_commands_start_without_torch() -> None:
+    """Each module is imported in turn in a new interpreter."""
+    lists = [json.dumps(names) for names in (light_modules(), HEAVY)]
+    command = [sys.executable, "-c", IMPORT_EACH, *lists]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    loaded: dict[str, list[str]] = json.loads(done.stdout)
-    return loaded
-
-
-@pytest.mark.parametrize("name", light_modules())
-def test_module_starts_without_torch(name: str, loaded_by: dict[str, list[str]]) -> None:
-    assert not set(HEAVY) & set(loaded_by[name])
 
 
 ABOUT_RELEASES = (
@@ -154,19 +135,19 @@ ABOUT_RELEASES = (
 share names with families; programs run by hand about other programs, what trainers draw, and true sizes."""
 
 
-@pytest.mark.parametrize("family", families.MODULES)
-def test_only_the_families_package_names_a_family(family: str) -> None:
+def test_only_the_families_package_names_a_family() -> None:
     """A family is one module, one registry line and its presets; nothing else may know its name."""
     naming = [
-        path.relative_to(ROOT).as_posix()
+        (path.relative_to(ROOT).as_posix(), family)
         for path in MODULES + PROGRAMS
         if not path.is_relative_to(ROOT / "lora_trainer" / "families")
         and not any(path.is_relative_to(place) for place in ABOUT_RELEASES)
-        and family in path.read_text(encoding="utf-8")
+        for family in families.MODULES
+        if family in path.read_text(encoding="utf-8")
     ]
     assert not naming
     registry = (ROOT / "lora_trainer" / "families" / "__init__.py").read_text(encoding="utf-8")
-    assert registry.count(f'families.{family}"') == 1
+    assert all(registry.count(f'families.{family}"') == 1 for family in families.MODULES)
 
 
 def test_the_modules_left_out_of_a_quick_run_are_there() -> None:

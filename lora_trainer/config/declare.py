@@ -106,12 +106,8 @@ def setting(
     for name, needs in (("only_for", only_for), ("not_for", not_for), ("idle_with", idle_with)):
         if needs:
             extra[name] = {key: list(values) for key, values in needs.items()}
-    if enforced:
-        extra["enforced"] = True
-    if path:
-        extra["path"] = True
-    if headline:
-        extra["headline"] = True
+    marks = {"enforced": enforced, "path": path, "headline": headline}
+    extra |= {name: True for name, is_set in marks.items() if is_set}
     return Field(default, description=doc, json_schema_extra=extra, **constraints)
 
 

@@ -10,7 +10,7 @@ Merges settings in layers: family, tier, priority, cell, concept, files, command
 
 Input is the user's request and the hardware's tier; output is one `Config` and, for each setting, the layer
 that set it last. `auto` values stay; the planner replaces them. Presets are JSON in the package
-`lora_trainer.presets`, one file per family; their JSON Schema comes from `Config`.
+`lora_trainer.presets`, one file per family; `scripts/write_schema.py` makes their JSON Schema from `Config`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError, did_you_mean
 from lora_trainer.common.files import json_object
-from lora_trainer.config.choices import CONCEPT, PRIORITIES, SETTINGS, Priority
+from lora_trainer.config.choices import CONCEPT, SETTINGS, Priority
 from lora_trainer.config.config import (
     SEE_ALL_SETTINGS,
     build_config,
@@ -34,7 +34,6 @@ from lora_trainer.config.config import (
     refuse_removed,
     setting_keys,
     setting_of,
-    setting_schemas,
     unknown_setting,
     without_retired,
 )
@@ -66,11 +65,6 @@ def read_settings_file(file: Path) -> SettingsFile:
             f"cannot read {file}: {error}", fix="give a readable UTF-8 file"
         ) from None
     return read_settings_text(text, name=str(file), toml=file.suffix.lower() == ".toml")
-
-
-def read_config_file(file: Path | None) -> SettingsFile | None:
-    """Return the contents of the file of `--config`, if one was named; raises as `read_settings_file`."""
-    return None if file is None else read_settings_file(file)
 
 
 def read_settings_text(text: str, *, name: str, toml: bool = False) -> SettingsFile:
@@ -260,22 +254,17 @@ def resolve(
     named_tier, preset_file = _parse_preset(preset, family)
     tier = named_tier or tier
     name = str(preset_file) if preset_file else f"{family}/{tier}"
-    if run_settings is not None:
-        layers = [_Layer(values=run_settings, name=RESUMED)]
-    else:
-        layers = (
-            [_file_layer(read_settings_file(preset_file), "preset", family)] if preset_file else []
-        )
-    layers += [_file_layer(config_file, "config", family)] if config_file else []
+    layers = [_file_layer(config_file, "config", family)] if config_file else []
     layers.append(_Layer(values=overrides, name=COMMAND_LINE))
     presets: list[_Layer] = []
-    if run_settings is None:
-        # The concept's presets lie below the layer that names the concept, so it is looked up first.
-        concept = next(
-            (setter.values[CONCEPT] for setter in layers[::-1] if CONCEPT in setter.values), ""
-        )
+    if run_settings is not None:
+        layers.insert(0, _Layer(values=run_settings, name=RESUMED))
+    else:
+        if preset_file:
+            layers.insert(0, _file_layer(read_settings_file(preset_file), "preset", family))
         presets = _preset_layers(family, tier, priority)
-        layers = [*presets, _concept_layer(str(concept)), *layers]
+        # The concept's presets lie below the layer that names the concept, so it is looked up first.
+        layers = [*presets, _concept_layer(str(_last(layers, CONCEPT, ""))), *layers]
     origins = {key: Origin(layer="default") for key in setting_keys()}
     values: dict[str, Any] = {}
     for layer in layers:
@@ -290,11 +279,13 @@ def resolve(
         tier=tier,
         priority=priority,
         preset=name,
-        preset_batch_size=next(
-            (setter.values[BATCH_SIZE] for setter in presets[::-1] if BATCH_SIZE in setter.values),
-            1,
-        ),
+        preset_batch_size=_last(presets, BATCH_SIZE, 1),
     )
+
+
+def _last(layers: Sequence[_Layer], key: str, default: Any) -> Any:
+    """Return the value of the last layer that sets a key."""
+    return next((one.values[key] for one in reversed(layers) if key in one.values), default)
 
 
 def lowered_to(resolved: Resolved, *, resolution_px: int) -> Resolved:
@@ -424,39 +415,3 @@ def _parse_preset(preset: str, family: str) -> tuple[str | None, Path | None]:
         f"unknown preset {preset!r}.{did_you_mean(preset, names)} Presets are {', '.join(names)}",
         fix="give one of these names or a .json file with settings",
     )
-
-
-def preset_schema() -> dict[str, Any]:
-    """Return the JSON Schema of the files in `presets/`, made from `Config`."""
-    settings = {"$ref": "#/$defs/settings"}
-    reason = {"type": "string", "minLength": 1, "description": "why this pair cannot work"}
-    unsupported = _object({"unsupported": reason}, required=["unsupported"])
-    pairs = f"^({'|'.join(TIERS)})/({'|'.join(PRIORITIES)})$"
-    parts = {
-        "$schema": {"type": "string"},
-        "family": {"type": "string", "description": "the model family, as the file is named"},
-        "title": {"type": "string"},
-        "base": {**settings, "description": "for every tier and priority of the family"},
-        "tiers": _object(dict.fromkeys(TIERS, settings), required=list(TIERS)),
-        "priorities": _object(dict.fromkeys(PRIORITIES, settings), required=list(PRIORITIES)),
-        "cells": {
-            "type": "object",
-            "patternProperties": {pairs: {"anyOf": [settings, unsupported]}},
-            "additionalProperties": False,
-        },
-    }
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Presets of one model family; later wins: base, tier, priority, cell",
-        **_object(parts, required=[name for name in parts if name not in ("$schema", "cells")]),
-        "$defs": {"settings": _object(setting_schemas(), required=[])},
-    }
-
-
-def _object(properties: Mapping[str, Any], *, required: list[str]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": dict(properties),
-        "required": required,
-        "additionalProperties": False,
-    }

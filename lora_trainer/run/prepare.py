@@ -24,7 +24,7 @@ from lora_trainer.config.layers import (
     Resolved,
     SettingsFile,
     lowered_to,
-    read_config_file,
+    read_settings_file,
     resolve,
 )
 from lora_trainer.config.running import Config, RunConfig
@@ -102,7 +102,7 @@ class Request:
             dataset=Path(dataset),
             preset=preset,
             priority=priority,
-            settings_file=read_config_file(config_file),
+            settings_file=None if config_file is None else read_settings_file(config_file),
             overrides=settings,
             **fields,
         )

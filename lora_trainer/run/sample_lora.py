@@ -17,7 +17,7 @@ from PIL.Image import Image
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import disk_error, write_atomic
-from lora_trainer.config.config import build_config, without_retired
+from lora_trainer.config.config import build_config
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.config.running import Config, SamplingSettings
@@ -215,7 +215,7 @@ def _base_settings(config: Config | None, source: str) -> BaseSettings:
 def stated_settings(metadata: Mapping[str, str]) -> Config | None:
     """Return the settings in the header of a file from this trainer, None without readable ones."""
     try:
-        return build_config(without_retired(json.loads(metadata["lora_train.settings"])))
+        return build_config(json.loads(metadata["lora_train.settings"]))
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.common.caption_markup import (
-    has_choice,
-    split_at_commas,
-    weighted_parts,
-    with_choices_made,
-    words_of,
-)
+from lora_trainer.common import caption_markup as markup
 
 marked = st.text(alphabet="ab ,|{}()[]:.12\\\u732b", max_size=60)
 
@@ -35,7 +29,7 @@ def last(count: int, place: int) -> int:
     ],
 )
 def test_choices(text: str, found: str) -> None:
-    assert with_choices_made(text, last) == found
+    assert markup.with_choices_made(text, last) == found
 
 
 def test_the_place_of_a_choice_is_where_it_opens() -> None:
@@ -45,9 +39,13 @@ def test_the_place_of_a_choice_is_where_it_opens() -> None:
         asked.append((count, place))
         return 0
 
-    assert with_choices_made("x{a|{b|c}|d}", choose) == "xa"
+    assert markup.with_choices_made("x{a|{b|c}|d}", choose) == "xa"
     assert asked == [(2, 4), (3, 1)]
-    assert has_choice("{a|b}") and not has_choice("{a} {b|") and not has_choice(r"\{a|b}")
+    assert (
+        markup.has_choice("{a|b}")
+        and not markup.has_choice("{a} {b|")
+        and not markup.has_choice(r"\{a|b}")
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,41 +65,41 @@ def test_the_place_of_a_choice_is_where_it_opens() -> None:
     ],
 )
 def test_weights(text: str, parts: list[tuple[str, float]]) -> None:
-    found = weighted_parts(text)
+    found = markup.weighted_parts(text)
     assert [words for words, _ in found] == [words for words, _ in parts]
     assert [weight for _, weight in found] == pytest.approx([weight for _, weight in parts])
 
 
 def test_commas_in_brackets_do_not_separate() -> None:
     text = "a, (b, c:1.2), [d, (e, f)], (g, h"
-    assert [part.strip() for part in split_at_commas(text, whole_brackets=True)] == [
+    assert [part.strip() for part in markup.split_at_commas(text, whole_brackets=True)] == [
         "a", "(b, c:1.2)", "[d, (e, f)]", "(g", "h",
     ]  # fmt: skip
-    assert split_at_commas(text, whole_brackets=False) == text.split(",")
+    assert markup.split_at_commas(text, whole_brackets=False) == text.split(",")
 
 
 @given(marked)
 def test_no_text_is_an_error(text: str) -> None:
-    chosen = with_choices_made(text, last)
+    chosen = markup.with_choices_made(text, last)
     assert len(chosen) <= len(text)
-    assert with_choices_made(text, lambda count, place: 0) is not None
-    parts = weighted_parts(text)
+    assert markup.with_choices_made(text, lambda count, place: 0) is not None
+    parts = markup.weighted_parts(text)
     assert all(weight >= 0 for _, weight in parts)
-    assert len(words_of(parts)) <= len(text)
-    assert ",".join(split_at_commas(text, whole_brackets=True)) == text
+    assert len(markup.words_of(parts)) <= len(text)
+    assert ",".join(markup.split_at_commas(text, whole_brackets=True)) == text
 
 
 @given(st.text(alphabet="ab ,|}:.12\u732b", max_size=40))
 def test_words_without_marks_are_what_they_are(text: str) -> None:
-    assert with_choices_made(text, last) == text
-    assert words_of(weighted_parts(text)) == text
+    assert markup.with_choices_made(text, last) == text
+    assert markup.words_of(markup.weighted_parts(text)) == text
 
 
 @pytest.mark.parametrize("mark", ["{a|", "([", "(:1"])
 def test_depth_does_not_matter(mark: str) -> None:
     text = mark * 3_000
-    assert with_choices_made(text, last) == text
-    assert words_of(weighted_parts(text)) == text
+    assert markup.with_choices_made(text, last) == text
+    assert markup.words_of(markup.weighted_parts(text)) == text
     closed = "{" * 3_000 + "a|b" + "}" * 3_000
-    assert with_choices_made(closed, last) == "{" * 2_999 + "b" + "}" * 2_999
-    assert words_of(weighted_parts("(" * 3_000 + "a" + ")" * 3_000)) == "a"
+    assert markup.with_choices_made(closed, last) == "{" * 2_999 + "b" + "}" * 2_999
+    assert markup.words_of(markup.weighted_parts("(" * 3_000 + "a" + ")" * 3_000)) == "a"

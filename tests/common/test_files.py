@@ -14,9 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from lora_trainer.common import files
+from lora_trainer.common import files, processes
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.processes import gc_disabled, give_back_heap
 
 
 def names(folder: Path) -> list[str]:
@@ -115,8 +114,8 @@ def test_a_folder_without_our_marker_is_never_touched(tmp_path: Path) -> None:
 
 
 def test_the_collector_of_cycles_rests_inside_and_goes_on_after_a_failure() -> None:
-    with pytest.raises(ValueError, match="mine"), gc_disabled():
-        with gc_disabled():
+    with pytest.raises(ValueError, match="mine"), processes.gc_disabled():
+        with processes.gc_disabled():
             assert not gc.isenabled()
         assert not gc.isenabled(), "the inner one leaves it to the outer one"
         raise ValueError("mine")
@@ -130,6 +129,6 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     last = pieces[-1]
     pieces.clear()
     resident_bytes = psutil.Process().memory_info().rss
-    give_back_heap()
+    processes.give_back_heap()
     assert resident_bytes - psutil.Process().memory_info().rss > 2**26
     assert len(last) == 2**17

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sqlite3
 import time
@@ -11,7 +12,6 @@ import pytest
 
 from lora_trainer.common import memo
 from lora_trainer.common.errors import MachineError
-from lora_trainer.common.files import sha256_bytes, sha256_file
 
 ENTRIES = {"a": "1", "b": "two", os.fsdecode(b"/\xff.png"): "a name that is not UTF-8"}
 
@@ -89,26 +89,27 @@ def test_a_file_is_hashed_once_over_processes_and_again_once_it_may_have_changed
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
+    real = memo.sha256_file
 
     def watched(path: Path) -> str:
         read.append(path)
-        return sha256_file(path)
+        return real(path)
 
     monkeypatch.setattr(memo, "sha256_file", watched)
     file, store = tmp_path / "a", tmp_path / "memo"
     file.write_bytes(b"x")
     hashes = memo.HashMemo.load(store)
     for _ in range(2):
-        assert hashes.sha256(file) == sha256_bytes(b"x")
+        assert hashes.sha256(file) == hashlib.sha256(b"x").hexdigest()
     assert read == [file, file], "written just now: it may change without another time"
     old_ns = time.time_ns() - int(100e9)
     os.utime(file, ns=(old_ns, old_ns))
     for _ in range(2):
-        assert hashes.sha256(file) == sha256_bytes(b"x")
+        assert hashes.sha256(file) == hashlib.sha256(b"x").hexdigest()
     hashes.save()
-    assert memo.HashMemo.load(store).sha256(file) == sha256_bytes(b"x")
+    assert memo.HashMemo.load(store).sha256(file) == hashlib.sha256(b"x").hexdigest()
     assert len(read) == 3
     file.write_bytes(b"y")
     os.utime(file, ns=(old_ns, old_ns))
     changed = memo.HashMemo.load(store)
-    assert changed.sha256(file) == sha256_bytes(b"y"), "the change time gives it away"
+    assert changed.sha256(file) == hashlib.sha256(b"y").hexdigest(), "the change time gives it away"

@@ -19,9 +19,7 @@ from lora_trainer.gui.workplace import Workplace
 from lora_trainer.checkpoint.codec import append_durably
 from lora_trainer.common import files
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.common.files import read_json_object, write_atomic
-from lora_trainer.queue import worker
-from lora_trainer.queue.commands import Item
+from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.control import Control, StopFlag, taking_signals
 from lora_trainer.run import run_folder
 from tests.fakes import runs
@@ -37,7 +35,7 @@ ALL_BYTES = bytes(range(256)) * 64 + b"\r\n\n\r\x1a" * 8
 def test_binary_files_hold_the_bytes_that_were_written(tmp_path: Path) -> None:
     """Without O_BINARY the C runtime makes 16,456 bytes longer, and reading ends at Ctrl-Z."""
     with on_windows():
-        write_atomic(tmp_path / "a.bin", ALL_BYTES)
+        files.write_atomic(tmp_path / "a.bin", ALL_BYTES)
         for line in (b"one\x1a", b"two"):
             append_durably(tmp_path / "lines", line)
     assert (tmp_path / "a.bin").read_bytes() == ALL_BYTES
@@ -128,7 +126,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def _runner(job: jobs.Job) -> int:
-    return int(read_json_object(job.folder / jobs.RUNNER_FILE)["pid"])
+    return int(files.read_json_object(job.folder / jobs.RUNNER_FILE)["pid"])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +139,7 @@ def _runner(job: jobs.Job) -> int:
     ],
 )
 def test_exit_codes_of_windows_say_how_a_training_ended(code: int, state: str, said: str) -> None:
-    item = Item(id="a", argv=(), folder="", label="", added_s=0.0, order=0)
+    item = commands.Item(id="a", argv=(), folder="", label="", added_s=0.0, order=0)
     with on_windows():
         ended = worker._exited(item, code, last_words="")
     assert ended.state == state and said in ended.error
@@ -156,7 +154,7 @@ def test_a_file_that_is_open_for_a_moment_is_replaced_when_it_is_closed(
     reader = file.open("rb")
     monkeypatch.setattr(time, "sleep", lambda _: reader.close())
     with on_windows():
-        write_atomic(file, b"new")
+        files.write_atomic(file, b"new")
     assert file.read_bytes() == b"new"
 
 
@@ -167,7 +165,7 @@ def test_a_file_that_stays_open_is_named_with_what_to_do(
     file = tmp_path / "lora.safetensors"
     file.write_bytes(b"old")
     with file.open("rb"), on_windows(), pytest.raises(MachineError, match="close the program"):
-        write_atomic(file, b"new")
+        files.write_atomic(file, b"new")
     assert file.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
 
 

@@ -11,22 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config import layers as resolve_module
+from lora_trainer.config import layers
 from lora_trainer.config.config import flatten, setting_keys
-from lora_trainer.config.layers import (
-    FamilyPresets,
-    Resolved,
-    SettingsFile,
-    read_settings_file,
-    resolve,
-)
 from lora_trainer.config.running import Config
 from tests.fakes.runs import run_cli, toy
 
 KEY = "sampling.steps"
 
 
-def resolved(**changes: Any) -> Resolved:
+def resolved(**changes: Any) -> layers.Resolved:
     """Resolve for Stable Diffusion 1.x on a 12 GiB GPU, but for the changes."""
     request: dict[str, Any] = {
         "family": "sd15",
@@ -36,28 +29,28 @@ def resolved(**changes: Any) -> Resolved:
         "config_file": None,
         "overrides": {},
     }
-    return resolve(**{**request, **changes})
+    return layers.resolve(**{**request, **changes})
 
 
 @pytest.fixture
 def presets(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """Presets in which every layer sets another value, to be taken away layer by layer."""
-    layers: dict[str, dict[str, Any]] = {
+    values: dict[str, dict[str, Any]] = {
         "base": {KEY: 101},
         "tier": {KEY: 102},
         "priority": {KEY: 103},
         "cell": {KEY: 104},
     }
-    made = FamilyPresets(
+    made = layers.FamilyPresets(
         family="sd15",
         title="",
-        base=layers["base"],
-        tiers={"10-12": layers["tier"], "cpu": {}},
-        priorities={"balanced": layers["priority"], "speed": {}},
-        cells={"10-12/balanced": layers["cell"]},
+        base=values["base"],
+        tiers={"10-12": values["tier"], "cpu": {}},
+        priorities={"balanced": values["priority"], "speed": {}},
+        cells={"10-12/balanced": values["cell"]},
     )
-    monkeypatch.setattr(resolve_module, "load_presets", lambda family: made)
-    return layers
+    monkeypatch.setattr(layers, "load_presets", lambda family: made)
+    return values
 
 
 def test_later_layers_win(tmp_path: Path, presets: dict[str, dict[str, Any]]) -> None:
@@ -66,7 +59,7 @@ def test_later_layers_win(tmp_path: Path, presets: dict[str, dict[str, Any]]) ->
     config.write_text("[sampling]\nsteps = 106")
     asked: dict[str, Any] = {
         "preset": str(preset),
-        "config_file": read_settings_file(config),
+        "config_file": layers.read_settings_file(config),
         "overrides": {KEY: 107},
     }
     expected = [
@@ -116,7 +109,7 @@ def test_an_unknown_preset_lists_the_names() -> None:
 def test_a_preset_of_another_family_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(resolve_module, "preset_families", lambda: ("sd15", "sdxl"))
+    monkeypatch.setattr(layers, "preset_families", lambda: ("sd15", "sdxl"))
     with pytest.raises(RequestError, match=r"for sdxl.*--preset sd15/6-8"):
         resolved(preset="sdxl/6-8")
     file = tmp_path / "shared.json"
@@ -139,8 +132,8 @@ def test_a_bad_value_names_the_file_it_is_from(tmp_path: Path) -> None:
     assert "train.seed" not in str(caught.value)
 
 
-def written_settings(folder: Path, text: str) -> SettingsFile:
-    return read_settings_file(written(folder, "a.json", text))
+def written_settings(folder: Path, text: str) -> layers.SettingsFile:
+    return layers.read_settings_file(written(folder, "a.json", text))
 
 
 def test_a_contradiction_names_both_origins(tmp_path: Path) -> None:
@@ -177,7 +170,7 @@ def test_a_kind_of_concept_is_a_layer_above_the_presets() -> None:
 def test_files_and_typed_settings_are_above_the_concept(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"train.concept": "style", "data.flip": False}))
-    contents = read_settings_file(file)
+    contents = layers.read_settings_file(file)
     for result in (resolved(config_file=contents), resolved(preset=str(file))):
         assert (result.config.data.flip, result.config.data.caption_dropout) == (False, 0.1)
     typed = {"train.concept": "person", "data.caption_dropout": 0.3}
@@ -224,7 +217,7 @@ def written(folder: Path, name: str, text: str) -> Path:
     ],
 )
 def test_every_way_to_write_settings_means_the_same(tmp_path: Path, name: str, text: str) -> None:
-    read = read_settings_file(written(tmp_path, name, text))
+    read = layers.read_settings_file(written(tmp_path, name, text))
     assert read.values == {"train.steps": 7, "optimizer.learning_rate": 0.5}
 
 
@@ -247,7 +240,7 @@ def test_a_mistake_is_named_with_its_place(
     tmp_path: Path, name: str, text: str, place: str, message: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        read_settings_file(written(tmp_path, name, text))
+        layers.read_settings_file(written(tmp_path, name, text))
     assert f"{name}{place}" in str(caught.value)
     assert message in str(caught.value)
 
@@ -256,10 +249,10 @@ def test_other_files_are_refused_and_all_unknown_keys_named_at_once(tmp_path: Pa
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00\x80")
     for name in ("binary.toml", "missing.json"):
         with pytest.raises(RequestError, match=name):
-            read_settings_file(tmp_path / name)
+            layers.read_settings_file(tmp_path / name)
     file = written(tmp_path, "a.json", '{"train": {"a": 1},\n "data": {"b": 2}}')
     with pytest.raises(RequestError, match=r"a\.json:1:12.*'train\.a'.*a\.json:2:11.*'data\.b'"):
-        read_settings_file(file)
+        layers.read_settings_file(file)
 
 
 @given(
@@ -278,7 +271,7 @@ def test_places_point_at_the_key_itself(
     text = json.dumps(nested, indent=indent)
     file = written(tmp_path_factory.mktemp("places"), "a.json", text)
     lines = text.splitlines()
-    for key, place in read_settings_file(file).places.items():
+    for key, place in layers.read_settings_file(file).places.items():
         line, column = (int(number) for number in place.split(":")[-2:])
         leaf = json.dumps(key.split(".")[1])
         assert lines[line - 1][column - 1 :].startswith(leaf)

@@ -16,16 +16,10 @@ import jsonschema
 import pytest
 
 from lora_trainer.common.errors import MachineError
+from lora_trainer.config import layers
 from lora_trainer.config.choices import PRIORITIES
 from lora_trainer.config.config import flatten
-from lora_trainer.config.layers import (
-    TIERS,
-    Resolved,
-    load_presets,
-    preset_families,
-    preset_schema,
-    resolve,
-)
+from lora_trainer.config.layers import TIERS, preset_families
 from lora_trainer.families import DEFAULT_FAMILY, MODULES, known_base
 from lora_trainer.families import family as load_family
 from lora_trainer.families.base import BaseFacts
@@ -33,6 +27,7 @@ from lora_trainer.hardware.machine import GIB, Hardware, assume_card
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import run_length
+from scripts.write_schema import preset_schema
 from tests.fakes.stable_diffusion import SD15, mini_facts
 
 SMALLEST_CARD_GIB = {"6-8": 6.0, "10-12": 10.0, "16-24": 16.0}
@@ -78,8 +73,8 @@ def releases(family: str) -> list[BaseFacts]:
 
 def resolved_for(
     family: str, tier: str, priority: Any, settings: Mapping[str, Any] = MappingProxyType({})
-) -> Resolved:
-    return resolve(
+) -> layers.Resolved:
+    return layers.resolve(
         family=family,
         tier=tier,
         priority=priority,
@@ -130,9 +125,9 @@ def test_each_family_has_a_file_that_follows_the_schema_and_works_in_every_cell(
     assert set(preset_families()) == set(MODULES)
     for family in preset_families():
         jsonschema.validate(shipped(f"{family}.json"), preset_schema())
-        assert load_presets(family).family == family
+        assert layers.load_presets(family).family == family
         for tier, priority in itertools.product(TIERS, PRIORITIES):
-            if not load_presets(family).unsupported(tier, priority):
+            if not layers.load_presets(family).unsupported(tier, priority):
                 assert resolved_for(family, tier, priority)
 
 
@@ -142,7 +137,7 @@ def test_every_cell_fits_the_smallest_card_of_its_tier_or_says_why_not(
     family: str, tier: str, priority: Any
 ) -> None:
     """Every release of the family, with a margin for the desktop; what cannot work must really not."""
-    presets = load_presets(family)
+    presets = layers.load_presets(family)
     if presets.unsupported(tier, priority):
         with pytest.raises(MachineError):
             planned(family, tier, priority)
@@ -159,7 +154,7 @@ def test_priorities_are_ordered_in_the_time_they_take(family: str, tier: str) ->
 
     Without sample images, for which a plan streams more blocks and which another has no room for.
     """
-    presets = load_presets(family)
+    presets = layers.load_presets(family)
     supported = [found for found in PRIORITIES if not presets.unsupported(tier, found)]
     plans = [planned(family, tier, found, sampling__every_steps=0) for found in supported]
     for made in zip(*plans, strict=True):  # one release
@@ -190,7 +185,7 @@ def test_how_much_is_learned_does_not_depend_on_the_tier(family: str, priority: 
     """R8: the same images give the same updates, batch, rate, rank and layers on every GPU."""
     learned = {}
     for tier in TIERS:
-        if (family, tier) == OWN_RECIPE or load_presets(family).unsupported(tier, priority):
+        if (family, tier) == OWN_RECIPE or layers.load_presets(family).unsupported(tier, priority):
             continue
         settings = flatten(resolved_for(family, tier, priority).config)
         values = {key: settings[key] for key in settings if not TIER_SETTINGS.fullmatch(key)}

@@ -9,15 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.config import config as settings
 from lora_trainer.config import constraints
-from lora_trainer.config.config import (
-    all_settings,
-    build_config,
-    build_run_config,
-    flatten,
-    overlaid,
-    parse_assignment,
-)
+from lora_trainer.config.config import all_settings, build_config, flatten, parse_assignment
 from lora_trainer.config.running import Config
 
 INFOS = {info.key: info for info in all_settings()}
@@ -146,7 +140,7 @@ def test_limits_themselves_are_allowed() -> None:
 def test_folders_are_set_as_a_whole_or_piece_by_piece() -> None:
     below = {"data.folders": {"a": {"repeats": 2, "flip": True}}, "train.steps": 3}
     above = {"data.folders.a.repeats": 5, "data.folders.10_b.c.trigger": "zibbo"}
-    values = overlaid(below, above)
+    values = settings.overlaid(below, above)
     assert values["data.folders"] == {
         "a": {"repeats": 5, "flip": True},
         "10_b.c": {"trigger": "zibbo"},
@@ -157,7 +151,7 @@ def test_folders_are_set_as_a_whole_or_piece_by_piece() -> None:
     assert data.of_folder("10_b.c").trigger == "zibbo"
     assert data.of_folder("none") is data
     assert flatten(build_config(values))["data.folders"] == values["data.folders"]
-    assert overlaid(values, {"data.folders": {}})["data.folders"] == {}
+    assert settings.overlaid(values, {"data.folders": {}})["data.folders"] == {}
     assert data.triggers == ("zibbo",)
     of_folder = set(type(data.folders["a"]).model_fields) - {"weight", "regularisation"}
     assert of_folder <= set(type(data).model_fields), "or nobody would read it"
@@ -196,5 +190,5 @@ def test_forms_follow_from_the_schema(
 
 def test_a_run_has_no_auto_and_a_setting_of_an_earlier_version_no_effect() -> None:
     with pytest.raises(RequestError, match=r"train\.steps='auto'.*has to be decided"):
-        build_run_config({})
+        settings.build_run_config({})
     assert build_config({"hardware.cuda_graphs": True}) == Config()

@@ -33,7 +33,7 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.common.files import windows_name_problem
+from lora_trainer.common import files
 
 OURS = ("lora_trainer", "gui", "presets")
 O_BINARY = 0x8000
@@ -70,7 +70,7 @@ def _check_name(path: Any) -> None:
     """Raise OSError for a name that Windows refuses, or would silently change."""
     parts = () if isinstance(path, int) else Path(os.fsdecode(path)).parts
     for part in parts:
-        if part not in (os.sep, ".", "..") and (why := windows_name_problem(part)):
+        if part not in (os.sep, ".", "..") and (why := files.windows_name_problem(part)):
             raise OSError(errno.EINVAL, why, part)
 
 

@@ -20,7 +20,7 @@ import pytest
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config, setting_keys
 from lora_trainer.config.layers import read_settings_file, read_settings_text
-from lora_trainer.importing.reading import TRAINERS, import_file, settings_toml
+from lora_trainer.importing import reading
 from tests.fakes.runs import python, run_cli
 from tests.importing.cases_others import CASES
 from tests.importing.cases_sd_scripts import TABLES
@@ -59,7 +59,7 @@ def test_what_is_nobodys_is_refused(
 ) -> None:
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InputError) as caught:
-        import_file(tmp_path / name)
+        reading.import_file(tmp_path / name)
     assert message in caught.value.found and "\n" not in caught.value.found
     assert caught.value.fix
 
@@ -94,8 +94,8 @@ def mutated(data: Any, draw: random.Random, keys: list[str]) -> Any:
 
 def test_damaged_values_give_a_reading_or_a_reason(tmp_path: Path) -> None:
     draw = random.Random(18)
-    keys = [key for trainer in TRAINERS for key in trainer.keys if "." not in key]
-    readings = 0
+    keys = [key for trainer in reading.TRAINERS for key in trainer.keys if "." not in key]
+    count = 0
     for number in range(MUTATIONS):
         case = CASES[number % len(CASES)]
         suffix = ".json" if case.suffix == ".toml" else case.suffix  # TOML holds no null
@@ -107,21 +107,21 @@ def test_damaged_values_give_a_reading_or_a_reason(tmp_path: Path) -> None:
         data = mutated(case.data, draw, keys)
         damaged = Case(**{**vars(case), "data": data, "beside": beside, "suffix": suffix})
         try:
-            imported = import_file(damaged.write(tmp_path))
+            imported = reading.import_file(damaged.write(tmp_path))
         except (RequestError, InputError) as error:
             assert error.found and error.fix, damaged.data
             continue
-        readings += 1
+        count += 1
         json.dumps(imported.to_json())
-        written = read_settings_text(settings_toml(imported), name="ours.toml", toml=True)
+        written = read_settings_text(reading.settings_toml(imported), name="ours.toml", toml=True)
         build_config(written.values)
-    assert readings > MUTATIONS / 2
+    assert count > MUTATIONS / 2
 
 
 # ---- the tables
 
 
-@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
+@pytest.mark.parametrize("trainer", reading.TRAINERS, ids=lambda trainer: trainer.name)
 def test_rules_name_settings_and_say_why(trainer: Any) -> None:
     for name, rule in trainer.keys.items():
         if rule.kind == "carried":
@@ -131,7 +131,7 @@ def test_rules_name_settings_and_say_why(trainer: Any) -> None:
 
 
 SUBSET = "datasets[].subsets[]."
-KEYS = next(trainer.keys for trainer in TRAINERS if trainer.name == "sd-scripts")
+KEYS = next(trainer.keys for trainer in reading.TRAINERS if trainer.name == "sd-scripts")
 VALUES: tuple[Any, ...] = ("x", 0.5, True, 2, ["a=b"], 0, False, "", "odd_shift", "sigma_sqrt")
 
 
@@ -140,7 +140,7 @@ def is_named(data: dict[str, Any], name: str, folder: Path) -> bool:
     file = folder / "theirs.json"
     file.write_text(json.dumps(data), encoding="utf-8")
     try:
-        imported = import_file(file)
+        imported = reading.import_file(file)
     except RequestError:
         return True
     assert name not in imported.unknown
@@ -184,7 +184,7 @@ def test_each_option_that_is_read_says_something(tmp_path: Path) -> None:
             for value in VALUES:
                 file.write_text(json.dumps({"seed": 1, **beside, name: value}), encoding="utf-8")
                 try:
-                    imported = import_file(file)
+                    imported = reading.import_file(file)
                 except RequestError:
                     continue
                 why = imported.without_equivalent.get(name, "")
@@ -225,12 +225,12 @@ def test_an_unknown_key_is_named_and_so_is_one_that_only_another_trainer_has(
         names = ["an_option_of_tomorrow"] + ["flip_aug"] * (case.trainer == "musubi-tuner")
         table.update(dict.fromkeys(names, 3))
         file = Case(**{**vars(case), "data": data}).write(place)
-        assert import_file(file).unknown == names, case.trainer
+        assert reading.import_file(file).unknown == names, case.trainer
 
 
 def test_the_docs_count_the_keys() -> None:
     rows: dict[str, dict[str, Any]] = {}
-    for trainer in TRAINERS:
+    for trainer in reading.TRAINERS:
         rows.setdefault(trainer.name.partition(" (")[0], {}).update(trainer.keys)
     text = (ROOT / "docs" / "importing.md").read_text(encoding="utf-8")
     lines = re.findall(
@@ -260,12 +260,12 @@ def test_the_command_prints_and_writes_settings_with_all_that_was_found(
     assert "# general.shuffle_caption" in text and "class_tokens" in text
     assert tomllib.loads(text)["data"]["folders"]["10_my.zibbo \u732b"]["repeats"] == 3
     assert run_cli(["import", str(file), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == import_file(file).to_json()
+    assert json.loads(capsys.readouterr().out) == reading.import_file(file).to_json()
     for ours in (tmp_path / "ours.toml", tmp_path / "ours.json"):
         assert run_cli(["import", str(file), "--output", str(ours)]) == 0
         said = capsys.readouterr().out
         assert "Train on: " in said and "class_tokens" in said and "Not known: " in said
-        assert read_settings_file(ours).values == import_file(file).settings
+        assert read_settings_file(ours).values == reading.import_file(file).settings
     assert run_cli(["import", str(file), "--output", str(ours)]) == 2, "it exists"
     assert run_cli(["import", str(file), "--output", str(ours), "--force"]) == 0
     assert run_cli(["import", str(file), "--output", str(tmp_path / "a.txt")]) == 2
