@@ -218,7 +218,9 @@ def _reason(work: Workplace, item: Item, *, resumes: bool) -> Html | None:
         fix = "Read the last lines of its log, below, and report them."
     if item.state == "interrupted" and resumes:
         fix = "Resume goes on from the last saved state."
-    lines = _log_end(commands.log_file(work.runs, item.id)) if item.state == "failed" else []
+    lines = (
+        _log_end(commands.item_file(work.runs, item.id, "log")) if item.state == "failed" else []
+    )
     log = tag("pre", "\n".join(lines))
     return tag(
         "div",

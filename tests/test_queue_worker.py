@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -110,15 +111,6 @@ def test_a_trainer_gets_its_words_no_input_and_a_session_of_its_own(
     assert not list(place.folder.rglob("pwned"))
 
 
-def test_an_item_that_cannot_start_says_why_and_the_next_one_starts(place: Place) -> None:
-    commands.add(place.runs, ["x"], label="lost", folder=place.folder / "gone")
-    place.add("b")
-    place.finish(place.worker())
-    assert place.states() == {"b": "finished", "lost": "failed"}
-    assert "cannot be started in" in place.item("0001-lost").error
-    assert "gone" in place.item("0001-lost").error
-
-
 # ---- ending
 
 
@@ -132,8 +124,11 @@ ENDS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 def test_the_exit_code_is_the_state_and_the_last_line_the_reason(place: Place) -> None:
+    lost = commands.add(place.runs, ["x"], label="lost", folder=place.folder / "gone")
     ids = {name: place.add(name, **orders).id for name, (orders, *_) in ENDS.items()}
     place.finish(place.worker(*"12345"))
+    assert place.item(lost.id).state == "failed"
+    assert re.search("cannot be started in .*gone", place.item(lost.id).error)
     for name, (orders, state, error) in ENDS.items():
         ended = place.item(ids[name])
         assert (ended.state, ended.error, ended.exit_code) == (state, error, orders["exit"])
@@ -167,7 +162,7 @@ def test_the_reason_is_of_this_start_not_of_one_before(place: Place) -> None:
     worker.trainer = (sys.executable, "-c", "raise SystemExit(1)")
     place.finish(worker)
     assert place.item(item.id).error == "the trainer ended with exit code 1 and no message"
-    assert "first" in commands.log_file(place.runs, item.id).read_text(), "kept"
+    assert "first" in commands.item_file(place.runs, item.id, "log").read_text(), "kept"
 
 
 def test_a_full_disk_delays_what_is_written_and_loses_nothing(
@@ -254,14 +249,16 @@ def test_an_end_that_nobody_saw_is_told_by_its_own_run(place: Place) -> None:
 
 
 def test_after_a_reboot_what_ran_is_interrupted_and_what_waits_goes_on(place: Place) -> None:
-    first = place.add("a")
+    first, unborn = place.add("a"), place.add("unborn")
     place.add("b")
     mine = psutil.Process()
     # Another process has the number now.
     again = {"pid": mine.pid, "pid_started_s": mine.create_time() - 3600}
     place.become(first, state="running", started_s=1.0, run="a", **again)
+    place.become(unborn, state="running", started_s=1.0)
     place.finish(place.worker())
-    assert place.states() == {"b": "finished", "a": "interrupted"}
+    assert place.states() == {"b": "finished", "a": "interrupted", "unborn": "interrupted"}
+    assert not (place.runs / "unborn").exists(), "it might have run already: people decide"
 
 
 def test_a_worker_killed_before_it_wrote_the_process_down_starts_nothing_twice(
@@ -279,14 +276,6 @@ def test_a_worker_killed_before_it_wrote_the_process_down_starts_nothing_twice(
     until(lambda: worker.children[item.id].process.poll() is not None)
     place.finish(successor)
     assert place.item(item.id).state == "finished"
-
-
-def test_a_start_that_left_no_process_is_interrupted(place: Place) -> None:
-    item = place.add("a")
-    place.become(item, state="running", started_s=1.0)
-    place.finish(place.worker())
-    assert place.states() == {"a": "interrupted"}
-    assert not (place.runs / "a").exists(), "it might have run already: people decide"
 
 
 # ---- one worker
@@ -332,17 +321,28 @@ def test_a_worker_that_dies_at_once_is_not_started_by_every_look(place: Place) -
     until(lambda: queue_worker.worker_pid(place.runs) is None)
 
 
-def test_a_damaged_note_of_the_worker_is_replaced_while_it_works(place: Place) -> None:
+def test_a_damaged_note_of_the_worker_is_replaced_and_a_full_disk_waited_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place.add("a")
     (place.runs / ".queue" / ".worker.json").write_bytes(b'{"pid": -5}')
     assert queue_worker.worker_pid(place.runs) is None
     seen: list[int | None] = []
+    said: list[str] = []
+    tick = queue_worker.Worker.tick
 
     def sleep(_: float) -> None:
         seen.append(queue_worker.worker_pid(place.runs))
 
-    queue_worker.work(place.runs, trainer=FAKE_TRAINER, devices=[""], sleep=sleep)
+    def full_at_first(worker: queue_worker.Worker) -> bool:
+        if len(seen) < 3:
+            raise MachineError("cannot write: 0 bytes free", fix="free some space")
+        return tick(worker)
+
+    monkeypatch.setattr(queue_worker.Worker, "tick", full_at_first)
+    queue_worker.work(place.runs, trainer=FAKE_TRAINER, devices=[""], say=said.append, sleep=sleep)
     assert place.states() == {"a": "finished"}
+    assert sum("0 bytes free" in line for line in said) == 1, "said once"
     assert seen[0] == os.getpid() and queue_worker.worker_pid(place.runs) is None
 
 
@@ -376,27 +376,6 @@ def test_a_worker_whose_queue_was_deleted_ends(place: Place) -> None:
 
     queue_worker.work(place.runs, trainer=FAKE_TRAINER, devices=[], sleep=sleep, stop=lambda: None)
     assert len(polls) == 1
-
-
-def test_a_worker_goes_on_when_the_disk_is_full_for_a_while(place: Place) -> None:
-    place.add("a")
-    said: list[str] = []
-    calls: list[int] = []
-
-    def full_at_first(worker: queue_worker.Worker) -> bool:
-        calls.append(1)
-        if len(calls) <= 3:
-            raise MachineError("cannot write: 0 bytes free", fix="free some space")
-        return real(worker)
-
-    real = queue_worker.Worker.tick
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queue_worker.Worker, "tick", full_at_first)
-        queue_worker.work(
-            place.runs, trainer=FAKE_TRAINER, devices=[""], say=said.append, sleep=lambda _: None
-        )
-    assert place.states() == {"a": "finished"}
-    assert sum("0 bytes free" in line for line in said) == 1, "said once"
 
 
 # ---- devices

@@ -64,15 +64,6 @@ def test_the_same_training_twice_is_refused_until_it_has_ended(place: Place) -> 
     assert place.add("a").id == "0003-a"
 
 
-def test_no_item_gets_the_name_of_one_that_was_removed(place: Place) -> None:
-    place.add("a")
-    last = place.add("a", "b")
-    commands.remove(place.runs, last.id)
-    assert place.add("a", "b").id == "0003-a"
-    (place.runs / ".queue" / ".last-number").write_bytes(b"\xff")
-    assert place.add("c").id == "0004-c", "the items count where the counter is damaged"
-
-
 @pytest.mark.parametrize("word", ["a\0b", "\ud800"])
 def test_words_that_no_process_takes_are_refused(word: str, place: Place) -> None:
     with pytest.raises(RequestError, match="cannot be part of a command"):
@@ -96,14 +87,17 @@ def test_many_can_add_at_once(place: Place) -> None:
 # ---- moving, removing, again
 
 
-def test_removing_takes_the_log_along_and_leaves_the_run(place: Place) -> None:
-    item = place.become(place.add("a"), state="failed", run="a")
-    commands.log_file(place.runs, item.id).write_text("said")
-    (place.runs / "a").mkdir()
+def test_removing_takes_the_log_along_leaves_the_run_and_frees_no_name(place: Place) -> None:
+    place.add("a")
+    item = place.become(place.add("b"), state="failed", run="b")
+    log = commands.item_file(place.runs, item.id, "log")
+    log.write_text("said")
+    (place.runs / "b").mkdir()
     commands.remove(place.runs, item.id)
-    assert ids(place) == []
-    assert not commands.log_file(place.runs, item.id).exists()
-    assert (place.runs / "a").is_dir()
+    assert not log.exists() and (place.runs / "b").is_dir()
+    assert place.add("b").id == "0003-b"
+    (place.runs / ".queue" / ".last-number").write_bytes(b"\xff")
+    assert place.add("c").id == "0004-c", "the items count where the counter is damaged"
 
 
 @pytest.mark.parametrize("name", ["../outside", ""])
@@ -126,27 +120,18 @@ def test_one_that_ended_early_goes_on_with_its_run(place: Place) -> None:
     place.become(item, state=state, run="a", ended_s=1.0, exit_code=5, error="nan", pid=7)
     waiting = commands.again(place.runs, item.id)
     assert waiting.argv == ("--resume-from", str(place.runs / "a"), *item.argv)
-    assert (waiting.state, waiting.pid, waiting.exit_code, waiting.error) == (
-        "waiting",
-        None,
-        None,
-        "",
-    )
+    assert (waiting.state, waiting.pid, waiting.exit_code) == ("waiting", None, None)
+    assert waiting.error == ""
     assert ids(place) == [first.id, item.id]
     with pytest.raises(RequestError, match="waiting already"):
         commands.again(place.runs, item.id)
     place.become(waiting, state=state, run="a", ended_s=2.0)
     assert commands.again(place.runs, item.id).argv == waiting.argv, "not resumed twice over"
-
-
-@pytest.mark.parametrize(("state", "run"), [("finished", "a"), ("interrupted", "gone")])
-def test_one_without_a_run_to_go_on_with_starts_over(
-    state: Any, run: str | None, place: Place
-) -> None:
-    item = place.add("a")
-    (place.runs / "a").mkdir()
-    place.become(item, state=state, run=run, ended_s=1.0)
-    assert commands.again(place.runs, item.id).argv == item.argv
+    for ended in ({"state": "finished", "run": "a"}, {"state": "interrupted", "run": "gone"}):
+        place.become(item, ended_s=1.0, **ended)
+        assert commands.again(place.runs, item.id).argv == item.argv, (
+            "there is no run to go on with"
+        )
 
 
 # ---- damaged
@@ -185,28 +170,21 @@ def test_a_damaged_item_has_failed_and_blocks_nobody(name: str, place: Place) ->
     assert ids(place) == [second.id, "0003-c"]
 
 
-def test_a_folder_in_the_place_of_an_item_is_damage_too(place: Place) -> None:
-    place.add("a")
-    (place.runs / ".queue" / "0007-odd.json").mkdir()
-    assert [item.state for item in commands.items(place.runs)] == ["waiting", "failed"]
-    with pytest.raises(MachineError):
-        commands.remove(place.runs, "0007-odd")
-
-
-def test_other_files_are_no_items(place: Place) -> None:
+def test_other_files_are_no_items_and_a_folder_in_the_place_of_one_is_damage(place: Place) -> None:
     item = place.add("a")
     for name in ("notes.json", "0001-a.json~", "0001-a b.json", "1234567890.json"):
         (place.runs / ".queue" / name).write_text("{}")
     assert ids(place) == [item.id]
-
-
-def test_a_queue_that_cannot_be_is_one_line(place: Place) -> None:
-    place.runs.mkdir()
-    (place.runs / ".queue").write_text("a file")
-    with pytest.raises(MachineError, match=r"\.queue"):
-        commands.items(place.runs)
-    with pytest.raises(MachineError, match=r"\.queue"):
-        place.add("a")
+    (place.runs / ".queue" / "0007-odd.json").mkdir()
+    assert [item.state for item in commands.items(place.runs)] == ["waiting", "failed"]
+    with pytest.raises(MachineError):
+        commands.remove(place.runs, "0007-odd")
+    blocked = Place(folder=place.folder / "blocked")
+    blocked.runs.mkdir(parents=True)
+    (blocked.runs / ".queue").write_text("a file")
+    for use in (lambda: commands.items(blocked.runs), lambda: blocked.add("a")):
+        with pytest.raises(MachineError, match=r"\.queue"):
+            use()
 
 
 # ---- any sequence

@@ -90,11 +90,6 @@ def item_file(runs: Path, id: str, kind: Literal["json", "log", "download"] = "j
     return queue_folder(runs) / f"{id}.{kind}"
 
 
-def log_file(runs: Path, id: str) -> Path:
-    """Return the file of the trainer's output, missing before it starts; `id` must come from a listing."""
-    return item_file(runs, id, "log")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Download:
     """How much of a base is on this machine, of the bytes that were missing."""
@@ -382,11 +377,7 @@ def _resuming(runs: Path, item: Item) -> tuple[str, ...]:
 
 
 def _refuse_unspeakable(word: str) -> None:
-    try:
-        speakable = b"\0" not in word.encode()
-    except UnicodeEncodeError:
-        speakable = False
-    if not speakable:
+    if "\0" in word or word.encode("utf-8", "replace").decode() != word:
         raise RequestError(
             f"{ascii(word)} cannot be part of a command", fix="use ordinary characters"
         )

@@ -35,8 +35,8 @@ from lora_trainer.queue.commands import (
     State,
     changing,
     in_order,
+    item_file,
     items,
-    log_file,
     queue_folder,
     write,
 )
@@ -110,7 +110,9 @@ class Worker:
                 write(self.runs, current)
             return
         if child is not None and code is not None:
-            last_words = last_line(log_file(self.runs, item.id), from_bytes=child.log_from_bytes)
+            last_words = last_line(
+                item_file(self.runs, item.id, "log"), from_bytes=child.log_from_bytes
+            )
             current = _exited(current, code, last_words=last_words)
         else:
             current = _ended_unseen(self.runs, current)
@@ -153,7 +155,7 @@ class Worker:
         environment = {**os.environ, ITEM_VARIABLE: self._mark(item)}
         if item.device:
             environment[_DEVICES] = item.device
-        with log_file(self.runs, item.id).open("ab") as log:
+        with item_file(self.runs, item.id, "log").open("ab") as log:
             log_from_bytes = log.tell()
             process = subprocess.Popen(
                 [*self.trainer, *item.argv],

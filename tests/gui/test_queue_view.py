@@ -74,7 +74,7 @@ def test_why_one_failed_comes_with_what_to_do_and_the_end_of_its_log(
 ) -> None:
     item = place.add("a")
     place.become(item, state="failed", exit_code=3, error="no images. Fix: add some.")
-    log = commands.log_file(place.runs, item.id)
+    log = commands.item_file(place.runs, item.id, "log")
     token = "hf_" + "a" * 34
     log.write_text("".join(f"line {number} {token}\n" for number in range(100)))
     html = queue_view.view(work)
@@ -127,7 +127,7 @@ def test_a_damaged_item_is_shown_and_can_only_be_removed(place: Place, work: Wor
 def test_nothing_a_file_says_becomes_markup(place: Place, work: Workplace) -> None:
     a, b, c = (place.add(f"{HOSTILE}{name}", HOSTILE) for name in "abc")
     place.become(a, state="failed", exit_code=1, error=HOSTILE)
-    commands.log_file(place.runs, a.id).write_text(HOSTILE)
+    commands.item_file(place.runs, a.id, "log").write_text(HOSTILE)
     run = place.runs / "a"
     run.mkdir()
     status(run, state="training", code=None, say=HOSTILE)

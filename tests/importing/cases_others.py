@@ -240,7 +240,7 @@ DIFFUSION_PIPE = [
     PIPE.case("repeats of nothing", beside={"data.toml": {"resolutions": [1024], "directory": [
         {"path": "/images/cat", "num_repeats": 0}, {"path": "/images/dog"}]}}, refused="repeats=0"),
     PIPE.case("smooth l1", {"smooth_l1_beta": 0.3}),
-    PIPE.case("cosine", {"lr_scheduler": "cosine", "max_steps": REMOVED, "epochs": 100},
+    PIPE.case("cosine", {"lr_scheduler": "cosine", "max_steps": REMOVED, "epochs": 100, "save_every_n_epochs": 5},
               beside={"data.toml": {"resolutions": [1024], "enable_ar_bucket": True, "min_ar": 0.5, "max_ar": 2.0,
                                     "num_ar_buckets": 7, "directory": [{"path": "images", "num_repeats": 10}]}}),
     PIPE.case("two resolutions and folders", beside={"data.toml": {
