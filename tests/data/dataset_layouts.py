@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,6 +125,7 @@ META_CAP = {"a": {"caption": "a cat", "tags": "red, small"}, "b": {"caption": "a
 MASKS = {"data.masks": "files"}
 CASES = [{"file_name": name, "text": name} for name in ("a.png", "caf\u00e9.png", "b.png")]
 RED = Image.new("RGB", (20, 20), "red")
+ODD_NAMES = ("sp ace.png", "\u732b.png", "a'b\"c.png", "%s {a|b}.png", os.fsdecode(b"caf\xe9.png"))
 PHOTOS = images("one.webp", "two.webp")
 
 LAYOUTS = (
@@ -329,11 +331,22 @@ LAYOUTS = (
            captions={"a.png": "a cat", "b.png": "a cat"}, findings=(
                "warning two-captions a.png: has two captions; a.txt is used, metadata.jsonl is not",
            )),
-    plain("a bad line in a table", {
-               **images("a.png"), "metadata.jsonl": b'{"file_name": "a.png", "text": "x"}\n{oops\n'},
-           captions={"a.png": "x"}, findings=(
-               "warning metadata CAP-02 metadata.jsonl: line 2: not JSON (Expecting property name enclosed in do...",
-           )),
+    plain("damaged rows in a table", {
+               **images("a.png", "b.png", "c.png", "s.png"), "metadata.jsonl": b"\n".join((
+                   b'\xef\xbb\xbf{"file_name": "a.png", "text": "a"}',
+                   b'{"file_name": "a.png", "text": ["one", " two ", ""]}', b"{nonsense", b'["a.png"]',
+                   b'{"file_name": 3, "text": "x"}', b'{"file_name": "b.png", "text": ["one", 2]}', b"[" * 100_000,
+                   b'{"file_name": "s.png", "text": "\\ud800"}',
+                   b'{"file_name": ".\\\\b.png", "prompt": "no", "text": "first\\nkey wins"}',
+                   '{"file_name": "./c.png", "prompt": "four\u2028five"}'.encode()))},
+           captions={"a.png": "one", "s.png": "?", "b.png": "first key wins", "c.png": "four five"}, findings=(
+               "warning metadata CAP-02 metadata.jsonl: a.png occurs again; the last row counts",
+               "warning metadata CAP-02 metadata.jsonl: line 3: not JSON (...",
+               'warning metadata CAP-02 metadata.jsonl: line 4: no {"file_name": "..."}',
+               'warning metadata CAP-02 metadata.jsonl: line 5: no {"file_name": "..."}',
+               "warning metadata CAP-02 metadata.jsonl: line 6: no text under text, caption, prompt",
+               "warning metadata CAP-02 metadata.jsonl: 1 more lines like these",
+           ), settings={"data.caption_lines": "one"}),
     # caption files
     plain("no caption, an empty one", {
                **images("a.png", "b.png", "c.png"), "b.txt": b"\xef\xbb\xbf \r\n", "c.txt": b"x"},
@@ -348,17 +361,29 @@ LAYOUTS = (
                "note no-caption CAP-01 1 of 1 images have no caption but their folder's name: 3_cat/a.png",
                "note subfolder 3_cat/: its images (1) are seen 3 times per epoch",
            )),
-    plain("odd bytes in a caption", {**images("a.png"), "a.txt": b"it\x92s a cat"},
-           captions={"a.png": "it\u2019s a cat"}, findings=(
+    plain("odd bytes in captions", {
+               **images("a.png", "b.png", "c.png", "d.png"), "a.txt": b"it\x92s a\r\n\n\tcat", "b.txt": b"a\x81b",
+               "c.txt": b"\xff\xfea\x00b", "d.txt": b"\xef\xbb\xbf\xc3\xa9\x00"},
+           captions={"a.png": "it\u2019s a cat", "b.png": "a\ufffdb", "c.png": "a\ufffd", "d.png": "\u00e9"},
+           findings=(
                "warning caption-text CAP-02 a.txt: byte 2 (0x92) is not UTF-8; read as Windows-1252",
+               "warning caption-text CAP-02 b.txt: byte 1 (0x81) is not UTF-8; read as Windows-1252",
+               "warning caption-text CAP-02 c.txt: byte 4 (0x62) is not UTF-16-LE; shown as \ufffd",
+               "warning caption-text CAP-02 d.txt: byte 5 is NUL; 1 such characters left out",
            )),
+    plain("odd names", {
+               **images(*ODD_NAMES), **{f"{name[:-4]}.txt": b"x" for name in ODD_NAMES}},
+           captions=dict.fromkeys((*ODD_NAMES[:-1], "caf\\xe9.png"), "x"), findings=()),
     plain("one caption file for three images", {**images("a.png", "a.jpg", "A.PNG"), "a.txt": b"which?"},
            captions={"a.png": "which?", "a.jpg": "which?", "A.PNG": "which?"}, findings=(
                "warning ambiguous-caption IMG-08 a.txt: is the caption of 3 images: A.PNG, a.jpg, a.png",
            )),
-    plain("names composed differently", {
-               **images("caf\u00e9.png", "cafe\u0301.png"), "caf\u00e9.txt": b"red", "cafe\u0301.txt": b"blue"},
-           captions={"caf\u00e9.png": "red", "cafe\u0301.png": "blue"}, findings=()),
+    plain("caption files by the exact name, else by one that differs in case or composition", {
+               **images("a.png", "B.png", "caf\u00e9.png", "cafe\u0301.png", "cre\u0300me.png"), "a.txt": b"a",
+               "A.TXT": b"A", "b.caption": b"b", "caf\u00e9.txt": b"red", "cafe\u0301.txt": b"blue",
+               "cr\u00e8me.txt": b"white"},
+           captions={"a.png": "a", "B.png": "b", "caf\u00e9.png": "red", "cafe\u0301.png": "blue",
+               "cre\u0300me.png": "white"}, findings=()),
     plain("captions without an image", {
                **images("a.png"), "a.txt": b"x", "a.caption": b"x", "b.txt": b"x", "c.caption": b"x"},
            captions={"a.png": "x"}, findings=(

@@ -3,132 +3,112 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lora_trainer import families
-from lora_trainer.common.memo import MemoTable
-from lora_trainer.config.config import build_config
-from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.dataset.caption_lengths import (
-    MEMO,
-    Reading,
-    TokenCounter,
-    caption_limit,
-    reading_of,
-    too_long,
-)
-from lora_trainer.dataset.records import ImageRecord
-from lora_trainer.dataset.scan import scan
-from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.locate import EMBEDDED, EMBEDDED_FOLDER, describe
-from tests.fakes.family_bases import facts_of
+from lora_trainer.cli import main
+from lora_trainer.dataset.caption_lengths import TokenCounter
+from lora_trainer.families.locate import EMBEDDED_FOLDER
 from tests.fakes.runs import write_dataset
 
-FAMILY = families.family("sd15")
+TOKENIZER = EMBEDDED_FOLDER / "tokenizer"
+Ask = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def facts() -> BaseFacts:
-    return describe(BaseSettings(model=EMBEDDED))
+@pytest.fixture
+def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Return a function that answers `plan` or `check` of a dataset in JSON."""
+
+    def answer(command: str, *words: str, **settings: object) -> dict[str, Any]:
+        for key, value in {**settings, "data__cache_dir": tmp_path / "cache"}.items():
+            words += ("--set", f"{key.replace('__', '.')}={value}")
+        capsys.readouterr()
+        assert main.run([command, str(tmp_path / "d"), *words, "--json"]) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    return answer
 
 
-def records_of(folder: Path, *captions: str) -> tuple[ImageRecord, ...]:
-    """Return images with these captions; one token each of the embedded base's is a letter."""
-    write_dataset(folder, images=len(captions))
+def write(folder: Path, *captions: str) -> None:
+    """Write images with these captions; one token each of the embedded base's is a letter."""
+    if not (folder / "d").exists():
+        write_dataset(folder / "d", images=len(captions))
     for number, caption in enumerate(captions):
-        (folder / f"p{number}.txt").write_text(caption)
-    return scanned(folder)
+        (folder / "d" / f"p{number}.txt").write_text(caption)
 
 
-def scanned(folder: Path) -> tuple[ImageRecord, ...]:
-    return scan(folder, settings=build_config({}).data).records
+def tokens(ask: Ask, *words: str, **settings: object) -> tuple[Any, str]:
+    """Return the planned number of tokens, and why."""
+    planned = ask("plan", *words, **settings)["settings"]["data.caption_tokens"]
+    return planned["value"], planned["reason"]
 
 
-def reading(
-    records: tuple[ImageRecord, ...], facts: BaseFacts, family: str = "sd15", **settings: Any
-) -> Reading:
-    values = {key.replace("__", "."): value for key, value in settings.items()}
-    config = build_config(values)
-    memo = MemoTable.load(Path(records[0].file).parent.parent / "memo", MEMO)
-    chosen = families.family(family)
-    return reading_of(records, config=config, facts=facts, family=chosen, memo=memo)
+def cut(ask: Ask, **settings: object) -> list[dict[str, Any]]:
+    """Return the findings about captions that are cut."""
+    rows = ask("check", **settings)["findings"]
+    return [row for row in rows if row["kind"].startswith("caption-too-long")]
 
 
-@pytest.mark.parametrize(("letters", "chunks"), [(1, 1), (75, 1), (76, 2), (226, 3)])
-def test_the_longest_caption_decides(
-    letters: int, chunks: int, facts: BaseFacts, tmp_path: Path
-) -> None:
-    found = reading(records_of(tmp_path / "d", "b c", "x " * letters), facts)
-    assert found.chunks == chunks
-    assert found.lengths is not None and found.lengths.longest == max(2, letters)
-    assert f"the longest caption has {max(2, letters)} tokens" in found.reason
-    assert ("1 of 2 have more than 75" in found.reason) == (letters > 75)
-    cut = tuple(too_long(found, facts=facts))
-    assert len(cut) == (letters > 225)
-    if cut:
-        assert "1 of 2 images have captions of more than the 225 tokens" in cut[0].what
-        assert "226 in p1.png" in cut[0].what and "shorten them" in cut[0].advice
+@pytest.mark.parametrize(("letters", "planned"), [(1, 75), (75, 75), (76, 150), (226, 225)])
+def test_the_longest_caption_decides(letters: int, planned: int, ask: Ask, tmp_path: Path) -> None:
+    write(tmp_path, "b c", "x " * letters)
+    value, reason = tokens(ask)
+    assert value == planned
+    assert f"the longest caption has {max(2, letters)} tokens" in reason
+    assert ("1 of 2 have more than 75" in reason) == (letters > 75)
+    findings = cut(ask)
+    assert len(findings) == (letters > 225)
+    if findings:
+        assert "1 of 2 images have captions of more than the 225 tokens" in findings[0]["what"]
+        assert "226 in p1.png" in findings[0]["what"] and "shorten" in findings[0]["advice"]
 
 
-def test_what_is_asked_stands_and_what_it_cuts_is_said(facts: BaseFacts, tmp_path: Path) -> None:
-    records = records_of(tmp_path / "d", "x " * 101, "y " * 80, "z")
-    found = reading(records, facts, data__caption_tokens=75)
-    assert (found.chunks, found.reason) == (1, "")
-    (finding,) = too_long(found, facts=facts)
-    assert (finding.severity, finding.code) == ("warning", "CAP-03")
-    assert "2 of 3 images" in finding.what and "data.caption_tokens=auto" in finding.advice
-    assert not tuple(too_long(reading(records, facts, data__caption_tokens=150), facts=facts))
+def test_what_is_asked_stands_and_what_it_cuts_is_said(ask: Ask, tmp_path: Path) -> None:
+    write(tmp_path, "x " * 101, "y " * 80, "z")
+    assert tokens(ask, data__caption_tokens=75) == (75, "")
+    (finding,) = cut(ask, data__caption_tokens=75)
+    assert (finding["severity"], finding["code"]) == ("warning", "CAP-03")
+    assert "2 of 3 images" in finding["what"]
+    assert "data.caption_tokens=auto" in finding["advice"]
+    assert not cut(ask, data__caption_tokens=150)
 
 
-def test_captions_are_counted_as_they_are_trained(facts: BaseFacts, tmp_path: Path) -> None:
-    records = records_of(tmp_path / "d", "zibbo " + "x " * 60)
+def test_captions_are_counted_as_they_are_trained(ask: Ask, tmp_path: Path) -> None:
+    write(tmp_path, "zibbo " + "x " * 60)
 
-    def longest(**settings: Any) -> int:
-        lengths = reading(records, facts, **settings).lengths
-        assert lengths is not None
-        return lengths.longest
+    def longest(**settings: object) -> int:
+        return int(re.findall(r"\d+", tokens(ask, **settings)[1])[0])
 
     plain = longest()
     assert longest(data__caption_suffix="y y y") == plain + 3
-    weighted = records_of(tmp_path / "w", "(x:1.3) y")
-    config = {"data__emphasis": True}
-    found = reading(weighted, facts, **config).lengths
-    assert found is not None and found.longest == 2
-    word = {"data__trigger": "zibbo", "adapter__new_tokens": 2}
-    assert longest(**word) == 60 + 2
-    of_class = {
-        "data__trigger": "x",
-        "data__class_word": "y y y",
-        "objective__preservation_weight": 0.5,
-    }
-    assert longest(**of_class) > longest(data__trigger="x")
+    assert longest(data__trigger="zibbo", adapter__new_tokens=2) == 60 + 2
+    of_class = {"data__class_word": "y y y", "objective__preservation_weight": 0.5}
+    assert longest(data__trigger="x", **of_class) > longest(data__trigger="x")
+    write(tmp_path, "(x:1.3) y")
+    assert longest(data__emphasis=True) == 2
 
 
-def test_captions_that_cannot_be_counted_are_read_in_one_piece(
-    facts: BaseFacts, tmp_path: Path
-) -> None:
-    records, absent = records_of(tmp_path / "d", "x " * 200), replace(facts, layout=None)
-    found = reading(records, absent)
-    assert (found.chunks, found.lengths) == (1, None)
-    assert "once the base is on this machine" in found.reason
-    found = reading(records, facts_of("flux"), "flux", data__caption_tokens=225)
-    assert found.chunks == 1 and "512 tokens in one piece" in found.reason
-    limit = caption_limit(facts, chunks=3)
-    assert limit is not None and (limit.tokens, limit.tokenizer) == (225, TOKENIZER)
-    assert caption_limit(absent, chunks=1) is None
-    assert caption_limit(replace(facts, max_tokens=256), chunks=1) is None
+def test_captions_that_cannot_be_counted_are_read_in_one_piece(ask: Ask, tmp_path: Path) -> None:
+    write(tmp_path, "x " * 200)
+    absent = ("--base", "stable-diffusion-v1-5/stable-diffusion-v1-5")
+    value, reason = tokens(ask, *absent, "--vram", "12")
+    assert value == 75 and "once the base is on this machine" in reason
+    assert ask("check", *absent)["caption_limit"] is None
+    flux = ("--base", "black-forest-labs/FLUX.1-dev")
+    value, reason = tokens(ask, *flux, "--vram", "24", data__caption_tokens=225)
+    assert value == "auto" and "512 tokens in one piece" in reason
+    assert ask("check")["caption_limit"] == {"tokens": 225, "tokenizer": str(TOKENIZER)}
 
 
 def test_lengths_are_remembered_until_a_text_changes(
-    facts: BaseFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "d"
-    first = reading(records_of(folder, "x " * 80, "y"), facts)
+    write(tmp_path, "x " * 80, "y")
+    first = tokens(ask)
     counted: list[int] = []
     real = TokenCounter.counts
 
@@ -137,14 +117,13 @@ def test_lengths_are_remembered_until_a_text_changes(
         return real(self, captions)
 
     monkeypatch.setattr(TokenCounter, "counts", counts)
-    assert reading(scanned(folder), facts) == first and counted == []
-    assert reading(scanned(folder), facts, data__caption_suffix="z").lengths != first.lengths
-    (folder / "p1.txt").write_text("x " * 160)
-    assert reading(scanned(folder), facts).chunks == 3
+    assert tokens(ask) == first and counted == []
+    assert tokens(ask, data__caption_suffix="z") != first
+    write(tmp_path, "x " * 80, "x " * 160)
+    assert tokens(ask)[0] == 225
     assert counted == [2, 2]
 
 
-TOKENIZER = EMBEDDED_FOLDER / "tokenizer"
 CAPTIONS = (
     "",
     "zibbo, a teal creature with two antennae",

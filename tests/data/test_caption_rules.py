@@ -1,4 +1,4 @@
-"""Each rule for captions, all of them together, and that drawn texts are functions of text and seed."""
+"""Texts of caption files, each rule for captions, all of them together; drawn texts are functions of text and seed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.running import SamplingSettings
-from lora_trainer.dataset.caption_rules import (
-    is_dropped,
-    max_texts,
-    plain_text,
-    sample_prompts,
-    variant_of,
-    variants,
-)
+from lora_trainer.dataset.caption_rules import max_texts, sample_prompts, variants
+from lora_trainer.dataset.captions import of_class, read_caption_file
 
 SHUFFLING = DataSettings(shuffle_tags=True, keep_tokens=1, caption_variants=6)
 EVERYTHING: dict[str, Any] = {
@@ -33,6 +27,10 @@ EVERYTHING: dict[str, Any] = {
     "caption_variants": 12,
     "emphasis": True,
 }
+# Named rather than all of Unicode, whose tables take hypothesis seconds to build.
+letters = st.text(
+    alphabet="abz ,.*()[]%\n\t\u00a0\u00e9e\u0301\u2028\u202e\u732b\U0001f600", max_size=60
+)
 CAPTION = "one, two ||| {red|blue} hat, a;;;b, x, (y, z:1.2), w ||| last"
 
 
@@ -42,14 +40,54 @@ def drawn(caption: str, settings: DataSettings, seed: int = 1) -> tuple[str, ...
     return found[1:] or found
 
 
+def plain(caption: str, **settings: Any) -> str:
+    """Return the text that an image with one caption is shown and validated with."""
+    return variants((caption,), settings=DataSettings(**settings), seed=1)[0]
+
+
 def tags(text: str) -> list[str]:
     return text.split(", ")
 
 
+@given(letters, st.sampled_from(["utf-8", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"]))
+def test_marked_text_is_read_whatever_its_encoding(text: str, encoding: str) -> None:
+    found = read_caption_file("a.txt", f"\ufeff{text}".encode(encoding))
+    assert (found.text, found.problems) == (" ".join(text.split()), ())
+
+
+@pytest.mark.parametrize(
+    ("caption", "trigger", "wanted"),
+    [
+        ("", "zibbo", "zibbo"),
+        ("Zibbo, a cat", "zibbo", "Zibbo, a cat"),
+        ("prezibbo", "zibbo", "zibbo, prezibbo"),
+        ("[trigger] here, [trigger]", "zibbo", "zibbo here, zibbo"),
+        ("[trigger] here", None, "[trigger] here"),
+        ("a cat", "c.t", "c.t, a cat"),
+    ],
+)
+def test_the_trigger_is_a_word_of_its_own(caption: str, trigger: str | None, wanted: str) -> None:
+    assert plain(caption, trigger=trigger) == wanted
+
+
+@given(letters, st.text(alphabet="abz .*(", min_size=1, max_size=8))
+def test_the_trigger_is_put_in_once(caption: str, trigger: str) -> None:
+    word = " ".join(trigger.split())
+    once = plain(caption, trigger=word or None)
+    assert word.casefold() in once.casefold()
+    assert plain(once, trigger=word or None) == once
+
+
+def test_the_class_takes_the_place_of_the_trigger() -> None:
+    captions = ("a photo of ZWX, smiling", "zwxy is another word")
+    replaced = [of_class(one, trigger="zwx", class_word=" woman ") for one in captions]
+    assert replaced == ["a photo of woman, smiling", None]
+
+
 def test_all_but_the_kept_tags_are_shuffled() -> None:
     caption = "zibbo, one, two, three, four"
-    plain, *found = variants((caption,), settings=SHUFFLING, seed=1)
-    assert plain == caption
+    shown, *found = variants((caption,), settings=SHUFFLING, seed=1)
+    assert shown == caption
     assert len(found) == 6
     assert len(set(found)) > 2
     for text in found:
@@ -60,9 +98,9 @@ def test_all_but_the_kept_tags_are_shuffled() -> None:
     assert len(set(kept)) == 2
     for text in drawn("k, a, a, b,  ", SHUFFLING):
         assert Counter(tags(text)) == Counter({"a": 2, "b": 1, "k": 1})
-    plain = DataSettings(shuffle_tags=False, caption_variants=4)
-    assert variants(("a,b , c",), settings=plain, seed=1) == ("a,b , c",)
-    assert max_texts(("a,b , c",), settings=plain) == 1
+    in_order = DataSettings(shuffle_tags=False, caption_variants=4)
+    assert variants(("a,b , c",), settings=in_order, seed=1) == ("a,b , c",)
+    assert max_texts(("a,b , c",), settings=in_order) == 1
 
 
 def test_texts_depend_on_the_caption_and_the_seed_alone() -> None:
@@ -83,9 +121,8 @@ def test_a_mark_says_what_stays_in_front_and_at_the_end() -> None:
     assert len(set(texts)) > 2, "and what is between is shuffled"
     unmarked = {tags(text)[0] for text in drawn("one, a, b, c", settings)}
     assert unmarked == {"one"}, "without the mark keep_tokens counts"
-    plain = DataSettings(keep_tokens_separator="|||")
-    assert plain_text(("one ||| a,b",), settings=plain) == "one, a, b"
-    assert plain_text(("a,b",), settings=plain) == "a,b", "as it is written"
+    assert plain("one ||| a,b", keep_tokens_separator="|||") == "one, a, b"
+    assert plain("a,b", keep_tokens_separator="|||") == "a,b", "as it is written"
 
 
 def test_tags_with_the_second_mark_between_stay_together() -> None:
@@ -93,14 +130,13 @@ def test_tags_with_the_second_mark_between_stay_together() -> None:
     texts = drawn("k, a;;;b ;;; c, d, e, f", settings.model_copy(update={"caption_variants": 40}))
     assert all(("a, b, c" in text) == ("b" in tags(text)) for text in texts)
     assert {("b" in tags(text)) for text in texts} == {True, False}
-    plain = DataSettings(secondary_separator=";;;")
-    assert plain_text(("a;;;b, c",), settings=plain) == "a, b, c"
+    assert plain("a;;;b, c", secondary_separator=";;;") == "a, b, c"
 
 
 def test_alternatives_are_drawn_anew_and_the_first_is_the_plain_one() -> None:
     settings = DataSettings(wildcards=True, caption_variants=60)
-    plain, *texts = variants(("a {red|blue|} {big {old|new}|} hat",), settings=settings, seed=1)
-    assert plain == "a red big old hat"
+    shown, *texts = variants(("a {red|blue|} {big {old|new}|} hat",), settings=settings, seed=1)
+    assert shown == "a red big old hat"
     assert set(texts) == {
         " ".join(["a", *colour, *size, "hat"])
         for colour in (["red"], ["blue"], [])
@@ -115,8 +151,8 @@ def test_alternatives_are_drawn_anew_and_the_first_is_the_plain_one() -> None:
 def test_tags_are_left_out_at_their_rate_and_kept_ones_never() -> None:
     settings = DataSettings(tag_dropout=0.25, keep_tokens=2, caption_variants=64)
     caption = ", ".join(f"t{number}" for number in range(40))
-    plain, *texts = variants((caption,), settings=settings, seed=1)
-    assert plain == caption
+    shown, *texts = variants((caption,), settings=settings, seed=1)
+    assert shown == caption
     assert all(tags(text)[:2] == ["t0", "t1"] for text in texts)
     share = 1 - sum(len(tags(text)) - 2 for text in texts) / (38 * len(texts))
     assert share == pytest.approx(0.25, abs=0.03)
@@ -146,15 +182,15 @@ def test_each_of_several_captions_is_trained_equally_often() -> None:
     assert found == ("one", *lines)
     assert max_texts(lines, settings=DataSettings()) == 3
     settings = SHUFFLING.model_copy(update={"caption_variants": 4})
-    plain, *texts = variants(("a, b, c", "d, e, f"), settings=settings, seed=1)
-    assert plain == "a, b, c"
+    shown, *texts = variants(("a, b, c", "d, e, f"), settings=settings, seed=1)
+    assert shown == "a, b, c"
     assert Counter(tags(text)[0] for text in texts) == {"a": 2, "d": 2}
 
 
 def test_all_rules_at_once() -> None:
     settings = DataSettings(**EVERYTHING)
-    plain, *texts = variants((CAPTION,), settings=settings, seed=1)
-    assert plain == ("zibbo, photo, one, two, red hat, a, b, x, (y, z:1.2), w, last , film")
+    shown, *texts = variants((CAPTION,), settings=settings, seed=1)
+    assert shown == ("zibbo, photo, one, two, red hat, a, b, x, (y, z:1.2), w, last , film")
     assert len(texts) == 12
     assert len(set(texts)) > 8
     for text in texts:
@@ -178,33 +214,6 @@ def test_any_caption_has_its_texts(caption: str, prefix: str, seed: int) -> None
     assert len(set(found)) <= max_texts((caption, "b"), settings=settings)
     assert all(text == " ".join(text.split()) for text in found)
     assert all("zibbo" in text for text in found)
-
-
-def test_each_sample_and_epoch_chooses_its_own_variant() -> None:
-    draws = [variant_of(f"s{i}", count=4, seed=7, epoch=e) for i in range(40) for e in range(10)]
-    assert set(draws) == {0, 1, 2, 3}
-    assert max(Counter(draws).values()) < 140
-    assert draws[0] == variant_of("s0", count=4, seed=7, epoch=0)
-
-
-def dropped(settings: DataSettings, *, epochs: int = 5, samples: int = 400) -> list[bool]:
-    return [
-        is_dropped(f"s{number}", settings=settings, seed=3, epoch=epoch)
-        for epoch in range(epochs)
-        for number in range(samples)
-    ]
-
-
-def test_dropout_hits_its_share_of_samples() -> None:
-    def share(fraction: float) -> float:
-        draws = dropped(DataSettings(caption_dropout=fraction))
-        return sum(draws) / len(draws)
-
-    assert share(0.0) == 0.0
-    assert share(1.0) == 1.0
-    assert share(0.25) == pytest.approx(0.25, abs=0.04)
-    third = DataSettings(caption_dropout_every_epochs=3)
-    assert dropped(third, epochs=7, samples=1) == [False, False, True, False, False, True, False]
 
 
 def test_samples_are_of_captions_else_of_the_trigger_in_the_ways_of_its_kind() -> None:

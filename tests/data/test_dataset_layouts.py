@@ -6,18 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.common.events import Finding
 from lora_trainer.config.config import build_config
-from lora_trainer.dataset.caption_tables import read_table
 from lora_trainer.dataset.inspect_image import DatasetMemo
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan
-from lora_trainer.lora_file.header import open_checked
-from tests.data.dataset_layouts import CATDOG, LAYOUTS, NAMES, Layout, images, png_text
+from tests.data.dataset_layouts import CATDOG, LAYOUTS, NAMES, TWO, Layout, images, png_text
 
 
 def written(files: dict[str, bytes], root: Path) -> Path:
@@ -32,11 +31,10 @@ def read(root: Path, settings: dict[str, object], memo: DatasetMemo | None = Non
     return scan(root, settings=data, memo=memo)
 
 
-def as_line(finding: Finding) -> str:
+def as_line(finding: Any) -> str:
     file = f"{finding.file}:" if finding.file else ""
-    return " ".join(
-        filter(None, (finding.severity, finding.kind, finding.code, file, finding.what))
-    )
+    parts = (finding.severity, finding.kind, finding.code, file, finding.what)
+    return " ".join(filter(None, parts))
 
 
 @pytest.fixture(autouse=True)
@@ -90,16 +88,17 @@ def test_captions_inside_images_are_remembered_apart_from_caption_files(tmp_path
     assert read(root, NAMES, memo).records[0].caption == "", "the name is a number"
 
 
-def test_a_table_in_parquet_is_read_by_pyarrow() -> None:
+def test_a_table_in_parquet_is_read_by_pyarrow(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="optional: the extra `parquet`")
     from pyarrow import parquet  # noqa: PLC0415 - after the check that it is there
 
+    root = written(TWO, tmp_path)
     columns = {"file_name": list(CATDOG), "text": list(CATDOG.values()), "image": [b"x", b"y"]}
-    sink = pyarrow.BufferOutputStream()
-    parquet.write_table(pyarrow.table(columns), sink)
-    table = read_table("metadata.parquet", sink.getvalue().to_pybytes())
-    assert {name: text.text for name, text in table[0].items()} == CATDOG
-    assert "cannot be read" in read_table("metadata.parquet", b"PAR1")[1][0]
+    parquet.write_table(pyarrow.table(columns), root / "metadata.parquet")
+    assert {one.name: one.caption for one in read(root, {}).records} == CATDOG
+    (root / "metadata.parquet").write_bytes(b"PAR1")
+    (problem,) = (one.what for one in read(root, {}).findings if one.kind == "metadata")
+    assert problem.startswith("cannot be read")
 
 
 def test_a_project_of_kohya_trains_with_the_defaults(tmp_path: Path) -> None:
@@ -116,8 +115,8 @@ def test_a_project_of_kohya_trains_with_the_defaults(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-2000:]
     file = min((tmp_path / "out").glob("*/*.safetensors"), key=lambda path: len(path.name))
-    with open_checked(file) as opened:
-        header = opened.metadata
+    with safe_open(file, framework="numpy") as opened:
+        header = opened.metadata()
     assert json.loads(header["ss_dataset_dirs"]) == {"data": {"n_repeats": 2, "img_count": 4}}
     tags = json.loads(header["ss_tag_frequency"])["data"]
     assert tags == {"a cat": 1, "a red cat": 1, "zb cat": 2}

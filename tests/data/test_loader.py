@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,6 +193,32 @@ def test_half_of_the_samples_are_mirrored_and_told_their_own_crop() -> None:
     )
     assert set(found) == {("plain", 3), ("mirrored", 4)}
     assert 160 < found["mirrored", 4] < 240
+
+
+def test_each_epoch_draws_a_text_of_a_sample_or_leaves_it_out() -> None:
+    """The first of several texts is that of validation."""
+
+    def drawn(**data: Any) -> list[list[int | None]]:
+        feeder = build_feeder([SQUARE] * 40, data=DataSettings(**data), texts=4)
+        keys = [(None, feeder.empty_text)]
+        keys += [pair for source in feeder.sources.values() for pair in enumerate(source.texts)]
+        numbers = {id(feeder.entries.read(key)["text"]): number for number, key in keys}
+        return [
+            [
+                numbers[id(feeder.prepare_sample(epoch, name).conditioning["text"])]
+                for name in feeder.sources
+            ]
+            for epoch in range(12)
+        ]
+
+    counts = Counter(chain.from_iterable(drawn(caption_dropout=0.25)))
+    assert counts[None] / 480 == pytest.approx(0.25, abs=0.05)
+    assert 0 not in counts and min(counts[number] for number in (1, 2, 3)) > 90
+    assert None not in chain.from_iterable(drawn())
+    left_out = [None in numbers for numbers in drawn(caption_dropout_every_epochs=3)]
+    assert left_out == [False, False, True] * 4
+    (all_left_out,) = {*chain.from_iterable(drawn(caption_dropout=1.0))}
+    assert all_left_out is None
 
 
 # ---- validation
