@@ -188,6 +188,8 @@ def test_a_bad_entry_that_stays_where_it_is_passes_for_whole_no_more(
         if of_another:
             patch.setattr(os, "utime", refuse)
         assert whole.cache.read(whole.keys[0]) is None and bad.exists()
+        refused = "cannot be read" if method == "open" else "cannot be moved aside"
+        assert f"{refused} (Input/output error)" in whole.said[0]
         assert whole.missing()[0] == {0}
 
 

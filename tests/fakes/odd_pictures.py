@@ -38,10 +38,6 @@ def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def header_only(width_px: int, height_px: int) -> bytes:
-    return png(width_px, height_px, 8, 2, b"\0")
-
-
 def stored_for(orientation: int, upright: Image.Image) -> Image.Image:
     """How a camera stores `upright` under an EXIF orientation (the inverse of showing it)."""
     turn = Image.Transpose

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lora_trainer.cache.keys import Arrays, CacheKey, text_key
+from lora_trainer.cache.keys import CacheKey, text_key
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.files import CappedFolder
 from tests.fakes.disk import Disk, Killed
@@ -23,6 +23,7 @@ from tests.fakes.studio import ENTRIES, Studio, elsewhere, files_of
 from tests.reliability.conftest import CASES
 
 Figure = Callable[..., None]
+Arrays = dict[str, np.ndarray]
 
 
 pytestmark = pytest.mark.usefixtures("little_garbage", "no_hang")

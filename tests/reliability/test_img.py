@@ -31,6 +31,7 @@ from tests.fakes.runs import contents, events, toy
 
 Figure = Callable[..., None]
 WHITE = (255, 255, 255)
+RED = (252, 1, 6)
 
 
 pytestmark = pytest.mark.usefixtures("no_hang")
@@ -46,14 +47,8 @@ def damaged() -> dict[str, bytes]:
             found[f"{kind.lower()} cut at {cut}"] = data[:cut]
         found[f"{kind.lower()} of zeros"] = bytes(len(data))
         found[f"{kind.lower()} without its first bytes"] = data[8:]
-    texts = {
-        "html": b"<!DOCTYPE html><html><body>please log in</body></html>",
-        "svg": b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>',
-        "heic": b"\x00\x00\x00\x20ftypheic" + bytes(60),
-        "lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-        "postscript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n(x) run\n",
-    }
-    return found | texts
+    found["svg"] = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"/>'
+    return found
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> None:
@@ -141,7 +136,9 @@ def img_03() -> dict[str, Case]:
         garbage = b"Exif\0\0" + draw.randbytes(80)
         data = encoded(picture(), kind, exif=garbage)
         found[f"{kind.lower()} garbage"] = Case(data=data, notes=("exif",), size_px=(48, 32))
-    return found
+    cut_off = b"Exif\0\0II*\0\x08\0\0\0\x01\0\x0e\x01\x02\0\xff\0\0\0\x1a\0\0\0"
+    data = encoded(picture(), "JPEG", exif=cut_off)
+    return {**found, "a warning of Pillow": Case(data=data, notes=("exif",), size_px=(48, 32))}
 
 
 def img_04_05() -> dict[str, Case]:
@@ -151,11 +148,26 @@ def img_04_05() -> dict[str, Case]:
     palette = Image.new("P", (20, 20), 0)
     rows = (b"\0" + b"\x80\x01" * 16) * 16
     hidden = png(16, 16, 16, 0, rows, chunk(b"tRNS", b"\x80\x01"))
+    # Pillow leaves the transparent colour in the file's depth, where no 8-bit pixel has it.
+    colour = b"\x80\x01\x12\x34\xff\xf0"
+    other_depths = {
+        "rgb 16": (2, 16, b"\0" + colour * 16, colour),
+        "gray 4": (0, 4, b"\0" + b"\x22" * 8, b"\0\x02"),
+        "gray 2": (0, 2, b"\0" + b"\xaa" * 4, b"\0\x02"),
+    }
+    transparent = {
+        f"{name} tRNS": Case(
+            data=png(16, 16, depth, kind, row * 16, chunk(b"tRNS", mark)),
+            notes=("depth", "alpha") if depth == 16 else ("alpha",),
+            corner=WHITE,
+        )
+        for name, (kind, depth, row, mark) in other_depths.items()
+    }
     rgb_rows = b"".join(b"\0" + b"\x40\x40" * 48 for _ in range(16))
     inks = Image.new("CMYK", (20, 20), (255, 0, 0, 0))
     profile = cmyk_profile((136, 208, 195))
     values = Image.fromarray(np.ones((20, 20), np.float32))
-    return {
+    return transparent | {
         "rgba": Case(data=encoded(half), notes=("alpha",), corner=WHITE),
         "gif": Case(data=encoded(palette, "GIF", transparency=0), notes=("alpha",), corner=WHITE),
         "gray 16 tRNS": Case(data=hidden, notes=("depth", "alpha"), corner=WHITE),
@@ -163,24 +175,37 @@ def img_04_05() -> dict[str, Case]:
         "rgb 16": Case(data=png(16, 16, 16, 2, rgb_rows), notes=("depth",), corner=(64, 64, 64)),
         "one bit": Case(data=encoded(Image.new("1", (20, 20), 1)), corner=WHITE),
         "cmyk": Case(data=encoded(inks, "TIFF"), notes=("cmyk-profile",), corner=(0, 255, 255)),
-        "profile": Case(data=encoded(inks, "TIFF", icc_profile=profile), notes=("cmyk",)),
+        "profile": Case(
+            data=encoded(inks, "TIFF", icc_profile=profile), notes=("cmyk",), corner=RED
+        ),
         "broken profile": Case(
             data=encoded(inks, "JPEG", icc_profile=profile[:200]), notes=("cmyk-profile",)
         ),
         "float": Case(data=encoded(values, "TIFF"), refused="IMG-05"),
+        "big endian": Case(data=big_endian_tiff(0x1234), notes=("depth",), corner=(18, 18, 18)),
     }
+
+
+def big_endian_tiff(value: int) -> bytes:
+    """Return gray pixels of 16 bits, the most significant byte first."""
+    tags = [(256, 16), (257, 16), (258, 16), (259, 1), (262, 1), (273, 110), (277, 1), (279, 512)]
+    body = b"".join(struct.pack(">HHII", tag, 4, 1, count) for tag, count in tags)
+    header = b"MM\0*\0\0\0\x08" + struct.pack(">H", len(tags)) + body + bytes(4)
+    return header.ljust(110, b"\0") + struct.pack(">H", value) * 256
 
 
 def img_06() -> dict[str, Case]:
     """Animations: their first frame, told."""
     frames = [Image.new("RGB", (20, 20), colour) for colour in ("red", "lime", "blue")]
     options = {"save_all": True, "append_images": frames[1:]}
-    return {
+    found = {
         f"animated {kind.lower()}": Case(
             data=encoded(frames[0], kind, **options), notes=("animated",), corner=(255, 0, 0)
         )
         for kind in ("GIF", "WEBP", "PNG", "TIFF")
     }
+    previews = encoded(picture(), "MPO", save_all=True, append_images=[picture(24, 16)])
+    return {**found, "previews of a camera": Case(data=previews, size_px=(48, 32))}
 
 
 def img_07() -> dict[str, Case]:
@@ -265,14 +290,18 @@ def test_img_09_what_is_no_regular_file_is_named_and_never_opened(
 ) -> None:
     folder, outside = tmp_path / "data", tmp_path / "outside.png"
     folder.mkdir()
-    Image.new("RGB", (32, 32), "red").save(outside)
+    other = tmp_path / "other"
+    other.mkdir()
+    for path, colour in ((outside, "red"), (other / "x.png", "lime")):
+        Image.new("RGB", (32, 32), colour).save(path)
     Image.new("RGB", (32, 32), "blue").save(folder / "good.png")
     (folder / "dangling.png").symlink_to(tmp_path / "nowhere.png")
     (folder / "loop.png").symlink_to(folder / "loop.png")
     (folder / "device.png").symlink_to("/dev/zero")
     (folder / "folder.png").mkdir()
     (folder / "linked.png").symlink_to(outside)
-    (folder / "again").symlink_to(folder)
+    for name, target in (("again", folder), ("above", tmp_path), ("linked", other)):
+        (folder / name).symlink_to(target)
     for name in ("pipe.png", "pipe.txt"):
         os.mkfifo(folder / name)
     with socket.socket(socket.AF_UNIX) as listener, chdir(folder):
@@ -286,6 +315,7 @@ def test_img_09_what_is_no_regular_file_is_named_and_never_opened(
         f"{name}.png": f"is {kind}, not a regular file" for name, kind in kinds.items()
     }
     named = {row.file for row in dataset.findings if row.code == "IMG-09"}
-    assert named == bad | {"linked.png", "again/", "pipe.txt"}
-    assert {record.name for record in dataset.records} == {"good.png", "linked.png"}
+    links = {"linked.png", "linked", "above", "again/", "above/"}
+    assert named == bad | links | {"pipe.txt"}
+    assert {record.name for record in dataset.records} == {"good.png", "linked.png", "linked/x.png"}
     figure("bad_inputs", tried=len(named), handled=len(named), crashes=0, hangs=0)
