@@ -55,23 +55,6 @@ def test_a_resolution_below_one_step_is_refused() -> None:
         buckets_for(resolution_px=63, step_px=64, max_aspect=2.0)
 
 
-@pytest.mark.parametrize(
-    ("size", "bucket", "scaled", "corner"),
-    [
-        ((3024, 4032), "448x576", (448, 597), (0, 10)),
-        ((5000, 1000), "640x384", (1920, 384), (640, 0)),
-        ((383, 4000), "384x640", (384, 4010), (0, 1685)),
-    ],
-)
-def test_placements(
-    size: tuple[int, int], bucket: str, scaled: tuple[int, int], corner: tuple[int, int]
-) -> None:
-    placement = place(*size, buckets=SD15)
-    assert str(placement.bucket) == bucket
-    assert (placement.scaled_width_px, placement.scaled_height_px) == scaled
-    assert (placement.left_px, placement.top_px) == corner
-
-
 @given(sides, sides)
 def test_an_image_covers_the_nearest_bucket_undistorted_and_centred(
     width_px: int, height_px: int

@@ -43,6 +43,12 @@ def test_a_cold_run_encodes_each_once_and_a_warm_one_nothing(studio: Studio) -> 
     for suffix, original in ((".png", "p0.png"), (".txt", "p2.txt")):
         (studio.folder / f"copy{suffix}").write_bytes((studio.folder / original).read_bytes())
     assert studio.work() == (3, sorted(TEXTS)), "equal images and equal captions once"
+    phases = [event.fields for event in studio.events if event.kind == "phase"]
+    assert {phase["total"] for phase in phases} == {8}
+    begun = {phase["message"]: phase["done"] for phase in phases if "loading" in phase["message"]}
+    assert begun == {"loading the image encoder": 0, "loading the text encoders": 3}
+    counted = [phase["done"] for phase in phases if phase["message"] not in begun]
+    assert counted == list(range(9)), "told item by item"
     done, *encoders = studio.encode()
     assert encoders == [None, None], "a warm run loads no encoder"
     assert done == Encoded(latents=0, texts=0, found=8)
@@ -67,8 +73,8 @@ def test_every_resolution_has_its_latents_and_is_told_its_own_size(studio: Studi
     assert shapes == sizes
 
 
-def test_an_entry_holds_what_the_vae_of_diffusers_gives(studio: Studio) -> None:
-    """Plain, mirrored and cut; scaled for the denoiser."""
+def test_an_entry_holds_what_diffusers_and_transformers_give(studio: Studio) -> None:
+    """Images plain, mirrored and cut; scaled for the denoiser."""
     studio.settings = DataSettings(flip=True)
     wanted = studio.needs()
     assert studio.encode(wanted)[0].latents == 6
@@ -85,10 +91,6 @@ def test_an_entry_holds_what_the_vae_of_diffusers_gives(studio: Studio) -> None:
         for name, value in (("mean", posterior.mean), ("std", posterior.std)):
             expected = (value[0] * 0.5).numpy()
             np.testing.assert_allclose(entry[name], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_an_entry_holds_what_the_text_encoder_gives(studio: Studio) -> None:
-    studio.encode()
     tokenizer = CLIPTokenizer.from_pretrained(studio.base, subfolder="tokenizer")
     encoder = CLIPTextModel.from_pretrained(studio.base, subfolder="text_encoder")
     ids = tokenizer(PROMPT, padding="max_length", max_length=77, return_tensors="pt").input_ids
@@ -145,16 +147,6 @@ def test_a_long_caption_is_a_note(studio: Studio, caplog: pytest.LogCaptureFixtu
     assert "has 600 tokens, there is room for 75: 'word word" in problem["what"]
     assert "longer than the specified maximum" not in caplog.text, "transformers' own words"
     assert studio.work() == (0, [])
-
-
-def test_progress_is_told_item_by_item(studio: Studio) -> None:
-    studio.encode()
-    phases = [event.fields for event in studio.events if event.kind == "phase"]
-    assert {phase["total"] for phase in phases} == {8}
-    begun = {phase["message"]: phase["done"] for phase in phases if "loading" in phase["message"]}
-    assert begun == {"loading the image encoder": 0, "loading the text encoders": 3}
-    counted = [phase["done"] for phase in phases if phase["message"] not in begun]
-    assert counted == list(range(9))
 
 
 def test_pictures_are_decoded_ahead_and_entries_written_behind(

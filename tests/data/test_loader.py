@@ -62,19 +62,15 @@ def two_sized(batch_size: int = 4) -> TrainingDataLoader:
     return replace(feeder, sources=sources)
 
 
+def tensors(sample: Sample) -> list[torch.Tensor]:
+    own = (sample.latents, sample.noise, sample.input_noise, *sample.conditioning.values())
+    return [tensor for tensor in own if tensor is not None]
+
+
 def same(one: Sample, other: Sample) -> bool:
-    return (
-        (one.sample, one.level, one.weight) == (other.sample, other.level, other.weight)
-        and one.delta == other.delta
-        and torch.equal(input_noise(one), input_noise(other))
-        and torch.equal(one.latents, other.latents)
-        and torch.equal(one.noise, other.noise)
-        and all(torch.equal(one.conditioning[k], other.conditioning[k]) for k in one.conditioning)
-    )
-
-
-def input_noise(sample: Sample) -> torch.Tensor:
-    return sample.noise if sample.input_noise is None else sample.input_noise
+    facts = [(s.sample, s.level, s.weight, s.delta, [*s.conditioning]) for s in (one, other)]
+    pairs = zip(tensors(one), tensors(other), strict=True)
+    return facts[0] == facts[1] and all(torch.equal(a, b) for a, b in pairs)
 
 
 def all_same(one: tuple[Sample, ...], other: tuple[Sample, ...]) -> bool:
@@ -144,10 +140,6 @@ def test_every_sample_once_per_epoch_and_steps_cross_epochs(count: int, batch_si
     steps = 3 * count // batch_size
     assert feeder.epochs_after(steps) == steps * batch_size / count
     assert names(feeder, steps) == [name for _, name in stream[: steps * batch_size]]
-
-
-def names_of(batch: tuple[Sample, ...]) -> list[str]:
-    return [sample.sample for sample in batch]
 
 
 def test_latents_are_draws_from_the_posterior() -> None:
@@ -266,7 +258,9 @@ def test_groups_hold_every_sample_once_by_shape_within_the_cap(
 ) -> None:
     batch = batch_of(shapes)
     groups = split(batch, cap=cap)
-    assert Counter(s.sample for group in groups for s in group) == Counter(names_of(batch))
+    assert Counter(s.sample for group in groups for s in group) == Counter(
+        sample.sample for sample in batch
+    )
     assert all(1 <= len(group) <= cap for group in groups)
     assert all(len({sample.latents.shape for sample in group}) == 1 for group in groups)
     fewest = sum(-(-count // cap) for count in Counter(shapes).values())
@@ -293,7 +287,7 @@ def test_a_group_is_stacked_in_order() -> None:
     ]
     batch = collate(huber, device=CPU, precision=torch.float32)
     assert batch.delta.tolist() == pytest.approx([sample.delta for sample in huber])
-    assert torch.equal(batch.input_noise, torch.stack([input_noise(one) for one in huber]))
+    assert torch.equal(batch.input_noise, torch.stack([tensors(one)[2] for one in huber]))
     assert stacked.alpha.tolist() == pytest.approx([sample.level.alpha for sample in samples])
     assert stacked.sigma.tolist() == pytest.approx([sample.level.sigma for sample in samples])
 

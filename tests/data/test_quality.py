@@ -138,29 +138,26 @@ def test_a_score_below_the_least_is_a_warning_that_names_the_worst_parts() -> No
     assert "exposure" not in what, "a part that costs nothing is not among the worst"
 
 
-def test_json(tmp_path: Path) -> None:
-    records = [record(photo(1), "a.png", repeats=3), record(photo(2, (400, 260)), "b.png")]
-    records.append(record(Image.new("RGB", (256, 256)), "black.png"))
-    rows = json.loads(json.dumps(report(records, settings=UNGATED).to_json()))
-    assert set(rows) == {"images", "score", "parts", "findings", "buckets"} and rows["images"] == 3
-    assert rows["buckets"] == {"256x256": 4, "320x192": 1}
-    assert rows["findings"] == [
+def test_each_picture_says_what_the_crop_keeps() -> None:
+    """Cut out by these shares, an image is what training sees of it."""
+    image = photo(1, (600, 256))
+    one = record(image, repeats=3)
+    found = report([one], settings=UNGATED)
+    rows = json.loads(json.dumps([found.to_json(), *(one.to_json() for one in found.pictures)]))
+    whole, row = rows
+    assert set(whole) == {"images", "score", "parts", "findings", "buckets"}
+    assert (whole["images"], whole["buckets"]) == (1, {row["bucket"]: 3})
+    assert whole["parts"]["aspect"] == pytest.approx(1 - row["cropped_fraction"], abs=1e-4)
+    assert whole["findings"] == [
         {
-            "kind": "exposure",
-            "severity": "warning",
-            "file": "black.png",
-            "what": "is nearly black",
-            "advice": "correct or remove it",
+            "kind": "cropped",
+            "severity": "note",
+            "file": "a.png",
+            "what": f"loses {row['cropped_fraction']:.0%} of its area to the crop to {row['bucket']}",
+            "advice": "crop it yourself, or raise data.max_aspect",
             "code": "",
         }
     ]
-
-
-def test_each_picture_says_what_the_crop_keeps(tmp_path: Path) -> None:
-    """Cut out by these shares, an image is what training sees of it."""
-    image = photo(1, (600, 256))
-    one = record(image)
-    (row,) = json.loads(json.dumps([picture.to_json() for picture in report([one]).pictures]))
     assert (row["file"], row["width_px"], row["height_px"]) == ("a.png", 600, 256)
     left, top, right, bottom = row["kept"]
     assert row["cropped_fraction"] == pytest.approx(1 - (right - left) * (bottom - top), abs=1e-4)
@@ -256,16 +253,6 @@ def test_line_art_on_white_is_not_washed_out() -> None:
     for x in range(20, 180, 20):
         image.paste("black", (x, 20, x + 2, 180))
     assert "exposure" not in [kind for kind, _ in kinds(report([record(image)]))]
-
-
-def test_cropping_lowers_the_aspect_part() -> None:
-    one = record(photo(1, (800, 200)))
-    found, (placed_one,) = report([one]), placed([one], 256)
-    cropped = placed_one.placement.cropped_fraction
-    assert 0.25 < cropped < 0.6
-    assert found.parts["aspect"] == pytest.approx(1 - cropped)
-    (finding,) = (finding for finding in found.findings if finding.kind == "cropped")
-    assert f"{cropped:.0%}" in finding.what
 
 
 def test_captions_of_their_own_count() -> None:

@@ -22,8 +22,6 @@ from transformers import (
     CLIPImageProcessorPil,
     Florence2Config,
     Florence2ForConditionalGeneration,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen2VLImageProcessorPil,
     Qwen3VLConfig,
@@ -67,9 +65,9 @@ def tiny_captioner(kind: str, folder: Path) -> Path:
     return folder
 
 
-def _chat_tokenizer() -> Qwen2Tokenizer:
+def _chat() -> tuple[Any, ...]:
     names = [*sorted(bytes_to_unicode().values()), *_CHAT_SPECIAL]
-    return Qwen2Tokenizer(
+    tokenizer = Qwen2Tokenizer(
         vocab={name: index for index, name in enumerate(names)},
         merges=[],
         chat_template=_CHAT,
@@ -77,64 +75,35 @@ def _chat_tokenizer() -> Qwen2Tokenizer:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
     )
-
-
-def _markers(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
-    number = tokenizer.convert_tokens_to_ids
-    return {
-        "image_token_id": number("<|image_pad|>"),
-        "video_token_id": number("<|video_pad|>"),
-        "vision_start_token_id": number("<|vision_start|>"),
-        "vision_end_token_id": number("<|vision_end|>"),
-    }
-
-
-def _text(tokenizer: Qwen2Tokenizer, **more: Any) -> dict[str, Any]:
-    return {
-        **_WIDTH,
-        "vocab_size": len(tokenizer),
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        **more,
-    }
-
-
-_ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
-
-
-_EYE = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 4,
-    "out_hidden_size": 32,
-}
-
-
-def _chat_of_2025() -> tuple[Any, ...]:
-    tokenizer = _chat_tokenizer()
-    config = Qwen2_5_VLConfig(
-        text_config=_text(tokenizer, rope_parameters=_ROPE),
-        vision_config={**_EYE, "fullatt_block_indexes": [1]},
-        **_markers(tokenizer),
-    )
-    pictures = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=112 * 112)
-    return Qwen2_5_VLForConditionalGeneration(config), tokenizer, pictures
-
-
-def _chat_of_2026() -> tuple[Any, ...]:
-    tokenizer = _chat_tokenizer()
     config = Qwen3VLConfig(
-        text_config=_text(tokenizer, head_dim=8, rope_parameters=_ROPE),
+        text_config={
+            **_WIDTH,
+            "vocab_size": len(tokenizer),
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [1, 1, 2],
+                "rope_theta": 10_000.0,
+            },
+        },
         vision_config={
-            **_EYE,
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 4,
+            "out_hidden_size": 32,
             "deepstack_visual_indexes": [0],
             "num_position_embeddings": 64,
         },
-        **_markers(tokenizer),
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
     )
     pictures = Qwen2VLImageProcessorPil(
         min_pixels=64 * 64, max_pixels=128 * 128, patch_size=16, merge_size=2
@@ -210,8 +179,7 @@ def _unasked() -> tuple[Any, ...]:
 
 
 _MAKERS = {
-    "qwen2.5-vl": _chat_of_2025,
-    "qwen3-vl": _chat_of_2026,
+    "qwen3-vl": _chat,
     "florence2": _tasks,
     "blip": _unasked,
 }

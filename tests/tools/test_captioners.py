@@ -1,84 +1,120 @@
-"""Captioning models themselves: what they say of images, which files they are, what is refused."""
+"""Captioning models themselves, through the command: what they say of images, which files they are, what is refused."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
 from lora_trainer.captioning import catalogue, describer
-from lora_trainer.captioning.catalogue import (
-    KNOWN,
-    find,
-    located,
-    missing_files,
-    wanted_files,
-)
-from lora_trainer.captioning.describer import Describer, load_describer
-from lora_trainer.captioning.tagger import Tagger, load_tagger, spelled
-from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
+from lora_trainer.cli import main
 from tests.fakes.captioners import LANGUAGE_KINDS, tiny_captioner, tiny_tagger
 from tests.fakes.odd_pictures import picture
 
 ROOT = Path(__file__).resolve().parents[2]
-PICTURES = [
+PICTURES = (
     Image.new("RGB", (100, 80), "red"),
     Image.radial_gradient("L").convert("RGB"),
     picture(200, 60),
-]
+)
+Models = Callable[[str], Path]
+Ask = Callable[..., list[tuple[str, bool]]]
+Refused = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that saves a tiny model of a kind, once."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Return a function that saves a tiny model of a kind, once: the files that are downloaded of a repository."""
     folder = tmp_path_factory.mktemp("models")
     made: dict[str, Path] = {}
 
     def model(kind: str) -> Path:
         if kind not in made:
-            made[kind] = tiny_captioner(kind, folder / kind)
+            whole, made[kind] = tiny_captioner(kind, folder / f"whole {kind}"), folder / kind
+            made[kind].mkdir()
+            for name in catalogue.wanted_files([file.name for file in whole.iterdir()]):
+                shutil.copy(whole / name, made[kind])
         return made[kind]
 
     return model
 
 
-def tiny_describer(folder: Path, *, prompt: str | None = None, max_tokens: int = 12) -> Describer:
-    return load_describer(folder, name="tiny", device="cpu", prompt=prompt, max_tokens=max_tokens)
+@pytest.fixture
+def caption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Return a function that captions images; it returns the exit code, rows and errors of the command."""
+
+    def run(model: object, *words: str, pictures: Sequence[Image.Image] = PICTURES) -> Any:
+        shutil.rmtree(tmp_path / "pictures", ignore_errors=True)
+        (tmp_path / "pictures").mkdir()
+        for number, one in enumerate(pictures):
+            one.save(tmp_path / "pictures" / f"{number}.png")
+        capsys.readouterr()
+        line = ["caption", str(tmp_path / "pictures"), "--model", str(model), "--json", *words]
+        code = main.run(line)
+        said = capsys.readouterr()
+        return code, [json.loads(row) for row in said.out.splitlines()], said.err
+
+    return run
+
+
+@pytest.fixture
+def ask(caption: Callable[..., Any]) -> Ask:
+    """Return a function that gives the captions of images, each with whether it was cut."""
+
+    def run(model: object, *words: str, **pictures: Any) -> list[tuple[str, bool]]:
+        _, rows, _ = caption(model, *words, **pictures)
+        return [(row["caption"], row["cut"]) for row in rows if row["event"] == "caption"]
+
+    return run
+
+
+@pytest.fixture
+def refused(caption: Callable[..., Any]) -> Refused:
+    """Return a function that gives the exit code and the line of a refusal."""
+
+    def run(model: object, *words: str) -> tuple[int, str]:
+        code, _, errors = caption(model, *words)
+        (line,) = (line for line in errors.splitlines() if "Fix: " in line)
+        return code, line
+
+    return run
 
 
 # ---- sentences
 
 
 @pytest.mark.parametrize("kind", LANGUAGE_KINDS)
-def test_words_depend_on_the_picture_alone(kind: str, models: Callable[[str], Path]) -> None:
+def test_words_depend_on_the_picture_alone(
+    kind: str, models: Models, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not on the images beside it, nor on chance: the same again from a model loaded anew."""
-    first = tiny_describer(models(kind)).describe(PICTURES)
-    again = tiny_describer(models(kind))
-    assert [again.describe([one])[0] for one in PICTURES] == first
-    assert len({said.text for said in first}) > 1
-    (limited,) = tiny_describer(models(kind), max_tokens=1).describe(PICTURES[:1])
-    assert limited.cut, "a caption that reached its limit is marked"
+    alone = ask(models(kind), "--max-tokens", "12")
+    monkeypatch.setattr(describer.Describer, "batch_size", len(PICTURES))
+    assert ask(models(kind), "--max-tokens", "12") == alone
+    assert len(alone) == len(PICTURES) and len({text for text, _ in alone}) > 1
+    limited = ask(models(kind), "--max-tokens", "1")
+    assert limited and all(cut for _, cut in limited), "a caption at its limit is marked"
 
 
 @pytest.mark.parametrize("kind", ["qwen3-vl", "florence2"])
-def test_what_is_asked_shows_in_the_words(kind: str, models: Callable[[str], Path]) -> None:
+def test_what_is_asked_shows_in_the_words(kind: str, models: Models, ask: Ask) -> None:
     prompt = {"qwen3-vl": "Name the colours.", "florence2": "<CAPTION>"}[kind]
-    asked = tiny_describer(models(kind), prompt=prompt).describe(PICTURES)
-    plain = tiny_describer(models(kind)).describe(PICTURES)
+    asked = ask(models(kind), "--max-tokens", "12", "--prompt", prompt)
+    plain = ask(models(kind), "--max-tokens", "12")
     assert asked != plain
-    assert not any("Describe" in one.text or "assistant" in one.text for one in plain)
+    assert not any("Describe" in text or "assistant" in text for text, _ in plain)
 
 
 @pytest.mark.parametrize(
     ("text", "cut", "kept"),
     [
         ("A cat. It sleeps on a", True, "A cat."),
-        ("A cat that sleeps on a", True, "A cat that sleeps on a"),
         ("A cat. It sleeps", False, "A cat. It sleeps"),
         ("Version 2.5 of a", True, "Version 2.5 of a"),
     ],
@@ -105,21 +141,21 @@ def changed(folder: Path, target: Path, **values: object) -> Path:
 
 
 def test_code_that_comes_with_a_model_is_not_run(
-    models: Callable[[str], Path], tmp_path: Path
+    models: Models, tmp_path: Path, ask: Ask, refused: Refused
 ) -> None:
     kinds = {"model_type": "mine", "auto_map": {"AutoConfig": "evil.Evil"}}
     folder = changed(models("blip"), tmp_path / "own", **kinds)
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(InputError, match="without foreign code"):
-        tiny_describer(folder)
+    code, error = refused(folder)
+    assert code == 3 and "without foreign code" in error
     native = changed(models("blip"), tmp_path / "native", auto_map=kinds["auto_map"])
     shutil.copy(folder / "evil.py", native)
-    tiny_describer(native)  # transformers' own class is there: that one is taken
+    assert ask(native, "--max-tokens", "4"), "transformers' own class is there: that one is taken"
     assert not (tmp_path / "ran").exists()
 
 
-def test_weights_that_are_not_there_are_not_made_up(
-    models: Callable[[str], Path], tmp_path: Path
+def test_files_that_do_not_fit_are_one_line(
+    models: Models, tmp_path: Path, refused: Refused
 ) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -128,41 +164,31 @@ def test_weights_that_are_not_there_are_not_made_up(
     lost = next(name for name in weights if "text_decoder" in name)
     del weights[lost]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match="lacks 1 weights of BlipForConditionalGeneration"):
-        tiny_describer(folder)
-
-
-def test_a_config_that_does_not_fit_is_one_line(
-    models: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = changed(models("florence2"), tmp_path / "m", vision_config={"depths": "many"})
-    with pytest.raises(InputError, match="does not load") as caught:
-        tiny_describer(folder)
-    assert "\n" not in str(caught.value)
+    code, error = refused(folder)
+    assert code == 3 and "lacks 1 weights of BlipForConditionalGeneration" in error, "not made up"
+    odd = changed(models("florence2"), tmp_path / "odd", vision_config={"depths": "many"})
+    code, error = refused(odd)
+    assert code == 3 and "does not load" in error
 
 
 def test_a_request_in_words_is_refused_where_nobody_would_read_it(
-    models: Callable[[str], Path],
+    models: Models, refused: Refused
 ) -> None:
     for kind in ("florence2", "blip"):
-        with pytest.raises(RequestError, match="prompt"):
-            tiny_describer(models(kind), prompt="Describe the hat.")
+        code, error = refused(models(kind), "--prompt", "Describe the hat.")
+        assert code == 2 and "prompt" in error
 
 
-def test_a_model_too_large_is_refused_before_it_is_loaded(
-    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+def test_what_the_machine_has_no_room_for_is_refused_before_it_is_loaded(
+    models: Models, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not torch.cuda.is_available():
+        code, error = refused(models("blip"), "--device", "cuda")
+        assert code == 4 and "finds no GPU" in error
     monkeypatch.setattr(describer, "free_ram_bytes", lambda: describer.WORKSPACE_BYTES + 1000)
     monkeypatch.delattr(describer, "AutoModelForImageTextToText")
-    with pytest.raises(MachineError, match=r"needs about 1.0 GiB on cpu, 1.0 are free"):
-        tiny_describer(models("blip"))
-
-
-def test_a_card_that_is_not_there_is_named(models: Callable[[str], Path]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    with pytest.raises(MachineError, match="finds no GPU"):
-        load_describer(models("blip"), name="tiny", device="cuda", prompt=None, max_tokens=5)
+    code, error = refused(models("blip"), "--device", "cpu")
+    assert code == 4 and "needs about 1.0 GiB on cpu, 1.0 are free" in error
 
 
 # ---- tags
@@ -174,182 +200,130 @@ TAGS = [
     ("safe", "9"),
     ("series", "3"),
     ("rei_(eva)", "4"),
+    ("0_0", "0"),
+    ("v-shaped_eyes", "0"),
 ]
-"""As likely as the image is blue, green, red; then half as likely as blue, green, red."""
-
-
-def tags_of(
-    folder: Path, colour: tuple[int, int, int], *, at: float = 0.35, character_at: float = 0.4
-) -> str:
-    tagger = tagger_in(folder, at=at, character_at=character_at)
-    return tagger.describe([Image.new("RGB", (4, 4), colour)])[0].text
-
-
-def tagger_in(folder: Path, *, at: float = 0.35, character_at: float = 0.4) -> Tagger:
-    return load_tagger(
-        folder, name="tiny", device="cpu", threshold=at, character_threshold=character_at
-    )
+"""As likely as the image is blue, green, red; then half as likely, then a quarter."""
+SIZE = (16, 16)
 
 
 @pytest.fixture
-def tagger_folder(tmp_path: Path) -> Path:
+def tagger(tmp_path: Path) -> Path:
     return tiny_tagger(tmp_path / "tagger", tags=TAGS)
 
 
 @pytest.mark.parametrize(
-    ("colour", "tags"),
+    ("colour", "at", "character_at", "tags"),
     [
-        ((255, 0, 0), "rei (eva), red hair"),
-        ((0, 120, 200), "blue sky, ^_^"),
-        ((0, 80, 0), ""),
+        ((255, 0, 0), 0.35, 0.4, "rei (eva), red hair"),
+        ((0, 120, 200), 0.35, 0.4, "blue sky, ^_^"),
+        ((0, 255, 255), 0.2, 0.4, "blue sky, ^_^, 0_0, v-shaped eyes"),
+        ((200, 0, 0), 0.3, 0.9, "red hair"),
+        ((200, 0, 0), 0.8, 0.3, "rei (eva)"),
     ],
 )
-def test_tags_are_characters_then_the_likeliest(
-    colour: tuple[int, int, int], tags: str, tagger_folder: Path
+def test_tags_are_characters_then_the_likeliest_above_their_thresholds(
+    colour: tuple[int, int, int], at: float, character_at: float, tags: str, tagger: Path, ask: Ask
 ) -> None:
-    assert tags_of(tagger_folder, colour) == tags
+    """With spaces for underscores, but for faces."""
+    words = ("--threshold", str(at), "--character-threshold", str(character_at))
+    assert ask(tagger, *words, pictures=[Image.new("RGB", SIZE, colour)]) == [(tags, False)]
 
 
-def test_each_threshold_decides_on_its_own_tags(tagger_folder: Path) -> None:
-    assert tags_of(tagger_folder, (200, 0, 0), at=0.8) == ""
-    assert tags_of(tagger_folder, (200, 0, 0), at=0.3, character_at=0.9) == "red hair"
-    assert tags_of(tagger_folder, (200, 0, 0), at=0.8, character_at=0.3) == "rei (eva)"
+def test_pictures_are_padded_to_a_square_with_white(tagger: Path, ask: Ask) -> None:
+    wide = Image.new("RGB", (32, 16), "red")
+    words = ("--threshold", "0.45", "--character-threshold", "0.4")
+    assert ask(tagger, *words, pictures=[wide]) == [("rei (eva), red hair, blue sky, ^_^", False)]
 
 
-def test_pictures_are_padded_to_a_square_with_white(tagger_folder: Path) -> None:
-    tagger = tagger_in(tagger_folder, at=0.45)
-    wide = Image.new("RGB", (8, 4), "red")
-    assert tagger.describe([wide])[0].text == "rei (eva), red hair, blue sky, ^_^"
+def test_a_file_for_a_fixed_number_of_pictures_is_filled_up(tmp_path: Path, ask: Ask) -> None:
+    tagger = tiny_tagger(tmp_path / "three", tags=TAGS, batch=3)
+    pictures = [Image.new("RGB", SIZE, colour) for colour in ("red", "blue", "red", "blue")]
+    said = [text for text, _ in ask(tagger, pictures=pictures)]
+    assert said == ["red hair", "blue sky"] * 2
 
 
-def test_a_file_for_a_fixed_number_of_pictures_is_filled_up(tmp_path: Path) -> None:
-    tagger = tagger_in(tiny_tagger(tmp_path, tags=TAGS, batch=3))
-    pictures = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
-    said = [one.text for one in tagger.describe(pictures)]
-    assert (tagger.batch_size, said) == (3, ["rei (eva), red hair", "blue sky"])
-
-
-def test_underscores_become_spaces_but_in_faces() -> None:
-    tags = ("saber_(fate)", "v-shaped_eyebrows", "^_^", "<o>_<o>", "0_0")
-    assert [spelled(tag) for tag in tags] == ["saber (fate)", "v-shaped eyebrows", *tags[2:]]
-
-
-def test_a_tagger_with_files_that_do_not_fit_is_refused(tmp_path: Path) -> None:
-    many = tiny_tagger(tmp_path / "many", tags=TAGS)
-    with (many / "selected_tags.csv").open("a") as file:
-        file.write("6,seventh,0,1\n")
-    with pytest.raises(InputError, match="not what its tags need"):
-        tags_of(many, (0, 0, 0))
-    columns = tiny_tagger(tmp_path / "columns", tags=TAGS)
-    (columns / "selected_tags.csv").write_text("id,tag\n1,hat\n")
-    with pytest.raises(InputError, match="no selected_tags.csv that can be read"):
-        tagger_in(columns)
-    torn = tiny_tagger(tmp_path / "torn", tags=TAGS)
-    (torn / "model.onnx").write_bytes(b"no such thing")
-    with pytest.raises(InputError, match="no model.onnx that can be run"):
-        tagger_in(torn)
-
-
-def test_without_onnxruntime_the_extra_is_named(
-    tagger_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_tagger_that_cannot_be_run_is_refused(
+    tagger: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, file, content, said in (
+        ("columns", "selected_tags.csv", b"id,tag\n1,hat\n", "no selected_tags.csv that can be"),
+        ("torn", "model.onnx", b"no such thing", "no model.onnx that can be run"),
+    ):
+        folder = tiny_tagger(tmp_path / name, tags=TAGS)
+        (folder / file).write_bytes(content)
+        code, error = refused(folder)
+        assert code == 3 and said in error
+    with (tagger / "selected_tags.csv").open("a") as stream:
+        stream.write("8,ninth,0,1\n")
+    code, error = refused(tagger)
+    assert code == 3 and "not what its tags need" in error
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
-    with pytest.raises(MachineError, match="onnxruntime") as caught:
-        tagger_in(tagger_folder)
-    assert "lora-train[caption]" in caught.value.fix
+    code, error = refused(tagger)
+    assert code == 4 and "onnxruntime" in error and "lora-train[caption]" in error
 
 
 # ---- which model is meant
 
 
-def test_known_names_and_sources_are_unique_and_in_the_docs() -> None:
-    assert len({model.name for model in KNOWN}) == len({model.source for model in KNOWN})
-    assert catalogue.DEFAULT in {model.name for model in KNOWN}
-    assert all(find(model.name).source == find(model.source).source for model in KNOWN)
+def test_known_models_are_in_the_docs(caption: Callable[..., Any]) -> None:
     rows = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8").splitlines()
-    for model in KNOWN:
+    names = {model.name for model in catalogue.KNOWN}
+    assert catalogue.DEFAULT in names and len(names) == len(catalogue.KNOWN)
+    for model in catalogue.KNOWN:
         row = (
             f"| `{model.name}` | {model.source} | {model.writes} | {model.licence} "
             f"| {model.download_gb:g} | {model.memory_gib:g} | {model.good_for} |"
         )
         assert row in rows
+        for name in (model.name, model.source):
+            (plan,) = caption(name, "--dry-run")[1]
+            assert (plan["model"], plan["licence"]) == (model.source, model.licence)
 
 
-@pytest.mark.parametrize(
-    ("names", "chosen"),
-    [
-        (
-            ["model.onnx", "model.safetensors", "selected_tags.csv", "config.json", "x.msgpack"],
-            ["config.json", "model.onnx", "selected_tags.csv"],
-        ),
-        (
-            [
-                "config.json",
-                "chat_template.jinja",
-                "merges.txt",
-                "model-00001-of-00002.safetensors",
-                "model-00002-of-00002.safetensors",
-                "model.fp16.safetensors",
-                "modeling_own.py",
-                "onnx/model.safetensors",
-                "pytorch_model.bin",
-                "tf_model.h5",
-            ],
-            [
-                "chat_template.jinja",
-                "config.json",
-                "merges.txt",
-                "model-00001-of-00002.safetensors",
-                "model-00002-of-00002.safetensors",
-            ],
-        ),
-    ],
-)
-def test_of_a_repository_only_what_is_read_is_wanted(names: list[str], chosen: list[str]) -> None:
-    assert wanted_files(names) == chosen
-
-
-@pytest.mark.parametrize("kind", LANGUAGE_KINDS)
-def test_what_is_downloaded_is_whole(
-    kind: str, models: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """The names that are chosen of a repository are all that loading needs."""
-    source = models(kind)
-    for name in wanted_files([file.name for file in source.iterdir()]):
-        shutil.copy(source / name, tmp_path)
-    assert missing_files(tmp_path) == []
-    tiny_describer(tmp_path)
+def test_of_a_repository_only_what_is_read_is_wanted() -> None:
+    read = {
+        *("config.json", "chat_template.jinja", "merges.txt"),
+        *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    }
+    others = {
+        *("model.fp16.safetensors", "modeling_own.py", "onnx/model.safetensors"),
+        *("pytorch_model.bin", "tf_model.h5"),
+    }
+    assert catalogue.wanted_files([*read, *others]) == sorted(read)
+    tagger = ["config.json", "model.onnx", "selected_tags.csv"]
+    assert catalogue.wanted_files([*reversed(tagger), "model.safetensors", "x.msgpack"]) == tagger
 
 
 def test_a_folder_that_lacks_something_says_what(
-    models: Callable[[str], Path], tmp_path: Path
+    models: Models, tmp_path: Path, refused: Refused
 ) -> None:
-    for lost in ("model.safetensors", "config.json", "preprocessor_config.json"):
+    for lost in ("model.safetensors", "config.json", "tokenizer.json", "preprocessor_config.json"):
         folder = changed(models("blip"), tmp_path / lost)
         (folder / lost).unlink()
-        with pytest.raises(InputError, match=f"lacks {lost}"):
-            find(str(folder))
+        for other in ("vocab.txt",) if lost == "tokenizer.json" else ():
+            (folder / other).unlink(missing_ok=True)
+        code, error = refused(folder)
+        assert code == 3 and f"lacks {lost}" in error
     index = {"weight_map": {"a": "model-1.safetensors", "b": "../../model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model-1.safetensors").touch()
-    with pytest.raises(InputError, match="lacks model-2.safetensors, preprocessor_config.json"):
-        find(str(folder))
+    _, error = refused(folder)
+    assert "lacks model-2.safetensors, preprocessor_config.json" in error
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "said"),
+    ("asked", "code", "said"),
     [
-        ("florense2", RequestError, "Did you mean 'florence2'"),
-        ("somebody/something", MachineError, "model.onnx and selected_tags.csv"),
-        ("blip", MachineError, "holds config.json, model.safetensors, the tokenizer"),
+        ("florense2", 2, "Did you mean 'florence2'"),
+        ("somebody/something", 4, "model.onnx and selected_tags.csv"),
+        ("blip", 4, "holds config.json, model.safetensors, the tokenizer"),
     ],
 )
 def test_what_is_not_here_says_what_to_do(
-    asked: str, kind: type[LoraTrainError], said: str
+    asked: str, code: int, said: str, caption: Callable[..., Any]
 ) -> None:
     """The network is off in tests, as it may be for a user."""
-    told: list[str] = []
-    with pytest.raises(kind) as caught:
-        located(find(asked), on_download=lambda: told.append(asked))
-    assert said in str(caught.value)
-    assert told == ([asked] if kind is MachineError else [])
+    found, rows, error = caption(asked)
+    assert found == code and said in error
+    assert [row["event"] for row in rows] == (["downloading"] if code == 4 else [])

@@ -135,7 +135,6 @@ def test_json_is_one_object_a_line(command: Command, dataset: Path) -> None:
             "score_9, best, cat, hat, sky",
         ),
         ("A cat. It sleeps.", {"suffix": ", 35 mm"}, "A cat. It sleeps, 35 mm"),
-        ("Mimi, a cat", {"trigger": "mimi"}, "Mimi, a cat"),
         ("a cat", {"trigger": "mimi", "prefix": "photo,"}, "mimi, photo, a cat"),
         ("x" * 20_000, {"trigger": "mimi"}, f"mimi, {'x' * 9_994}"),
     ],
@@ -214,8 +213,8 @@ def test_neither_a_link_nor_a_shared_file_is_written(
 
 
 def test_only_the_pictures_that_are_named(command: Command, dataset: Path) -> None:
-    code, _, _ = command("--images", "b.png", str(dataset / "c.png"))
-    assert (code, texts(dataset)) == (0, {"b": "blue", "c": "green"})
+    assert command("--images", "b.png", str(dataset / "c.png"))[0] == 0
+    assert texts(dataset) == {"b": "blue", "c": "green"}
     code, _, err = command("--images", "d.jpg")
     assert code == 2 and "Did you mean 'd.png'?" in err
 
@@ -257,34 +256,30 @@ def test_a_dry_run_says_what_and_writes_nothing(command: Command, dataset: Path)
 # ---- the way back
 
 
-def test_undo_puts_back_every_byte(command: Command, dataset: Path) -> None:
-    (dataset / "a.txt").write_bytes(b"caf\xe9\r\n")  # Windows-1252
-    (dataset / "B.TXT").write_text("two\nlines")
-    visible = {name: digest for name, digest in contents(dataset).items()}
-    assert command("--overwrite")[0] == 0
-    assert trained(dataset)["a.png"] == "red" and trained(dataset)["b.png"] == "blue"
-    code, out, _ = command("--undo")
-    assert (code, out) == (0, "captions removed: 2, put back: 2\n")
-    assert {n: d for n, d in contents(dataset).items() if FOLDER not in n} == visible
-    assert command("--undo")[0] == 3, "there is nothing more to take back"
-
-
 def test_undo_takes_back_call_after_call_and_leaves_what_was_edited(
     command: Command, dataset: Path
 ) -> None:
-    (dataset / "a.txt").write_text("by hand")
+    (dataset / "a.txt").write_bytes(b"caf\xe9\r\n")  # Windows-1252
+    (dataset / "B.TXT").write_text("two\nlines")
+    before = contents(dataset)
     command("--overwrite", "--prefix", "first,")
     command("--overwrite", "--prefix", "second,")
-    assert texts(dataset)["a"] == "second, red"
-    command("--undo")
-    assert texts(dataset) == {name: f"first, {text}" for name, text in TAGS.items()}
-    (dataset / "b.txt").write_text("better by hand")
+    assert trained(dataset)["a.png"] == "second, red"
+    assert trained(dataset)["b.png"] == "second, blue"
+    assert command("--undo")[:2] == (0, "captions removed: 0, put back: 4\n")
+    assert trained(dataset) == {f"{name}.png": f"first, {text}" for name, text in TAGS.items()}
+    (dataset / "c.txt").write_text("better by hand")
     code, out, _ = command("--undo")
-    assert (code, texts(dataset)) == (0, {"a": "by hand", "b": "better by hand"})
-    assert out.splitlines() == [
-        "captions removed: 2, put back: 1",
-        "not touched, because it was edited since: b.txt",
-    ]
+    assert (code, out.splitlines()) == (
+        0,
+        [
+            "captions removed: 1, put back: 2",
+            "not touched, because it was edited since: c.txt",
+        ],
+    )
+    after = {name: digest for name, digest in contents(dataset).items() if FOLDER not in name}
+    assert after.pop("c.txt") and after == before, "every byte is put back"
+    assert command("--undo")[0] == 3, "there is nothing more to take back"
 
 
 @pytest.mark.parametrize("name", ["sub/../../outside.txt", "/outside.txt"])
