@@ -266,7 +266,9 @@ def values_of(info: SettingInfo) -> st.SearchStrategy[Any]:
         ),
     }
     if info.key == "data.cache_dir":  # quotes around a path go; ~NAME is somebody's home
-        return st.text(max_size=30).filter(lambda path: path.strip(' "')[:1] not in ("", "~"))
+        return st.text(max_size=30).filter(
+            lambda path: path.strip().strip('"')[:1] not in ("", "~")
+        )
     if info.key in ("base.model", "output.name"):
         return st.from_regex("[a-z]{1,8}", fullmatch=True)
     if form.kind == "number" and form.whole:
