@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 
 from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.tools.describe import Description, describe, description_of
+from lora_trainer.tools.describe import describe, description_of
 
 from .. import library, previews
 from ..asset_files import asset
@@ -47,17 +47,18 @@ def build(work: Workplace, ref: Any, head: Any) -> LibraryTab:
     chosen = html(elem_classes="line")
     fields = [title, description, author, license_, trigger, tags]
 
+    names = ("title", "description", "author", "license", "trigger", "tags")
+
     def saved(name: str, *texts: str) -> list[Any]:
-        names = ("title", "description", "author", "license", "trigger", "tags")
         try:
             file = find(work, name)
-            new = Description(**dict(zip(names, texts, strict=True)))
-            done = describe(file.path, new, output=file.path, force=True)
+            new = dict(zip(names, texts, strict=True))
+            changed = describe(file.path, new, output=file.path, force=True)
             file = find(work, name)
         except LoraTrainError as error:
             return [error_html(str(error)), gr.skip()]
-        changed = ", ".join(key.partition(".")[2].replace("_", " ") for key in done.changed)
-        note = f"Saved: {changed}." if changed else "Nothing was changed."
+        words = ", ".join(key.partition(".")[2].replace("_", " ") for key in changed)
+        note = f"Saved: {words}." if words else "Nothing was changed."
         return [note_html(note), library.head(file, read_header(file))]
 
     def take(name: str, picture: Path | str) -> list[Any]:
@@ -99,8 +100,8 @@ def build(work: Workplace, ref: Any, head: Any) -> LibraryTab:
     note.blur(noted, [ref, note], [named, head], **QUIET)
 
     def opened(file: LoraFile, header: Header) -> list[Any]:
-        told = description_of(header.metadata)
-        texts = [told.title, told.description, told.author, told.license, told.trigger, told.tags]
-        return [*texts, previews.choices_html(work, file), file.path.stem, file.note]
+        texts = description_of(header.metadata)
+        values = [texts[name] for name in names]
+        return [*values, previews.choices_html(work, file), file.path.stem, file.note]
 
     return LibraryTab(outputs=[*fields, choices, file_name, note], opened=opened)

@@ -24,7 +24,7 @@ from lora_trainer.lora_file.fitting_base import check_usable
 from lora_trainer.lora_file.formats import FormatRequest
 
 if TYPE_CHECKING:
-    from lora_trainer.tools.convert import ToolResult
+    from lora_trainer.tools.convert import AdapterTarget, ToolResult
 
 Energy = Annotated[
     float | None,
@@ -88,9 +88,10 @@ def convert(
         # Refused from its header, before torch is imported, which takes seconds.
         check_usable(file, names=None)
     quiet_libraries()
-    from lora_trainer.tools.convert import convert
+    from lora_trainer.tools.convert import beside, convert
 
-    return _answer(convert(file, format=format, output=output, **vars(options)), as_json=json)
+    target = _target(output or beside(file, format), format, options)
+    return _answer(convert(file, target, base=options.base), as_json=json)
 
 
 @_nothing_left_behind()
@@ -117,8 +118,8 @@ def merge(
 
     inputs = [parse_weighted(text) for text in files]
     if into is None:
-        merged = merge(inputs, output=output, rank=rank, format=format, **vars(options))
-        return _answer(merged, as_json=json)
+        target = _target(output, format, options)
+        return _answer(merge(inputs, target, rank=rank, base=options.base), as_json=json)
     for_adapters = {"rank": rank, "format": format, **vars(options)}
     for name, value in for_adapters.items():
         if name != "force" and value not in (None, "auto"):
@@ -152,9 +153,8 @@ def resize(
     from lora_trainer.tools.resize import ResizeLimits, resize
 
     limits = ResizeLimits(rank=rank, ratio=ratio, energy=energy)
-    return _answer(
-        resize(file, limits, output=output, format=format, **vars(options)), as_json=json
-    )
+    target = _target(output, format, options)
+    return _answer(resize(file, limits, target, base=options.base), as_json=json)
 
 
 @_nothing_left_behind()
@@ -184,24 +184,15 @@ def extract(
     quiet_libraries()
     from lora_trainer.tools.extract import extract
 
-    result = extract(
-        tuned,
-        base,
-        output=output,
-        rank=rank,
-        energy=energy,
-        targets=targets,
-        format=format,
-        precision=precision,
-        force=force,
-    )
+    target = _target(output, format, AdapterOptions(precision=precision, force=force))
+    result = extract(tuned, base, target, rank=rank, energy=energy, targets=targets)
     return _answer(result, as_json=json)
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class DescriptionOptions:
-    """The texts of `describe`, by the names that `Description` gives them.
+    """The texts of `describe`.
 
     :param trigger: trigger words that evoke the concept in a prompt
     :param tags: search tags, separated by commas
@@ -234,14 +225,13 @@ def describe(
     :param force: replace an existing output
     """
     quiet_libraries()
-    from lora_trainer.tools.describe import Description, describe
+    from lora_trainer.tools.describe import describe
 
-    result = describe(
-        file, Description(**vars(texts)), output=output or file, force=force or output is None
-    )
+    changed = describe(file, vars(texts), output=output or file, force=force or output is None)
+    output = output or file
     if json:
-        return {"file": str(result.file), "changed": result.changed}
-    return f"wrote {result.file}\nchanged: {', '.join(result.changed) or 'nothing'}"
+        return {"file": str(output), "changed": changed}
+    return f"wrote {output}\nchanged: {', '.join(changed) or 'nothing'}"
 
 
 def publish(
@@ -261,6 +251,13 @@ def publish(
 
     address = publish(file, repository=repository, private=not public)
     return {"address": address, "private": not public} if json else f"published at {address}"
+
+
+def _target(output: Path, format: FormatRequest, options: AdapterOptions) -> AdapterTarget:
+    from lora_trainer.tools.convert import AdapterTarget
+
+    precision, force = options.precision, options.force
+    return AdapterTarget(path=output, format=format, precision=precision, force=force)
 
 
 def _answer(result: ToolResult, *, as_json: bool) -> Reply:

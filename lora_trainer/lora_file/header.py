@@ -33,7 +33,6 @@ _NUMPY = {
     "F16": "<f2", "F32": "<f4", "F64": "<f8", "BOOL": "?",
     "I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8",
 }  # fmt: skip
-_F8_BITS = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2)}
 PEFT_FILE = "adapter_model.safetensors"
 FOLDER_FILES = (PEFT_FILE, "pytorch_lora_weights.safetensors")
 """The names under which peft and diffusers save a LoRA into a folder."""
@@ -180,29 +179,17 @@ def numbers(data: bytearray, entry: HeaderEntry) -> Array:
     """Return the numbers of a tensor; bf16 and fp8 as float32, which holds them all."""
     if not data:
         return np.zeros(entry.shape, "<f4")
-    if entry.dtype == "BF16":  # the upper half of a float32
-        wide = np.frombuffer(data, "<u2").astype("<u4") << 16
-        return wide.view("<f4").reshape(entry.shape)
-    if entry.dtype in _F8_BITS:
-        table = _f8_table(*_F8_BITS[entry.dtype])
-        values: Array = table[np.frombuffer(data, "u1")].reshape(entry.shape)
-        return values
-    return np.frombuffer(data, _NUMPY[entry.dtype]).reshape(entry.shape)
-
-
-def _f8_table(exponent_bits: int, mantissa_bits: int) -> Array:
-    """Return the value of each of the 256 bytes of an fp8 format."""
-    # OCP 8-bit floating point 1.0: below the smallest exponent the leading 1 is missing (subnormal numbers),
-    # E4M3 has no infinity and one NaN, E5M2 has both as IEEE 754 has them.
-    codes = np.arange(128)
-    exponent, mantissa = codes >> mantissa_bits, codes & (2**mantissa_bits - 1)
-    bias = 2 ** (exponent_bits - 1) - 1
-    small = np.ldexp(mantissa / 2.0**mantissa_bits, 1 - bias)
-    usual = np.ldexp(1 + mantissa / 2.0**mantissa_bits, exponent - bias)
-    values = np.where(exponent == 0, small, usual)
-    if exponent_bits == 4:
-        values[127] = np.nan
-    else:
-        values[124:] = [np.inf, np.nan, np.nan, np.nan]
-    table: Array = np.concatenate([values, -values]).astype("<f4")
-    return table
+    match entry.dtype:
+        case "BF16":  # the upper half of a float32
+            values: Array = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+        case "F8_E5M2":  # the upper half of a float16
+            values = (np.frombuffer(data, "u1").astype("<u2") << 8).view("<f2").astype("<f4")
+        case "F8_E4M3":
+            # OCP 8-bit floating point 1.0. Its sign, 4 bits of exponent and 3 of mantissa are those of a float16
+            # that is 2^8 times smaller, but that it has one NaN and no infinity.
+            codes = np.frombuffer(data, "u1").astype("<u2")
+            halves = ((codes & 0x80) << 8 | (codes & 0x7F) << 7).view("<f2")
+            values = np.where(codes & 0x7F == 0x7F, np.float32(np.nan), halves.astype("<f4") * 256)
+        case _:
+            values = np.frombuffer(data, _NUMPY[entry.dtype])
+    return values.reshape(entry.shape)

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,26 +37,18 @@ ELEMENT_BYTES = {
 """Bytes of a number, in the order in which safetensors itself writes: wide ones first, so that all are aligned."""
 
 
-@dataclass(kw_only=True)
-class BodyHashes:
-    """Takes the tensor bytes in file order; `entries` are then the hashes that readers look for."""
+def hash_entries(
+    tensors: Header, metadata: Mapping[str, str], *, sha256_hex: str, start: bytes
+) -> dict[str, str]:
+    """Return the entries of `HASHES` for the hash of all tensor bytes and the first of them.
 
-    _digest: Any = field(default_factory=sha256)
-    _start: bytearray = field(default_factory=bytearray)
-
-    def update(self, data: Body) -> None:
-        self._digest.update(data)
-        if len(self._start) < _LEGACY_END:
-            self._start += memoryview(data).cast("B")[: _LEGACY_END - len(self._start)]
-
-    def entries(self, tensors: Header, metadata: Mapping[str, str]) -> dict[str, str]:
-        """Return the entries of `HASHES`; `metadata` are the other entries of the file."""
-        digest = self._digest.hexdigest()
-        # kohya's legacy hash: 64 KiB at 1 MiB of the file as it would be with the ss_ entries alone.
-        training = {key: value for key, value in metadata.items() if key.startswith("ss_")}
-        as_kohya = header_bytes(tensors, training) + self._start
-        legacy = sha256(as_kohya[_LEGACY_START:_LEGACY_END]).hexdigest()[:8]
-        return {MODELSPEC_HASH: f"0x{digest}", MODEL_HASH: digest, LEGACY_HASH: legacy}
+    `metadata` are the other entries of the file.
+    """
+    # kohya's legacy hash: 64 KiB at 1 MiB of the file as it would be with the ss_ entries alone.
+    training = {key: value for key, value in metadata.items() if key.startswith("ss_")}
+    as_kohya = header_bytes(tensors, training) + start
+    legacy = sha256(as_kohya[_LEGACY_START:_LEGACY_END]).hexdigest()[:8]
+    return {MODELSPEC_HASH: f"0x{sha256_hex}", MODEL_HASH: sha256_hex, LEGACY_HASH: legacy}
 
 
 def ordered(tensors: Header) -> dict[str, TensorInfo]:
@@ -118,24 +109,34 @@ def write_tensors(
     `path` holds all of the new file or the file that was there before. Raises RequestError for a file that
     exists, unless `force`, and MachineError when the disk refuses or gives other bytes back.
     """
-    body_hashes = BodyHashes()
     stale = () if hashes is None else HASHES
     others = {key: value for key, value in metadata.items() if key not in stale}
+
+    def header(sha256_hex: str, start: bytes) -> bytes:
+        entries = hash_entries(tensors, others, sha256_hex=sha256_hex, start=start)
+        return header_bytes(tensors, others | {key: entries[key] for key in hashes or ()})
+
+    digest = sha256()
     with whole_or_absent(path, force=force) as file:
-        room = header_bytes(tensors, others | _chosen(body_hashes.entries({}, {}), hashes))
+        room = header(digest.hexdigest(), b"")
         file.write(room)
         for (name, info), body in zip(tensors.items(), bodies, strict=True):
             view, size_bytes = memoryview(body).cast("B"), _size_bytes(info)
             if len(view) != size_bytes:
                 raise ValueError(f"{name} has {len(view)} bytes, planned were {size_bytes}")
-            body_hashes.update(view)
+            digest.update(view)
             file.write(view)
+        file.seek(len(room))
+        whole = header(digest.hexdigest(), file.read(_LEGACY_END))
+        assert len(whole) == len(room)
         file.seek(0)
-        entries = body_hashes.entries(tensors, others)
-        header = header_bytes(tensors, others | _chosen(entries, hashes))
-        assert len(header) == len(room)
-        file.write(header)
-        _require_body(file, path, start=len(room), sha256_hex=entries[MODEL_HASH])
+        file.write(whole)
+        file.flush()
+        if _body_sha256(file, start=len(room)) != digest.hexdigest():
+            raise MachineError(
+                f"{path} reads back with other bytes than were written",
+                fix="check the disk or choose another folder with --output",
+            )
         check(Path(file.name))
 
 
@@ -166,20 +167,6 @@ def whole_or_absent(path: Path, *, force: bool) -> Iterator[BinaryIO]:
         if not published:
             with suppress(OSError):  # the first disk error is reported, not one on cleaning up
                 temporary.unlink(missing_ok=True)
-
-
-def _require_body(file: BinaryIO, path: Path, *, start: int, sha256_hex: str) -> None:
-    """Read back the bytes from `start` on; raises MachineError for others than were written."""
-    file.flush()
-    if _body_sha256(file, start=start) != sha256_hex:
-        raise MachineError(
-            f"{path} reads back with other bytes than were written",
-            fix="check the disk or choose another folder with --output",
-        )
-
-
-def _chosen(entries: Mapping[str, str], hashes: Collection[str] | None) -> dict[str, str]:
-    return {key: entries[key] for key in hashes or ()}
 
 
 def _body_sha256(file: BinaryIO, *, start: int) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,37 +40,35 @@ _MODULE, _ARGUMENTS = "ss_network_module", "ss_network_args"
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResult:
-    """The file or folder that a tool wrote; `notes` are for the user, such as losses that readers will have."""
+    """The file or folder that a tool wrote: `facts` about it are lines for people, `values` for scripts.
+
+    `notes` are for both, such as losses that readers will have.
+    """
 
     file: Path
     family: str
+    facts: tuple[str, ...]
     notes: tuple[str, ...]
+    values: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return {**asdict(self), "file": str(self.file)}
+        """Return what `--json` prints."""
+        file = str(self.file)
+        return {"file": file, "family": self.family, "notes": self.notes, **self.values}
 
     def text(self) -> str:
-        """Return the file, its size and its losses, a line each, notes last."""
+        """Return the file, the facts and the notes, a line each."""
         notes = (f"note: {note}" for note in self.notes)
-        return "\n".join([f"wrote {self.file}", *self.facts(), *notes])
+        return "\n".join([f"wrote {self.file}", *self.facts, *notes])
 
-    def facts(self) -> Iterable[str]:
-        """Yield what was written, a line each."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class WrittenAdapter(ToolResult):
-    """The adapter file that a tool wrote; `rank` is that of most modules."""
-
-    format: FileFormat
-    precision: Precision
-    modules: int
-    rank: int
-
-    def facts(self) -> Iterable[str]:
-        yield f"{self.family}, {self.format} format, {self.precision}, {self.modules} modules"
+    def with_more(self, *facts: str, notes: Iterable[str] = (), **values: Any) -> ToolResult:
+        """Return the result with more facts and values at the end, and more notes at the start."""
+        return replace(
+            self,
+            facts=(*self.facts, *facts),
+            notes=(*notes, *self.notes),
+            values={**self.values, **values},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,101 +104,97 @@ class _ToolForm(FileForm):
         return True
 
 
-def refuse_output(path: Path, *, force: bool) -> None:
-    """Raise RequestError where an adapter cannot be written, before any work is done."""
-    if path.suffix != SUFFIX:
-        raise RequestError(
-            f"--output {path.name} does not end with {SUFFIX}", fix=f"call it {path.stem}{SUFFIX}"
+@dataclass(frozen=True, kw_only=True)
+class AdapterTarget:
+    """The adapter file that a tool is to write; `precision` None: that of its input."""
+
+    path: Path
+    format: FormatRequest = "auto"
+    precision: Precision | None = None
+    force: bool = False
+
+    def check(self) -> None:
+        """Raise RequestError where the file cannot be written, before any work is done."""
+        name, stem = self.path.name, self.path.stem
+        if self.path.suffix != SUFFIX:
+            fault = f"--output {name} does not end with {SUFFIX}"
+            raise RequestError(fault, fix=f"call it {stem}{SUFFIX}")
+        refuse_existing(self.path, force=self.force)
+
+    def write(
+        self,
+        modules: AdapterTensors,
+        *,
+        family: Family,
+        default: Precision,
+        entries: Callable[[Summary], Mapping[str, str]],
+        exact: bool = False,
+    ) -> ToolResult:
+        """Write an adapter; `entries` gives the header's entries but the hashes.
+
+        Without a precision it is `default`; with `exact` it is fp32 instead where `default` would round, and
+        a note says so. Modules are looked up several times, one at a time. Raises RequestError with the reason
+        where the format cannot hold the adapter, for values beyond the precision and for an output that
+        exists, unless `force`, and MachineError when the disk refuses.
+        """
+        contents = contents_of(modules)
+        try:
+            format = format_for(family, self.format, contents)
+        except RequestError as error:
+            raise RequestError(_as_option(error.found), fix=_as_option(error.fix)) from None
+        notes = [_as_option(note) for note in format_notes(format, contents)]
+        form = _ToolForm(
+            family=family,
+            format=format,
+            precision=self.precision or default,
+            lora_alpha=common_alpha(modules.values()),
         )
-    refuse_existing(path, force=force)
+        rounds = exact and self.precision is None and default != "fp32"
+        if rounds and not form.exact(modules):
+            form = replace(form, precision="fp32")
+            notes.insert(
+                0, f"written in fp32, as {default} would round it; --precision {default} rounds"
+            )
+        rank = Counter(module.rank for module in modules.values()).most_common(1)[0][0]
 
+        def with_strength(alpha: float | None) -> Mapping[str, str]:
+            file_alpha = float(rank) if alpha is None else alpha
+            return entries(Summary(rank=rank, alpha=file_alpha, contents=contents))
 
-def write_adapter(
-    path: Path,
-    modules: AdapterTensors,
-    *,
-    family: Family,
-    format: FormatRequest,
-    precision: Precision | None,
-    default: Precision,
-    entries: Callable[[Summary], Mapping[str, str]],
-    exact: bool = False,
-    force: bool,
-) -> WrittenAdapter:
-    """Write an adapter; `entries` gives the header's entries but the hashes.
-
-    Without `precision` it is `default`; with `exact` it is fp32 instead where `default` would round, and
-    a note says so. Modules are looked up several times, one at a time. Raises RequestError with the reason
-    where the format cannot hold the adapter, for values beyond the precision and for an output that exists,
-    unless `force`, and MachineError when the disk refuses.
-    """
-    contents = contents_of(modules)
-    try:
-        format = format_for(family, format, contents)
-    except RequestError as error:
-        raise RequestError(_as_option(error.found), fix=_as_option(error.fix)) from None
-    notes = [_as_option(note) for note in format_notes(format, contents)]
-    form = _ToolForm(
-        family=family,
-        format=format,
-        precision=precision or default,
-        lora_alpha=common_alpha(modules.values()),
-    )
-    rounds = exact and precision is None and default != "fp32"
-    if rounds and not form.exact(modules):
-        form = replace(form, precision="fp32")
-        notes.insert(
-            0, f"written in fp32, as {default} would round it; --precision {default} rounds"
+        try:
+            write_modules(self.path, modules, form, entries=with_strength, force=self.force)
+        except TrainingStopped as error:
+            raise InputError(error.found, fix="report this as a bug; nothing was written") from None
+        count, precision = len(modules), form.precision
+        return ToolResult(
+            file=self.path,
+            family=family.name,
+            facts=(f"{family.name}, {format} format, {precision}, {count} modules",),
+            notes=tuple(notes),
+            values={"format": format, "precision": precision, "modules": count, "rank": rank},
         )
-    rank = Counter(module.rank for module in modules.values()).most_common(1)[0][0]
-
-    def with_strength(alpha: float | None) -> Mapping[str, str]:
-        file_alpha = float(rank) if alpha is None else alpha
-        return entries(Summary(rank=rank, alpha=file_alpha, contents=contents))
-
-    try:
-        write_modules(path, modules, form, entries=with_strength, force=force)
-    except TrainingStopped as error:
-        raise InputError(error.found, fix="report this as a bug; nothing was written") from None
-    return WrittenAdapter(
-        file=path,
-        family=family.name,
-        format=format,
-        precision=form.precision,
-        modules=len(modules),
-        rank=rank,
-        notes=tuple(notes),
-    )
 
 
-def convert(
-    file: Path,
-    *,
-    format: FileFormat,
-    output: Path | None = None,
-    precision: Precision | None = None,
-    base: str | None = None,
-    force: bool = False,
-) -> WrittenAdapter:
-    """Write `file` in another format, beside it by default; `precision` is the file's own by default.
+def beside(file: Path, format: FileFormat) -> Path:
+    """Return the name of a converted file where none is asked for; raises InputError as `file_of`."""
+    file = file_of(file)
+    return file.with_name(f"{file.stem}-{format}{SUFFIX}")
+
+
+def convert(file: Path, target: AdapterTarget, *, base: str | None = None) -> ToolResult:
+    """Write `file` in another format; `base` is the model it was made for, the family's release by default.
 
     Raises RequestError with the reason where the format cannot hold the adapter, InputError for a file
     that cannot be used and MachineError when the disk refuses; nothing is written then.
     """
-    file = file_of(file)
-    output = file.with_name(f"{file.stem}-{format}{SUFFIX}") if output is None else output
-    refuse_output(output, force=force)
-    with open_source(file, base=base) as source:
-        return write_adapter(
-            output,
+    target.check()
+    with open_source(file_of(file), base=base) as source:
+        return target.write(
             source,
             family=source.names.family,
-            format=format,
-            precision=precision,
             default=source.precision,
             entries=lambda summary: carried(source.metadata, summary, resized=False),
             exact=True,
-            force=force,
         )
 
 

@@ -8,7 +8,7 @@ them. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.common.errors import MachineError, RequestError
@@ -31,36 +31,18 @@ _KEYS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Description:
-    """Texts about an adapter; None leaves an entry as it is, an empty text removes it.
-
-    `trigger` are the words that call the concept, `tags` are separated by commas.
-    """
-
-    title: str | None = None
-    description: str | None = None
-    author: str | None = None
-    license: str | None = None
-    trigger: str | None = None
-    tags: str | None = None
+def description_of(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts of a header by the names of `describe`, empty ones where it has none."""
+    return {name: metadata.get(key, "") for name, key in _KEYS.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Described:
-    """The file that was written, and the header's entries that are new or gone."""
+def describe(
+    file: Path, texts: Mapping[str, str | None], *, output: Path, force: bool = False
+) -> list[str]:
+    """Write `output` as `file` with these texts; return the header's entries that are new or gone or other.
 
-    file: Path
-    changed: tuple[str, ...]
-
-
-def description_of(metadata: Mapping[str, str]) -> Description:
-    """Return the texts of a header, empty ones where it has none."""
-    return Description(**{name: metadata.get(key, "") for name, key in _KEYS.items()})
-
-
-def describe(file: Path, texts: Description, *, output: Path, force: bool = False) -> Described:
-    """Write `output` as `file` with these texts; the two may be the same file, with `force`.
+    The two may be the same file, with `force`. `texts` are by the names of the command's options: None leaves
+    an entry as it is, an empty text removes it; `trigger` are the words that call the concept.
 
     Raises InputError for a file that is no whole safetensors file, RequestError for a text that is too long
     or an output that exists, MachineError when the disk refuses or gives other tensors back.
@@ -70,21 +52,19 @@ def describe(file: Path, texts: Description, *, output: Path, force: bool = Fals
         bodies = map(opened.read, opened.entries.values())
         write_tensors(output, opened.entries, bodies, metadata=metadata, hashes=None, force=force)
     before = opened.metadata
-    changed = sorted(
+    return sorted(
         key for key in before.keys() | metadata.keys() if before.get(key) != metadata.get(key)
     )
-    return Described(file=output, changed=tuple(changed))
 
 
-def _with(metadata: Mapping[str, str], texts: Description) -> dict[str, str]:
+def _with(metadata: Mapping[str, str], texts: Mapping[str, str | None]) -> dict[str, str]:
     changed_metadata = dict(metadata)
-    for field in fields(texts):
-        value = getattr(texts, field.name)
+    for name, value in texts.items():
         if value is not None:
-            _put(changed_metadata, _KEYS[field.name], _checked(field.name, value))
+            _put(changed_metadata, _KEYS[name], _checked(name, value))
     # Our exports repeat the trigger there; a hint in somebody else's own words stays.
     ours = usage_hint(metadata.get(_TRIGGER, ""))
-    if texts.trigger is not None and metadata.get(_HINT, "") == ours:
+    if texts.get("trigger") is not None and metadata.get(_HINT, "") == ours:
         _put(changed_metadata, _HINT, usage_hint(changed_metadata.get(_TRIGGER, "")))
     return changed_metadata
 

@@ -10,54 +10,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.config.declare import Precision, Targets
+from lora_trainer.config.declare import Targets
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.low_rank import approximated
 from lora_trainer.lora.tensors import split_key
-from lora_trainer.lora_file.formats import FormatRequest
 from lora_trainer.tools.base_weights import BaseWeights, WeightLocation, open_base
-from lora_trainer.tools.convert import extracted, refuse_output, write_adapter
-from lora_trainer.tools.resize import CutAdapter, RankCutter, ResizeLimits, percent
-
-
-@dataclass(frozen=True, kw_only=True)
-class Extracted(CutAdapter):
-    """The file that was written; `cuts` has each layer that differs.
-
-    `unreached` is the share of the whole difference that lies in tensors this LoRA cannot change.
-    """
-
-    unreached: float
-
-    def facts(self) -> Iterable[str]:
-        yield from super().facts()
-        yield f"rank {self.new_ranks()}"
-        yield self.kept("these layers' energy")
-        yield (
-            f"{percent(self.unreached)} of the whole difference is out of reach: other layers, norms, "
-            "biases, embeddings"
-        )
+from lora_trainer.tools.convert import AdapterTarget, ToolResult, extracted
+from lora_trainer.tools.resize import RankCutter, ResizeLimits, percent
 
 
 def extract(
     tuned: str,
     base: str,
+    target: AdapterTarget,
     *,
-    output: Path,
     rank: int | None = None,
     energy: float | None = None,
     targets: Targets = "all",
-    format: FormatRequest = "auto",
-    precision: Precision = "fp16",
-    force: bool = False,
-) -> Extracted:
+) -> ToolResult:
     """Write `tuned` minus `base` as a LoRA: of `rank`, or of the rank that `energy` needs, at most `rank` if both.
 
     Raises RequestError for limits that are none, InputError for models that are equal, quantised, of
@@ -67,7 +42,7 @@ def extract(
         raise RequestError("nothing says how much to keep", fix="give --rank, --energy or both")
     limits = ResizeLimits(rank=rank, energy=energy)
     limits.check()
-    refuse_output(output, force=force)
+    target.check()
     with ExitStack() as stack:
         first, second = (stack.enter_context(open_base(source)) for source in (tuned, base))
         if first.family is not second.family:
@@ -83,28 +58,28 @@ def extract(
                 f"{tuned} and {base} are the same in every layer that a LoRA changes",
                 fix="give a model that was fine-tuned, and the one it started from",
             )
-        written = write_adapter(
-            output,
+        written = target.write(
             cutter.modules,
             family=second.family,
-            format=format,
-            precision=precision,
-            default=precision,
+            default="fp16",
             entries=lambda summary: extracted(
                 tuned,
                 base,
                 family=second.family,
                 facts=second.facts(),
-                title=output.stem,
+                title=target.path.stem,
                 summary=summary,
             ),
-            force=force,
         )
-    return Extracted(
-        **vars(replace(written, notes=(*_not_compared(first, second), *written.notes))),
-        cuts=cutter.cuts,
-        energy=cutter.energy,
-        unreached=unreached / (unreached + cutter.reached),
+    share = unreached / (unreached + cutter.reached)
+    return written.with_more(
+        f"rank {cutter.new_ranks()}",
+        cutter.text("these layers' energy"),
+        f"{percent(share)} of the whole difference is out of reach: other layers, norms, biases, "
+        "embeddings",
+        notes=_not_compared(first, second),
+        **cutter.values(),
+        unreached=share,
     )
 
 

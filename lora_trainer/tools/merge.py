@@ -8,7 +8,7 @@ weights. Cut: the best LoRA of a rank, by singular values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +17,11 @@ from typing import NoReturn
 import torch
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.config.declare import Precision
 from lora_trainer.lora.low_rank import NotLowRank, kind_name, lora
 from lora_trainer.lora.tensors import ModuleTensors
-from lora_trainer.lora_file.formats import FormatRequest
 from lora_trainer.lora_file.read_tensors import OpenAdapter
 from lora_trainer.tools.adapters import Weighted, WeightedSources, open_weighted
-from lora_trainer.tools.convert import WrittenAdapter, merged, refuse_output, write_adapter
+from lora_trainer.tools.convert import AdapterTarget, ToolResult, merged
 from lora_trainer.tools.resize import (
     Parts,
     RankCutter,
@@ -34,20 +32,6 @@ from lora_trainer.tools.resize import (
 )
 
 _BAKE = "merge it into its base model with --into"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Merged(WrittenAdapter):
-    """The file that was written; `energy` is the share of the sum's squared norm that a lower rank kept."""
-
-    energy: float
-
-    def facts(self) -> Iterable[str]:
-        yield from super().facts()
-        share = (
-            "the whole sum" if self.energy == 1 else f"{percent(self.energy)} of the sum's energy"
-        )
-        yield f"rank {self.rank} holds {share}"
 
 
 def parse_weighted(text: str) -> Weighted:
@@ -66,15 +50,12 @@ def parse_weighted(text: str) -> Weighted:
 
 def merge(
     inputs: Sequence[Weighted],
+    target: AdapterTarget,
     *,
-    output: Path,
     rank: int | None = None,
-    format: FormatRequest = "auto",
-    precision: Precision | None = None,
     base: str | None = None,
-    force: bool = False,
-) -> Merged:
-    """Write the weighted sum of adapters; `rank` None: exactly. `precision` None: the widest of theirs.
+) -> ToolResult:
+    """Write the weighted sum of adapters; `rank` None: exactly. The precision is the widest of theirs by default.
 
     `base` is the model they were made for, where that is not the family's public release.
 
@@ -83,7 +64,7 @@ def merge(
     """
     if rank is not None and rank < 1:
         raise RequestError(f"--rank {rank} is no rank", fix="give a whole number above 0")
-    refuse_output(output, force=force)
+    target.check()
     with ExitStack() as stack:
         adapters = open_weighted(inputs, stack, base=base)
         sources = adapters.sources
@@ -93,22 +74,19 @@ def merge(
         modules: Mapping[str, ModuleTensors] = total
         if rank is not None:
             cutter = RankCutter(limits=ResizeLimits(rank=rank))
-            _cut(total, cutter)
+            cutter.cut_all(adapters, total, weight_of=_no_weight, keeps=False)
             energy, modules = cutter.energy, cutter.modules
         files = [(Path(source.name).stem, source.metadata) for source in sources]
         precisions = {source.precision for source in sources}
-        written = write_adapter(
-            output,
+        written = target.write(
             modules,
             family=sources[0].names.family,
-            format=format,
-            precision=precision,
             default=precisions.pop() if len(precisions) == 1 else "fp32",
-            entries=lambda summary: merged(files, summary, title=output.stem),
+            entries=lambda summary: merged(files, summary, title=target.path.stem),
             exact=rank is None,
-            force=force,
         )
-    return Merged(**vars(written), energy=energy)
+    share = "the whole sum" if energy == 1 else f"{percent(energy)} of the sum's energy"
+    return written.with_more(f"rank {written.values['rank']} holds {share}", energy=energy)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -192,20 +170,8 @@ def _differences(key: str, parts: Parts) -> ModuleTensors:
     )
 
 
-def _cut(total: _Sum, cutter: RankCutter) -> None:
-    """Cut every module to its best LoRA."""
-
-    def weight_of(key: str, module: ModuleTensors) -> NoReturn:
-        raise _no_sum(key, f"what {kind_name(module)} changes depends on the base's weights")
-
-    for key in total:
-        parts = total.adapters.modules(key)
-        if all(module.kind == "norm" for module, _ in parts):  # a vector has no rank
-            cutter.modules[key] = total[key]
-            continue
-        kernel = total.adapters.sources[0].kernel(key)
-        decomposed = cutter.decompose(key, parts, kernel=kernel, weight_of=weight_of)
-        cutter.cut(key, decomposed, old_rank=len(decomposed.values), parts=parts)
+def _no_weight(key: str, module: ModuleTensors) -> NoReturn:
+    raise _no_sum(key, f"what {kind_name(module)} changes depends on the base's weights")
 
 
 def _refuse_other_families(sources: Sequence[OpenAdapter]) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -58,16 +57,6 @@ Changes = Mapping[tuple[Path, str], Sequence[Changed]]
 """By folder and tensor the layers that change; variants of a file have the same tensors."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergedBase(ToolResult):
-    """The folder or file that was written, how many layers changed; `notes` name the files left out."""
-
-    layers: int
-
-    def facts(self) -> Iterable[str]:
-        yield f"a {self.family} base model, {self.layers} layers changed"
-
-
 def _merged(
     name: str, weight: Tensor, changes: Sequence[Changed], adapters: WeightedSources
 ) -> Tensor:
@@ -96,7 +85,7 @@ def _merged(
     return merged.to(weight.dtype)
 
 
-def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = False) -> MergedBase:
+def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = False) -> ToolResult:
     """Write a base model with adapters in its weights; `output` is a folder or a file, as the base is.
 
     Raises RequestError for an output that exists or lies in the base and for values beyond a weight's
@@ -111,8 +100,13 @@ def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = F
         _check_fit(adapters, opened)
         write = _write_single if opened.single else _write_folder
         notes = write(opened, adapters, output, force=force)
-        return MergedBase(
-            file=output, family=opened.family.name, layers=len(adapters.layers), notes=tuple(notes)
+        family, layers = opened.family.name, len(adapters.layers)
+        return ToolResult(
+            file=output,
+            family=family,
+            facts=(f"a {family} base model, {layers} layers changed",),
+            notes=tuple(notes),
+            values={"layers": layers},
         )
 
 

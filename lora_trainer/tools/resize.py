@@ -7,18 +7,18 @@ or a ratio to the largest value needs. Output is a LoRA file and how much of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.config.declare import Precision
 from lora_trainer.lora.low_rank import (
     LowRankUpdate,
     NotLowRank,
@@ -29,11 +29,10 @@ from lora_trainer.lora.low_rank import (
     product,
     singular,
 )
-from lora_trainer.lora.tensors import ModuleTensors, needs_weight, update
-from lora_trainer.lora_file.formats import FormatRequest
-from lora_trainer.tools.adapters import open_source
+from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, needs_weight, update
+from lora_trainer.tools.adapters import Weighted, WeightedSources, open_weighted
 from lora_trainer.tools.base_weights import open_base
-from lora_trainer.tools.convert import WrittenAdapter, carried, refuse_output, write_adapter
+from lora_trainer.tools.convert import AdapterTarget, ToolResult, carried
 
 Parts = Sequence[tuple[ModuleTensors, float]]
 """The modules of several adapters that change one layer, and the weight on the update of each."""
@@ -72,14 +71,13 @@ class ResizeLimits:
 
     def rank_of(self, decomposed: Singular) -> int:
         """Return the rank that a module gets."""
-        limit = (
-            len(decomposed.values) if self.rank is None else min(self.rank, len(decomposed.values))
-        )
+        most = len(decomposed.values)
+        ranks = [most, self.rank or most]
         if self.ratio is not None:
-            limit = min(limit, decomposed.rank_for_ratio(self.ratio))
+            ranks.append(decomposed.rank_for_ratio(self.ratio))
         if self.energy is not None:
-            limit = min(limit, decomposed.rank_for_energy(self.energy) or limit)
-        return limit
+            ranks.append(decomposed.rank_for_energy(self.energy) or most)
+        return min(ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,23 +108,57 @@ class RankCutter:
         """The share of the energy of all updates that was kept."""
         return self._kept / self.reached if self.reached > 0 else 1.0
 
+    def text(self, whole: str) -> str:
+        """Say how much of `whole` was kept, and in which layer least."""
+        key, cut = min(self.cuts.items(), key=lambda item: item[1].energy)
+        least = percent(cut.energy)
+        rest = "" if least == percent(1.0) else f", least {least} in {key}"
+        return f"kept {percent(self.energy)} of {whole}{rest}"
+
+    def new_ranks(self) -> str:
+        """Return the ranks of the results, smallest, largest and usual."""
+        return ranks_text(cut.new_rank for cut in self.cuts.values())
+
+    def values(self) -> dict[str, Any]:
+        """Return what scripts are told: each layer's cut, and the kept share of all layers' squared norm."""
+        cuts = {key: asdict(cut) for key, cut in self.cuts.items()}
+        return {"cuts": cuts, "energy": self.energy}
+
+    def cut_all(
+        self, adapters: WeightedSources, total: AdapterTensors, *, weight_of: WeightOf, keeps: bool
+    ) -> None:
+        """Cut every layer's sum; `total` has those of norms, which have no rank.
+
+        `keeps` leaves LoRAs of one file as they are that keep all of their values.
+        """
+        for key in adapters.layers:
+            parts = adapters.modules(key)
+            if all(module.kind == "norm" for module, _ in parts):
+                self.modules[key] = total[key]
+                continue
+            decomposed = self.decompose(
+                key, parts, kernel=adapters.sources[0].kernel(key), weight_of=weight_of
+            )
+            module = parts[0][0]
+            is_whole = self.limits.rank_of(decomposed) >= min(module.rank, len(decomposed.values))
+            if keeps and is_whole and module.kind == "lora" and not module.dora:
+                self._count(key, module, decomposed, old_rank=module.rank, kept=1.0)
+            else:
+                self.cut(key, decomposed, old_rank=module.rank, parts=parts)
+
     def cut(self, key: str, decomposed: Singular, *, old_rank: int, parts: Parts = ()) -> None:
         """Keep the best LoRA of an update, with the biases of its `parts`."""
         rank = self.limits.rank_of(decomposed)
-        self._count(
-            key, Cut(old_rank=old_rank, new_rank=rank, energy=decomposed.kept(rank)), decomposed
-        )
-        self.modules[key] = with_bias(decomposed.lora(rank), parts)
+        module = with_bias(decomposed.lora(rank), parts)
+        self._count(key, module, decomposed, old_rank=old_rank, kept=decomposed.kept(rank))
 
-    def keep(self, key: str, decomposed: Singular, module: ModuleTensors) -> None:
-        """Keep a module as it is."""
-        self._count(key, Cut(old_rank=module.rank, new_rank=module.rank, energy=1.0), decomposed)
+    def _count(
+        self, key: str, module: ModuleTensors, decomposed: Singular, *, old_rank: int, kept: float
+    ) -> None:
         self.modules[key] = module
-
-    def _count(self, key: str, cut: Cut, decomposed: Singular) -> None:
-        self.cuts[key] = cut
+        self.cuts[key] = Cut(old_rank=old_rank, new_rank=module.rank, energy=kept)
         self.reached += decomposed.energy
-        self._kept += cut.energy * decomposed.energy
+        self._kept += kept * decomposed.energy
 
     def decompose(
         self, key: str, parts: Parts, *, kernel: tuple[int, ...], weight_of: WeightOf
@@ -168,36 +200,7 @@ def with_bias(cut: ModuleTensors, parts: Parts) -> ModuleTensors:
     return replace(cut, tensors={**cut.tensors, "bias": torch.stack(biases).sum(0)})
 
 
-@dataclass(frozen=True, kw_only=True)
-class CutAdapter(WrittenAdapter):
-    """The file that was written; `cuts` has each layer, `energy` the kept share of their squared norm together."""
-
-    cuts: Mapping[str, Cut]
-    energy: float
-
-    def kept(self, whole: str) -> str:
-        """Say how much of `whole` was kept, and in which layer least."""
-        key, cut = min(self.cuts.items(), key=lambda item: item[1].energy)
-        least = percent(cut.energy)
-        rest = "" if least == percent(1.0) else f", least {least} in {key}"
-        return f"kept {percent(self.energy)} of {whole}{rest}"
-
-    def new_ranks(self) -> str:
-        """Return the ranks in the file, smallest, largest and usual."""
-        return _ranks(cut.new_rank for cut in self.cuts.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resized(CutAdapter):
-    """The file that `resize` wrote."""
-
-    def facts(self) -> Iterable[str]:
-        yield from super().facts()
-        yield f"rank {_ranks(cut.old_rank for cut in self.cuts.values())} -> {self.new_ranks()}"
-        yield self.kept("the energy")
-
-
-def _ranks(ranks: Iterable[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
     ordered = sorted(ranks)
     if ordered[0] == ordered[-1]:
         return str(ordered[0])
@@ -210,15 +213,8 @@ def percent(share: float) -> str:
 
 
 def resize(
-    file: Path,
-    limits: ResizeLimits,
-    *,
-    output: Path,
-    format: FormatRequest = "auto",
-    precision: Precision | None = None,
-    base: str | None = None,
-    force: bool = False,
-) -> Resized:
+    file: Path, limits: ResizeLimits, target: AdapterTarget, *, base: str | None = None
+) -> ToolResult:
     """Write `file` with lower ranks; format and precision are the file's own where they can be.
 
     Modules that keep all their values stay as they are, alpha included; all other kinds become LoRA,
@@ -227,37 +223,26 @@ def resize(
     for limits that are none, and InputError for a file that cannot be used; nothing is written then.
     """
     limits.check()
-    refuse_output(output, force=force)
+    target.check()
     with ExitStack() as stack:
-        source = stack.enter_context(open_source(file, base=base))
+        adapters = open_weighted([Weighted(file=file, weight=1.0)], stack, base=base)
+        (source,) = adapters.sources
         cutter = RankCutter(limits=limits)
-        weight_of = _weight_of(base, stack)
-        for key, module in source.items():
-            if module.kind == "norm":  # a vector has no rank
-                cutter.modules[key] = module
-                continue
-            parts = [(module, 1.0)]
-            decomposed = cutter.decompose(
-                key, parts, kernel=source.kernel(key), weight_of=weight_of
-            )
-            all_kept = limits.rank_of(decomposed) >= min(module.rank, len(decomposed.values))
-            if module.kind == "lora" and not module.dora and all_kept:
-                cutter.keep(key, decomposed, module)
-            else:
-                cutter.cut(key, decomposed, old_rank=module.rank, parts=parts)
+        cutter.cut_all(adapters, source, weight_of=_weight_of(base, stack), keeps=True)
         family = source.names.family
-        own_format = source.format if format == "auto" else format
-        written = write_adapter(
-            output,
+        own = next((each for each in family.formats.written if each == source.format), "auto")
+        target = replace(target, format=own if target.format == "auto" else target.format)
+        written = target.write(
             cutter.modules,
             family=family,
-            format=next((each for each in family.formats.written if each == own_format), format),
-            precision=precision,
             default=source.precision,
             entries=lambda summary: carried(source.metadata, summary, resized=True),
-            force=force,
         )
-    return Resized(**vars(written), cuts=cutter.cuts, energy=cutter.energy)
+    facts = []
+    if cutter.cuts:  # none where all modules are norms
+        old_ranks = ranks_text(cut.old_rank for cut in cutter.cuts.values())
+        facts = [f"rank {old_ranks} -> {cutter.new_ranks()}", cutter.text("the energy")]
+    return written.with_more(*facts, **cutter.values())
 
 
 def _weight_of(base: str | None, stack: ExitStack) -> WeightOf:

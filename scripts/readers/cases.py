@@ -98,7 +98,7 @@ def _outcome(reader: Reader, base: Base, format: FileFormat, kind: str) -> str:
         return "not written"
     with TemporaryDirectory() as folder:
         file = Path(folder) / "a.safetensors"
-        file.write_bytes(exported(tensors, family=base.family, format=format))
+        file.write_bytes(exported(tensors, name=base.family.name, format=format))
         keys = len(load_file(file))
         reading = reader(file, base)
     if reading.refused is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.tools.convert import convert
+from lora_trainer.tools.convert import AdapterTarget, convert
 from scripts.readers.cases import TOLERANCE, arguments
 from scripts.readers.comfyui import CLASSES, TEXTS, UNUSED, model_of
 from scripts.readers.networks import base_of
@@ -159,7 +159,8 @@ def outcome(case: Case, names: Names, folder: Path) -> str:
     words = [f"original {_compared(original, formula)}"]
     for format in families.family(case.family).formats.written:
         try:
-            convert(file, format=format, output=output, precision="fp32", force=True)
+            target = AdapterTarget(path=output, format=format, precision="fp32", force=True)
+            convert(file, target)
         except LoraTrainError:
             words.append(f"{format} refused")
             continue

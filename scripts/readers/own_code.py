@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.tools.convert import convert
+from lora_trainer.tools.convert import AdapterTarget, convert
 from scripts.readers.cases import TOLERANCE, arguments
 from scripts.readers.stand_ins import stand_in
 from tests.lora_files.files import build
@@ -152,7 +152,8 @@ def outcome(case: Case, folder: Path) -> str:
     words.append(f"original {_compared(first, formula)}")
     for format in families.family(case.family).formats.written:
         try:
-            convert(file, format=format, output=output, precision="fp32", force=True)
+            target = AdapterTarget(path=output, format=format, precision="fp32", force=True)
+            convert(file, target)
         except LoraTrainError:
             continue
         if kinds_of(case) == ("lora",) and format != "diffusers":

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lora_trainer.config.config import flatten
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.running import Config
-from lora_trainer.families.base import Family, FileFormat
+from lora_trainer.families import family
+from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.adapter_size import AdapterKind, factorise
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file import write
@@ -168,17 +169,35 @@ def export_info(**changes: object) -> ExportInfo:
     return ExportInfo(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def export(
+    path: Path,
+    tensors: Mapping[str, ModuleTensors],
+    *,
+    name: str = "sd15",
+    format: FileFormat = "kohya",
+    precision: Precision = "fp32",
+    **changes: object,
+) -> None:
+    """Write an adapter of a family as a training does; `changes` are those of `export_info`."""
+    info, options = export_info(**changes), {"format": format, "precision": precision}
+    write.write_export(path, tensors, family=family(name), info=info, **options)  # type: ignore[arg-type]
+
+
 def exported(
     tensors: Mapping[str, ModuleTensors],
     *,
-    family: Family,
-    format: FileFormat,
+    name: str = "sd15",
+    format: FileFormat = "kohya",
     precision: Precision = "fp32",
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """Return the file of an adapter, which has been read back."""
-    alpha = write.common_alpha(tensors.values())
-    form = write.FileForm(family=family, format=format, precision=precision, lora_alpha=alpha)
+    """Return the file of an adapter of a family, which has been read back."""
+    form = write.FileForm(
+        family=family(name),
+        format=format,
+        precision=precision,
+        lora_alpha=write.common_alpha(tensors.values()),
+    )
     with TemporaryDirectory() as folder:
         file = Path(folder) / "a.safetensors"
         write.write_modules(file, tensors, form, entries=lambda _: metadata, force=False)

@@ -1,28 +1,47 @@
-"""Adapter files of tiny bases, and what they add to the weights: material for the tools."""
+"""Adapter files of tiny bases, what they add to the weights, and the commands on them: material for the tools."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from lora_trainer import families
+from lora_trainer.cli import main
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.tensors import ModuleTensors, update
-from lora_trainer.lora_file.header import open_checked
 from lora_trainer.lora_file.metadata import metadata
-from lora_trainer.tools.adapters import Weighted, open_source
+from lora_trainer.tools.adapters import open_source
 from lora_trainer.tools.base_weights import open_base
 from tests.fakes.adapters import adapter_for, export_info, exported
 from tests.fakes.family_bases import CPU, base_of, denoiser_of, facts_of
 from tests.fakes.ldm_file import write_checkpoint
 
 Deltas = Mapping[str, Tensor]
-FORMATS: tuple[FileFormat, ...] = ("kohya", "diffusers", "comfyui")
+
+
+def tool(command: str, *words: object, **options: object) -> dict[str, Any]:
+    """Run a command in this process; return what it prints with --json, or raise its error."""
+    line = [command, *map(str, words), "--json"]
+    for name, value in options.items():
+        if value is True:
+            line.append(f"--{name}")
+        elif value is not None and value is not False:
+            line.append(f"--{name}={value}")
+    answer = main.app(line, exit_on_error=False, print_error=False)
+    printed: dict[str, Any] = json.loads(json.dumps(answer, allow_nan=False))
+    return printed
+
+
+def weighted(files: Mapping[Path, float]) -> list[str]:
+    """Return the words of `merge` for files with weights."""
+    return [f"{file}:{weight}" for file, weight in files.items()]
 
 
 @cache
@@ -36,22 +55,20 @@ def networks_of(name: str) -> Mapping[str, nn.Module]:
     return {"denoiser": denoiser_of(name), **texts}
 
 
-def adapter_of(name: str, *, text: bool = False, **options: Any) -> dict[str, ModuleTensors]:
-    """Return a random adapter on every layer that the family trains; `options` are `adapter_for`'s."""
-    family, networks = families.family(name), networks_of(name)
-    found = adapter_for(
-        "denoiser",
-        networks["denoiser"],
-        family.lora_targets(networks["denoiser"], "all"),
-        **options,
-    )
-    if text:
-        for component, network in networks.items():
-            if component != "denoiser":
-                found |= adapter_for(
-                    component, network, family.lora_targets(network, "text_encoder"), **options
-                )
-    return found
+def adapter_of(
+    name: str, *, text: bool = False, every: int = 1, **options: Any
+) -> dict[str, ModuleTensors]:
+    """Return a random adapter on the layers that the family trains, or on every second, third and so on.
+
+    `options` are those of `adapter_for`.
+    """
+    family, found = families.family(name), dict[str, ModuleTensors]()
+    for component, network in networks_of(name).items():
+        if component == "denoiser" or text:
+            targets = "all" if component == "denoiser" else "text_encoder"
+            layers = family.lora_targets(network, targets)
+            found |= adapter_for(component, network, layers, **options)
+    return dict(list(found.items())[::every])
 
 
 def saved(
@@ -59,11 +76,11 @@ def saved(
     name: str,
     tensors: Mapping[str, ModuleTensors],
     *,
-    format: FileFormat,
+    format: FileFormat | None = None,
     precision: Any = "fp32",
     **entries: str,
 ) -> Path:
-    """Write an adapter as a training of the family would export it."""
+    """Write an adapter as a training of the family would export it, by default in its first format."""
     family, facts = families.family(name), facts_of(name)
     info = export_info(
         base_model_version=family.adapter_names(facts).kohya,
@@ -72,8 +89,8 @@ def saved(
     )
     data = exported(
         tensors,
-        family=family,
-        format=format,
+        name=name,
+        format=format or family.formats.written[0],
         precision=precision,
         metadata={**metadata(info), **entries},
     )
@@ -86,25 +103,16 @@ def checkpoint(path: Path, name: str, base: Path | None = None, **options: Any) 
     return write_checkpoint(base or base_of(name), path, families.family(name).texts, **options)
 
 
-def weighted(files: Mapping[Path, float]) -> list[Weighted]:
-    return [Weighted(file=file, weight=weight) for file, weight in files.items()]
-
-
-def entries_of(file: Path) -> dict[str, str]:
+def entries_of(file: Path | str) -> dict[str, str]:
     """Return the entries of a header."""
-    with open_checked(file) as opened:
-        return dict(opened.metadata)
+    with safe_open(file, framework="np") as opened:
+        return dict(opened.metadata() or {})
 
 
-def deltas(file: Path, base: Path | str) -> dict[str, Tensor]:
+def deltas(file: Path | str, base: Path | str) -> dict[str, Tensor]:
     """Return what a file adds to each weight of a base, float64 [out, in, ...]."""
-    with open_base(str(base)) as weights, open_source(file, names=weights.names()) as source:
-        return {key: delta(source[key], weights.places[key].weight()) for key in source}
-
-
-def delta(module: ModuleTensors, weight: Tensor) -> Tensor:
-    """Return the update of a weight in float64."""
-    return update(module, weight.double())
+    with open_base(str(base)) as weights, open_source(Path(file), names=weights.names()) as source:
+        return {key: update(source[key], weights.places[key].weight().double()) for key in source}
 
 
 def distance(found: Deltas, wanted: Deltas) -> float:

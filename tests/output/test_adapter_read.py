@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -15,69 +16,68 @@ from torch import Tensor
 from lora_trainer.common.errors import InputError
 from lora_trainer.families import family
 from lora_trainer.lora.tensors import ModuleTensors
-from lora_trainer.lora_file import read as reading
 from lora_trainer.lora_file.names import file_names
-from lora_trainer.lora_file.read_tensors import open_adapter, read_tensors
-from tests.fakes.adapters import Draws, exported, small_adapter
+from lora_trainer.tools.adapters import open_source
+from tests.fakes.adapters import Draws
+from tests.fakes.tool_files import tool
 
-FAMILY = family("sd15")
-BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
-Q, OUT, CONV = f"{BLOCK}.attn1.to_q", f"{BLOCK}.attn1.to_out.0", "mid_block.resnets.0.conv1"
-TEXT = "text_model.encoder.layers.0.mlp.fc1"
-MODULES = {"denoiser": [Q, OUT, CONV], "text_encoder": [TEXT]}
-NAMES = file_names(FAMILY, MODULES)
-FLAT = "lora_unet_" + Q.replace(".", "_")
+BLOCK = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+Q, V, OUT = f"{BLOCK}.to_q", f"{BLOCK}.to_v", f"{BLOCK}.to_out.0"
+TEXT = "text_encoder.text_model.encoder.layers.0.mlp.fc1"
 draw = Draws()
-DOWN, UP = draw(4, 8), draw(6, 4)
-KEY = f"denoiser.{Q}"
+DOWN, UP = draw(4, 320), draw(320, 4)
 
 
-def pair(down: str, up: str, **extra: Tensor) -> dict[str, Tensor]:
-    return {down: DOWN, up: UP, **extra}
+def pair(module: str, **more: Tensor) -> dict[str, Tensor]:
+    """Return a LoRA in peft's names; more tensors by the end of their keys, `.` written `__`."""
+    down, up = (draw(4, 768), draw(3072, 4)) if module == TEXT else (DOWN, UP)
+    others = {f"{module}.{name.replace('__', '.')}": each for name, each in more.items()}
+    return {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up, **others}
 
 
-def read(tensors: Mapping[str, Tensor], **metadata: str) -> dict[str, ModuleTensors]:
-    return read_tensors(save(dict(tensors), metadata=metadata or None), names=NAMES)
+def write(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> Path:
+    copies = {key: tensor.clone() for key, tensor in tensors.items()}
+    path.write_bytes(save(copies, metadata={"ss_base_model_version": "sd_v1", **metadata}))
+    return path
 
 
-def only(tensors: Mapping[str, Tensor], **metadata: str) -> ModuleTensors:
-    (module,) = read(tensors, **metadata).values()
+def only(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> ModuleTensors:
+    with open_source(write(path, tensors, **metadata)) as source:
+        (module,) = source.values()
     return module
 
 
-# ---- spellings and strength
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "a.safetensors"
+
+
+# ---- strength
 
 
 STATED = {
     "unet.r": 4,
     "unet.lora_alpha": 2,
-    "unet.alpha_pattern": {f"^{OUT}".replace(".", "\\."): 8, "conv1": 1},
+    "unet.alpha_pattern": {f"^{OUT.partition('.')[2]}".replace(".", "\\."): 8, "to_v": 1},
     "text_encoder.lora_alpha": 12,
 }
 
 
-def test_alphas_that_diffusers_states_in_the_header() -> None:
-    for module, scale in (
-        (f"unet.{Q}", 0.5),
-        (f"unet.{OUT}", 2.0),
-        (f"unet.{CONV}", 0.25),
-        (f"text_encoder.{TEXT}", 3.0),
-    ):
-        tensors = pair(f"{module}.lora_A.weight", f"{module}.lora_B.weight")
-        assert only(tensors, lora_adapter_metadata=json.dumps(STATED)).scale == scale
+def test_alphas_that_diffusers_states_in_the_header(file: Path) -> None:
+    for module, scale in ((Q, 0.5), (OUT, 2.0), (V, 0.25), (TEXT, 3.0)):
+        stated = json.dumps(STATED)
+        assert only(file, pair(module), lora_adapter_metadata=stated).scale == scale
 
 
-def test_what_the_header_states_unreadably_is_not_stated() -> None:
-    tensors = pair(f"unet.{Q}.lora_A.weight", f"unet.{Q}.lora_B.weight")
+def test_what_the_header_states_unreadably_is_not_stated(file: Path) -> None:
     for odd in ("[1", "[]", '{"unet.lora_alpha": "2"}', '{"unet.lora_alpha": NaN}'):
-        assert only(tensors, lora_adapter_metadata=odd).scale == 1.0
+        assert only(file, pair(Q), lora_adapter_metadata=odd).scale == 1.0
 
 
 @pytest.mark.timeout(20)
-def test_a_hostile_pattern_does_not_hang() -> None:
+def test_a_hostile_pattern_does_not_hang(file: Path) -> None:
     evil = {"unet.lora_alpha": 2, "unet.alpha_pattern": {"(a|a)*" * 20 + "$": 1, "(.+)+x": 3}}
-    tensors = pair(f"unet.{Q}.lora_A.weight", f"unet.{Q}.lora_B.weight")
-    assert only(tensors, lora_adapter_metadata=json.dumps(evil)).scale == 0.5
+    assert only(file, pair(Q), lora_adapter_metadata=json.dumps(evil)).scale == 0.5
 
 
 # ---- layers that no release has, or that transformers calls by another name today
@@ -85,10 +85,11 @@ def test_a_hostile_pattern_does_not_hang() -> None:
 
 def test_layers_of_this_base_are_found_by_every_spelling() -> None:
     deep, clip = "down_blocks.7.resnets.0.conv1", "text_model.encoder.layers.3.self_attn.q_proj"
-    assert not file_names(FAMILY, {"denoiser": []}).find(f"unet.{deep}")
-    assert file_names(FAMILY, {"denoiser": [deep]}).find(f"unet.{deep}")
+    sd15 = family("sd15")
+    assert not file_names(sd15, {"denoiser": []}).find(f"unet.{deep}")
+    assert file_names(sd15, {"denoiser": [deep]}).find(f"unet.{deep}")
     for layer in (clip, clip.removeprefix("text_model.")):
-        names = file_names(FAMILY, {"text_encoder": [layer], "text_encoder_2": [layer]})
+        names = file_names(sd15, {"text_encoder": [layer], "text_encoder_2": [layer]})
         for component, spelling in (
             ("text_encoder", f"lora_te_{clip}".replace(".", "_")),
             ("text_encoder", "lora_te1_encoder_layers_3_self_attn_q_proj"),
@@ -98,81 +99,61 @@ def test_layers_of_this_base_are_found_by_every_spelling() -> None:
             assert [each.key for each in names.find(spelling)] == [f"{component}.{layer}"]
 
 
-# ---- our own files come back as they went
+def test_modules_are_read_one_at_a_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents, read = resolve_name("lora_trainer.lora_file.read:Contents"), list[str]()
+    real = contents.array
 
+    def counting(self: Any, entry: Any) -> Any:
+        read.append(entry.key)
+        return real(self, entry)
 
-def test_modules_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "a.safetensors"
-    file.write_bytes(
-        exported(
-            small_adapter(), family=FAMILY, format="kohya", precision="fp16", metadata={"a": "b"}
-        )
-    )
-    modules = [key.partition(".")[2] for key in small_adapter()]
-    with open_adapter(file, names=file_names(FAMILY, {"denoiser": modules})) as adapter:
-        assert (len(adapter), adapter.metadata["a"]) == (3, "b")
-        assert list(adapter) == sorted(small_adapter())
-        assert f"denoiser.{modules[0]}" in adapter and "denoiser.other" not in adapter
-        read: list[str] = []
-        real = reading.Contents.array
-
-        def counting(spelt: Any, entry: Any) -> Any:
-            read.append(entry.key)
-            return real(spelt, entry)
-
-        monkeypatch.setattr(reading.Contents, "array", counting)
-        iterator = iter(adapter.items())
-        assert f"denoiser.{modules[0]}" in adapter
+    monkeypatch.setattr(contents, "array", counting)
+    with open_source(write(file, {**pair(V), **pair(Q)}, a="b")) as source:
+        assert (len(source), source.metadata["a"]) == (2, "b")
+        keys = [f"denoiser.{module.removeprefix('unet.')}" for module in (Q, V)]
+        assert list(source) == keys
+        assert keys[0] in source and "denoiser.other" not in source
         assert read == [], "nothing before it is asked for"
-        _, module = next(iterator)
-        assert len(read) == 3 and module.tensors["down"].dtype == torch.float16
+        next(iter(source.values()))
+        assert len(read) == 2
 
 
 # ---- refused
 
 
-def spoilt(**changes: Any) -> dict[str, Tensor]:
-    return {**pair(f"unet.{Q}.lora_A.weight", f"unet.{Q}.lora_B.weight"), **changes}
-
-
+FLAT = "lora_" + Q.replace(".", "_")
 REFUSED: Sequence[tuple[Mapping[str, Tensor], str]] = [
     (
-        spoilt(**{"unet.other.lora_A.weight": DOWN, "unet.other.lora_B.weight": UP}),
+        {**pair(Q), **pair("unet.other")},
         "1 of 2 modules that the base model lacks, first 'unet.other'",
     ),
-    ({f"unet.{Q}.lora_A.weight": DOWN}, "lacks tensors"),
-    (spoilt(**{f"unet.{Q}.lora_B.bias": torch.ones(5)}), "5 numbers of bias for 6 outputs"),
+    ({f"{Q}.lora_A.weight": DOWN}, "lacks tensors"),
+    (pair(Q, lora_B__bias=torch.ones(5)), "5 numbers of bias for 320 outputs"),
     (
-        spoilt(**{f"{FLAT}.lora_down.weight": DOWN, f"{FLAT}.lora_up.weight": UP}),
+        {**pair(Q), f"{FLAT}.lora_down.weight": DOWN, f"{FLAT}.lora_up.weight": UP},
         "names one module twice",
     ),
-    (
-        spoilt(**{f"unet.{Q}.lora_A.default.weight": DOWN}),
-        "two tensors for the down",
-    ),
-    (spoilt(**{f"unet.{Q}.lora_B.weight": draw(6, 5)}), "different rank"),
-    (spoilt(**{f"unet.{Q}.dora_scale": torch.ones(1, 6)}), "6 magnitudes for 8 inputs"),
-    (spoilt(**{f"unet.{Q}.dora_scale": torch.ones(8, 1)}), "8 magnitudes for 6 outputs"),
-    (spoilt(**{f"unet.{Q}.alpha": torch.tensor(float("nan"))}), "alpha of nan"),
-    ({f"unet.{Q}.oft_blocks": torch.ones(9, 3, 2, 2)}, "is a BOFT of 9 rounds"),
+    (pair(Q, lora_A__default__weight=DOWN), "two tensors for the down"),
+    (pair(Q, lora_B__weight=draw(320, 5)), "different rank"),
+    (pair(Q, dora_scale=torch.ones(1, 6)), "6 magnitudes for 320 inputs"),
+    (pair(Q, dora_scale=torch.ones(8, 1)), "8 magnitudes for 320 outputs"),
+    (pair(Q, alpha=torch.tensor(float("nan"))), "alpha of nan"),
+    ({f"{Q}.oft_blocks": torch.ones(9, 160, 2, 2)}, "is a BOFT of 9 rounds"),
     ({}, "holds no adapter"),
 ]
 
 
-def test_what_cannot_be_used_is_refused_in_one_line() -> None:
+def test_what_cannot_be_used_is_refused_in_one_line(file: Path) -> None:
     for tensors, reason in REFUSED:
-        file = save({key: tensor.clone() for key, tensor in tensors.items()})
         with pytest.raises(InputError, match=reason) as raised:
-            read_tensors(file, names=NAMES)
+            only(file, tensors)
         assert "\n" not in str(raised.value)
 
 
-def test_a_length_of_the_header_that_begins_as_a_pickle_does_is_read(tmp_path: Path) -> None:
+def test_a_length_of_the_header_that_begins_as_a_pickle_does_is_read(file: Path) -> None:
     """Of headers, whose lengths are multiples of 8, one in 32 has a length that begins with 0x80, as a pickle does."""
-    file = tmp_path / "a.safetensors"
-    tensors = {f"unet.{Q}.lora_A.weight": DOWN, f"unet.{Q}.lora_B.weight": UP}
-    padding = next(
-        n for n in range(0, 512, 8) if save(tensors, metadata={"note": "x" * n}).startswith(b"\x80")
-    )
-    file.write_bytes(save(tensors, metadata={"note": "x" * padding}))
-    assert read_tensors(file, names=NAMES)
+    for padding in range(0, 512, 8):
+        if write(file, pair(Q), note="x" * padding).read_bytes().startswith(b"\x80"):
+            break
+    assert file.read_bytes().startswith(b"\x80")
+    assert tool("inspect", file)["modules"] == 1

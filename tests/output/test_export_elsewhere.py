@@ -52,7 +52,7 @@ def test_diffusers_gives_each_layer_the_update_that_was_trained(
     tensors, file = adapter(name, kind), tmp_path / "a.safetensors"
     if kind != "lora":
         tensors = dict(list(tensors.items())[::4])
-    file.write_bytes(exported(tensors, family=family(name), format=format))
+    file.write_bytes(exported(tensors, name=name, format=format))
     pipeline: Any = family(name).plain_pipeline(facts_of(name), dtype=torch.float32, device=CPU)
     pipeline.load_lora_weights(tmp_path, weight_name=file.name)
     for key, module in tensors.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +20,7 @@ from safetensors.numpy import save
 from safetensors.torch import save_file
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.lora_file.inspect import inspect_file
+from tests.fakes.tool_files import tool
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
@@ -29,7 +29,7 @@ BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
 def linear(
     module: str, *, rank: int = 4, inputs: int = 8, alpha: float | None = 2.0, names: str = "kohya"
 ) -> Arrays:
-    """Return the tensors of one module, in the names of kohya, peft or old diffusers."""
+    """Return the tensors of one module, in the names of kohya or peft."""
     down, up = {
         "kohya": ("lora_down.weight", "lora_up.weight"),
         "peft": ("lora_A.weight", "lora_B.weight"),
@@ -48,10 +48,14 @@ def kohya(module: str) -> str:
     return "lora_unet_" + module.replace(".", "_")
 
 
-def saved(path: Path, *modules: Arrays, metadata: dict[str, str] | None = None) -> Path:
+def saved(path: Path, *modules: Arrays, metadata: Mapping[str, str] | None = None) -> Path:
     merged = {name: array for tensors in modules for name, array in tensors.items()}
-    path.write_bytes(save(merged, metadata=metadata))
+    path.write_bytes(save(merged, metadata=None if metadata is None else dict(metadata)))
     return path
+
+
+def inspected(path: Path, *modules: Arrays, metadata: Mapping[str, str] | None = None) -> Any:
+    return tool("inspect", saved(path, *modules, metadata=metadata))
 
 
 @pytest.fixture
@@ -59,13 +63,8 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "a.safetensors"
 
 
-def kinds(found: Any) -> list[str]:
-    return [problem.kind for problem in found.problems]
-
-
-def only_problem(found: Any) -> Any:
-    (problem,) = found.problems
-    return problem
+def kinds(seen: Any) -> list[str]:
+    return [problem["kind"] for problem in seen["problems"]]
 
 
 # ---- what is recognised
@@ -77,7 +76,7 @@ def test_a_kohya_file(file: Path) -> None:
         linear(kohya(f"{BLOCK}.attn2.to_k"), inputs=768),
     )
     entries = {"ss_base_model_version": "sd_v1", "ss_network_dim": "4", "ss_network_alpha": "2.0"}
-    assert inspect_file(saved(file, *layers, metadata=entries)).to_json() == {
+    assert inspected(file, *layers, metadata=entries) == {
         "family": "sd15",
         "format": "kohya",
         "kinds": ["lora"],
@@ -92,15 +91,10 @@ def test_a_kohya_file(file: Path) -> None:
 
 def test_a_diffusers_file_has_its_alpha_in_the_metadata(file: Path) -> None:
     config = {"unet.r": 4, "unet.lora_alpha": 3.5, "unet.alpha_pattern": {"x": 8}}
-    saved(
-        file,
-        linear(f"unet.{BLOCK}.attn2.to_k", inputs=768, alpha=None, names="peft"),
-        metadata={"lora_adapter_metadata": json.dumps(config)},
-    )
-    found = inspect_file(file)
-    assert (found.format, found.family, found.problems) == ("diffusers", "sd15", ())
-    assert found.alpha is not None
-    assert (found.alpha.low, found.alpha.high) == (3.5, 8.0)
+    layer = linear(f"unet.{BLOCK}.attn2.to_k", inputs=768, alpha=None, names="peft")
+    seen = inspected(file, layer, metadata={"lora_adapter_metadata": json.dumps(config)})
+    assert (seen["format"], seen["family"], seen["problems"]) == ("diffusers", "sd15", [])
+    assert seen["alpha"] == {"min": 3.5, "max": 8.0}
 
 
 def test_key_formats(file: Path) -> None:
@@ -111,8 +105,8 @@ def test_key_formats(file: Path) -> None:
         ("text_encoder_2.layers.0.q", "peft", "diffusers"),
         (f"{BLOCK}.attn1.to_q", "peft", "unknown"),
     ):
-        seen = inspect_file(saved(file, linear(module, alpha=None, names=names)))
-        assert (seen.format, seen.modules) == (expected, 1)
+        seen = inspected(file, linear(module, alpha=None, names=names))
+        assert (seen["format"], seen["modules"]) == (expected, 1)
 
 
 def test_metadata_decide_only_where_the_tensors_do_not(file: Path) -> None:
@@ -128,8 +122,8 @@ def test_metadata_decide_only_where_the_tensors_do_not(file: Path) -> None:
         ("diffusion_model.blocks.0.attention.qkv", 8, "", "unknown"),
     ):
         metadata = {"ss_base_model_version": version} if version else None
-        saved(file, linear(module, inputs=inputs), metadata=metadata)
-        assert inspect_file(file).family == expected, module
+        seen = inspected(file, linear(module, inputs=inputs), metadata=metadata)
+        assert seen["family"] == expected, module
 
 
 def test_alphas_of_every_dtype_and_a_range_of_them(file: Path) -> None:
@@ -144,22 +138,24 @@ def test_alphas_of_every_dtype_and_a_range_of_them(file: Path) -> None:
         }.items()
     }
     save_file(tensors, file)
-    assert inspect_file(file).to_json()["alpha"] == {"min": 2.5, "max": 3.0}
+    assert tool("inspect", file)["alpha"] == {"min": 2.5, "max": 3.0}
 
 
-def test_the_strength_of_our_own_dotted_files_is_no_riddle(file: Path) -> None:
-    bare = linear("unet.a", alpha=None, names="peft")
-    assert kinds(inspect_file(saved(file, bare))) == ["missing-alpha"]
-    saved(file, bare, metadata={"lora_train.strength": "multiplied in"})
-    assert kinds(inspect_file(file)) == []
-
-
-def test_an_alpha_that_is_no_strength_contradicts_nothing(file: Path) -> None:
-    stated = {"ss_network_alpha": "8", "ss_network_dim": "3"}
-    oft = {"lora_unet_a.oft_blocks": np.ones((2, 3, 3)), "lora_unet_a.alpha": np.array(0.0)}
-    assert kinds(inspect_file(saved(file, oft, metadata=stated))) == []
-    stated = {"ss_network_alpha": "8", "ss_network_args": json.dumps({"rs_lora": "True"})}
-    assert kinds(inspect_file(saved(file, linear("lora_unet_a"), metadata=stated))) == []
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_every_number_of_a_narrow_dtype_is_read(dtype: torch.dtype, file: Path) -> None:
+    """As the norm of each byte's number: fp8 in two forms, and bf16, which numpy has not."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes.view(dtype) if dtype.itemsize == 1 else (codes.float() * 1e30).to(dtype)
+    finite = numbers[numbers.float().isfinite()]
+    one = torch.ones(1, 1, dtype=torch.float32)
+    tensors = {}
+    for index in range(len(finite)):
+        tensors[f"unet.up_blocks.{index}.lora_down.weight"] = finite[index].reshape(1, 1)
+        tensors[f"unet.up_blocks.{index}.lora_up.weight"] = one
+    save_file({key: each.clone() for key, each in tensors.items()}, file)
+    norms = tool("inspect", file)["norms"]
+    for index, number in enumerate(finite.double().abs().tolist()):
+        assert norms[f"up_blocks.{index}"] == pytest.approx(number, rel=1e-7), index
 
 
 # ---- norms
@@ -185,16 +181,16 @@ def test_norms_are_those_of_the_matrices(
         "unet.a.lora_up.weight": draw.normal(size=(sides[1], rank)).astype(dtype),
         "unet.a.alpha": np.array(2.0, np.float32),
     }
-    path = saved(tmp_path_factory.getbasetemp() / "norms.safetensors", tensors)
     up, down = (tensors[f"unet.a.lora_{side}.weight"].astype(float) for side in ("up", "down"))
     expected = 2 / rank * np.linalg.norm(up @ down.reshape(rank, -1))
-    assert inspect_file(path).norms == {"other": pytest.approx(expected, rel=1e-6)}
+    seen = inspected(tmp_path_factory.getbasetemp() / "norms.safetensors", tensors)
+    assert seen["norms"] == {"other": pytest.approx(expected, rel=1e-6)}
 
 
 def test_norms_add_up_by_block_in_their_order(file: Path) -> None:
     names = ("up_blocks.10.a", "up_blocks.2.a", "up_blocks.2.b", "mid_block.a")
-    saved(file, *(linear(f"unet.{name}", alpha=None, names="peft") for name in names))
-    norms = inspect_file(file).norms
+    layers = (linear(f"unet.{name}", alpha=None, names="peft") for name in names)
+    norms = inspected(file, *layers)["norms"]
     assert list(norms) == ["mid_block", "up_blocks.2", "up_blocks.10"]
     one = 4 * np.sqrt(48)  # four equal products of ones in each of 6 x 8 elements
     assert norms["up_blocks.2"] == pytest.approx(one * np.sqrt(2))
@@ -214,20 +210,55 @@ def test_blocks_of_modules(file: Path) -> None:
         "text_encoder_2.text_model.encoder.layers.1.mlp.fc1": "text_encoder_2.layers.1",
         "unet.conv_in": "other",
     }
-    saved(file, *map(linear, blocks))
-    assert inspect_file(file).norms.keys() == set(blocks.values())
+    assert inspected(file, *map(linear, blocks))["norms"].keys() == set(blocks.values())
 
 
 # ---- what is wrong
 
 
-def test_missing_alphas(file: Path) -> None:
-    found = inspect_file(saved(file, linear("lora_unet_a"), linear("lora_unet_b", alpha=None)))
-    problem = only_problem(found)
-    assert (problem.kind, problem.severity) == ("missing-alpha", "warning")
-    assert "lora_unet_b" in problem.what
-    bare = only_problem(inspect_file(saved(file, linear("unet.a", alpha=None, names="peft"))))
-    assert (bare.kind, bare.severity) == ("missing-alpha", "note")
+BARE = linear("unet.a", alpha=None, names="peft")
+A, B = linear("lora_unet_a"), linear("lora_unet_b", alpha=None)
+OFT = {"lora_unet_a.oft_blocks": np.ones((2, 3, 3)), "lora_unet_a.alpha": np.array(0.0)}
+MAGNITUDE = {"lora_unet_a.dora_scale": np.ones((6, 1), np.float16)}
+NAN, INFINITY = np.full((6, 4), np.nan, np.float16), np.full((6, 4), -np.inf)
+RSLORA = json.dumps({"rs_lora": "True"})
+PROBLEMS: Sequence[tuple[Sequence[Arrays], Mapping[str, str], Sequence[tuple[str, str, str]]]] = [
+    ([A, B], {}, [("missing-alpha", "warning", "lora_unet_b")]),
+    ([BARE], {}, [("missing-alpha", "note", "unet.a")]),
+    ([BARE], {"lora_train.strength": "multiplied in"}, []),
+    ([A, linear("unet.b", names="peft")], {}, [("mixed-formats", "error", "")]),
+    ([A, {"lora_unet_a.lora_up.weight": NAN}], {}, [("not-finite", "error", "a.lora_up.weight")]),
+    ([A, {"lora_unet_a.lora_up.weight": INFINITY}], {}, [("not-finite", "error", "a.lora_up")]),
+    ([A, MAGNITUDE, {"emb_params": np.ones(3, np.float16)}], {},
+     [("dora", "note", "lora_unet_a"), ("unknown-keys", "warning", "emb_params")]),
+    # An alpha that is no strength contradicts nothing, nor do numbers that are none.
+    ([OFT], {"ss_network_alpha": "8", "ss_network_dim": "3"}, []),
+    ([A], {"ss_network_alpha": "8", "ss_network_args": RSLORA}, []),
+    ([linear("unet.a", names="peft")],
+     {"ss_network_alpha": "None", "ss_network_dim": "Dynamic", "lora_adapter_metadata": "[1"},
+     [("alpha-twice", "error", "lora_adapter_metadata")]),
+    ([linear(kohya(f"{BLOCK}.attn2.to_k"), inputs=768)],
+     {"ss_network_alpha": "16", "ss_network_dim": "32", "ss_base_model_version": "sdxl_base_v1-0"},
+     [("metadata-disagrees", "warning", "ss_network_alpha says 16, the tensors say 2"),
+      ("metadata-disagrees", "warning", "ss_network_dim says 32, the tensors say 4"),
+      ("metadata-disagrees", "warning", "ss_base_model_version says sdxl, the tensors say sd15")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("modules", "metadata", "problems"), PROBLEMS)
+def test_what_readers_will_stumble_over_is_said(
+    modules: Sequence[Arrays],
+    metadata: Mapping[str, str],
+    problems: Sequence[tuple[str, str, str]],
+    file: Path,
+) -> None:
+    seen = inspected(file, *modules, metadata=metadata)
+    assert [(each["kind"], each["severity"]) for each in seen["problems"]] == [
+        (kind, severity) for kind, severity, _ in problems
+    ]
+    for each, (_, _, words) in zip(seen["problems"], problems, strict=True):
+        assert words in each["what"]
+    assert (seen["format"] == "mixed") == ("mixed-formats" in kinds(seen))
 
 
 def test_factors_without_their_partner_or_of_another_rank(file: Path) -> None:
@@ -235,71 +266,26 @@ def test_factors_without_their_partner_or_of_another_rank(file: Path) -> None:
     tensors |= {f"lora_unet_e.hada_{name}": np.ones((2, 2)) for name in ("w1_a", "w1_b", "w2_a")}
     del tensors["lora_unet_b.lora_up.weight"], tensors["lora_unet_c.lora_down.weight"]
     tensors["lora_unet_d.lora_up.weight"] = np.ones((6, 5), np.float16)
-    seen = inspect_file(saved(file, tensors))
-    assert seen.modules == 2
-    assert [(each.kind, each.what.count(f"lora_unet_{name}")) for each, name in
-            zip(seen.problems, "bced", strict=True)] == [
+    seen = inspected(file, tensors)
+    assert seen["modules"] == 2
+    assert [(each["kind"], each["what"].count(f"lora_unet_{name}")) for each, name in
+            zip(seen["problems"], "bced", strict=True)] == [
         ("down-without-up", 1), ("up-without-down", 1), ("factors-missing", 1), ("rank-differs", 1)
     ]  # fmt: skip
 
 
-def test_mixed_formats(file: Path) -> None:
-    found = inspect_file(saved(file, linear("lora_unet_a"), linear("unet.b", names="peft")))
-    assert found.format == "mixed"
-    assert kinds(found) == ["mixed-formats"]
-
-
-def test_values_that_are_no_numbers(file: Path) -> None:
-    for value, dtype in ((np.nan, np.float16), (-np.inf, np.float64)):
-        spoilt = np.ones((6, 4), dtype)
-        spoilt[-1, -1] = value
-        saved(file, {**linear("lora_unet_a"), "lora_unet_a.lora_up.weight": spoilt})
-        problem = only_problem(inspect_file(file))
-        assert problem.kind == "not-finite"
-        assert "lora_unet_a.lora_up.weight" in problem.what
-
-
-def test_metadata_that_contradicts_the_tensors(file: Path) -> None:
-    stated = {
-        "ss_network_alpha": "16",
-        "ss_network_dim": "32",
-        "ss_base_model_version": "sdxl_base_v1-0",
-    }
-    saved(file, linear(kohya(f"{BLOCK}.attn2.to_k"), inputs=768), metadata=stated)
-    problems = inspect_file(file).problems
-    assert {problem.kind for problem in problems} == {"metadata-disagrees"}
-    assert [problem.what for problem in problems] == [
-        "ss_network_alpha says 16, the tensors say 2",
-        "ss_network_dim says 32, the tensors say 4",
-        "ss_base_model_version says sdxl, the tensors say sd15",
-    ]
-
-
-def test_odd_metadata_is_no_problem(file: Path) -> None:
-    odd = {"ss_network_alpha": "None", "ss_network_dim": "Dynamic", "lora_adapter_metadata": "[1"}
-    assert kinds(inspect_file(saved(file, linear("unet.a", names="peft"), metadata=odd))) == [
-        "alpha-twice"
-    ]
-
-
 def test_a_flipped_bit_is_seen_where_the_file_states_its_hash(file: Path) -> None:
-    plain = saved(file, linear("lora_unet_a")).read_bytes()
+    plain = saved(file, A).read_bytes()
     body = plain[8 + struct.unpack("<Q", plain[:8])[0] :]
-    stated = {"modelspec.hash_sha256": "0x" + sha256(body).hexdigest()}
-    data = saved(file, linear("lora_unet_a"), metadata=stated).read_bytes()
-    assert kinds(inspect_file(file)) == []
+    assert (
+        kinds(
+            inspected(file, A, metadata={"modelspec.hash_sha256": f"0x{sha256(body).hexdigest()}"})
+        )
+        == []
+    )
+    data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert kinds(inspect_file(file)) == ["hash-differs"]
-
-
-def test_dora_and_foreign_tensors_are_named(file: Path) -> None:
-    extra = {
-        "lora_unet_a.dora_scale": np.ones((6, 1), np.float16),
-        "emb_params": np.ones(3, np.float16),
-    }
-    found = inspect_file(saved(file, linear("lora_unet_a"), extra))
-    assert kinds(found) == ["dora", "unknown-keys"]
-    assert "emb_params" in found.problems[1].what
+    assert kinds(tool("inspect", file)) == ["hash-differs"]
 
 
 # ---- what is refused
@@ -337,7 +323,7 @@ def test_what_is_no_adapter_is_refused_in_one_line(file: Path) -> None:
     for content, expected in REFUSED.values():
         file.write_bytes(content)
         with pytest.raises(InputError) as raised:
-            inspect_file(file)
+            tool("inspect", file)
         assert raised.value.exit_code == 3
         assert expected in str(raised.value)
         assert str(file) in str(raised.value)
@@ -345,7 +331,7 @@ def test_what_is_no_adapter_is_refused_in_one_line(file: Path) -> None:
     file.unlink()
     for path, expected in ((file, "does not exist"), (file.parent, "is no file")):
         with pytest.raises(InputError, match=expected):
-            inspect_file(path)
+            tool("inspect", path)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
@@ -353,7 +339,7 @@ def test_what_is_no_adapter_is_refused_in_one_line(file: Path) -> None:
 def test_a_pipe_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(InputError, match="is no file"):
-        inspect_file(tmp_path / "pipe.safetensors")
+        tool("inspect", tmp_path / "pipe.safetensors")
 
 
 GOOD = save(
@@ -373,4 +359,4 @@ def test_mutated_headers_are_described_or_refused(
         data[position] = value
     file.write_bytes(data)
     with suppress(InputError):
-        json.dumps(inspect_file(file).to_json(), allow_nan=False)
+        tool("inspect", file)  # as JSON, without NaN

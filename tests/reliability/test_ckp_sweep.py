@@ -24,15 +24,12 @@ from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.common.files import CappedFolder
-from lora_trainer.families import family
-from lora_trainer.lora_file.write import write_export
 from lora_trainer.run.run_folder import RunFolder, cut_events
-from tests.fakes.adapters import export_info, small_adapter
+from tests.fakes.adapters import export, small_adapter
 from tests.fakes.disk import Disk, Killed, operations_of
 from tests.fakes.states import bits, loaded_step, save_state, state_at
 
 Figure = Callable[..., None]
-FAMILY = family("sd15")
 KEY = text_key(text="a cat", encoder_identity="encoder", max_tokens=77, content="fp32")
 ERRORS = [errno.EIO, errno.ENOSPC, errno.EACCES, errno.EPERM]
 
@@ -175,14 +172,7 @@ def cache(folder: Path) -> Cache:
 
 
 def write_adapter(folder: Path, version: int) -> None:
-    write_export(
-        folder / "a.safetensors",
-        small_adapter(version),
-        family=FAMILY,
-        info=export_info(),
-        format="kohya",
-        precision="fp16",
-    )
+    export(folder / "a.safetensors", small_adapter(version), precision="fp16")
 
 
 def read_adapter(folder: Path) -> int | None:

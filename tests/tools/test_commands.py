@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -15,19 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lora_trainer.cli import main
-from lora_trainer.families import family
-from lora_trainer.lora_file import stream
 from tests.fakes.family_bases import base_of, copy_of
-from tests.fakes.ldm_file import write_checkpoint
 from tests.fakes.runs import contents
-from tests.fakes.tool_files import adapter_of, deltas, distance, saved
+from tests.fakes.tool_files import adapter_of, checkpoint, deltas, distance, saved
 
 Hostile = Callable[[Path], Any]
 """Spoils a good file."""
 
 
 def adapter(path: Path, name: str = "sd15", **options: Any) -> Path:
-    return saved(path, name, dict(list(adapter_of(name, **options).items())[::9]), format="kohya")
+    return saved(path, name, adapter_of(name, every=9, **options), format="kohya")
 
 
 def commands(file: Path, output: Path) -> dict[str, list[str]]:
@@ -158,7 +154,7 @@ def test_a_base_that_cannot_be_used_is_one_line_and_exit_code_3(
 ) -> None:
     good, out = adapter(tmp_path / "a.safetensors"), str(tmp_path / "out.safetensors")
     for fault, spoil in NO_BASE.items():
-        single = write_checkpoint(base_of("sd15"), tmp_path / "b.safetensors", family("sd15").texts)
+        single = checkpoint(tmp_path / "b.safetensors", "sd15")
         spoil(single)
         lines = {
             "truncated": ["extract", str(single), str(base_of("sd15")), "--rank", "1"],
@@ -217,39 +213,36 @@ def test_what_does_not_go_with_into_is_refused(
 
 
 @pytest.mark.parametrize("tool", ["convert", "into"])
-def test_a_full_disk_at_the_end_is_one_line(
+def test_a_full_disk_or_ctrl_c_at_the_end_leaves_what_was_there(
     tool: str,
     file: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    line = commands(file, tmp_path / "out.safetensors")[tool]
-    assert "No space left" in refusal(capsys, line, tmp_path, code=4)
-
-
-@pytest.mark.parametrize("tool", ["convert", "into"])
-def test_an_interrupted_tool_leaves_what_was_there(
-    tool: str,
-    file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    out = tmp_path / "out.safetensors"
-    line = [*commands(file, out)[tool], "--force"]
+    line = [*commands(file, tmp_path / "out.safetensors")[tool], "--force"]
     there = Path(line[line.index("--output") + 1])
     if tool == "into":
         copy_of("sd15", there)
     else:
         there.write_bytes(b"mine")
 
-    def hurried(*_: Any, **__: Any) -> str:
-        raise KeyboardInterrupt
+    def raising(error: BaseException) -> Callable[..., Any]:
+        def call(*_: Any, **__: Any) -> Any:
+            raise error
 
-    monkeypatch.setattr(stream, "_body_sha256", hurried)  # all is written but for its name
-    assert "nothing was written" in refusal(capsys, line, tmp_path, code=130)
+        return call
+
+    for place, error, code, reason in (
+        ("os.fsync", OSError(28, "No space left on device"), 4, "No space left"),
+        # All is written then but for its name.
+        (
+            "lora_trainer.lora_file.stream._body_sha256",
+            KeyboardInterrupt(),
+            130,
+            "nothing was written",
+        ),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, raising(error))
+            assert reason in refusal(capsys, line, tmp_path, code=code)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,36 +13,41 @@ from safetensors.torch import load_file, save_file
 from lora_trainer import families
 from lora_trainer.common.errors import RequestError
 from lora_trainer.families.base import FileFormat
-from lora_trainer.lora.tensors import ModuleTensors, split_key
-from lora_trainer.lora_file.inspect import inspect_file
-from lora_trainer.tools.convert import convert
+from lora_trainer.lora.tensors import split_key
 from tests.fakes.adapters import draw_module
 from tests.fakes.family_bases import base_of
-from tests.fakes.tool_files import adapter_of, deltas, distance, entries_of, networks_of, saved
+from tests.fakes.tool_files import (
+    adapter_of,
+    deltas,
+    distance,
+    entries_of,
+    networks_of,
+    saved,
+    tool,
+)
 
 WAYS = [
-    (name, there, back)
+    (name, own, through)
     for name in families.MODULES
-    for there in families.family(name).formats.written
-    for back in families.family(name).formats.written
-    if there != back or len(families.family(name).formats.written) == 1
+    for formats in [families.family(name).formats.written]
+    for own, through in [*combinations(formats, 2), *([(*formats, *formats)] * (len(formats) == 1))]
 ]
 """(family, format of the file, format it goes through)."""
 
 
-def some_of(name: str, **options: Any) -> dict[str, ModuleTensors]:
-    """Return an adapter on every third layer: of all sorts, in a third of the time."""
-    return dict(list(adapter_of(name, **options).items())[::3])
+def sd15() -> Path:
+    return base_of("sd15")
 
 
 @pytest.mark.parametrize(("name", "own", "through"), WAYS)
 def test_renaming_keeps_every_bit(
     name: str, own: FileFormat, through: FileFormat, tmp_path: Path
 ) -> None:
-    adapter, base = some_of(name, scale=1.0), str(base_of(name))
+    adapter, base = adapter_of(name, every=3, scale=1.0), base_of(name)
     file = saved(tmp_path / "a.safetensors", name, adapter, format=own, precision="fp16")
-    other = convert(file, format=through, base=base, output=tmp_path / "other.safetensors").file
-    again = convert(other, format=own, base=base, output=tmp_path / "again.safetensors").file
+    other, again = tmp_path / "other.safetensors", tmp_path / "again.safetensors"
+    tool("convert", file, format=through, base=base, output=other)
+    tool("convert", other, format=own, base=base, output=again)
     first, last = load_file(file), load_file(again)
     assert first.keys() == last.keys()
     for key, tensor in first.items():
@@ -53,34 +58,58 @@ def test_renaming_keeps_every_bit(
     assert (load_file(other).keys() == first.keys()) == (names[own] == names[through])
 
 
-# ---- precision
+# ---- precision and header
 
 
 def test_half_precision_becomes_whole_where_it_would_round_and_is_forced_on_request(
     tmp_path: Path,
 ) -> None:
-    adapter = some_of("sd15", scale=0.7 / 4)
+    """What changes in the header is true of the new tensors, and all else is carried over."""
+    adapter = adapter_of("sd15", every=3, scale=0.7 / 4)
     file = saved(tmp_path / "a.safetensors", "sd15", adapter, format="kohya", precision="fp16")
-    base, live = str(base_of("sd15")), deltas(file, base_of("sd15"))
-    done = convert(file, format="diffusers", base=base)
-    assert done.precision == "fp32"
-    assert any("fp32" in note and "--precision fp16" in note for note in done.notes)
-    assert distance(deltas(done.file, base), live) < 1e-6
+    live, before = deltas(file, sd15()), entries_of(file)
+    done = tool("convert", file, format="diffusers", base=sd15())
+    assert done["precision"] == "fp32"
+    assert any("fp32" in note and "--precision fp16" in note for note in done["notes"])
+    assert distance(deltas(done["file"], sd15()), live) < 1e-6
+    after = entries_of(done["file"])
+    changed = {key for key in before if before[key] != after.get(key)}
+    assert changed == {"modelspec.hash_sha256", "sshs_model_hash", "ss_network_alpha"}
+    assert after.keys() - before.keys() == {"lora_train.strength"}
+    assert after["ss_network_alpha"] == "4.0"
+    back = tool(
+        "convert", done["file"], format="kohya", base=sd15(), output=tmp_path / "b.safetensors"
+    )
+    assert "lora_train.strength" not in entries_of(back["file"])
+    for each in (done, back):
+        assert not tool("inspect", each["file"])["problems"], "hash, alpha and rank are right"
 
-    forced = convert(file, format="diffusers", base=base, precision="fp16", force=True)
-    assert forced.precision == "fp16"
-    assert 1e-5 < distance(deltas(forced.file, base), live) < 2e-3
-    convert(file, format="diffusers", base=base, output=file, force=True)
-    assert distance(deltas(file, base), live) < 1e-6
+    forced = tool("convert", file, format="diffusers", base=sd15(), precision="fp16", force=True)
+    assert forced["precision"] == "fp16"
+    assert 1e-5 < distance(deltas(forced["file"], sd15()), live) < 2e-3
+    tool("convert", file, format="diffusers", base=sd15(), output=file, force=True)
+    assert distance(deltas(file, sd15()), live) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["lora", "lokr"])
+def test_the_stated_alpha_is_that_of_the_tensors(kind: str, tmp_path: Path) -> None:
+    adapter = adapter_of("qwen", every=3, kind=kind, scale=0.7 / 4)
+    file = saved(tmp_path / "a.safetensors", "qwen", adapter, format="kohya")
+    output = tmp_path / "b.safetensors"
+    tool("convert", file, format="kohya", base=base_of("qwen"), output=output)
+    (alpha,) = {float(each) for key, each in load_file(output).items() if key.endswith(".alpha")}
+    assert alpha == pytest.approx(0.7 if kind == "lora" else 4)
+    assert float(entries_of(output)["ss_network_alpha"]) == pytest.approx(alpha)
+    assert not tool("inspect", output)["problems"]
 
 
 def test_a_value_beyond_the_precision_is_said_and_nothing_written(tmp_path: Path) -> None:
-    adapter = some_of("sd15", size=300.0)
+    adapter = adapter_of("sd15", every=3, size=300.0)
     file = saved(tmp_path / "a.safetensors", "sd15", adapter, format="kohya", precision="bf16")
     large = {key: tensor * 1e3 for key, tensor in load_file(file).items() if "alpha" not in key}
     save_file(load_file(file) | large, file)
     with pytest.raises(RequestError, match="fp16 ends at 6.55e.04.*--precision fp32"):
-        convert(file, format="kohya", precision="fp16", base=str(base_of("sd15")))
+        tool("convert", file, format="kohya", precision="fp16", base=sd15())
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -97,11 +126,11 @@ def test_peft_settings_become_tensors_once(tmp_path: Path) -> None:
     file = tmp_path / "peft.safetensors"
     tensors = {f"unet.{name}.{end}.weight": factor for end, factor in factors.items()}
     save_file(tensors, file, metadata={"lora_adapter_metadata": settings, "mine": "kept"})
-    done = convert(file, format="kohya", base=str(base_of("sd15")))
-    (value,) = deltas(done.file, base_of("sd15")).values()
+    done = tool("convert", file, format="kohya", base=sd15())
+    (value,) = deltas(done["file"], sd15()).values()
     wanted = 1.5 * module.tensors["up"].double() @ module.tensors["down"].double()
     assert float((value - wanted).norm() / wanted.norm()) < 1e-6
-    entries = entries_of(done.file)
+    entries = entries_of(done["file"])
     assert "lora_adapter_metadata" not in entries
     stated = ("mine", "ss_network_dim", "ss_network_alpha")
     assert [entries[key] for key in stated] == ["kept", "4", "6.0"]
@@ -115,35 +144,6 @@ def test_a_file_of_the_embedded_base_names_it(tmp_path: Path) -> None:
     settings = {"lora_train.settings": json.dumps({"base.model": "embedded"})}
     stated = saved(tmp_path / "b.safetensors", "sd15", adapter, format="kohya", **settings)
     with pytest.raises(Exception, match="base with --base"):
-        convert(plain, format="diffusers")
-    assert convert(plain, format="diffusers", base="embedded").modules == 1
-    assert convert(stated, format="diffusers").modules == 1
-
-
-# ---- headers
-
-
-def test_the_header_is_carried_over_and_what_changed_is_true(tmp_path: Path) -> None:
-    file = saved(tmp_path / "a.safetensors", "sd15", some_of("sd15", scale=0.7 / 4), format="kohya")
-    base = str(base_of("sd15"))
-    done = convert(file, format="diffusers", base=base)
-    before, after = entries_of(file), entries_of(done.file)
-    changed = {key for key in before if before[key] != after.get(key)}
-    assert changed == {"modelspec.hash_sha256", "sshs_model_hash", "ss_network_alpha"}
-    assert after.keys() - before.keys() == {"lora_train.strength"}
-    assert after["ss_network_alpha"] == "4.0"
-    back = convert(done.file, format="kohya", base=base, output=tmp_path / "back.safetensors")
-    assert "lora_train.strength" not in entries_of(back.file)
-    for each in (done.file, back.file):
-        assert not inspect_file(each).problems, "hash, alpha and rank are those of the tensors"
-
-
-@pytest.mark.parametrize("kind", ["lora", "lokr"])
-def test_the_stated_alpha_is_that_of_the_tensors(kind: str, tmp_path: Path) -> None:
-    adapter, base = some_of("qwen", kind=kind, scale=0.7 / 4), str(base_of("qwen"))
-    file = saved(tmp_path / "a.safetensors", "qwen", adapter, format="kohya")
-    done = convert(file, format="kohya", base=base, output=tmp_path / "b.safetensors")
-    (alpha,) = {float(each) for key, each in load_file(done.file).items() if key.endswith(".alpha")}
-    assert alpha == pytest.approx(0.7 if kind == "lora" else 4)
-    assert float(entries_of(done.file)["ss_network_alpha"]) == pytest.approx(alpha)
-    assert not inspect_file(done.file).problems
+        tool("convert", plain, format="diffusers")
+    assert tool("convert", plain, format="diffusers", base="embedded")["modules"] == 1
+    assert tool("convert", stated, format="diffusers")["modules"] == 1

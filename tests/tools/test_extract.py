@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.lora import low_rank
-from lora_trainer.lora_file.inspect import inspect_file
-from lora_trainer.tools.base_weights import open_base
-from lora_trainer.tools.extract import extract
-from lora_trainer.tools.merge_base import bake
 from tests.fakes.family_bases import base_of, copy_of
 from tests.fakes.tool_files import (
     adapter_of,
@@ -26,57 +20,51 @@ from tests.fakes.tool_files import (
     energy,
     entries_of,
     saved,
-    weighted,
+    tool,
 )
 
 RANK = 3
+LOW_RANK = "lora_trainer.lora.low_rank"
 UNET = Path("unet/diffusion_pytorch_model.safetensors")
 
 
 def known(path: Path, name: str, **options: Any) -> Path:
     """Write an adapter of low rank on every third layer."""
-    own = families.family(name).formats.written[0]
-    modules = list(adapter_of(name, rank=RANK, **options).items())[::3]
-    return saved(path, name, dict(modules), format=own)
+    return saved(path, name, adapter_of(name, every=3, rank=RANK, **options))
 
 
-def tuned_by(file: Path, base: Path, output: Path) -> Path:
-    return bake(weighted({file: 1.0}), base=str(base), output=output).file
+def tuned_by(file: Path, base: Path) -> Path:
+    """Bake an adapter into its base; return the new folder, beside the file."""
+    return Path(tool("merge", file, into=base, output=file.with_name("tuned"))["file"])
+
+
+def extracted(tuned: object, base: object, folder: Path, **options: Any) -> dict[str, Any]:
+    limits = {} if options.keys() & {"rank", "energy"} else {"rank": RANK}
+    return tool("extract", tuned, base, output=folder / "f.safetensors", **limits, **options)
 
 
 @pytest.mark.parametrize("name", families.MODULES)
 def test_a_known_lora_comes_back_in_every_family(name: str, tmp_path: Path) -> None:
     base, file = base_of(name), known(tmp_path / "known.safetensors", name, text=True)
-    tuned = tuned_by(file, base, tmp_path / "tuned")
-    done = extract(
-        str(tuned),
-        str(base),
-        output=tmp_path / "found.safetensors",
-        rank=RANK,
-        precision="fp32",
-    )
-    wanted, found = deltas(file, base), deltas(done.file, base)
-    assert found.keys() == wanted.keys(), "layers that are equal get none"
+    done = extracted(tuned_by(file, base), base, tmp_path, precision="fp32")
+    wanted, found = deltas(file, base), deltas(done["file"], base)
+    assert found.keys() == wanted.keys() == done["cuts"].keys(), "layers that are equal get none"
     assert distance(found, wanted) < 1e-5
-    assert done.energy == pytest.approx(1, abs=1e-9)
-    assert done.unreached == 0
-    assert done.notes == ()
-    assert done.family == name
-    assert not inspect_file(done.file).problems
+    assert done["energy"] == pytest.approx(1, abs=1e-9)
+    assert (done["unreached"], done["notes"], done["family"]) == (0, [], name)
+    assert not tool("inspect", done["file"])["problems"]
 
 
 @pytest.mark.parametrize(("name", "which"), [("sd15", "tuned"), ("sd2", "base"), ("sdxl", "both")])
 def test_checkpoints_and_folders_can_be_compared(name: str, which: str, tmp_path: Path) -> None:
     base, file = base_of(name), known(tmp_path / "known.safetensors", name, text=True)
-    tuned = tuned_by(file, base, tmp_path / "tuned")
+    tuned = tuned_by(file, base)
     if which != "base":
         tuned = checkpoint(tmp_path / "tuned.safetensors", name, base=tuned)
     first = checkpoint(tmp_path / "base.safetensors", name) if which != "tuned" else base
-    done = extract(
-        str(tuned), str(first), output=tmp_path / "f.safetensors", rank=RANK, precision="fp32"
-    )
-    assert distance(deltas(done.file, base), deltas(file, base)) < 1e-5
-    assert (done.unreached, done.notes) == (0, ())
+    done = extracted(tuned, first, tmp_path, precision="fp32")
+    assert distance(deltas(done["file"], base), deltas(file, base)) < 1e-5
+    assert (done["unreached"], done["notes"]) == (0, [])
 
 
 @pytest.mark.parametrize(
@@ -84,7 +72,7 @@ def test_checkpoints_and_folders_can_be_compared(name: str, which: str, tmp_path
 )
 def test_what_no_lora_reaches_is_measured(name: str, layout: str, tmp_path: Path) -> None:
     base, file = base_of(name), known(tmp_path / "known.safetensors", name)
-    tuned = tuned_by(file, base, tmp_path / "tuned")
+    tuned = tuned_by(file, base)
     moves = {
         "mid_block.resnets.0.norm1.weight": 2.0,  # a norm
         "down_blocks.0.resnets.0.conv1.bias": 0.5,  # a bias
@@ -110,21 +98,18 @@ def test_what_no_lora_reaches_is_measured(name: str, layout: str, tmp_path: Path
         one = checkpoint(tmp_path / "tuned.safetensors", name, base=tuned)
     if layout == "checkpoints":
         other = checkpoint(tmp_path / "base.safetensors", name)
-    done = extract(str(one), str(other), output=tmp_path / "f.safetensors", rank=RANK)
+    done = extracted(one, other, tmp_path)
     reached = energy(deltas(file, base))
-    assert done.unreached == pytest.approx(out_of_reach / (out_of_reach + reached), rel=1e-4)
+    assert done["unreached"] == pytest.approx(out_of_reach / (out_of_reach + reached), rel=1e-4)
 
 
 def test_targets_leave_layers_out_and_count_them_as_out_of_reach(tmp_path: Path) -> None:
     base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15")
-    tuned = str(tuned_by(file, base, tmp_path / "tuned"))
-    done = extract(
-        tuned, str(base), output=tmp_path / "f.safetensors", rank=RANK, targets="attention"
-    )
+    done = extracted(tuned_by(file, base), base, tmp_path, targets="attention")
     wanted = deltas(file, base)
-    taken = {key: value for key, value in wanted.items() if key in done.cuts}
-    assert {key for key in wanted if ".attn" in key} == done.cuts.keys()
-    assert done.unreached == pytest.approx(1 - energy(taken) / energy(wanted), rel=1e-4)
+    taken = {key: value for key, value in wanted.items() if key in done["cuts"]}
+    assert {key for key in wanted if ".attn" in key} == done["cuts"].keys()
+    assert done["unreached"] == pytest.approx(1 - energy(taken) / energy(wanted), rel=1e-4)
 
 
 # ---- ranks and energies
@@ -146,14 +131,6 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def differences(tuned: Path, base: Path) -> dict[str, Tensor]:
-    with open_base(str(tuned)) as one, open_base(str(base)) as other:
-        return {
-            key: (one.places[key].weight().double() - place.weight().double()).flatten(1)
-            for key, place in other.places.items()
-        }
-
-
 @pytest.mark.parametrize(
     ("exact_side", "rank", "wanted"), [(512, 4, 0.99), (0, None, 0.9), (0, 5, None)]
 )
@@ -166,44 +143,41 @@ def test_the_rank_is_the_lowest_that_will_do_and_the_energy_the_measured_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Large layers are decomposed by iteration: the same answers."""
-    monkeypatch.setattr(low_rank, "EXACT_SIDE", exact_side)
-    monkeypatch.setattr(low_rank, "OVERSAMPLING", 4)
+    monkeypatch.setattr(f"{LOW_RANK}.EXACT_SIDE", exact_side)
+    monkeypatch.setattr(f"{LOW_RANK}.OVERSAMPLING", 4)
     base = base_of("sd15")
-    done = extract(
-        str(dense),
-        str(base),
-        output=tmp_path / "f.safetensors",
-        rank=rank,
-        energy=wanted,
-        precision="fp32",
-    )
-    found, whole = deltas(done.file, base), differences(dense, base)
-    for key, cut in done.cuts.items():
+    done = extracted(dense, base, tmp_path, rank=rank, energy=wanted, precision="fp32")
+    after, before = load_file(dense / UNET), load_file(base / UNET)
+    whole = {
+        f"denoiser.{key.removesuffix('.weight')}": (after[key].double() - value).flatten(1)
+        for key, value in before.items()
+        if value.ndim > 1
+    }
+    found = deltas(done["file"], base)
+    for key, cut in done["cuts"].items():
         values = torch.linalg.svdvals(whole[key]).square()
         shares = values.cumsum(0) / values.sum()
         lowest = len(values) if wanted is None else int((shares < wanted).sum()) + 1
-        assert cut.new_rank == min(lowest, rank or lowest, len(values)), key
+        assert cut["new_rank"] == min(lowest, rank or lowest, len(values)), key
         kept = float(found[key].square().sum() / values.sum())
-        assert cut.energy == pytest.approx(kept, rel=1e-5)
-        assert cut.energy == pytest.approx(float(shares[cut.new_rank - 1]), rel=1e-4)
-    reached = {key: whole[key] for key in done.cuts}
-    assert done.energy == pytest.approx(energy(found) / energy(reached), rel=1e-5)
+        assert cut["energy"] == pytest.approx(kept, rel=1e-5)
+        assert cut["energy"] == pytest.approx(float(shares[cut["new_rank"] - 1]), rel=1e-4)
+    reached = {key: whole[key] for key in done["cuts"]}
+    assert done["energy"] == pytest.approx(energy(found) / energy(reached), rel=1e-5)
 
 
 def test_the_same_models_give_the_same_bytes(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Draws are a layer's own: that others were left out changes nothing."""
-    monkeypatch.setattr(low_rank, "EXACT_SIDE", 0)
-    monkeypatch.setattr(low_rank, "OVERSAMPLING", 2)
-    monkeypatch.setattr(low_rank, "ITERATIONS", 1)
-    files = []
+    for name, value in (("EXACT_SIDE", 0), ("OVERSAMPLING", 2), ("ITERATIONS", 1)):
+        monkeypatch.setattr(f"{LOW_RANK}.{name}", value)
+    contents = set()
     for number in (1, 2):
         torch.manual_seed(number)
-        files.append(tmp_path / f"{number}" / "f.safetensors")
-        files[-1].parent.mkdir()
-        extract(str(dense), str(base_of("sd15")), output=files[-1], rank=2)
-    assert files[0].read_bytes() == files[1].read_bytes()
+        done = extracted(dense, base_of("sd15"), tmp_path, rank=2, force=True)
+        contents.add(Path(done["file"]).read_bytes())
+    assert len(contents) == 1
 
 
 # ---- precisions
@@ -212,62 +186,57 @@ def test_the_same_models_give_the_same_bytes(
 def test_rounding_alone_is_no_difference(tmp_path: Path) -> None:
     """A fine-tune published in half precision against a base in full: only its own layers differ."""
     base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15", size=0.5)
-    tuned = tuned_by(file, base, tmp_path / "tuned")
+    tuned = tuned_by(file, base)
     half = checkpoint(tmp_path / "half.safetensors", "sd15", base=tuned, dtype=torch.bfloat16)
-    done = extract(str(half), str(base), output=tmp_path / "f.safetensors", rank=RANK)
-    assert done.cuts.keys() == deltas(file, base).keys()
-    assert done.unreached == 0
-    assert distance(deltas(done.file, base), deltas(file, base)) < 0.05
+    done = extracted(half, base, tmp_path)
+    assert done["cuts"].keys() == deltas(file, base).keys()
+    assert done["unreached"] == 0
+    assert distance(deltas(done["file"], base), deltas(file, base)) < 0.05
 
 
-def test_the_header_says_what_it_is(tmp_path: Path) -> None:
-    base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15")
-    tuned = tuned_by(file, base, tmp_path / "tuned")
-    done = extract(str(tuned), str(base), output=tmp_path / "my style.safetensors", rank=RANK)
-    found = entries_of(done.file)
+def test_the_header_says_what_it_is_and_a_missing_text_encoder_is_named(tmp_path: Path) -> None:
+    base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15", text=True)
+    tuned = tuned_by(file, base)
+    output = tmp_path / "my style.safetensors"
+    found = entries_of(tool("extract", tuned, base, output=output, rank=RANK)["file"])
     assert found["modelspec.description"] == "tuned minus sd15"
     assert found["modelspec.title"] == found["ss_output_name"] == "my style"
     assert (found["ss_network_dim"], found["ss_network_alpha"]) == (str(RANK), str(float(RANK)))
     assert found["ss_base_model_version"] == "sd_v1"
     assert not [value for value in found.values() if str(tmp_path) in value]
+    alone = checkpoint(tmp_path / "unet.safetensors", "sd15", base=tuned, parts=["denoiser"])
+    done = extracted(alone, base, tmp_path)
+    assert done["notes"] == ["text_encoder was not compared: only one of the models has it"]
+    assert not [key for key in done["cuts"] if key.startswith("text_encoder")]
 
 
 # ---- refusals: nothing is left behind
 
 
-def refused(folder: Path, kind: type[Exception], match: str, *sources: Any, **options: Any) -> None:
+def refused(folder: Path, match: str, *sources: Path) -> None:
     before = sorted(folder.rglob("*"))
-    with pytest.raises(kind, match=match):
-        extract(*map(str, sources), output=folder / "no.safetensors", **{"rank": 2, **options})
+    with pytest.raises(InputError, match=match):
+        extracted(*sources, folder)
     assert sorted(folder.rglob("*")) == before
 
 
 def test_models_that_have_no_difference_a_lora_can_hold_are_refused(tmp_path: Path) -> None:
     base = base_of("sd15")
     half = checkpoint(tmp_path / "half.safetensors", "sd15", dtype=torch.float16)
-    refused(tmp_path, InputError, "are the same in every layer", half, base)
-    refused(tmp_path, InputError, "is of family sd2, .* of sdxl", base_of("sd2"), base_of("sdxl"))
+    refused(tmp_path, "are the same in every layer", half, base)
+    refused(tmp_path, "is of family sd2, .* of sdxl", base_of("sd2"), base_of("sdxl"))
     # A student with fewer layers is another architecture; the line says whose layers are missing.
     whole = load_file(checkpoint(tmp_path / "small.safetensors", "sd15"))
     fewer = {key: value for key, value in whole.items() if ".middle_block.1." not in key}
     save_file(fewer, tmp_path / "small.safetensors")
     for sources in ((tmp_path / "small.safetensors", base), (base, tmp_path / "small.safetensors")):
-        refused(tmp_path, InputError, "layers that .*small.safetensors lacks.*distilled", *sources)
+        refused(tmp_path, "layers that .*small.safetensors lacks.*distilled", *sources)
     name = next(key for key in whole if key.endswith("attn1.to_v.weight"))
     other = tmp_path / "other.safetensors"
     save_file({**whole, name: whole[name][:-1].contiguous()}, other)
-    refused(tmp_path, InputError, "in one model and .* in the other", other, base)
+    refused(tmp_path, "in one model and .* in the other", other, base)
     spoilt = copy_of("sd15", tmp_path / "spoilt")
     tensors = load_file(spoilt / UNET)
     tensors["conv_out.weight"][0, 0, 0, 0] = float("nan")
     save_file(tensors, spoilt / UNET)
-    refused(tmp_path, InputError, "conv_out.weight .* NaN", spoilt, base)
-
-
-def test_a_text_encoder_that_one_model_lacks_is_named(tmp_path: Path) -> None:
-    base, file = base_of("sd15"), known(tmp_path / "known.safetensors", "sd15", text=True)
-    tuned = tuned_by(file, base, tmp_path / "tuned")
-    alone = checkpoint(tmp_path / "unet.safetensors", "sd15", base=tuned, parts=["denoiser"])
-    done = extract(str(alone), str(base), output=tmp_path / "f.safetensors", rank=RANK)
-    assert done.notes == ("text_encoder was not compared: only one of the models has it",)
-    assert not [key for key in done.cuts if key.startswith("text_encoder")]
+    refused(tmp_path, "conv_out.weight .* NaN", spoilt, base)
