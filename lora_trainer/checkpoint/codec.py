@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lora_trainer.common.files import (
@@ -28,8 +27,7 @@ from lora_trainer.common.files import (
     sync_folder,
     write_file,
 )
-from lora_trainer.families.base import TensorInfo
-from lora_trainer.lora_file.read_tensors import SLOT_DTYPES, tensor_bytes
+from lora_trainer.lora_file.read_tensors import tensor_bytes, tensor_info
 from lora_trainer.lora_file.stream import header_bytes, ordered
 
 
@@ -80,14 +78,6 @@ def remove_tree(path: Path) -> None:
         retry_while_open(lambda: os.unlink(path))  # noqa: PTH108
 
 
-_FILE_DTYPES = {dtype: name for name, dtype in SLOT_DTYPES.items()} | {
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 Copy = Callable[[str, Tensor], Tensor]
 """Copies the tensor of that name, unique in a state, into contiguous memory of the host."""
 
@@ -173,12 +163,7 @@ def unpack(packed: Packed) -> Any:
 
 def file_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
     """Return a safetensors file of tensors on the CPU without copying them: header, then each one."""
-    infos = ordered(
-        {
-            name: TensorInfo(dtype=_FILE_DTYPES[tensor.dtype], shape=tuple(tensor.shape))
-            for name, tensor in tensors.items()
-        }
-    )
+    infos = ordered({name: tensor_info(tensor) for name, tensor in tensors.items()})
     bodies = [tensor_bytes(tensors[name]) for name in infos if tensors[name].numel()]
     return [header_bytes(infos, {}), *bodies]
 

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -117,13 +117,13 @@ class TrainingState:
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """A state as it was at one moment, on the host; later steps cannot change it."""
+    """A state as it was at one moment, on the host; later steps cannot change it.
 
-    step: int
-    images_seen: int
-    adapter: Mapping[str, Tensor]
+    The optimizer's values are in `optimizer`, `state` has none.
+    """
+
+    state: TrainingState
     optimizer: Packed
-    loop: LoopValues
 
 
 def freeze(state: TrainingState, *, copy: Copy | None = None) -> Frozen:
@@ -133,33 +133,25 @@ def freeze(state: TrainingState, *, copy: Copy | None = None) -> Frozen:
     """
     take = copy or (lambda _, tensor: snapshot(tensor))
     _refuse_non_finite(state)
-    return Frozen(
-        step=state.step,
-        images_seen=state.images_seen,
-        adapter={name: take(f"adapter.{name}", tensor) for name, tensor in state.adapter.items()},
-        optimizer=pack(
-            state.optimizer, copy=lambda name, tensor: take(f"optimizer.{name}", tensor)
-        ),
-        loop=state.loop,
-    )
+    adapter = {name: take(f"adapter.{name}", tensor) for name, tensor in state.adapter.items()}
+    optimizer = pack(state.optimizer, copy=lambda name, tensor: take(f"optimizer.{name}", tensor))
+    return Frozen(state=replace(state, adapter=adapter, optimizer={}), optimizer=optimizer)
 
 
 def thaw(frozen: Frozen) -> TrainingState:
     """Return the state that was frozen, in memory of its own."""
     tensors = {name: tensor.clone() for name, tensor in frozen.optimizer.tensors.items()}
-    return TrainingState(
-        step=frozen.step,
-        images_seen=frozen.images_seen,
-        adapter={name: tensor.clone() for name, tensor in frozen.adapter.items()},
+    return replace(
+        frozen.state,
+        adapter={name: tensor.clone() for name, tensor in frozen.state.adapter.items()},
         optimizer=unpack(Packed(tree=frozen.optimizer.tree, tensors=tensors)),
-        loop=frozen.loop,
     )
 
 
 def tensors_digest(frozen: Frozen) -> bytes:
     """Return the SHA-256 of all tensors of a state, which is the same for the same bits only."""
     digest = hashlib.sha256()
-    for tensors in (frozen.adapter, frozen.optimizer.tensors):
+    for tensors in (frozen.state.adapter, frozen.optimizer.tensors):
         for part in file_parts(tensors):
             digest.update(part)
     return digest.digest()
@@ -193,15 +185,15 @@ def _refuse_non_finite(state: TrainingState) -> None:
         )
 
 
-def write_state(folder: Path, state: Frozen, *, keep: int) -> Path:
-    """Write `state` into `folder`, then prune to the `keep` (at least 2) newest; return its folder.
+def write_state(folder: Path, frozen: Frozen, *, keep: int) -> Path:
+    """Write a state into `folder`, then prune to the `keep` (at least 2) newest; return its folder.
 
     On return the state survives a power cut. Raises MachineError when the disk refuses anything, in
     which case older states are untouched.
     """
-    contents = _encode(state)
-    manifest = json_bytes(_manifest(state.step, contents))
-    target = folder / _folder_name(state.step)
+    contents, step = _encode(frozen), frozen.state.step
+    manifest = json_bytes(_manifest(step, contents))
+    target = folder / _folder_name(step)
     unfinished = folder / f".tmp-{target.name}.{os.getpid()}"
     try:
         make_folder(folder)
@@ -210,7 +202,7 @@ def write_state(folder: Path, state: Frozen, *, keep: int) -> Path:
         if target.exists():
             _discard(target)
         rename_durably(unfinished, target)
-        append_durably(folder / LOG, _log_line(state.step, contents, manifest))
+        append_durably(folder / LOG, _log_line(step, contents, manifest))
         _prune(folder, newest=target, keep=max(keep, MIN_KEPT))
     except OSError as error:
         with suppress(OSError):
@@ -287,7 +279,8 @@ def _discard(path: Path) -> None:
     retry_while_open(lambda: os.rename(path, hidden))  # noqa: PTH104
 
 
-def _encode(state: Frozen) -> dict[str, Data]:
+def _encode(frozen: Frozen) -> dict[str, Data]:
+    state = frozen.state
     plain = {
         "step": state.step,
         "images_seen": state.images_seen,
@@ -299,8 +292,8 @@ def _encode(state: Frozen) -> dict[str, Data]:
         raise TypeError(f"there is a tensor at {min(packed.tensors)}; only plain values are saved")
     return {
         ADAPTER: file_parts(state.adapter),
-        OPTIMIZER_TENSORS: file_parts(state.optimizer.tensors),
-        OPTIMIZER: json_bytes(state.optimizer.tree),
+        OPTIMIZER_TENSORS: file_parts(frozen.optimizer.tensors),
+        OPTIMIZER: json_bytes(frozen.optimizer.tree),
         STATE: json_bytes(packed.tree),
     }
 

@@ -181,14 +181,14 @@ class StateWriter:
         if folder is not None:
             self.events.emit(
                 "saved",
-                step=frozen.step,
+                step=frozen.state.step,
                 export=file,
                 state=folder.name,
                 bytes=sum(path.stat().st_size for path in folder.iterdir()),
                 seconds=time.perf_counter() - began,
                 blocked_s=blocked_s,
             )
-        self._count_failure(self._failed, frozen.step, last=last)
+        self._count_failure(self._failed, frozen.state.step, last=last)
 
     def _count_failure(self, error: LoraTrainError | None, step: int, *, last: bool) -> None:
         self.failures = self.failures + 1 if error is not None else 0

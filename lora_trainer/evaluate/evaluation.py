@@ -33,7 +33,7 @@ from lora_trainer.lora.adapter_kinds import add_new_tokens
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_lora
 from lora_trainer.lora_file.embedding import embedding_path, read_embedding
 from lora_trainer.lora_file.header import holds_adapter
-from lora_trainer.lora_file.names import file_names
+from lora_trainer.lora_file.names import LayerNames
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.run.build import Networks, arrange, build_dataloader, build_model, load_networks
@@ -202,7 +202,7 @@ def plan_of(subject: EvaluatedLora, dataset: Path) -> Plan:
 
 
 def _changes_text(file: Path, plan: Plan) -> bool:
-    spellings = file_names(plan.family, plan.family.text.layers)
+    spellings = LayerNames(plan.family, plan.family.text.layers)
     parts = read_contents(file).parts
     return any(spellings.find(name, size=part.size) for name, part in parts.items())
 
@@ -228,7 +228,7 @@ def build_evaluation(
     networks = load_networks(plan)
     _add_words(subject.file, plan, networks)
     inside = networks.by_component
-    names = file_names(
+    names = LayerNames(
         plan.family,
         {
             **{name: layer_shapes(network) for name, network in inside.items()},

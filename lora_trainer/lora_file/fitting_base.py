@@ -20,7 +20,7 @@ from lora_trainer.families.base import DENOISER
 from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.families.recognise import adapter_family, stated_version
 from lora_trainer.lora_file.header import refuse
-from lora_trainer.lora_file.names import LayerNames, Shape, file_names, kind_of_others
+from lora_trainer.lora_file.names import LayerNames, Shape, kind_of_others
 from lora_trainer.lora_file.read import Contents, ModuleFactors, read_contents
 
 _NUMBER = re.compile(r"\d+")
@@ -56,7 +56,7 @@ class Fit:
 def released_names(family: str, release: int) -> LayerNames:
     """Return the layers of one public release of a family, to be found by any trainer's spelling."""
     seam = families.family(family)
-    return file_names(seam, {DENOISER: released_layers(family)[release], **seam.text.layers})
+    return LayerNames(seam, {DENOISER: released_layers(family)[release], **seam.text.layers})
 
 
 def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -> Fit:

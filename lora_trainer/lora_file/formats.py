@@ -53,13 +53,6 @@ class AdapterContents:
     input_dora: bool = False
 
 
-def resolve_format(
-    family: Family, requested: FormatRequest, *, adapter: AdapterSettings
-) -> FileFormat:
-    """Return the format of the adapter that these settings train; see `format_for`."""
-    return format_for(family, requested, planned_contents(adapter))
-
-
 def planned_contents(adapter: AdapterSettings) -> AdapterContents:
     """Return the contents of the adapter that these settings train."""
     return AdapterContents(

@@ -175,6 +175,15 @@ def _opened(path: Path, file: BinaryIO, check: Callable[[], object]) -> Opened:
     )
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Return the object in an entry of a header that nobody vouches for, {} where there is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def numbers(data: bytearray, entry: HeaderEntry) -> Array:
     """Return the numbers of a tensor; bf16 and fp8 as float32, which holds them all."""
     if not data:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -24,6 +25,7 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.common.wording import public_source, public_text
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
 from lora_trainer.families.base import Prediction
+from lora_trainer.lora_file.header import json_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,19 +191,36 @@ def _network_arguments(info: ExportInfo) -> dict[str, str]:
     return arguments
 
 
-def _schedule(info: ExportInfo) -> dict[str, Any]:
+def _training(info: ExportInfo) -> dict[str, Any]:
+    """Return the schedule, the optimizer, the loss and its weights; soft_min_snr and p2 have no name in kohya's."""
     settings = info.settings
     images = max(1, info.images_per_epoch + info.regularisation_per_epoch)
     steps, batch = settings["train.steps"], settings["train.batch_size"]
+    weighting, loss = settings["objective.weighting"], settings["objective.loss"]
+    prior_weight = settings["objective.prior_weight"] if info.regularisation_per_epoch else None
+    betas = (settings["optimizer.beta1"], settings["optimizer.beta2"])
+    decay, epsilon = settings["optimizer.weight_decay"], settings["optimizer.epsilon"]
+    optimizer = f"{settings['optimizer.name']}(weight_decay={decay},betas={betas},eps={epsilon})"
     return {
         "ss_steps": info.step,
-        "ss_epoch": _ceil_divide(info.images_seen, images),
-        "ss_num_epochs": _ceil_divide(steps * batch, images),
-        "ss_num_batches_per_epoch": _ceil_divide(images, batch),
+        "ss_epoch": math.ceil(info.images_seen / images),
+        "ss_num_epochs": math.ceil(steps * batch / images),
+        "ss_num_batches_per_epoch": math.ceil(images / batch),
         "ss_training_started_at": float(info.started_at_s),
         "ss_training_finished_at": float(info.saved_at_s),
         "ss_text_encoder_lr": _text_encoder_rate(settings),
         "ss_lr_warmup_steps": round(settings["optimizer.warmup_fraction"] * steps),
+        "ss_optimizer": optimizer,
+        "ss_mixed_precision": _PRECISIONS[settings["train.precision"]],
+        "ss_gradient_checkpointing": settings["memory.gradient_checkpointing"] != "none",
+        "ss_clip_skip": _beyond(settings["base.clip_skip"], 1),
+        "ss_max_token_length": _beyond(settings["data.caption_tokens"], CHUNK_TOKENS),
+        "ss_training_comment": info.description or None,
+        "ss_loss_type": "l2" if loss == "mse" else loss,
+        "ss_min_snr_gamma": settings["objective.min_snr_gamma"] if weighting == "min_snr" else None,
+        "ss_debiased_estimation": weighting == "debiased",
+        "ss_prior_loss_weight": prior_weight,
+        "ss_ip_noise_gamma": settings["objective.input_perturbation"] or None,
     }
 
 
@@ -215,38 +234,9 @@ def _text_encoder_rate(settings: Mapping[str, Any]) -> float | None:
     return rate if settings["optimizer.name"] == "prodigy" else rate / 2
 
 
-def _options(info: ExportInfo) -> dict[str, Any]:
-    settings, name = info.settings, info.settings["optimizer.name"]
-    betas = (settings["optimizer.beta1"], settings["optimizer.beta2"])
-    decay, epsilon = settings["optimizer.weight_decay"], settings["optimizer.epsilon"]
-    return {
-        "ss_optimizer": f"{name}(weight_decay={decay},betas={betas},eps={epsilon})",
-        "ss_mixed_precision": _PRECISIONS[settings["train.precision"]],
-        "ss_gradient_checkpointing": settings["memory.gradient_checkpointing"] != "none",
-        "ss_clip_skip": _beyond(settings["base.clip_skip"], 1),
-        "ss_max_token_length": _beyond(settings["data.caption_tokens"], CHUNK_TOKENS),
-        "ss_training_comment": info.description or None,
-    }
-
-
 def _beyond(value: int | Auto, usual: int) -> int | None:
     """Return a number as kohya's trainers note it: none where it is the usual one, or nothing was decided."""
     return None if value in (usual, "auto") else int(value)
-
-
-def _loss(info: ExportInfo) -> dict[str, Any]:
-    """Return the loss and its weights; soft_min_snr and p2 have no name in kohya's trainers."""
-    settings = info.settings
-    kind, loss = settings["objective.weighting"], settings["objective.loss"]
-    return {
-        "ss_loss_type": "l2" if loss == "mse" else loss,
-        "ss_min_snr_gamma": settings["objective.min_snr_gamma"] if kind == "min_snr" else None,
-        "ss_debiased_estimation": kind == "debiased",
-        "ss_prior_loss_weight": settings["objective.prior_weight"]
-        if info.regularisation_per_epoch
-        else None,
-        "ss_ip_noise_gamma": settings["objective.input_perturbation"] or None,
-    }
 
 
 def _timesteps(info: ExportInfo) -> dict[str, Any]:
@@ -342,10 +332,6 @@ def _bucket_info(info: ExportInfo) -> dict[str, Any]:
     }
 
 
-def _ceil_divide(total: int, part: int) -> int:
-    return -(-total // part)
-
-
 SETTINGS_ENTRY = "lora_train.settings"
 MACHINE_SETTINGS = ("output.folder", "data.cache_dir")
 """Settings that say where things lie on this machine and nothing about the result."""
@@ -362,8 +348,7 @@ _SOURCES = ("base.model", "base.vae", "base.companion", "base.assistant", "train
 def metadata(info: ExportInfo) -> dict[str, str]:
     """Return all header entries but the hashes, which need the tensors; every value is text."""
     public: ExportInfo = _public(replace(info, settings=_without_folders(info.settings)))
-    kohya = (_as_set, _network, _schedule, _options, _loss, _timesteps, _dataset)
-    sections = (*kohya, _modelspec, _lora_train)
+    sections = (_as_set, _network, _training, _timesteps, _dataset, _modelspec, _lora_train)
     values = {key: value for section in sections for key, value in section(public).items()}
     return {key: str(value) for key, value in sorted(values.items())}
 
@@ -400,11 +385,7 @@ def _modelspec(info: ExportInfo) -> dict[str, Any]:
 
 def header_settings(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings in the header of a file of ours, none where they cannot be read."""
-    try:
-        settings = json.loads(metadata[SETTINGS_ENTRY])
-    except (KeyError, ValueError, RecursionError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
+    return json_object(metadata.get(SETTINGS_ENTRY, ""))
 
 
 def stated_base(metadata: Mapping[str, str]) -> str | None:

@@ -65,7 +65,7 @@ def normal_form(
     """
     alpha = _alpha(arrays)
     tensors: Arrays = {
-        str(role): np.asarray(array)
+        role: np.asarray(array)
         for role, array in arrays.items()
         if role not in ("alpha", "up_bias", "magnitude", "scaled", "on_input")
     }
@@ -100,7 +100,7 @@ def normal_form(
         tensors["bias"] = tensors["bias"].reshape(-1)
     # Numbers that were computed are float64, so an array of another dtype than the file's is not the file's.
     file_dtypes = {
-        str(role): dtype
+        role: dtype
         for role, dtype in dtypes.items()
         if role in tensors and tensors[role].dtype == arrays[role].dtype
     }

@@ -16,13 +16,8 @@ from typing import Literal
 from lora_trainer.families.base import DENOISER, Family, FileFormat
 from lora_trainer.lora.adapter_size import AdapterKind
 
-Role = Literal[
-    "alpha", "down", "up", "mid", "magnitude",
-    "w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t1", "t2",
-    "blocks", "rescale", "skew", "scaled",
-    "a1", "a2", "b1", "b2", "bm",
-    "factor", "on_input", "difference", "bias", "up_bias",
-]  # fmt: skip
+Role = str
+"""What a tensor is to its module: `down`, `alpha`, `w1_a` and others, see `_ENDS`."""
 Shape = tuple[int, ...]
 
 ENDINGS: Mapping[AdapterKind, Mapping[Role, str]] = {
@@ -193,9 +188,6 @@ class LayerRows:
     swapped: bool = False
 
 
-Layers = Mapping[str, Mapping[str, Shape]]
-"""By component the layers of a network and the shapes [out, in, ...] of their weights; () where unknown."""
-
 _PREFIX = re.compile(
     r"(?:lora_unet|oft_unet|lora_transformer|lora_prior_unet|lora_dit|lycoris|lora|model_diffusion_model|diffusion_model"
     r"|base_model_model|unet|transformer|denoiser|pipe_dit|dit|model|module|_orig_mod|net|_fsdp_wrapped_module)_"
@@ -214,11 +206,20 @@ _ROLE_NAMES = {"t5": "t5xxl"}
 
 
 class LayerNames:
-    """Finds layers by every spelling that files of any trainer have for them."""
+    """Finds layers of a base by every spelling that files of any trainer have for them.
 
-    def __init__(self, family: Family, layers: Layers) -> None:
-        self.family = family
-        self.layers = layers
+    `modules` has the layers of each component ("denoiser", "text_encoder", ...), with the shapes of their
+    weights where they are known, by which joined layers are taken apart.
+    """
+
+    def __init__(
+        self, family: Family, modules: Mapping[str, Mapping[str, Shape] | Sequence[str]]
+    ) -> None:
+        layers: dict[str, dict[str, Shape]] = {
+            component: dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, ())
+            for component, names in modules.items()
+        }
+        self.family, self.layers = family, layers
         self._written: dict[str, LayerRows] = {}
         self._denoiser: dict[str, tuple[LayerRows, ...]] = {}
         self._text: dict[str, dict[str, LayerRows]] = {}
@@ -229,7 +230,7 @@ class LayerNames:
                 self._text[component] = {
                     flat: LayerRows(key=f"{component}.{name}")
                     for name in shapes
-                    for flat in _inner_names(_flat(name))
+                    for flat in _stripped(_flat(name), _TEXT_INNER)
                 }
         self._numbers = {
             component: int(number) if (number := component.rpartition("_")[2]).isdigit() else 1
@@ -314,23 +315,6 @@ class LayerNames:
         return size is None or len(shape) < 2 or size == (shape[0], math.prod(shape[1:]))
 
 
-def file_names(
-    family: Family, modules: Mapping[str, Mapping[str, Shape] | Sequence[str]]
-) -> LayerNames:
-    """Return the layers of a base, to be found by the spelling of any trainer.
-
-    `modules` has the layers of each component ("denoiser", "text_encoder", ...), with the shapes of their
-    weights where they are known, by which joined layers are taken apart.
-    """
-    return LayerNames(
-        family,
-        {
-            component: dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, ())
-            for component, names in modules.items()
-        },
-    )
-
-
 def _flat(name: str) -> str:
     return name.replace(".", "_")
 
@@ -341,10 +325,6 @@ def _stripped(name: str, prefix: re.Pattern[str]) -> Iterator[str]:
     while match := prefix.match(name):
         name = name[match.end() :]
         yield name
-
-
-def _inner_names(flat: str) -> Iterator[str]:
-    yield from _stripped(flat, _TEXT_INNER)
 
 
 def _in_text(table: Mapping[str, LayerRows], name: str) -> LayerRows | None:

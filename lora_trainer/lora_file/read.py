@@ -6,7 +6,6 @@ checked before it is believed, and nothing in the file is used as a path.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from lora_trainer.lora_file.header import (
     Array,
     HeaderEntry,
     Opened,
+    json_object,
     numbers,
     open_checked,
     refuse,
@@ -82,24 +82,26 @@ class ModuleFactors:
         """
         # In LyCORIS's Tucker forms w_a is [r, out], in the plain ones [out, r].
         tucker = {"t1", "t2"} & self.entries.keys()
-        pairs: list[tuple[Role, int]] = [
-            ("up", 1), ("w1_b", 0), ("w2_b", 0), ("blocks", -1), ("a2", 0), ("b2", 0),
-        ]  # fmt: skip
-        pairs.append(("down", 0))
-        pairs += [
-            ("w1_a", 0 if tucker and self.kind == "loha" else 1),
-            ("w2_a", 0 if tucker else 1),
-        ]
+        axes = {
+            "up": 1,
+            "down": 0,
+            "w1_b": 0,
+            "w2_b": 0,
+            "blocks": -1,
+            "a2": 0,
+            "b2": 0,
+            "w1_a": 0 if tucker and self.kind == "loha" else 1,
+            "w2_a": 0 if tucker else 1,
+        }
+        shapes = {role: entry.shape for role, entry in self.entries.items()}
         return frozenset(
-            self.entries[role].shape[axis]
-            for role, axis in pairs
-            if role in self.entries and len(self.entries[role].shape) > 1
+            shapes[role][axis] for role, axis in axes.items() if len(shapes.get(role, ())) > 1
         )
 
     @property
     def size(self) -> tuple[int, int]:
         """(out, fan in) of the update, kernels counted, 0 for a side that the tensors do not tell."""
-        shapes = {str(role): entry.shape for role, entry in self.entries.items()}
+        shapes = {role: entry.shape for role, entry in self.entries.items()}
         try:
             return update_size(self.kind, shapes)
         except (KeyError, IndexError, ValueError):
@@ -313,12 +315,12 @@ class Strengths:
 def read_strengths(metadata: Mapping[str, str], path: Path) -> Strengths:
     """Take the settings from the header, else from the file that peft writes beside its own."""
     if text := metadata.get(DIFFUSERS_METADATA):
-        return Strengths(settings=_by_component(_json_object(text)))
+        return Strengths(settings=_by_component(json_object(text)))
     try:
         text = path.with_name(PEFT_CONFIG).read_text("utf-8") if path.name == PEFT_FILE else ""
     except (OSError, UnicodeError):
         text = ""
-    return Strengths(settings={"": _json_object(text)} if text else {})
+    return Strengths(settings={"": json_object(text)} if text else {})
 
 
 def _by_component(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -353,11 +355,3 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

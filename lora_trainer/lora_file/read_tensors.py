@@ -1,6 +1,6 @@
 """Reading the adapter out of a file of any trainer, layer by layer, as tensors under this program's names.
 
-Input is a safetensors file (or its bytes) and the layers of a base (`names.file_names`), output
+Input is a safetensors file (or its bytes) and the layers of a base (`names.LayerNames`), output
 ModuleTensors. A module that stands for several layers of the base is taken apart by its rows. Tensors
 are read when asked for, so that any number of files can be worked on in the memory of one module.
 """
@@ -42,11 +42,18 @@ SLOT_DTYPES: Mapping[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 """Floating-point dtypes by their names in files."""
-_NAMES = {dtype: name for name, dtype in SLOT_DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in SLOT_DTYPES.items()} | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def tensor_info(tensor: Tensor) -> TensorInfo:
-    """Return how a header describes a floating-point tensor."""
+    """Return how a header describes a tensor."""
     return TensorInfo(dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
 
 

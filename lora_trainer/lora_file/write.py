@@ -27,7 +27,7 @@ from lora_trainer.lora.tensors import DTYPES, AdapterTensors, ModuleTensors, spl
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.formats import AdapterContents
 from lora_trainer.lora_file.metadata import ExportInfo, metadata
-from lora_trainer.lora_file.names import ALPHA, BIAS, SCALED, STRONG, file_endings, file_names
+from lora_trainer.lora_file.names import ALPHA, BIAS, SCALED, STRONG, LayerNames, file_endings
 from lora_trainer.lora_file.read import FOLDED
 from lora_trainer.lora_file.read_tensors import open_adapter, tensor_bytes, tensor_info
 from lora_trainer.lora_file.stream import Body, ordered, write_tensors
@@ -171,7 +171,7 @@ def common_alpha(modules: Iterable[ModuleTensors]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class FileForm:
-    """How a file states an adapter; `format` is one that `formats.resolve_format` allows.
+    """How a file states an adapter; `format` is one that `formats.format_for` allows.
 
     kohya files state the strength of LoRAs as `alpha`, one for all modules (`lora_alpha`, see `common_alpha`), as
     diffusers 0.42 gives attention layers the most frequent one; the rest of a module's strength is multiplied into
@@ -200,7 +200,7 @@ class FileForm:
         name = self.family.lora_key_name(self.format, component, layer)
         alpha = self._alpha(module)
         ends = file_endings(self.format, module.kind, component=component)
-        endings: dict[str, str] = {"bias": BIAS} | {str(role): end for role, end in ends.items()}
+        endings = {"bias": BIAS, **ends}
         endings["input_magnitude"] = endings.get("magnitude", "")
         endings |= dict.fromkeys(("by_output", "by_input"), endings.get("factor", ""))
         tensors: dict[str, Tensor] = {}
@@ -290,7 +290,7 @@ def check_written(source: bytes | Path, tensors: AdapterTensors, form: FileForm)
         component, module = split_key(key)
         modules.setdefault(component, []).append(module)
     try:
-        with open_adapter(source, names=file_names(form.family, modules)) as adapter:
+        with open_adapter(source, names=LayerNames(form.family, modules)) as adapter:
             for key, live in tensors.items():
                 if key not in adapter:
                     raise _not_the_adapter(f"{key} is missing")

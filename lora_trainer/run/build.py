@@ -28,7 +28,7 @@ from lora_trainer.lora.adapter import Adapter, denoiser_layers, inject, layer_sh
 from lora_trainer.lora.adapter_kinds import add_new_tokens
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
 from lora_trainer.lora.tensors import split_key
-from lora_trainer.lora_file.names import file_names
+from lora_trainer.lora_file.names import LayerNames
 from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.network.block_swap import Streamed, stream_blocks
 from lora_trainer.network.compiling import CompiledBlocks, apply_attention
@@ -92,7 +92,7 @@ def _assistant(prepared: Prepared, denoiser: nn.Module) -> LoraStrength | None:
     file = prepared.config.base.assistant
     if file is None:
         return None
-    names = file_names(prepared.family, _layers(prepared, {}))
+    names = LayerNames(prepared.family, _layers(prepared, {}))
     return attach_assistant(denoiser, read_tensors(Path(file).expanduser(), names=names))
 
 
@@ -120,7 +120,7 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
         keep_best=config.output.keep_best,
     )
     if starts is not None:
-        names = file_names(family, layers)
+        names = LayerNames(family, layers)
         adapter.load_tensors(read_tensors(Path(starts).expanduser(), names=names))
     return adapter
 

@@ -47,7 +47,7 @@ from lora_trainer.families.hub_files import OnBytes, unheard
 from lora_trainer.families.locate import EMBEDDED, describe, identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.lora_file.formats import resolve_format
+from lora_trainer.lora_file.formats import format_for, planned_contents
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import OomHistory, PlanInput
 
@@ -418,7 +418,7 @@ def _refuse_impossible(settings: Config, basis: Basis) -> None:
     ):
         if value and not is_possible:
             raise RequestError(f"{key}={typed(value)}, but {whose} {why}", fix=f"leave {key} out")
-    resolve_format(basis.family, settings.output.format, adapter=settings.adapter)
+    format_for(basis.family, settings.output.format, planned_contents(settings.adapter))
 
 
 def _refuse_bad_masks(dataset: Dataset) -> None:
@@ -434,7 +434,7 @@ def _decided(reading: Reading, basis: Basis) -> dict[str, tuple[Any, str]]:
     config, family, decided = basis.resolved.config, basis.family, dict[str, tuple[Any, str]]()
     if config.output.format == "auto":
         decided["output.format"] = (
-            resolve_format(family, "auto", adapter=config.adapter),
+            format_for(family, "auto", planned_contents(config.adapter)),
             f"the format that most programs read for {family.name}",
         )
     if config.base.model == "auto":  # so that a resume always loads the same base

@@ -23,7 +23,7 @@ from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.fitting_base import Fit, check_usable, released_names
 from lora_trainer.lora_file.metadata import stated_base
-from lora_trainer.lora_file.names import LayerNames, file_names
+from lora_trainer.lora_file.names import LayerNames
 from lora_trainer.lora_file.read import Contents
 from lora_trainer.lora_file.read_tensors import OpenAdapter, open_adapter
 
@@ -103,7 +103,7 @@ def _names_of(contents: Contents, fit: Fit) -> LayerNames:
 def _names_in(family: Family, architecture: Mapping[str, Any]) -> LayerNames:
     # The sizes of this base's text encoders are in its weights only; those of the release may be others.
     text = {component: list(modules) for component, modules in family.text.layers.items()}
-    return file_names(family, {DENOISER: denoiser_layers(family, architecture), **text})
+    return LayerNames(family, {DENOISER: denoiser_layers(family, architecture), **text})
 
 
 def _stated_architecture(metadata: Mapping[str, str], family: Family) -> Mapping[str, Any] | None:

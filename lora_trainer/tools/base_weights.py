@@ -31,7 +31,7 @@ from lora_trainer.families.locate import describe, locate
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.fitting_base import released_names
 from lora_trainer.lora_file.header import Opened, open_checked
-from lora_trainer.lora_file.names import LayerNames, file_names
+from lora_trainer.lora_file.names import LayerNames
 from lora_trainer.lora_file.read_tensors import SLOT_DTYPES
 
 SUFFIX = ".safetensors"
@@ -107,7 +107,7 @@ class BaseWeights:
             module, _, name = tensor.rpartition(".")
             if name == "weight" and len(location.shape) == 1:
                 layers.setdefault(component, {})[module] = location.shape
-        return file_names(self.family, layers)
+        return LayerNames(self.family, layers)
 
 
 @contextmanager

@@ -230,8 +230,9 @@ def resize(
         cutter = RankCutter(limits=limits)
         cutter.cut_all(adapters, source, weight_of=_weight_of(base, stack), keeps=True)
         family = source.names.family
-        own = next((each for each in family.formats.written if each == source.format), "auto")
-        target = replace(target, format=own if target.format == "auto" else target.format)
+        for each in family.formats.written:
+            if target.format == "auto" and each == source.format:
+                target = replace(target, format=each)
         written = target.write(
             cutter.modules,
             family=family,

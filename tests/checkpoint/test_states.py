@@ -17,13 +17,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_trainer.checkpoint.codec import Packed, pack, unpack
-from lora_trainer.checkpoint.states import FILES, LoopValues, TrainingState, load_newest
+from lora_trainer.checkpoint.states import (
+    LoopValues,
+    TrainingState,
+    freeze,
+    load_newest,
+    write_state,
+)
 from lora_trainer.common.errors import MachineError, TrainingStopped
 from lora_trainer.common.events import Event, EventStream, read_jsonl
 from tests.fakes.states import bits, loaded_step, save_state, state_at
 
-ALL_FILES = (*FILES, "MANIFEST.json")
+ALL_FILES = (
+    "adapter.safetensors",
+    "optim.safetensors",
+    "optim.json",
+    "state.json",
+    "MANIFEST.json",
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +63,15 @@ def steps_in(folder: Path) -> list[int]:
 # ---- damaged states
 
 
-def flip(data: bytes, position: int) -> bytes:
-    return data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :]
-
-
-DAMAGE: Mapping[str, Callable[[bytes], bytes | None]] = {
-    "deleted": lambda data: None,
-    "empty": lambda data: b"",
-    "truncated": lambda data: data[: len(data) // 2],
-    "lost last byte": lambda data: data[:-2],
-    "longer": lambda data: data + b"x",
-    "first byte flipped": lambda data: flip(data, 0),
-    "middle byte flipped": lambda data: flip(data, len(data) // 2),
-    "zeros": lambda data: bytes(len(data)),
+DAMAGE: Mapping[str, Callable[[bytes, bytes], bytes | None]] = {
+    "deleted": lambda data, other: None,
+    "empty": lambda data, other: b"",
+    "truncated": lambda data, other: data[: len(data) // 2],
+    "lost last byte": lambda data, other: data[:-2],
+    "longer": lambda data, other: data + b"x",
+    "of another step": lambda data, other: other,
 }
+"""By name what becomes of a file's bytes, given those of step 100; flipped bits have a test of their own."""
 
 
 @pytest.mark.parametrize("name", ALL_FILES)
@@ -74,23 +80,17 @@ def test_a_damaged_state_is_moved_aside_and_the_older_one_used(
 ) -> None:
     for damage, changed in DAMAGE.items():
         folder = shutil.copytree(two_states, tmp_path / damage)
-        file = folder / "step-00000200" / name
-        spoilt = changed(file.read_bytes())
+        file, other = (folder / f"step-00000{step}" / name for step in (200, 100))
+        spoilt = changed(file.read_bytes(), other.read_bytes())
         file.unlink()
         if spoilt is not None:
             file.write_bytes(spoilt)
-        before = {path.name: path.read_bytes() for path in (folder / "step-00000200").iterdir()}
+        before = {path.name: path.read_bytes() for path in file.parent.iterdir()}
         state, (event,) = loaded(folder)
         assert bits(state) == bits(state_at(100)), damage
         aside = folder / "bad-step-00000200"
         assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
         assert (event.fields["file"], event.fields["severity"]) == ("step-00000200", "error")
-
-
-@pytest.mark.parametrize("name", ALL_FILES)
-def test_a_file_of_another_step_is_noticed(states: Path, name: str) -> None:
-    shutil.copy(states / "step-00000100" / name, states / "step-00000200" / name)
-    assert loaded_step(states) == 100
 
 
 def test_a_renamed_state_and_another_format_are_noticed(states: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_listed_is_no_new_start(
 # ---- what is kept
 
 
-@pytest.mark.parametrize(("keep", "expected"), [(1, [40, 50]), (2, [40, 50]), (3, [30, 40, 50])])
+@pytest.mark.parametrize(("keep", "expected"), [(1, [40, 50]), (3, [30, 40, 50])])
 def test_the_newest_states_are_kept_never_fewer_than_two_and_nothing_else_is_touched(
     tmp_path: Path, keep: int, expected: list[int]
 ) -> None:
@@ -274,8 +274,6 @@ def test_adapters_that_are_not_finite_and_foreign_values_are_not_saved(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- the codec
-
 plain_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
@@ -287,33 +285,40 @@ plain_values = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
+def round_trip(folder: Path, optimizer: dict[Any, Any]) -> Any:
+    """Return an optimizer's values as they come back from the disk."""
+    loop = LoopValues(guard={})
+    state = TrainingState(step=1, images_seen=0, adapter={}, optimizer=optimizer, loop=loop)
+    save_state(folder, state)
+    found = load_newest(folder, events=None)
+    assert found is not None
+    return found.optimizer
+
+
+@settings(max_examples=40, deadline=None)
 @given(plain_values)
-def test_plain_values_survive_json(value: Any) -> None:
-    tree = json.loads(json.dumps(pack(value).tree, allow_nan=False))
-    assert bits(unpack(Packed(tree=tree, tensors={}))) == bits(value)
+def test_plain_values_survive(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
+    folder = tmp_path_factory.getbasetemp() / "plain"
+    assert bits(round_trip(folder, {"value": value})) == bits({"value": value})
 
 
 def test_tensors_of_every_kind_survive(tmp_path: Path) -> None:
     floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     others = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-    tensors = {
+    tensors: dict[Any, Any] = {
         f"{dtype} {shape}": torch.arange(math.prod(shape)).reshape(shape).to(dtype)
         for dtype in (*floats, *others)
         for shape in ((), (0, 3), (2, 3))
     }
     tensors |= {f"{name} T": tensor.T for name, tensor in tensors.items() if tensor.ndim}
-    state = TrainingState(
-        step=1, images_seen=0, adapter={}, optimizer=tensors, loop=LoopValues(guard={})
-    )
-    save_state(tmp_path, state)
-    found = load_newest(tmp_path, events=None)
-    assert found is not None and bits(found.optimizer) == bits(tensors)
+    tensors |= {1: torch.ones(2), "1": torch.zeros(2)}  # both would be called 1 in the file
+    assert bits(round_trip(tmp_path, tensors)) == bits(tensors)
 
 
-def test_a_packed_tensor_is_a_snapshot() -> None:
-    weight = torch.ones(2)
-    packed = pack({1: weight, "1": torch.zeros(2)})
-    weight += 1
-    value = unpack(packed)
-    assert (value[1].tolist(), value["1"].tolist()) == ([1.0, 1.0], [0.0, 0.0])
+def test_a_frozen_state_is_a_snapshot(tmp_path: Path) -> None:
+    state = state_at(1)
+    frozen = freeze(state)
+    for tensor in (*state.adapter.values(), state.optimizer["state"][0]["exp_avg"]):
+        tensor += 1
+    write_state(tmp_path, frozen, keep=2)
+    assert loaded_step(tmp_path) == 1

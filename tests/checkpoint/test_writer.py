@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.checkpoint import writer as checkpoint_writer
 from lora_trainer.checkpoint.states import LoopValues, TrainingState, load_newest, write_state
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import LoraTrainError, MachineError, TrainingStopped
@@ -44,15 +43,15 @@ class Place:
     steps: list[int] = field(default_factory=list)
     busy: int = 0
 
-    def write(self, folder: Path, state: Any, *, keep: int) -> Path:
+    def write(self, folder: Path, frozen: Any, *, keep: int) -> Path:
         self.busy += 1
         assert self.busy == 1, "one save at a time"
-        self.steps.append(state.step)
+        self.steps.append(frozen.state.step)
         try:
             assert self.open.wait(PATIENCE_S)
             if self.error is not None:
                 raise self.error
-            return write_state(folder, state, keep=keep)
+            return write_state(folder, frozen, keep=keep)
         finally:
             self.busy -= 1
 
@@ -74,7 +73,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     events = EventStream(listeners=[seen.append])
     place = Place(StateWriter(folder=tmp_path / "states", keep=2, events=events), seen)
     place.open.set()
-    monkeypatch.setattr(checkpoint_writer, "write_state", place.write)
+    monkeypatch.setattr("lora_trainer.checkpoint.writer.write_state", place.write)
     return place
 
 

@@ -19,7 +19,7 @@ from lora_trainer.families.base import DENOISER
 from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora_file.fitting_base import released_names
-from lora_trainer.lora_file.names import file_names
+from lora_trainer.lora_file.names import LayerNames
 from lora_trainer.lora_file.read_tensors import read_tensors
 from tests.fakes.original_names import ORIGINAL
 
@@ -92,7 +92,7 @@ def test_the_table_has_the_layers_of_the_networks(name: str) -> None:
 def test_no_name_stands_for_two_layers(name: str) -> None:
     family = families.family(name)
     for table in released_layers(name):
-        names = file_names(family, {DENOISER: table})
+        names = LayerNames(family, {DENOISER: table})
         for layer in table:
             for spelling in (f"diffusion_model.{layer}", f"lora_unet_{layer.replace('.', '_')}"):
                 keys = [each.key for each in names.find(spelling)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from lora_trainer.common.errors import InputError
 from lora_trainer.families import family
 from lora_trainer.lora.tensors import ModuleTensors
-from lora_trainer.lora_file.names import file_names
+from lora_trainer.lora_file.names import LayerNames
 from lora_trainer.tools.adapters import open_source
 from tests.fakes.adapters import Draws
 from tests.fakes.tool_files import tool
@@ -86,10 +86,10 @@ def test_a_hostile_pattern_does_not_hang(file: Path) -> None:
 def test_layers_of_this_base_are_found_by_every_spelling() -> None:
     deep, clip = "down_blocks.7.resnets.0.conv1", "text_model.encoder.layers.3.self_attn.q_proj"
     sd15 = family("sd15")
-    assert not file_names(sd15, {"denoiser": []}).find(f"unet.{deep}")
-    assert file_names(sd15, {"denoiser": [deep]}).find(f"unet.{deep}")
+    assert not LayerNames(sd15, {"denoiser": []}).find(f"unet.{deep}")
+    assert LayerNames(sd15, {"denoiser": [deep]}).find(f"unet.{deep}")
     for layer in (clip, clip.removeprefix("text_model.")):
-        names = file_names(sd15, {"text_encoder": [layer], "text_encoder_2": [layer]})
+        names = LayerNames(sd15, {"text_encoder": [layer], "text_encoder_2": [layer]})
         for component, spelling in (
             ("text_encoder", f"lora_te_{clip}".replace(".", "_")),
             ("text_encoder", "lora_te1_encoder_layers_3_self_attn_q_proj"),

@@ -40,7 +40,6 @@ def adapter(name: str, kind: str) -> dict[str, ModuleTensors]:
     ("name", "kind", "format"),
     [
         ("sd15", "lora", "kohya"),
-        ("sd15", "lora", "diffusers"),
         ("sd15", "dora", "diffusers"),
         ("flux", "dora", "diffusers"),  # loaded by another mixin, with the prefix `transformer`
         ("zimage", "lokr", "comfyui"),  # an alpha beside it would be refused

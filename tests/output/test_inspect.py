@@ -230,7 +230,7 @@ PROBLEMS: Sequence[tuple[Sequence[Arrays], Mapping[str, str], Sequence[tuple[str
     ([A, {"lora_unet_a.lora_up.weight": NAN}], {}, [("not-finite", "error", "a.lora_up.weight")]),
     ([A, {"lora_unet_a.lora_up.weight": INFINITY}], {}, [("not-finite", "error", "a.lora_up")]),
     ([A, MAGNITUDE, {"emb_params": np.ones(3, np.float16)}], {},
-     [("dora", "note", "lora_unet_a"), ("unknown-keys", "warning", "emb_params")]),
+     [("dora", "note", "1 modules"), ("unknown-keys", "warning", "emb_params")]),
     # An alpha that is no strength contradicts nothing, nor do numbers that are none.
     ([OFT], {"ss_network_alpha": "8", "ss_network_dim": "3"}, []),
     ([A], {"ss_network_alpha": "8", "ss_network_args": RSLORA}, []),

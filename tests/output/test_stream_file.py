@@ -143,7 +143,7 @@ def test_an_interrupted_or_wrong_write_leaves_what_was_there(
         raise KeyboardInterrupt
 
     for wrong, error, reason in (
-        (interrupted(), KeyboardInterrupt, ""),
+        (interrupted(), KeyboardInterrupt, None),
         (bodies[:-1], ValueError, "shorter"),
         ([*bodies, b""], ValueError, "longer"),
         ([bodies[0] + b"x", *bodies[1:]], ValueError, "planned"),
