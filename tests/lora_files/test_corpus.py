@@ -14,10 +14,8 @@ from safetensors.torch import load_file, save_file
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.lora.tensors import ModuleTensors, update
-from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.tools.adapters import open_source
-from lora_trainer.tools.convert import convert
-from lora_trainer.tools.resize import ResizeLimits, resize
+from tests.fakes.tool_files import tool
 from tests.lora_files.files import Expected, build, some
 from tests.lora_files.trainers import CASES, Case
 
@@ -50,17 +48,17 @@ def relative_error(module: ModuleTensors, expected: Expected) -> float:
 def test_a_file_is_recognised_and_read_to_the_update_it_holds(case: Case, tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     expected = build(case, file)
-    seen = inspect_file(file)
-    assert seen.family == case.family
-    assert seen.kinds == tuple(sorted({each.written.kind for each in expected.values()}))
-    assert seen.modules == sum(len(list(part.layers)) for part in case.parts)
-    assert [problem for problem in seen.problems if problem.severity == "error"] == []
+    seen = tool("inspect", file)
+    assert seen["family"] == case.family
+    assert seen["kinds"] == sorted({each.written.kind for each in expected.values()})
+    assert seen["modules"] == sum(len(list(part.layers)) for part in case.parts)
+    assert [problem for problem in seen["problems"] if problem["severity"] == "error"] == []
     if case in LYCORIS and not any(each.written.based for each in expected.values()):
         energy = sum(float(each.delta.square().sum()) for each in expected.values())
-        assert sum(norm**2 for norm in seen.norms.values()) == pytest.approx(energy, rel=1e-5)
+        assert sum(norm**2 for norm in seen["norms"].values()) == pytest.approx(energy, rel=1e-5)
     if case.refused:
         with pytest.raises(InputError, match=case.refused) as raised:
-            convert(file, format="comfyui", output=tmp_path / "b.safetensors")
+            tool("convert", file, format="comfyui", output=tmp_path / "b.safetensors")
         assert "\n" not in str(raised.value)
         assert not (tmp_path / "b.safetensors").exists()
         return
@@ -83,7 +81,7 @@ def test_a_tensor_without_numbers_is_an_error(case: Case, tmp_path: Path) -> Non
     stated = {"ss_base_model_version": "sd_v1"}
     save_file({**tensors, largest: torch.empty(0)}, file, metadata=stated)
     with pytest.raises(InputError) as raised:
-        convert(file, format="kohya", output=tmp_path / "b.safetensors")
+        tool("convert", file, format="kohya", output=tmp_path / "b.safetensors")
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "b.safetensors").exists()
 
@@ -102,7 +100,7 @@ def test_a_file_converts_without_a_change(case: Case, tmp_path: Path) -> None:
     expected, done = build(case, file, most=2), 0
     for format in families.family(case.family).formats.written:
         try:
-            convert(file, format=format, output=output, precision="fp32", force=True)
+            tool("convert", file, format=format, output=output, precision="fp32", force=True)
         except RequestError as error:
             assert "not written in it" in error.found
             continue
@@ -117,28 +115,21 @@ def test_a_file_converts_without_a_change(case: Case, tmp_path: Path) -> None:
     assert done
 
 
-def test_scales_of_outputs_keep_the_dimensions_of_the_weight(tmp_path: Path) -> None:
-    """ComfyUI multiplies the weight by them as they are; LyCORIS copies them into its own."""
-    case = next(case for case in CASES if case.name == "LyCORIS 3.2 diag-OFT rescaled sd15")
+def test_shapes_are_those_that_readers_take(tmp_path: Path) -> None:
+    """ComfyUI multiplies a weight by `rescale` as it is, and Tucker forms have the kernel in their second factor."""
     file, output = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    build(case, file, most=2)
-    convert(file, format="kohya", output=output, precision="fp32")
-    before, after = (
-        sorted(tensor.shape for key, tensor in load_file(path).items() if key.endswith("rescale"))
-        for path in (file, output)
-    )
-    assert before == after
-    assert after and {len(shape) for shape in after} <= {2, 4}
-
-
-def test_factors_that_readers_multiply_are_matrices(tmp_path: Path) -> None:
-    """A Tucker form multiplied out has the kernel in its second factor."""
-    case = next(case for case in CASES if case.name == "LyCORIS 3.2 LoKr tucker sd15")
-    file, output = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    build(case, file)
-    convert(file, format="kohya", output=output, precision="fp32")
-    factors = [each for key, each in load_file(output).items() if key.endswith("lokr_w2_b")]
-    assert {each.dim() for each in factors} == {2} and len(factors) == 12
+    shapes: dict[str, list[torch.Size]] = {}
+    for name, end in (("diag-OFT rescaled", "rescale"), ("LoKr tucker", "lokr_w2_b")):
+        build(next(case for case in LYCORIS if f" {name} " in case.name), file)
+        tool("convert", file, format="kohya", output=output, precision="fp32", force=True)
+        for path in (file, output):
+            tensors = load_file(path)
+            shapes[f"{end} of {path.stem}"] = [
+                tensors[key].shape for key in sorted(tensors) if key.endswith(end)
+            ]
+    assert shapes["rescale of a"] == shapes["rescale of b"]
+    assert {len(shape) for shape in shapes["rescale of b"]} == {2, 4}
+    assert [len(shape) for shape in shapes["lokr_w2_b of b"]] == [2] * 12
 
 
 def test_rows_of_a_kronecker_product_become_a_lora_when_asked(tmp_path: Path) -> None:
@@ -146,12 +137,12 @@ def test_rows_of_a_kronecker_product_become_a_lora_when_asked(tmp_path: Path) ->
     case = next(case for case in CASES if case.name == "musubi-tuner 0.2 lokr FLUX.2")
     file, output = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     expected = build(case, file, most=1)
-    done = resize(file, ResizeLimits(rank=2), output=output, precision="fp32")
-    assert {key for key, cut in done.cuts.items()} == expected.keys()
+    done = tool("resize", file, rank=2, output=output, precision="fp32")
+    assert done["cuts"].keys() == expected.keys()
     with open_source(output) as source:
         for key, each in expected.items():
             lost = relative_error(source[key], each) ** 2
-            assert done.cuts[key].energy == pytest.approx(1 - lost, abs=1e-5)
+            assert done["cuts"][key]["energy"] == pytest.approx(1 - lost, abs=1e-5)
             assert source[key].rank == 2
 
 
@@ -172,7 +163,7 @@ def test_other_files_are_refused_by_what_they_are(tmp_path: Path) -> None:
     for reason, shapes in OTHER_FILES.items():
         save_file({key: torch.ones(shape) for key, shape in shapes.items()}, file)
         with pytest.raises(InputError, match=reason):
-            convert(file, format="kohya", output=tmp_path / "b.safetensors")
+            tool("convert", file, format="kohya", output=tmp_path / "b.safetensors")
 
 
 # ---- refused before torch is imported

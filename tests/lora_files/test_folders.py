@@ -14,13 +14,9 @@ from torch import Tensor
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.lora.tensors import update
-from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.tools.adapters import open_source
-from lora_trainer.tools.convert import convert
-from lora_trainer.tools.merge import merge, parse_weighted
-from lora_trainer.tools.merge_base import bake
-from lora_trainer.tools.resize import ResizeLimits, resize
 from tests.fakes.family_bases import base_of, denoiser_of
+from tests.fakes.tool_files import tool
 
 BASE = "flux"
 LAYERS = ["attn.to_q", "attn.to_k"]
@@ -63,7 +59,8 @@ def saved(kind: peft.PeftConfig, folder: Path) -> tuple[Mapping[str, Tensor], Ma
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_is_read_to_what_peft_makes_of_it(kind: str, tmp_path: Path) -> None:
     before, after = saved(KINDS[kind], tmp_path)
-    assert not [each for each in inspect_file(tmp_path).problems if each.severity == "error"]
+    problems = tool("inspect", tmp_path)["problems"]
+    assert not [each for each in problems if each["severity"] == "error"]
     with open_source(tmp_path, base=str(base_of(BASE))) as source:
         assert set(source) == before.keys()
         for key in before:
@@ -76,14 +73,15 @@ def test_every_tool_takes_a_folder(tmp_path: Path) -> None:
     base, folder = str(base_of(BASE)), tmp_path / "mine:0.5"
     saved(KINDS["LoRA"], folder)
     written = [
-        convert(folder, format="comfyui", base=base).file,
-        convert(folder, format="comfyui", base=base, output=tmp_path / "a.safetensors").file,
-        merge([parse_weighted(f"{folder}:1.0")], output=tmp_path / "b.safetensors", base=base).file,
-        resize(folder, ResizeLimits(rank=1), output=tmp_path / "c.safetensors", base=base).file,
+        tool("convert", folder, format="comfyui", base=base),
+        tool("convert", folder, format="comfyui", base=base, output=tmp_path / "a.safetensors"),
+        tool("merge", f"{folder}:1.0", output=tmp_path / "b.safetensors", base=base),
+        tool("resize", folder, rank=1, output=tmp_path / "c.safetensors", base=base),
     ]
-    assert written[0].parent == folder and all(file.is_file() for file in written)
-    baked = bake([parse_weighted(str(folder))], base=base, output=tmp_path / "baked")
-    assert baked.layers == inspect_file(folder).modules
+    files = [Path(each["file"]) for each in written]
+    assert files[0].parent == folder and all(file.is_file() for file in files)
+    baked = tool("merge", folder, into=base, output=tmp_path / "baked")
+    assert baked["layers"] == tool("inspect", folder)["modules"]
 
 
 def test_other_kinds_of_peft_are_refused_with_the_reason(tmp_path: Path) -> None:
@@ -97,14 +95,14 @@ def test_other_kinds_of_peft_are_refused_with_the_reason(tmp_path: Path) -> None
     ):
         stated.write_text(json.dumps({**plain, **settings}))
         with pytest.raises(InputError, match=reason):
-            inspect_file(tmp_path)
+            tool("inspect", tmp_path)
 
 
 def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match="is no file but a folder without adapter_model.safetensors"
     ):
-        inspect_file(tmp_path)
+        tool("inspect", tmp_path)
     (tmp_path / "pytorch_lora_weights.bin").write_bytes(b"PK")
     with pytest.raises(InputError, match="as a pickle only"):
-        inspect_file(tmp_path)
+        tool("inspect", tmp_path)
