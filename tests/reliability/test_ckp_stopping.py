@@ -151,11 +151,11 @@ def test_ckp_07_a_third_signal_quits_though_the_disk_does_not_answer(
     """The save at step 4 hangs; three signals later the state of step 2 is what there is."""
     stuck, opened = threading.Event(), threading.Event()
 
-    def write(folder: Path, state: Any, *, keep: int) -> Path:
-        if state.step >= 4:
+    def write(folder: Path, frozen: Any, *, keep: int) -> Path:
+        if frozen.state.step >= 4:
             stuck.set()
             opened.wait(60)
-        return write_state(folder, state, keep=keep)
+        return write_state(folder, frozen, keep=keep)
 
     monkeypatch.setattr(checkpoint_writer, "write_state", write)
     now_s = [0.0]

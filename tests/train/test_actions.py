@@ -57,11 +57,11 @@ def disk(monkeypatch: pytest.MonkeyPatch, *, refuses: set[int]) -> list[int]:
     """Let the disk refuse the states of these steps; return a list that grows by every step tried."""
     tried: list[int] = []
 
-    def write(folder: Path, state: Any, *, keep: int) -> Path:
-        tried.append(state.step)
-        if state.step in refuses:
+    def write(folder: Path, frozen: Any, *, keep: int) -> Path:
+        tried.append(frozen.state.step)
+        if frozen.state.step in refuses:
             raise FULL
-        return write_state(folder, state, keep=keep)
+        return write_state(folder, frozen, keep=keep)
 
     monkeypatch.setattr(writer, "write_state", write)
     return tried
