@@ -30,7 +30,7 @@ from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import build_config
 from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.running import Config
-from lora_trainer.costs.cost_table import texts_vary
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.dataset.buckets import Bucket, place
 from lora_trainer.families.base import BaseFacts, Family, Geometry
 from lora_trainer.training.batch import Batch, collate
@@ -233,7 +233,8 @@ def training(
 def _prompt(case: Case) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of one encoded prompt; half of the limit where texts are as long as they are."""
     family, facts = case.family, case.facts
-    tokens = facts.max_tokens // 2 if texts_vary(family, facts) else facts.max_tokens
+    varies = BaseCosts(family=family, facts=facts).texts_vary
+    tokens = facts.max_tokens // 2 if varies else facts.max_tokens
     return family.prompt_shapes(facts.architecture, text_tokens=tokens)
 
 

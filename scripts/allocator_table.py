@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer import families
 from lora_trainer.config.layers import resolve
-from lora_trainer.costs.cost_table import texts_vary
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.hardware.machine import GIB, Hardware, tier
@@ -266,7 +266,7 @@ def _prompt(
     family: Family, facts: BaseFacts, text_tokens: int | None
 ) -> Mapping[str, tuple[int, ...]]:
     count = min(text_tokens or facts.max_tokens, facts.max_tokens)
-    if not texts_vary(family, facts):
+    if not BaseCosts(family=family, facts=facts).texts_vary:
         count = facts.max_tokens
     return family.prompt_shapes(facts.architecture, text_tokens=count)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from lora_trainer import families
 from lora_trainer.config.declare import CHECKPOINTING
-from lora_trainer.costs.cost_table import sample_cost, traced_cost
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.families.flow import FlowFamily
@@ -34,8 +34,6 @@ OTHERS = (
     replace(USUAL, rank=64, targets="all", height_px=768, width_px=1344),
     replace(USUAL, targets="attention", checkpointing="full", height_px=704, width_px=704),
     replace(USUAL, element_bytes=4, checkpointing="full", height_px=896, width_px=640),
-    replace(USUAL, text_tokens=40, height_px=704, width_px=704),
-    replace(USUAL, text_tokens=200, checkpointing="full", micro_batch=2),
 )
 Quantity = Callable[[SampleCost], int]
 QUANTITIES: dict[str, Quantity] = {
@@ -105,9 +103,9 @@ def workloads(facts: BaseFacts) -> Iterator[Workload]:
 def deviations(family: Family, facts: BaseFacts) -> dict[str, Deviation]:
     """Return the largest deviation of each quantity."""
     worst: dict[str, Deviation] = {}
+    costs = BaseCosts(family=family, facts=facts)
     for workload in workloads(facts):
-        predicted = sample_cost(family, facts, workload)
-        fresh = traced_cost(family, facts, workload)
+        predicted, fresh = costs.sample_cost(workload), costs.traced(workload)
         for name, quantity in QUANTITIES.items():
             if not (truth := quantity(fresh)):
                 assert not quantity(predicted)

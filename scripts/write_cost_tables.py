@@ -24,19 +24,15 @@ import diffusers
 import lora_trainer
 from lora_trainer import families
 from lora_trainer.config.declare import CHECKPOINTING, TARGETS, Checkpointing, Targets
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.cost_table import (
     FILE,
     KIB,
     MEGA,
     RANKS,
-    Case,
     Grid,
-    built_shapes,
-    case_of,
     configuration,
     entry,
-    texts_vary,
-    traced,
 )
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families.base import BaseFacts, Family, Layout
@@ -162,7 +158,7 @@ def row_of(
 def grid_of(family: Family, facts: BaseFacts) -> Grid:
     """Return the points of a base: U-Nets', of many sizes, at half and twice the native side."""
     if isinstance(family, FlowFamily):
-        other = SHORT_TEXT_TOKENS if texts_vary(family, facts) else 0
+        other = SHORT_TEXT_TOKENS if BaseCosts(family=family, facts=facts).texts_vary else 0
         return Grid(sides_px=TRANSFORMER_SIDES_PX, text_tokens=(facts.max_tokens, other))
     side = 2 ** int(math.log2(facts.resolution_px))
     sides_px = (side // 2, side, 2 * side)
@@ -210,7 +206,7 @@ def release_table(family: Family, facts: BaseFacts, *, known: Mapping[str, Any])
         "max_tokens": facts.max_tokens,
         "sides_px": list(grid.sides_px),
         "text_tokens": list(grid.text_tokens),
-        "modules": modules(case_of(family, facts)),
+        "modules": modules(BaseCosts(family=family, facts=facts)),
         "costs": costs,
     }
 
@@ -228,6 +224,7 @@ def traces(
 ) -> dict[str, Any]:
     """Trace all points at each checkpointing level that is not in `known`, or is out of date there."""
     table = dict(known) if known.get("version") == VERSION else {}
+    bases: dict[str, BaseCosts] = {}
     for level in levels:
         if level in table:
             continue
@@ -239,6 +236,7 @@ def traces(
                     element_bytes=element_bytes, wide=wide, targets=targets, checkpointing=level
                 ),
                 text_tokens=point.text_tokens,
+                bases=bases,
             )
             for point in points
         ]
@@ -253,15 +251,26 @@ def traces(
     return {"version": VERSION, **{name: table[name] for name in order}}
 
 
-def cost(family: Family, facts: BaseFacts, workload: Workload, *, text_tokens: int) -> SampleCost:
-    """Return the cost of a release, from networks with few of its blocks; U-Nets have no such counts."""
+def cost(
+    family: Family,
+    facts: BaseFacts,
+    workload: Workload,
+    *,
+    text_tokens: int,
+    bases: dict[str, BaseCosts],
+) -> SampleCost:
+    """Return the cost of a release, from networks with few of its blocks; U-Nets have no such counts.
+
+    `bases` keeps those networks for the next workload.
+    """
     release = facts.architecture
     if not isinstance(family, FlowFamily):  # a U-Net's cost per sample does not depend on the batch
         workload = replace(workload, micro_batch=1)
 
     def of(**counts: int) -> dict[str, int]:
-        fewer = replace(facts, architecture={**release, **counts})
-        traced_cost = traced(case_of(family, fewer, text_tokens=text_tokens), workload)
+        architecture, key = {**release, **counts}, f"{counts} {text_tokens}"
+        fewer = replace(facts, architecture=architecture, max_tokens=text_tokens, chunks=1)
+        traced_cost = bases.setdefault(key, BaseCosts(family=family, facts=fewer)).traced(workload)
         # The peak, and what is temporary at it, may lie elsewhere with more blocks; their sum grows evenly.
         peak = traced_cost.saved_bytes + traced_cost.temporary_bytes
         return {**asdict(traced_cost), "temporary_bytes": peak}
@@ -300,15 +309,15 @@ def in_kib(size_bytes: int) -> int:
     return math.ceil(size_bytes / KIB)
 
 
-def modules(case: Case) -> list[Any]:
+def modules(costs: BaseCosts) -> list[Any]:
     """Return [prefix, first, count, {name: [fan_in, out, least targets]}] of each run of equal blocks."""
     least = {
         name: (*shape, targets)
         for targets in reversed(TARGETS)
-        for name, shape in built_shapes(case, targets).items()
+        for name, shape in costs.built_shapes(targets).items()
     }
     blocks: dict[tuple[str, int], dict[str, Any]] = {}
-    for name in built_shapes(case, TARGETS[-1]):
+    for name in costs.built_shapes(TARGETS[-1]):
         prefix, index, rest = INDEXED.fullmatch(name).groups()  # type: ignore[union-attr]
         blocks.setdefault((prefix, int(index)), {})[rest] = least[name]
     runs: list[Any] = []

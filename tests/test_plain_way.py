@@ -23,7 +23,7 @@ from lora_trainer.network import pinned_memory
 from lora_trainer.network.block_swap import Streamed
 from lora_trainer.network.gradient_checkpointing import BlockRunner
 from lora_trainer.network.pinned_memory import CopyStream
-from lora_trainer.planning import host_memory as pinned_plan
+from lora_trainer.planning import memory as pinned_plan
 from lora_trainer.training import loop, step
 from tests.fakes.family_bases import base_of, facts_at, side_of
 from tests.fakes.pinning import pinning_driver, stream_on_a_processor
@@ -274,7 +274,7 @@ def test_a_run_whose_pinning_is_refused_goes_on_with_the_same_losses(
 
     # With a driver that refuses a byte more than the platform's bound there is no refusal.
     most_bytes = -(-blocks[0] // 4096) * 4096 + -(-blocks[1] // 4096) * 4096 + 70_000
-    monkeypatch.setattr(machine, "is_wsl", lambda root: True)
+    monkeypatch.setattr(machine, "is_under_windows", lambda *_: True)
     monkeypatch.setattr(machine, "WSL_PINNABLE_BYTES", most_bytes)
     for module in (pinned_plan, pinned_memory):
         monkeypatch.setattr(module, "RESERVED_BYTES", 60_000)

@@ -1,6 +1,6 @@
 """Cost of training on one sample: bytes, FLOPs and kernels, and the workload they belong to.
 
-Values only, no torch. `cost_table.py` answers for any base, `trace.py` measures a network on `meta`.
+Values only, no torch. `base_costs.py` answers for any base, `trace.py` measures a network on `meta`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ class Workload:
     """How one sample is trained; `element_bytes` is the size of the base's dtype.
 
     `micro_batch` samples go through the network together; some tensors that are views for one sample are
-    copies for several. `text_tokens` is the length of the longest prompt, for families that do not pad
-    (None: the limit). `wide_adapter`: the adapter reads fp32 copies of its inputs, as every kind but
+    copies for several. `wide_adapter`: the adapter reads fp32 copies of its inputs, as every kind but
     plain LoRA does.
     """
 
@@ -27,7 +26,6 @@ class Workload:
     targets: Targets
     checkpointing: Checkpointing
     micro_batch: int = 1
-    text_tokens: int | None = None
     wide_adapter: bool = False
 
 

@@ -226,9 +226,9 @@ def reinstall(index: str) -> str:
     return f"pip install --force-reinstall torch --index-url {_ORDINARY_INDEX}/{index}"
 
 
-def is_under_windows() -> bool:
-    """Return whether this Linux runs under Windows (WSL), by its kernel's name."""
-    return "microsoft" in platform.release().lower()
+def is_under_windows(root: Path = Path("/")) -> bool:
+    """Return whether this Linux runs under Windows (WSL), by its kernel's name or Windows' GPU device."""
+    return "microsoft" in platform.release().lower() or (root / "dev/dxg").exists()
 
 
 # ---- torch's allocator: segments that grow on a GPU, whole pages of pinned host memory

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import psutil
 from packaging.requirements import Requirement
@@ -76,14 +76,13 @@ _ASKED_WITHIN_S = 120.0
 _AMD = "0x1002"
 """PCI vendor of GPUs that need another build of torch. A discrete Intel GPU and one inside a processor look the
 same without torch, so no other build is suggested for Intel."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fact(Generic[T]):
-    """A value and its source."""
+class Accelerator:
+    """The GPU to plan for; None: the processor, with the reason."""
 
-    value: T
+    value: Gpu | None
     reason: str
 
 
@@ -119,26 +118,17 @@ class Hardware:
         """Return the bytes that each of `sharing` processes may pin, None without a limit."""
         return None if self.pinnable_bytes is None else self.pinnable_bytes // sharing
 
-    def facts(self) -> dict[str, Fact[Any]]:
-        """Return all fields but the packages as facts, for `doctor`."""
-        facts: dict[str, Fact[Any]] = {
-            "gpus": Fact(value=tuple(gpu.name for gpu in self.gpus), reason=self.gpu_reason)
-        }
-        for name, reason in self.reasons.items():
-            facts[name] = Fact(value=getattr(self, name), reason=reason)
-        return facts
-
-    def accelerator(self, *, sharing: int = 1) -> Fact[Gpu | None]:
+    def accelerator(self, *, sharing: int = 1) -> Accelerator:
         """Return the GPU to plan for, or None with the reason why training uses the processor.
 
         For `sharing` processes on this machine it is the smallest participating GPU, because all processes
         do equal work.
         """
         if not self.gpus:
-            return Fact(value=None, reason=self.gpu_reason)
+            return Accelerator(value=None, reason=self.gpu_reason)
         usable = self.usable(sharing=sharing)
         if not usable:
-            return Fact(value=None, reason=self.against(self.gpus[0]))
+            return Accelerator(value=None, reason=self.against(self.gpus[0]))
         taking_part = usable[:sharing]
         gpu = min(taking_part, key=lambda gpu: gpu.free_bytes)
         reason = f"{gpu.name}, {self.gpu_reason}"
@@ -151,7 +141,7 @@ class Hardware:
         if on_one > 1 and not self.cards_chosen:
             reason += f"; {on_one} processes on each"
             gpu = replace(gpu, free_bytes=gpu.free_bytes // on_one)
-        return Fact(value=gpu, reason=reason)
+        return Accelerator(value=gpu, reason=reason)
 
     def usable(self, *, sharing: int = 1) -> tuple[Gpu, ...]:
         """Return the GPUs that the installed torch can use, the best first.
@@ -214,22 +204,22 @@ def detect(
     if driver_spills():
         gpus = tuple(replace(gpu, spills=True) for gpu in gpus)
     total, free = _memory(root)
-    facts: dict[str, Fact[Any]] = {
+    facts: dict[str, tuple[Any, str]] = {
         "cpu_name": _cpu_name(root),
         "cpu_threads": _cpu_threads(root),
         "ram_total_bytes": total,
         "ram_free_bytes": free,
-        "pinnable_bytes": _pinnable(total_bytes=total.value, root=root),
+        "pinnable_bytes": _pinnable(total_bytes=total[0], root=root),
     }
     return Hardware(
         gpus=gpus,
         gpu_reason=gpu_reason,
         packages={name: _version(name) for name in PACKAGES},
-        reasons={name: fact.reason for name, fact in facts.items()},
+        reasons={name: reason for name, (_, reason) in facts.items()},
         torch=build,
         cards_chosen="CUDA_VISIBLE_DEVICES" in environment,
         expandable_segments=has_expandable_segments(environment, build=build),
-        **{name: fact.value for name, fact in facts.items()},
+        **{name: value for name, (value, _) in facts.items()},
     )
 
 
@@ -266,24 +256,16 @@ def driver_spills() -> bool:
     return sys.platform == "win32" or is_under_windows()
 
 
-def is_wsl(root: Path = Path("/")) -> bool:
-    """Return whether this Linux runs under Windows, by its kernel's name or Windows' GPU device /dev/dxg."""
-    kernel = _read(root / "proc/sys/kernel/osrelease") + _read(root / "proc/version")
-    return "microsoft" in kernel.lower() or (root / "dev/dxg").exists()
-
-
-def _pinnable(*, total_bytes: int, root: Path) -> Fact[int | None]:
+def _pinnable(*, total_bytes: int, root: Path) -> tuple[int | None, str]:
     """Return the host memory a process may pin for copies to a GPU, None without a known limit.
 
     On Linux the driver ignores RLIMIT_MEMLOCK and pins any free memory, so only plans limit it.
     """
     if sys.platform == "win32":
-        return Fact(value=total_bytes // 2, reason="Windows lets GPUs use half of the memory")
-    if is_wsl(root):
-        return Fact(
-            value=WSL_PINNABLE_BYTES, reason="WSL2 refuses to pin more than about this much"
-        )
-    return Fact(value=None, reason="no limit but the free memory")
+        return total_bytes // 2, "Windows lets GPUs use half of the memory"
+    if is_under_windows(root):
+        return WSL_PINNABLE_BYTES, "WSL2 refuses to pin more than about this much"
+    return None, "no limit but the free memory"
 
 
 def usable_ram_bytes(*, total_bytes: int, free_bytes: int) -> int:
@@ -298,7 +280,7 @@ def usable_ram_bytes(*, total_bytes: int, free_bytes: int) -> int:
 def spare_ram_bytes() -> int:
     """Return the memory of the machine or container that a plan may use now."""
     total, free = _memory(Path("/"))
-    return usable_ram_bytes(total_bytes=total.value, free_bytes=free.value)
+    return usable_ram_bytes(total_bytes=total[0], free_bytes=free[0])
 
 
 def desktop_bytes(gpu: Gpu) -> int:
@@ -315,7 +297,7 @@ def spill_margin_bytes(total_bytes: int) -> int:
 
 def free_ram_bytes() -> int:
     """Return the memory of the machine or container that can be used now without swapping."""
-    return _memory(Path("/"))[1].value
+    return _memory(Path("/"))[1][0]
 
 
 def assume_card(hardware: Hardware, *, vram_gib: float) -> Hardware:
@@ -394,29 +376,22 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_name(root: Path) -> Fact[str]:
+def _cpu_name(root: Path) -> tuple[str, str]:
     for line in _read(root / "proc/cpuinfo").splitlines():
         if line.startswith("model name"):
-            return Fact(value=line.partition(":")[2].strip(), reason="model name in /proc/cpuinfo")
-    name = platform.processor() or platform.machine()
-    return Fact(value=name, reason="named by the operating system")
+            return line.partition(":")[2].strip(), "model name in /proc/cpuinfo"
+    return platform.processor() or platform.machine(), "named by the operating system"
 
 
-def _cpu_threads(root: Path) -> Fact[int]:
+def _cpu_threads(root: Path) -> tuple[int, str]:
     """Count usable physical cores: two threads on one core share its arithmetic units and gain nothing."""
     allowed = usable_processors()
-    cores = _physical_cores(root, allowed)
-    threads = Fact(
-        value=len(allowed), reason=f"{len(allowed)} processors may be used, cores unknown"
-    )
+    cores, quota = _physical_cores(root, allowed), cpu_quota(root)
+    if quota and quota < (cores or len(allowed)):
+        return max(1, int(quota)), f"the container may use {quota:g} processors"
     if cores:
-        threads = Fact(
-            value=cores, reason=f"{cores} physical cores among {len(allowed)} usable processors"
-        )
-    quota = cpu_quota(root)
-    if quota and quota < threads.value:
-        return Fact(value=max(1, int(quota)), reason=f"the container may use {quota:g} processors")
-    return threads
+        return cores, f"{cores} physical cores among {len(allowed)} usable processors"
+    return len(allowed), f"{len(allowed)} processors may be used, cores unknown"
 
 
 def usable_processors() -> list[int]:
@@ -445,19 +420,18 @@ def cpu_quota(root: Path) -> float | None:
     return int(quota) / int(period) if quota.isdigit() and period.strip().isdigit() else None
 
 
-def _memory(root: Path) -> tuple[Fact[int], Fact[int]]:
-    """Return total and free bytes, the smaller of the machine's and the container's values."""
+def _memory(root: Path) -> tuple[tuple[int, str], tuple[int, str]]:
+    """Return total and free bytes with their sources, the smaller of the machine's and the container's values."""
     machine = psutil.virtual_memory()
-    total = Fact(value=int(machine.total), reason="memory of the machine")
-    free = Fact(value=int(machine.available), reason="available without swapping")
+    total, free = int(machine.total), int(machine.available)
     limit, used = (
         _read(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory.current")
     )
-    if not (limit.isdigit() and int(limit) < total.value):
-        return total, free
+    if not (limit.isdigit() and int(limit) < total):
+        return (total, "memory of the machine"), (free, "available without swapping")
     unused = max(0, int(limit) - int(used if used.isdigit() else 0))
     reason = f"the container may use {int(limit) / GIB:.1f} GiB"
-    return Fact(value=int(limit), reason=reason), Fact(value=min(free.value, unused), reason=reason)
+    return (int(limit), reason), (min(free, unused), reason)
 
 
 def _read(file: Path) -> str:

@@ -61,6 +61,17 @@ class Gpu:
             return self.bf16
         return self.compute_capability is not None and self.compute_capability >= (8, 0)
 
+    def computes(self, precision: str) -> bool:
+        """Return whether it computes a precision itself, or emulates it through fp32: correct, but slow."""
+        return precision != "bf16" or self.has_bf16
+
+    @property
+    def capability(self) -> str:
+        """The CUDA compute capability in words."""
+        if self.compute_capability is None:
+            return "an unknown compute capability"
+        return "compute capability {}.{}".format(*self.compute_capability)
+
 
 def number_by_bus(environment: MutableMapping[str, str]) -> None:
     """Make CUDA number GPUs as NVML does, unless the user chose an order; call it before CUDA starts.

@@ -1,9 +1,12 @@
 """Predicted peak memory of a run, item by item, before any weight is loaded. No torch.
 
 A run has phases that are never alive together: encoding images, encoding texts, training, and drawing
-sample images. Inputs are the costs of the base and a `Load`; output is
-every item of every phase, and the sum of the highest phase. `host_memory.py` does the same for the
-machine's memory beside a GPU.
+sample images. Inputs are the costs of the base and a `Load`; output is every item of every phase, and the sum
+of the highest phase: `predict` for the training device, `predict_host` for the machine's memory beside a GPU.
+
+Weights are read from mapped files, which the system can drop and read again, so loading may exceed the free
+memory of the machine and then takes longer. Data that waits there for the device, pinned or not, has to fit, or
+the machine swaps. Unpinned memory is copied more slowly, and a step waits for each copy.
 """
 
 from __future__ import annotations
@@ -14,21 +17,19 @@ from functools import cached_property
 from typing import Literal
 
 from lora_trainer.config.declare import SCHEDULE_FREE, Checkpointing
+from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts
 from lora_trainer.families.base_files.base_folder import READ_BYTES
-from lora_trainer.hardware.devices import KINDS
+from lora_trainer.hardware.devices import GIB, KINDS, RESERVED_BYTES
 from lora_trainer.lora.adapter_size import rebuilt_elements, total_elements
-from lora_trainer.planning.loads import Load, RememberedCosts, runs_wide
-from lora_trainer.planning.weight_bytes import (
-    ELEMENT_BYTES,
+from lora_trainer.planning.load import Load, runs_wide
+from lora_trainer.planning.optimizer_facts import (
     GRADIENT_BYTES,
     MASTER_BYTES,
     PAGED,
-    FrozenBase,
     copied_bytes,
     state_bytes,
 )
 
-GIB = 2**30
 RUNTIME_BYTES: Mapping[str, int] = {name: kind.runtime_bytes for name, kind in KINDS.items()}
 SHARED_SLACK = 0.05
 """Memory that malloc, or Metal's allocator, keeps after tensors are freed, as a share of all tensors."""
@@ -102,14 +103,14 @@ class Prediction:
         return self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
 
-def predict(load: Load, costs: RememberedCosts, *, limit_bytes: int | None = None) -> Prediction:
+def predict(load: Load, costs: BaseCosts, *, limit_bytes: int | None = None) -> Prediction:
     """Return the predicted peak on the training device of a run with these settings."""
     resident = list(_resident(load, costs))
     phases: dict[Phase, list[MemoryItem]] = {
         "images": list(_images(load, costs)),
         "texts": list(_texts(load, costs)),
     }
-    # Where the device has memory of its own, files pass through the host's memory (host_memory.py).
+    # Where the device has memory of its own, files pass through the host's memory (`predict_host`).
     if not KINDS[load.device].own_memory:
         phases["loading"] = [*resident, READING]
     phases["training"] = [*resident, *_training(load, costs)]
@@ -125,14 +126,14 @@ def predict(load: Load, costs: RememberedCosts, *, limit_bytes: int | None = Non
     )
 
 
-def _resident(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
+def _resident(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     """Yield the items that stay on the device from the first step to the last."""
     own_memory = KINDS[load.device].own_memory
     tensors = costs.adapter_tensors(load.adapter)
     states, paged = state_bytes(tensors, load.optimizer)
     parameters = total_elements(tensors)
     masters = parameters * MASTER_BYTES
-    yield from _weights(load, costs.frozen_base(load))
+    yield from _weights(load, costs)
     yield from _trained_text(load, costs)
     yield MemoryItem("adapter weights", masters, f"{parameters:,} parameters, fp32 masters")
     if load.averaged:
@@ -151,7 +152,7 @@ def _resident(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
         yield saved_copies(load, costs)
 
 
-def saved_copies(load: Load, costs: RememberedCosts) -> MemoryItem:
+def saved_copies(load: Load, costs: BaseCosts) -> MemoryItem:
     """Return the host copies of trained weights that a run writes files from while it goes on training."""
     size = copied_bytes(
         costs.adapter_tensors(load.adapter),
@@ -164,9 +165,9 @@ def saved_copies(load: Load, costs: RememberedCosts) -> MemoryItem:
     return MemoryItem("copies for saving", size, note)
 
 
-def _weights(load: Load, base: FrozenBase) -> Iterator[MemoryItem]:
+def _weights(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     """Yield the frozen base: its weights by dtype, and device buffers for weights that lie elsewhere."""
-    count, precision = load.streamed_blocks, load.precision
+    base, count, precision = load.frozen_base(costs), load.streamed_blocks, load.precision
     elsewhere = base.streamed_bytes(count)
     if not base.is_quantized:
         yield MemoryItem("base weights", base.bytes - elsewhere, f"frozen, {precision}")
@@ -191,7 +192,7 @@ KEPT: Mapping[Checkpointing, str] = {
 }
 
 
-def _training(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
+def _training(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     cost, count = costs.sample_cost(load.workload()), load.micro_batch
     width_px, height_px = load.bucket_px
     each = f"{count} x {width_px}x{height_px} px"
@@ -219,7 +220,7 @@ def _training(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
             yield vae_weights(costs, SAMPLER)
 
 
-def _dropped_inputs(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
+def _dropped_inputs(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     """Yield the copies of inputs that `adapter.dropout` makes for each adapted layer.
 
     They are as many as the fp32 copies of a wide adapter. If it makes those anyway, dropout replaces them.
@@ -237,14 +238,14 @@ def _dropped_inputs(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
     yield MemoryItem("dropped inputs", int(load.micro_batch * copies * share), note)
 
 
-def prepared_batches(load: Load, costs: RememberedCosts) -> MemoryItem:
+def prepared_batches(load: Load, costs: BaseCosts) -> MemoryItem:
     """Return the host memory of batches that the dataloader prepares ahead."""
     count = load.prepared_samples
     note = f"{count} samples ahead: latents, noise, target, text"
     return MemoryItem("prepared batches", count * _prepared_bytes(load, costs), note)
 
 
-def _rebuilt(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
+def _rebuilt(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     """Yield full-size weight changes, which LoHa and LoKr build and autograd keeps."""
     adapter = load.adapter
     # Built from the factors in every forward pass, in fp32 and in the size of the layer's own weight.
@@ -264,7 +265,7 @@ def rebuilt_share(load: Load) -> float:
     return 1.0 if load.checkpointing == "none" else 1.0 / REBUILT_PIECES
 
 
-def _prepared_bytes(load: Load, costs: RememberedCosts) -> int:
+def _prepared_bytes(load: Load, costs: BaseCosts) -> int:
     """Return the bytes of one prepared sample in fp32: latents, noise, target, mask and conditioning."""
     area = _latent_area(load, costs)
     # Latents, noise and target have the same shape.
@@ -272,12 +273,12 @@ def _prepared_bytes(load: Load, costs: RememberedCosts) -> int:
     return 4 * elements + costs.sample_cost(load.workload()).conditioning_bytes
 
 
-def _latent_area(load: Load, costs: RememberedCosts) -> int:
+def _latent_area(load: Load, costs: BaseCosts) -> int:
     width_px, height_px = load.bucket_px
     return (width_px // costs.facts.vae_factor) * (height_px // costs.facts.vae_factor)
 
 
-def _trained_text(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
+def _trained_text(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     """Yield trained text encoders with their activations; they stay on the device for the whole run."""
     if load.adapter.text_encoder or load.adapter.new_tokens:
         weights = costs.parameters("text_encoder") * ELEMENT_BYTES[load.precision]
@@ -286,19 +287,19 @@ def _trained_text(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
         yield MemoryItem("text encoder activations", size, "estimate")
 
 
-def vae_weights(costs: RememberedCosts, note: str = "fp32") -> MemoryItem:
+def vae_weights(costs: BaseCosts, note: str = "fp32") -> MemoryItem:
     """Return the VAE's weights, in fp32 whatever dtype the base is trained in."""
     return MemoryItem("VAE weights", 4 * costs.parameters("vae"), note)
 
 
-def _vae_elements_per_px(load: Load, costs: RememberedCosts) -> tuple[int, int]:
+def _vae_elements_per_px(load: Load, costs: BaseCosts) -> tuple[int, int]:
     """Return the elements a pixel that the VAE has alive at its peak, encoding and decoding."""
     peak = costs.family.traits.vae_peak
     is_blocked = KINDS[load.device].blocks_convolutions
     return peak.blocked if is_blocked else (peak.encoding, peak.decoding)
 
 
-def _images(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
+def _images(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     width_px, height_px = load.bucket_px
     elements = _vae_elements_per_px(load, costs)[0] * width_px * height_px
     yield vae_weights(costs)
@@ -306,7 +307,7 @@ def _images(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
     yield MemoryItem("image encoding", 4 * elements, note)
 
 
-def _texts(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
+def _texts(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     """Yield the text encoder while captions are cached: the VAE is freed, the denoiser not loaded yet."""
     weights = costs.parameters("text_encoder") * ELEMENT_BYTES[load.text_precision]
     if load.text_offload:
@@ -318,7 +319,7 @@ def _texts(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
     yield MemoryItem("text encoding", int(TEXT_RUN_SHARE * weights), note)
 
 
-def _sampling(load: Load, costs: RememberedCosts) -> Iterator[MemoryItem]:
+def _sampling(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
     """Yield the items of drawing sample images, beside all that training keeps; prompts are cached."""
     side_px = load.sample_side_px
     # Without gradients nothing is kept, so micro-batch and checkpointing of the training do not matter.
@@ -361,3 +362,106 @@ def _slack(items: Sequence[MemoryItem], load: Load) -> MemoryItem:
 def sum_bytes(items: Iterable[MemoryItem]) -> int:
     """Return the bytes of all these items."""
     return sum(item.bytes for item in items)
+
+
+# ---- beside a GPU
+
+
+def pinned_shares(
+    load: Load, costs: BaseCosts, *, pinnable_bytes: int | None
+) -> tuple[float, float]:
+    """Return the pinned shares, 0 to 1, of streamed blocks and of offloaded inputs.
+
+    A process may pin `pinnable_bytes`; None: no limit. Blocks are pinned first: they are pinned once, before
+    the first step, and inputs as they come.
+    """
+    if pinnable_bytes is None:
+        return 1.0, 1.0
+    usable_bytes = max(0, pinnable_bytes - RESERVED_BYTES)
+    blocks = load.frozen_base(costs).streamed_bytes(load.streamed_blocks)
+    inputs = offloaded_bytes(load, costs)
+    pinned_blocks = min(usable_bytes, blocks)
+    pinned_inputs = min(usable_bytes - pinned_blocks, inputs)
+    # Where there is nothing to copy no copy is slow.
+    return pinned_blocks / blocks if blocks else 1.0, pinned_inputs / inputs if inputs else 1.0
+
+
+PINNED_AT_MOST = 2
+"""Torch rounds pinned memory up to powers of two; a plan knows only the sum of the inputs, so: twice."""
+
+
+def offloaded_bytes(load: Load, costs: BaseCosts) -> int:
+    """Return the most bytes that inputs of recomputed blocks can take in host memory."""
+    return PINNED_AT_MOST * load.micro_batch * costs.sample_cost(load.workload()).host_bytes
+
+
+# Python with torch, diffusers and transformers, and the CUDA libraries it maps.
+HOST_RUNTIME_BYTES = 2 * GIB
+CACHE_RESIDENT_BYTES = GIB
+"""Latents and text embeddings kept from the disk, at most (`data.sources`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPrediction(Prediction):
+    """Memory that must be free by phase; `loading_bytes` pass through the system's file cache."""
+
+    limit_bytes: int
+    loading_bytes: int
+
+    @property
+    def loads_slowly(self) -> bool:
+        """Whether weights are read from the disk more than once."""
+        return HOST_RUNTIME_BYTES + self.loading_bytes > self.limit_bytes
+
+
+def predict_host(
+    load: Load, costs: BaseCosts, *, limit_bytes: int, pinnable_bytes: int | None
+) -> HostPrediction:
+    """Return the host memory that a run on a GPU needs; it may pin `pinnable_bytes` of it, None: all."""
+    text = costs.parameters("text_encoder") * ELEMENT_BYTES[load.text_precision]
+    base = costs.parameters("denoiser") * ELEMENT_BYTES[load.precision]
+    note = f"{load.text_precision}, while texts are cached"
+    # These follow each other, so the machine must hold the largest of them, not their sum: texts are cached
+    # before the base is loaded, and a base is quantised before the first step.
+    phases: dict[Phase, Iterable[MemoryItem]] = {
+        "training": _waiting(load, costs, pinnable_bytes),
+        "texts": [MemoryItem("text encoders", text, note)] if load.text_offload else [],
+        "quantising": _quantising(load, costs),
+    }
+    runtime = MemoryItem("runtime", HOST_RUNTIME_BYTES, "Python, torch and CUDA libraries")
+    return HostPrediction(
+        by_phase={phase: (runtime, *items) for phase, items in phases.items()},
+        loading_bytes=max(text, base),  # one after the other, through the same file cache
+        limit_bytes=limit_bytes,
+    )
+
+
+def _waiting(load: Load, costs: BaseCosts, pinnable_bytes: int | None) -> Iterator[MemoryItem]:
+    streamed, offloaded = pinned_shares(load, costs, pinnable_bytes=pinnable_bytes)
+    note = "at most; further entries are read from the disk"
+    yield MemoryItem("cached latents and texts", CACHE_RESIDENT_BYTES, note)
+    yield prepared_batches(load, costs)
+    yield saved_copies(load, costs)
+    if load.samples:
+        yield vae_weights(costs, SAMPLER)
+    if count := load.streamed_blocks:
+        note = f"{count} blocks in {load.base_precision}{_pinned(streamed)}"
+        yield MemoryItem("streamed blocks", load.frozen_base(costs).streamed_bytes(count), note)
+    if size := offloaded_bytes(load, costs):
+        note = f"inputs of recomputed blocks, {load.micro_batch} at a time{_pinned(offloaded)}"
+        yield MemoryItem("offloaded activations", size, f"{note} in powers of two")
+    # The driver moves paged states here when the GPU is full, so all of them must find room.
+    if size := state_bytes(costs.adapter_tensors(load.adapter), load.optimizer)[1]:
+        yield MemoryItem("optimizer states", size, f"{load.optimizer}, the paged part")
+
+
+def _pinned(share: float) -> str:
+    return ", pinned" if share == 1.0 else f", {share:.0%} of it pinned"
+
+
+def _quantising(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
+    """Yield a streamed base while it is quantised in host memory, before the GPU gets its blocks."""
+    base = load.frozen_base(costs)
+    if load.streamed_blocks and base.is_quantized:
+        note = f"{load.base_precision}, before its blocks move to the GPU"
+        yield MemoryItem("base while it is quantised", base.bytes, note)

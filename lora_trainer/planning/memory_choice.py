@@ -13,18 +13,16 @@ from functools import cached_property
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.config.choices import BasePrecision
 from lora_trainer.config.config import value_of
 from lora_trainer.config.constraints import typed
-from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, settled
-from lora_trainer.planning.host_memory import HostPrediction
-from lora_trainer.planning.loads import Load, surroundings
-from lora_trainer.planning.memory import Prediction
-from lora_trainer.planning.precisions import (
-    base_precisions,
-    in_16_bits,
-    why_base_precision,
-)
+from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, Precision, settled
+from lora_trainer.costs.base_costs import ELEMENT_BYTES
+from lora_trainer.planning.load import Load, runs_wide, surroundings
+from lora_trainer.planning.memory import HostPrediction, Prediction
 from lora_trainer.planning.search import (
+    AUTOMATIC,
+    FEWER_BITS,
     Evaluator,
     SearchResult,
     SearchSpace,
@@ -136,20 +134,32 @@ class MemoryChooser(Evaluator):
         # Text encoders that are trained, or that read trained tokens, run in every step and stay on the device.
         may_offload = self.has_host and not (adapter.text_encoder or adapter.new_tokens)
         offload = (True,) if memory.text_encoder_offload is True else (False, True)
-        has_package = self.inputs.hardware.packages.get("bitsandbytes") is not None
-        has_nf4 = not gpu or not gpu.can.against("memory.base_precision", "nf4")
+        precisions = self.costs.family.traits.precisions
+        native = filter(gpu.computes, precisions) if gpu is not None else ()
         return SearchSpace(
-            base_precisions=base_precisions(
-                self.config, gpu, has_bitsandbytes=has_nf4 and has_package
-            ),
+            base_precisions=self._base_precisions,
             checkpointing=self._checkpointing,
             streamed=(
                 0 if memory.streamed_blocks == "auto" else memory.streamed_blocks,
                 self._streamable,
             ),
             text_offload=offload if may_offload else (False,),
-            in_16_bits=in_16_bits(self.costs.family.traits.precisions, gpu),
+            in_16_bits=next((precision for precision in native if precision != "fp32"), None),
         )
+
+    @property
+    def _base_precisions(self) -> tuple[BasePrecision, ...]:
+        """The precisions of the frozen base to try, the most precise first."""
+        setting = self.config.memory.base_precision
+        train_precision: Precision = settled(self.config.train.precision)
+        # A precision that the user chose stays the only one, because another would change the result.
+        if setting != "auto":
+            return (setting,)
+        if self.gpu is None:
+            return (train_precision,)
+        has_package = self.inputs.hardware.packages.get("bitsandbytes") is not None
+        has_nf4 = has_package and not self.gpu.can.against("memory.base_precision", "nf4")
+        return (train_precision, *(kind for kind in AUTOMATIC if kind != "nf4" or has_nf4))
 
     @property
     def _streamable(self) -> int:
@@ -159,8 +169,11 @@ class MemoryChooser(Evaluator):
 
     @cached_property
     def _known_kinds(self) -> tuple[Checkpointing, ...]:
+        adapter = self.config.adapter
         return self.costs.known_checkpointing(
-            precision=settled(self.config.train.precision), adapter=self.config.adapter
+            element_bytes=ELEMENT_BYTES[settled(self.config.train.precision)],
+            targets=adapter.targets,
+            wide_adapter=runs_wide(adapter),
         )
 
     @property
@@ -193,15 +206,9 @@ class MemoryChooser(Evaluator):
     ) -> Iterator[tuple[str, tuple[Any, str]]]:
         load, limit = choice.load, self.limit
         peak_bytes, at_once = choice.memory.peak_bytes, max(choice.images_at_once.values())
-        why_precision = why_base_precision(
-            load,
-            best_fit.seconds,
-            self._choices.base_precisions,
-            priority=self.priority,
-            step_s=choice.time.seconds,
-        )
+        why_base = self._why_base(load, best_fit.seconds, step_s=choice.time.seconds)
         chosen = {
-            "memory.base_precision": (load.base_precision, why_precision),
+            "memory.base_precision": (load.base_precision, why_base),
             "memory.gradient_checkpointing": (load.checkpointing, self._why_recomputing(load)),
             "memory.streamed_blocks": (load.streamed_blocks, self._why_streaming(load)),
             "memory.micro_batch": (at_once, self._why_micro_batch(load, at_once)),
@@ -220,6 +227,26 @@ class MemoryChooser(Evaluator):
 
     def _peak(self, load: Load) -> str:
         return f"{gib(self.predict(load).peak_bytes)}, {self.limit}"
+
+    def _why_base(
+        self, load: Load, seconds: Mapping[BasePrecision, float], *, step_s: float
+    ) -> str:
+        """Return why a load's base precision won, empty if the user chose it; `seconds` are of those that fit."""
+        tried = self._base_precisions
+        others = [precision for precision in tried if precision != load.base_precision]
+        if not others:
+            return "same as train.precision" if load.base_precision == load.precision else ""
+        described = (
+            f"{name} {seconds[name]:.3g} s" if name in seconds else f"{name} does not fit"
+            for name in others
+        )
+        compared = f"about {step_s:.3g} s a step; {', '.join(described)}"
+        if seconds.keys().isdisjoint(others):
+            return compared  # no choice was left, so no rule decided
+        rule = "quality: the most precise that fits"
+        if self.priority in FEWER_BITS:
+            rule = f"{self.priority}: fewer bits only where clearly faster"
+        return f"{compared}; {rule}"
 
     def _why_recomputing(self, load: Load) -> str:
         if load.checkpointing == "none":

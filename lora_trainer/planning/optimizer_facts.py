@@ -1,11 +1,15 @@
-"""Facts about each optimizer without torch: its library, and how its settings differ from AdamW's.
+"""Facts about each optimizer without torch: how its settings differ from AdamW's, and the bytes of its states.
 
 Input is a name and a preset's learning rate, which is meant for AdamW; output the settings this optimizer
 needs changed, each with its reason, and warnings about unusual values that the user has set.
+
+For bytes, input is the number of trained tensors by shape, because libraries treat small tensors differently
+from large ones, and some optimizers matrices differently from vectors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +18,8 @@ from lora_trainer.common.events import Finding, note, warning
 from lora_trainer.config.declare import SCHEDULE_FREE, OptimizerName
 from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.config.running import RunConfig
-from lora_trainer.lora.adapter_size import adapter_tensors
+from lora_trainer.hardware.devices import pinned_bytes
+from lora_trainer.lora.adapter_size import Shape, adapter_tensors
 
 RATE, SECOND_DECAY, SCHEDULE = "optimizer.learning_rate", "optimizer.beta2", "optimizer.schedule"
 USUAL_RATES = (1e-6, 2e-2)
@@ -105,3 +110,92 @@ def _odd_rate(settings: OptimizerSettings) -> str:
     why = OPTIMIZERS[settings.name].why
     reason = f": {settings.name} {why}" if why else ""
     return f"{RATE}={settings.learning_rate:g} is unusual for {settings.name}{reason}"
+
+
+# ---- bytes of states
+
+MASTER_BYTES = GRADIENT_BYTES = 4
+EIGHT_BIT_MOMENTS: Mapping[str, int] = {"adamw8bit": 2, "paged_adamw8bit": 2, "lion8bit": 1}
+MOMENTS: Mapping[str, int] = {"adamw": 2, "lion": 1, "schedulefree_adamw": 2, "prodigy": 4}
+"""State tensors in fp32 for each trained tensor, of the same size. One of Prodigy's is the initial weights;
+it takes no memory where they are zero, as `up` of a new LoRA is, but is counted all the same."""
+PAGED = frozenset({"paged_adamw8bit"})
+"""Optimizers whose states the driver moves to host memory while the GPU is full."""
+# bitsandbytes (0.49 and 0.50, optim/optimizer.py): states of tensors with fewer than EIGHT_BIT_ELEMENTS stay
+# in fp32; 8-bit states have an fp32 scale for each SCALED_ELEMENTS elements; a paged optimizer keeps
+# its scales and the states of tensors with fewer than PAGED_ELEMENTS on the GPU.
+EIGHT_BIT_ELEMENTS = 4096
+SCALED_ELEMENTS = 256
+PAGED_ELEMENTS = 100_000
+
+
+def state_bytes(tensors: Mapping[Shape, int], optimizer: str) -> tuple[int, int]:
+    """Return the bytes of an optimizer's states that stay on the device, and those the driver may page out.
+
+    `tensors` is the number of trained tensors by shape.
+    """
+    on_device = paged = 0
+    for shape, count in tensors.items():
+        for size, is_paged in _states(shape, optimizer):
+            on_device += 0 if is_paged else count * size
+            paged += count * size if is_paged else 0
+    return on_device, paged
+
+
+def copied_bytes(
+    tensors: Mapping[Shape, int], optimizer: str, *, pinned: bool, copies: int = 0
+) -> int:
+    """Return the bytes of the host copies for saving: fp32 masters, optimizer states, and the export.
+
+    Torch rounds each `pinned` tensor up to a power of two, at least a page. Paged states are no device
+    memory for torch, so their copies are not pinned. `copies` counts
+    further sets of the masters' size (a running average, the best weights).
+    """
+    kept_copies = 1 + copies  # one of the masters in any case
+    sizes = [
+        (count, size, pinned and not is_paged)
+        for shape, count in tensors.items()
+        for size, is_paged in (
+            *((MASTER_BYTES * math.prod(shape), False),) * kept_copies,
+            *_states(shape, optimizer),
+            (MASTER_BYTES * math.prod(shape), False),
+        )
+    ]
+    return sum(count * (pinned_bytes(size) if rounded else size) for count, size, rounded in sizes)
+
+
+def _states(shape: Shape, optimizer: str) -> tuple[tuple[int, bool], ...]:
+    """Return (bytes, is paged) for each state of one tensor."""
+    elements = math.prod(shape)
+    if optimizer in EIGHT_BIT_MOMENTS:
+        moments = EIGHT_BIT_MOMENTS[optimizer]
+        if elements < EIGHT_BIT_ELEMENTS:
+            return ((4 * elements, False),) * moments
+        scales = 4 * -(
+            -elements // SCALED_ELEMENTS
+        )  # rounded up: a last, shorter group has a scale too
+        is_paged = optimizer in PAGED and elements >= PAGED_ELEMENTS
+        return ((elements, is_paged), (scales, False)) * moments
+    return tuple((4 * size, False) for size in _state_elements(shape, optimizer))
+
+
+def _state_elements(shape: Shape, optimizer: str) -> tuple[int, ...]:
+    """Return the elements of each fp32 state of one tensor."""
+    elements = math.prod(shape)
+    match optimizer:
+        case "adafactor":
+            return _second_moment(shape)
+        case "came":  # second moments of the updates and, for matrices only, of their instability
+            return (elements, *_second_moment(shape) * (1 if len(shape) < 2 else 2))
+        case "muon":  # tensors that are no matrices are trained by AdamW
+            return (elements,) * (1 if len(shape) == 2 else MOMENTS["adamw"])
+    return (elements,) * MOMENTS[optimizer]
+
+
+def _second_moment(shape: Shape) -> tuple[int, ...]:
+    """Return the elements of a factored second moment: rows and columns; a vector's is not factored."""
+    if len(shape) < 2:
+        return shape
+    # As in Adafactor's code: the last two dimensions are factored, a convolution's others are kept.
+    *others, rows, columns = shape
+    return (math.prod(others) * rows, math.prod(others) * columns)

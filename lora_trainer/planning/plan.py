@@ -26,13 +26,11 @@ from lora_trainer.config.layers import Origin, is_preset
 from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.host_memory import HostPrediction
-from lora_trainer.planning.loads import Load
-from lora_trainer.planning.memory import Prediction
+from lora_trainer.planning.load import Load
+from lora_trainer.planning.memory import HostPrediction, Prediction
 from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
 from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwise
 from lora_trainer.planning.plan_input import PlanInput
-from lora_trainer.planning.precisions import best_precision, capability
 from lora_trainer.planning.run_time import RunTime, RunTimeInputs, disk_bytes, run_length
 from lora_trainer.planning.speedups import choose_compile
 
@@ -164,7 +162,7 @@ class _Planner:
         if precision == "bf16" and self.gpu and not self.gpu.has_bf16:
             raise RequestError(
                 f"train.precision=bf16 needs compute capability 8.0 or higher, but {self.gpu.name} has "
-                f"{capability(self.gpu)}",
+                f"{self.gpu.capability}",
                 fix=fix,
             )
 
@@ -226,8 +224,20 @@ class _Planner:
         return "bf16", f"{count / 1e9:.1f} billion parameters"
 
     def _best_precision(self) -> tuple[Precision, str]:
-        family = self.inputs.facts.family
-        return best_precision(self.inputs.family.traits.precisions, self.gpu, family=family)
+        """Return the value of `train.precision=auto` and its reason."""
+        if self.gpu is None:
+            return "fp32", "16 bits save no time on a processor"
+        # Emulated bf16 would be slow, and its attention stores all scores. Every family allows fp32.
+        best = next(filter(self.gpu.computes, self.inputs.family.traits.precisions))
+        if best == "bf16":
+            return best, f"{self.gpu.capability} has bf16"
+        reason = f"{self.gpu.capability}: not known to have bf16"
+        if best == "fp32":
+            reason += (
+                f", and in fp16 {self.inputs.facts.family} bases overflow to NaN; fp32 takes twice the "
+                "memory of 16 bits and several times as long"
+            )
+        return best, reason
 
     def decide_possible(self) -> None:
         """Decide settings that this machine cannot follow: replace a preset's value, refuse the user's."""

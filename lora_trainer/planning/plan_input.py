@@ -19,9 +19,9 @@ from typing import Any
 from lora_trainer.common.memo import MemoTable
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.running import Config
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.hardware.machine import Hardware
-from lora_trainer.planning.loads import RememberedCosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,9 @@ class PlanInput:
     prompts: int | None = None
 
     @cached_property
-    def costs(self) -> RememberedCosts:
+    def costs(self) -> BaseCosts:
         """The costs of the base."""
-        return RememberedCosts(family=self.family, facts=self.facts)
+        return BaseCosts(family=self.family, facts=self.facts)
 
     @property
     def epoch(self) -> int:

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from lora_trainer.config.choices import VIEWS
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.running import RunConfig
+from lora_trainer.costs.base_costs import ELEMENT_BYTES
 from lora_trainer.lora.adapter_size import total_elements
-from lora_trainer.planning.loads import Load
+from lora_trainer.planning.load import Load
+from lora_trainer.planning.optimizer_facts import MASTER_BYTES, state_bytes
 from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.search import Evaluator
 from lora_trainer.planning.step_time import (
@@ -26,7 +28,6 @@ from lora_trainer.planning.step_time import (
     forward_work,
     middle,
 )
-from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, MASTER_BYTES, state_bytes
 
 COUNTED_IMAGES = (20, 160)
 """(fewest, most). Fewer than 20 images are trained as long as 20, or they would not be learned at all; more

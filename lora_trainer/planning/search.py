@@ -19,10 +19,10 @@ from lora_trainer.common.errors import MachineError
 from lora_trainer.config.choices import QUANTIZATIONS, BasePrecision
 from lora_trainer.config.declare import Checkpointing, Precision, settled
 from lora_trainer.config.running import Config, RunConfig
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.host_memory import HostPrediction, predict_host
-from lora_trainer.planning.loads import Load, RememberedCosts
-from lora_trainer.planning.memory import GIB, Prediction, predict
+from lora_trainer.planning.load import Load
+from lora_trainer.planning.memory import GIB, HostPrediction, Prediction, predict, predict_host
 from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.step_time import StepTime, StepWork, step_time, step_work
 
@@ -92,7 +92,7 @@ class Evaluator:
     gpu: Gpu | None
 
     @property
-    def costs(self) -> RememberedCosts:
+    def costs(self) -> BaseCosts:
         return self.inputs.costs
 
     @property

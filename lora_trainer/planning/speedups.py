@@ -13,9 +13,8 @@ from typing import Literal
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import KEEP_ATTENTION, settled
 from lora_trainer.config.running import Config
-from lora_trainer.costs.cost_table import texts_vary
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.loads import RememberedCosts
 from lora_trainer.planning.memory_choice import MemoryChoice
 from lora_trainer.planning.plan_input import PlanInput
 
@@ -75,7 +74,7 @@ def _obstacles(inputs: PlanInput, config: Config, gpu: Gpu | None) -> Iterator[s
         yield f"peft's {kind} layers cannot be compiled in one piece"
     if adapter.dropout or adapter.rank_dropout or adapter.module_dropout:
         yield "adapter dropout differs by layer, so each block would be compiled separately"
-    if texts_vary(inputs.family, inputs.facts):
+    if inputs.costs.texts_vary:
         yield "text lengths vary with this base, and each length would be compiled separately"
     if objective.prior == "base" or objective.preservation_weight:
         yield (
@@ -101,7 +100,7 @@ def _obstacles(inputs: PlanInput, config: Config, gpu: Gpu | None) -> Iterator[s
         yield "triton needs a GPU of compute capability 7.0 or higher"
 
 
-def _count_kinds(costs: RememberedCosts) -> int:
+def _count_kinds(costs: BaseCosts) -> int:
     """Return how many different blocks the base has."""
     # Blocks with the same layers in the same sizes share compiled code.
     layers: dict[str, set[tuple[str, tuple[int, int]]]] = {}

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 
 from lora_trainer.config.choices import BasePrecision
 from lora_trainer.config.declare import KEEP_ATTENTION, Precision
+from lora_trainer.costs.base_costs import BaseCosts, FrozenBase
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.host_memory import pinned_shares
-from lora_trainer.planning.loads import Load, RememberedCosts
-from lora_trainer.planning.weight_bytes import FrozenBase
+from lora_trainer.planning.load import Load
+from lora_trainer.planning.memory import pinned_shares
 
 GIB = 2**30
 Range = tuple[float, float]
@@ -148,14 +148,14 @@ class StepTime:
 
 
 def step_work(
-    load: Load, costs: RememberedCosts, *, batch_size: int, pinnable_bytes: int | None
+    load: Load, costs: BaseCosts, *, batch_size: int, pinnable_bytes: int | None
 ) -> StepWork:
     """Return the work of a step over `batch_size` images, in micro-batches of `load.micro_batch`.
 
     A process may pin `pinnable_bytes` of host memory, None: no limit. Passes for the base's own prediction
     run without gradients: they only go forward.
     """
-    cost, base = costs.sample_cost(load.workload()), costs.frozen_base(load)
+    cost, base = costs.sample_cost(load.workload()), load.frozen_base(costs)
     images, forward = batch_size * (1 + load.twice), batch_size * load.as_base
     passes, forwards = math.ceil(images / load.micro_batch), math.ceil(forward / load.micro_batch)
     # Forward, backward, and when a block is recomputed.
@@ -183,9 +183,9 @@ def step_work(
     )
 
 
-def forward_work(load: Load, costs: RememberedCosts) -> StepWork:
+def forward_work(load: Load, costs: BaseCosts) -> StepWork:
     """Return the work of one prediction of `load.micro_batch` images without gradients."""
-    cost, base = costs.sample_cost(load.workload()), costs.frozen_base(load)
+    cost, base = costs.sample_cost(load.workload()), load.frozen_base(costs)
     return StepWork(
         flops=cost.forward_flops * load.micro_batch,
         kernels=round(cost.kernels * FORWARD_KERNELS + base.is_quantized * _layer_kernels(base)),

@@ -291,15 +291,12 @@ def _is_damaged(path: Path) -> bool:
 def doctor_json(hardware: Hardware) -> dict[str, Any]:
     """Return the facts about this machine as plain values, each with its reason."""
     return {
-        "gpus": [
-            {name: getattr(gpu, name) for name in ("name", "total_bytes", "free_bytes", "driver")}
-            for gpu in hardware.gpus
-        ],
+        "gpus": {"value": [gpu.name for gpu in hardware.gpus], "reason": hardware.gpu_reason},
         "gpu_reason": hardware.gpu_reason,
         "accelerator": hardware.accelerator().reason,
         **{
-            name: {"value": fact.value, "reason": fact.reason}
-            for name, fact in hardware.facts().items()
+            name: {"value": getattr(hardware, name), "reason": reason}
+            for name, reason in hardware.reasons.items()
         },
         "packages": dict(hardware.packages),
         "package_notes": package_notes(hardware.packages),

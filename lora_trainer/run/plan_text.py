@@ -21,12 +21,10 @@ from lora_trainer.common.wording import duration_text
 from lora_trainer.config.config import all_settings, flatten
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.config.running import RunConfig
-from lora_trainer.costs.cost_table import adapter_shapes
 from lora_trainer.families.base import FileFormat
 from lora_trainer.hardware.machine import tier_problem
 from lora_trainer.lora_file.formats import format_notes, planned_contents
-from lora_trainer.planning.host_memory import HostPrediction
-from lora_trainer.planning.memory import MemoryItem
+from lora_trainer.planning.memory import HostPrediction, MemoryItem
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan
 from lora_trainer.planning.run_time import MOST_HOURS
@@ -321,16 +319,14 @@ def _in_order(phases: Iterable[Sequence[MemoryItem]]) -> list[str]:
 
 def run_warnings(prepared: Prepared) -> tuple[Finding, ...]:
     """Return warnings about the base, the GPU and the exported file; the dataset's are in `prepared.report`."""
-    config, facts = prepared.config, prepared.facts
+    config = prepared.config
     return (
         *_base(prepared),
         *_processes(prepared),
         *_enlarged(prepared),
         *_long(prepared),
         *_wide(config.adapter),
-        *optimizer_remarks(
-            config, shapes=adapter_shapes(prepared.family, facts, targets=config.adapter.targets)
-        ),
+        *optimizer_remarks(config, shapes=prepared.costs.adapter_shapes(config.adapter.targets)),
         *_card_and_file(prepared),
     )
 

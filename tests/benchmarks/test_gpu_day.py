@@ -17,7 +17,7 @@ import pytest
 from benchmarks.gpu_day.cases import SLICES, Case, Slice
 from benchmarks.gpu_day.results import Origin, Results
 from benchmarks.gpu_day.runner import Runner
-from benchmarks.gpu_day.verdicts import OPTIONS, Verdict, verdicts
+from benchmarks.gpu_day.verdicts import OPTIONS, verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -84,66 +84,36 @@ def test_the_docs_are_filled_from_a_days_results(work: Path, tmp_path: Path) -> 
 # ---- what a processor does not show
 
 
-def ways(results: Results, found: dict[str, tuple[float, float]], *, wrong: str) -> None:
-    """Write ways of one case with seconds and GiB; `found` has "as it is"."""
-    cases = {case.values["way"]: case.name for case in case_list("bits") if "way" in case.values}
-    against = "as it is"
-    for way, (seconds, gib) in found.items():
-        if way == against:
-            continue
-        row = {
-            "way": way,
-            "against": against,
-            "case": "case",
-            "promise": "bits",
-            "holds": way != wrong,
-            "same_bits": False,
-            "finite": True,
-            "loss_difference": 0.5,
-            "update_difference": 0.5,
-            "step_s": seconds,
-            "against_step_s": found[against][0],
-        }
-        for name in ("peak_bytes", "reserved_bytes"):
-            row |= {name: int(gib * GIB), f"against_{name}": int(found[against][1] * GIB)}
-        results.write("bits", cases[way], "done", seconds=1.0, result=row)
-
-
-def case_list(piece: str) -> list[Case]:
-    (found,) = (one for one in SLICES if one.name == piece)
-    return list(found.cases)
-
-
-def by_option(results: Results) -> dict[str, Verdict]:
-    return {verdict.option: verdict for verdict in verdicts(results)}
-
-
 def test_an_option_that_wins_little_everywhere_is_taken_out(tmp_path: Path) -> None:
     results = Results(folder=tmp_path, origin=HERE)
-    found = {
-        "as it is": (1.0, 20.0),
-        "full": (1.4, 8.0),
-        "selective": (1.34, 9.0),
-        "light": (1.2, 15.0),
-        "offloaded": (1.41, 7.3),
-        "compiled": (0.96, 18.5),
+    (piece,) = (one for one in SLICES if one.name == "bits")
+    cases = {case.values.get("way"): case.name for case in piece.cases}
+    against = {"against": "as it is", "against_step_s": 1.0, "against_peak_bytes": 20 * GIB}
+    for way, step_s, gib in (
+        ("full", 1.4, 8.0),
+        ("selective", 1.34, 9.0),
+        ("light", 1.2, 15.0),
+        ("offloaded", 1.41, 7.3),
+        ("compiled", 0.96, 18.5),
+    ):
+        row = {"way": way, "case": "case", "holds": way != "offloaded", **against}
+        row |= {"step_s": step_s, "peak_bytes": int(gib * GIB)}
+        results.write("bits", cases[way], "done", seconds=1.0, result=row)
+    words = {verdict.option: verdict.word for verdict in verdicts(results)}
+    assert words == {
+        **dict.fromkeys(OPTIONS, "not measured"),
+        "memory.gradient_checkpointing=full": "keep",  # 60 % of the memory
+        "memory.gradient_checkpointing=selective": "take out",  # 4.3 % of the time
+        "memory.gradient_checkpointing=light": "keep",  # 10.4 % of the time
+        "memory.gradient_checkpointing=offloaded": "wrong",
+        "hardware.compile=blocks": "take out",  # 4 % of the time, 7.5 % of the memory
     }
-    ways(results, found, wrong="offloaded")
-    said = by_option(results)
-    words = {option: verdict.word for option, verdict in said.items()}
-    assert words["memory.gradient_checkpointing=full"] == "keep", "60 % of the memory"
-    assert words["memory.gradient_checkpointing=selective"] == "take out", "4.3 % of the time"
-    assert words["memory.gradient_checkpointing=light"] == "keep", "10.4 % of the time"
-    assert words["memory.gradient_checkpointing=offloaded"] == "wrong"
-    assert words["hardware.compile=blocks"] == "take out", "4 % of the time, 7.5 % of the memory"
-    assert words["memory.base_precision=int8"] == "not measured"
-    assert set(said) == set(OPTIONS)
 
 
 def test_other_code_and_another_gpu_are_measured_anew(tmp_path: Path) -> None:
     results = Results(folder=tmp_path, origin=HERE)
-    case = case_list("pair")[0]
-    piece = next(piece for piece in SLICES if piece.name == "pair")
+    (piece,) = (piece for piece in SLICES if piece.name == "pair")
+    case = piece.cases[0]
     results.write("pair", case.name, "done", seconds=1.0, result={})
     changed = replace(results, origin=replace(HERE, code="2"))
     assert case not in results.missing(piece)

@@ -8,11 +8,12 @@ from typing import Any
 
 from lora_trainer.config.layers import Origin, resolve
 from lora_trainer.config.learning import AdapterSettings
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families import family, known_base
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.hardware.machine import GIB, Hardware, tier
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.loads import Load, RememberedCosts
+from lora_trainer.planning.load import Load
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput
 from tests.fakes.stable_diffusion import sd15_facts
@@ -114,7 +115,7 @@ def planned(base: str | BaseFacts | None = None, hardware: Hardware = MACHINE, *
 
 
 @cache
-def costs_of(base: str | None = None) -> RememberedCosts:
+def costs_of(base: str | None = None) -> BaseCosts:
     """Return the costs of a base."""
     return request(base).costs
 

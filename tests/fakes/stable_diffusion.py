@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lora_trainer.costs.cost_table import sample_cost
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families import family
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.planning.loads import RememberedCosts
 
 MINI_UNET: Mapping[str, Any] = {
     "_class_name": "UNet2DConditionModel",
@@ -28,14 +27,13 @@ MINI_UNET: Mapping[str, Any] = {
 SD15 = family("sd15")
 
 
-class WideCosts(RememberedCosts):
+class WideCosts(BaseCosts):
     """Costs in trainers that run every adapter as peft does."""
 
     @property
     def sample_cost(self) -> Callable[[Workload], SampleCost]:
-        return lambda workload: sample_cost(
-            self.family, self.facts, replace(workload, wide_adapter=True)
-        )
+        costs = BaseCosts(family=self.family, facts=self.facts)
+        return lambda workload: costs.sample_cost(replace(workload, wide_adapter=True))
 
 
 def sd15_facts() -> BaseFacts:

@@ -15,16 +15,10 @@ from diffusers import Flux2Transformer2DModel
 
 from lora_trainer import families
 from lora_trainer.config.declare import CHECKPOINTING, TARGETS
-from lora_trainer.costs.cost_table import (
-    adapter_shapes,
-    known_checkpointing,
-    linear_shapes,
-    sample_cost,
-    traced,
-    traced_cost,
-)
+from lora_trainer.costs import trace
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.sample_cost import SampleCost, Workload
-from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.families.base import Family
 from lora_trainer.families.flow import FlowFamily
 from tests.fakes.family_bases import facts_of
 
@@ -53,14 +47,15 @@ SD15 = next(iter(U_NETS))
 BASES: Mapping[str, Family] = {**U_NETS, **RELEASES}
 
 
-def facts_by_name(source: str) -> BaseFacts:
+def base(source: str, **changes: Any) -> BaseCosts:
+    """Return the costs of a release, or of one whose facts differ."""
     facts = BASES[source].releases.get(source)
     assert facts is not None
-    return facts
+    return BaseCosts(family=BASES[source], facts=replace(facts, **changes))
 
 
 def cost(source: str, **changes: Any) -> SampleCost:
-    return sample_cost(BASES[source], facts_by_name(source), replace(WORKLOAD, **changes))
+    return base(source).sample_cost(replace(WORKLOAD, **changes))
 
 
 def peak(cost: SampleCost) -> int:
@@ -73,19 +68,19 @@ def peak(cost: SampleCost) -> int:
 PLAN = """
 import sys
 from lora_trainer import families
-from lora_trainer.costs.cost_table import adapter_shapes, known_checkpointing, sample_cost
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.sample_cost import Workload
 for source in sys.argv[1:]:
     facts = families.known_base(source)
-    family = families.family(facts.family)
+    costs = BaseCosts(family=families.family(facts.family), facts=facts)
     for element_bytes in (2, 4):
         for targets in ("attention", "transformer", "all"):
-            for level in known_checkpointing(
-                family, facts, element_bytes=element_bytes, targets=targets, wide_adapter=False
-            ):
-                sample_cost(family, facts, Workload(height_px=768, width_px=1344, rank=32,
-                    element_bytes=element_bytes, targets=targets, checkpointing=level))
-            adapter_shapes(family, facts, targets=targets)
+            plain = dict(element_bytes=element_bytes, targets=targets)
+            for level in costs.known_checkpointing(wide_adapter=False, **plain):
+                costs.sample_cost(
+                    Workload(height_px=768, width_px=1344, rank=32, checkpointing=level, **plain)
+                )
+            costs.adapter_shapes(targets)
 sys.exit("torch" in sys.modules)
 """
 
@@ -101,11 +96,12 @@ def test_the_table_needs_no_torch() -> None:
         (SMALLEST, {"height_px": 640, "width_px": 416, "checkpointing": "none", "micro_batch": 3}),
         (UNPADDED, {"height_px": 832, "width_px": 832, "checkpointing": "offloaded"}),
         (SMALLEST, {"height_px": 896, "width_px": 640, "rank": 4, "targets": "attention"}),
-        (UNPADDED, {"height_px": 768, "width_px": 512, "text_tokens": 100, "micro_batch": 4}),
+        (UNPADDED, {"height_px": 768, "width_px": 512, "micro_batch": 4}),
         (SD15, {"height_px": 832, "width_px": 640, "checkpointing": "light"}),
         (SD15, {"height_px": 832, "width_px": 640, "checkpointing": "selective"}),
         (SD15, {"height_px": 384, "width_px": 320, "wide_adapter": True, "targets": "all"}),
         (SD15, {"height_px": 512, "width_px": 512, "element_bytes": 4, "micro_batch": 3}),
+        (SD15, {"height_px": 640, "width_px": 512, "chunks": 2}),
         (SDXL, {"height_px": 832, "width_px": 640, "rank": 64, "micro_batch": 2}),
     ],
 )
@@ -113,9 +109,10 @@ def test_the_table_agrees_with_a_fresh_trace_of_the_true_size(
     source: str, changes: Mapping[str, Any]
 ) -> None:
     """Bytes and FLOPs within 3 %, between the sizes, ranks, batches and texts that were traced."""
-    workload = replace(WORKLOAD, **changes)
-    fresh = traced_cost(BASES[source], facts_by_name(source), workload)
-    found = cost(source, **changes)
+    chunks, changes = changes.get("chunks", 1), {**changes}
+    changes.pop("chunks", None)
+    costs, workload = base(source, chunks=chunks), replace(WORKLOAD, **changes)
+    found, fresh = costs.sample_cost(workload), costs.traced(workload)
     assert found.saved_bytes == pytest.approx(fresh.saved_bytes, rel=0.03)
     assert found.adapter_saved_bytes == pytest.approx(fresh.adapter_saved_bytes, rel=0.03)
     assert peak(found) == pytest.approx(peak(fresh), rel=0.03)
@@ -129,7 +126,6 @@ def test_the_table_agrees_with_a_fresh_trace_of_the_true_size(
 @pytest.mark.parametrize("source", RELEASES)
 def test_each_kind_of_checkpointing_trades_bytes_for_work(source: str) -> None:
     kinds = {kind: cost(source, checkpointing=kind) for kind in CHECKPOINTING}
-    assert traced.cache_info().currsize == traced.cache_info().misses  # nothing is evicted here
     wide = cost(source, checkpointing="none", wide_adapter=True)
     none, light, selective, full, offloaded = kinds.values()
     assert 2**28 < full.saved_bytes < peak(full) < 2**33 and full.forward_bytes < peak(full)
@@ -151,84 +147,73 @@ def test_each_kind_of_checkpointing_trades_bytes_for_work(source: str) -> None:
     assert len({kind.forward_flops for kind in kinds.values()}) == 1
 
 
-def test_text_counts_where_its_length_varies() -> None:
-    short, long = cost(UNPADDED, text_tokens=64), cost(UNPADDED)
+def test_longer_texts_cost_more() -> None:
+    short, long = (base(SD15, chunks=chunks).sample_cost(WORKLOAD) for chunks in (1, 3))
     assert short.saved_bytes < long.saved_bytes
     assert short.step_flops < long.step_flops
-    assert cost(UNPADDED, text_tokens=512) == cost(UNPADDED, text_tokens=9999) == long
-    assert short.conditioning_bytes == 64 * (2560 * 4 + 8)
-    assert cost(SMALLEST, text_tokens=64) == cost(SMALLEST)
+    assert long.conditioning_bytes == 4 * (77 + 2 * 75) * 768
+    assert cost(UNPADDED).conditioning_bytes == 512 * (2560 * 4 + 8), "with a mask"
 
 
 @pytest.mark.parametrize("source", BASES)
 def test_modules_of_the_table_are_those_of_the_network(source: str) -> None:
-    family, facts = BASES[source], facts_by_name(source)
+    family, costs = BASES[source], base(source)
     with torch.device("meta"):
-        network = family.empty_denoiser(facts.architecture)
+        network = family.empty_denoiser(costs.facts.architecture)
     for targets in TARGETS:
-        shapes = adapter_shapes(family, facts, targets=targets)
+        shapes = costs.adapter_shapes(targets)
         assert list(shapes) == family.lora_targets(network, targets)
         for name, (fan_in, out, *_) in shapes.items():
             weight: Any = network.get_submodule(name).weight
             assert (weight[0].numel(), len(weight)) == (fan_in, out), name
-    linear = linear_shapes(family, facts)
-    assert linear and all(
-        isinstance(network.get_submodule(name), torch.nn.Linear) for name in linear
-    )
+    linear = map(network.get_submodule, costs.linear_shapes)
+    assert costs.linear_shapes and all(isinstance(layer, torch.nn.Linear) for layer in linear)
 
 
 # ---- what makes an architecture the same
 
 
-def is_known(facts: BaseFacts) -> bool:
-    """Return whether a base's architecture is in the table, which has few levels of wide adapters."""
-    kinds = known_checkpointing(
-        families.family(facts.family),
-        facts,
-        element_bytes=2,
-        targets="transformer",
-        wide_adapter=True,
-    )
-    return kinds == ("none", "full")
+def is_known(**changes: Any) -> bool:
+    """Return whether the table has the smallest release with changes; it has few levels of wide adapters."""
+    costs = base(SMALLEST, **changes)
+    plain: Any = {"element_bytes": 2, "targets": "transformer", "wide_adapter": True}
+    return costs.known_checkpointing(**plain) == ("none", "full")
 
 
-def test_defaults_may_be_left_out_or_written() -> None:
-    facts = facts_by_name(SMALLEST)
+def test_defaults_may_be_left_out_or_written_and_another_network_is_not_taken_for_it() -> None:
+    facts = base(SMALLEST).facts
     parameters = inspect.signature(Flux2Transformer2DModel.__init__).parameters
     defaults = {name: each.default for name, each in parameters.items() if name != "self"}
     written = {**defaults, **facts.architecture, "_diffusers_version": "0.30.0"}
     left_out = {key: value for key, value in written.items() if defaults.get(key, ...) != value}
     assert len(left_out) < len(facts.architecture) < len(written)
     for architecture in (written, left_out):
-        assert is_known(replace(facts, architecture=architecture))
-
-
-@pytest.mark.parametrize(
-    "changes", [{"num_layers": 6}, {"a_key_of_a_later_version": 1}, {"guidance_embeds": True}]
-)
-def test_another_network_is_not_taken_for_a_known_one(changes: Mapping[str, Any]) -> None:
-    facts = facts_by_name(SMALLEST)
-    assert is_known(facts)
-    assert not is_known(replace(facts, architecture={**facts.architecture, **changes}))
-    assert not is_known(replace(facts, max_tokens=facts.max_tokens - 1))
+        assert is_known(architecture=architecture)
+    for changes in ({"num_layers": 6}, {"a_key_of_a_later_version": 1}, {"guidance_embeds": True}):
+        assert not is_known(architecture={**facts.architecture, **changes})
+    assert not is_known(max_tokens=facts.max_tokens - 1)
 
 
 # ---- unknown architectures
 
 
-def test_an_unknown_architecture_is_traced_once() -> None:
+def test_an_unknown_architecture_is_traced_once_on_a_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     facts = facts_of("flux2")
-    family = families.family("flux2")
-    assert isinstance(family, FlowFamily)
-    workload = replace(WORKLOAD, height_px=128, width_px=128, element_bytes=4)
-    first = sample_cost(family, facts, workload)
-    misses = traced.cache_info().misses
-    assert sample_cost(family, facts, workload) == first
-    assert traced.cache_info().misses == misses
-    assert (
-        sample_cost(family, facts, replace(workload, rank=32)).saved_bytes
-        > first.saved_bytes * 0.99
+    workload = replace(WORKLOAD, height_px=128, width_px=144, element_bytes=4)
+
+    def costs() -> BaseCosts:
+        return BaseCosts(family=families.family("flux2"), facts=facts)
+
+    first = costs().sample_cost(workload)
+    assert first.conditioning_bytes == 4 * facts.max_tokens * int(
+        facts.architecture["joint_attention_dim"]
     )
-    assert traced.cache_info().misses == misses + 1
-    width = int(facts.architecture["joint_attention_dim"])
-    assert first.conditioning_bytes == 4 * facts.max_tokens * width
+    more = costs().sample_cost(replace(workload, rank=32))
+    assert more.saved_bytes > first.saved_bytes * 0.99
+    shapes = costs().adapter_shapes("all")
+    monkeypatch.setattr(trace, "traced_network", None)
+    monkeypatch.setattr(families.family("flux2").__class__, "empty_denoiser", None)
+    assert costs().sample_cost(workload) == first, "it is remembered"
+    assert costs().adapter_shapes("all") == shapes

@@ -19,7 +19,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.config.declare import TARGETS
 from lora_trainer.config.layers import preset_families
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.costs.cost_table import adapter_shapes
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base import (
     DENOISER,
     PARTS,
@@ -168,11 +168,12 @@ def test_targets_and_their_count_are_those_of_the_plan(name: str) -> None:
     denoiser, settings = denoiser_of(name), AdapterSettings(rank=3, targets="all")
     order = {module: place for place, (module, _) in enumerate(denoiser.named_modules())}
     by_kind = {kind: family.lora_targets(denoiser, kind) for kind in TARGETS}
+    costs = BaseCosts(family=family, facts=facts)
     for kind, modules in by_kind.items():
-        assert list(adapter_shapes(family, facts, targets=kind)) == modules
+        assert list(costs.adapter_shapes(kind)) == modules
         assert modules == sorted(set(modules), key=order.__getitem__)
     assert set(by_kind["attention"]) < set(by_kind["transformer"]) <= set(by_kind["all"])
-    shapes = adapter_shapes(family, facts, targets="all")
+    shapes = costs.adapter_shapes("all")
     for module, (fan_in, out, *kernel) in shapes.items():
         weight: Any = denoiser.get_submodule(module).weight
         assert (weight[0].numel(), len(weight)) == (fan_in, out), module

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLER = ROOT / "install" / "install.py"
-NVIDIA = "nvidia-smi"
+NVIDIA, KFD = "nvidia-smi", Path("/dev/kfd")
 AS_ROOT = "LORA_TRAIN_INSTALL_AS_ROOT"
 INDEX = "--index-url https://download.pytorch.org/whl/"
 
@@ -38,14 +39,11 @@ def load() -> ModuleType:
 installer = load()
 
 
-def run(
-    *arguments: str, programs: Path | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run install.sh with stand-ins for drivers' programs, in a home of its own."""
-    path = os.pathsep.join([*([str(programs)] if programs else []), os.environ["PATH"]])
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run install.sh, in a home of its own."""
     return subprocess.run(
         ["sh", str(ROOT / "install" / "install.sh"), *arguments],
-        env={**os.environ, AS_ROOT: "1", "PATH": path, **environment},
+        env={**os.environ, AS_ROOT: "1", **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -54,11 +52,10 @@ def run(
     )
 
 
-def program(folder: Path, name: str, answer: str) -> Path:
+def program(folder: Path, name: str, answer: str) -> None:
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\n")
     (folder / name).chmod(0o755)
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -68,86 +65,60 @@ def roomy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(AS_ROOT, "1")
 
 
-@pytest.mark.parametrize(
-    ("answer", "folders"),
-    [
-        ("NVIDIA GeForce RTX 4060, 560.94, 8.9", ["cu128"]),
-        ("NVIDIA GeForce RTX 5090, 580.65, 12.0", ["cu128", "cu130"]),
-        ("NVIDIA RTX A6000, 535.1, 8.6\nTesla P40, 535.1, 6.1", ["cu126"]),
-    ],
-)
-def test_nvidia_gpus_get_the_cuda_build_with_kernels_for_the_oldest_of_them(
-    answer: str, folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    programs = program(tmp_path / "programs", NVIDIA, answer)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(programs), prepend=os.pathsep)
-        assert installer.main(["--dry-run", "--prefix", str(tmp_path / "prefix")]) == 0
-    shown = capsys.readouterr().out
-    assert [shown.index(f"{INDEX}{folder}") for folder in folders]
-    assert shown.count(INDEX) == len(folders)
-    assert "[cuda,gui,log]" in shown
-    assert not (tmp_path / "prefix").exists(), "a dry run writes nothing"
+def dry_run(
+    patch: pytest.MonkeyPatch, folder: Path, programs: Mapping[str, str], *, system: str = "linux"
+) -> int:
+    """Say what would be installed on a machine whose drivers' programs give these answers."""
+    patch.setattr(installer.sys, "platform", system)
+    patch.setattr(installer.platform, "machine", lambda: "arm64")
+    is_amd, exists = "rocminfo" in programs, Path.exists
+    patch.setattr(Path, "exists", lambda path: is_amd if path == KFD else exists(path))
+    for name, answer in programs.items():
+        program(folder / "programs", name, answer)
+    patch.setenv("PATH", str(folder / "programs"), prepend=os.pathsep)
+    code: int = installer.main(["--dry-run", "--prefix", str(folder / "prefix")])
+    assert not exists(folder / "prefix"), "a dry run writes nothing"
+    return code
 
 
 @pytest.mark.parametrize(
-    ("answer", "sentence"),
+    ("programs", "system", "builds"),
     [
-        ("NVIDIA GeForce GTX 970, 470.82, 5.2", "driver 470.82, PyTorch needs 525 or newer"),
-        ("no devices", "names no GPU"),
+        ({NVIDIA: "NVIDIA GeForce RTX 4060, 560.94, 8.9"}, "linux", ["cu128"]),
+        ({NVIDIA: "NVIDIA GeForce RTX 5090, 580.65, 12.0"}, "linux", ["cu128", "cu130"]),
+        ({NVIDIA: "NVIDIA RTX A6000, 535.1, 8.6\nTesla P40, 535.1, 6.1"}, "linux", ["cu126"]),
+        ({"rocminfo": "  Name: gfx1100"}, "linux", ["rocm6.4", "rocm7.0", "rocm7.1", "rocm7.2"]),
+        ({"xpu-smi": "Device Name: Intel(R) Arc(TM) A770"}, "linux", ["xpu"]),
+        ({}, "linux", ["cpu"]),
+        ({}, "darwin", []),  # the ordinary torch is Apple's
     ],
+    ids=["new", "newest", "oldest of two", "amd", "intel", "none", "apple"],
 )
-def test_a_driver_that_cannot_work_is_refused_with_the_remedy(
-    answer: str,
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv(
-        "PATH", str(program(tmp_path / "programs", NVIDIA, answer)), prepend=os.pathsep
-    )
-    assert installer.main(["--dry-run", "--prefix", str(tmp_path / "prefix")]) == 1
-    said = capsys.readouterr().err
-    assert sentence in said and "--gpu cpu" in said and said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("programs", "folder"),
-    [
-        ({"rocminfo": "  Name: gfx1100"}, "rocm6.4"),
-        ({"xpu-smi": "Device Name: Intel(R) Arc(TM) A770"}, "xpu"),
-        ({}, "cpu"),
-    ],
-    ids=["amd", "intel", "none"],
-)
-def test_other_gpus_get_their_build(
+def test_each_gpu_gets_the_builds_of_torch_that_have_its_kernels(
     programs: Mapping[str, str],
-    folder: str,
+    system: str,
+    builds: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(installer, "_ask", lambda name, *_: programs.get(name, ""))
-    exists = Path.exists
-    monkeypatch.setattr(
-        Path,
-        "exists",
-        lambda path: "rocminfo" in programs if str(path) == "/dev/kfd" else exists(path),
-    )
-    assert installer.main(["--dry-run", "--prefix", str(tmp_path)]) == 0
+    assert dry_run(monkeypatch, tmp_path, programs, system=system) == 0
     shown = capsys.readouterr().out
-    assert f"{INDEX}{folder}" in shown and "[gui,log]" in shown
+    assert re.findall(rf"{INDEX}(\S+)", shown) == builds
+    assert f"install --upgrade torch==2.13.0{' --index' if builds else chr(10)}" in shown
+    assert ("[cuda,gui,log]" if NVIDIA in programs else "[gui,log]") in shown
 
 
-def test_an_apple_gpu_takes_the_ordinary_torch(
+def test_a_driver_that_cannot_work_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(installer.sys, "platform", "darwin")
-    monkeypatch.setattr(installer.platform, "machine", lambda: "arm64")
-    assert installer.main(["--dry-run", "--prefix", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "install --upgrade torch==2.13.0\n" in shown and "--index-url" not in shown
+    for answer, sentence in (
+        ("NVIDIA GeForce GTX 970, 470.82, 5.2", "driver 470.82, PyTorch needs 525 or newer"),
+        ("no devices", "names no GPU"),
+    ):
+        assert dry_run(monkeypatch, tmp_path, {NVIDIA: answer}) == 1
+        said = capsys.readouterr().err
+        assert sentence in said and "--gpu cpu" in said and said.count("\n") == 1
 
 
 def test_a_small_disk_root_and_an_old_python_are_refused(

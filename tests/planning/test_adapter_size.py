@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from peft.tuners.lokr.layer import factorization
 from torch import nn
 
-from lora_trainer import families
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.costs.cost_table import adapter_shapes
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.adapter_size import (
     adapter_tensors,
@@ -22,7 +20,6 @@ from lora_trainer.lora.adapter_size import (
     layer_width,
     total_elements,
 )
-from tests.fakes.family_bases import denoiser_of, facts_of
 
 KINDS = [
     {},
@@ -68,22 +65,6 @@ def test_the_count_is_that_of_the_injected_adapter(values: dict[str, Any]) -> No
     assert Counter(map(planned, adapter_tensors(shapes, chosen).elements())) == injected
     real = sum(parameter.numel() for parameter in adapter.parameters())
     assert total_elements(injected) == real
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{"conv_rank": 2}, {"kind": "lokr", "conv_rank": 1, "lokr_factor": 2}],
-    ids=str,
-)
-def test_the_plan_knows_which_layers_of_a_base_are_convolutions(values: dict[str, Any]) -> None:
-    """A 3x3 convolution has a rank of its own, and LoKr splits its channels, not its kernel."""
-    family, facts = families.family(families.DEFAULT_FAMILY), facts_of(families.DEFAULT_FAMILY)
-    denoiser, chosen = denoiser_of(family.name), settings(targets="all", **values)
-    modules = {"denoiser": family.lora_targets(denoiser, "all")}
-    adapter = inject({"denoiser": denoiser}, modules=modules, settings=chosen, alpha=4.0, seed=0)
-    injected = sum(parameter.numel() for parameter in adapter.parameters())
-    shapes = adapter_shapes(family, facts, targets="all")
-    assert total_elements(adapter_tensors(shapes, chosen)) == injected
 
 
 @given(dimension=st.integers(1, 3000), factor=st.sampled_from([-1, 1, 2, 3, 4, 7, 8, 16, 64]))

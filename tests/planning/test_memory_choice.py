@@ -298,16 +298,6 @@ def test_on_a_processor_the_base_stays_whole_unless_asked() -> None:
         assert made.host is None
 
 
-def test_a_typed_precision_stays_and_the_error_names_one_that_fits() -> None:
-    tight = machine(6, ram_gib=14)
-    assert kept(planned(FLUX, tight))[0] != "bf16"
-    with pytest.raises(MachineError) as caught:
-        planned(FLUX, tight, overrides={BASE: "bf16"})
-    key, value = parse_assignment(caught.value.fix.split()[2].rstrip(","))
-    assert key == BASE
-    assert planned(FLUX, tight, overrides={BASE: value}).memory.fits
-
-
 def test_blocks_that_cannot_be_pinned_are_priced_and_fewer_bits_may_be_the_better_way() -> None:
     """WSL2 lets a process pin half a GiB; streaming then takes what its slow copies take."""
     bound = replace(MACHINE, pinnable_bytes=GIB // 2)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from lora_trainer.planning.plan import Plan
-from scripts.plan_tables import planned as release_planned
 from tests.fakes.plans import WITHOUT_CARD, middle, planned
 
 STEPS, DRAWN, VALIDATED = "train.steps", "sampling.every_steps", "train.validate_every_steps"
@@ -25,11 +24,8 @@ def part_s(made: Plan, part: str) -> float:
 def test_a_run_is_more_than_its_steps() -> None:
     made, parts = timed(), ["start", "caching", "steps", "validation", "sample images", "saves"]
     assert list(made.run_time.parts) == parts
-    low, high = made.seconds_per_step
-    assert made.run_time.parts["steps"] == (made.steps * low, made.steps * high)
     assert all(0 < low < high for low, high in made.run_time.parts.values())
     assert made.run_time.seconds == pytest.approx(sum(part_s(made, part) for part in parts))
-    assert made.run_time.low_s == sum(low for low, _ in made.run_time.parts.values())
     on_processor = planned(None, WITHOUT_CARD, held_out_count=2)
     assert on_processor.run_time.low_s > on_processor.steps * on_processor.seconds_per_step[0]
 
@@ -53,16 +49,6 @@ def test_validation_and_samples_are_counted_by_their_passes() -> None:
     )
     assert of_four == pytest.approx(2 * of_two)
     assert of_four - unguided == pytest.approx(3 * 4 * 10 * forward_s, rel=0.01), "guided: twice"
-
-
-def test_flux_is_guided_in_one_pass() -> None:
-    per_pass = []
-    for source in ("black-forest-labs/FLUX.1-dev", "lodestones/Chroma1-HD"):
-        made = release_planned(source, "24 GiB (RTX 4090)", "balanced")
-        times = 1 + -(-made.steps // int(made.config.sampling.every_steps))
-        per_pass.append(part_s(made, "sample images") / (made.config.sampling.steps * times))
-    # FLUX.1 streams 20 blocks there, Chroma fewer, so a prediction of one takes a little longer.
-    assert per_pass[1] == pytest.approx(2 * per_pass[0], rel=0.15)
 
 
 def test_samples_are_drawn_less_often_where_they_would_take_much_of_the_run() -> None:

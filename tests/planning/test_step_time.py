@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families import family
 from lora_trainer.hardware.machine import GIB
-from lora_trainer.planning.loads import RememberedCosts
 from lora_trainer.planning.step_time import step_time, step_work
 from tests.fakes.plans import CARD, FLUX, costs_of, load_of
 from tests.fakes.stable_diffusion import WideCosts, mini_facts, sd15_facts
@@ -17,7 +17,7 @@ from tests.fakes.stable_diffusion import WideCosts, mini_facts, sd15_facts
 SD15 = family("sd15")
 
 
-def work_of(costs: RememberedCosts, *, batch_size: int = 1, **changes: Any) -> Any:
+def work_of(costs: BaseCosts, *, batch_size: int = 1, **changes: Any) -> Any:
     return step_work(load_of(**changes), costs, batch_size=batch_size, pinnable_bytes=None)
 
 
@@ -48,7 +48,7 @@ def test_published_steps_lie_in_the_range() -> None:
 def test_a_measured_step_on_two_cores_lies_in_the_range() -> None:
     """300 steps of 8 images of 64 px on a U-Net of this size took 55 s on two cores."""
     small = {"precision": "fp32", "base_precision": "fp32", "bucket_px": (64, 64)}
-    costs = RememberedCosts(family=SD15, facts=mini_facts())
+    costs = BaseCosts(family=SD15, facts=mini_facts())
     work = work_of(costs, batch_size=8, targets="all", **small)
     two, one = (step_time(work, gpu=None, threads=count, precision="fp32") for count in (2, 1))
     assert two.low_s < 55 / 300 < two.high_s

@@ -19,8 +19,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
 from lora_trainer.hardware.devices import pinned_bytes
 from lora_trainer.lora.adapter import Adapter, inject
-from lora_trainer.planning.optimizer_facts import OPTIMIZERS
-from lora_trainer.planning.weight_bytes import copied_bytes, state_bytes
+from lora_trainer.planning.optimizer_facts import OPTIMIZERS, copied_bytes, state_bytes
 from lora_trainer.run.saving import copied
 from lora_trainer.training.optimizers import build_optimizer
 

@@ -1,7 +1,7 @@
-"""The settings that decide memory and time, the costs of a base remembered, and the memory beside tensors. No torch.
+"""The settings that decide memory and time, and the memory beside tensors. No torch.
 
-The search varies a `Load`; `RememberedCosts` computes each question about a base once; `DeviceSurroundings` has the
-memory that no tensor can have: library workspaces, a growing desktop, holes between tensors.
+The search varies a `Load`; `DeviceSurroundings` has the memory that no tensor can have: library workspaces, a
+growing desktop, holes between tensors.
 
 Holes. With expandable segments a pool is one range that grows by pages, so only the last pages and the
 holes are lost. A hole stays where a long-lived tensor was put behind a short-lived one: a block's
@@ -13,28 +13,16 @@ highest that replays of default plans have shown (`scripts/allocator_table.py`, 
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from dataclasses import dataclass
 
 from lora_trainer.config.choices import BasePrecision
-from lora_trainer.config.declare import Checkpointing, Precision, Targets
+from lora_trainer.config.declare import Checkpointing, Precision
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.costs.cost_table import (
-    adapter_shapes,
-    known_checkpointing,
-    linear_shapes,
-    sample_cost,
-)
-from lora_trainer.costs.sample_cost import SampleCost, Workload
-from lora_trainer.families.base import BaseFacts, Family, Part
+from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts, FrozenBase
+from lora_trainer.costs.sample_cost import Workload
 from lora_trainer.hardware.devices import TorchType
 from lora_trainer.hardware.machine import GIB, desktop_bytes
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.lora.adapter_size import Shape, adapter_tensors
-from lora_trainer.planning.weight_bytes import ELEMENT_BYTES, FrozenBase
 
 MIB = 2**20
 CUBLAS_BYTES, HOPPER_CUBLAS_BYTES = 8320 * 2**10, 32 * MIB
@@ -99,88 +87,6 @@ def runs_wide(adapter: AdapterSettings) -> bool:
     return adapter.kind != "lora" or adapter.dora
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class RememberedCosts:
-    """The facts and costs of one base, each computed once, as a search asks for the same few many times."""
-
-    family: Family
-    facts: BaseFacts
-    tensors: dict[str, Counter[Shape]] = field(default_factory=dict)
-    """What `adapter_tensors` has counted, by the adapter's settings."""
-
-    @cached_property
-    def sample_cost(self) -> Callable[[Workload], SampleCost]:
-        return cache(partial(sample_cost, self.family, self.facts))
-
-    @cached_property
-    def linear_shapes(self) -> Mapping[str, tuple[int, int]]:
-        return linear_shapes(self.family, self.facts)
-
-    @cached_property
-    def text_adapter_shapes(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
-        return self.family.text_adapter_shapes(self.facts)
-
-    @cached_property
-    def adapter_shapes(self) -> Callable[[Targets], Mapping[str, tuple[int, ...]]]:
-        return cache(lambda targets: adapter_shapes(self.family, self.facts, targets=targets))
-
-    @cached_property
-    def _bases(self) -> Callable[[Precision, BasePrecision], FrozenBase]:
-        return cache(
-            lambda precision, kept_as: FrozenBase(
-                parameters=self.parameters("denoiser"),
-                shapes=self.linear_shapes,
-                quantization_skip=self.family.traits.quantization_skip,
-                block_pattern=self.family.traits.block_pattern,
-                dtype=precision,
-                kept_as=kept_as,
-            )
-        )
-
-    def frozen_base(self, load: Load) -> FrozenBase:
-        return self._bases(load.precision, load.base_precision)
-
-    def parameters(self, part: Part) -> int:
-        """Return the number of weights in a part of the base."""
-        return self.facts.parts[part].parameters
-
-    def known_checkpointing(
-        self, *, precision: Precision, adapter: AdapterSettings
-    ) -> tuple[Checkpointing, ...]:
-        """Return the checkpointing levels whose costs are known for an adapter."""
-        return known_checkpointing(
-            self.family,
-            self.facts,
-            element_bytes=ELEMENT_BYTES[precision],
-            targets=adapter.targets,
-            wide_adapter=runs_wide(adapter),
-        )
-
-    def block_of(self, module: str) -> str:
-        """Return the name of the repeated block a module is in, or the empty string."""
-        match = re.match(self.family.traits.block_pattern, module)
-        return match[0] if match else ""
-
-    @cached_property
-    def blocks(self) -> frozenset[str]:
-        """Names of the repeated blocks."""
-        return frozenset(map(self.block_of, self.linear_shapes)) - {""}
-
-    def adapter_tensors(self, settings: AdapterSettings) -> Counter[Shape]:
-        """Return how many trained tensors there are of each shape: adapters and new tokens."""
-        key = settings.model_dump_json()  # hash() refuses settings, because of `rank_pattern`
-        if key not in self.tensors:
-            tensors = adapter_tensors(self.adapter_shapes(settings.targets), settings)
-            for component, text_shapes in self.text_adapter_shapes.items():
-                if settings.text_encoder:
-                    tensors += adapter_tensors(text_shapes, settings, component=component)
-                if settings.new_tokens:
-                    width = next(iter(text_shapes.values()))[0]  # of the first layer's input
-                    tensors += Counter({(settings.new_tokens, width): 1})
-            self.tensors[key] = tensors
-        return self.tensors[key]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """The settings that decide how much memory and time a run takes; `bucket_px` is (width, height).
@@ -223,3 +129,7 @@ class Load:
             micro_batch=min(self.micro_batch, 2),
             wide_adapter=runs_wide(self.adapter),
         )
+
+    def frozen_base(self, costs: BaseCosts) -> FrozenBase:
+        """Return the base's weights in this load's precisions."""
+        return costs.frozen_base(self.precision, self.base_precision)

@@ -1,0 +1,334 @@
+"""What a base costs: its frozen weights, the shapes of its adapters, and training on a sample of it. No torch.
+
+Inputs are a family, the facts of a base and settings; outputs bytes, shapes and the planner's `SampleCost`, each
+computed once. The public releases are in a table (`cost_table.py`). Any other architecture is run on `meta`,
+once per workload, and the result remembered on this machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property, lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lora_trainer.common.errors import MachineError
+from lora_trainer.common.files import user_cache_folder
+from lora_trainer.common.memo import MemoTable
+from lora_trainer.config.choices import (
+    QUANTIZATIONS,
+    BasePrecision,
+    moved_bytes,
+    saved_bytes,
+    weight_bytes,
+)
+from lora_trainer.config.declare import CHECKPOINTING, TARGETS, Checkpointing, Precision, Targets
+from lora_trainer.config.learning import AdapterSettings
+from lora_trainer.costs.cost_table import entry, release_of, tabled
+from lora_trainer.costs.sample_cost import SampleCost, Workload
+from lora_trainer.families.base import BaseFacts, Family, Part
+from lora_trainer.lora.adapter_size import Shape, adapter_tensors
+
+if TYPE_CHECKING:
+    from lora_trainer.costs.trace import TracedNetwork
+
+ELEMENT_BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenBase:
+    """The weights of a base: `shapes` are (fan_in, out) of the linear layers in its repeated blocks.
+
+    If `kept_as` is a quantisation, these layers are quantised, except layers with a part of their name
+    in `quantization_skip`; everything else (embeddings, norms, biases, convolutions) stays in `dtype`.
+    `block_pattern` matches the block's name at the beginning of a layer's name.
+    """
+
+    parameters: int
+    shapes: Mapping[str, tuple[int, int]]
+    quantization_skip: tuple[str, ...]
+    block_pattern: str
+    dtype: Precision
+    kept_as: BasePrecision
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.kept_as in QUANTIZATIONS
+
+    @cached_property
+    def linear_bytes(self) -> int:
+        """Bytes of the layers of `shapes`, with their scales."""
+        return sum(self.layer_bytes.values())
+
+    @cached_property
+    def layer_bytes(self) -> Mapping[str, int]:
+        """Bytes of each layer of `shapes` as it is kept."""
+        return {
+            name: weight_bytes(fan_in=fan_in, out=out, precision=self._precision(name))
+            for name, (fan_in, out) in self.shapes.items()
+        }
+
+    def _precision(self, name: str) -> BasePrecision:
+        # Whole parts of the name: `norm` skips `norm.linear`, not `normal_attention`.
+        return self.dtype if set(name.split(".")) & set(self.quantization_skip) else self.kept_as
+
+    @cached_property
+    def linear_elements(self) -> int:
+        """Weights in the layers of `shapes`, counted."""
+        return sum(fan_in * out for fan_in, out in self.shapes.values())
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of all weights outside `shapes`, which are never quantised."""
+        return (self.parameters - self.linear_elements) * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole base."""
+        return self.linear_bytes + self.other_bytes
+
+    @property
+    def dequantized_bytes(self) -> int:
+        """Bytes of the largest layer when dequantised; one layer is at a time. 0: the base is unquantised."""
+        if not self.is_quantized:
+            return 0
+        # Layers are dequantised where they are multiplied and freed at once, so only the largest counts.
+        largest = max((fan_in * out for fan_in, out in self.shapes.values()), default=0)
+        return largest * ELEMENT_BYTES[self.dtype]
+
+    @cached_property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of each repeated block that can be streamed, in module order, without biases and norms."""
+        blocks: dict[str, int] = {}
+        pattern = re.compile(self.block_pattern)
+        for name, size in self.layer_bytes.items():
+            if match := pattern.match(name):
+                blocks[match[0]] = blocks.get(match[0], 0) + size
+        return tuple(blocks.values())
+
+    def streamed_bytes(self, count: int) -> int:
+        """Return the bytes that `count` streamed blocks take in host memory, and that each pass copies."""
+        return moved_bytes(self.block_bytes, count) if count else 0
+
+    def buffer_bytes(self, count: int) -> int:
+        """Return the bytes of the device buffers through which `count` streamed blocks pass."""
+        return self.streamed_bytes(count) - saved_bytes(self.block_bytes, count)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BaseCosts:
+    """The costs of one base, each computed once, as a search asks for the same few many times."""
+
+    family: Family
+    facts: BaseFacts
+    tensors: dict[str, Counter[Shape]] = field(default_factory=dict)
+    """What `adapter_tensors` has counted, by the adapter's settings."""
+
+    def parameters(self, part: Part) -> int:
+        """Return the number of weights in a part of the base."""
+        return self.facts.parts[part].parameters
+
+    # ---- training on a sample
+
+    @cached_property
+    def sample_cost(self) -> Callable[[Workload], SampleCost]:
+        """Return the cost of a workload: from the table, or of an unknown architecture traced."""
+        return cache(self._sample_cost)
+
+    def _sample_cost(self, workload: Workload) -> SampleCost:
+        cost = None
+        if self._release is not None:
+            cost = tabled(self._release, workload, text_tokens=self.facts.text_tokens)
+        cost = cost or self.traced(workload)
+        return replace(cost, conditioning_bytes=self._conditioning_bytes)
+
+    @cached_property
+    def _release(self) -> Mapping[str, Any] | None:
+        return release_of(self.facts)
+
+    @cached_property
+    def _prompt(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the longest encoded prompt."""
+        tokens = self.facts.text_tokens
+        return self.family.prompt_shapes(self.facts.architecture, text_tokens=tokens)
+
+    @property
+    def texts_vary(self) -> bool:
+        """Whether texts keep their own length, with a mask, instead of being padded to one length."""
+        return any(name.endswith("mask") for name in self._prompt)
+
+    @property
+    def _conditioning_bytes(self) -> int:
+        """Bytes of one encoded prompt as it is cached: float32, masks int64."""
+        sizes = {name: math.prod(shape) for name, shape in self._prompt.items()}
+        return sum(size * (8 if name.endswith("mask") else 4) for name, size in sizes.items())
+
+    def known_checkpointing(
+        self, *, element_bytes: int, targets: Targets, wide_adapter: bool
+    ) -> tuple[Checkpointing, ...]:
+        """Return the levels in the table; all levels for an architecture that is traced anyway."""
+        costs = {} if self._release is None else self._release["costs"]
+        traces = costs.get(entry(element_bytes, wide=wide_adapter), {}).get(targets, {})
+        return tuple(kind for kind in CHECKPOINTING if kind in traces) or CHECKPOINTING
+
+    # ---- layers
+
+    @cached_property
+    def adapter_shapes(self) -> Callable[[Targets], Mapping[str, tuple[int, ...]]]:
+        """Return (fan_in, out) of each denoiser module that gets an adapter, in module order.
+
+        `fan_in` is input channels times kernel elements; a kernel of several elements adds its size as a
+        third number.
+        """
+        # For an adapter a convolution of one element is a linear layer.
+        return cache(
+            lambda targets: {
+                name: shape[:2] if shape[-1] == 1 else shape
+                for name, shape in self.layer_shapes(targets).items()
+            }
+        )
+
+    @cached_property
+    def linear_shapes(self) -> Mapping[str, tuple[int, int]]:
+        """(fan_in, out) of the linear layers that quantisation takes, in module order."""
+        skipped = set(self.family.traits.quantization_skip)
+        return {
+            name: (shape[0], shape[1])
+            for name, shape in self.layer_shapes("all").items()
+            if len(shape) == 2 and skipped.isdisjoint(name.split("."))
+        }
+
+    def layer_shapes(self, targets: Targets) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of each adapted layer; a convolution's has the elements of its kernel last."""
+        if self._release is None:
+            return self.built_shapes(targets)
+        included = TARGETS[: TARGETS.index(targets) + 1]
+        return {
+            f"{prefix}{index}.{name}": tuple(shape)
+            for prefix, first, count, modules in self._release["modules"]
+            for index in range(first, first + count)
+            for name, (*shape, least) in modules.items()
+            if least in included
+        }
+
+    def block_of(self, module: str) -> str:
+        """Return the name of the repeated block a module is in, or the empty string."""
+        match = re.match(self.family.traits.block_pattern, module)
+        return match[0] if match else ""
+
+    @cached_property
+    def blocks(self) -> frozenset[str]:
+        """Names of the repeated blocks."""
+        return frozenset(map(self.block_of, self.linear_shapes)) - {""}
+
+    @cached_property
+    def frozen_base(self) -> Callable[[Precision, BasePrecision], FrozenBase]:
+        """Return the frozen weights in a training precision, with the blocks kept in another."""
+        return cache(
+            lambda precision, kept_as: FrozenBase(
+                parameters=self.parameters("denoiser"),
+                shapes=self.linear_shapes,
+                quantization_skip=self.family.traits.quantization_skip,
+                block_pattern=self.family.traits.block_pattern,
+                dtype=precision,
+                kept_as=kept_as,
+            )
+        )
+
+    @cached_property
+    def text_adapter_shapes(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        return self.family.text_adapter_shapes(self.facts)
+
+    def adapter_tensors(self, settings: AdapterSettings) -> Counter[Shape]:
+        """Return how many trained tensors there are of each shape: adapters and new tokens."""
+        key = settings.model_dump_json()  # hash() refuses settings, because of `rank_pattern`
+        if key not in self.tensors:
+            tensors = adapter_tensors(self.adapter_shapes(settings.targets), settings)
+            for component, text_shapes in self.text_adapter_shapes.items():
+                if settings.text_encoder:
+                    tensors += adapter_tensors(text_shapes, settings, component=component)
+                if settings.new_tokens:
+                    width = next(iter(text_shapes.values()))[0]  # of the first layer's input
+                    tensors += Counter({(settings.new_tokens, width): 1})
+            self.tensors[key] = tensors
+        return self.tensors[key]
+
+    # ---- an architecture that is not in the table
+
+    def traced(self, workload: Workload) -> SampleCost:
+        """Trace the network on the meta device, once on this machine; `conditioning_bytes` stays 0."""
+
+        def trace() -> dict[str, Any]:
+            # Only the fields that change the network; the others are sizes of its inputs.
+            built = replace(workload, height_px=0, width_px=0, checkpointing="none", micro_batch=1)
+            return asdict(self._network(built).sample_cost(workload))
+
+        return SampleCost(**self._remembered(json.dumps(asdict(workload)), trace))
+
+    @cached_property
+    def _network(self) -> Callable[[Workload], TracedNetwork]:
+        from lora_trainer.costs.trace import traced_network
+
+        return lru_cache(maxsize=4)(
+            lambda workload: traced_network(self.family, self.facts, workload, prompt=self._prompt)
+        )
+
+    def built_shapes(self, targets: Targets) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of each adapted layer of a network, as in the table; it is built on the meta device."""
+
+        def build() -> dict[str, tuple[int, ...]]:
+            import torch
+
+            with torch.device("meta"):
+                network = self.family.empty_denoiser(self.facts.architecture)
+            shapes: dict[str, tuple[int, ...]] = {}
+            for name in self.family.lora_targets(network, targets):
+                weight: Any = network.get_submodule(name).weight
+                out, _, *kernel = weight.shape
+                shape = (math.prod(weight.shape[1:]), int(out))
+                shapes[name] = (*shape, math.prod(kernel)) if kernel else shape
+            return shapes
+
+        shapes = self._remembered(targets, build)
+        return {name: tuple(shape) for name, shape in shapes.items()}
+
+    def _remembered(self, question: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the answer of an earlier process, or compute it and remember it where that is possible."""
+        facts, memo = self.facts, _memo()
+        case = [facts.family, facts.max_tokens, facts.text_tokens, dict(facts.architecture)]
+        key = f"{json.dumps(case)} {question}"
+        if (answer := memo.get(key)) is None:
+            answer = json.dumps(compute())
+            memo.put(key, answer)
+            with suppress(MachineError):  # `plan` only reads; it works where nothing can be written
+                memo.save()
+        plain: dict[str, Any] = json.loads(answer)
+        return plain
+
+
+@lru_cache(maxsize=1)
+def _memo() -> MemoTable:
+    """Return the traces of earlier processes: a trace takes a second, and importing torch three more.
+
+    It is in the folder of the user, as the sizes of a network do not depend on a run's settings.
+    """
+    return MemoTable.load(user_cache_folder(), "traces", version=_code_version())
+
+
+def _code_version() -> str:
+    """Return a digest of the code that a trace depends on: ours, and the versions of the libraries."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for room in ("costs", "families", "lora", "network"):
+        for file in sorted((package / room).rglob("*.py")):
+            digest.update(file.read_bytes())
+    libraries = {name: version(name) for name in ("torch", "diffusers", "transformers", "peft")}
+    return f"{digest.hexdigest()[:16]} {libraries}"
