@@ -129,6 +129,9 @@ def planned(cell: Cell, **settings: Any) -> Plan:
             images=IMAGES,
             samples_per_epoch=IMAGES,
             buckets=list(_buckets(facts, resolved.config.data)),
+            latents=IMAGES,
+            texts=IMAGES,
+            prompts=resolved.config.sampling.prompts_from_captions,
         )
     )
 

@@ -109,20 +109,18 @@ def planned(source: str, card: str, priority: Priority = "balanced") -> Plan:
     facts = known_base(source)
     assert facts is not None
     hardware = machine(card)
+    resolved = resolve(
+        family=facts.family,
+        tier=tier(hardware.gpus[0].total_bytes),
+        priority=priority,
+        preset="auto",
+        config_file=None,
+        overrides={},
+    )
     return plan(
         PlanInput(
             decided={"output.format": ("kohya", "known before")},
-            resolved=lowered_to(
-                resolve(
-                    family=facts.family,
-                    tier=tier(hardware.gpus[0].total_bytes),
-                    priority=priority,
-                    preset="auto",
-                    config_file=None,
-                    overrides={},
-                ),
-                resolution_px=facts.resolution_px,
-            ),
+            resolved=lowered_to(resolved, resolution_px=facts.resolution_px),
             facts=facts,
             family=family(facts.family),
             hardware=hardware,
@@ -132,6 +130,7 @@ def planned(source: str, card: str, priority: Priority = "balanced") -> Plan:
             buckets=[],
             latents=TRAINED + HELD_OUT,
             texts=TRAINED + HELD_OUT,
+            prompts=resolved.config.sampling.prompts_from_captions,
         )
     )
 

@@ -9,6 +9,7 @@ import pytest
 
 from lora_trainer.cli import main
 from lora_trainer.measuring import bench as bench_module
+from lora_trainer.measuring.bench import BenchRow
 from tests.fakes.runs import SETTINGS, Toy, toy
 
 
@@ -28,12 +29,13 @@ def arguments(place: Toy, *words: str, steps: int = 2, **settings: Any) -> list[
 def test_variants_differ_in_one_setting_from_the_plan_and_are_compared_with_it(
     place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(_request: Any, variant: Any, **_: Any) -> bench_module.BenchRow:
-        row = {"name": variant.name, "settings": variant.settings}
-        if variant.settings == {"memory.micro_batch": 6}:
-            return bench_module.BenchRow(**row, failure="error: no memory")
-        speed = 2.0 if variant.settings else 1.0
-        return bench_module.BenchRow(**row, images_per_s=speed, peak_bytes=1 << 30)
+    def measure(_request: Any, settings: Any, **_: Any) -> BenchRow:
+        name = next(iter(settings.items()), ("as planned",))
+        row = {"name": "=".join(map(str, name)), "settings": settings}
+        if settings == {"memory.micro_batch": 6}:
+            return BenchRow(**row, failure="error: no memory")
+        speed = 2.0 if settings else 1.0
+        return BenchRow(**row, images_per_s=speed, peak_bytes=1 << 30)
 
     monkeypatch.setattr(bench_module, "_measure", measure)
     monkeypatch.setenv("COLUMNS", "120")
@@ -57,12 +59,12 @@ def test_variants_differ_in_one_setting_from_the_plan_and_are_compared_with_it(
 def test_rows_are_what_trainings_of_their_own_measured(
     place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ({}, {"memory.micro_batch": 1}, {"adapter.rank": 0})
-    tried = [bench_module.Variant(name=str(each), settings=each) for each in settings]
+    tried = ({}, {"memory.micro_batch": 1}, {"adapter.rank": 0})
     monkeypatch.setattr(bench_module, "variants", lambda _prepared: iter(tried))
     before = sorted(path.name for path in place.folder.iterdir())
     assert main.run(arguments(place, "--json", train__batch_size=2)) == 0
     planned, single, broken = json.loads(capsys.readouterr().out)
+    assert [planned["name"], single["name"]] == ["as planned", "memory.micro_batch=1"]
     for row in (planned, single):
         assert row["failure"] is None
         assert row["images_per_s"] == pytest.approx(2 / row["seconds_per_step"])

@@ -1,12 +1,20 @@
-"""`profile`: the real loop under torch's profiler, a trace on the disk, and a training left as it was."""
+"""`profile`: the real loop under torch's profiler, a trace on the disk, and what sets the pace, with advice."""
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lora_trainer.cli import main
+from lora_trainer.config.config import build_config, setting_keys
+from lora_trainer.config.running import Config
+from lora_trainer.measuring.profile import Measured, verdict
 from tests.fakes.runs import SETTINGS, Toy, toy, trajectory
 
 
@@ -28,11 +36,8 @@ def test_the_steps_are_those_of_a_training_and_leave_a_trace(
 ) -> None:
     assert main.run(arguments(place, steps=2)) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["shares"].keys() == {"data", "host", "compute", "memory", "saving"}
-    assert sum(found["shares"].values()) == pytest.approx(1)
-    assert found["cause"] in found["shares"]
-    assert found["sentence"]
-    assert found["steps"] == 2
+    assert sum(found["shares"].values()) == pytest.approx(1) and found["cause"] in found["shares"]
+    assert found["sentence"] and found["steps"] == 2
     operations = found["operations"]
     assert any("conv" in name or "mm" in name for name in operations)
     assert sum(operations.values()) <= found["seconds_per_step"] * 2, "means a step, not sums"
@@ -50,3 +55,99 @@ def test_the_steps_are_those_of_a_training_and_leave_a_trace(
 def test_too_few_steps_are_refused(place: Toy, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(arguments(place, steps=0)) == 2
     assert "--steps 0" in capsys.readouterr().err
+
+
+# ---- the bottleneck
+
+RESOLVED: dict[str, Any] = {
+    "data.resolution": 512,
+    "hardware.device": "cuda",
+    "memory.gradient_checkpointing": "none",
+    "memory.micro_batch": 2,
+    "output.save_every_steps": 100,
+    "train.batch_size": 4,
+    "train.precision": "bf16",
+    "train.steps": 1000,
+}
+EVEN = Measured(wall_s=1.0, data_wait_s=0.0, work_s={"aten::mm": 1.0}, save_s=0.0)
+seconds = st.floats(0, 100, allow_nan=False)
+
+
+def config(**changes: Any) -> Config:
+    return build_config(
+        RESOLVED | {key.replace("__", "."): value for key, value in changes.items()}
+    )
+
+
+@given(
+    st.builds(
+        Measured,
+        wall_s=seconds,
+        data_wait_s=seconds,
+        work_s=st.dictionaries(st.sampled_from(["aten::mm", "aten::add", "aten::copy_"]), seconds),
+        save_s=seconds,
+    )
+)
+def test_shares_add_up_and_the_largest_is_the_cause(measured: Measured) -> None:
+    found = verdict(measured, config())
+    assert found.shares.keys() == {"data", "host", "compute", "memory", "saving"}
+    assert all(0 <= share <= 1 for share in found.shares.values())
+    total = sum(found.shares.values())
+    assert total == pytest.approx(1) or total == 0
+    assert found.shares[found.cause] == max(found.shares.values())
+    for key in re.findall(r"\b[a-z]+\.[a-z_]+\b", found.sentence):
+        assert key in setting_keys(), "advice names a setting that exists"
+
+
+def test_each_cause_is_told_from_the_others() -> None:
+    slow_data = replace(EVEN, data_wait_s=0.6, work_s={"aten::mm": 0.4})
+    idle = replace(EVEN, work_s={"aten::mm": 0.2, "aten::add": 0.1})
+    moving = replace(EVEN, work_s={"aten::mm": 0.3, "aten::native_layer_norm": 0.4, "add": 0.3})
+    saving = replace(EVEN, save_s=500.0)
+    found = [verdict(m, config()) for m in (slow_data, idle, EVEN, moving, saving)]
+    assert [each.cause for each in found] == ["data", "host", "compute", "memory", "saving"]
+    assert found[0].shares["data"] == pytest.approx(0.6)
+    assert found[1].shares["host"] == pytest.approx(0.7)
+    assert found[3].shares["memory"] == pytest.approx(0.7)
+    assert found[4].shares["saving"] == pytest.approx(5 / 6), "500 s every 100 steps of 1 s"
+
+
+def test_the_advice_has_what_is_set_now_and_nothing_that_is_so_already() -> None:
+    idle, moving = replace(EVEN, work_s={"aten::mm": 0.1}), replace(EVEN, work_s={"aten::add": 1.0})
+    assert "memory.micro_batch (now 2 of train.batch_size=4)" in verdict(idle, config()).sentence
+    whole = verdict(idle, config(memory__micro_batch=4)).sentence
+    assert "memory.micro_batch" not in whole and "changes the training" in whole
+    recomputing = verdict(EVEN, config(memory__gradient_checkpointing="full")).sentence
+    assert "gradient_checkpointing (now full)" in recomputing
+    assert "resolution (now 512)" in recomputing
+    for measured in (EVEN, moving):
+        for changes, advised in (
+            ({}, False),
+            ({"train__precision": "fp32"}, True),
+            ({"train__precision": "fp32", "hardware__device": "cpu"}, False),
+        ):
+            sentence = verdict(measured, config(**changes)).sentence
+            assert ("precision=bf16" in sentence) is advised
+            assert "gradient_checkpointing" not in sentence
+
+
+def test_matrix_work_and_moving_numbers_are_known_by_their_names() -> None:
+    names = {
+        "compute": (
+            "aten::addmm",
+            "aten::convolution_backward",
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
+            "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>",
+            "fmha_cutlassF_bf16_aligned_64x64_rf_sm80",
+        ),
+        "memory": (
+            "aten::native_group_norm",
+            "aten::copy_",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+            "multi_tensor_apply_kernel",
+        ),
+    }
+    for cause, those in names.items():
+        for name in those:
+            assert verdict(replace(EVEN, work_s={name: 1.0}), config()).cause == cause, name

@@ -199,8 +199,8 @@ def bench(
         Request.of(dataset, **options.keywords()),
         steps=steps,
         only=only,
-        on_start=lambda variant, count: console(stderr=True).print(
-            f"measuring {variant.name} (of {count})", style="dim", highlight=False
+        on_start=lambda name, count: console(stderr=True).print(
+            f"measuring {name} (of {count})", style="dim", highlight=False
         ),
     )
     return [row.to_json() for row in rows] if json else bench_table(rows)

@@ -34,17 +34,13 @@ QUIET: Mapping[str, Any] = {  # no samples, validation, saves or uploads beside 
 TOLD_ONLY_HERE = ("output.folder", "output.name", "train.steps", *QUIET)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """Settings to change in a request; none for the run as planned."""
-
-    name: str
-    settings: Mapping[str, Any]
+Settings = Mapping[str, Any]
+"""Settings to change in a request; none for the run as planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """Measurements of a variant; `failure` is the program's last line if it did not finish.
+    """Measurements of a training with changed settings; `failure` is the program's last line if it did not finish.
 
     `seconds_per_step` is the median after the warm-up. `peak_bytes` is the memory that the allocator
     reserved on a GPU plus the planned context, or the process's memory on a processor; `predicted_bytes`
@@ -52,7 +48,7 @@ class BenchRow:
     """
 
     name: str
-    settings: Mapping[str, Any]
+    settings: Settings
     seconds_per_step: float | None = None
     images_per_s: float | None = None
     peak_bytes: int | None = None
@@ -69,7 +65,7 @@ def bench(
     *,
     steps: int,
     only: Sequence[str] = (),
-    on_start: Callable[[Variant, int], None] = lambda _variant, _count: None,
+    on_start: Callable[[str, int], None] = lambda _name, _count: None,
 ) -> list[BenchRow]:
     """Measure the planned run and its variants, one after the other; `only` limits them to some settings.
 
@@ -82,9 +78,9 @@ def bench(
     rows = []
     try:
         with tempfile.TemporaryDirectory(prefix="lora-train-bench-") as folder:
-            for variant in chosen:
-                on_start(variant, len(chosen))
-                rows.append(_measure(request, variant, steps=steps, folder=Path(folder)))
+            for settings in chosen:
+                on_start(_name(settings), len(chosen))
+                rows.append(_measure(request, settings, steps=steps, folder=Path(folder)))
     except OSError as error:
         raise MachineError(
             f"the trainings could not be started: {error.strerror or error}",
@@ -93,25 +89,25 @@ def bench(
     return rows
 
 
-def _chosen(candidates: list[Variant], only: Sequence[str]) -> list[Variant]:
-    varied = {key for variant in candidates for key in variant.settings}
+def _name(settings: Settings) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items()) or "as planned"
+
+
+def _chosen(candidates: list[Settings], only: Sequence[str]) -> list[Settings]:
+    varied = {key for settings in candidates for key in settings}
     for key in only:
         if key not in varied:
             raise RequestError(
                 f"bench does not vary {key} here",
                 fix=f"use one or more of {', '.join(sorted(varied))}",
             )
-    return [
-        each
-        for each in candidates
-        if not only or not each.settings or set(only) & set(each.settings)
-    ]
+    return [each for each in candidates if not only or not each or set(only) & set(each)]
 
 
-def variants(prepared: Prepared) -> Iterator[Variant]:
-    """Yield the run as planned, then variants that differ in one setting."""
+def variants(prepared: Prepared) -> Iterator[Settings]:
+    """Yield the settings of the run as planned, then those of runs that differ in one setting."""
     config = prepared.config
-    yield Variant(name="as planned", settings={})
+    yield {}
     batch_size, step_px = config.train.batch_size, prepared.facts.bucket_step_px
     powers = (1 << number for number in range(batch_size.bit_length()))
     sides_px = (int(config.data.resolution * share) // step_px * step_px for share in (0.5, 0.75))
@@ -129,42 +125,42 @@ def variants(prepared: Prepared) -> Iterator[Variant]:
     for key, choices in values.items():
         for value in choices:
             if value != planned[key]:
-                yield Variant(name=f"{key}={value}", settings={key: value})
+                yield {key: value}
 
 
-def _measure(request: Request, variant: Variant, *, steps: int, folder: Path) -> BenchRow:
+def _measure(request: Request, settings: Settings, *, steps: int, folder: Path) -> BenchRow:
     name = f"{len(list(folder.iterdir()))}"
-    settings = {
+    overrides = {
         # An empty cache, so that the first row of each resolution measures encoding too.
         "data.cache_dir": str(folder / "cache"),
         **{key: value for key, value in request.overrides.items() if key not in TOLD_ONLY_HERE},
         **QUIET,
-        **variant.settings,
+        **settings,
         "train.steps": WARMUP_STEPS + steps,
         "output.folder": str(folder),
         "output.name": name,
     }
     finished = subprocess.run(
-        _command(request, settings), capture_output=True, text=True, encoding="utf-8", check=False
+        _command(request, overrides), capture_output=True, text=True, encoding="utf-8", check=False
     )
     if finished.returncode:
         lines = [line for line in finished.stderr.splitlines() if line.strip()]
         failure = lines[-1] if lines else f"ended with exit code {finished.returncode}"
-        return BenchRow(name=variant.name, settings=variant.settings, failure=failure)
-    return _row(variant, folder / name)
+        return BenchRow(name=_name(settings), settings=settings, failure=failure)
+    return _row(settings, folder / name)
 
 
-def _command(request: Request, settings: Mapping[str, Any]) -> list[str]:
+def _command(request: Request, overrides: Settings) -> list[str]:
     command = [sys.executable, "-m", "lora_trainer", str(request.dataset.resolve())]
     command += ["--preset", request.preset, "--priority", request.priority]
     if request.settings_file is not None:
         command += ["--config", request.settings_file.name]
-    for key, value in settings.items():
+    for key, value in overrides.items():
         command += ["--set", f"{key}={json.dumps(value)}"]
     return command
 
 
-def _row(variant: Variant, folder: Path) -> BenchRow:
+def _row(settings: Settings, folder: Path) -> BenchRow:
     """Return the measurements in a finished run's folder."""
     events = read_jsonl(folder / "events.jsonl")
     steps = [row for row in events if row["event"] == "step" and row["step"] > WARMUP_STEPS]
@@ -176,8 +172,8 @@ def _row(variant: Variant, folder: Path) -> BenchRow:
     context = sum(item["bytes"] for item in plan["memory"]["items"] if item["name"] == "runtime")
     cached = next(row for row in events if row["event"] == "cached")
     return BenchRow(
-        name=variant.name,
-        settings=variant.settings,
+        name=_name(settings),
+        settings=settings,
         seconds_per_step=seconds,
         images_per_s=images / seconds,
         peak_bytes=reserved + context if reserved else max(row["host_bytes"] for row in steps),

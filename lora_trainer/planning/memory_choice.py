@@ -24,11 +24,10 @@ from lora_trainer.planning.search import (
     AUTOMATIC,
     FEWER_BITS,
     Evaluator,
+    Search,
     SearchResult,
     SearchSpace,
-    fit,
     gib,
-    images_at_once,
 )
 from lora_trainer.planning.step_time import StepTime
 
@@ -61,11 +60,15 @@ class MemoryChooser(Evaluator):
         if kept_at_once is not None and set(self._buckets) <= kept_at_once.keys():
             at_once = {size: kept_at_once[size] for size in self._buckets}
             return self._chosen(ideal_load, at_once)
-        step_px = self.costs.facts.bucket_step_px
-        best_fit = fit(ideal_load, choices=self._choices, judge=self, step_px=step_px)
-        load = best_fit.load
-        at_once = images_at_once(load, self._buckets, most=ideal_load.micro_batch, judge=self)
-        choice = self._chosen(load, at_once)
+        search = Search(
+            inputs=self.inputs,
+            config=self.config,
+            gpu=self.gpu,
+            ideal_load=ideal_load,
+            choices=self._choices,
+        )
+        best_fit = search.fit()
+        choice = self._chosen(best_fit.load, search.images_at_once(best_fit.load, self._buckets))
         return replace(choice, decisions=dict(self._decisions(choice, best_fit)))
 
     def _chosen(self, load: Load, at_once: Mapping[tuple[int, int], int]) -> MemoryChoice:

@@ -18,7 +18,6 @@ from typing import Any
 
 from lora_trainer.common.memo import MemoTable
 from lora_trainer.config.layers import Resolved
-from lora_trainer.config.running import Config
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base import BaseFacts, Family
 from lora_trainer.hardware.machine import Hardware
@@ -32,11 +31,10 @@ class PlanInput:
 
     `samples_per_epoch` counts repeats, at least `fewest_repeats` of each image, without regularisation;
     `regularisation_per_epoch` comes on top. `buckets` are the (width, height) in use, in pixels, of all
-    images, held-out ones too. `latents` counts mirrored images twice, `texts` the different captions;
-    None: as `data.flip` says, and one caption for each image. `full_card` is an out-of-memory record of
-    this GPU. `processes` share each step, `sharing` of them one machine's memory. `kept_at_once` is the
-    micro-batch by bucket of a resumed run, which keeps its plan. `held_out_count` counts images held out for
-    validation, `prompts` those of the sample images (None: as many as the settings ask for).
+    images, held-out ones too. `latents` counts mirrored images twice, `texts` the different captions, `prompts`
+    those of the sample images. `full_card` is an out-of-memory record of this GPU. `processes` share each
+    step, `sharing` of them one machine's memory. `kept_at_once` is the micro-batch by bucket of a resumed
+    run, which keeps its plan. `held_out_count` counts images held out for validation.
     """
 
     resolved: Resolved
@@ -47,16 +45,16 @@ class PlanInput:
     images: int
     samples_per_epoch: int
     buckets: Sequence[tuple[int, int]]
+    latents: int
+    texts: int
+    prompts: int
     fewest_repeats: int = 1
-    latents: int | None = None
-    texts: int | None = None
     full_card: OomRecord | None = None
     processes: int = 1
     sharing: int = 1
     kept_at_once: Mapping[tuple[int, int], int] | None = None
     regularisation_per_epoch: int = 0
     held_out_count: int = 0
-    prompts: int | None = None
 
     @cached_property
     def costs(self) -> BaseCosts:
@@ -77,18 +75,6 @@ class PlanInput:
     def ram_bytes(self) -> int:
         """The machine's memory that each process may use."""
         return self.hardware.ram_usable_bytes // self.sharing
-
-    def cached_latents(self, config: Config) -> int:
-        """Return the number of latents in the cache."""
-        return self._cached(self.latents, 1 + config.data.flip)
-
-    @property
-    def cached_texts(self) -> int:
-        """The number of texts in the cache: the captions, and the empty text for caption dropout and guidance."""
-        return 1 + self._cached(self.texts, 1)
-
-    def _cached(self, count: int | None, of_each: int) -> int:
-        return of_each * max(self.images, len(self.buckets)) if count is None else count
 
 
 BELOW = 0.95

@@ -77,13 +77,15 @@ def disk_bytes(inputs: PlanInput, config: RunConfig, load: Load) -> dict[str, in
     state = MASTER_BYTES * parameters + sum(state_bytes(tensors, load.optimizer))
     kept_exports = output.keep_last + output.keep_best
     return {
-        "cache": inputs.cached_latents(config) * 4 * channels * latent_area
-        + inputs.cached_texts * conditioning_bytes,
+        "cache": inputs.latents * 4 * channels * latent_area
+        + (inputs.texts + EMPTY_TEXT) * conditioning_bytes,
         "states": state * (output.keep_states + 1),
         "exports": parameters * ELEMENT_BYTES[output.precision] * (kept_exports + 2),
     }
 
 
+EMPTY_TEXT = 1
+"""In the cache beside the captions, for caption dropout and guidance."""
 MOST_HOURS: Mapping[str, float] = {"speed": 1.0, "balanced": 3.0, "quality": 8.0}
 """Longest run with the presets over 20 images, in hours, on the GPU that stands for its tier (docs/plans.md)."""
 VALIDATION_QUANTILES = 8
@@ -211,8 +213,8 @@ class RunTimeInputs(Evaluator):
         pixels = math.prod(self.load.bucket_px)
         picture = _sum(PICTURE_S, self._vae(ENCODE_FLOPS_PER_PX * pixels))
         return _sum(
-            _times(self.inputs.cached_latents(self.config), picture),
-            _times(self.inputs.cached_texts, whole),
+            _times(self.inputs.latents, picture),
+            _times(self.inputs.texts + EMPTY_TEXT, whole),
         )
 
     def _validation(self) -> Range:
@@ -229,16 +231,11 @@ class RunTimeInputs(Evaluator):
         if not every_steps:
             return (0.0, 0.0)
         sampling, side_px = self.config.sampling, self.config.data.resolution
-        images = (1 + math.ceil(self.config.train.steps / every_steps)) * self._prompts
+        images = (1 + math.ceil(self.config.train.steps / every_steps)) * self.inputs.prompts
         is_guided = sampling.guidance_scale > 1
         passes = 1 + (is_guided and self.inputs.facts.guidance.two_passes)
         drawing = _times(sampling.steps * passes, self._forward(side_px))
         return _times(images, _sum(drawing, self._vae(DECODE_FLOPS_PER_PX * side_px * side_px)))
-
-    @property
-    def _prompts(self) -> int:
-        sampling = self.config.sampling
-        return self.inputs.prompts or len(sampling.prompts) or sampling.prompts_from_captions
 
     def _saves(self) -> int:
         every = self.config.output.save_every_steps

@@ -1,8 +1,8 @@
 """The search for a load that fits: base precision, checkpointing, streaming, micro-batch, samples. No torch.
 
-Input is the ideal load (what the settings ask for), the values that may be tried instead, and a judge of
-loads; output is the load with the lowest price, which never takes more memory than the ideal one. When no
-load fits, the error names the nearest setting that would.
+Input is the ideal load (what the settings ask for) and the values that may be tried instead; output is the load
+with the lowest price, which never takes more memory than the ideal one. When no load fits, the error names the
+nearest setting that would.
 """
 
 from __future__ import annotations
@@ -175,32 +175,185 @@ class _Candidate:
     """The price, then the number of moving parts: the candidate with the lowest order wins."""
 
 
-def fit(ideal_load: Load, *, choices: SearchSpace, judge: Evaluator, step_px: int) -> SearchResult:
-    """Return the load that fits at the lowest price; ties go to the simpler one.
+@dataclass(frozen=True, kw_only=True)
+class Search(Evaluator):
+    """Looks for the load that fits at the lowest price, beginning with `ideal_load`."""
 
-    Resolutions suggested in an error are multiples of `step_px`. Raises MachineError when nothing fits,
-    even without sample images.
-    """
-    ideal_load = replace(ideal_load, text_offload=_text_offload(ideal_load, choices, judge))
-    # Sample images are a wish: first the best load without them, then whether they fit beside it.
-    silent = replace(ideal_load, samples=False)
-    compared = _by_precision(silent, choices, judge)
-    if not compared:
-        raise _nothing_fits(silent, choices, judge=judge, step_px=step_px)
-    best, dropped_bytes = min(compared.values(), key=lambda each: each.order), 0
-    if ideal_load.samples:
-        drawing = _by_precision(ideal_load, choices, judge)
-        # Room for sample images may not cost fewer bits, so the chosen base precision stays.
-        with_samples = drawing.get(best.load.base_precision)
-        if with_samples is not None and with_samples.seconds <= SAMPLES_WORTH * best.seconds:
-            best, compared = with_samples, drawing
-        else:
-            dropped_bytes = judge.predict(replace(best.load, samples=True)).peak_bytes
-    return SearchResult(
-        load=best.load,
-        sampling_bytes=dropped_bytes,
-        seconds={precision: each.seconds for precision, each in compared.items()},
-    )
+    ideal_load: Load
+    choices: SearchSpace
+
+    def fit(self) -> SearchResult:
+        """Return the load that fits at the lowest price; ties go to the simpler one.
+
+        Raises MachineError when nothing fits, even without sample images.
+        """
+        ideal_load = replace(self.ideal_load, text_offload=self._text_offload())
+        # Sample images are a wish: first the best load without them, then whether they fit beside it.
+        silent = replace(ideal_load, samples=False)
+        compared = self._by_precision(silent, self.choices)
+        if not compared:
+            raise self._nothing_fits(silent)
+        best, dropped_bytes = min(compared.values(), key=lambda each: each.order), 0
+        if ideal_load.samples:
+            drawing = self._by_precision(ideal_load, self.choices)
+            # Room for sample images may not cost fewer bits, so the chosen base precision stays.
+            with_samples = drawing.get(best.load.base_precision)
+            if with_samples is not None and with_samples.seconds <= SAMPLES_WORTH * best.seconds:
+                best, compared = with_samples, drawing
+            else:
+                dropped_bytes = self.predict(replace(best.load, samples=True)).peak_bytes
+        return SearchResult(
+            load=best.load,
+            sampling_bytes=dropped_bytes,
+            seconds={precision: each.seconds for precision, each in compared.items()},
+        )
+
+    def images_at_once(
+        self, load: Load, buckets: Sequence[tuple[int, int]]
+    ) -> dict[tuple[int, int], int]:
+        """Return the micro-batch of each bucket: that of the ideal load, or fewer images where no more fit.
+
+        `load` is of the largest bucket and must fit; smaller buckets may have more images at once.
+        """
+        least, most = load.micro_batch, self.ideal_load.micro_batch
+        # The largest bucket has the whole batch at once, so all others have too: no prediction is needed.
+        if least >= most:
+            return dict.fromkeys(buckets, most)
+        return {
+            size: self._most_images(replace(load, bucket_px=size), least=least, most=most)
+            for size in dict.fromkeys(buckets)
+        }
+
+    def _most_images(self, load: Load, *, least: int, most: int) -> int:
+        return _most(
+            lambda count: self.fits(replace(load, micro_batch=count)), least=least, most=most
+        )
+
+    def _text_offload(self) -> bool:
+        """Say whether text encoders must be offloaded while caching: only if they alone exceed the device."""
+        for offload in self.choices.text_offload[:-1]:
+            prediction = self.predict(replace(self.ideal_load, text_offload=offload))
+            if prediction.phases["texts"] <= self.limit.bytes:
+                return offload
+        return self.choices.text_offload[-1]
+
+    def _by_precision(
+        self, ideal_load: Load, choices: SearchSpace
+    ) -> dict[BasePrecision, _Candidate]:
+        """Return the best load of each base precision that fits."""
+        best: dict[BasePrecision, _Candidate] = {}
+        for load in self._fitting(ideal_load, choices):
+            seconds, precision = self.time(load).seconds, load.base_precision
+            order = (
+                price(self.priority, precision, seconds),
+                # Equal prices: fewer moving parts first, so that estimates do not decide between equal runs.
+                load.streamed_blocks,
+                choices.checkpointing.index(load.checkpointing),
+                -load.micro_batch,
+            )
+            if precision not in best or order < best[precision].order:
+                best[precision] = _Candidate(load=load, seconds=seconds, order=order)
+        return best
+
+    def _fitting(self, ideal_load: Load, choices: SearchSpace) -> Iterator[Load]:
+        """Yield loads that fit, for each combination of base precision and checkpointing level.
+
+        Each combination yields its largest micro-batch. Streaming is tried only for micro-batches that do not
+        fit without it: with the fewest blocks for the whole batch, half of it, and so on.
+        """
+        least, most = choices.streamed
+        for precision, kind in product(choices.base_precisions, choices.checkpointing):
+            if least and kind == "none":
+                continue  # streamed blocks are gone after the forward pass and must be recomputed
+            load = replace(
+                ideal_load, base_precision=precision, checkpointing=kind, streamed_blocks=least
+            )
+            plain = self._most_images(load, least=0, most=ideal_load.micro_batch)
+            if plain:
+                yield replace(load, micro_batch=plain)
+            if kind != "none" and most > least:
+                yield from self._streaming(load, above=plain, most=most)
+
+    def _streaming(self, load: Load, *, above: int, most: int) -> Iterator[Load]:
+        least, count = load.streamed_blocks, load.micro_batch
+        while count > above:
+            full = replace(load, micro_batch=count, streamed_blocks=most)
+            if self.predict(full).fits:
+                # The device wants many streamed blocks, the host few. So the search looks for the fewest
+                # the device can do with, and the host only has to agree to that number.
+                resident = _most(
+                    lambda count, full=full: (
+                        self.predict(  # type: ignore[misc]
+                            replace(full, streamed_blocks=most - count)
+                        ).fits
+                    ),
+                    least=0,
+                    most=most - least,
+                )
+                fewest = replace(full, streamed_blocks=most - resident)
+                if self.fits(fewest):
+                    yield fewest
+            count //= (
+                2  # halves: neighbours differ little in time, and each costs a search of its own
+            )
+
+    def _nothing_fits(self, ideal_load: Load) -> MachineError:
+        """Return the error for a run that fits nowhere: the missing memory, and the nearest setting that fits."""
+        least = _least(ideal_load, self.choices)
+        need, host = self.predict(least), self.predict_host(least)
+        how = f" ({_how(least)})" if need.peak_phase == "training" else ""
+        phase = (
+            f"caching {need.peak_phase}"
+            if need.peak_phase in ("images", "texts")
+            else need.peak_phase
+        )
+        shortage = (
+            f"this run needs at least {gib(need.peak_bytes)} for {phase}{how}, "
+            f"but there are only {self.limit}"
+        )
+        machine = "a GPU" if ideal_load.device != "cpu" else "a machine"
+        smallest = need.peak_bytes
+        if need.fits and host is not None:
+            shortage = (
+                f"this run needs at least {gib(host.peak_bytes)} of the machine's memory beside the GPU's, "
+                f"but only {gib(host.limit_bytes)} are free"
+            )
+            machine, smallest = "a machine", host.peak_bytes
+        for setting, load, allowed in self._smaller(ideal_load):
+            # The roomiest choices tell whether a setting can fit at all; a plan with it picks better ones.
+            if self._by_precision(load, allowed.roomiest):
+                return MachineError(shortage, fix=f"use --set {setting}, which fits")
+            if not need.fits:
+                smallest = min(smallest, self.predict(_least(load, allowed)).peak_bytes)
+        return MachineError(
+            shortage, fix=f"use {machine} with {gib(smallest)} free, or a smaller base model"
+        )
+
+    def _smaller(self, ideal_load: Load) -> Iterator[tuple[str, Load, SearchSpace]]:
+        """Yield (setting, load, choices) that take less memory; the smallest change of the result comes first."""
+        choices, step_px = self.choices, self.costs.facts.bucket_step_px
+        if ideal_load.precision == "fp32" and choices.in_16_bits is not None:
+            half = choices.in_16_bits
+            narrowed = choices.with_base(half)
+            yield f"train.precision={half}", replace(ideal_load, precision=half), narrowed
+        if ideal_load.device != "cpu" and choices.base_precisions[-1] not in QUANTIZATIONS:
+            for precision in AUTOMATIC:
+                setting = f"memory.base_precision={precision}"
+                yield setting, ideal_load, choices.with_base(precision)
+        if ideal_load.optimizer == "adamw":
+            yield "optimizer.name=adamw8bit", replace(ideal_load, optimizer="adamw8bit"), choices
+        for rank in (128, 64, 32, 16, 8, 4):
+            if rank < ideal_load.adapter.rank:
+                smaller = ideal_load.adapter.model_copy(update={"rank": rank})
+                yield f"adapter.rank={rank}", replace(ideal_load, adapter=smaller), choices
+        without, side_px = "", ideal_load.sample_side_px
+        if ideal_load.bucket_px[0] * ideal_load.bucket_px[1] > side_px**2:
+            without = "data.more_resolutions=[]"
+            yield without, replace(ideal_load, bucket_px=(side_px, side_px)), choices
+            without = f" --set {without}"
+        for side_px in range(ideal_load.sample_side_px - step_px, step_px - 1, -step_px):
+            shrunk = replace(ideal_load, bucket_px=(side_px, side_px), sample_side_px=side_px)
+            yield f"data.resolution={side_px}{without}", shrunk, choices
 
 
 def price(priority: str, precision: BasePrecision, seconds: float) -> tuple[float, ...]:
@@ -211,144 +364,12 @@ def price(priority: str, precision: BasePrecision, seconds: float) -> tuple[floa
     return (RANK.get(precision, 0), seconds)
 
 
-def images_at_once(
-    load: Load, buckets: Sequence[tuple[int, int]], *, most: int, judge: Evaluator
-) -> dict[tuple[int, int], int]:
-    """Return the micro-batch of each bucket: `most`, or fewer images where no more fit.
-
-    `load` is of the largest bucket and must fit; smaller buckets may have more images at once.
-    """
-    # The largest bucket has the whole batch at once, so all others have too: no prediction is needed.
-    if load.micro_batch >= most:
-        return dict.fromkeys(buckets, most)
-    return {
-        bucket: _most(
-            lambda count, bucket=bucket: judge.fits(  # type: ignore[misc]
-                replace(load, bucket_px=bucket, micro_batch=count)
-            ),
-            least=load.micro_batch,
-            most=most,
-        )
-        for bucket in dict.fromkeys(buckets)
-    }
-
-
-def _text_offload(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> bool:
-    """Say whether text encoders must be offloaded while caching: only if they alone exceed the device."""
-    for offload in choices.text_offload[:-1]:
-        prediction = judge.predict(replace(ideal_load, text_offload=offload))
-        if prediction.phases["texts"] <= judge.limit.bytes:
-            return offload
-    return choices.text_offload[-1]
-
-
-def _by_precision(
-    ideal_load: Load, choices: SearchSpace, judge: Evaluator
-) -> dict[BasePrecision, _Candidate]:
-    """Return the best load of each base precision that fits."""
-    best: dict[BasePrecision, _Candidate] = {}
-    for load in _fitting(ideal_load, choices, judge):
-        seconds, precision = judge.time(load).seconds, load.base_precision
-        order = (
-            price(judge.priority, precision, seconds),
-            # Equal prices: fewer moving parts first, so that estimates do not decide between equal runs.
-            load.streamed_blocks,
-            choices.checkpointing.index(load.checkpointing),
-            -load.micro_batch,
-        )
-        if precision not in best or order < best[precision].order:
-            best[precision] = _Candidate(load=load, seconds=seconds, order=order)
-    return best
-
-
-def _fitting(ideal_load: Load, choices: SearchSpace, judge: Evaluator) -> Iterator[Load]:
-    """Yield loads that fit, for each combination of base precision and checkpointing level.
-
-    Each combination yields its largest micro-batch. Streaming is tried only for micro-batches that do not
-    fit without it: with the fewest blocks for the whole batch, half of it, and so on.
-    """
-    least, most = choices.streamed
-    for precision, kind in product(choices.base_precisions, choices.checkpointing):
-        load = replace(
-            ideal_load,
-            base_precision=precision,
-            checkpointing=kind,
-            streamed_blocks=least,
-        )
-        if least and kind == "none":
-            continue  # streamed blocks are gone after the forward pass and must be recomputed
-        plain = _most(
-            lambda count, load=load: judge.fits(replace(load, micro_batch=count)),  # type: ignore[misc]
-            least=0,
-            most=ideal_load.micro_batch,
-        )
-        if plain:
-            yield replace(load, micro_batch=plain)
-        if kind != "none" and most > least:
-            yield from _streaming(load, above=plain, most=most, judge=judge)
-
-
-def _streaming(load: Load, *, above: int, most: int, judge: Evaluator) -> Iterator[Load]:
-    count = load.micro_batch
-    while count > above:
-        full = replace(load, micro_batch=count, streamed_blocks=most)
-        if judge.predict(full).fits:
-            # The device wants many streamed blocks, the host few. So the search looks for the fewest
-            # the device can do with, and the host only has to agree to that number.
-            resident = _most(
-                lambda count, full=full: (
-                    judge.predict(  # type: ignore[misc]
-                        replace(full, streamed_blocks=most - count)
-                    ).fits
-                ),
-                least=0,
-                most=most - load.streamed_blocks,
-            )
-            fewest = replace(full, streamed_blocks=most - resident)
-            if judge.fits(fewest):
-                yield fewest
-        count //= 2  # halves: neighbours differ little in time, and each costs a search of its own
-
-
 def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:
     """Return the largest number from `least` to `most` that fits, by bisection.
 
     Every number below one that fits must fit too; `least` is returned untested.
     """
     return least + bisect_left(range(least + 1, most + 1), True, key=lambda count: not fits(count))
-
-
-def _nothing_fits(
-    ideal_load: Load, choices: SearchSpace, *, judge: Evaluator, step_px: int
-) -> MachineError:
-    """Return the error for a run that fits nowhere: the missing memory, and the nearest setting that fits."""
-    least = _least(ideal_load, choices)
-    need, host = judge.predict(least), judge.predict_host(least)
-    how = f" ({_how(least)})" if need.peak_phase == "training" else ""
-    phase = (
-        f"caching {need.peak_phase}" if need.peak_phase in ("images", "texts") else need.peak_phase
-    )
-    shortage = (
-        f"this run needs at least {gib(need.peak_bytes)} for {phase}{how}, "
-        f"but there are only {judge.limit}"
-    )
-    machine = "a GPU" if ideal_load.device != "cpu" else "a machine"
-    smallest = need.peak_bytes
-    if need.fits and host is not None:
-        shortage = (
-            f"this run needs at least {gib(host.peak_bytes)} of the machine's memory beside the GPU's, "
-            f"but only {gib(host.limit_bytes)} are free"
-        )
-        machine, smallest = "a machine", host.peak_bytes
-    for setting, load, allowed in _smaller(ideal_load, choices, step_px=step_px):
-        # The roomiest choices tell whether a setting can fit at all; a plan with it picks better ones.
-        if _by_precision(load, allowed.roomiest, judge):
-            return MachineError(shortage, fix=f"use --set {setting}, which fits")
-        if not need.fits:
-            smallest = min(smallest, judge.predict(_least(load, allowed)).peak_bytes)
-    return MachineError(
-        shortage, fix=f"use {machine} with {gib(smallest)} free, or a smaller base model"
-    )
 
 
 def _how(load: Load) -> str:
@@ -372,34 +393,6 @@ def _least(ideal_load: Load, choices: SearchSpace) -> Load:
         micro_batch=1,
         samples=False,
     )
-
-
-def _smaller(
-    ideal_load: Load, choices: SearchSpace, *, step_px: int
-) -> Iterator[tuple[str, Load, SearchSpace]]:
-    """Yield (setting, load, choices) that take less memory; the smallest change of the result comes first."""
-    if ideal_load.precision == "fp32" and choices.in_16_bits is not None:
-        half = choices.in_16_bits
-        narrowed = choices.with_base(half)
-        yield f"train.precision={half}", replace(ideal_load, precision=half), narrowed
-    if ideal_load.device != "cpu" and choices.base_precisions[-1] not in QUANTIZATIONS:
-        for precision in AUTOMATIC:
-            setting = f"memory.base_precision={precision}"
-            yield setting, ideal_load, choices.with_base(precision)
-    if ideal_load.optimizer == "adamw":
-        yield "optimizer.name=adamw8bit", replace(ideal_load, optimizer="adamw8bit"), choices
-    for rank in (128, 64, 32, 16, 8, 4):
-        if rank < ideal_load.adapter.rank:
-            smaller = ideal_load.adapter.model_copy(update={"rank": rank})
-            yield f"adapter.rank={rank}", replace(ideal_load, adapter=smaller), choices
-    without, side_px = "", ideal_load.sample_side_px
-    if ideal_load.bucket_px[0] * ideal_load.bucket_px[1] > side_px**2:
-        without = "data.more_resolutions=[]"
-        yield without, replace(ideal_load, bucket_px=(side_px, side_px)), choices
-        without = f" --set {without}"
-    for side_px in range(ideal_load.sample_side_px - step_px, step_px - 1, -step_px):
-        shrunk = replace(ideal_load, bucket_px=(side_px, side_px), sample_side_px=side_px)
-        yield f"data.resolution={side_px}{without}", shrunk, choices
 
 
 def gib(size: int) -> str:

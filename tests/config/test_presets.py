@@ -103,6 +103,9 @@ def planned(
                 images=images,
                 samples_per_epoch=images,
                 buckets=(),
+                latents=images,
+                texts=images,
+                prompts=resolved.config.sampling.prompts_from_captions,
             )
         )
         for facts in ([mini_facts()] if on_cpu else releases(family))

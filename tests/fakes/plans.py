@@ -95,6 +95,7 @@ def request(
         config_file=None,
         overrides=overrides or {},
     )
+    sampling = resolved.config.sampling
     set_by = {key: Origin(layer=layer) for key, layer in (layers or {}).items()}
     plain = PlanInput(
         decided={"output.format": ("kohya", "known before")},
@@ -105,6 +106,9 @@ def request(
         images=20,
         samples_per_epoch=20,
         buckets=(),
+        latents=20 * (1 + resolved.config.data.flip),
+        texts=20,
+        prompts=len(sampling.prompts) or sampling.prompts_from_captions,
     )
     return replace(plain, **changes)
 

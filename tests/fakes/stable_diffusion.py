@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families import family
 from lora_trainer.families.base import BaseFacts
 
@@ -31,7 +30,7 @@ class WideCosts(BaseCosts):
     """Costs in trainers that run every adapter as peft does."""
 
     @property
-    def sample_cost(self) -> Callable[[Workload], SampleCost]:
+    def sample_cost(self) -> Callable[[Any], Any]:
         costs = BaseCosts(family=self.family, facts=self.facts)
         return lambda workload: costs.sample_cost(replace(workload, wide_adapter=True))
 

@@ -114,30 +114,30 @@ def test_spot_goes_on_until_the_run_is_finished(machine: Machine) -> None:
     assert [call == f"{first} --resume" for call in others] == [True] * 4
 
 
-@pytest.mark.parametrize("code", [3, 143])
-def test_spot_ends_where_another_launch_would_not_help(code: int, machine: Machine) -> None:
-    assert spot(machine, f"end {code} 1") == code
-    assert len(machine.calls("accelerate")) == 1
+@pytest.mark.parametrize(
+    ("launched", "environment", "code", "launches"),
+    [
+        ("end 3 1", {}, 3, 1),
+        ("end 143 1", {}, 143, 1),
+        ('mkdir $run/states/step-$n; [ "$n" = 4 ] && end 0 0; end 4 1', {}, 0, 4),
+        ('[ "$n" = 1 ] && mkdir $run/states/step-1; end "" 1', {"TRIES": "2"}, 4, 3),
+    ],
+    ids=["another launch would not help", "told to end", "it may pass", "nothing comes of it"],
+)
+def test_spot_launches_again_after_what_may_pass(
+    launched: str, environment: dict[str, str], code: int, launches: int, machine: Machine
+) -> None:
+    assert spot(machine, launched, **environment) == code
+    assert len(machine.calls("accelerate")) == launches
 
 
 def test_spot_refuses_before_anything_is_launched(machine: Machine) -> None:
-    code = 3
-    machine.program("python", f"exit {code}")
-    assert spot(machine, "end 0 0") == code
+    machine.program("python", "exit 3")
+    assert spot(machine, "end 0 0") == 3
     assert machine.calls("python") == [
         "-m lora_trainer cats --name cat --output runs --steps 9 --dry-run"
     ]
     assert machine.calls("accelerate") == []
-
-
-def test_spot_tries_again_after_what_may_pass(machine: Machine) -> None:
-    assert spot(machine, 'mkdir $run/states/step-$n; [ "$n" = 4 ] && end 0 0; end 4 1') == 0
-    assert len(machine.calls("accelerate")) == 4
-
-
-def test_spot_gives_up_when_nothing_comes_of_it(machine: Machine) -> None:
-    assert spot(machine, '[ "$n" = 1 ] && mkdir $run/states/step-1; end "" 1', TRIES="2") == 4
-    assert len(machine.calls("accelerate")) == 3
 
 
 def test_spot_does_not_take_an_old_status_for_a_new_one(machine: Machine) -> None:
@@ -196,11 +196,7 @@ def test_slurm_saves_and_queues_again_before_its_time_is_over(machine: Machine) 
 def test_slurm_does_not_queue_a_failure_again(machine: Machine) -> None:
     assert slurm(machine, "exit 1") == 1
     assert "requeue" not in " ".join(machine.calls("scontrol"))
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_script_says_how_it_is_used(script: str, machine: Machine) -> None:
-    assert machine.run(script) == 2
+    assert [machine.run(script) for script in SCRIPTS] == [2, 2], "called without words"
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

@@ -17,9 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from lora_trainer import families
 from lora_trainer.config.declare import CHECKPOINTING
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.costs.sample_cost import SampleCost, Workload
+from lora_trainer.costs.sample_cost import Workload
 from lora_trainer.costs.trace import (
-    TracedNetwork,
     add_adapters,
     host_bytes,
     trace_forward,
@@ -70,14 +69,14 @@ def text_of(name: str) -> Conditioning:
 
 
 @cache
-def network_of(name: str, targets: Any, element_bytes: int, *, wide: bool) -> TracedNetwork:
+def network_of(name: str, targets: Any, element_bytes: int, *, wide: bool) -> Any:
     given = workload(name, targets=targets, element_bytes=element_bytes, wide_adapter=wide)
     prompt = {key: tuple(tensor.shape) for key, tensor in text_of(name).items()}
     return traced_network(families.family(name), facts_of(name), given, prompt=prompt)
 
 
 @cache
-def traced(name: str, given: Workload) -> SampleCost:
+def traced(name: str, given: Workload) -> Any:
     wide = given.wide_adapter
     network = network_of(name, given.targets, given.element_bytes, wide=wide)
     return network.sample_cost(given, kernels_of="cpu")

@@ -81,7 +81,7 @@ def test_dequantising_is_paid_once_for_each_pass_over_the_weights(kind: str) -> 
 
 
 def test_copies_between_host_and_gpu_are_counted_both_ways() -> None:
-    blocks = costs_of(FLUX).frozen_base(load_of()).streamed_bytes(57)
+    blocks = load_of().frozen_base(costs_of(FLUX)).streamed_bytes(57)
     assert blocks == pytest.approx(23.66e9, rel=1e-3)
     assert flux_work(streamed_blocks=57, micro_batch=2).bus_bytes == 2 * blocks
     assert flux_work(streamed_blocks=57, micro_batch=1).bus_bytes == 4 * blocks
