@@ -59,7 +59,7 @@ def test_variants_differ_in_one_setting_from_the_plan_and_are_compared_with_it(
 def test_rows_are_what_trainings_of_their_own_measured(
     place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tried = ({}, {"memory.micro_batch": 1}, {"adapter.rank": 0})
+    tried: Any = ({}, {"memory.micro_batch": 1}, {"adapter.rank": 0})
     monkeypatch.setattr(bench_module, "variants", lambda _prepared: iter(tried))
     before = sorted(path.name for path in place.folder.iterdir())
     assert main.run(arguments(place, "--json", train__batch_size=2)) == 0

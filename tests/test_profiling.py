@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from lora_trainer.cli import main
 from lora_trainer.config.config import build_config, setting_keys
-from lora_trainer.config.running import Config
 from lora_trainer.measuring.profile import Measured, verdict
 from tests.fakes.runs import SETTINGS, Toy, toy, trajectory
 
@@ -73,7 +72,7 @@ EVEN = Measured(wall_s=1.0, data_wait_s=0.0, work_s={"aten::mm": 1.0}, save_s=0.
 seconds = st.floats(0, 100, allow_nan=False)
 
 
-def config(**changes: Any) -> Config:
+def config(**changes: Any) -> Any:
     return build_config(
         RESOLVED | {key.replace("__", "."): value for key, value in changes.items()}
     )

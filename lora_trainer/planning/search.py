@@ -20,9 +20,10 @@ from lora_trainer.config.choices import QUANTIZATIONS, BasePrecision
 from lora_trainer.config.declare import Checkpointing, Precision, settled
 from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.costs.base_costs import BaseCosts
+from lora_trainer.hardware.devices import GIB
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.load import Load
-from lora_trainer.planning.memory import GIB, HostPrediction, Prediction, predict, predict_host
+from lora_trainer.planning.memory import HostPrediction, Prediction, predict, predict_host
 from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.step_time import StepTime, StepWork, step_time, step_work
 
