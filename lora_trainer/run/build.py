@@ -41,7 +41,7 @@ from lora_trainer.run.oom_fallbacks import oom_as_error
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.run.run_folder import TrainingJob
 from lora_trainer.training.dataloader import TrainingDataLoader
-from lora_trainer.training.guards import GuardState, from_plain
+from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import averaged_weights, build_optimizer, restore_optimizer
 from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
@@ -244,7 +244,7 @@ class TrainComponents:
         self.adapter.load_state(state.adapter)
         restore_optimizer(self.optimizer, state.optimizer)
         state.loop.restore_loss_scale(self.scaler)
-        guard = from_plain(state.loop.guard)
+        guard = GuardState.from_plain(state.loop.guard)
         guard = replace(guard, micro_batch=min(micro_batch, guard.micro_batch))
         return Progress(step=state.step, images=state.images_seen, guard=guard)
 

@@ -28,16 +28,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.guards import (
-    LEAST_CHANGE,
-    GuardState,
-    LearningContext,
-    Unstable,
-    after_validation,
-    least_change,
-    with_best,
-    without_effect,
-)
+from lora_trainer.training.guards import LEAST_CHANGE, GuardState, LearningContext, Unstable
 from lora_trainer.training.loss import Model
 from lora_trainer.training.training import Progress
 
@@ -108,9 +99,9 @@ class ValidateAction:
         # The same on all processes, as all have the same losses.
         guard = progress.guard
         if self.watch_plateaus:
-            guard = after_validation(guard, mean)
+            guard = guard.after_validation(mean)
         if self.watch_best:
-            guard = with_best(guard, mean, step=progress.step)
+            guard = guard.with_best(mean, step=progress.step)
             if guard.best.step == progress.step > 0:
                 with self.chosen():
                     self.on_best()
@@ -143,10 +134,10 @@ class LearningAction:
         guard = progress.guard
         if progress.step == 0:
             return replace(guard, learning=replace(guard.learning, base=losses))
-        change = least_change(guard.learning.base, losses, so_far=self.so_far)
+        change = guard.learning.least_change(losses, so_far=self.so_far)
         self.events.emit("learned", step=progress.step, change=change)
         if change < LEAST_CHANGE:
-            raise without_effect(progress.step, self.about, change=change)
+            raise self.about.without_effect(progress.step, change=change)
         return None
 
 

@@ -27,13 +27,7 @@ from lora_trainer.config.constraints import typed
 from lora_trainer.network.compiling import CompilationFailed
 from lora_trainer.network.out_of_memory import free_memory, is_lost, is_out_of_memory
 from lora_trainer.training.batch import Batch
-from lora_trainer.training.guards import (
-    GuardState,
-    NoFallbackLeft,
-    Unstable,
-    after_fitting,
-    after_out_of_memory,
-)
+from lora_trainer.training.guards import GuardState, NoFallbackLeft, Unstable
 from lora_trainer.training.training import First, OomFallback, PartialOptimizerStep, Training
 
 Fallback = Callable[[], GuardState]
@@ -98,7 +92,7 @@ def use_less_memory(
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
     remedies = training.remedies_of(guard)
-    smaller = after_out_of_memory(guard, images=images, remedies=len(remedies))
+    smaller = guard.after_out_of_memory(images=images, remedies=len(remedies))
     for remedy in remedies[guard.remedies : smaller.remedies]:
         remedy.apply()
         training.tell_change(remedy.key, remedy.old, remedy.new, reason=reason)
@@ -108,7 +102,7 @@ def use_less_memory(
 
 def count_fitting(training: Training, guard: GuardState) -> GuardState:
     """Count a step that fitted; after enough of them the next step may use a larger micro-batch again."""
-    larger = after_fitting(guard, planned=training.micro_batch)
+    larger = guard.after_fitting(planned=training.micro_batch)
     reason = f"{guard.patience_steps} steps in a row fitted"
     _tell_micro_batch(training, guard, larger, reason=reason)
     return larger

@@ -47,6 +47,22 @@ class Learning:
     zero_gradients: int = 0
     base: Sequence[float] = field(default_factory=list)
 
+    def after_gradient(self, norm: float) -> Learning:
+        """Return the state after the finite gradient norm of a step, before clipping."""
+        # Exactly 0: however small, the gradient of a layer that takes part is a number other than 0.
+        return replace(self, zero_gradients=0 if norm else self.zero_gradients + 1)
+
+    def least_change(self, losses: Sequence[float], *, so_far: float) -> float:
+        """Return the relative change by the end of the run of the loss that changes most, extrapolated.
+
+        `losses` are those of the base's noise levels now. `so_far` is the sum of the learning rates until
+        now as a share of the run's: while an adapter is small, its effect grows in proportion to that sum.
+        """
+        # By level and relative: losses of little noise are many times those of much, and would hide them in a sum.
+        pairs = zip(self.base, losses, strict=True)
+        changes = [abs(new - old) / old for old, new in pairs if old > 0]
+        return max(changes, default=0.0) / max(so_far, 1e-9)
+
 
 FIRST_PATIENCE_STEPS, MAX_PATIENCE_STEPS = 50, 3200
 """Steps that must fit before a larger micro-batch is tried again; each out of memory doubles them.
@@ -84,64 +100,102 @@ class GuardState:
     best: BestValidation = BestValidation()
     learning: Learning = Learning()
 
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> GuardState:
+        """Return the guard state of its fields as plain values; groups that an older state lacks are as new.
 
-class Unstable(Exception):
-    """Asks the loop to go back to the last good state, for `reason`; `state` is the guard state then."""
+        Values that only older versions had (`ungraphed`, `trend`) are ignored.
+        """
+        groups = {"plateau": Plateau, "best": BestValidation, "learning": Learning}
+        nested = {name: group(**values.get(name, {})) for name, group in groups.items()}
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: values[name] for name in names & values.keys()} | nested)
 
-    def __init__(self, reason: str, state: GuardState) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.state = state
+    def after_step(self, *, finite: bool, step: int) -> GuardState:
+        """Count a step with non-finite gradients; raises Unstable after MAX_SKIPPED_IN_ROW in a row."""
+        if finite:
+            return replace(self, skipped_in_row=0)
+        state = replace(self, skipped_in_row=self.skipped_in_row + 1, skipped=self.skipped + 1)
+        if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
+            raise Unstable(
+                f"the gradients were not finite numbers {state.skipped_in_row} steps in a row, "
+                f"up to step {step}",
+                state,
+            )
+        return state
 
+    def after_validation(self, loss: float) -> GuardState:
+        """Return the state after a validation loss; halve the learning rate when it has stopped falling.
 
-class NoFallbackLeft(TrainingStopped):
-    """A step cannot be computed; `guard` remembers the answers that were tried, for a resume."""
+        It has after PATIENCE validations without an improvement of MIN_IMPROVEMENT; then counting restarts.
+        """
+        # A validation that is not finite is no plateau; the guard of the gradients answers to it.
+        if not math.isfinite(loss):
+            return self
+        plateau = self.plateau
+        if plateau.best is None or loss < plateau.best * (1 - MIN_IMPROVEMENT):
+            return replace(self, plateau=Plateau(best=loss))
+        stale = (plateau.stale + 1) % PATIENCE
+        lower = not stale and self.lr_scale > MIN_SCALE
+        lr_scale = self.lr_scale * LOWER_RATE if lower else self.lr_scale
+        return replace(self, plateau=replace(plateau, stale=stale), lr_scale=lr_scale)
 
-    def __init__(self, found: str, *, fix: str, guard: GuardState) -> None:
-        super().__init__(found, fix=fix)
-        self.guard = guard
+    def with_best(self, loss: float, *, step: int) -> GuardState:
+        """Return the state after the validation loss of a step, counted as the lowest so far or as no better."""
+        best = self.best
+        if step == 0:  # the untouched base is no adapter
+            return self
+        if math.isfinite(loss) and (best.loss is None or loss < best.loss):
+            return replace(self, best=BestValidation(loss=loss, step=step))
+        return replace(self, best=replace(best, stale=best.stale + 1))
 
+    def after_going_back(self, failed: GuardState) -> GuardState:
+        """Return the state to continue with from this one, the last whose weights are whole."""
+        facts = {name: getattr(failed, name) for name in _KEPT_ON_GOING_BACK}
+        return replace(self, learning=replace(failed.learning, zero_gradients=0), **facts)
 
-def after_step(state: GuardState, *, finite: bool, step: int) -> GuardState:
-    """Count a step with non-finite gradients; raises Unstable after MAX_SKIPPED_IN_ROW in a row."""
-    if finite:
-        return replace(state, skipped_in_row=0) if state.skipped_in_row else state
-    state = replace(state, skipped_in_row=state.skipped_in_row + 1, skipped=state.skipped + 1)
-    if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
-        raise Unstable(
-            f"the gradients were not finite numbers {state.skipped_in_row} steps in a row, "
-            f"up to step {step}",
-            state,
+    def after_rollback(self, unstable: Unstable) -> GuardState:
+        """Go back to this state and halve the learning rate; raises TrainingStopped after MAX_ROLLBACKS."""
+        bad = unstable.state
+        if bad.rollbacks >= MAX_ROLLBACKS:
+            raise unstable.stopped(f" {bad.rollbacks} times at ever lower learning rates")
+        return replace(
+            self.after_going_back(bad),
+            skipped_in_row=0,
+            rollbacks=bad.rollbacks + 1,
+            lr_scale=min(self.lr_scale, bad.lr_scale) * LOWER_RATE,
         )
-    return state
 
+    def after_out_of_memory(self, *, images: int, remedies: int) -> GuardState:
+        """Halve the micro-batch after a pass of `images` did not fit; at one image, apply one more remedy.
 
-def after_validation(state: GuardState, loss: float) -> GuardState:
-    """Return the state after a validation loss; halve the learning rate when it has stopped falling.
+        `remedies` is the number of remedies the run has. Raises NoFallbackLeft when all are in force.
+        """
+        state = replace(
+            self,
+            fitting_steps=0,
+            patience_steps=min(2 * self.patience_steps, MAX_PATIENCE_STEPS),
+        )
+        # The cap may be larger than the pass that failed (few images of one shape in a batch, or a smaller cap
+        # for large images); halving the cap alone would repeat the same pass.
+        largest = min(self.micro_batch, images)
+        if largest > 1:
+            return replace(state, micro_batch=(largest + 1) // 2)
+        if self.remedies < remedies:
+            return replace(state, micro_batch=1, remedies=self.remedies + 1)
+        raise NoFallbackLeft(
+            "the device ran out of memory with one image at a time and every remedy applied",
+            fix="use a lower data.resolution, a smaller adapter.rank, or free memory on the device",
+            guard=replace(state, micro_batch=1),
+        )
 
-    It has after PATIENCE validations without an improvement of MIN_IMPROVEMENT; then counting restarts.
-    """
-    # A validation that is not finite is no plateau; the guard of the gradients answers to it.
-    if not math.isfinite(loss):
-        return state
-    plateau = state.plateau
-    if plateau.best is None or loss < plateau.best * (1 - MIN_IMPROVEMENT):
-        return replace(state, plateau=Plateau(best=loss))
-    stale = (plateau.stale + 1) % PATIENCE
-    state = replace(state, plateau=replace(plateau, stale=stale))
-    if stale or state.lr_scale <= MIN_SCALE:
-        return state
-    return replace(state, lr_scale=state.lr_scale * LOWER_RATE)
-
-
-def with_best(state: GuardState, loss: float, *, step: int) -> GuardState:
-    """Return the state after the validation loss of a step, counted as the lowest so far or as no better."""
-    best = state.best
-    if step == 0:  # the untouched base is no adapter
-        return state
-    if math.isfinite(loss) and (best.loss is None or loss < best.loss):
-        return replace(state, best=BestValidation(loss=loss, step=step))
-    return replace(state, best=replace(best, stale=best.stale + 1))
+    def after_fitting(self, *, planned: int) -> GuardState:
+        """Count a step that fitted; after enough of them double the micro-batch, up to `planned`."""
+        if self.micro_batch >= planned:
+            return self
+        if self.fitting_steps + 1 < self.patience_steps:
+            return replace(self, fitting_steps=self.fitting_steps + 1)
+        return replace(self, micro_batch=min(planned, 2 * self.micro_batch), fitting_steps=0)
 
 
 _KEPT_ON_GOING_BACK = (
@@ -152,78 +206,28 @@ _KEPT_ON_GOING_BACK = (
 would not fit this time either."""
 
 
-def after_going_back(good: GuardState, failed: GuardState) -> GuardState:
-    """Return the guard state to continue with from `good`, the last state whose weights are whole."""
-    facts = {name: getattr(failed, name) for name in _KEPT_ON_GOING_BACK}
-    return replace(good, learning=replace(failed.learning, zero_gradients=0), **facts)
+class Unstable(Exception):
+    """Asks the loop to go back to the last good state, for `reason`; `state` is the guard state then."""
+
+    def __init__(self, reason: str, state: GuardState) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.state = state
+
+    def stopped(self, remedies: str = "") -> TrainingStopped:
+        """Return the error that ends an unstable training after all remedies."""
+        return TrainingStopped(
+            f"{self.reason}{remedies}; the adapter still holds its last good values",
+            fix="lower optimizer.learning_rate, or use --set train.precision=fp32, and resume",
+        )
 
 
-def after_rollback(good: GuardState, unstable: Unstable) -> GuardState:
-    """Go back to `good` and halve the learning rate; raises TrainingStopped after MAX_ROLLBACKS."""
-    bad = unstable.state
-    if bad.rollbacks >= MAX_ROLLBACKS:
-        raise stopped(unstable, remedies=f" {bad.rollbacks} times at ever lower learning rates")
-    return replace(
-        after_going_back(good, bad),
-        skipped_in_row=0,
-        rollbacks=bad.rollbacks + 1,
-        lr_scale=min(good.lr_scale, bad.lr_scale) * LOWER_RATE,
-    )
+class NoFallbackLeft(TrainingStopped):
+    """A step cannot be computed; `guard` remembers the answers that were tried, for a resume."""
 
-
-def stopped(unstable: Unstable, *, remedies: str = "") -> TrainingStopped:
-    """Return the error that ends an unstable training after all remedies."""
-    return TrainingStopped(
-        f"{unstable.reason}{remedies}; the adapter still holds its last good values",
-        fix="lower optimizer.learning_rate, or use --set train.precision=fp32, and resume",
-    )
-
-
-def after_out_of_memory(state: GuardState, *, images: int, remedies: int) -> GuardState:
-    """Halve the micro-batch after a pass of `images` did not fit; at one image, apply one more remedy.
-
-    `remedies` is the number of remedies the run has. Raises NoFallbackLeft when all are in force.
-    """
-    state = replace(
-        state,
-        fitting_steps=0,
-        patience_steps=min(2 * state.patience_steps, MAX_PATIENCE_STEPS),
-    )
-    # The cap may be larger than the pass that failed (few images of one shape in a batch, or a smaller cap
-    # for large images); halving the cap alone would repeat the same pass.
-    largest = min(state.micro_batch, images)
-    if largest > 1:
-        return replace(state, micro_batch=(largest + 1) // 2)
-    if state.remedies < remedies:
-        return replace(state, micro_batch=1, remedies=state.remedies + 1)
-    raise NoFallbackLeft(
-        "the device ran out of memory with one image at a time and every remedy applied",
-        fix="use a lower data.resolution, a smaller adapter.rank, or free memory on the device",
-        guard=replace(state, micro_batch=1),
-    )
-
-
-def after_fitting(state: GuardState, *, planned: int) -> GuardState:
-    """Count a step that fitted; after enough of them double the micro-batch, up to `planned`."""
-    if state.micro_batch >= planned:
-        return state
-    if state.fitting_steps + 1 < state.patience_steps:
-        return replace(state, fitting_steps=state.fitting_steps + 1)
-    return replace(state, micro_batch=min(planned, 2 * state.micro_batch), fitting_steps=0)
-
-
-def from_plain(values: Mapping[str, Any]) -> GuardState:
-    """Return the guard state of its fields as plain values; groups that an older state lacks are as new.
-
-    Values that only older versions had (`ungraphed`, `trend`) are ignored.
-    """
-    nested = {
-        "plateau": Plateau(**values.get("plateau", {})),
-        "best": BestValidation(**values.get("best", {})),
-        "learning": Learning(**values.get("learning", {})),
-    }
-    names = {field.name for field in fields(GuardState)}
-    return GuardState(**{name: values[name] for name in names & values.keys()} | nested)
+    def __init__(self, found: str, *, fix: str, guard: GuardState) -> None:
+        super().__init__(found, fix=fix)
+        self.guard = guard
 
 
 # ---- whether the run learns at all
@@ -237,11 +241,19 @@ TINY_LOSS = 1e-20
 LEAST_CHANGE = 3e-4
 """Least relative change of the loss at some noise level by the end of the run, extrapolated: below it the
 run learns nothing."""
+_NOT_MPS = "use another release of torch, or --set hardware.device=cpu"
+
+
+def look_step(*, steps: int, batch_size: int) -> int | None:
+    """Return the step at which losses are compared with those before step 1; None in a short run."""
+    step = max(LOOK_STEPS, -(-LOOK_IMAGES // batch_size), round(LOOK_SHARE * steps))
+    # Later than half-way there is little left to save by stopping.
+    return step if 2 * step <= steps else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningContext:
-    """The facts from which the cause is guessed when a run learns nothing.
+    """The facts from which the cause is guessed when a run learns nothing: each method returns the error.
 
     `rate` is the highest learning rate, `rate_sum` the sum of the rates of the steps so far; `loss_scale`
     is that of fp16, None without. `reached` is true if some trained parameter had a gradient.
@@ -254,85 +266,51 @@ class LearningContext:
     reached: bool = True
     alpha_over_rank: float = 1.0
 
+    def without_gradients(self, step: int, *, loss: float) -> TrainingStopped:
+        """Return the error of a run whose gradients have been zero for ZERO_STEPS."""
+        symptom = f"the gradients of {ZERO_STEPS} steps, up to step {step}, are all zero"
+        if not self.reached:
+            cause = "no trained layer takes part in a step"
+            fix = "train other adapter.targets; new tokens need data.trigger in the captions"
+        elif loss < TINY_LOSS:
+            cause = "no sample counts, as the weights of the loss are zero or vanish"
+            fix = "widen objective.min_timestep and objective.max_timestep, or use --set objective.weighting=none"
+        elif self.loss_scale is not None:
+            cause = f"they are too small for fp16 at a loss scale of {self.loss_scale:g}"
+            fix = "use --set train.precision=bf16, or fp32"
+        elif self.device == "mps":
+            cause, fix = "this torch loses them on Apple's MPS", _NOT_MPS
+        else:
+            cause = "the trained layers do not change what the base predicts"
+            fix = "train other adapter.targets, and check that the base alone makes usable sample images"
+        return _nothing_learned(symptom, cause, fix)
 
-def look_step(*, steps: int, batch_size: int) -> int | None:
-    """Return the step at which losses are compared with those before step 1; None in a short run."""
-    step = max(LOOK_STEPS, -(-LOOK_IMAGES // batch_size), round(LOOK_SHARE * steps))
-    # Later than half-way there is little left to save by stopping.
-    return step if 2 * step <= steps else None
+    def without_movement(self, step: int) -> TrainingStopped:
+        """Return the error of a run whose weights are still zero at a step."""
+        symptom = f"after {step} steps with gradients the adapter is as it began"
+        if self.rate_sum < 1e-30:
+            cause = f"the learning rate, {self.rate:g}, is too small to change 32-bit weights"
+            fix = "use --set optimizer.learning_rate=1e-4, or leave it out for the preset's"
+        elif self.device == "mps":
+            cause, fix = "this torch does not update weights on Apple's MPS", _NOT_MPS
+        else:
+            cause = "the optimizer does not change its weights"
+            fix = "use --set optimizer.name=adamw; if it is that already, please report it"
+        return _nothing_learned(symptom, cause, fix)
 
-
-def after_gradient(learning: Learning, *, norm: float) -> Learning:
-    """Return the state after the finite gradient norm of a step, before clipping."""
-    # Exactly 0: however small, the gradient of a layer that takes part is a number other than 0.
-    if norm != 0.0:
-        return replace(learning, zero_gradients=0) if learning.zero_gradients else learning
-    return replace(learning, zero_gradients=learning.zero_gradients + 1)
-
-
-def least_change(base: Sequence[float], now: Sequence[float], *, so_far: float) -> float:
-    """Return the relative change by the end of the run of the loss that changes most, extrapolated.
-
-    `base` and `now` are losses by noise level. `so_far` is the sum of the learning rates until now as a
-    share of the run's: while an adapter is small, its effect grows in proportion to that sum.
-    """
-    # By level and relative: losses of little noise are many times those of much, and would hide them in a sum.
-    changes = [abs(new - old) / old for old, new in zip(base, now, strict=True) if old > 0]
-    return max(changes, default=0.0) / max(so_far, 1e-9)
-
-
-def without_gradients(step: int, about: LearningContext, *, loss: float) -> TrainingStopped:
-    """Return the error of a run whose gradients have been zero for ZERO_STEPS, with the likely cause."""
-    symptom = f"the gradients of {ZERO_STEPS} steps, up to step {step}, are all zero"
-    if not about.reached:
-        cause = "no trained layer takes part in a step"
-        fix = "train other adapter.targets; new tokens need data.trigger in the captions"
-    elif loss < TINY_LOSS:
-        cause = "no sample counts, as the weights of the loss are zero or vanish"
-        fix = "widen objective.min_timestep and objective.max_timestep, or use --set objective.weighting=none"
-    elif about.loss_scale is not None:
-        cause = f"they are too small for fp16 at a loss scale of {about.loss_scale:g}"
-        fix = "use --set train.precision=bf16, or fp32"
-    elif about.device == "mps":
-        cause, fix = "this torch loses them on Apple's MPS", _NOT_MPS
-    else:
-        cause = "the trained layers do not change what the base predicts"
-        fix = (
-            "train other adapter.targets, and check that the base alone makes usable sample images"
+    def without_effect(self, step: int, *, change: float) -> TrainingStopped:
+        """Return the error of a run whose losses have not changed by a step."""
+        symptom = (
+            f"after {step} steps the loss is as it was at the start, and the whole run would change it by "
+            f"less than {max(0.01, 100 * change):.2g} %"
         )
-    return _nothing_learned(symptom, cause, fix)
-
-
-def without_movement(step: int, about: LearningContext) -> TrainingStopped:
-    """Return the error of a run whose weights are still zero at a step, with the likely cause."""
-    symptom = f"after {step} steps with gradients the adapter is as it began"
-    if about.rate_sum < 1e-30:
-        cause = f"the learning rate, {about.rate:g}, is too small to change 32-bit weights"
-        fix = "use --set optimizer.learning_rate=1e-4, or leave it out for the preset's"
-    elif about.device == "mps":
-        cause, fix = "this torch does not update weights on Apple's MPS", _NOT_MPS
-    else:
-        cause = "the optimizer does not change its weights"
-        fix = "use --set optimizer.name=adamw; if it is that already, please report it"
-    return _nothing_learned(symptom, cause, fix)
-
-
-def without_effect(step: int, about: LearningContext, *, change: float) -> TrainingStopped:
-    """Return the error of a run whose losses have not changed by a step, with the likely cause."""
-    symptom = (
-        f"after {step} steps the loss is as it was at the start, and the whole run would change it by "
-        f"less than {max(0.01, 100 * change):.2g} %"
-    )
-    if about.alpha_over_rank < 0.01:
-        cause = f"the adapter's update is scaled by only {about.alpha_over_rank:g} (adapter.alpha / adapter.rank)"
-        fix = "leave adapter.alpha out; it then equals adapter.rank"
-    else:
-        cause = f"the learning rate, {about.rate:g}, is far too low"
-        fix = "leave optimizer.learning_rate out for the preset's, which suits most images"
-    return _nothing_learned(symptom, cause, fix)
-
-
-_NOT_MPS = "use another release of torch, or --set hardware.device=cpu"
+        if self.alpha_over_rank < 0.01:
+            cause = f"the adapter's update is scaled by only {self.alpha_over_rank:g} (adapter.alpha / adapter.rank)"
+            fix = "leave adapter.alpha out; it then equals adapter.rank"
+        else:
+            cause = f"the learning rate, {self.rate:g}, is far too low"
+            fix = "leave optimizer.learning_rate out for the preset's, which suits most images"
+        return _nothing_learned(symptom, cause, fix)
 
 
 def _nothing_learned(symptom: str, cause: str, fix: str) -> TrainingStopped:

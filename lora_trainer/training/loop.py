@@ -46,13 +46,6 @@ from lora_trainer.training.guards import (
     LearningContext,
     NoFallbackLeft,
     Unstable,
-    after_going_back,
-    after_gradient,
-    after_rollback,
-    after_step,
-    stopped,
-    without_gradients,
-    without_movement,
 )
 from lora_trainer.training.optimizers import effective_rate, set_learning_rate
 from lora_trainer.training.step import compute_gradients_with_oom_retry, optimizer_step
@@ -75,9 +68,9 @@ def run(training: Training, start: Progress) -> Progress:
             return _train(training, progress)
         except Unstable as unstable:
             if training.restore is None:
-                raise stopped(unstable) from None
+                raise unstable.stopped() from None
             good = training.restore()
-            guard = after_rollback(good.guard, unstable)
+            guard = good.guard.after_rollback(unstable)
             reason = f"back to step {good.step}: {unstable.reason}"
             _tell_lower_rate(training, unstable.state, guard, reason=reason)
             progress = replace(good, guard=guard, ending=False)
@@ -107,7 +100,7 @@ def _mended(training: Training, torn: GuardState, reason: str) -> Progress:
         fix="nothing if this is rare; else lower hardware.vram_limit_gib",
         code="TRN-02",
     )
-    return replace(good, guard=after_going_back(good.guard, guard), ending=False)
+    return replace(good, guard=good.guard.after_going_back(guard), ending=False)
 
 
 def _train(training: Training, start: Progress) -> Progress:
@@ -378,7 +371,7 @@ def judge_step(reports: _Reports, report: _Report, guard: GuardState) -> GuardSt
             fix="nothing if this is rare; else lower optimizer.learning_rate",
             code="TRN-01",
         )
-    guard = after_step(guard, finite=finite, step=step)
+    guard = guard.after_step(finite=finite, step=step)
     if finite:
         guard = _check_learning(training, report, guard, loss=loss, norm=norm)
     return guard
@@ -388,7 +381,7 @@ def _check_learning(
     training: Training, report: _Report, guard: GuardState, *, loss: float, norm: float
 ) -> GuardState:
     """Update the check that the adapter learns at all with a finite step; raises TrainingStopped."""
-    step, learning = report.fields["step"], after_gradient(guard.learning, norm=norm)
+    step, learning = report.fields["step"], guard.learning.after_gradient(norm)
     stands_still = report.left_zero is not None and report.left_zero.read() == [0.0]
     if learning.zero_gradients < ZERO_STEPS and not stands_still:
         return replace(guard, learning=learning)
@@ -401,8 +394,8 @@ def _check_learning(
         reached=report.reached,
     )
     if learning.zero_gradients >= ZERO_STEPS:
-        raise without_gradients(step, context, loss=loss)
-    raise without_movement(step, context)
+        raise context.without_gradients(step, loss=loss)
+    raise context.without_movement(step)
 
 
 def _is_searching(scaler: torch.amp.GradScaler) -> bool:

@@ -24,7 +24,7 @@ from lora_trainer.training.actions import SaveAction
 from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.fallbacks import go_plainly
-from lora_trainer.training.guards import GuardState, NoFallbackLeft, from_plain
+from lora_trainer.training.guards import GuardState, NoFallbackLeft
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import restore_optimizer
@@ -528,7 +528,7 @@ def restored(tiny: TinyTraining, folder: Path) -> Progress:
     tiny.adapter.load_state(state.adapter)
     restore_optimizer(tiny.training.optimizer, state.optimizer)
     state.loop.restore_loss_scale(tiny.training.scaler)
-    guard = from_plain(state.loop.guard)
+    guard = GuardState.from_plain(state.loop.guard)
     return Progress(step=state.step, images=state.images_seen, guard=guard)
 
 

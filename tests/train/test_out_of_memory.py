@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lora_trainer.common.errors import TrainingStopped
 from lora_trainer.training.batch import split
-from lora_trainer.training.guards import FIRST_PATIENCE_STEPS, GuardState
+from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
 from lora_trainer.training.training import OomFallback, Progress
@@ -93,7 +93,7 @@ def test_nothing_changes_but_the_micro_batch() -> None:
         {"key": "memory.micro_batch", "old": 4, "new": 2, "reason": MESSAGE}
     ]
     assert (end.step, end.images, end.guard.micro_batch) == (4, 16, 2)
-    assert end.guard.patience_steps == 2 * FIRST_PATIENCE_STEPS
+    assert end.guard.patience_steps == 100
     assert end.guard.fitting_steps == 4, "the step that was done again counts as the others"
     other = build_training(build_feeder(UNEVEN), steps=4)
     run(other.training, at_start(micro_batch=2))
