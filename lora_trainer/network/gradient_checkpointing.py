@@ -13,7 +13,6 @@ cannot return results that a kernel wrote in place.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,11 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lora_trainer.config.declare import KEEP_ATTENTION, Checkpointing
+from lora_trainer.hardware.device_calls import may_copy_ahead
 from lora_trainer.network.live_storages import storage_key
-from lora_trainer.network.pinned_memory import CopyStream, Done, pinned
+from lora_trainer.network.pinned_memory import pinned
 
 BLOCKS_ON_DEVICE = 2
-"""Blocks whose inputs are on the device at a time: the block at work, and one whose copy is under way."""
+"""Blocks that ran last, whose inputs stay on the device: the backward pass needs them first."""
 
 
 def apply_checkpointing(network: nn.Module, kind: Checkpointing) -> None:
@@ -89,17 +89,15 @@ class BlockRunner:
 
 
 class HostInputs:
-    """Moves the inputs of blocks to host memory in the order of the forward pass, and back in reverse.
+    """Copies the inputs of blocks to host memory; the device keeps those of the last two blocks only.
 
-    The device keeps the inputs of two blocks, so a copy runs beside the computation of one block.
+    The copies are queued in order with the computation: the host waits for none of them, and no tensor
+    has to be held until a copy on another stream is over.
     """
 
     def __init__(self) -> None:
         self.moved_bytes = 0
-        self._stream: CopyStream | None = None
-        self._leaving: deque[_BlockInputs] = deque()
-        self._arriving: _BlockInputs | None = None
-        self._latest: weakref.ref[_BlockInputs] | None = None
+        self._on_device: deque[list[_SavedInput]] = deque()
 
     @contextmanager
     def holding(self, inputs: tuple[Any, ...]) -> Iterator[None]:
@@ -109,125 +107,54 @@ class HostInputs:
         shared by all blocks and would be copied by each.
         """
         input_keys = {storage_key(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad}
-        self._expect(None)
-        if len(self._leaving) == BLOCKS_ON_DEVICE:
-            self._leaving.popleft().leave()
-        block = _BlockInputs(before=self._latest)
-        self._leaving.append(block)
-        self._latest = weakref.ref(block)
+        if len(self._on_device) == BLOCKS_ON_DEVICE:
+            for saved in self._on_device.popleft():
+                saved.on_device = None
+        block: list[_SavedInput] = []
+        self._on_device.append(block)
 
-        def pack(tensor: Tensor) -> Tensor | tuple[_BlockInputs, int]:
+        def pack(tensor: Tensor) -> Tensor | _SavedInput:
             if storage_key(tensor) not in input_keys:
                 return tensor
             self.moved_bytes += tensor.nbytes
-            block.saved_inputs.append(_Kept(tensor, self._stream_of(tensor.device)))
-            return block, len(block.saved_inputs) - 1
+            block.append(_SavedInput(tensor))
+            return block[-1]
 
-        with saved_tensors_hooks(pack, self._unpack):
+        with saved_tensors_hooks(pack, _SavedInput.restored):
             yield
 
-    def _unpack(self, packed: Tensor | tuple[_BlockInputs, int]) -> Tensor:
-        """Return an input, and start to copy back the inputs of the block before."""
-        if isinstance(packed, Tensor):
-            return packed
-        block, index = packed
-        tensor = block.take(index)
-        self._expect(block.before, instead_of=block)
-        return tensor
 
-    def _expect(
-        self,
-        before: weakref.ref[_BlockInputs] | None,
-        *,
-        instead_of: _BlockInputs | None = None,
-    ) -> None:
-        """Start to copy back the inputs of one more block, and drop those that were requested before it.
+class _SavedInput:
+    """One input of a block: its copy in host memory, and the tensor itself until `on_device` is None."""
 
-        After an error in a backward pass nothing asks for the latter: their graph is gone, and this object
-        holds them only until their copies are over.
-        """
-        block = before() if before is not None else None
-        if block is self._arriving:
-            return
-        if self._arriving not in (None, instead_of):
-            self._arriving.leave()
-        self._arriving = block
-        if block is not None:
-            block.bring()
-
-    def _stream_of(self, device: torch.device) -> CopyStream:
-        if self._stream is None or self._stream.device != device:
-            self._stream = CopyStream(device)
-        return self._stream
-
-
-class _BlockInputs:
-    """The inputs of one call of a block, and those of the call before it."""
-
-    def __init__(self, *, before: weakref.ref[_BlockInputs] | None) -> None:
-        self.before = before
-        self.saved_inputs: list[_Kept] = []
-
-    def leave(self) -> None:
-        for saved in self.saved_inputs:
-            saved.leave()
-
-    def bring(self) -> None:
-        for saved in self.saved_inputs:
-            saved.bring()
-
-    def take(self, index: int) -> Tensor:
-        """Return one input; work queued from now on begins after the copies of all inputs."""
-        for saved in self.saved_inputs:  # a recomputed block reads all its inputs at once
-            saved.settle()
-        return self.saved_inputs[index].take()
-
-
-class _Kept:
-    """One input of a block: its host copy, and the tensor itself while it is on the device."""
-
-    def __init__(self, tensor: Tensor, stream: CopyStream) -> None:
-        self._on_device: Tensor | None = tensor
-        self._stream = stream
-        self._done: Done = None
+    def __init__(self, tensor: Tensor) -> None:
+        self.on_device: Tensor | None = tensor
+        self._device = tensor.device
         # A view of part of a larger storage is copied without the rest, so its strides change.
         whole = tensor.nbytes == tensor.untyped_storage().nbytes()
         layout = tensor if whole else torch.empty(tensor.shape, device="meta")
-        self._strides = layout.stride()
-        self._shape, self._dtype = tensor.shape, tensor.dtype
+        self._empty = partial(
+            torch.empty_strided, tensor.shape, layout.stride(), dtype=tensor.dtype
+        )
         self._host: Tensor | None = None
         if not tensor.is_meta:  # a traced network has no host memory to copy to
             self._host = pinned().empty(
-                self._shape, strides=self._strides, dtype=self._dtype, device=tensor.device
+                tensor.shape, strides=layout.stride(), dtype=tensor.dtype, device=tensor.device
             )
-            self._done = stream.copy(self._host, tensor)
+            # The allocator of pinned memory does not reuse it while a copy is queued.
+            self._host.copy_(tensor, non_blocking=may_copy_ahead(tensor.device))
 
-    def settle(self) -> None:
-        """Make work queued from now on wait for the last copy."""
-        self._stream.wait(self._done)
-        self._done = None
-
-    def leave(self) -> None:
-        """Free the device memory once the copy to the host is done."""
-        self.settle()
-        self._on_device = None
-
-    def bring(self) -> None:
-        """Start the copy to the device, unless the input is there."""
-        if self._on_device is not None:
-            return
-        self._on_device = torch.empty_strided(
-            self._shape, self._strides, dtype=self._dtype, device=self._stream.device
-        )
-        if self._host is not None:
-            self._done = self._stream.copy(self._on_device, self._host)
-
-    def take(self) -> Tensor:
-        """Return the input on the device and drop this object's reference to it."""
-        self.bring()
-        tensor = self._on_device
-        assert tensor is not None
-        self.leave()
+    @staticmethod
+    def restored(saved: Tensor | _SavedInput) -> Tensor:
+        """Return an input on the device, as autograd asks for it in the backward pass."""
+        if isinstance(saved, Tensor):
+            return saved
+        tensor, saved.on_device = saved.on_device, None
+        if tensor is not None:
+            return tensor
+        tensor = saved._empty(device=saved._device)
+        if saved._host is not None:
+            tensor.copy_(saved._host, non_blocking=may_copy_ahead(saved._device))
         return tensor
 
 

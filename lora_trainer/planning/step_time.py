@@ -121,8 +121,8 @@ class StepWork:
     """Work of one optimizer step: arithmetic, kernels, bytes to dequantise, bytes over the bus one way.
 
     `other_flops` stand for the non-product kernels of recomputed blocks, as arithmetic that takes as long.
-    `bus_bytes` are copied while the GPU computes; `unpinned_bytes` come from unpinned memory, so the host waits
-    for each copy.
+    `bus_bytes` are copied while the GPU computes, `ordered_bytes` between its kernels; `unpinned_bytes` come
+    from unpinned memory, so the host waits for each copy.
     """
 
     flops: float
@@ -130,6 +130,7 @@ class StepWork:
     kernels: int = 0
     dequantised_bytes: float = 0.0
     bus_bytes: float = 0.0
+    ordered_bytes: float = 0.0
     unpinned_bytes: float = 0.0
 
 
@@ -178,7 +179,8 @@ def step_work(
             started * (1 + WATCHED_KERNELS * keeps_results) + dequantised * _layer_kernels(base)
         ),
         dequantised_bytes=dequantised * _layer_bytes(base),
-        bus_bytes=blocks * streamed + inputs * offloaded,
+        bus_bytes=blocks * streamed,
+        ordered_bytes=inputs * offloaded,
         unpinned_bytes=(1 - blocks) * streamed + (1 - inputs) * offloaded,
     )
 
@@ -216,8 +218,8 @@ def step_time(work: StepWork, *, gpu: Gpu | None, threads: int, precision: Preci
 def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTime:
     """Estimate a step on a GPU: the longest of computing, starting kernels and copying over the bus.
 
-    Copies run beside the computation, so they cost only memory traffic and the time they take longer than
-    it; a step waits for every copy of unpinned memory.
+    Copies of weights run beside the computation, so they cost only memory traffic and the time they take
+    longer than it; a step waits for copies of block inputs and for every copy of unpinned memory.
     """
     rate = card.flops_per_s / (FP32_SLOWDOWN if precision == "fp32" else 1)
     computing = _range((work.flops + work.other_flops) / rate, CARD_SHARE)
@@ -230,6 +232,7 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
         "starting kernels": (work.kernels * fast_s, work.kernels * slow_s),
         "copies from host memory": _range(work.bus_bytes, LINK_BYTES_PER_S),
     }
+    ordered = _range(work.ordered_bytes, LINK_BYTES_PER_S)
     unpinned = _range(work.unpinned_bytes, UNPINNED_BYTES_PER_S)
     stand_in = f" (rates of an {card.name})" if card.stands_for else ""
     note = (
@@ -239,8 +242,8 @@ def gpu_step_time(work: StepWork, card: Card, *, precision: Precision) -> StepTi
     if work.unpinned_bytes:
         note += f", and waits for {work.unpinned_bytes / 1e9:.1f} GB of unpinned memory"
     return StepTime(
-        low_s=max(low for low, _ in parts.values()) + unpinned[0],
-        high_s=max(high for _, high in parts.values()) + unpinned[1],
+        low_s=max(low for low, _ in parts.values()) + ordered[0] + unpinned[0],
+        high_s=max(high for _, high in parts.values()) + ordered[1] + unpinned[1],
         note=note,
     )
 

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from itertools import count
 from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lora_trainer import families
 from lora_trainer.config.declare import Checkpointing
 from lora_trainer.costs.trace import StepTrace, host_bytes, trace_step
 from lora_trainer.network.block_swap import repeated_blocks
-from lora_trainer.network.gradient_checkpointing import (
-    BlockRunner,
-    _Kept,
-    apply_checkpointing,
-)
+from lora_trainer.network.gradient_checkpointing import BlockRunner, apply_checkpointing
 from lora_trainer.network.live_storages import LiveStorages
-from lora_trainer.network.pinned_memory import CopyStream, Done
-from tests.fakes.late_copies import LateCopies
 from tests.fakes.trainee import LAYERS, Trainee, failing, same, trainee
 
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
@@ -93,43 +86,10 @@ def test_random_draws_inside_a_network_are_repeated() -> None:
     assert all(same(other, found[0]) for other in found)
 
 
-def test_offloaded_inputs_are_waited_for_and_held_until_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    expected = trainee("sdxl").gradients()
-    monkeypatch.setattr("lora_trainer.network.gradient_checkpointing.CopyStream", LateCopies)
-    at = trainee("sdxl")
-    apply_checkpointing(at.denoiser, "offloaded")
-    assert same(at.gradients(), expected)
-    assert same(at.gradients(), expected)
-
-
-def test_the_inputs_of_the_block_before_are_on_their_way_when_a_block_is_recomputed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started: list[Tensor] = []
-
-    class Counted(CopyStream):
-        def copy(self, target: Tensor, source: Tensor) -> Done:
-            started.append(target)
-            return super().copy(target, source)
-
-    monkeypatch.setattr("lora_trainer.network.gradient_checkpointing.CopyStream", Counted)
-    at, copies = trainee("qwen"), []
-    apply_checkpointing(at.denoiser, "offloaded")
-    for block in at.denoiser.get_submodule("transformer_blocks").children():
-        block.register_forward_pre_hook(lambda *_: copies.append(len(started)))
-    at.gradients()
-    # Image and text of the second to the last block go; those of the last two never left.
-    assert copies[:LAYERS] == [0, 2, 4, 6]
-    assert copies[LAYERS:] == [6, 6 + 2, 6 + 2, 6 + 2]
-
-
 @pytest.mark.parametrize("wanted", [1, 2], ids=["forward", "backward"])
 def test_a_step_after_one_that_ran_out_of_memory_is_right(
-    wanted: int, monkeypatch: pytest.MonkeyPatch
+    wanted: int,
 ) -> None:
-    monkeypatch.setattr("lora_trainer.network.gradient_checkpointing.CopyStream", LateCopies)
     at = trainee("qwen")
     apply_checkpointing(at.denoiser, "offloaded")
     expected = at.gradients()
@@ -139,30 +99,6 @@ def test_a_step_after_one_that_ran_out_of_memory_is_right(
         for parameter in at.parameters:
             parameter.grad = None
         assert same(at.gradients(), expected)
-
-
-def test_running_out_of_memory_for_an_input_on_its_way_back_loses_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("lora_trainer.network.gradient_checkpointing.CopyStream", LateCopies)
-    at = trainee("flux")
-    apply_checkpointing(at.denoiser, "offloaded")
-    expected = at.gradients()
-    bring, numbers = _Kept.bring, count()
-
-    def limited(kept: _Kept) -> None:
-        if kept._on_device is None and next(numbers) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        bring(kept)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_Kept, "bring", limited)
-        with pytest.raises(torch.OutOfMemoryError):
-            at.gradients()
-    gc.collect()  # the failed step is gone, and with it all that only its graph held
-    for parameter in at.parameters:
-        parameter.grad = None
-    assert same(at.gradients(), expected)
 
 
 def test_nothing_is_left_behind_but_what_two_blocks_were_given() -> None:

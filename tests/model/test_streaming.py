@@ -87,7 +87,6 @@ def test_steps_and_predictions_are_the_same_bits(name: str) -> None:
 def test_a_copy_is_waited_for_before_it_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at = trainee(name)
     expected = at.gradients()
-    monkeypatch.setattr("lora_trainer.network.gradient_checkpointing.CopyStream", LateCopies)
     monkeypatch.setattr("lora_trainer.network.block_swap.CopyStream", LateCopies)
     streamed(at, checkpointing="offloaded")
     assert same(at.gradients(), expected)

@@ -91,7 +91,10 @@ def test_copies_between_host_and_gpu_are_counted_both_ways() -> None:
     assert host_bytes > 0
     for micro_batch in (1, 2):
         work = flux_work(checkpointing="offloaded", micro_batch=micro_batch)
-        assert work.bus_bytes == pytest.approx(4 * host_bytes, rel=0.01)
+        assert work.ordered_bytes == pytest.approx(4 * host_bytes, rel=0.01)
+        between = replace(work, ordered_bytes=0)
+        waited_s = seconds(work, "RTX 4090").low_s - seconds(between, "RTX 4090").low_s
+        assert waited_s == pytest.approx(work.ordered_bytes / 22e9), "it hides behind nothing"
 
 
 def test_copies_hide_behind_arithmetic_but_not_behind_memory_traffic() -> None:
