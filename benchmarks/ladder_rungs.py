@@ -23,12 +23,13 @@ from trainee import Batch, Case, training
 from lora_trainer.common.events import Event, EventStream, JsonlWriter
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.reporting.status import StatusWriter
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from lora_trainer.training.optimizers import build_optimizer
-from lora_trainer.training.training import Progress, Speedups, Training
+from lora_trainer.training.training import Progress, Training
 
 
 class Rung(Protocol):
@@ -186,9 +187,9 @@ class Ours:
         folder: Path,
         *,
         steps: int,
-        speedups: Speedups,
+        compiled: CompiledBlocks | None,
     ) -> None:
-        self.name, self.speedups = name, speedups
+        self.name, self.compiled = name, compiled
         self.losses: list[float] = []
         self.waits: list[float] = []
         self.fell_back = ""
@@ -257,7 +258,7 @@ class Ours:
             steps=steps + 1,  # the thread waits in the middle of the run, and ends with the program
             events=events,
             actions=[self],
-            speedups=self.speedups,
+            compiled=self.compiled,
         )
 
     def _on_event(self, event: Event) -> None:

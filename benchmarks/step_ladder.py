@@ -43,7 +43,6 @@ from lora_trainer.lora.adapter import Adapter  # noqa: E402 - after sys.path
 from lora_trainer.network.compiling import CompiledBlocks  # noqa: E402 - after sys.path
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing  # noqa: E402 - after sys.path
 from lora_trainer.network.out_of_memory import free_memory, is_lost  # noqa: E402 - after sys.path
-from lora_trainer.training.training import Speedups  # noqa: E402 - after sys.path
 
 MIDDLING = [f"{name}:256:2:{dtype}" for name in NAMES for dtype in DTYPES]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -162,9 +161,9 @@ def build(case: Case, folder: Path, *, steps: int) -> list[Rung]:
     if case.device.type == "cuda":
         own = sharing(network)
         adapter = our_adapter(case, own)
-        speedups = Speedups(compiled=CompiledBlocks(own, shapes=1))
+        blocks = CompiledBlocks(own)
         rungs.append(
-            ours("ours, compiled", case, own, adapter, folder, steps=steps, speedups=speedups)
+            ours("ours, compiled", case, own, adapter, folder, steps=steps, compiled=blocks)
         )
     return rungs
 
@@ -177,12 +176,11 @@ def ours(
     folder: Path,
     *,
     steps: int,
-    speedups: Speedups | None = None,
+    compiled: CompiledBlocks | None = None,
 ) -> Ours:
     """Return our loop, with compiled blocks or without."""
     apply_checkpointing(network, case.checkpointing)
-    speedups = speedups or Speedups()
-    return Ours(name, case, network, adapter, folder, steps=steps, speedups=speedups)
+    return Ours(name, case, network, adapter, folder, steps=steps, compiled=compiled)
 
 
 def _compare_losses(case: Case, rungs: Sequence[Rung], left_out: Mapping[str, str]) -> None:

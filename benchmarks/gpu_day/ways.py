@@ -32,7 +32,7 @@ from lora_trainer.network.out_of_memory import free_memory
 from lora_trainer.network.quantize import quantize
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
-from lora_trainer.training.training import Progress, Speedups
+from lora_trainer.training.training import Progress
 
 COMPARED, WARM = 4, 2
 """Steps that are compared, and those that follow before the timed ones."""
@@ -172,7 +172,7 @@ def _run(case: Case, way: Way, folder: Path) -> Trained:
         steps=course.steps,
         events=events,
         actions=[course],
-        speedups=_speedups(case, way, network),
+        compiled=_compiled(case, way, network),
     )
     run(inputs, Progress(step=0, images=0, guard=GuardState(micro_batch=case.batch)))
     if given_up:
@@ -196,12 +196,12 @@ def _with_adapter(case: Case, way: Way, network: nn.Module) -> list[nn.Parameter
     return peft_adapter(case, network, like)
 
 
-def _speedups(case: Case, way: Way, network: nn.Module) -> Speedups:
-    """Return the compiled blocks of a way; on a CPU blocks are traced but not compiled."""
+def _compiled(case: Case, way: Way, network: nn.Module) -> CompiledBlocks | None:
+    """Return the compiled blocks of a way, None without; on a CPU blocks are traced but not compiled."""
     if not way.compiled:
-        return Speedups()
+        return None
     backend = "inductor" if case.device.type == "cuda" else "eager"
-    return Speedups(compiled=CompiledBlocks(network, shapes=1, backend=backend))
+    return CompiledBlocks(network, backend=backend)
 
 
 @dataclass(kw_only=True)

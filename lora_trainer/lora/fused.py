@@ -181,83 +181,13 @@ class LeanConv2d(Conv2d):
         if peft_s or not plain_padding:
             plain: Tensor = super().forward(x, *args, **kwargs)
             return plain
-        update = _ConvUpdate(
-            scale=self.scaling[name],
-            gates=self.gates,
-            kernel=(down.stride, down.padding, down.dilation),
-        )
-        adapter_input = gated(x, self.before)
-        changed: Tensor = self.get_base_layer()(x) + LowRankConv.apply(  # type: ignore[no-untyped-call]
-            adapter_input, down.weight, self.lora_B[name].weight, update
+        kernel = (down.stride, down.padding, down.dilation)
+        middle = F.conv2d(gated(x, self.before), down.weight.to(x.dtype), None, *kernel)
+        middle = gated(middle, self.gates) * self.scaling[name]
+        changed: Tensor = self.get_base_layer()(x) + F.conv2d(
+            middle, self.lora_B[name].weight.to(x.dtype)
         )
         return changed
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ConvUpdate:
-    """The update of a convolution; `kernel` is the stride, padding and dilation of A."""
-
-    scale: float
-    gates: Sequence[Mask]
-    kernel: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
-
-    def middle(self, x: Tensor, down: Tensor) -> Tensor:
-        """Return s gate(A * x), [samples, rank, height, width]."""
-        return gated(F.conv2d(x, down, None, *self.kernel), self.gates).mul_(self.scale)
-
-
-class LowRankConv(torch.autograd.Function):
-    """The update of a convolution alone, B * s gate(A * x). Saves x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, update: _ConvUpdate) -> Tensor:
-        ctx.update = update
-        ctx.save_for_backward(x, down, up)
-        return F.conv2d(update.middle(x, down.to(x.dtype)), up.to(x.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, down, up = ctx.saved_tensors
-        update: _ConvUpdate = ctx.update
-        of_x_needed, down_needed, up_needed, _ = ctx.needs_input_grad
-        narrow = down.to(x.dtype)
-        of_middle, of_up = _conv_gradients(
-            gradient, update.middle(x, narrow), up.to(x.dtype), _POINTWISE, (True, up_needed)
-        )
-        of_middle = gated(of_middle, update.gates).mul_(update.scale)
-        of_x, of_down = _conv_gradients(
-            of_middle, x, narrow, update.kernel, (of_x_needed, down_needed)
-        )
-        return of_x, _like(of_down, down), _like(of_up, up), None
-
-
-_POINTWISE = ((1, 1), (0, 0), (1, 1))
-
-
-def _conv_gradients(
-    gradient: Tensor, x: Tensor, weight: Tensor, kernel: Any, needs_gradient: tuple[bool, bool]
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of an input and of a weight, None where not `needs_gradient`."""
-    stride, padding, dilation = kernel
-    of_x, of_weight, _ = torch.ops.aten.convolution_backward(
-        gradient,
-        x,
-        weight,
-        None,
-        stride,
-        padding,
-        dilation,
-        False,
-        (0, 0),
-        1,
-        (*needs_gradient, False),
-    )
-    return of_x, of_weight
-
-
-def _like(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
-    return None if gradient is None else gradient.to(parameter.dtype)
 
 
 CUSTOM: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: FusedLinear, nn.Conv2d: LeanConv2d}

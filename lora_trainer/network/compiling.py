@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -24,6 +24,8 @@ from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, first_line
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.out_of_memory import is_out_of_memory
 
+LatentShape = tuple[int, int, int]
+"""(height, width, images) of the latents of a pass."""
 Backend = Callable[[Any, Any], Any]
 """A compiler backend as a function, which torch.compile accepts besides a name."""
 GRAPHS_PER_SHAPE = 4
@@ -36,17 +38,29 @@ class CompilationFailed(Exception):
 
 
 class CompiledBlocks:
-    """The compiled blocks of a network, active inside `used`; `shapes` is the number of latent shapes."""
+    """The compiled blocks of a network, active inside `used` until `is_off`, after a failure and for good.
+
+    Only passes of the latent `shapes` run compiled (None: all, one at a time). They are fixed before the first
+    step, because compiled code rounds differently: if they depended on the order in which shapes come up, an
+    interrupted run would end with other weights.
+    """
 
     def __init__(
-        self, network: nn.Module, *, shapes: int, backend: str | Backend = "inductor"
+        self,
+        network: nn.Module,
+        *,
+        shapes: Collection[LatentShape] | None = None,
+        backend: str | Backend = "inductor",
     ) -> None:
         _quiet_tracing()
+        self._shapes, self.is_off = shapes, False
+        self.is_told = False
+        """Whether the user knows that passes of other shapes do not run compiled."""
         self.calls = 0
         """How often a block ran compiled."""
         self._blocks = list(repeated_blocks(network).values())
         kinds = {_kind(block) for block in self._blocks}
-        _expect_graphs(max(1, shapes) * len(kinds) * GRAPHS_PER_SHAPE)
+        _expect_graphs(max(1, len(shapes or ())) * len(kinds) * GRAPHS_PER_SHAPE)
         # `fullgraph` makes torch raise where it would otherwise split a block into several graphs, which
         # take longer to compile and gain little.
         self._compiled = [
@@ -58,6 +72,10 @@ class CompiledBlocks:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def leaves_out(self, shape: LatentShape) -> bool:
+        """Say whether a pass runs uncompiled although blocks are compiled."""
+        return not self.is_off and self._shapes is not None and shape not in self._shapes
 
     @contextmanager
     def used(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import averaged_weights, build_optimizer, restore_optimizer
 from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
-from lora_trainer.training.training import FreezeAfter, Progress, Speedups
+from lora_trainer.training.training import FreezeAfter, Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,25 +309,24 @@ def stages(config: RunConfig, adapter: Adapter) -> list[FreezeAfter]:
     return ending
 
 
-def speedups(
+def compiled_blocks(
     job: TrainingJob,
     parts: TrainComponents,
     guard: GuardState,
     *,
     images_at_once: Mapping[tuple[int, int], int],
-) -> Speedups:
-    """Return the planned speed-ups, without those that failed before in this run.
+) -> CompiledBlocks | None:
+    """Return the compiled blocks, None in a run without or where they failed before in this run.
 
     `images_at_once` is the micro-batch by (height, width) of the latents.
     """
     config = job.prepared.config
+    if config.hardware.compile != "blocks" or guard.uncompiled or guard.plain:
+        return None
     shapes = pass_shapes(
         images_at_once, batch_size=config.train.batch_size, processes=job.prepared.processes
     )[:MOST_SHAPES]
-    speedups = Speedups(compiled_shapes=frozenset(shapes))
-    if config.hardware.compile == "blocks" and not (guard.uncompiled or guard.plain):
-        speedups.compiled = CompiledBlocks(parts.networks.denoiser, shapes=len(shapes))
-    return speedups
+    return CompiledBlocks(parts.networks.denoiser, shapes=frozenset(shapes))
 
 
 def afterwards(config: RunConfig, adapter: Adapter) -> list[Callable[[int], None]]:

@@ -34,7 +34,7 @@ from lora_trainer.run.build import (
     afterwards,
     build_components,
     build_dataloader,
-    speedups,
+    compiled_blocks,
     stages,
 )
 from lora_trainer.run.caching import fill_caches, open_cache
@@ -252,7 +252,7 @@ def _training(
         stop_after_validations=config.train.stop_after_validations,
         afterwards=afterwards(config, parts.adapter),
         from_zero=parts.from_zero,
-        speedups=speedups(job, parts, start.guard, images_at_once=images_at_once),
+        compiled=compiled_blocks(job, parts, start.guard, images_at_once=images_at_once),
     )
 
 

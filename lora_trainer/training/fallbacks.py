@@ -34,7 +34,7 @@ Fallback = Callable[[], GuardState]
 """Applies one answer and returns the guard state to go on with. It holds no tensor; call it outside the
 `except` block, whose traceback keeps alive the tensors that have to be freed."""
 _UNCOMPILED = OomFallback(key="hardware.compile", old="blocks", new="none", apply=lambda: None)
-"""The change of the setting when `Speedups.compiled` is dropped."""
+"""The change of the setting when compiled blocks are switched off."""
 _OUR_OWN = (LoraTrainError, PartialOptimizerStep, Unstable)
 """Errors that this package raises on purpose: another way to compute does not cure them."""
 
@@ -74,7 +74,8 @@ def fallback_for(
 
 def _stop_compiling(training: Training, guard: GuardState, *, reason: str) -> GuardState:
     """Do without compiled blocks from now on, and report it."""
-    training.speedups.compiled = None
+    assert training.compiled is not None
+    training.compiled.is_off = True
     training.tell_change(_UNCOMPILED.key, _UNCOMPILED.old, _UNCOMPILED.new, reason=reason)
     training.events.problem(
         f"the run continues without compiled blocks, which affect only its speed: {reason}",
@@ -110,9 +111,10 @@ def count_fitting(training: Training, guard: GuardState) -> GuardState:
 
 def tell_unplanned(training: Training, batch: Batch) -> None:
     """Emit a note, once a run, when samples of an unplanned shape run uncompiled."""
-    if training.speedups.is_told or not training.speedups.leaves_out(batch):
+    blocks = training.compiled
+    if blocks is None or blocks.is_told or not blocks.leaves_out(batch.latents_shape):
         return
-    training.speedups.is_told = True  # shapes change with every step, the reason does not
+    blocks.is_told = True  # shapes change with every step, the reason does not
     height, width, images = batch.latents_shape
     training.events.problem(
         f"{_UNCOMPILED.key} is not used for {images} latents of {width}x{height} at once and for other "
@@ -127,14 +129,15 @@ def tell_unplanned(training: Training, batch: Batch) -> None:
 
 def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardState:
     """Switch to the plain way and report it."""
-    changes, speedups = _changes(training, guard), training.speedups
-    uncompiled = guard.uncompiled or speedups.compiled is not None
+    changes = _changes(training, guard)
     # `guard.remedies` counts into the list of remedies in force. The plain way has a list of its own; a
     # run that needed every remedy to fit needs all of these too.
     all_taken = 0 < len(training.remedies) <= guard.remedies
     remedies = len(training.plain.remedies) if all_taken else 0
+    uncompiled = guard.uncompiled or _UNCOMPILED in changes
     guard = replace(guard, plain=True, uncompiled=uncompiled, remedies=remedies)
-    speedups.compiled = None
+    if training.compiled is not None:
+        training.compiled.is_off = True
     training.optimizer.zero_grad(set_to_none=True)
     free_memory()
     for change in changes:
@@ -174,7 +177,7 @@ def _changes(training: Training, guard: GuardState) -> Sequence[OomFallback]:
     memory that the other changes cost.
     """
     changes = list(training.plain.changes)
-    if training.speedups.compiled is not None:
+    if training.compiled is not None and not training.compiled.is_off:
         changes.append(_UNCOMPILED)
     return changes if guard.remedies or any(change.old != "none" for change in changes) else []
 

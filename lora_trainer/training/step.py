@@ -76,7 +76,7 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
     batch = batch.on(model.device)
     # The masks stay set during `backward`: checkpointing runs the forward pass again there and has to
     # meet the same ones.
-    with training.speedups.compilation(batch), model.dropping(batch):
+    with training.compilation(batch), model.dropping(batch):
         # Divided by the whole step's images, not by this micro-batch's: the sum over all passes and
         # processes is then the batch mean, and splitting a step differently changes rounding only.
         loss = (model.losses_of(batch) * batch.weights).sum() / training.batch_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -19,8 +19,6 @@ from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import LearningRate
 
-LatentShape = tuple[int, int, int]
-"""(height, width, images) of the latents of a pass."""
 First = Hashable
 """A key that says which passes count as alike, or the class of an action: see `training/fallbacks.py`."""
 
@@ -99,32 +97,6 @@ class PlainWay:
     first_error: str = ""
 
 
-@dataclass(kw_only=True)
-class Speedups:
-    """Compiled blocks in use; None if not set, or after a failure, and then for good.
-
-    Only passes of `compiled_shapes` run compiled (None: all). The shapes are fixed before the first step,
-    because compiled code rounds differently: if they depended on the order in which shapes come up, an
-    interrupted run would end with other weights.
-    """
-
-    compiled: CompiledBlocks | None = None
-    compiled_shapes: Collection[LatentShape] | None = None
-    is_told: bool = False
-    """Whether the user knows that passes of other shapes do not run compiled."""
-
-    def leaves_out(self, batch: Batch) -> bool:
-        """Say whether a batch runs uncompiled although blocks are compiled."""
-        planned = self.compiled_shapes
-        return bool(self.compiled and planned is not None and batch.latents_shape not in planned)
-
-    def compilation(self, batch: Batch) -> AbstractContextManager[None]:
-        """Run the blocks compiled inside the context if the shape is planned; raises CompilationFailed."""
-        if self.compiled is None or self.leaves_out(batch):
-            return nullcontext()
-        return self.compiled.used()
-
-
 class PartialOptimizerStep(Exception):
     """An optimizer step ran out of memory: some weights and moments may be updated, others not."""
 
@@ -152,6 +124,7 @@ class Training:
     `afterwards` are called in order after each optimizer step with the number of finished steps; they may
     change weights (a norm limit does) but must leave the bits of weights they do not mean to change.
     `from_zero` are the parameters initialised to zero: while all are zero the adapter has no effect.
+    `compiled` are the compiled blocks, None in a run without.
     """
 
     model: Model
@@ -177,7 +150,14 @@ class Training:
     stop_after_validations: int | None = None
     afterwards: Sequence[Callable[[int], None]] = ()
     from_zero: Sequence[nn.Parameter] = ()
-    speedups: Speedups = field(default_factory=Speedups)
+    compiled: CompiledBlocks | None = None
+
+    def compilation(self, batch: Batch) -> AbstractContextManager[None]:
+        """Run the blocks compiled inside the context if the shape is planned; raises CompilationFailed."""
+        blocks = self.compiled
+        if blocks is None or blocks.is_off or blocks.leaves_out(batch.latents_shape):
+            return nullcontext()
+        return blocks.used()
 
     def remedies_of(self, guard: GuardState) -> Sequence[OomFallback]:
         """Return the remedies that apply: the plain way has its own."""

@@ -62,7 +62,7 @@ def test_gradients_of_traced_blocks_are_the_same(name: str) -> None:
         return [p.grad for p in adapter.parameters() if p.grad is not None]
 
     plain = gradients()
-    compiled = CompiledBlocks(denoiser, shapes=1, backend="aot_eager")
+    compiled = CompiledBlocks(denoiser, backend="aot_eager")
     with compiled.used():
         traced = gradients()
     assert compiled.calls > 0, "nothing ran compiled"
@@ -103,7 +103,7 @@ def broken(_: Any, __: Any) -> Any:
 
 def test_whatever_a_compiler_says_is_one_error_and_one_line() -> None:
     network = Network()
-    compiled = CompiledBlocks(network, shapes=1, backend=broken)
+    compiled = CompiledBlocks(network, backend=broken)
     with pytest.raises(CompilationFailed, match="no space left") as caught, compiled.used():
         network(torch.ones(2, 4))
     assert "\n" not in str(caught.value)
@@ -111,7 +111,7 @@ def test_whatever_a_compiler_says_is_one_error_and_one_line() -> None:
 
 
 def test_running_out_of_memory_is_not_the_compilers_fault() -> None:
-    compiled = CompiledBlocks(Network(), shapes=1, backend="eager")
+    compiled = CompiledBlocks(Network(), backend="eager")
     with pytest.raises(torch.OutOfMemoryError), compiled.used():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -125,7 +125,7 @@ from tests.model.test_compiling import Network
 
 torch.set_num_threads(1)
 network = Network()
-compiled = CompiledBlocks(network, shapes=1)
+compiled = CompiledBlocks(network)
 x = torch.linspace(-2.0, 2.0, 12).reshape(3, 4).requires_grad_()
 with compiled.used():
     network(x).square().sum().backward()

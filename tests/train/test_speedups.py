@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lora_trainer.network.compiling import CompiledBlocks
+from lora_trainer.network.compiling import CompiledBlocks, LatentShape
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
 from lora_trainer.training.step import compute_gradients_with_oom_retry, optimizer_step
-from lora_trainer.training.training import LatentShape, Speedups
 from tests.fakes.training import (
     SQUARE,
     WIDE,
@@ -34,9 +33,8 @@ def compiled(
     tiny = build_training(feeder, steps=steps, targets="attention")
     if backend is None:
         return tiny
-    blocks = CompiledBlocks(tiny.training.model.denoiser, shapes=2, backend=backend)
-    speedups = Speedups(compiled=blocks, compiled_shapes=shapes)
-    return replace(tiny, training=replace(tiny.training, speedups=speedups))
+    blocks = CompiledBlocks(tiny.training.model.denoiser, shapes=shapes, backend=backend)
+    return replace(tiny, training=replace(tiny.training, compiled=blocks))
 
 
 def values(tiny: TinyTraining) -> list[Tensor]:
@@ -56,7 +54,7 @@ def test_planned_shapes_run_compiled_others_do_not_and_it_is_said_once() -> None
     run(plain.training, at_start(micro_batch=4))
     for shapes, passes in ((None, 2), (frozenset({(8, 8, 3)}), 1)):
         tiny = compiled(eager, steps=2, shapes=shapes)
-        blocks = tiny.training.speedups.compiled
+        blocks = tiny.training.compiled
         assert blocks is not None
         end = run(tiny.training, at_start(micro_batch=4))
         calls = blocks.calls
