@@ -35,16 +35,19 @@ SETTINGS = {
 
 @dataclass
 class Once:
-    """Fails in the given call of a function, from 1 on, `times` times."""
+    """Fails in the given call of a function, from 1 on, `times` times; `torn`: after its work was done."""
 
     real: Callable[..., Any]
     at: int
     times: int = 1
+    torn: bool = False
     calls: int = 0
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         self.calls += 1
         if self.at <= self.calls < self.at + self.times:
+            if self.torn:
+                self.real(*args, **options)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return self.real(*args, **options)
 
@@ -81,7 +84,7 @@ def test_trn_02_a_run_that_ran_out_of_memory_once_ends_with_the_same_adapter(
 ) -> None:
     faults = {}
     for phase, (owner, name, at) in phases.items():
-        faults[phase] = fault = Once(getattr(owner, name), at)
+        faults[phase] = fault = Once(getattr(owner, name), at, torn=phase == "optimizer")
         monkeypatch.setattr(owner, name, lambda *args, fault=fault, **more: fault(*args, **more))
     # Another index makes it another device, whose encoders are handed over.
     monkeypatch.setattr(caching, "planned_device", lambda _: torch.device("cpu", 0))

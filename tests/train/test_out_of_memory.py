@@ -1,15 +1,13 @@
-"""A device that is full anywhere, at any step: remedies are taken, and the adapter is what it would have been."""
+"""A device that is full in a step: remedies are taken, and the adapter is what it would have been."""
 
 from __future__ import annotations
 
-import copy
 import gc
-import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,7 +26,6 @@ from tests.fakes.training import (
     at_start,
     build_feeder,
     build_training,
-    distance,
 )
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -55,12 +52,6 @@ def values(tiny: TinyTraining) -> list[Tensor]:
 
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def same_adapter(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Say whether two adapters are equal as DESIGN section 2 means it."""
-    worst = max(distance([a], [b]) for a, b in zip(one, other, strict=True))
-    return distance(one, other) < 5e-5 and worst < 1e-3
 
 
 def changes(tiny: TinyTraining) -> list[tuple[Any, Any, Any]]:
@@ -183,156 +174,14 @@ def test_without_a_remedy_left_it_stops_with_the_weights_untouched() -> None:
     assert tiny.losses == []
 
 
-# ---- everywhere
-
-
-@dataclass(kw_only=True)
-class Accidents:
-    """Runs out of memory in a phase of chosen steps, once each; `done` says where it did."""
-
-    at: dict[int, str]
-    done: list[tuple[int, str]] = field(default_factory=list)
-    step: int = 0
-
-    def happens(self, phase: str) -> bool:
-        if self.at.get(self.step) != phase:
-            return False
-        del self.at[self.step]
-        self.done.append((self.step, phase))
-        return True
-
-    def adapt(self, model: Model) -> Model:
-        def predict(denoiser: nn.Module, noisy: Tensor, *rest: Any) -> Tensor:
-            if self.happens("forward"):
-                raise full()
-            predicted = model.predict(denoiser, noisy, *rest)
-            if self.happens("backward"):
-                predicted.register_hook(_raise)
-            return predicted
-
-        return replace(model, predict=predict)
-
-    @contextmanager
-    def in_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Spoil a parameter and a moment before failing, as an update that stops half-way does."""
-        whole = optimizer.step
-
-        def step(*arguments: Any, **named: Any) -> Any:
-            if self.happens("optimizer"):
-                parameter = optimizer.param_groups[0]["params"][0]
-                with torch.no_grad():
-                    parameter.add_(1.0)
-                optimizer.state[parameter]["exp_avg"].add_(1.0)
-                raise full()
-            return whole(*arguments, **named)
-
-        optimizer.step = step  # type: ignore[method-assign]
-        yield
-        optimizer.step = whole  # type: ignore[method-assign]
-
-    # ---- an action, which knows what step comes next
-
-    def due(self, progress: Progress) -> bool:
-        self.step = progress.step
-        return True
-
-    def __call__(self, progress: Progress) -> None:
-        if self.happens("action"):
-            raise full()
-
-
-def _raise(_: Tensor) -> None:
-    raise full()
-
-
-@dataclass(kw_only=True)
-class Snapshots:
-    """Keeps a copy of the training every few steps, and puts it back."""
-
-    every: int
-    tiny: TinyTraining | None = None
-    kept: tuple[dict[str, Tensor], dict[str, Any], Progress] | None = None
-    restored: list[int] = field(default_factory=list)
-
-    def due(self, progress: Progress) -> bool:
-        return progress.step % self.every == 0
-
-    def __call__(self, progress: Progress) -> None:
-        assert self.tiny is not None
-        state = {name: value.clone() for name, value in self.tiny.adapter.state().items()}
-        optimizer = copy.deepcopy(self.tiny.training.optimizer.state_dict())
-        self.kept = (state, optimizer, progress)
-
-    def restore(self) -> Progress:
-        assert self.tiny is not None
-        assert self.kept is not None
-        state, optimizer, progress = self.kept
-        self.tiny.adapter.load_state(state)
-        self.tiny.training.optimizer.load_state_dict(copy.deepcopy(optimizer))
-        self.restored.append(progress.step)
-        return progress
-
-
-def accident_run(accidents: Accidents, *, steps: int, every: int = 7) -> TinyTraining:
-    snapshots = Snapshots(every=every)
-    tiny = build_training(
-        build_feeder(batch_size=2),
-        steps=steps,
-        adapt=accidents.adapt,
-        actions=(snapshots, accidents),
-        restore=snapshots.restore,
-        remedies=[
-            OomFallback(key=f"remedy {n}", old=0, new=1, apply=lambda: None) for n in range(steps)
-        ],
-    )
-    snapshots.tiny = tiny
-    with accidents.in_optimizer(tiny.training.optimizer):
-        run(tiny.training, at_start(micro_batch=2))
-    return tiny
-
-
-def test_accidents_at_thirty_random_steps_change_nothing() -> None:
-    chosen = random.Random(4)
-    phases = ["forward", "backward", "optimizer", "action"]
-    at = {step: chosen.choice(phases) for step in chosen.sample(range(1, 40), 30)}
-    assert {*at.values()} == {*phases}
-    accidents = Accidents(at=dict(at))
-    tiny = accident_run(accidents, steps=40, every=3)
-    assert dict(accidents.done) == at, "every accident happened"
-    plain = build_training(build_feeder(batch_size=2), steps=40)
-    run(plain.training, at_start(micro_batch=2))
-    assert same_adapter(values(tiny), values(plain))
-    last = {row["step"]: row for row in tiny.of_kind("step")}
-    assert [last[step]["loss"] for step in range(1, 41)] == pytest.approx(plain.losses, rel=1e-4)
-    assert [last[step]["images"] for step in range(1, 41)] == list(range(2, 82, 2))
-    steps = [row["step"] for row in tiny.of_kind("step")]
-    assert steps.count(1) <= 1 + sum(phase == "optimizer" for phase in at.values())
-    assert len(steps) > 40, "a torn optimizer step goes back to a good state"
+# ---- in the optimizer
 
 
 def test_a_torn_optimizer_step_without_a_good_state_is_the_end() -> None:
-    accidents = Accidents(at={1: "optimizer"})
-    tiny = build_training(build_feeder(), steps=3, adapt=accidents.adapt, actions=(accidents,))
+    tiny = build_training(build_feeder(), steps=3)
     with (
-        accidents.in_optimizer(tiny.training.optimizer),
+        patch.object(tiny.training.optimizer, "step", side_effect=full()),
         pytest.raises(TrainingStopped, match="in the optimizer") as caught,
     ):
         run(tiny.training, at_start(micro_batch=4))
     assert "--resume" in caught.value.fix
-
-
-def test_an_action_that_never_fits_is_left_out_and_said() -> None:
-    class Hungry:
-        what: ClassVar = "the meal"
-
-        def due(self, progress: Progress) -> bool:
-            return progress.step == 2
-
-        def __call__(self, _progress: Progress) -> None:
-            raise full()
-
-    tiny = build_training(build_feeder(), steps=3, actions=(Hungry(),))
-    assert run(tiny.training, at_start(micro_batch=4)).step == 3
-    (problem,) = tiny.of_kind("problem")
-    assert "the meal of step 2 was skipped: " in problem["what"]
-    assert tiny.of_kind("change") == []
