@@ -20,17 +20,20 @@ from lora_trainer import families
 from lora_trainer.cache.cache_plan import Entries, SampleSource
 from lora_trainer.cache.keys import CacheKey
 from lora_trainer.cache.store import Cache
+from lora_trainer.checkpoint.states import TrainingState
+from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings, OptimizerSettings
 from lora_trainer.families.base import DENOISER, BaseFacts, Layout, Prediction
 from lora_trainer.lora.adapter import Adapter, inject
+from lora_trainer.training.actions import SaveAction
 from lora_trainer.training.batch import Sample
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
-from lora_trainer.training.optimizers import build_optimizer, learning_rate
+from lora_trainer.training.optimizers import build_optimizer, learning_rate, restore_optimizer
 from lora_trainer.training.step import compute_gradients_with_oom_retry
 from lora_trainer.training.timesteps import table_levels
 from lora_trainer.training.training import OomFallback, Progress, Training
@@ -204,6 +207,30 @@ def build_training(
         stop=stop,
     )
     return TinyTraining(training=training, adapter=adapter, events=seen)
+
+
+def saves(tiny: TinyTraining, folder: Path, *, every_steps: int = 0) -> SaveAction:
+    """Return the action that saves the states of a training in `folder`; its export writes nothing."""
+    return SaveAction(
+        writer=StateWriter(folder=folder, keep=2, events=tiny.training.events),
+        adapter=tiny.adapter,
+        optimizer=tiny.training.optimizer,
+        scaler=tiny.training.scaler,
+        export=lambda progress, copy: lambda: "none",
+        every_steps=every_steps,
+        every_images=None,
+        batch_size=tiny.training.batch_size,
+        save_requested=lambda: False,
+    )
+
+
+def restored(tiny: TinyTraining, state: TrainingState) -> Progress:
+    """Put a training back to a state, as a resume does, and return its progress."""
+    tiny.adapter.load_state(state.adapter)
+    restore_optimizer(tiny.training.optimizer, state.optimizer)
+    state.loop.restore_loss_scale(tiny.training.scaler)
+    guard = GuardState.from_plain(state.loop.guard)
+    return Progress(step=state.step, images=state.images_seen, guard=guard)
 
 
 def at_start(*, micro_batch: int) -> Progress:

@@ -12,12 +12,11 @@ import torch
 
 from lora_trainer.checkpoint import writer
 from lora_trainer.checkpoint.states import load_newest, write_state
-from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped
 from lora_trainer.training.actions import SaveAction
 from lora_trainer.training.loop import run
 from lora_trainer.training.training import Progress
-from tests.fakes.training import SQUARE, TinyTraining, at_start, build_feeder, build_training
+from tests.fakes.training import SQUARE, TinyTraining, at_start, build_feeder, build_training, saves
 
 FULL = MachineError("cannot write: No space left on device (0 bytes free)", fix="free some space")
 STEPS = 5
@@ -32,24 +31,13 @@ def trained(
     folder: Path,
     *,
     stop: Callable[[], int | None] = lambda: None,
-    adapt: Callable[[SaveAction], SaveAction] = lambda saves: saves,
+    adapt: Callable[[SaveAction], SaveAction] = lambda action: action,
 ) -> Progress:
     """Train and save after every step."""
-    writer = StateWriter(folder=folder, keep=2, events=tiny.training.events)
-    saves = SaveAction(
-        writer=writer,
-        adapter=tiny.adapter,
-        optimizer=tiny.training.optimizer,
-        scaler=tiny.training.scaler,
-        export=lambda progress, copy: lambda: "none",
-        every_steps=1,
-        every_images=None,
-        batch_size=1,
-        save_requested=lambda: False,
-    )
-    with writer:
+    action = saves(tiny, folder, every_steps=1)
+    with action.writer:
         return run(
-            replace(tiny.training, actions=[adapt(saves)], stop=stop), at_start(micro_batch=1)
+            replace(tiny.training, actions=[adapt(action)], stop=stop), at_start(micro_batch=1)
         )
 
 
@@ -112,7 +100,7 @@ def full(times: int) -> Callable[[SaveAction], SaveAction]:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return super().state(progress)
 
-    return lambda saves: Full(**vars(saves))
+    return lambda action: Full(**vars(action))
 
 
 def test_a_stop_on_a_full_device_is_tried_again_and_then_no_stop_but_an_error(

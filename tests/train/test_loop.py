@@ -15,19 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.checkpoint.states import LoopValues, load_newest
-from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped
 from lora_trainer.config.learning import ObjectiveSettings, OptimizerSettings
 from lora_trainer.families.base import Conditioning
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
-from lora_trainer.training.actions import SaveAction
 from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.fallbacks import go_plainly
 from lora_trainer.training.guards import GuardState, NoFallbackLeft
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
-from lora_trainer.training.optimizers import restore_optimizer
 from lora_trainer.training.step import optimizer_step
 from lora_trainer.training.training import OomFallback, PlainWay, Progress
 from tests.fakes.training import (
@@ -40,6 +37,8 @@ from tests.fakes.training import (
     build_training,
     distance,
     gradients,
+    restored,
+    saves,
 )
 
 
@@ -187,20 +186,6 @@ def test_every_option_of_the_objective_is_in_the_loss() -> None:
         assert sample.weight == pytest.approx(float(np.sqrt((1 - signal) / signal)), rel=1e-6)
 
 
-@pytest.mark.parametrize("prediction", ["epsilon", "flow"])
-def test_the_target_is_that_of_the_base(prediction: Any) -> None:
-    tiny = build_training(build_feeder([SQUARE]), steps=1)
-    samples = tiny.training.feeder.prepare(0)
-
-    def nothing(denoiser: nn.Module, noisy: Tensor, *_: Any) -> Tensor:
-        return torch.zeros_like(noisy)
-
-    losses = replace(tiny.training.model, predict=nothing, prediction=prediction).losses(samples)
-    for loss, sample in zip(losses, samples, strict=True):
-        target = sample.noise if prediction == "epsilon" else sample.noise - sample.latents
-        assert float(loss) == pytest.approx(float(target.square().mean()), rel=1e-5)
-
-
 # ---- what a step reports and does
 
 
@@ -233,26 +218,6 @@ def test_gradients_are_clipped_to_the_norm() -> None:
     clipped, logged = moved(norm / 10)
     assert clipped == pytest.approx(norm / 10, rel=1e-3)
     assert logged == pytest.approx(norm), "the norm is reported as it was before clipping"
-
-
-def test_a_norm_limit_holds_in_every_step_and_on_every_split() -> None:
-    limit = 0.002
-    free = [float(layer.update_norm()) for layer in trained(6).adapter.layers.values()]
-    assert max(free) > 2 * limit, "else nothing is limited"
-    found, steps = [], list[int]()
-    for cap in (4, 1):
-        tiny = build_training(build_feeder(), steps=6)
-
-        def limited(step: int, tiny: TinyTraining = tiny) -> None:
-            steps.append(step)
-            tiny.adapter.limit_norms(limit)
-
-        run(replace(tiny.training, afterwards=[limited]), at_start(micro_batch=cap))
-        norms = [float(layer.update_norm()) for layer in tiny.adapter.layers.values()]
-        assert max(norms) <= limit * 1.0001
-        found.append(values(tiny))
-    assert distance(found[1], found[0]) < 5e-5
-    assert steps == [*range(1, 7)] * 2
 
 
 def probe(tiny: TinyTraining) -> float:
@@ -465,7 +430,7 @@ def test_a_resume_is_exact_to_the_bit(name: str, tmp_path: Path) -> None:
     rate = 1.0 if name == "prodigy" else 1e-3
     settings = OptimizerSettings.model_validate({"name": name, "learning_rate": rate})
     options: Mapping[str, Any] = {
-        "steps": 12,
+        "steps": 7,
         "optimizer": settings,
         "rank": 32,
         "targets": "transformer",
@@ -475,13 +440,17 @@ def test_a_resume_is_exact_to_the_bit(name: str, tmp_path: Path) -> None:
 
     first = build_training(build_feeder(batch_size=2), **options)
     stopping = replace(
-        first.training, actions=[saving(first, tmp_path)], stop=stop_at(7, lambda: first)
+        first.training, actions=[saves(first, tmp_path)], stop=stop_at(4, lambda: first)
     )
     with pytest.raises(StoppedBySignal):
         run(stopping, at_start(micro_batch=2))
 
     second = build_training(build_feeder(batch_size=2), **options)
-    run(second.training, restored(second, tmp_path))
+    run(
+        replace(second.training, steps=4), at_start(micro_batch=2)
+    )  # a rollback comes from elsewhere
+    second.events.clear()
+    run(second.training, newest(second, tmp_path))
     assert first.losses + second.losses == straight.losses
     assert equal(values(second), values(straight))
     assert same_state(second.training.optimizer, straight.training.optimizer)
@@ -499,37 +468,19 @@ def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
     first = build_training(feeder, steps=5, precision=torch.float16)
     scaler = first.training.scaler
     scaler.load_state_dict(scaler.state_dict() | {"scale": 512.0, "_growth_tracker": 3})
-    training = replace(first.training, actions=[saving(first, tmp_path)])
+    training = replace(first.training, actions=[saves(first, tmp_path)])
     run(training, at_start(micro_batch=2))
     second = build_training(feeder, steps=9, precision=torch.float16)
-    assert restored(second, tmp_path).step == 5
+    assert newest(second, tmp_path).step == 5
     assert second.training.scaler.state_dict() == first.training.scaler.state_dict()
     assert second.training.scaler.get_scale() == 512.0
     assert second.training.scaler.state_dict()["_growth_tracker"] == 8
 
 
-def saving(tiny: TinyTraining, folder: Path) -> SaveAction:
-    return SaveAction(
-        writer=StateWriter(folder=folder, keep=2, events=tiny.training.events),
-        adapter=tiny.adapter,
-        optimizer=tiny.training.optimizer,
-        scaler=tiny.training.scaler,
-        export=lambda progress, copy: lambda: "none",
-        every_steps=0,
-        every_images=None,
-        batch_size=tiny.training.batch_size,
-        save_requested=lambda: False,
-    )
-
-
-def restored(tiny: TinyTraining, folder: Path) -> Progress:
+def newest(tiny: TinyTraining, folder: Path) -> Progress:
     state = load_newest(folder, events=None)
     assert state is not None
-    tiny.adapter.load_state(state.adapter)
-    restore_optimizer(tiny.training.optimizer, state.optimizer)
-    state.loop.restore_loss_scale(tiny.training.scaler)
-    guard = GuardState.from_plain(state.loop.guard)
-    return Progress(step=state.step, images=state.images_seen, guard=guard)
+    return restored(tiny, state)
 
 
 def same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:

@@ -19,7 +19,6 @@ from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter import inject
 from lora_trainer.training.batch import Sample, collate
 from lora_trainer.training.dataloader import TrainingDataLoader
-from lora_trainer.training.loss import sample_losses
 from tests.fakes.training import (
     CPU,
     MIXED,
@@ -37,7 +36,6 @@ from tests.fakes.training import (
     tiny_facts,
 )
 
-HALF = torch.tensor([[[2.0, 0.0], [2.0, 0.0]]])
 BASE_TARGET = ObjectiveSettings(prior="base", prior_weight=2.0)
 KEPT = ObjectiveSettings(preservation_weight=0.5)
 
@@ -98,16 +96,6 @@ def replace_settings(settings: ObjectiveSettings, **changes: Any) -> ObjectiveSe
 
 
 # ---- masks
-
-
-def test_what_is_masked_out_does_not_count_and_the_rest_counts_as_much_as_all() -> None:
-    predicted = torch.zeros(2, 3, 2, 2)
-    wanted = torch.ones(2, 3, 2, 2)
-    wanted[..., 1] = 5.0
-    counts = torch.stack([HALF, torch.ones(1, 2, 2)])
-    losses = sample_losses(predicted, wanted, mask_weights=counts)
-    assert losses.tolist() == [1.0, 13.0]
-    assert torch.equal(losses[1:], sample_losses(predicted, wanted)[1:])
 
 
 def test_a_mask_is_weighed_by_its_background_and_its_mean_in_validation_too() -> None:

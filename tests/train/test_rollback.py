@@ -19,7 +19,15 @@ from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
 from lora_trainer.training.training import Progress
-from tests.fakes.training import SQUARE, TinyTraining, at_start, build_feeder, build_training
+from tests.fakes.training import (
+    SQUARE,
+    TinyTraining,
+    at_start,
+    build_feeder,
+    build_training,
+    restored,
+    saves,
+)
 
 
 @dataclass
@@ -46,8 +54,11 @@ class Voyage:
     """A training that can go back to its last save, as a run builds it."""
 
     tiny: TinyTraining
-    writer: StateWriter
     saves: SaveAction
+
+    @property
+    def writer(self) -> StateWriter:
+        return self.saves.writer
 
     @property
     def rates(self) -> list[tuple[int, float]]:
@@ -66,13 +77,7 @@ class Voyage:
 
     def restore(self) -> Progress:
         self.writer.wait()
-        return self.load(self.writer.newest())
-
-    def load(self, state: TrainingState) -> Progress:
-        self.tiny.adapter.load_state(state.adapter)
-        self.tiny.training.optimizer.load_state_dict(dict(state.optimizer))
-        guard = GuardState.from_plain(state.loop.guard)
-        return Progress(step=state.step, images=state.images_seen, guard=guard)
+        return restored(self.tiny, self.writer.newest())
 
     def on_disk(self) -> TrainingState:
         state = load_newest(self.writer.folder, events=None)
@@ -83,19 +88,7 @@ class Voyage:
 def voyage(folder: Path, weather: Weather, *, steps: int = 12, every: int = 4) -> Voyage:
     feeder = build_feeder([SQUARE] * 5, batch_size=2)
     tiny = build_training(feeder, steps=steps, adapt=weather.adapt)
-    writer = StateWriter(folder=folder, keep=2, events=tiny.training.events)
-    saves = SaveAction(
-        writer=writer,
-        adapter=tiny.adapter,
-        optimizer=tiny.training.optimizer,
-        scaler=tiny.training.scaler,
-        export=lambda progress, copy: lambda: "none",
-        every_steps=every,
-        every_images=None,
-        batch_size=2,
-        save_requested=lambda: False,
-    )
-    return Voyage(tiny=tiny, writer=writer, saves=saves)
+    return Voyage(tiny=tiny, saves=saves(tiny, folder, every_steps=every))
 
 
 def weights(found: Voyage) -> list[Tensor]:
@@ -152,12 +145,8 @@ def test_each_time_lower_then_the_end_with_the_last_good_values(tmp_path: Path) 
     assert ended.value.exit_code == 5
     lowered = [change["new"] for change in found.tiny.of_kind("change")]
     assert lowered == [0.5, 0.25, 0.125]
-    assert same(weights(found), list_of(found.on_disk(), found))
-
-
-def list_of(state: TrainingState, found: Voyage) -> list[Tensor]:
-    names = found.tiny.adapter.state().keys()
-    return [state.adapter[name] for name in names]
+    state = found.on_disk().adapter
+    assert same(weights(found), [state[name] for name in found.tiny.adapter.state()])
 
 
 def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
@@ -178,7 +167,7 @@ def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
         first.run(actions=[Kill()])
     first.writer.wait()
     again = voyage(tmp_path / "killed", Weather(storm(1, 2)))  # calls 9 and 10 were bad weather
-    start = again.load(again.on_disk())
+    start = restored(again.tiny, again.on_disk())
     assert (start.step, start.guard.skipped_in_row) == (8, 3)
     again.run(start)
     assert same(weights(again), weights(whole))
