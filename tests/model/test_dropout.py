@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lora_trainer.common.randomness import Stream, draw_seed
@@ -175,26 +176,38 @@ def test_in_16_bits_it_is_the_same_but_for_rounding(settings: dict[str, Any]) ->
     assert (rounded - exact).norm() < 0.02 * exact.norm()
 
 
-def lora_by_hand(
-    weight: Tensor, down: Tensor, up: Tensor, into: Tensor, ranks: Tensor
-) -> Callable[[Tensor], Tensor]:
-    return lambda x: x @ weight.T + ((x * into) @ down.T * ranks) @ up.T
-
-
-def test_a_dropped_lora_is_its_formula() -> None:
-    """W x + B (r * A (m * x)), with masks of numbers that are read off one layer at a time."""
-    network, adapter = adapted(dropout=0.4, rank_dropout=0.3)
-    tokens, image = inputs()
-    masks = SampleMasks()
-    into = masks.add("denoiser.linear.input", width=6, share=0.4)
-    ranks = masks.add("denoiser.linear.rank", width=4, share=0.3)
-    layer = adapter.layers["denoiser.linear"].parameters
-    base: Any = network.linear
+@pytest.mark.parametrize("shape", [(4, 6), (4, 5, 6), (4, 2, 3, 6), None], ids=str)
+def test_a_dropped_lora_is_its_formula(shape: tuple[int, ...] | None) -> None:
+    """W x + B (r * A (m * x)), with masks of numbers that are read off one layer at a time; None: a convolution."""
+    network, adapter = adapted(dropout=0.4, rank_dropout=0.3, module_dropout=0.3)
+    name, channels = ("linear", 6) if shape else ("conv", 4)
+    masks, layer = SampleMasks(), network.get_submodule(name)
+    into = masks.add(f"denoiser.{name}.input", width=channels, share=0.4)
+    ranks = masks.add(f"denoiser.{name}.rank", width=4, share=0.3)
+    whole = masks.add(f"denoiser.{name}.module", width=1, share=0.3, rescaled=False)
+    x = torch.randn(
+        shape or (4, 4, 6, 6), generator=torch.Generator().manual_seed(5)
+    ).requires_grad_()
     with masks.of(halved(SEEDS)), masks_of(adapter).of(halved(SEEDS)):
-        first, second = into(torch.ones(4, 1, 6)), ranks(torch.ones(4, 1, 4))
-        found = network(tokens, image)[:, :40].reshape(4, 5, 8)
-    by_hand = lora_by_hand(base.base_layer.weight, layer["down"], layer["up"], first, second)
-    torch.testing.assert_close(found, by_hand(tokens) + base.base_layer.bias)
+        first, second = into(torch.ones(4, channels)), ranks(torch.ones(4, 4))
+        second, found = second * whole(torch.ones(4, 1)), layer(x)
+        of_output = torch.randn_like(found)
+        leaves = [x, *adapter.layers[f"denoiser.{name}"].parameters.values()]
+        gradients = torch.autograd.grad(found, leaves, of_output)
+    factors = adapter.layers[f"denoiser.{name}"].parameters
+    if shape:
+        rows = (4, *(1,) * (len(shape) - 2), -1)
+        middle = (x * first.reshape(rows)) @ factors["down"].T * second.reshape(rows)
+        change = middle @ factors["up"].T
+    else:
+        middle = F.conv2d(x * first[..., None, None], factors["down"], padding=1)
+        change = F.conv2d(middle * second[..., None, None], factors["up"])
+    base: Any = layer
+    wanted = base.base_layer(x) + change
+    torch.testing.assert_close(found, wanted)
+    by_hand = torch.autograd.grad(wanted, leaves, of_output)
+    torch.testing.assert_close(gradients, by_hand, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(found, layer(x)), "something was dropped"
 
 
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
