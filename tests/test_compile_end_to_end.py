@@ -16,7 +16,7 @@ import torch
 from lora_trainer.common.files import read_json_object
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.run import build
-from tests.fakes.runs import Toy, contents, events, last_state, toy, trajectory
+from tests.fakes.runs import Toy, contents, events, last_state, problems, toy, trajectory
 
 SETTINGS: dict[str, Any] = {
     "adapter__targets": "attention",
@@ -95,6 +95,8 @@ def test_a_run_whose_compiler_fails_is_the_one_without_and_says_so(
 
     monkeypatch.setattr(build, "CompiledBlocks", make)
     assert place.train(steps=4, **SETTINGS) == 0
+    (said,) = (row for row in problems(place.run) if "compiled blocks" in row["what"])
+    assert "no compiler" in said["what"] and "hardware.compile=none" in said["fix"]
     changes = [row for row in events(place.run, "change") if row["key"] == "hardware.compile"]
     assert [(row["old"], row["new"]) for row in changes] == [("blocks", "none")]
     run, _ = went_on(place, tmp_path / "resumed")

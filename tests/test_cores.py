@@ -12,36 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.hardware.machine import usable_processors
-from lora_trainer.training.cores import (
-    CALM_INTERVALS,
-    CpuTimes,
-    IdleTeams,
-    cores_taken,
-    cpu_times,
-    openmp,
-    shared_cores,
-)
-from tests.fakes.runs import events, toy, trajectory
+from lora_trainer.training.cores import CpuTimes, cpu_times, openmp, shared_cores
+from tests.fakes.runs import events, toy
 
 needs_libgomp = pytest.mark.skipif(openmp() != "libgomp", reason="another OpenMP computes here")
-
-
-@pytest.mark.parametrize(
-    ("all_s", "own_s", "taken"),
-    [
-        (4.0, 4.0, 0.0),
-        (4.0, 2.0, 1.0),
-        (0.0, 4.0, 0.0),  # a system that tells of nobody's time
-        (9.0, 1.0, 2.0),  # no more than there are
-    ],
-)
-def test_cores_that_others_take(all_s: float, own_s: float, taken: float) -> None:
-    start = CpuTimes(at_s=0.0, all_s=100.0, own_s=10.0)
-    now = CpuTimes(at_s=2.0, all_s=100 + all_s, own_s=10 + own_s)
-    assert cores_taken(start, now, processors=2) == taken
 
 
 def test_own_and_other_processor_time_are_told_apart() -> None:
@@ -74,34 +52,18 @@ def threads_of(count: int) -> Iterator[None]:
 
 
 @needs_libgomp
-def test_with_idle_teams_threads_sleep_and_compute_the_same() -> None:
-    operations = 300
-    x = torch.randn(2**17, generator=torch.Generator().manual_seed(0))
-
-    def slept() -> tuple[int, torch.Tensor]:
-        before = waits()
-        for _ in range(operations):
-            y = x * x + x.sum()
-        return waits() - before, y
-
-    with threads_of(2):
-        slept()
-        _, spinning = slept()
-        teams = IdleTeams(threads=2, processors=len(usable_processors()))
-        count, asleep = slept()
-        teams.end()
-    assert count >= operations
-    assert torch.equal(asleep, spinning)
-
-
-@needs_libgomp
 @pytest.mark.skipif(len(usable_processors()) == 1, reason="there is nothing to share")
 def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
-    """Others take a core for three looks and pause, then half of one breaks the calm once."""
+    """Others take a core for three looks and pause, then half of one breaks the calm once.
+
+    At the fourth look this thread computes while the others' wait asleep; the results are the same bits.
+    """
     told: list[tuple[int, Event]] = []
     stream, watched, numbers = EventStream(), threading.Event(), usable_processors()
     others = len(numbers) - 1.0
-    taken = [*[others] * 3, *[0.0] * (CALM_INTERVALS - 1), others - 0.7, *[0.0] * CALM_INTERVALS]
+    taken = [*[others] * 3, *[0.0] * 5, others - 0.7, *[0.0] * 6]
+    x = torch.randn(2**17, generator=torch.Generator().manual_seed(0))
+    asleep, computed = threading.Event(), threading.Event()
     looks = 0
     stream.subscribe(lambda event: told.append((looks, event)))
 
@@ -109,12 +71,27 @@ def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
         """The process takes one core all the time."""
         nonlocal looks
         looks += 1
+        if looks == 4:
+            asleep.set()
+            assert computed.wait(60)
         if looks > len(taken) + 1:
             watched.set()
         return CpuTimes(at_s=looks, all_s=looks + sum(taken[: looks - 1]), own_s=looks)
 
-    with threads_of(2), shared_cores(stream, measure=measure, interval_s=0.001):
-        assert watched.wait(60)
+    def results() -> Tensor:
+        for _ in range(300):
+            y = x * x + x.sum()
+        return y
+
+    with threads_of(2):
+        spinning = results()
+        with shared_cores(stream, measure=measure, interval_s=0.001):
+            assert asleep.wait(60)
+            before = waits()
+            assert torch.equal(results(), spinning)
+            assert waits() - before >= 300
+            computed.set()
+            assert watched.wait(60)
     assert [(look, event.kind, event.fields["waiting"]) for look, event in told] == [
         (2, "cores", "asleep"),
         (len(taken) + 1, "cores", "spinning"),
@@ -130,18 +107,14 @@ def test_one_thread_waits_for_nobody() -> None:
 
 @needs_libgomp
 @pytest.mark.skipif(os.cpu_count() == 1, reason="one processor has one thread")
-def test_a_training_beside_busy_programs_sleeps_and_comes_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_training_beside_busy_programs_sleeps(tmp_path: Path) -> None:
     place, processors = toy(tmp_path).with_base(), os.cpu_count() or 1
-    asked = {"hardware__threads": processors, "steps": 60}
-    assert place.train("--name", "alone", **asked) == 0
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processors)]
     try:
-        assert place.train("--name", "beside", **asked) == 0
+        assert place.train(hardware__threads=processors, steps=15) == 0
     finally:
         for process in busy:
             process.kill()
             process.wait()
-    told = events(place.runs / "beside", "cores")
-    assert told[0]["waiting"] == "asleep"
-    assert told[0]["taken"] > 0.5
-    assert trajectory(place.runs / "beside") == trajectory(place.runs / "alone")
+    told = events(place.run, "cores")
+    assert told[0]["waiting"] == "asleep" and told[0]["taken"] > 0.5
