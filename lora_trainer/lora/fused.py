@@ -181,13 +181,12 @@ class LeanConv2d(Conv2d):
         if peft_s or not plain_padding:
             plain: Tensor = super().forward(x, *args, **kwargs)
             return plain
+        # The layer first: gradients of `x` are summed in the reverse order of these calls.
+        outputs: Tensor = self.get_base_layer()(x)
         kernel = (down.stride, down.padding, down.dilation)
         middle = F.conv2d(gated(x, self.before), down.weight.to(x.dtype), None, *kernel)
         middle = gated(middle, self.gates) * self.scaling[name]
-        changed: Tensor = self.get_base_layer()(x) + F.conv2d(
-            middle, self.lora_B[name].weight.to(x.dtype)
-        )
-        return changed
+        return outputs + F.conv2d(middle, self.lora_B[name].weight.to(x.dtype))
 
 
 CUSTOM: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: FusedLinear, nn.Conv2d: LeanConv2d}
