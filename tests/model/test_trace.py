@@ -168,9 +168,9 @@ def test_bytes_and_work_are_those_of_a_run_in_memory(name: str, checkpointing: A
     assert edge is not None and made.profiler is not None
     events = made.profiler.kineto_results.events()
     left = sum(event.nbytes() for event in events if event.name() == "[memory]")
-    # U-Nets divide by plain numbers, each a tensor of eight bytes that autograd keeps.
+    # U-Nets divide by plain numbers, and adapters of convolutions multiply by one: eight bytes each in the graph.
     numbers = left - 2 * cost.saved_bytes
-    assert numbers % 8 == 0 and 0 <= numbers < 512
+    assert numbers % 8 == 0 and 0 <= numbers < 1024
 
 
 @pytest.mark.parametrize("wide", [False, True])
