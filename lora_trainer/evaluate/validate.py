@@ -75,9 +75,7 @@ def validate(
     `clip` names a CLIP image encoder on this machine; `overrides` replace settings of the training. Raises
     LoraTrainError.
     """
-    events = EventStream()
-    for listener in listeners:
-        events.subscribe(listener)
+    events = EventStream(listeners=[*listeners])
     subject = evaluated_lora_of(path, base=base)
     subject = replace(subject, settings={**subject.settings, **overrides})
     features = find_features(clip)
@@ -97,8 +95,7 @@ def validate(
             _say(events, "unrelated prompts")
             _measure_drift(scene, unrelated, findings)
         else:
-            why = "the adapter holds NaN or infinity"
-            findings.left_out |= dict.fromkeys(WEIGHTS.keys() - {"weights"}, why)
+            findings.leave_out("the adapter holds NaN or infinity", *WEIGHTS.keys() - {"weights"})
     if subject.run is not None:
         write_atomic(subject.run / VALIDATION_FILE, json_bytes(findings.to_json()), durable=False)
         write_report(subject.run)
@@ -146,7 +143,7 @@ def _measure_losses(subject: EvaluatedLora, scene: Evaluation, findings: Validat
         "loss_by_strength": [[strength, loss] for strength, loss in means.items()],
     }
     if not has_held_out:
-        findings.left_out["generalisation"] = "no image is known to be held out"
+        findings.leave_out("no image is known to be held out", "generalisation")
         return
     trained = scene.batches(plan.trained)
     before, after = (fmean(scene.probe.losses(trained, strength=s)) for s in (0.0, 1.0))
@@ -165,9 +162,9 @@ def _measure_samples(
     """Measure similarity and memorisation."""
     plan = scene.plan
     records = (*plan.held_out, *plan.trained)[:MAX_ALBUM]
+    both = ("similarity", "memorisation")
     if len(records) < LEAST_PICTURES or len(prompts) < LEAST_PICTURES:
-        why = "needs at least two images with different captions"
-        findings.left_out |= {"similarity": why, "memorisation": why}
+        findings.leave_out("needs at least two images with different captions", *both)
         return
     album = ReferenceImages(
         features=features.encode(scene.pictures(records)),
@@ -178,8 +175,7 @@ def _measure_samples(
         features.encode(scene.samples(prompts, strength=strength)) for strength in (0.0, 1.0)
     )
     if not (finite(base) and finite(adapted)):
-        why = "features of the samples hold NaN or infinity"
-        findings.left_out |= {"similarity": why, "memorisation": why}
+        findings.leave_out("features of the samples hold NaN or infinity", *both)
         return
     base_distance, adapted_distance = nearness(base, adapted, album)
     findings.figures |= {"distance": adapted_distance, "base_distance": base_distance}
@@ -188,13 +184,14 @@ def _measure_samples(
             base_distance=base_distance, adapted_distance=adapted_distance
         )
     else:
-        findings.left_out["similarity"] = (
-            "the base's samples are already as near as the dataset itself"
-        )
-    before = copy_ratio(base, prompts, album) if subject.has_settings else None
-    after = copy_ratio(adapted, prompts, album) if subject.has_settings else None
+        why = "the base's samples are already as near as the dataset itself"
+        findings.leave_out(why, "similarity")
+    before, after = (
+        copy_ratio(images, prompts, album) if subject.has_settings else None
+        for images in (base, adapted)
+    )
     if before is None or after is None:
-        findings.left_out["memorisation"] = "too few images are known to be held out"
+        findings.leave_out("too few images are known to be held out", "memorisation")
         return
     findings.parts["memorisation"] = memorisation_part(base_ratio=before, adapted_ratio=after)
     findings.figures |= {"copy_ratio": after, "base_copy_ratio": before}
@@ -202,7 +199,7 @@ def _measure_samples(
 
 def _measure_drift(scene: Evaluation, prompts: Sequence[str], findings: Validation) -> None:
     if not prompts:
-        findings.left_out["drift"] = "every unrelated prompt contains the trigger"
+        findings.leave_out("every unrelated prompt contains the trigger", "drift")
         return
     images = scene.samples(prompts, strength=0.0)
     change, base_loss = scene.probe.drift(scene.elsewhere(prompts, images))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,32 +76,29 @@ class ConsoleListener:
         self._end_bar()
 
     def __call__(self, event: Event) -> None:
-        fields = event.fields
+        fields, style = event.fields, ""
         self._time_left.take(event)
         match event.kind:
             case "run_started":
                 self.steps = fields["steps"]
-                self._say(_start_line(fields))
             case "phase":
                 self._show_phase(fields)
             case "step":
                 self._show_step(fields)
+            case "validation" if fields["step"] == 0:
+                self._base_loss = fields["loss"]
             case "problem":
                 self._problems += 1
-                self._say(_problem_line(fields), style=_STYLES[fields["severity"]])
+                style = _STYLES[fields["severity"]]
             case "finished" | "stopped":
                 self._end_bar()
-                self._summarize(event)
-            case "validation":
-                self._show_validation(fields)
-            case "measured":
-                self._say(_measured_line(fields))
-            case "resumed":
-                self._say(f"resumed at step {fields['step']}: {fields['exactness']}")
-                for difference in fields["differences"]:
-                    self._say(difference)
-            case "sample" | "saved" | "change" | "uploaded":
-                self._say(_event_line(event))
+                self._ended = True
+                style = "bold green" if event.kind == "finished" else _STYLES["warning"]
+        for line in _lines(event, base_loss=self._base_loss, steps=self.steps):
+            self._say(line, style=style)
+        if event.kind in ("finished", "stopped") and self._problems:
+            count = "1 problem" if self._problems == 1 else f"{self._problems} problems"
+            self._say(f"{count} on the way: see problems.jsonl and the report")
 
     def _say(self, line: str, *, style: str = "") -> None:
         encoding = self.console.encoding
@@ -171,28 +168,6 @@ class ConsoleListener:
         if not self.console.is_terminal:
             self._say(line)
 
-    def _show_validation(self, fields: Mapping[str, Any]) -> None:
-        loss = fields["loss"]
-        if fields["step"] == 0:
-            self._base_loss = loss
-            images = f"{fields['images']} held-out images"
-            return self._say(f"validation of the base: loss {loss_text(loss)}, {images}")
-        comparable = math.isfinite(self._base_loss)
-        comparison = f", {against_base(loss, self._base_loss)}" if comparable else ""
-        return self._say(f"validation at step {fields['step']}: loss {loss_text(loss)}{comparison}")
-
-    def _summarize(self, event: Event) -> None:
-        fields = event.fields
-        self._ended = True
-        if event.kind == "stopped":
-            where = f" at step {fields['step']} of {self.steps}" if self.steps else ""
-            self._say(f"stopped{where}: {fields['reason']}", style=_STYLES["warning"])
-        else:
-            self._say(_finish_line(fields), style="bold green")
-        if self._problems:
-            count = "1 problem" if self._problems == 1 else f"{self._problems} problems"
-            self._say(f"{count} on the way: see problems.jsonl and the report")
-
     def show_file(self, file: Path) -> None:
         """Say where the LoRA lies; only the process that told of the end of the run does."""
         if self._ended:
@@ -221,54 +196,59 @@ def _share(done: int, total: int, number: Callable[[int], str] = str) -> str:
     return f"{number(done)}/{number(total)} ({100 * done // total} %)" if total else number(done)
 
 
-def _start_line(fields: Mapping[str, Any]) -> str:
-    held_out = (
-        f", {fields['validation_images']} of them held out" if fields["validation_images"] else ""
-    )
-    return (
-        f"{fields['name']}: {fields['steps']} steps of batch {fields['batch_size']} "
-        f"on {fields['images']} images{held_out}; {fields['family']} {fields['base']} "
-        f"on {fields['device']}, preset {fields['preset']} ({fields['tier']}, {fields['priority']})"
-    )
-
-
-def _problem_line(fields: Mapping[str, Any]) -> str:
-    file = f"{fields['file']}: " if fields["file"] and fields["file"] not in fields["what"] else ""
-    fix = f" Fix: {fields['fix'].rstrip('.')}." if fields["fix"] else ""
-    return f"{fields['severity']}: {file}{fields['what'].rstrip('.')}.{fix}"
-
-
-def _event_line(event: Event) -> str:
+def _lines(event: Event, *, base_loss: float, steps: int) -> Iterator[str]:
+    """Yield what is said of an event in lines that stay."""
     fields = event.fields
     match event.kind:
+        case "run_started":
+            count = fields["validation_images"]
+            yield (
+                f"{fields['name']}: {fields['steps']} steps of batch {fields['batch_size']} on "
+                f"{fields['images']} images{f', {count} of them held out' if count else ''}; "
+                f"{fields['family']} {fields['base']} on {fields['device']}, preset "
+                f"{fields['preset']} ({fields['tier']}, {fields['priority']})"
+            )
+        case "problem":
+            is_named = fields["file"] and fields["file"] not in fields["what"]
+            file = f"{fields['file']}: " if is_named else ""
+            fix = f" Fix: {fields['fix'].rstrip('.')}." if fields["fix"] else ""
+            yield f"{fields['severity']}: {file}{fields['what'].rstrip('.')}.{fix}"
+        case "validation" if fields["step"] == 0:
+            images = f"{fields['images']} held-out images"
+            yield f"validation of the base: loss {loss_text(fields['loss'])}, {images}"
+        case "validation":
+            loss = _compared(fields["loss"], base_loss)
+            yield f"validation at step {fields['step']}: loss {loss}"
+        case "measured":
+            parts = ", ".join(f"{name} {value:.2f}" for name, value in fields["parts"].items())
+            yield f"measured: {parts} (of 1 each); lora-train validate RUN DATASET measures the rest"
+        case "resumed":
+            yield f"resumed at step {fields['step']}: {fields['exactness']}"
+            yield from fields["differences"]
         case "sample":
             step = f"at step {fields['step']}" if fields["step"] else "of the base"
-            return f"samples {step}: {len(fields['images'])} images"
+            yield f"samples {step}: {len(fields['images'])} images"
         case "saved":
-            names = " and ".join(name for name in (fields["export"], fields["state"]) if name)
+            names = " and ".join(filter(None, (fields["export"], fields["state"])))
             size, took = bytes_text(fields["bytes"]), duration_text(fields["seconds"])
-            return f"saved at step {fields['step']}: {names} ({size}, {took})"
+            yield f"saved at step {fields['step']}: {names} ({size}, {took})"
         case "uploaded":
-            return f"uploaded: {fields['address']} ({'private' if fields['private'] else 'public'})"
-        case _:
-            return (
-                f"changed {fields['key']}: {fields['old']} -> {fields['new']} ({fields['reason']})"
-            )
+            yield f"uploaded: {fields['address']} ({'private' if fields['private'] else 'public'})"
+        case "change":
+            change = f"{fields['old']} -> {fields['new']} ({fields['reason']})"
+            yield f"changed {fields['key']}: {change}"
+        case "stopped":
+            where = f" at step {fields['step']} of {steps}" if steps else ""
+            yield f"stopped{where}: {fields['reason']}"
+        case "finished":
+            early = f" (ended early: {fields['early']})" if fields.get("early") else ""
+            took, loss = duration_text(fields["seconds"]), "nothing was validated"
+            if fields["validation_loss"] is not None:
+                base_loss = measured(fields["base_validation_loss"])
+                loss = f"validation loss {_compared(fields['validation_loss'], base_loss)}"
+            yield f"finished {fields['step']} steps in {took}: {fields['export']}{early}; {loss}"
 
 
-def _measured_line(fields: Mapping[str, Any]) -> str:
-    parts = ", ".join(f"{name} {value:.2f}" for name, value in fields["parts"].items())
-    return f"measured: {parts} (of 1 each); lora-train validate RUN DATASET measures the rest"
-
-
-def _finish_line(fields: Mapping[str, Any]) -> str:
-    loss, base_loss = fields["validation_loss"], fields["base_validation_loss"]
-    line = (
-        f"finished {fields['step']} steps in {duration_text(fields['seconds'])}: {fields['export']}"
-    )
-    if fields.get("early"):
-        line += f" (ended early: {fields['early']})"
-    if loss is None:
-        return f"{line}; nothing was validated"
-    comparison = f", {against_base(loss, base_loss)}" if base_loss is not None else ""
-    return f"{line}; validation loss {loss_text(loss)}{comparison}"
+def _compared(loss: float, base_loss: float) -> str:
+    comparison = f", {against_base(loss, base_loss)}" if math.isfinite(base_loss) else ""
+    return f"{loss_text(loss)}{comparison}"

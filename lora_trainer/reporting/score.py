@@ -169,6 +169,9 @@ class Validation:
     figures: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
+    def leave_out(self, why: str, *parts: str) -> None:
+        self.left_out |= dict.fromkeys(parts, why)
+
     @property
     def score(self) -> float | None:
         """Weighted geometric mean of the measured parts; None without any part."""
