@@ -177,7 +177,7 @@ def _train(run: FakeRun, step: int) -> None:
         step=step,
         images=8,
         loss=max(0.012, _validation_loss(progress) * 0.96 + 0.045 * _wobble(step) ** 3),
-        lr=2e-3 * _rate(progress),
+        lr=2e-3 * progress,
         grad_norm=0.4 + 0.1 * _wobble(step),
         seconds=seconds,
         data_wait_s=0.0011,
@@ -239,14 +239,6 @@ def _by_timestep(progress: float) -> list[list[float]]:
         [timestep, round(share * (0.03 + 0.32 * math.exp(-timestep / 240)), 5)]
         for timestep in TIMESTEPS
     ]
-
-
-def _rate(progress: float) -> float:
-    return (
-        progress / 0.05
-        if progress < 0.05
-        else 0.5 + 0.5 * math.cos(math.pi * (progress - 0.05) / 0.95)
-    )
 
 
 def _wobble(step: int) -> float:

@@ -19,12 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import drafts, run_actions, run_parts, state
 from lora_trainer.gui.run_follow import Followed
-from lora_trainer.gui.run_state import END_AFTER_S, look
+from lora_trainer.gui.run_state import look
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.config.config import setting_keys
-from lora_trainer.config.layers import RESUMED
 from lora_trainer.hardware.nvml import CardState
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.write import prune_exports
@@ -142,7 +141,7 @@ def test_stop_saves_force_stop_does_not_and_a_process_that_obeys_neither_is_ende
             run_actions.end(work, "live")
         run_actions.ask(work, "live", "stop_now")
         assert page(live)["buttons"] == set()
-        later_s = END_AFTER_S + 1
+        later_s = 16  # a second longer than a page waits
         assert page(live, later_s=later_s)["buttons"] == {"end"}
         assert str(trainer.pid) in head(live, later_s=later_s)
         with pytest.raises(RequestError, match="may still end by itself"):
@@ -470,7 +469,7 @@ def test_a_run_is_trained_again_with_what_was_chosen_for_it(
     assert (draft.dataset, draft.base, draft.priority) == (str(images), "embedded", "quality")
     assert draft.settings == {"train.steps": 30, "data.trigger": "zorble thing"}
     assert (draft.name, draft.step) == ("", 2)
-    resumed = {key: {"layer": RESUMED, "reason": ""} for key in origins}
+    resumed = {key: {"layer": "resumed run", "reason": ""} for key in origins}
     change_record(live, lambda record: record.update(origins=resumed))
     images.rmdir()
     again = run_actions.clone(work, "live")

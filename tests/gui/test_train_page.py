@@ -20,7 +20,6 @@ from lora_trainer.gui.plans import Plans
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.cli import main
-from lora_trainer.cli.options import PLANNED
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import parse_assignment
 from lora_trainer.queue import commands
@@ -215,9 +214,10 @@ def parsed(words: Any) -> tuple[str, dict[str, Any]]:
     """Return what the real command line understands: the command and its arguments."""
     command, bound, _ = main.app.parse_args(list(words), exit_on_error=False, print_error=False)
     arguments = dict(bound.arguments)
-    options = vars(arguments.pop("options", PLANNED)).items()
+    options = arguments.pop("options", None)
+    chosen = vars(options).items() if options else ()
     return command.__name__, arguments | {
-        name: value for name, value in options if value != getattr(PLANNED, name)
+        name: value for name, value in chosen if value != getattr(type(options)(), name)
     }
 
 

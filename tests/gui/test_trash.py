@@ -13,11 +13,7 @@ from lora_trainer.queue import commands
 from tests.fakes.live_runs import until, write_status
 from tests.fakes.lora_library import finished_run, lora, picture
 from tests.fakes.run_folder import fake_run
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+from tests.fakes.runs import contents
 
 
 def test_each_kind_comes_back_as_it_was(work: Workplace) -> None:
@@ -27,14 +23,14 @@ def test_each_kind_comes_back_as_it_was(work: Workplace) -> None:
     dataset = work.own / "uploads" / "cats"
     dataset.mkdir(parents=True)
     picture(dataset / "a.png")
-    before = {"run": files(run), "dataset": files(dataset)}
+    before = {"run": contents(run), "dataset": contents(dataset)}
     for kind, ref in (("lora", "done/zorble.safetensors"), ("run", "done"), ("dataset", dataset)):
         thrown = trash.throw_away(work, kind=kind, ref=str(ref))
         assert [each.id for each in trash.contents(work)] == [thrown.id]
         assert thrown.kind == kind and trash.size_bytes(work) > 0
-        assert {"run": files(run), "dataset": files(dataset)} != before
+        assert {"run": contents(run), "dataset": contents(dataset)} != before
         trash.put_back(work, thrown.id)
-        assert {"run": files(run), "dataset": files(dataset)} == before
+        assert {"run": contents(run), "dataset": contents(dataset)} == before
         assert trash.contents(work) == []
 
 
@@ -42,10 +38,10 @@ def test_nothing_takes_the_place_of_something_else(work: Workplace) -> None:
     run = finished_run(work.runs / "done")
     thrown = trash.throw_away(work, kind="lora", ref="done/zorble.safetensors")
     lora(run / "zorble.safetensors", rank=3)
-    new = files(run)
+    new = contents(run)
     with pytest.raises(RequestError, match="another zorble"):
         trash.put_back(work, thrown.id)
-    assert files(run) == new and trash.contents(work) == [thrown]
+    assert contents(run) == new and trash.contents(work) == [thrown]
     trash.empty(work)
     with pytest.raises(RequestError, match="not in the trash"):
         trash.put_back(work, thrown.id)
@@ -59,7 +55,7 @@ def test_what_is_in_use_or_not_ours_stays(work: Workplace, tmp_path: Path) -> No
     own = tmp_path / "photos"
     for folder in (own, work.own):
         folder.mkdir()
-    before = files(work.runs)
+    before = contents(work.runs)
     for kind, ref, why in (
         ("run", "live", "is being trained"),
         ("lora", "live/zorble.safetensors", "is being trained"),
@@ -72,5 +68,5 @@ def test_what_is_in_use_or_not_ours_stays(work: Workplace, tmp_path: Path) -> No
     ):
         with pytest.raises(RequestError, match=why):
             trash.throw_away(work, kind=kind, ref=ref)
-    after = files(work.runs)
+    after = contents(work.runs)
     assert {name: data for name, data in after.items() if not name.endswith("trash.lock")} == before
