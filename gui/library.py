@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 from lora_trainer.common.wording import bytes_text, one_line
 from lora_trainer.lora_file.inspect import Inspection
-from lora_trainer.reporting.charts import Html, join, table, tag
+from lora_trainer.reporting.charts import Html, join, tag
 from lora_trainer.reporting.sample_files import last_samples
 
 from . import lora_files, state
@@ -25,6 +25,7 @@ from .markup import (
     inline,
     link_button,
     share_buttons,
+    table,
     try_out_notice,
     use_in_comfyui,
 )

@@ -336,3 +336,11 @@ def document(title: str, body: Html, *, script: str = "") -> str:
     module = tag("script", Html(script), type="module") if script else None
     content = tag("body", page, module, style="margin:0")
     return f'<!doctype html><html lang="en">{tag("head", head)}{content}</html>'
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str | None]], *, class_: str = "") -> Html:
+    """Return a table that scrolls sideways where it does not fit; a None cell is empty."""
+    header = tag("tr", *(tag("th", cell, scope="col") if cell else tag("td") for cell in head))
+    body = (tag("tr", *(tag("td", cell or "") for cell in row)) for row in rows)
+    grid = tag("table", tag("thead", header), tag("tbody", *body), class_=class_ or None)
+    return tag("div", grid, class_="scroll")

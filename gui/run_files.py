@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lora_trainer.common.wording import bytes_text
-from lora_trainer.reporting.charts import Html, join, table, tag
+from lora_trainer.reporting.charts import Html, join, tag
 
-from .markup import delete_button
+from .markup import delete_button, table
 from .media import REPORT, run_url, samples_url
 from .run_best import Best
 

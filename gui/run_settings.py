@@ -22,11 +22,11 @@ from lora_trainer.config.config import (
     without_retired,
 )
 from lora_trainer.config.layers import COMMAND_LINE, RESUMED, TIERS, resolve
-from lora_trainer.reporting.charts import Html, join, table, tag
+from lora_trainer.reporting.charts import Html, join, tag
 from lora_trainer.reporting.history import Row, mapping
 from lora_trainer.reporting.report import value_text
 
-from .markup import inline
+from .markup import inline, table
 
 _NOT_CLONED = ("base.model", "output.folder", "output.name")
 """What a draft has fields of its own for, or a new run must not share."""

@@ -152,11 +152,6 @@ class ReferenceImages:
     trained: Sequence[bool]
 
 
-def nearness(base: Tensor, adapted: Tensor, album: ReferenceImages) -> tuple[float, float]:
-    """Return the energy distances of the base's and of the adapter's samples to the dataset's images."""
-    return set_distance(base, album.features), set_distance(adapted, album.features)
-
-
 def copy_ratio(samples: Tensor, prompts: Sequence[str], album: ReferenceImages) -> float | None:
     """Return the mean over samples of nearest trained distance / nearest held-out distance.
 
@@ -165,13 +160,10 @@ def copy_ratio(samples: Tensor, prompts: Sequence[str], album: ReferenceImages) 
     ratios = []
     for row, prompt in zip(distances(samples, album.features), prompts, strict=True):
         near: dict[bool, list[float]] = {True: [], False: []}
-        other_images = [
-            index
-            for index, caption in enumerate(album.captions)
-            if caption.strip() != prompt.strip()
-        ]
-        for index in other_images:
-            near[album.trained[index]].append(float(row[index]))
+        every = zip(album.captions, album.trained, row.tolist(), strict=True)
+        for caption, is_trained, distance in every:
+            if caption.strip() != prompt.strip():
+                near[is_trained].append(distance)
         count = min(map(len, near.values()))
         if count == 0:
             return None
@@ -179,8 +171,3 @@ def copy_ratio(samples: Tensor, prompts: Sequence[str], album: ReferenceImages) 
         if held_out > 0:
             ratios.append(expected_nearest(near[True], count=count) / held_out)
     return fmean(ratios) if ratios else None
-
-
-def finite(features: Tensor) -> bool:
-    """Whether all features are finite; features of a broken adapter's samples may not be."""
-    return bool(torch.isfinite(features).all())

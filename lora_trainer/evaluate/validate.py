@@ -13,6 +13,8 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from lora_trainer.common.events import EventStream, Listener
 from lora_trainer.common.files import json_bytes, write_atomic
 from lora_trainer.dataset.captions import has_trigger
@@ -30,8 +32,7 @@ from lora_trainer.evaluate.features import (
     ReferenceImages,
     copy_ratio,
     find_features,
-    finite,
-    nearness,
+    set_distance,
 )
 from lora_trainer.reporting.report import write_report
 from lora_trainer.reporting.score import (
@@ -174,10 +175,12 @@ def _measure_samples(
     base, adapted = (
         features.encode(scene.samples(prompts, strength=strength)) for strength in (0.0, 1.0)
     )
-    if not (finite(base) and finite(adapted)):
+    if not torch.cat((base, adapted)).isfinite().all():
         findings.leave_out("features of the samples hold NaN or infinity", *both)
         return
-    base_distance, adapted_distance = nearness(base, adapted, album)
+    base_distance, adapted_distance = (
+        set_distance(images, album.features) for images in (base, adapted)
+    )
     findings.figures |= {"distance": adapted_distance, "base_distance": base_distance}
     if base_distance > 0:
         findings.parts["similarity"] = similarity_part(

@@ -66,14 +66,6 @@ def join(parts: Iterable[str | None]) -> Html:
     return Html("".join(text(part) for part in parts if part is not None))
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str | None]], *, class_: str = "") -> Html:
-    """Return a table that scrolls sideways where it does not fit; a None cell is empty."""
-    header = tag("tr", *(tag("th", cell, scope="col") if cell else tag("td") for cell in head))
-    body = (tag("tr", *(tag("td", cell or "") for cell in row)) for row in rows)
-    grid = tag("table", tag("thead", header), tag("tbody", *body), class_=class_ or None)
-    return tag("div", grid, class_="scroll")
-
-
 Point = tuple[float, float]
 CHARTS_CSS = Path(__file__).with_name("charts.css")
 """The style sheet of charts, for any page that has its colours."""

@@ -77,7 +77,6 @@ class SampleCell:
     words: str
     uri: str = ""
     fault: str = ""
-    is_small: bool = False
 
 
 def sample_grid(history: RunHistory) -> dict[str, Any] | None:
@@ -116,7 +115,6 @@ def _cell(image: SampleImage | None, folder: Path) -> SampleCell:
             return SampleCell(
                 words=f"{column_name(image.step)}: {image.prompt}",
                 uri=_data_uri(data, picture),
-                is_small=max(picture.size) <= SMALL_PX,
             )
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         # Pillow raises SyntaxError for some damaged PNG chunks.
