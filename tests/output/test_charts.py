@@ -168,7 +168,9 @@ def test_marks_and_dots_carry_their_words(tmp_path: Path) -> None:
     for event in run.events:
         if event["event"] == "change":
             event["reason"] = "<b>"
-    curve = loss_curve(read_history(run.write()))
+    history = read_history(run.write())
+    assert "Loss: nothing was recorded." in loss_curve(history, LossView(first=21))
+    curve = loss_curve(history)
     assert curve.count("<svg") == 2 and curve.count("<span>") == 4, "one legend of four lines"
     for words in (
         "step 20: validation loss 0.0555",

@@ -55,7 +55,7 @@ def listening(
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     events, problems = EventStream(), list[Event]()
-    every = dict.fromkeys((name, name.replace("_", "-")), "1")
+    every = {name.replace("_", "-"): "1"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(LOGGER_TYPE_TO_CLASS, name, _Made(tracker))
         settings = {"a": 1, "b": (2,)}
