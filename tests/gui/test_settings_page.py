@@ -258,8 +258,7 @@ def values_of(info: SettingInfo) -> st.SearchStrategy[Any]:
     kinds: Mapping[str, st.SearchStrategy[Any]] = {
         "switch": st.booleans(),
         "choice": st.sampled_from(form.words or ("",)),
-        # Quotes around a path are those of a file manager, and nothing between them is no path.
-        "text": st.text(max_size=30).filter(lambda text: text.strip().strip('"') or not info.path),
+        "text": st.text(max_size=30),
         "list": st.lists(st.text(max_size=20), max_size=4),
         "mapping": st.dictionaries(
             st.text(max_size=10).map(re.escape), st.integers(1, 1000), max_size=3
