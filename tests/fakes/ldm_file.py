@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lora_trainer.families.base import PARTS, Part
 from lora_trainer.families.base_files.unet_layers import ldm_module
 
+PARTS = ("denoiser", "vae", "text_encoder")
 VAE_RULES = (
     (r"(\w+)\.mid_block\.resnets\.0", r"\1.mid.block_1"),
     (r"(\w+)\.mid_block\.resnets\.1", r"\1.mid.block_2"),
@@ -50,7 +50,7 @@ def write_checkpoint(
     file: Path,
     texts: Iterable[Any],
     *,
-    parts: Iterable[Part] = PARTS,
+    parts: Iterable[str] = PARTS,
     dtype: torch.dtype = torch.float32,
     marks: Iterable[str] = (),
     ema: bool = False,

@@ -20,7 +20,7 @@ from lora_trainer import families
 from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families.base import DENOISER, BaseFacts, Conditioning, Family
+from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.dropout import halves
 from lora_trainer.lora_file.write import final_export_name
@@ -29,6 +29,7 @@ from tests.fakes.family_bases import (
     base_of,
     conditioning_of,
     denoiser_of,
+    draw,
     facts_of,
     pipeline_of,
     side_of,
@@ -37,7 +38,7 @@ from tests.fakes.runs import Toy, events, run_cli, toy, trajectory
 
 pytestmark = pytest.mark.timeout(400)  # a loaded machine is no failure
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
-RANK, ALPHA, STEPS = 4, 2.0, 3
+RANK, ALPHA, STEPS, PROMPTS = 4, 2.0, 3, ("one toy", "two words more")
 SETTINGS: Mapping[str, Any] = {
     "adapter__rank": RANK,
     "adapter__alpha": ALPHA,
@@ -87,59 +88,41 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Place]:
 # ---- the pieces, put together as a run does
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """A family's denoiser with an adapter, and a fixed batch to ask it about."""
+def adapted(name: str, settings: AdapterSettings, *, alive: bool) -> tuple[nn.Module, Adapter]:
+    """Return a family's denoiser and its adapter; `alive` as in mid-training.
 
-    family: Family
-    facts: BaseFacts
-    denoiser: nn.Module
-    adapter: Adapter
-    latents: Tensor
-    noise: Tensor
-    conditioning: Conditioning
-
-    def losses(self, sigma: float = 0.5) -> Tensor:
-        facts, count = self.facts, len(self.latents)
-        if facts.prediction == "flow":
-            alpha, timestep = 1 - sigma, torch.full((count,), 1000 * sigma)
-        else:
-            signal = float(facts.alphas_cumprod()[500])
-            alpha, sigma = signal**0.5, (1 - signal) ** 0.5
-            timestep = torch.full((count,), 500)
-        level = torch.full((count,), alpha), torch.full((count,), sigma)
-        noisy = add_noise(self.latents, self.noise, *level)
-        predicted = self.family.predict(self.denoiser, noisy, timestep, self.conditioning)
-        return sample_losses(predicted, target(self.latents, self.noise, *level, facts.prediction))
-
-
-def bench(
-    name: str,
-    *,
-    prompts: Sequence[str] = ("one toy", "two words more"),
-    settings: AdapterSettings = AdapterSettings(rank=RANK),  # noqa: B008 - frozen, so sharing is safe
-) -> Bench:
-    family, facts = families.family(name), facts_of(name)
-    denoiser = denoiser_of(name)
+    While the second factors are zero, the first get no gradient.
+    """
+    denoiser, generator = denoiser_of(name), torch.Generator().manual_seed(17)
     adapter = inject(
         {DENOISER: denoiser},
-        modules={DENOISER: family.lora_targets(denoiser, "transformer")},
+        modules={DENOISER: families.family(name).lora_targets(denoiser, "transformer")},
         settings=settings,
         alpha=ALPHA,
         seed=0,
     )
+    with torch.no_grad():
+        for parameter in adapter.parameters() if alive else ():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return denoiser, adapter
+
+
+def losses(
+    name: str, denoiser: nn.Module, prompts: Sequence[str] = PROMPTS, rows: slice = slice(None)
+) -> Tensor:
+    """Return the losses of some rows of a fixed batch of two, half-way to noise."""
+    family, facts = families.family(name), facts_of(name)
     side = side_of(facts) // facts.vae_factor
-    generator = torch.Generator().manual_seed(1)
-    shape = (len(prompts), facts.latent_channels, side, side)
-    return Bench(
-        family=family,
-        facts=facts,
-        denoiser=denoiser,
-        adapter=adapter,
-        latents=torch.randn(shape, generator=generator),
-        noise=torch.randn(shape, generator=generator),
-        conditioning=conditioning_of(family, facts, prompts),
-    )
+    latents, noise = draw(2, 2, facts.latent_channels, side, side, seed=1)[:, rows]
+    count, sigma, alpha, timestep = len(latents), 0.5, 0.5, torch.tensor(500.0)
+    if facts.prediction != "flow":
+        signal = float(facts.alphas_cumprod()[500])
+        alpha, sigma, timestep = signal**0.5, (1 - signal) ** 0.5, torch.tensor(500)
+    level = torch.full((count,), alpha), torch.full((count,), sigma)
+    noisy = add_noise(latents, noise, *level)
+    told = conditioning_of(family, facts, prompts)
+    predicted = family.predict(denoiser, noisy, timestep.expand(count), told)
+    return sample_losses(predicted, target(latents, noise, *level, facts.prediction))
 
 
 # ---- training
@@ -149,14 +132,13 @@ def bench(
 def test_checkpointing_changes_neither_loss_nor_gradients(name: str) -> None:
     found = []
     for checkpointing in (False, True):
-        at = bench(name)
-        awaken(at.adapter)
-        at.denoiser.train()
+        denoiser, adapter = adapted(name, AdapterSettings(rank=RANK), alive=True)
+        network: Any = denoiser.train()
         if checkpointing:
-            at.denoiser.enable_gradient_checkpointing()
-        loss = at.losses().sum()
+            network.enable_gradient_checkpointing()
+        loss = losses(name, network).sum()
         loss.backward()
-        found.append((loss.detach(), [p.grad.clone() for p in at.adapter.parameters()]))
+        found.append((loss.detach(), [p.grad for p in adapter.parameters()]))
     (loss, gradients), (again, recomputed) = found
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=1e-6)
     for one, other in zip(gradients, recomputed, strict=True):
@@ -164,44 +146,26 @@ def test_checkpointing_changes_neither_loss_nor_gradients(name: str) -> None:
     assert any(float(gradient.abs().max()) > 0 for gradient in gradients)
 
 
-def awaken(adapter: Adapter) -> None:
-    """Give the second factors values, as in mid-training: while they are zero the first get no gradient."""
-    generator = torch.Generator().manual_seed(17)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-
-
 @FAMILIES
 def test_a_sample_is_dropped_the_same_in_any_batch(name: str) -> None:
     """Every layer's inputs are rows of one sample after the other, whatever its network does to them."""
     prompts, seeds = ("a", "many more words than that, and more of them"), (1 << 40, 1 << 50)
-    dropping = AdapterSettings(rank=RANK, dropout=0.3, rank_dropout=0.3, module_dropout=0.1)
-
-    def losses(at: Bench, own: Sequence[int]) -> Tensor:
-        awaken(at.adapter)
-        assert at.adapter.masks is not None
-        with torch.no_grad(), at.adapter.masks.of(torch.tensor([halves(seed) for seed in own])):
-            return at.losses()
-
-    family, facts = families.family(name), facts_of(name)
-    lengths = {
-        family.text.batch_group_key(conditioning_of(family, facts, (one,))) for one in prompts
-    }
-    if len(lengths) > 1:  # training does these one after the other
+    if families.family(
+        name
+    ).text.one_length:  # training does texts of other lengths one after the other
         prompts = ("a", "a")
-    both = bench(name, prompts=prompts, settings=dropping)
-    together = losses(both, seeds)
-    for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-        alone = bench(name, prompts=(prompt,), settings=dropping)
-        single = Bench(
-            **{
-                **vars(alone),
-                "latents": both.latents[index : index + 1],
-                "noise": both.noise[index : index + 1],
-            }
-        )
-        torch.testing.assert_close(losses(single, [seed])[0], together[index], rtol=1e-4, atol=1e-5)
+    dropping = AdapterSettings(rank=RANK, dropout=0.3, rank_dropout=0.3, module_dropout=0.1)
+    denoiser, adapter = adapted(name, dropping, alive=True)
+    assert adapter.masks is not None
+
+    def of(rows: slice) -> Tensor:
+        own = torch.tensor([halves(seed) for seed in seeds[rows]])
+        with torch.no_grad(), adapter.masks.of(own):  # type: ignore[union-attr]  # asserted above
+            return losses(name, denoiser, prompts[rows], rows)
+
+    together = of(slice(0, 2))
+    alone = torch.cat([of(slice(0, 1)), of(slice(1, 2))])
+    torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-5)
 
 
 # ---- whole runs
@@ -216,21 +180,16 @@ def test_the_exported_file_gives_the_live_output_in_a_fresh_pipeline(
     (cached,) = events(run, "cached")
     assert cached["latents"] == 3 and cached["texts"] >= 3
     assert all(np.isfinite(loss) for _, loss, *_ in trajectory(run))
-    live = bench(name)
+    denoiser, adapter = adapted(name, AdapterSettings(rank=RANK), alive=False)
     state = load_newest(run / "states", events=EventStream())
     assert state is not None and state.step == STEPS
-    live.adapter.load_state(state.adapter)
+    adapter.load_state(state.adapter)
     pipeline = pipeline_of(facts)
-
-    def losses_of_pipeline() -> Tensor:
-        return Bench(
-            **{**vars(live), "denoiser": getattr(pipeline, family.denoiser_folder)}
-        ).losses()
-
     with torch.no_grad():
-        base = losses_of_pipeline()
+        base = losses(name, getattr(pipeline, family.denoiser_folder))
         pipeline.load_lora_weights(str(run), weight_name=final_export_name("whole"))
-        loaded, expected = losses_of_pipeline(), live.losses()
+        loaded = losses(name, getattr(pipeline, family.denoiser_folder))
+        expected = losses(name, denoiser)
     torch.testing.assert_close(loaded, expected, rtol=1e-4, atol=1e-5)
     assert float((expected - base).abs().max()) > 1e-3, "or a file that does nothing would pass"
     row = events(run, "sample")[-1]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
 from lora_trainer import families
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base_files import open_companion
-from lora_trainer.families.base_files.base_folder import read_json
 from lora_trainer.families.locate import describe, locate
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
@@ -22,10 +20,11 @@ from tests.fakes.family_bases import base_of
 from tests.fakes.hub import FakeHub, fake_hub
 
 SDXL, CHROMA = "stabilityai/stable-diffusion-xl-base-1.0", "lodestones/Chroma1-HD"
-TABLE = read_json(open_companion.FILE)
+LATENTS = {"flux": (0.3611, 0.1159), "sd3": (1.5305, 0.0609)}
 CHECKPOINTS: Mapping[str, tuple[str, int, str]] = {
     "flux1-dev": ("flux", 0, "black-forest-labs/FLUX.1-dev"),
     "flux1-schnell": ("flux", 1, "black-forest-labs/FLUX.1-schnell"),
+    "sd3_medium": ("sd3", 2, "stabilityai/stable-diffusion-3-medium-diffusers"),
     "sd3.5_medium": ("sd3", 0, "stabilityai/stable-diffusion-3.5-medium"),
     "sd3.5_large": ("sd3", 1, "stabilityai/stable-diffusion-3.5-large"),
 }
@@ -44,24 +43,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     hub.publish(SDXL, base_of("sdxl"))
     hub.publish(CHROMA, base_of("chroma"))
     return hub
-
-
-def parameters(network: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in network.parameters())
-
-
-def test_the_latents_are_scaled_as_released() -> None:
-    for family, numbers in (("flux", (0.3611, 0.1159)), ("sd3", (1.5305, 0.0609))):
-        vae = TABLE["configs"][TABLE["families"][family]["vae"]]
-        assert (vae["scaling_factor"], vae["shift_factor"]) == numbers
-
-
-def test_a_folder_made_by_an_earlier_version_is_used() -> None:
-    """Its name is a digest of the configurations, also of the first medium, which has no norms."""
-    release = families.known_base("stabilityai/stable-diffusion-3-medium-diffusers")
-    assert release is not None
-    makeable = open_companion.open_companion(release, {"vae", *TABLE["families"]["sd3"]})
-    assert makeable is not None and makeable.folder.name.endswith("-d1be56f4e47e")
 
 
 def as_files(checkpoint: str, folder: Path) -> BaseSettings:
@@ -102,6 +83,10 @@ def test_nothing_but_tokenizers_of_open_repositories_is_fetched(
         known.scheduler,
     )
     assert {**known.architecture} == {key: facts.architecture[key] for key in known.architecture}
+    vae = json.loads((facts.located.folder / "vae/config.json").read_text())
+    assert (vae["scaling_factor"], vae["shift_factor"]) == LATENTS[facts.family]
+    # The name is a digest of the configurations: a folder made by an earlier version is used.
+    assert checkpoint != "sd3_medium" or facts.located.folder.name.endswith("-d1be56f4e47e")
     assert all("tokenizer" in name for names in hub.fetched for name in names)
     assert len(hub.fetched) == 2
     assert describe(settings) == locate(settings) == facts and len(hub.fetched) == 2

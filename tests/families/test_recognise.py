@@ -13,7 +13,7 @@ from torch import nn
 from lora_trainer import families
 from lora_trainer.config.declare import TARGETS
 from lora_trainer.families.base import DENOISER, BaseFacts
-from lora_trainer.families.recognise import adapter_family, stated_family
+from lora_trainer.families.recognise import adapter_family
 
 Shapes = Mapping[str, tuple[int, ...]]
 BLOCK = "down_blocks.1.attentions.0.transformer_blocks.0"
@@ -48,7 +48,7 @@ def test_adapters_of_every_family_are_told_apart(name: str, targets: Any) -> Non
     family = families.family(name)
     metadata = {"ss_base_model_version": family.adapter_names(facts).kohya}
     spec = {"modelspec.architecture": family.adapter_names(facts).modelspec}
-    assert stated_family(metadata) == name
+    assert adapter_family({}, metadata=metadata) == name
     for shapes in files(name, targets):
         assert adapter_family(shapes, metadata=metadata) == name
         assert adapter_family(shapes, metadata=spec) == name
@@ -57,54 +57,38 @@ def test_adapters_of_every_family_are_told_apart(name: str, targets: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("module", "width", "expected"),
+    ("modules", "widths", "expected"),
     [
         # kohya's and ComfyUI's spellings of families that are written otherwise here
-        ("lora_unet_joint_blocks_0_x_block_attn_qkv", 1536, "sd3"),
-        ("diffusion_model.joint_blocks.3.context_block.mlp.fc1", 2432, "sd3"),
-        ("diffusion_model.double_blocks.0.img_attn.qkv", 3072, "flux"),
-        ("diffusion_model.double_blocks.0.img_attn.qkv", 6144, "flux2"),
-        ("diffusion_model.double_blocks.0.img_attn.qkv", 4096, "flux2"),
-        ("lora_unet_single_blocks_0_linear1", 3072, "flux"),
-        ("diffusion_model.double_stream_modulation_img.lin", 3072, "flux2"),
-        ("diffusion_model.distilled_guidance_layer.layers.0.in_layer", 5120, "chroma"),
-        ("diffusion_model.layers.0.attention.qkv", 3840, "zimage"),
-        ("diffusion_model.layers.0.attention.qkv", 2304, "lumina2"),
-        ("lora_unet_transformer_blocks_3_img_mlp_net_2", 12288, "qwen"),
-        ("lora_unet_transformer_blocks_59_attn_to_q", 3072, "qwen"),
-        ("transformer.transformer_blocks.3.attn.to_q", 3072, "flux"),
-        ("transformer.transformer_blocks.3.attn2.to_q", 1536, "sd3"),
-        # text encoders alone
-        ("lora_te2_text_model_encoder_layers_0_mlp_fc1", 1280, "sdxl"),
-        ("lora_te3_encoder_block_0_layer_0_SelfAttention_q", 4096, "sd3"),
-        ("lora_te_text_model_encoder_layers_0_mlp_fc1", 768, "unknown"),
-        # miniature bases
-        (f"unet.{BLOCK}.attn2.to_k", 64, "sd15"),
-        # other programs' families
-        ("transformer.transformer_blocks.7.attn1.to_q", 2048, "unknown"),
-        ("transformer.joint_transformer_blocks.0.attn.to_q", 3072, "unknown"),
-        ("diffusion_model.blocks.0.self_attn.q", 5120, "wan"),
-    ],
-)
-def test_single_modules_that_tell(module: str, width: int, expected: str) -> None:
-    assert adapter_family({module: (16, width)}, metadata={}) == expected
-
-
-@pytest.mark.parametrize(
-    ("layers", "widths", "expected"),
-    [
+        ("lora_unet_joint_blocks_0_x_block_attn_qkv", (1536,), "sd3"),
+        ("diffusion_model.double_blocks.0.img_attn.qkv", (3072,), "flux"),
+        ("diffusion_model.double_blocks.0.img_attn.qkv", (6144,), "flux2"),
+        ("diffusion_model.double_blocks.0.img_attn.qkv", (4096,), "flux2"),
+        ("diffusion_model.double_stream_modulation_img.lin", (3072,), "flux2"),
+        ("diffusion_model.distilled_guidance_layer.layers.0.in_layer", (5120,), "chroma"),
+        ("diffusion_model.layers.0.attention.qkv", (3840,), "zimage"),
+        ("diffusion_model.layers.0.attention.qkv", (2304,), "lumina2"),
+        ("lora_unet_transformer_blocks_3_img_mlp_net_2", (12288,), "qwen"),
+        ("lora_unet_transformer_blocks_59_attn_to_q", (3072,), "qwen"),
+        ("transformer.transformer_blocks.3.attn.to_q", (3072,), "flux"),
+        ("transformer.transformer_blocks.3.attn2.to_q", (1536,), "sd3"),
+        # FLUX.2 klein 4B is as wide as FLUX.1, and its MLP is narrower
         ("double_blocks.0.img_attn.qkv double_blocks.0.img_mlp.2", (3072, 12288), "flux"),
         ("double_blocks.0.img_attn.qkv double_blocks.0.img_mlp.2", (3072, 9216), "flux2"),
         ("single_blocks.0.linear1 single_blocks.0.linear2", (3072, 15360), "flux"),
         ("single_blocks.0.linear1 single_blocks.0.linear2", (3072, 12288), "flux2"),
+        # text encoders alone
+        ("lora_te2_text_model_encoder_layers_0_mlp_fc1", (1280,), "sdxl"),
+        ("lora_te3_encoder_block_0_layer_0_SelfAttention_q", (4096,), "sd3"),
+        ("lora_te_text_model_encoder_layers_0_mlp_fc1", (768,), "unknown"),
+        # a miniature base, and other programs' families
+        (f"unet.{BLOCK}.attn2.to_k", (64,), "sd15"),
+        ("transformer.transformer_blocks.7.attn1.to_q", (2048,), "unknown"),
+        ("diffusion_model.blocks.0.self_attn.q", (5120,), "wan"),
     ],
 )
-def test_flux_of_one_width_differs_in_its_mlp(
-    layers: str, widths: tuple[int, int], expected: str
-) -> None:
-    """FLUX.2 klein 4B is as wide as FLUX.1."""
-    names = (f"diffusion_model.{layer}" for layer in layers.split())
-    shapes = {name: (16, width) for name, width in zip(names, widths, strict=True)}
+def test_modules_that_tell(modules: str, widths: tuple[int, ...], expected: str) -> None:
+    shapes = {name: (16, width) for name, width in zip(modules.split(), widths, strict=True)}
     assert adapter_family(shapes, metadata={}) == expected
 
 

@@ -22,7 +22,6 @@ from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base import (
     DENOISER,
-    PARTS,
     BaseFacts,
     Conditioning,
     Family,
@@ -46,6 +45,7 @@ from tests.fakes.family_bases import (
     pipeline_of,
     side_of,
 )
+from tests.fakes.json_files import edit_json
 
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
 
@@ -60,7 +60,7 @@ def test_every_family_has_a_tiny_base_presets_and_a_known_release(name: str) -> 
     assert families.detect(base_of(name)) is family, "and no other takes it for its own"
     known = families.known_base(next(iter(family.releases)))
     assert known is not None and known.family == name and known.layout is None
-    assert set(known.parts) == set(PARTS) and known.download_bytes > 1e8
+    assert set(known.parts) == {"denoiser", "vae", "text_encoder"} and known.download_bytes > 1e8
     refused = set(family.formats.refused)
     assert set(family.formats.written) | refused == {"kohya", "diffusers", "comfyui"}
     assert not refused & set(family.formats.written) and all(family.formats.refused.values())
@@ -296,14 +296,13 @@ def test_every_target_learns_and_lies_in_a_block(name: str) -> None:
 # ---- single files
 
 
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 @FAMILIES
 def test_a_file_in_diffusers_names_is_of_one_family_and_holds_the_denoiser(
-    name: str, prefix: str, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
+    """Checkpoints of U-Nets have the original names behind a prefix, and diffusers' names without."""
     family, facts, network = families.family(name), facts_of(name), denoiser_of(name)
-    if family.denoiser_folder == "unet" and prefix:
-        pytest.skip("checkpoints of U-Nets have the original names behind the prefix")
+    prefix = "" if family.denoiser_folder == "unet" else "diffusion_model."
     file = tmp_path / f"{name}-base.safetensors"
     save_file({f"{prefix}{key}": value for key, value in network.state_dict().items()}, file)
     found = families.detect_file(read_header(file))
@@ -363,16 +362,32 @@ def test_a_missing_or_broken_part_is_named(name: str, tmp_path: Path) -> None:
             facts_at(base)
 
 
-@pytest.mark.parametrize("name", ["sd15", "flux"])
-def test_a_config_that_is_missing_or_not_json_is_named(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "file", "keys"),
+    [
+        ("sd15", "unet/config.json", ("sample_size", "block_out_channels")),
+        ("sd15", "vae/config.json", ("latent_channels",)),
+        ("sd15", "text_encoder/config.json", ("max_position_embeddings",)),
+        ("sd15", "scheduler/scheduler_config.json", ()),
+        ("flux", "transformer/config.json", ()),
+        ("flux", "vae/config.json", ("latent_channels", "block_out_channels")),
+        ("flux", "scheduler/scheduler_config.json", ()),
+    ],
+)
+def test_a_config_that_is_missing_not_json_or_hostile_is_named(
+    name: str, file: str, keys: Sequence[str], tmp_path: Path
+) -> None:
     base = copy_of(name, tmp_path / "base")
-    folder = families.family(name).denoiser_folder
-    for file in (f"{folder}/config.json", "vae/config.json", "scheduler/scheduler_config.json"):
-        whole = (base / file).read_text()
-        (base / file).write_text("{")
-        with pytest.raises(InputError, match=file):
-            facts_at(base)
-        (base / file).unlink()
-        with pytest.raises(InputError, match=file.split("/")[0]):
-            facts_at(base)
+    whole = (base / file).read_text()
+    for key in keys:
+        for value in (None, "8", {}, []):
+            edit_json(base / file, **{key: value})
+            with pytest.raises(InputError, match=f"{key}="):
+                facts_at(base)
         (base / file).write_text(whole)
+    (base / file).write_text("{")
+    with pytest.raises(InputError, match=file):
+        facts_at(base)
+    (base / file).unlink()
+    with pytest.raises(InputError, match=file.split("/")[0]):
+        facts_at(base)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -14,11 +16,11 @@ from torch import nn
 
 from lora_trainer import families
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.base_files import open_companion
-from lora_trainer.families.base_files.base_folder import read_json
+from lora_trainer.network.live_storages import LiveStorages
 
 SOURCES = [(name, source) for name in families.MODULES for source in families.family(name).releases]
-OPEN = read_json(open_companion.FILE)["configs"]
+COMPANIONS = Path(families.__file__).parent / "base_files/open_companions.json"
+OPEN = json.loads(COMPANIONS.read_text(encoding="utf-8"))["configs"]
 TEXTS: Mapping[str, Mapping[str, Any]] = {
     "CLIP-L": OPEN["clip_l"],
     "CLIP-L projected": OPEN["clip_l_projected"],
@@ -74,6 +76,8 @@ ENCODERS: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 BF16 = ("flux2", "qwen", "sd3", "lumina2")
 """Families whose download is counted: every parameter in two bytes, those that are not loaded too."""
+SIZES = {"sd15": (512, 64, 8), "sd2": (768, 64, 8), "sdxl": (1024, 32, 8), "flux2": (1024, 64, 16)}
+"""Family -> native side, step of bucket sides and pixels of a latent; 1024, 64 and 8 in the others."""
 
 
 def texts(name: str, facts: BaseFacts) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -87,7 +91,7 @@ def texts(name: str, facts: BaseFacts) -> Iterator[tuple[nn.Module, nn.Module]]:
         yield network, loaded.model.language_model if name == "qwen" else loaded
 
 
-def vae(name: str) -> nn.Module:
+def vae(name: str) -> Any:
     if name == "qwen":
         return diffusers.AutoencoderKLQwenImage()  # the release's configuration is the default
     blocks = {"up_block_types": ("UpDecoderBlock2D",) * 4}
@@ -128,23 +132,13 @@ def test_a_release_has_the_sizes_of_its_configuration(name: str, source: str) ->
         "text_encoder": sum(numbers(network) for _, network in encoders),
     }
     assert {part: each.parameters for part, each in facts.parts.items()} == loaded
+    size = (facts.resolution_px, facts.bucket_step_px, facts.vae_factor)
+    epsilon = name == "sd2" and facts.prediction == "epsilon"
+    assert size == SIZES.get("sd15" if epsilon else name, (1024, 64, 8))
     if name in BF16:
         published = sum(numbers(network) for network, _ in encoders)
         assert facts.download_bytes == 2 * (loaded["denoiser"] + loaded["vae"] + published)
     json.dumps(dict(facts.architecture))  # the planner's cost table is keyed by it
-
-
-SIZES = {"sd15": (512, 64, 8), "sdxl": (1024, 32, 8), "flux2": (1024, 64, 16)}
-
-
-@pytest.mark.parametrize("name", families.MODULES)
-def test_native_size_and_step_of_buckets(name: str) -> None:
-    for facts in families.family(name).releases.values():
-        size = (facts.resolution_px, facts.bucket_step_px, facts.vae_factor)
-        if name == "sd2":
-            assert size == (512 if facts.prediction == "epsilon" else 768, 64, 8)
-        else:
-            assert size == SIZES.get(name, (1024, 64, 8))
 
 
 SD = "stabilityai/stable-diffusion"
@@ -177,3 +171,67 @@ def test_facts_of_a_release(source: str) -> None:
     assert (names.kohya, names.modelspec) == (kohya, f"{modelspec}/lora")
     if shift is not None:
         assert facts.flow_shift(width_px=1024, height_px=1024) == pytest.approx(shift)
+
+
+# ---- what VAEs are planned with
+
+
+SIDE_PX, BLOCK_CHANNELS = 256, 16  # a size where attention is small
+
+
+class BlockedStorages(LiveStorages):
+    """Also counts what oneDNN's convolutions make for a while: their input and result in blocks of channels.
+
+    `blocked_bytes` is the peak with these. Measured on a processor for convolutions of 3 to 512 channels at 256
+    and 512 px, fp32 and bf16: input and result in blocks, then both results (docs/LOG.md).
+    """
+
+    blocked_bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if function.overloadpacket is torch.ops.aten.convolution:
+            few = args[0].shape[1] < BLOCK_CHANNELS  # an input of 3 channels is taken as it is
+            before = self.now_bytes - result.nbytes + (0 if few else in_blocks(args[0]))
+            self.blocked_bytes = max(
+                self.blocked_bytes, max(before, self.now_bytes) + in_blocks(result)
+            )
+        self.blocked_bytes = max(self.blocked_bytes, self.peak_bytes)
+        return result
+
+
+def in_blocks(tensor: torch.Tensor) -> int:
+    channels = tensor.shape[1]
+    return tensor.nbytes // channels * (-(-channels // BLOCK_CHANNELS) * BLOCK_CHANNELS)
+
+
+@cache
+def peaks(kind: str) -> tuple[list[float], list[float]]:
+    """Return the peaks of encoding and decoding in elements a pixel, and those with blocks of channels."""
+    frame, channels = {"qwen": ((1,), 16), "flux2": ((), 32), "sd15": ((), 4)}.get(kind, ((), 16))
+    with torch.device("meta"), torch.no_grad():
+        network = vae(kind).eval().requires_grad_(False)
+        pixels = torch.empty(1, 3, *frame, SIDE_PX, SIDE_PX)
+        latents = torch.empty(1, channels, *frame, SIDE_PX // 8, SIDE_PX // 8)
+        weights = [*network.parameters(), *network.buffers()]
+        with BlockedStorages(ignored=[*weights, pixels]) as encoding:
+            network.encode(pixels)
+        with BlockedStorages(ignored=[*weights, latents]) as decoding:
+            network.decode(latents)
+    both = (encoding, decoding)
+    return (
+        [live.peak_bytes / 4 / SIDE_PX**2 for live in both],
+        [live.blocked_bytes / 4 / SIDE_PX**2 for live in both],
+    )
+
+
+@pytest.mark.parametrize("name", families.MODULES)
+def test_a_vae_takes_what_is_planned(name: str) -> None:
+    """Qwen-Image's was planned at 640 and 768 elements a pixel: 3.0 GiB for decoding 1024 px instead of 6.8."""
+    is_unet = name in ("sd15", "sd2", "sdxl")
+    counted, blocked = peaks("sd15" if is_unet else name if name in ("qwen", "flux2") else "flux")
+    planned = families.family(name).traits.vae_peak
+    assert counted == pytest.approx([planned.encoding, planned.decoding], rel=0.01)
+    assert blocked == pytest.approx(planned.blocked, rel=0.01)

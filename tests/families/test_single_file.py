@@ -1,16 +1,20 @@
-"""Single-file checkpoints of every U-Net family: recognised, checked, and loaded to the same weights."""
+"""Bases in single files, of all parts or of some: recognised, checked, and loaded to the weights that stand in them."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import safetensors
 import torch
+from diffusers import AutoencoderKLQwenImage
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -18,46 +22,72 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import PARTS, BaseFacts, Part, TensorInfo
-from lora_trainer.families.base_files import base_folder
+from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.base_files.base_folder import read_header
+from lora_trainer.families.locate import describe, with_choices
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
 from tests.fakes.family_bases import (
     base_of,
     copy_of,
+    denoiser_of,
     encoder_of,
     facts_at,
     facts_of,
     image_encoder_of,
     network_of,
+    pipeline_of,
 )
 from tests.fakes.json_files import edit_json
-from tests.fakes.ldm_file import unet_tensors, vae_tensors, write_checkpoint
+from tests.fakes.ldm_file import PARTS, unet_tensors, vae_tensors, write_checkpoint
+from tests.fakes.original_names import NORMS, original_names, split_at
 
 UNETS = [name for name in families.MODULES if families.family(name).denoiser_folder == "unet"]
-NAMES = pytest.mark.parametrize("name", UNETS)
+TRANSFORMERS = pytest.mark.parametrize("name", NORMS)
+PREFIX, FP8 = "model.diffusion_model.", torch.float8_e4m3fn
+UNET_FILE = "unet/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def tiny_flux(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_at(monkeypatch, inner=32)
 
 
 def of(name: str) -> Any:
     return families.family(name)
 
 
+def parts_in(name: str, file: Path) -> Any:
+    return of(name).detect_file(read_header(file))
+
+
+def original(name: str) -> dict[str, Tensor]:
+    return original_names(name, denoiser_of(name).state_dict())
+
+
+def written(tensors: Mapping[str, Tensor], file: Path) -> Path:
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+    return file
+
+
 def checkpoint(name: str, folder: Path, **options: Any) -> Path:
-    return write_checkpoint(
-        base_of(name), folder / f"{name}.safetensors", of(name).texts, **options
-    )
-
-
-def facts_from(
-    name: str, file: Path, parts: Iterable[Part] = PARTS, *, companion: Path | None = None
-) -> BaseFacts:
-    return facts_at(companion or base_of(name), family=name, **dict.fromkeys(parts, file))
+    """Write all parts of a tiny base into one file; CLIP-L's projection is in no file of Stable Diffusion 3."""
+    base, file = base_of(name), folder / f"{name}.safetensors"
+    if name in UNETS:
+        return write_checkpoint(base, file, of(name).texts, **options)
+    tensors = {PREFIX + key: tensor for key, tensor in original(name).items()}
+    tensors |= {f"first_stage_model.{key}": tensor for key, tensor in vae_tensors(base).items()}
+    for component, role in of(name).text.roles.items():
+        state = load_file(base / component / "model.safetensors")
+        tensors |= {f"text_encoders.{role}.transformer.{key}": each for key, each in state.items()}
+    del tensors["text_encoders.clip_l.transformer.text_projection.weight"]
+    return written(tensors, file)
 
 
 def weights_of(facts: BaseFacts) -> dict[str, Tensor]:
-    """Load every part and return all weights, named by part."""
+    """Load every part, frozen, and return all weights, named by part."""
     networks = {
         "denoiser": network_of(facts),
         "vae": image_encoder_of(facts).vae,
@@ -86,53 +116,287 @@ def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> No
 
 
 def changed(file: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """Rewrite a checkpoint with other tensors."""
+    """Rewrite a file with other tensors."""
     tensors = load_file(file)
     change(tensors)
-    save_file(tensors, file)
+    save_file(tensors, file, metadata={"format": "pt"})
     return file
 
 
-# ---- whole checkpoints
+# ---- all parts in one file
 
 
-@NAMES
+@pytest.mark.parametrize("name", [*UNETS, "sd3"])
 def test_a_checkpoint_is_the_folder_it_was_made_from(name: str, tmp_path: Path) -> None:
-    """Averaged weights beside the trained ones are not used."""
+    """Averaged weights beside the trained ones are not used; its companion has configurations only."""
     file = checkpoint(name, tmp_path, ema=True)
-    found = {
-        other: families.family(other).detect_file(read_header(file)) for other in families.MODULES
-    }
-    assert found == {other: set(PARTS) if other == name else set() for other in families.MODULES}
-    facts = facts_from(name, file)
-    assert facts.parts == facts_of(name).parts
+    assert parts_in(name, file) == set(PARTS)
+    takers = [each for each in families.MODULES if "denoiser" in parts_in(each, file)]
+    assert takers == [name]
+    companion, own = copy_of(name, tmp_path / "companion"), facts_of(name)
+    for weight in companion.rglob("*.safetensors"):
+        weight.unlink()
+    facts = facts_at(companion, family=name, **dict.fromkeys(PARTS, file))
+    for part in PARTS[:2] if name == "sd3" else PARTS:
+        assert facts.parts[part] == own.parts[part]
+    assert (facts.variant, facts.max_tokens) == (own.variant, own.max_tokens)
     assert_same(weights_of(facts), own_weights(name))
-    narrow = facts_from(name, checkpoint(name, tmp_path, dtype=torch.float8_e4m3fn))
-    assert_same(
-        weights_of(narrow),
-        {key: value.to(torch.float8_e4m3fn).float() for key, value in own_weights(name).items()},
-    )
     assert {part: files[0] for part, files in of(name).parts(facts.located).items()} == (
         dict.fromkeys(PARTS, file)
     )
+    if name == "sd3":
+        assert pipeline_of(facts).text_encoder_3 is not None
+        return
+    checkpoint(name, tmp_path, dtype=FP8)
+    narrow = facts_at(companion, family=name, **dict.fromkeys(PARTS, file))
+    assert_same(
+        weights_of(narrow), {key: value.to(FP8).float() for key, value in own_weights(name).items()}
+    )
+
+
+def test_other_files_are_not_taken_for_a_base(tmp_path: Path) -> None:
+    whole, detect = read_header(checkpoint("sd3", tmp_path)), of("sd3").detect_file
+
+    def without(part: str) -> dict[str, Any]:
+        return {name: info for name, info in whole.items() if part not in name}
+
+    # With two of three text encoders it takes those of its companion.
+    assert detect(without("t5xxl")) == {"denoiser", "vae"}
+    assert detect(without("text_encoders.")) == {"denoiser", "vae"}
+    assert detect(without("first_stage")) == {"denoiser", "text_encoder"}
+    vae = {name: info for name, info in whole.items() if name.startswith("first_stage_model.")}
+    assert detect(vae) == {"vae"}
+    # Another family's checkpoint has a VAE of the same shape, with other weights.
+    other = SimpleNamespace(dtype="F32", shape=(8, 8))
+    assert not detect({**vae, f"{PREFIX}double_blocks.0.weight": other})
+    inpainting = SimpleNamespace(dtype="F32", shape=(16, 33, 2, 2))
+    assert "denoiser" not in detect({**whole, f"{PREFIX}x_embedder.proj.weight": inpainting})
+    assert not detect({"joint_blocks.0.context_block.adaLN_modulation.1.lora_A.weight": other})
+
+
+TELLING = (
+    "input_blocks.0.0.weight",
+    "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight",
+    "input_blocks.1.1.proj_in.weight",
+    "label_emb.0.0.weight",
+    "first_stage_model.decoder.conv_in.weight",
+    "first_stage_model.encoder.conv_in.weight",
+    "conv_in.weight",
+    "add_embedding.linear_1.weight",
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*TELLING, *(PREFIX + each for each in TELLING)]),
+        st.lists(st.integers(0, 9), max_size=5).map(tuple),
+    )
+)
+def test_any_header_is_told_without_an_error(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    header = {name: SimpleNamespace(dtype="F16", shape=shape) for name, shape in shapes.items()}
+    taken = [name for name in UNETS if "denoiser" in of(name).detect_file(header)]
+    assert len(taken) <= 1
+
+
+def test_absent_parts_come_from_the_companion(tmp_path: Path) -> None:
+    other = copy_of("sdxl", tmp_path / "other")
+    for part in ("vae", "text_encoder"):
+        file = next((other / part).glob("*.safetensors"))
+        save_file({key: value + 1 for key, value in load_file(file).items()}, file)
+    file = checkpoint("sdxl", tmp_path, parts=("denoiser",))
+    assert parts_in("sdxl", file) == {"denoiser"}
+    found = weights_of(facts_at(other, denoiser=file))
+    for key, value in own_weights("sdxl").items():
+        assert torch.equal(found[key], value) == (not key.startswith(("vae.", "text_encoder.")))
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_markers_say_how_a_checkpoint_was_trained(terminal: bool, tmp_path: Path) -> None:
+    file = checkpoint("sdxl", tmp_path, marks=("v_pred", "ztsnr") if terminal else ("v_pred",))
+    facts = facts_at(base_of("sdxl"), denoiser=file)
+    assert (facts.prediction, facts.zero_terminal_snr) == ("v_prediction", terminal)
+    assert (float(facts.alphas_cumprod()[-1]) == 0) == terminal
+
+
+# ---- a denoiser alone
+
+
+def test_a_u_net_alone_is_read_without_a_prefix(tmp_path: Path) -> None:
+    tensors = unet_tensors(base_of("sdxl")).items()
+    bare = {key.removeprefix(PREFIX): value for key, value in tensors}
+    file = written(bare, tmp_path / "bare.safetensors")
+    assert parts_in("sdxl", file) == {"denoiser"}
+    assert_same(weights_of(facts_at(base_of("sdxl"), denoiser=file)), own_weights("sdxl"))
+
+
+@pytest.mark.parametrize(("prefix", "dtype"), [("", FP8), (PREFIX, torch.float32)])
+@TRANSFORMERS
+def test_a_file_of_the_release_holds_the_same_denoiser(
+    name: str, prefix: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A file of the denoiser alone, and one that has parts of other encoders too."""
+    wanted = denoiser_of(name).state_dict()
+    tensors = {prefix + key: t.to(dtype) for key, t in original_names(name, wanted).items()}
+    if prefix:
+        tensors["text_encoders.t5xxl.shared.weight"] = torch.zeros(9, 9)
+    file = written(tensors, tmp_path / f"{name}-base.safetensors")
+    facts = facts_at(base_of(name), source=str(file), family=name, denoiser=file)
+    assert families.detect_file(read_header(file)) == (families.family(name), {"denoiser"})
+    assert facts.parts == facts_of(name).parts
+    if name == "lumina2":
+        return  # diffusers' conversion of it knows the release's width only
+    assert_same(
+        dict(sorted(network_of(facts, torch.bfloat16).state_dict().items())),
+        {key: tensor.to(dtype).bfloat16() for key, tensor in sorted(wanted.items())},
+    )
+
+
+def test_a_pruned_file_is_as_deep_as_it_is(tmp_path: Path) -> None:
+    tensors = denoiser_of("qwen").state_dict()
+    kept = {key: t for key, t in tensors.items() if not key.startswith("transformer_blocks.1.")}
+    facts = facts_at(base_of("qwen"), denoiser=written(kept, tmp_path / "pruned.safetensors"))
+    assert facts.architecture["num_layers"] == 1
+    assert network_of(facts).state_dict().keys() == kept.keys()
+
+
+# ---- a VAE alone
+
+
+def deprecated(name: str) -> str:
+    """Return the name that a VAE's tensor had in diffusers before 0.17."""
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    for new, former in old.items():
+        name = name.replace(f"attentions.0.{new}.", f"attentions.0.{former}.")
+    return name
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("sd2", "diffusers"),
+        ("sd2", "deprecated"),
+        ("sd2", ""),
+        ("flux", "vae."),
+        ("sd3", "first_stage_model."),
+    ],
+)
+def test_a_vae_file_replaces_the_base_s_own(name: str, layout: str, tmp_path: Path) -> None:
+    """In diffusers' names, present and former, or in those of the latent diffusion code behind a prefix."""
+    own = load_file(base_of(name) / "vae/diffusion_pytorch_model.safetensors")
+    ldm = {layout + key: value for key, value in vae_tensors(base_of(name)).items()}
+    former = {deprecated(key): value for key, value in own.items()}
+    tensors = {"diffusers": own, "deprecated": former}.get(
+        layout, ldm | {f"{layout}loss.logvar": torch.zeros(1)}
+    )
+    half = {key: value.half() for key, value in tensors.items()}
+    file = written(half, tmp_path / "vae.safetensors")
+    assert parts_in(name, file) == {"vae"}
+    facts = facts_at(base_of(name), vae=file)
+    assert facts.parts == facts_of(name).parts
+    wanted = {
+        key: value.half().float() if key.startswith("vae.") else value
+        for key, value in own_weights(name).items()
+    }
+    assert_same(weights_of(facts), wanted)
+
+
+def test_a_vae_of_another_family_is_refused(tmp_path: Path) -> None:
+    """FLUX.2's cannot be read at all: its statistics are in no file that others write."""
+    tensors = vae_tensors(base_of("sd15")) | {"decoder.conv_in.weight": torch.zeros(8, 16, 3, 3)}
+    file = written(tensors, tmp_path / "vae.safetensors")
+    assert parts_in("sd15", file) == set()
+    with pytest.raises(InputError, match=r"channels \(16, 8\); the base model's has \(4, 8\)"):
+        facts_at(base_of("sd15"), vae=file)
+    written({"a": torch.zeros(1)}, file)
+    with pytest.raises(InputError, match="holds no VAE"):
+        facts_at(base_of("sd15"), vae=file)
+    with pytest.raises(InputError, match="VAE cannot be read from a single file"):
+        facts_at(base_of("flux2"), vae=written(vae_tensors(base_of("flux2")), file))
+
+
+WAN = (
+    (r"^post_quant_conv\.", "conv2."),
+    (r"^quant_conv\.", "conv1."),
+    (r"((?:resnets|down_blocks)\..*)norm1\.", r"\1residual.0."),
+    (r"((?:resnets|down_blocks)\..*)conv1\.", r"\1residual.2."),
+    (r"((?:resnets|down_blocks)\..*)norm2\.", r"\1residual.3."),
+    (r"((?:resnets|down_blocks)\..*)conv2\.", r"\1residual.6."),
+    (r"coder\.conv_in\.", "coder.conv1."),
+    (r"norm_out\.", "head.0."),
+    (r"conv_out\.", "head.2."),
+    (r"mid_block\.resnets\.0\.", "middle.0."),
+    (r"mid_block\.attentions\.0\.", "middle.1."),
+    (r"mid_block\.resnets\.1\.", "middle.2."),
+    (r"encoder\.down_blocks\.", "encoder.downsamples."),
+    (r"conv_shortcut\.", "shortcut."),
+)
+"""diffusers' names -> those of Wan, the video model that Qwen-Image's VAE comes from."""
+
+
+def wan_name(name: str) -> str:
+    """Return Wan's name of a tensor; levels of the decoder have four layers."""
+    for pattern, new in WAN:
+        name = re.sub(pattern, new, name)
+    if up := re.match(r"decoder\.up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)\.(.*)", name):
+        level, kind, index, rest = up.groups()
+        layer = 4 * int(level) + (3 if kind == "upsamplers" else int(index))
+        return f"decoder.upsamples.{layer}.{rest}"
+    return name
+
+
+@pytest.mark.parametrize("renamed", [str, wan_name], ids=["diffusers", "wan"])
+def test_a_video_vae_in_a_file_gives_what_its_folder_gives(renamed: Any, tmp_path: Path) -> None:
+    """The VAE has the release's depth: the other names depend on it."""
+    folder, file = copy_of("qwen", tmp_path / "base"), tmp_path / "vae.safetensors"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        vae = AutoencoderKLQwenImage(base_dim=4)
+    vae.save_pretrained(folder / "vae")
+    save_file({renamed(name): tensor for name, tensor in vae.state_dict().items()}, file)
+    assert parts_in("qwen", file) == {"vae"}
+    whole, facts = facts_at(folder), facts_at(folder, vae=file)
+    assert facts.parts["vae"] == whole.parts["vae"] and facts.vae_factor == 8
+    assert_same(image_encoder_of(facts).vae.state_dict(), vae.state_dict())
+
+
+# ---- text encoders in files of their own
+
+
+@TRANSFORMERS
+def test_encoders_are_found_by_what_they_are(name: str, tmp_path: Path) -> None:
+    """Their files have names that say nothing, the last encoder comes first."""
+    base, family = base_of(name), families.family(name)
+    sources = [next((base / each).glob("*.safetensors")) for each in reversed([*family.text.roles])]
+    files = [
+        str(shutil.copy(source, tmp_path / f"{number}.safetensors"))
+        for number, source in enumerate(sources)
+    ]
+    facts = describe(BaseSettings(model=str(base), text_encoders=tuple(files)))
+    assert {str(path) for path in facts.located.text.values()} == set(files)
+    assert facts.parts == facts_of(name).parts
+    assert set(files) <= set(map(str, family.parts(facts.located)["text_encoder"]))
+    assert_same(weights_of(facts), own_weights(name))
+
+
+def test_a_file_that_is_no_encoder_of_the_family_is_named() -> None:
+    vae = base_of("flux") / "vae" / "diffusion_pytorch_model.safetensors"
+    (qwen,) = (base_of("zimage") / "text_encoder").glob("*.safetensors")
+    for name, file, said in (
+        ("flux", vae, "is a VAE.*family flux has clip_l, t5xxl"),
+        ("flux", qwen, "is the text encoder Qwen3.*family flux has clip_l, t5xxl"),
+        ("sdxl", qwen, "family sdxl reads its text encoders from a checkpoint"),
+    ):
+        with pytest.raises(InputError, match=said):
+            describe(BaseSettings(model=str(base_of(name)), text_encoders=(str(file),)))
 
 
 # ---- how weights are read
 
 
-def test_a_folder_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
-    folder = copy_of("sdxl", tmp_path / "base")
-    changed(folder / "unet/diffusion_pytorch_model.safetensors", dict.popitem)
-    facts = facts_at(folder)
-    with pytest.raises(InputError, match="not that of its config.json"):
-        network_of(facts, torch.bfloat16)
-
-
 def test_a_file_is_mapped_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a float32 file would else lie in memory beside the bf16 weights: 10 of 16 GB for SDXL."""
     part_bytes, mapped, real = 2**12, list[int](), safetensors.safe_open
-    file = base_of("sdxl") / "unet/diffusion_pytorch_model.safetensors"
-    sizes = [tensor.nbytes for tensor in load_file(file).values()]
+    sizes = [tensor.nbytes for tensor in load_file(base_of("sdxl") / UNET_FILE).values()]
     held: list[weakref.ref[Tensor]] = []
 
     class Counting:
@@ -153,150 +417,127 @@ def test_a_file_is_mapped_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         def keys(self) -> list[str]:
             return list(self.file.keys())
 
+        def get_slice(self, key: str) -> Any:
+            return self.file.get_slice(key)
+
         def get_tensor(self, key: str) -> Tensor:
             tensor: Tensor = self.file.get_tensor(key)
             mapped[-1] += tensor.nbytes
             held.append(weakref.ref(tensor))
             return tensor
 
-    monkeypatch.setattr(safetensors, "safe_open", Counting)
-    monkeypatch.setattr(base_folder, "READ_BYTES", part_bytes)
+    module = "lora_trainer.families.base_files.base_folder"
+    monkeypatch.setattr(f"{module}.safe_open", Counting)
+    monkeypatch.setattr(f"{module}.READ_BYTES", part_bytes)
     network_of(facts_of("sdxl"), torch.bfloat16)
     assert sum(mapped) == sum(sizes) and max(mapped) <= part_bytes + max(sizes)
     assert not any(each() is not None for each in held)
 
 
-def test_absent_parts_come_from_the_companion(tmp_path: Path) -> None:
-    name = "sdxl"
-    other = copy_of(name, tmp_path / "other")
-    for part in ("vae", "text_encoder"):
-        file = next((other / part).glob("*.safetensors"))
-        save_file({key: value + 1 for key, value in load_file(file).items()}, file)
-    file = checkpoint(name, tmp_path, parts=("denoiser",))
-    held = of(name).detect_file(read_header(file))
-    assert held == {"denoiser"}
-    found = weights_of(facts_from(name, file, held, companion=other))
-    for key, value in own_weights(name).items():
-        assert torch.equal(found[key], value) == (not key.startswith(("vae.", "text_encoder.")))
+def test_scaled_fp8_is_read_to_its_values(tmp_path: Path) -> None:
+    """ComfyUI's names of the scale, former and present; one number or one a row; norms unscaled."""
+    plain = load_file(checkpoint("sdxl", tmp_path))
+    scaled, values = dict(plain), dict(plain)
+    matrices = [key for key in plain if key.endswith(".weight") and plain[key].dim() > 1]
+    for number, key in enumerate(matrices):
+        whole, stem = plain[key].float(), key.removesuffix("weight")
+        rows = whole.flatten(1).abs().amax(1) if number % 2 else whole.abs().max()
+        factor = (rows / 448).clamp(min=1e-6)
+        shaped = factor.reshape(-1, *[1] * (whole.dim() - 1))
+        scaled[key] = (whole / shaped).to(FP8)
+        scaled[f"{stem}{('scale_weight', 'weight_scale')[number // 2 % 2]}"] = factor
+        values[key] = scaled[key].float() * shaped
+    scaled[f"{PREFIX}scaled_fp8"] = torch.zeros(2).to(FP8)
+    files = written(scaled, tmp_path / "scaled"), written(values, tmp_path / "values")
+    read, wanted = (
+        weights_of(facts_at(base_of("sdxl"), family="sdxl", **dict.fromkeys(PARTS, file)))
+        for file in files
+    )
+    assert_same(read, wanted)
+    blocks = f"{PREFIX}input_blocks.0.0.scale_weight"
+    file = written(scaled | {blocks: torch.ones(2, 1)}, tmp_path / "blocks")
+    with pytest.raises(
+        InputError, match=r"2 scales for the 4 rows of .*input_blocks\.0\.0\.weight"
+    ):
+        network_of(facts_at(base_of("sdxl"), denoiser=file))
+
+
+def test_gguf_is_read_to_its_values(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="optional: only GGUF bases need it")
+    from gguf.quants import dequantize, quantize
+
+    file, kind = tmp_path / "flux.gguf", gguf.GGMLQuantizationType.Q8_0
+    writer, values = gguf.GGUFWriter(str(file), "flux"), original("flux")
+    for key, tensor in [*values.items()]:
+        if key.endswith("weight") and tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
+            packed = quantize(tensor.numpy(), kind)
+            writer.add_tensor(key, packed, raw_dtype=kind)
+            values[key] = torch.from_numpy(dequantize(packed, kind))
+        else:
+            writer.add_tensor(key, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    plain = written(values, tmp_path / "plain.safetensors")
+    facts, expected = (facts_at(base_of("flux"), denoiser=each) for each in (file, plain))
+    assert facts.parts["denoiser"] == expected.parts["denoiser"]
+    wanted = network_of(expected).state_dict()
+    assert any(
+        not torch.equal(wanted[key], t) for key, t in denoiser_of("flux").state_dict().items()
+    )
+    for key, tensor in network_of(facts).state_dict().items():
+        torch.testing.assert_close(tensor, wanted[key], rtol=1e-3, atol=1e-4)
+
+
+def test_a_gguf_says_which_prediction_is_assumed(tmp_path: Path) -> None:
+    case = Case("SD 2 GGUF", layouts.network("sd2"), "sd2", dtype="Q8_0", file="sd2.gguf")
+    settings = BaseSettings(model=str(write(case, tmp_path)))
+    facts = describe(settings)
+    assert facts.prediction == "v_prediction" and facts.assumed is not None
+    assert "taken for v_prediction" in facts.assumed.sentence
+    assert "base.prediction=epsilon" in facts.assumed.setting
+    chosen = settings.model_copy(update={"prediction": "epsilon"})
+    facts = with_choices(facts, chosen, zero_terminal_snr=None)
+    assert (facts.prediction, facts.assumed) == ("epsilon", None)
+
+
+# ---- what does not fit
+
+
+def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
+    """Of the text encoder before anything is loaded, of the other parts while they are."""
+    for key, message, load in (
+        ("conditioner.embedders.0.transformer.", "text_encoder in", encoder_of),
+        (f"{PREFIX}out.2.bias", "the denoiser in", network_of),
+        ("first_stage_model.encoder.conv_out.bias", "the vae in", image_encoder_of),
+    ):
+        file = checkpoint("sdxl", tmp_path)
+        name = next(name for name in load_file(file) if name.startswith(key))
+        changed(file, lambda tensors, name=name: tensors.pop(name))  # type: ignore[misc]
+        with pytest.raises(InputError, match=message) as caught:
+            load(facts_at(base_of("sdxl"), family="sdxl", **dict.fromkeys(PARTS, file)))
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("marks", "velocity", "terminal"),
-    [((), False, False), (("v_pred",), True, False), (("v_pred", "ztsnr"), True, True)],
-)
-def test_markers_say_how_a_checkpoint_was_trained(
-    marks: tuple[str, ...], velocity: bool, terminal: bool, tmp_path: Path
+    ("name", "file", "tensor", "said"),
+    [
+        ("sdxl", UNET_FILE, "conv_out.bias", "not that of its config.json"),
+        ("flux", "transformer/{}", "x_embedder.bias", "lacks 1 tensors, first {}"),
+        ("flux", "vae/{}", "decoder.conv_in.bias", "lacks 1 tensors, first {}"),
+        ("flux", "text_encoder_2/{}", "encoder.final_layer_norm.weight", "lacks 1 tensors, first {}"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_a_folder_lacks_is_never_made_up(
+    name: str, file: str, tensor: str, said: str, tmp_path: Path
 ) -> None:
-    facts = facts_from("sdxl", checkpoint("sdxl", tmp_path, marks=marks))
-    assert facts.prediction == ("v_prediction" if velocity else "epsilon")
-    assert facts.zero_terminal_snr == terminal
-    assert (float(facts.alphas_cumprod()[-1]) == 0) == terminal
-
-
-@NAMES
-def test_a_denoiser_alone_is_read_without_a_prefix(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "bare.safetensors"
-    tensors = unet_tensors(base_of(name)).items()
-    save_file({key.removeprefix("model.diffusion_model."): value for key, value in tensors}, file)
-    held = of(name).detect_file(read_header(file))
-    assert held == {"denoiser"}
-    assert_same(weights_of(facts_from(name, file, held)), own_weights(name))
-
-
-# ---- a VAE alone
-
-
-def deprecated(name: str) -> str:
-    """Return the name that a VAE's tensor had in diffusers before 0.17."""
-    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
-    for new, former in old.items():
-        name = name.replace(f"attentions.0.{new}.", f"attentions.0.{former}.")
-    return name
-
-
-@pytest.mark.parametrize("layout", ["ldm", "prefixed", "diffusers", "deprecated"])
-def test_a_vae_file_replaces_the_base_s_own(layout: str, tmp_path: Path) -> None:
-    name = "sd2"
-    own = load_file(base_of(name) / "vae/diffusion_pytorch_model.safetensors")
-    tensors = {
-        "ldm": {**vae_tensors(base_of(name)), "loss.logvar": torch.zeros(1)},
-        "prefixed": {f"first_stage_model.{k}": v for k, v in vae_tensors(base_of(name)).items()},
-        "diffusers": own,
-        "deprecated": {deprecated(key): value for key, value in own.items()},
-    }[layout]
-    file = tmp_path / "vae.safetensors"
-    save_file({key: value.half().contiguous() for key, value in tensors.items()}, file)
-    assert of(name).detect_file(read_header(file)) == {"vae"}
-    facts = facts_from(name, file, ["vae"])
-    assert facts.parts == facts_of(name).parts
-    wanted = {
-        key: value.half().float() if key.startswith("vae.") else value
-        for key, value in own_weights(name).items()
-    }
-    assert_same(weights_of(facts), wanted)
-    assert image_encoder_of(facts).vae.dtype == torch.float32
-
-
-def test_a_vae_of_another_family_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "vae.safetensors"
-    tensors = vae_tensors(base_of("sd15"))
-    tensors["decoder.conv_in.weight"] = torch.zeros(8, 16, 3, 3)
-    save_file(tensors, file)
-    assert of("sd15").detect_file(read_header(file)) == set()
-    with pytest.raises(InputError, match=r"channels \(16, 8\); the base model's has \(4, 8\)"):
-        facts_from("sd15", file, ["vae"])
-    save_file({"a": torch.zeros(1)}, file)
-    with pytest.raises(InputError, match="holds no VAE"):
-        facts_from("sd15", file, ["vae"])
-
-
-# ---- what is no base
-
-
-TELLING = (
-    "input_blocks.0.0.weight",
-    "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight",
-    "input_blocks.1.1.proj_in.weight",
-    "label_emb.0.0.weight",
-    "first_stage_model.decoder.conv_in.weight",
-    "first_stage_model.encoder.conv_in.weight",
-    "conv_in.weight",
-    "add_embedding.linear_1.weight",
-)
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from([*TELLING, *(f"model.diffusion_model.{each}" for each in TELLING)]),
-        st.lists(st.integers(0, 9), max_size=5).map(tuple),
-    )
-)
-def test_any_header_is_told_without_an_error(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    header = {name: TensorInfo(dtype="F16", shape=shape) for name, shape in shapes.items()}
-    taken = [name for name in UNETS if "denoiser" in of(name).detect_file(header)]
-    assert len(taken) <= 1
-
-
-# ---- checkpoints that do not fit
-
-
-@NAMES
-def test_a_missing_tensor_is_refused(name: str, tmp_path: Path) -> None:
-    """Of the text encoder before anything is loaded, of the other parts while they are."""
-    file = checkpoint(name, tmp_path)
-    text = next(key for key in read_header(file) if key.endswith("token_embedding.weight"))
-    changed(file, lambda tensors: tensors.pop(text))
-    with pytest.raises(InputError, match="text_encoder in"):
-        facts_from(name, file)
-    for key, message, load in (
-        ("model.diffusion_model.out.2.bias", "the denoiser in", network_of),
-        ("first_stage_model.encoder.conv_out.bias", "the vae in", image_encoder_of),
-    ):
-        changed(checkpoint(name, tmp_path), lambda tensors, key=key: tensors.pop(key))
-        facts = facts_from(name, file)
-        with pytest.raises(InputError, match=message) as caught:
-            load(facts)
-        assert "\n" not in str(caught.value)
+    folder = copy_of(name, tmp_path / "base")
+    (path,) = (folder / file).parent.glob("*.safetensors")
+    changed(path, lambda tensors: tensors.pop(tensor))
+    load = {"vae": image_encoder_of, "text_encoder_2": encoder_of}.get(path.parent.name, network_of)
+    with pytest.raises(InputError, match=said.format(tensor)):
+        load(facts_at(folder))
 
 
 def test_a_released_u_net_that_lacks_tensors_is_refused_before_loading(tmp_path: Path) -> None:
@@ -304,12 +545,12 @@ def test_a_released_u_net_that_lacks_tensors_is_refused_before_loading(tmp_path:
     edit_json(companion / "unet/config.json", **of("sdxl").published[0].architecture)
     file = write(Case("without biases", layouts.network("sdxl")), tmp_path)
     with pytest.raises(InputError, match="parameters, its companion's in .* 2,567,463,684"):
-        facts_from("sdxl", file, ["denoiser"], companion=companion)
+        facts_at(companion, denoiser=file)
 
 
 def test_another_companion_is_named(tmp_path: Path) -> None:
-    file = checkpoint("sd15", tmp_path)
-    wrong = copy_of("sd15", tmp_path / "wrong")
+    """A transformer's before anything is loaded where the companion is a release, else while loading."""
+    file, wrong = checkpoint("sd15", tmp_path), copy_of("sd15", tmp_path / "wrong")
     for config, key, value in (
         ("unet/config.json", "cross_attention_dim", 24),
         ("unet/config.json", "use_linear_projection", True),
@@ -318,31 +559,15 @@ def test_another_companion_is_named(tmp_path: Path) -> None:
         whole = (wrong / config).read_text()
         edit_json(wrong / config, **{key: value})
         with pytest.raises(InputError, match="its companion's in .*wrong") as caught:
-            facts_from("sd15", file, companion=wrong)
+            facts_at(wrong, family="sd15", **dict.fromkeys(PARTS, file))
         assert "base.companion" in str(caught.value.fix)
         (wrong / config).write_text(whole)
-
-
-def test_scaled_fp8_is_read_to_its_values(tmp_path: Path) -> None:
-    """ComfyUI's names of the scale, former and present; one number or one a row; norms unscaled."""
-
-    def scale(tensors: dict[str, Tensor]) -> None:
-        matrices = [key for key in tensors if key.endswith(".weight") and tensors[key].dim() > 1]
-        for number, key in enumerate(matrices):
-            whole, stem = tensors[key].float(), key.removesuffix("weight")
-            rows = whole.flatten(1).abs().amax(1) if number % 2 else whole.abs().max()
-            factor = (rows / 448).clamp(min=1e-6)
-            shaped = factor.reshape(-1, *[1] * (whole.dim() - 1))
-            tensors[key] = (whole / shaped).to(torch.float8_e4m3fn)
-            tensors[f"{stem}{('scale_weight', 'weight_scale')[number // 2 % 2]}"] = factor
-            wanted[key] = tensors[key].float() * shaped
-        tensors["model.diffusion_model.scaled_fp8"] = torch.zeros(2).to(torch.float8_e4m3fn)
-
-    name, wanted = "sdxl", dict[str, Tensor]()
-    plain = checkpoint(name, tmp_path)
-    tensors = load_file(plain)
-    scale(tensors)
-    scaled, values = tmp_path / "scaled.safetensors", tmp_path / "values.safetensors"
-    save_file(tensors, scaled)
-    save_file({**load_file(plain), **wanted}, values)
-    assert_same(weights_of(facts_from(name, scaled)), weights_of(facts_from(name, values)))
+    tensors = original("flux2") | {"txt_in.weight": torch.zeros(8, 96)}
+    file, folder = written(tensors, tmp_path / "klein"), copy_of("flux2", tmp_path / "base")
+    with pytest.raises(InputError, match="not that of its companion") as caught:
+        network_of(facts_at(folder, denoiser=file))
+    assert "base.companion" in caught.value.fix
+    edit_json(folder / "transformer" / "config.json", **of("flux2").published[2].architecture)
+    edit_json(folder / "text_encoder" / "config.json", hidden_size=4096)
+    with pytest.raises(InputError, match="parameters, the companion 9,078,581,248"):
+        facts_at(folder, denoiser=file)

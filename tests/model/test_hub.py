@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 )
 
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
-from lora_trainer.families.hub_files import ALL_ENCODERS, cached_snapshot, download, wanted
+from lora_trainer.families.hub_files import download, wanted
 from tests.fakes.hub_server import hub_server
 
 
@@ -39,7 +39,7 @@ def test_parts_that_a_checkpoint_brings_are_not_fetched() -> None:
     ]
     assert wanted(names, without=frozenset()) == sorted(names)
     texts = ["text_encoder/config.json", "text_encoder_2/config.json", names[5]]
-    assert wanted(names, without=frozenset({"denoiser", ALL_ENCODERS})) == texts
+    assert wanted(names, without=frozenset({"denoiser", "text encoders"})) == texts
     assert wanted(names, without=frozenset({"text_encoder"})) == sorted({*names} - {names[1]})
 
 
@@ -74,21 +74,6 @@ def test_what_goes_wrong_is_one_line_with_a_remedy(
     with pytest.raises(kind, match=said) as caught:
         download("owner/name", revision="v9", without=frozenset())
     assert fix in caught.value.fix and "\n" not in str(caught.value)
-
-
-def test_a_cached_snapshot_is_found_by_revision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = tmp_path / "models--owner--name"
-    snapshot = store / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
-    (snapshot / "model_index.json").write_text("{}")
-    (store / "refs").mkdir()
-    (store / "refs" / "main").write_text("a" * 40)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
-    assert cached_snapshot("owner/name", revision=None) == snapshot
-    assert cached_snapshot("owner/name", revision="other") is None
 
 
 _DOWNLOADS = """

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
@@ -14,9 +14,19 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.hub_files import wanted
-from lora_trainer.families.locate import identified, locate
+from lora_trainer.families.locate import describe, identified, locate
 from tests.fakes.bases.parts import t5_tokenizer
-from tests.fakes.family_bases import CPU, base_of, facts_of, side_of
+from tests.fakes.family_bases import (
+    base_of,
+    copy_of,
+    encoder_of,
+    facts_at,
+    facts_of,
+    image_encoder_of,
+    network_of,
+    pipeline_of,
+    side_of,
+)
 from tests.fakes.hub import LISTS, FakeHub, fake_hub, spiece
 from tests.fakes.runs import run_cli, toy
 
@@ -38,28 +48,22 @@ def test_what_loading_needs_is_fetched_and_nothing_else(source: str) -> None:
 
 @pytest.mark.parametrize("name", families.MODULES)
 def test_a_release_is_read_from_the_files_it_has(name: str, hub: FakeHub) -> None:
-    family = families.family(name)
-    source = next(iter(family.releases))
+    source = next(iter(families.family(name).releases))
     hub.publish(source, base_of(name))
     settings = BaseSettings(model=source, revision="v2")
     facts = locate(settings)
     assert facts.layout is not None and facts.layout.folder == hub.snapshot(source)
     assert (hub.fetched, hub.revisions) == ([LISTS[source]["read"]], ["v2"])
-    assert locate(settings) == facts and len(hub.fetched) == 1
+    assert describe(settings) == locate(settings) == facts and len(hub.fetched) == 1
+    assert describe(BaseSettings(model=source, revision="other")).layout is None
     assert facts.parts == facts_of(name).parts
-    ours, tiny = (
-        family.load_text_encoder(found, dtype=torch.float32, device=CPU).encode_prompts([PROMPT])
-        for found in (facts, facts_of(name))
-    )
+    ours, tiny = (encoder_of(each).encode_prompts([PROMPT]) for each in (facts, facts_of(name)))
     assert ours.keys() == tiny.keys()
     assert all(torch.equal(ours[key], tiny[key]) for key in tiny)
-    one, other = (
-        family.load_denoiser(found, dtype=torch.float32, device=CPU).state_dict()
-        for found in (facts, facts_of(name))
-    )
+    one, other = (network_of(each).state_dict() for each in (facts, facts_of(name)))
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    family.load_image_encoder(facts, device=CPU)
-    family.plain_pipeline(facts, dtype=torch.float32, device=CPU)
+    image_encoder_of(facts)
+    pipeline_of(facts)
 
 
 @pytest.mark.parametrize(("name", "source"), [("flux2", KLEIN), ("chroma", CHROMA)])
@@ -102,35 +106,30 @@ def test_another_chat_template_is_another_text_encoder(hub: FakeHub, tmp_path: P
 # ---- SentencePiece's own file
 
 
-def spiece_folder(folder: Path) -> Path:
-    tokenizer = t5_tokenizer()
-    tokenizer.save_pretrained(folder)
-    pieces = [(text, score) for text, score in tokenizer._vocab_scores]
-    (folder / "tokenizer.json").unlink()
-    (folder / "spiece.model").write_bytes(spiece(pieces))
+def base_with_pieces(folder: Path) -> Path:
+    """Return a copy of the tiny Chroma that has T5's vocabulary as its releases have it."""
+    tokenizer = copy_of("chroma", folder) / "tokenizer"
+    (tokenizer / "tokenizer.json").unlink()
+    (tokenizer / "spiece.model").write_bytes(spiece(list(t5_tokenizer()._vocab_scores)))
     return folder
 
 
-@pytest.mark.parametrize("text", [PROMPT, "", "  two  spaces ", "blue</s> on é 日本", "x" * 900])
-def test_a_vocabulary_in_sentencepieces_file_gives_the_same_tokens(
-    tmp_path: Path, text: str
-) -> None:
-    from lora_trainer.families.text.transformers_encoder import load_tokenizer
-
-    t5_tokenizer().save_pretrained(tmp_path / "plain")
-    plain = AutoTokenizer.from_pretrained(tmp_path / "plain")
-    found = load_tokenizer(spiece_folder(tmp_path / "spiece"))
+def test_a_vocabulary_in_sentencepieces_file_gives_the_same_tokens(tmp_path: Path) -> None:
+    """To the encoder, and to the pipeline: transformers alone cannot read it."""
+    facts = facts_at(base_with_pieces(tmp_path / "base"))
+    encoders: list[Any] = [encoder_of(each) for each in (facts, facts_of("chroma"))]
+    found, plain = (encoder.tokenizers["text_encoder"] for encoder in encoders)
+    assert type(found) is type(plain) and found.model_max_length == plain.model_max_length
+    pipeline = pipeline_of(facts)
     settings = {"padding": "max_length", "max_length": 64, "truncation": True}
-    assert type(found) is type(plain)
-    assert found([text], **settings) == plain([text], **settings)  # type: ignore[arg-type]  # settings are of several types
-    assert found.model_max_length == plain.model_max_length
+    for text in (PROMPT, "", "  two  spaces ", "blue</s> on é 日本", "x" * 900):
+        assert found([text], **settings) == plain([text], **settings)
+        assert pipeline.tokenizer(text).input_ids == plain(text).input_ids
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "other kind"])
 def test_a_file_that_is_no_vocabulary_is_refused_in_a_line(tmp_path: Path, damage: str) -> None:
-    from lora_trainer.families.text.transformers_encoder import load_tokenizer
-
-    file = spiece_folder(tmp_path) / "spiece.model"
+    file = base_with_pieces(tmp_path / "base") / "tokenizer" / "spiece.model"
     whole = file.read_bytes()
     kinds = {
         "cut": whole[: len(whole) // 2],
@@ -139,5 +138,5 @@ def test_a_file_that_is_no_vocabulary_is_refused_in_a_line(tmp_path: Path, damag
     }
     file.write_bytes(kinds[damage])
     with pytest.raises(InputError, match=r"spiece\.model") as caught:
-        load_tokenizer(file.parent)
+        encoder_of(facts_at(tmp_path / "base"))
     assert "\n" not in str(caught.value)

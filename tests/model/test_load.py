@@ -10,23 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
-from lora_trainer.common.errors import (
-    InputError,
-    MachineError,
-    RequestError,
-)
+from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families import locate as families_locate
-from lora_trainer.families.base import Layout
-from lora_trainer.families.locate import (
-    EMBEDDED,
-    EMBEDDED_FOLDER,
-    describe,
-    identified,
-    locate,
-    with_choices,
-)
+from lora_trainer.families.locate import describe, identified, locate, with_choices
+from tests.checkpoint_files import layouts
+from tests.checkpoint_files.cases import Case
+from tests.checkpoint_files.files import write
 from tests.fakes.family_bases import base_of, copy_of
 from tests.fakes.tiny_base import copy_base
 from tests.fakes.training import tiny_base
@@ -46,12 +36,14 @@ def memo() -> HashMemo:
 
 
 def test_a_folder_is_found_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert describe(base(tiny_base())).layout == Layout(folder=tiny_base())
-    assert describe(base(EMBEDDED)).layout == Layout(folder=EMBEDDED_FOLDER)
+    whole = describe(base(tiny_base())).located
+    assert whole.folder == tiny_base() and not whole.files and not whole.text
+    embedded = describe(base("embedded")).located.folder
+    assert embedded == Path(families.__file__).parents[1] / "embedded"
     copy_base(tiny_base(), tmp_path / "owner" / "name")
     monkeypatch.chdir(tmp_path)
-    relative = describe(base("owner/name")).layout
-    assert relative == Layout(folder=Path("owner/name")), "a folder wins over a Hub id"
+    relative = describe(base("owner/name")).located.folder
+    assert relative == Path("owner/name"), "a folder wins over a Hub id"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert describe(base("~/owner/name")).located.folder == tmp_path / "owner" / "name"
 
@@ -86,11 +78,6 @@ def test_without_a_connection_the_download_says_so() -> None:
 # ---- single files
 
 
-def fake_checkpoint(file: Path, names: dict[str, tuple[int, ...]]) -> Path:
-    save_file({name: torch.zeros(shape) for name, shape in names.items()}, file)
-    return file
-
-
 def test_a_file_that_is_not_there_or_of_another_kind_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         describe(base(tmp_path / "no.safetensors"))
@@ -101,14 +88,11 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_named(tmp_path: Path) ->
 
 
 @pytest.fixture
-def single(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that the registry takes for a checkpoint of sd15 with denoiser and VAE."""
-    monkeypatch.setattr(
-        families,
-        "detect_file",
-        lambda header: (families.family("sd15"), frozenset({"denoiser", "vae"})),
-    )
-    return fake_checkpoint(tmp_path / "single.safetensors", {"model.x": (2, 2)})
+def single(tmp_path: Path) -> Path:
+    """A checkpoint of sd15 with denoiser and VAE."""
+    unet = layouts.prefixed(layouts.UNET, layouts.network("sd15"))
+    shapes = unet | layouts.prefixed(layouts.VAE, layouts.vae())
+    return write(Case("single", shapes, file="single.safetensors"), tmp_path)
 
 
 def test_without_its_companion_a_single_file_is_described_by_its_family(
@@ -116,13 +100,13 @@ def test_without_its_companion_a_single_file_is_described_by_its_family(
 ) -> None:
     facts = describe(base(single))
     assert (facts.family, facts.source, facts.layout) == ("sd15", str(single), None)
-    asked = []
+    asked = list[Any]()
 
     def download(source: str, *, revision: str | None, without: frozenset[str], **_: Any) -> Path:
         asked.append((source, without))
         raise MachineError("no connection", fix="connect")
 
-    monkeypatch.setattr(families_locate, "download", download)
+    monkeypatch.setattr("lora_trainer.families.locate.download", download)
     with pytest.raises(MachineError):
         locate(base(single))
     default = next(iter(families.family("sd15").releases))
@@ -152,7 +136,8 @@ def test_another_vae_folder_stands_in_for_the_base_s(tmp_path: Path) -> None:
 
 
 def test_a_vae_that_is_none_is_refused(tmp_path: Path) -> None:
-    file = fake_checkpoint(tmp_path / "thing.safetensors", {"some.weight": (2, 2)})
+    file = tmp_path / "thing.safetensors"
+    save_file({"some.weight": torch.zeros(2, 2)}, file)
     with pytest.raises(InputError, match="thing.safetensors holds no VAE of family sd15"):
         describe(base(tiny_base(), vae=str(file)))
     (tmp_path / "empty").mkdir()

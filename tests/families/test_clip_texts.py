@@ -1,23 +1,29 @@
-"""Captions in chunks and clip skip, against kohya's and diffusers' ways of computing them, one chunk at a time."""
+"""Captions in chunks, clip skip and weights of words, as kohya, A1111 and diffusers have them, chunk by chunk."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.common.caption_markup import weighted_parts
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base import WEIGHTS, BaseFacts, NewWord
-from lora_trainer.families.locate import EMBEDDED, describe
-from tests.fakes.family_bases import CPU
+from lora_trainer.families.base import BaseFacts, NewWord
+from lora_trainer.families.locate import describe
+from tests.fakes.bases.parts import clip_tokenizer
+from tests.fakes.family_bases import CPU, copy_of, facts_at, pipeline_of
+from tests.fakes.family_bases import encoder_of as tiny_encoder
 from tests.fakes.family_bases import facts_of as facts_of_tiny
+from tests.fakes.json_files import edit_json
 
 CHUNKED = [name for name in families.MODULES if families.family(name).text.chunks]
 SKIPPING = ["embedded", "sd2"]
@@ -33,12 +39,11 @@ def family_of(name: str) -> Any:
 
 
 def facts_of(name: str) -> BaseFacts:
-    return describe(BaseSettings(model=EMBEDDED)) if name == "embedded" else facts_of_tiny(name)
+    return describe(BaseSettings(model="embedded")) if name == "embedded" else facts_of_tiny(name)
 
 
 def encoder_of(name: str, *, other_padding: bool = False, **changes: Any) -> Any:
-    facts = replace(facts_of(name), **changes)
-    found = family_of(name).load_text_encoder(facts, dtype=torch.float32, device=CPU)
+    found: Any = tiny_encoder(replace(facts_of(name), **changes))
     for tokenizer in found.tokenizers.values():
         if other_padding:  # as the second encoder of SDXL and that of Stable Diffusion 2
             tokenizer.pad_token = "!"
@@ -73,13 +78,24 @@ def rows_of(tokenizer: Any, text: str, chunks: int) -> list[list[int]]:
 
 
 def reference(
-    name: str, encoder: Any, text: str, *, chunks: int, clip_skip: int = 1
+    name: str,
+    encoder: Any,
+    text: str,
+    *,
+    chunks: int,
+    clip_skip: int = 1,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Encode each chunk by itself; keep the first begin, what is between, and the last end."""
+    """Encode each chunk by itself; keep the first begin, what is between, and the last end.
+
+    Weights [chunks, 77] by component multiply the states of a chunk, and the mean of the chunk is restored.
+    """
     facts, states, pooled = facts_of(name), [], None
     pair = len(encoder.networks) == 2
     for component, tokenizer in encoder.tokenizers.items():
-        network = network_of(name, facts, component)
+        network = encoder.networks[component]
+        if clip_skip > 1:
+            network = network_of(name, facts, component)
         parts = []
         for number, row in enumerate(rows_of(tokenizer, text, chunks)):
             with torch.no_grad():
@@ -91,6 +107,9 @@ def reference(
             else:
                 norm = network.get_submodule("final_layer_norm")
                 parts.append(norm(output.hidden_states[-clip_skip]))
+        for number, row in enumerate(() if weights is None else weights[component]):
+            weighted = parts[number] * row[:, None]
+            parts[number] = weighted * (parts[number].mean() / weighted.mean())
         inner = [part[:, 1:-1] for part in parts]
         states.append(torch.cat([parts[0][:, :1], *inner, parts[-1][:, -1:]], dim=1))
     found = {"text": torch.cat(states, dim=-1).detach()}
@@ -124,7 +143,7 @@ def test_clip_skip_counts_from_the_last_layer(name: str, clip_skip: int) -> None
         found = encoder.encode_prompts([text])["text"]
         wanted = reference(name, encoder, text, chunks=2, clip_skip=clip_skip)
         torch.testing.assert_close(found, wanted["text"], rtol=0, atol=1e-5)
-    pipeline: Any = family_of(name).plain_pipeline(facts_of(name), dtype=torch.float32, device=CPU)
+    pipeline = pipeline_of(facts_of(name))
     # diffusers 0.42 looks for the norm where transformers 5 has it no more.
     object.__setattr__(pipeline.text_encoder, "text_model", pipeline.text_encoder)
     with torch.no_grad():
@@ -155,30 +174,122 @@ def test_other_layers_are_refused_where_there_are_none() -> None:
         facts_of("flux").with_clip_skip(2)
 
 
+# ---- weights of words, and new words
+
+
 @pytest.mark.parametrize("name", CHUNKED)
 def test_words_are_weighed_in_every_chunk_by_itself(name: str) -> None:
     """As A1111 does: the mean that is restored is a chunk's, and one without weights stays as it is."""
     encoder = encoder_of(name, chunks=3)
-    text = "a " * 80 + "(red fox:1.5), " + "b " * 20
-    tokens = encoder.tokenize_weighted(weighted_parts(text))
-    for component in encoder.networks:
-        weights = tokens[component + WEIGHTS].reshape(3, 77)
-        assert [bool((row != 1).any()) for row in weights] == [False, True, False]
-        assert tokens[component].shape == (1, 3 * 77)
-    plain = encoder.encode_prompts(["a " * 80 + "red fox, " + "b " * 20])["text"]
-    found = encoder.encode_tokens(tokens)["text"]
-    second = slice(1 + ROOM, 1 + 2 * ROOM)
-    assert torch.equal(found[:, : second.start], plain[:, : second.start])
-    assert torch.equal(found[:, second.stop :], plain[:, second.stop :])
-    assert not torch.allclose(found[:, second], plain[:, second], atol=1e-3)
+    for network in encoder.networks.values():
+        for key, parameter in network.named_parameters():
+            # Outputs with a mean, as trained ones have and those of a fresh layer norm have not.
+            if key.endswith(("fc2.bias", "final_layer_norm.bias")):
+                parameter.fill_(0.3)
+    text = "a " * 80 + "{} fox, {} {} " + "b " * 20
+    marked = text.format("a (red:1.5)", "[blurred]", "(old hat)")
+    words = text.format("a red", "blurred", "old hat")
+    tokens = encoder.tokenize_weighted(weighted_parts(marked))
+    weights = {each: tokens[f"{each}.weights"].reshape(3, 77) for each in encoder.networks}
+    for component, ids in encoder.tokenize([words]).items():
+        assert torch.equal(tokens[component], ids) and ids.shape == (1, 3 * 77)
+        rows = weights[component]
+        levels = sorted({round(float(weight), 4) for weight in rows.flatten()})
+        assert levels == [round(1 / 1.1, 4), 1.0, 1.1, 1.5]
+        assert [bool((row != 1).any()) for row in rows] == [False, True, False]
+        assert rows[:, 0].tolist() == rows[:, -1].tolist() == [1.0] * 3
+    found, plain = encoder.encode_tokens(tokens), encoder.encode_prompts([words])
+    wanted = reference(name, encoder, words, chunks=3, weights=weights)
+    assert set(found) == set(wanted)
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-4)
+    assert not torch.allclose(found["text"], plain["text"], atol=1e-3)
+    assert "pooled" not in plain or torch.equal(found["pooled"], plain["pooled"])
 
 
 @pytest.mark.parametrize("name", CHUNKED)
-def test_a_new_word_may_stand_where_chunks_meet(name: str) -> None:
+def test_a_new_word_has_its_place_and_weight_also_where_chunks_meet(name: str) -> None:
     encoder = encoder_of(name, chunks=2)
     alone = encoder.count_tokens("a")
     encoder.learn(NewWord(text="zibbo", tokens=4))
-    tokens = encoder.tokenize(["a " * (73 // alone) + "zibbo end"])
+    tokens = encoder.tokenize_weighted(
+        weighted_parts("a " * (73 // alone) + "(Zibbo fox:1.5) by zibbo")
+    )
     for component in encoder.networks:
         first, second = tokens[component].reshape(2, 77).tolist()
+        before, after = tokens[f"{component}.weights"].reshape(2, 77).tolist()
         assert first[-3:-1] == [-1, -2] and second[1:3] == [-3, -4]
+        again = second.index(-1)
+        assert second[again : again + 4] == [-1, -2, -3, -4]
+        assert before[-3:-1] == after[1:3] == [1.5, 1.5] and after[3] == 1.5
+        assert {*before[:-3], *after[again - 1 :]} == {1.0}
+
+
+class GivenStates(nn.Module):
+    """A text network that returns the same hidden states for all tokens."""
+
+    def __init__(self, states: Tensor) -> None:
+        super().__init__()
+        self.states = nn.Parameter(states)
+
+    def forward(self, _: Tensor) -> tuple[Tensor]:
+        return (self.states,)
+
+
+def test_a_mean_of_nothing_restores_nothing() -> None:
+    encoder = encoder_of("sd15")
+    encoder.chunks = replace(encoder.chunks, width=2)
+
+    def weighed(states: list[Any], weights: list[Any]) -> tuple[GivenStates, Tensor]:
+        network = GivenStates(torch.tensor(states))
+        encoder.networks = {"text_encoder": network}
+        tokens = {"text_encoder": torch.zeros(len(weights), 2, dtype=torch.int64)}
+        return network, encoder.embed({**tokens, "text_encoder.weights": torch.tensor(weights)})[
+            "text"
+        ]
+
+    weights = [[1.0, 3.0], [3.0, 1.0]]
+    network, found = weighed([[[1.0, -1.0], [2.0, -2.0]], [[1.0, 1.0], [-2.0, 0.0]]], weights)
+    assert torch.equal(found, network.states * torch.tensor(weights)[..., None])
+    found.square().sum().backward()
+    assert network.states.grad is not None and torch.isfinite(network.states.grad).all()
+    network, found = weighed([[[1.0, 1.0], [2.0, 0.0]]], [[3.0, 1.0]])
+    assert torch.equal(found.mean(), network.states.mean())
+
+
+# ---- tokenizers that pad with "!", as the releases configure theirs
+
+
+BANG = {"content": "!", "special": True} | dict.fromkeys(
+    ("lstrip", "normalized", "rstrip", "single_word"), False
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer"), [("sd2", "tokenizer"), ("sdxl", "tokenizer_2"), ("sd3", "tokenizer_2")]
+)
+def test_a_padding_character_in_a_caption_is_text(
+    tmp_path: Path, name: str, tokenizer: str
+) -> None:
+    """It was read as padding, 0, where every other program but diffusers reads 256 (OpenCLIP's numbers)."""
+    base = copy_of(name, tmp_path / "base")
+    folder = base / tokenizer
+    # Vocabulary and merges alone, and "!" with number 0 among the special tokens.
+    whole = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in whole["model"]["merges"])
+    (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    added = {str(token.pop("id")): token for token in whole["added_tokens"]}
+    edit_json(
+        folder / "tokenizer_config.json",
+        pad_token="!",
+        added_tokens_decoder={"0": BANG, **added},
+        tokenizer_class="CLIPTokenizer",
+    )
+    encoder, plain = tiny_encoder(facts_at(base)), clip_tokenizer()  # pads with the end of a text
+    for caption in ("wow! a red square!", "!", "red !! blue", "a square"):
+        numbers = encoder.tokenize([caption])[tokenizer.replace("tokenizer", "text_encoder")][0]
+        expected = plain(caption).input_ids
+        assert numbers.tolist() == expected + [0] * (77 - len(expected)), caption
+    assert plain.convert_tokens_to_ids("!") == 0
