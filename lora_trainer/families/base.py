@@ -233,6 +233,11 @@ class Family(ABC):
     """Side of the square of latents that becomes one token."""
     negative_prompt = True
     """Whether the pipeline takes a negative prompt."""
+    text_arguments: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
+    )
+    """Conditioning of a prompt -> the pipeline's argument for it."""
+    scale_argument = "guidance_scale"
     video_vae = False
     """Whether the VAE reads videos; an image is a video of one frame, [B, C, 1, H, W]."""
 
@@ -425,14 +430,13 @@ class Family(ABC):
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
     ) -> Mapping[str, Any]:
         """Return the pipeline's arguments for encoded prompts on the device, in the denoiser's dtype."""
-        arguments = {
-            "prompt_embeds": conditioning["text"],
-            "negative_prompt_embeds": negative["text"],
-            "guidance_scale": guidance_scale,
-        }
-        if "pooled" in conditioning:
-            arguments["pooled_prompt_embeds"] = conditioning["pooled"]
-            arguments["negative_pooled_prompt_embeds"] = negative["pooled"]
+        arguments: dict[str, Any] = {self.scale_argument: guidance_scale}
+        # Some pipelines warn of a negative prompt that a scale up to 1 leaves unused.
+        texts = {"": conditioning, "negative_": negative if guidance_scale > 1 else {}}
+        for prefix, tensors in texts.items():
+            for name, argument in self.text_arguments.items():
+                if name in tensors:
+                    arguments[prefix + argument] = tensors[name]
         return arguments
 
     def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
@@ -495,14 +499,31 @@ class Family(ABC):
 
         Prompts are encoded here where `facts` reads them in chunks.
         """
-        arguments = {"prompt": prompt, "guidance_scale": guidance_scale}
-        return {**arguments, "negative_prompt": negative} if self.negative_prompt else arguments
+        arguments = {"prompt": prompt, self.scale_argument: guidance_scale}
+        unused = not self.negative_prompt or guidance_scale <= 1
+        return arguments if unused else {**arguments, "negative_prompt": negative}
 
-    @abstractmethod
     def plain_pipeline(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
     ) -> DiffusionPipeline:
-        """Return diffusers' own text-to-image pipeline in `dtype` (VAE float32), as any other program would load it."""
+        """Return diffusers' own text-to-image pipeline with networks in `dtype` and the VAE in float32."""
+        import torch
+
+        cpu, names = torch.device("cpu"), self.text.roles
+        text: Any = self.load_text_encoder(facts, dtype=dtype, device=cpu)
+        tokenizers = {tokenizer_of(name): each for name, each in text.tokenizers.items()}
+        vae = load_base_vae(facts.located)
+        decode = vae.decode
+        # Pipelines pass latents in the dtype of the networks.
+        vae.decode = lambda latents, *args, **options: decode(latents.float(), *args, **options)
+        pipeline: DiffusionPipeline = self.build_pipeline(
+            facts,
+            **{self.denoiser_folder: self.load_denoiser(facts, dtype=dtype, device=cpu)},
+            vae=vae,
+            # A base without one of its encoders (Stable Diffusion 3 without T5) has None in its place.
+            **{**dict.fromkeys((*names, *map(tokenizer_of, names))), **text.networks, **tokenizers},
+        )
+        return pipeline.to(device)
 
 
 def of_diffusers(name: str) -> Any:

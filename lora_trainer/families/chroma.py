@@ -63,6 +63,7 @@ class Chroma(FlowFamily):
     text_networks = (BY_ROLE["t5xxl"],)
     text_encoder_class = ChromaTextEncoder
     masked_text = True
+    text_arguments = {"text": "prompt_embeds", "text_mask": "prompt_attention_mask"}
     one_text_length = True  # `predict` runs one pass per text length, so samples are batched by it
     endings = ENDINGS
     packed_latents = True
@@ -114,14 +115,11 @@ class Chroma(FlowFamily):
     def sampler_arguments(
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
     ) -> Mapping[str, Any]:
-        return {
-            "prompt_embeds": conditioning["text"],
-            # Floats would be added to the scores instead of masking (see `plain_pipeline`).
-            "prompt_attention_mask": conditioning["text_mask"].bool(),
-            "negative_prompt_embeds": negative["text"],
-            "negative_prompt_attention_mask": negative["text_mask"].bool(),
-            "guidance_scale": guidance_scale,
-        }
+        # Integers would be added to the scores instead of masking (see `plain_pipeline`).
+        texts = [
+            {**each, "text_mask": each["text_mask"].bool()} for each in (conditioning, negative)
+        ]
+        return super().sampler_arguments(*texts, guidance_scale=guidance_scale)
 
     def plain_pipeline(
         self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device

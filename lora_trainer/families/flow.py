@@ -56,24 +56,21 @@ from lora_trainer.families.base_files.network_files import (
     denoiser_parameters,
     encoder_parameters,
     holds_vae,
-    load_base_vae,
     load_encoder_file,
     load_transformer,
     vae_names,
 )
 from lora_trainer.families.facts import INDEXED_BLOCK
 from lora_trainer.families.layer_tables import other_names
-from lora_trainer.families.signatures import fits, signature_tables
-from lora_trainer.families.text.text_layers import TextNetwork
+from lora_trainer.families.recognise import fits, signature_tables
+from lora_trainer.families.text.text_layers import TextNetwork, text_key
 from lora_trainer.families.text.transformers_encoder import (
     TransformersEncoder,
-    has_spiece_only,
     load_tokenizer,
 )
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import DiffusionPipeline
     from torch import Tensor, nn
 
 
@@ -359,7 +356,7 @@ class FlowFamily(Family):
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         if component != DENOISER:
-            return text_name(format, component, module, roles=self.text.roles)
+            return text_key(format, component, module, roles=self.text.roles, number=1)
         if format == "kohya":
             return f"lora_unet_{module}".replace(".", "_")
         return (self.comfyui_prefix if format == "comfyui" else "transformer.") + module
@@ -379,50 +376,3 @@ class FlowFamily(Family):
         _, factor = self.latent_shape(vae.config)
         width, height = (side // factor for side in size_px)
         return unpack(tokens, height=height, width=width)
-
-    def plain_pipeline(
-        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
-    ) -> DiffusionPipeline:
-        import torch
-
-        layout, cpu = facts.located, torch.device("cpu")
-        texts: dict[str, Any] = {}
-        # from_pretrained looks for weights in the folder only, and a made companion's folder has none. It
-        # raises for a missing component unless it is passed as None.
-        for name in self.text_folders:
-            tokenizer = layout.folder / tokenizer_of(name)
-            if name not in self.encoders(layout):
-                texts |= {name: None, tokenizer.name: None}
-                continue
-            if text_file(layout, name):
-                texts[name] = self.load_text_network(layout, name, dtype=dtype, device=cpu)
-            if has_spiece_only(tokenizer):  # which transformers alone cannot read
-                texts[tokenizer.name] = load_tokenizer(tokenizer)
-        pipeline: DiffusionPipeline = self.build_pipeline(
-            facts,
-            **texts,
-            transformer=self.load_denoiser(facts, dtype=dtype, device=cpu),
-            vae=load_base_vae(layout, dtype=dtype),  # these pipelines pass latents to it uncast
-            dtype=dtype,
-        )
-        return pipeline.to(device)
-
-
-_TEXT_MODELS = {"clip": "text_model.", "qwen": "model.", "gemma": "model."}
-"""Start of an encoder's ComfyUI name -> prefix of its layers' names in the public releases."""
-
-
-def text_name(format: FileFormat, component: str, module: str, *, roles: Mapping[str, str]) -> str:
-    """Return the key of a text encoder's layer: ComfyUI names the encoder, other formats its folder."""
-    role = roles[component]
-    # "qwen25_7b" -> "qwen", "clip_l" -> "clip"; "t5xxl" is in no table, as T5's layers have no prefix.
-    start = _TEXT_MODELS.get(role.partition("_")[0].rstrip("0123456789"), "")
-    # Every name starts with an empty text, hence the blank, with which no name starts.
-    whole_name = module if module.startswith((start or " ", "text_projection")) else start + module
-    if format == "comfyui":
-        return f"text_encoders.{role}.transformer.{whole_name}"
-    if format == "kohya":
-        # kohya counts the encoders from 1: `text_encoder` is te1, `text_encoder_2` is te2.
-        number = component.rpartition("_")[2]
-        return f"lora_te{number if number.isdigit() else 1}_{whole_name}".replace(".", "_")
-    return f"{component}.{whole_name}"

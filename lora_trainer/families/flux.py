@@ -131,14 +131,6 @@ class Flux(FlowFamily):
         )[0]
         return unpack(velocity, height=noisy.shape[-2], width=noisy.shape[-1])
 
-    # ---- images
-
-    def sampler_arguments(
-        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        arguments = super().sampler_arguments(conditioning, negative, guidance_scale=guidance_scale)
-        return {key: value for key, value in arguments.items() if not key.startswith("negative")}
-
 
 FAMILY = Flux()
 

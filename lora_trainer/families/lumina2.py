@@ -52,6 +52,7 @@ class Lumina2(FlowFamily):
     unread_text = ("spiece_model",)  # ComfyUI's files bring the tokenizer as a tensor of bytes
     text_width = "cap_feat_dim"
     masked_text = True
+    text_arguments = {"text": "prompt_embeds", "text_mask": "prompt_attention_mask"}
     endings = ENDINGS
     metadata = AdapterNames(kohya="lumina2", modelspec="lumina-2/lora")  # as sd-scripts writes it
 
@@ -80,26 +81,23 @@ class Lumina2(FlowFamily):
 
         longest = max(texts["text"].shape[1] for texts in (conditioning, negative))
 
-        def padded(texts: Conditioning) -> tuple[Tensor, Tensor]:
-            missing = longest - texts["text"].shape[1]
-            return pad(texts["text"], (0, 0, 0, missing)), pad(texts["text_mask"], (0, missing))
+        def padded(texts: Conditioning) -> Conditioning:
+            text, mask = texts["text"], texts["text_mask"]
+            missing = longest - text.shape[1]
+            return {"text": pad(text, (0, 0, 0, missing)), "text_mask": pad(mask, (0, missing))}
 
-        text, mask = padded(conditioning)
-        negative_text, negative_mask = padded(negative)
-        return {
-            "prompt_embeds": text,
-            "prompt_attention_mask": mask,
-            "negative_prompt_embeds": negative_text,
-            "negative_prompt_attention_mask": negative_mask,
-            "guidance_scale": guidance_scale,
-        }
+        return super().sampler_arguments(
+            padded(conditioning), padded(negative), guidance_scale=guidance_scale
+        )
 
     def pipeline_arguments(
         self, pipeline: Any, facts: BaseFacts, prompt: str, negative: str, *, guidance_scale: float
     ) -> Mapping[str, Any]:
         """Return the plain pipeline's arguments; it puts no system prompt before a negative prompt."""
         negative = LUMINA_SYSTEM_PROMPT + negative if negative else ""
-        return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": guidance_scale}
+        return super().pipeline_arguments(
+            pipeline, facts, prompt, negative, guidance_scale=guidance_scale
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from lora_trainer.families.base_files.base_folder import components, part_file, 
 from lora_trainer.families.base_files.network_files import denoiser_names
 from lora_trainer.families.facts import VaePeak
 from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, pack, target_endings, unpack
-from lora_trainer.families.signatures import fits, signature_tables
+from lora_trainer.families.recognise import fits, signature_tables
 from lora_trainer.families.text.text_layers import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import (
     QWEN_VL_UNREAD,
@@ -66,6 +66,8 @@ class QwenImage(FlowFamily):
     text_encoder_class = QwenVLEncoder
     unread_text = QWEN_VL_UNREAD
     masked_text = True
+    text_arguments = {"text": "prompt_embeds", "text_mask": "prompt_embeds_mask"}
+    scale_argument = "true_cfg_scale"  # the pipeline ignores `guidance_scale`
     video_vae = True
     endings = ENDINGS
     unused_in_last_block = UNUSED_IN_LAST_BLOCK
@@ -164,30 +166,6 @@ class QwenImage(FlowFamily):
         return unpack(tokens, height=height, width=width)
 
     # ---- images
-
-    def sampler_arguments(
-        self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        prompt = {
-            "prompt_embeds": conditioning["text"],
-            "prompt_embeds_mask": conditioning["text_mask"],
-            "true_cfg_scale": guidance_scale,
-        }
-        # The pipeline warns of a negative prompt that a scale up to 1 leaves unused.
-        if guidance_scale <= 1:
-            return prompt
-        return {
-            **prompt,
-            "negative_prompt_embeds": negative["text"],
-            "negative_prompt_embeds_mask": negative["text_mask"],
-        }
-
-    def pipeline_arguments(
-        self, pipeline: Any, facts: BaseFacts, prompt: str, negative: str, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        """Return the plain pipeline's arguments: it guides by `true_cfg_scale` and ignores `guidance_scale`."""
-        arguments = {"prompt": prompt, "true_cfg_scale": guidance_scale}
-        return arguments if guidance_scale <= 1 else {**arguments, "negative_prompt": negative}
 
     def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
         # [B, C, 1 frame, H, W], as the VAE decodes videos.

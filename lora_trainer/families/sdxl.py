@@ -48,7 +48,6 @@ class StableDiffusionXL(UNetFamily):
     texts = (
         clip.ClipPart(
             role="clip_l",
-            kohya="lora_te1",
             embedding="clip_l",
             checkpoint="conditioner.embedders.0.transformer.",
             released=clip.ClipSize(layers=12, width=768, inner=3072),
@@ -57,7 +56,6 @@ class StableDiffusionXL(UNetFamily):
             component="text_encoder_2",
             role="clip_g",
             network="CLIPTextModelWithProjection",
-            kohya="lora_te2",
             embedding="clip_g",
             checkpoint="conditioner.embedders.1.model.",
             released=clip.ClipSize(layers=32, width=1280, inner=5120),

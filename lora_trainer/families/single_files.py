@@ -1,6 +1,6 @@
 """Single files of a base: kind and parts of a checkpoint, files of its text encoders, parts that are missing.
 
-Files are recognised by their tensors, whatever their names (signatures.py). Torch-free: everything follows
+Files are recognised by their tensors, whatever their names (recognise.py). Torch-free: everything follows
 from headers.
 """
 
@@ -21,7 +21,7 @@ from lora_trainer.families.base_files.base_folder import (
 )
 from lora_trainer.families.base_files.network_files import ENCODER_PREFIX
 from lora_trainer.families.base_files.open_companion import DOWNLOAD_BYTES, open_companion
-from lora_trainer.families.signatures import (
+from lora_trainer.families.recognise import (
     first_fit,
     other_model,
     signature_tables,

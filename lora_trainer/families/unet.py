@@ -51,7 +51,7 @@ from lora_trainer.families.base_files.base_folder import (
     weights,
     whole_number,
 )
-from lora_trainer.families.base_files.network_files import holds_vae, load_base_vae
+from lora_trainer.families.base_files.network_files import holds_vae
 from lora_trainer.families.base_files.unet_file import (
     V_PREDICTION,
     ZERO_TERMINAL_SNR,
@@ -75,11 +75,10 @@ from lora_trainer.families.base_files.unet_layers import (
     unet_numbers,
 )
 from lora_trainer.families.text import clip
-from lora_trainer.families.text.text_layers import clip_layers
+from lora_trainer.families.text.text_layers import clip_layers, text_key
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import DiffusionPipeline
     from torch import Tensor, nn
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -320,13 +319,10 @@ class UNetFamily(Family):
     # ---- files
 
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
-        if component == DENOISER:
-            prefix = "lora_unet_" if format == "kohya" else "unet."
-        else:
-            part = next(part for part in self.texts if part.component == component)
-            prefix = f"{part.kohya}_" if format == "kohya" else f"{component}."
-            module = clip.stable_name(module)
-        return prefix + (module.replace(".", "_") if format == "kohya" else module)
+        if component != DENOISER:
+            number = 1 if len(self.texts) > 1 else ""
+            return text_key(format, component, module, roles=self.text.roles, number=number)
+        return f"lora_unet_{module}".replace(".", "_") if format == "kohya" else f"unet.{module}"
 
     def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
         return OtherNames(
@@ -352,24 +348,6 @@ class UNetFamily(Family):
             else:
                 config.pop("rescale_betas_zero_snr")
         return kind.from_config(config)
-
-    def plain_pipeline(
-        self, facts: BaseFacts, *, dtype: torch.dtype, device: torch.device
-    ) -> DiffusionPipeline:
-        text = self.load_text_encoder(facts, dtype=dtype, device=device)
-        assert isinstance(text, clip.ClipEncoder)
-        vae = load_base_vae(facts.located).to(device)
-        decode = vae.decode
-        # The VAE is float32, and the pipeline passes latents in its own, narrower dtype.
-        vae.decode = lambda latents, *args, **options: decode(latents.float(), *args, **options)
-        pipeline: DiffusionPipeline = self.build_pipeline(
-            facts,
-            unet=self.load_denoiser(facts, dtype=dtype, device=device).eval(),
-            vae=vae,
-            **text.networks,
-            **{part.tokenizer: text.tokenizers[part.component] for part in self.texts},
-        )
-        return pipeline
 
     def pipeline_arguments(
         self,

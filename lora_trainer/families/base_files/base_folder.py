@@ -9,9 +9,11 @@ import json
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base_files import gguf_file
@@ -190,27 +192,20 @@ def read_header(file: Path) -> Header:
     """
     is_gguf = file.suffix == gguf_file.SUFFIX
     try:
-        tensors, needed_bytes = (
-            gguf_file.read_gguf_header(file) if is_gguf else _safetensors_header(file)
-        )
-        if len(tensors) > MAX_TENSORS:
-            raise ValueError(f"it names more than {MAX_TENSORS:,} tensors")
+        tensors = gguf_file.read_gguf_header(file) if is_gguf else _safetensors_header(file)
+        _check_count(tensors)
         if any(len(name) > MAX_KEY_LENGTH for name in tensors):
             raise ValueError(f"a tensor's name of more than {MAX_KEY_LENGTH:,} characters")
         if any(len(info.shape) > MAX_DIMENSIONS for info in tensors.values()):
             raise ValueError(f"a tensor of more than {MAX_DIMENSIONS} dimensions")
         if any(length < 0 for info in tensors.values() for length in info.shape):
             raise ValueError("a tensor of negative size")
-        size = file.stat().st_size
     except (
-        OSError, ValueError, struct.error, MemoryError, OverflowError, AttributeError, KeyError, TypeError, IndexError,
-        RecursionError,
+        OSError, ValueError, SafetensorError, struct.error, MemoryError, OverflowError, AttributeError, KeyError,
+        TypeError, IndexError, RecursionError,
     ) as error:  # fmt: skip
         kind = "GGUF" if is_gguf else "safetensors"
         raise InputError(f"{file} is not a whole {kind} file ({error})", fix=AGAIN) from None
-    # A download that stopped early has a whole header and too few bytes; the last tensor of a GGUF may be padded.
-    if size < needed_bytes or (size > needed_bytes and not is_gguf):
-        raise InputError(f"{file} has {size:,} bytes, its header says {needed_bytes:,}", fix=AGAIN)
     return {
         name: info
         for name, info in tensors.items()
@@ -219,23 +214,25 @@ def read_header(file: Path) -> Header:
     }
 
 
-def _safetensors_header(file: Path) -> tuple[dict[str, TensorInfo], int]:
+def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
     with file.open("rb") as stream:
         # The first 8 bytes are the header's length: any other file gives an absurd number here.
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if not 2 <= length <= MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {length:,} bytes")
-        text = stream.read(length)
-    if is_crowded(text):  # before json.loads, which would build all its objects
+        length = int.from_bytes(stream.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length:,} bytes")
+    with safe_open(file, framework="numpy") as mapped:  # checks that the file is whole
+        names = mapped.keys()
+        _check_count(names)
+        entries = {name: mapped.get_slice(name) for name in names}
+        return {
+            name: TensorInfo(dtype=entry.get_dtype(), shape=tuple(entry.get_shape()))
+            for name, entry in entries.items()
+        }
+
+
+def _check_count(names: Collection[str]) -> None:
+    if len(names) > MAX_TENSORS:
         raise ValueError(f"it names more than {MAX_TENSORS:,} tensors")
-    header = json.loads(text)
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-    tensors = {
-        name: TensorInfo(dtype=str(entry["dtype"]), shape=tuple(map(int, entry["shape"])))
-        for name, entry in entries.items()
-    }
-    return tensors, 8 + length + end
 
 
 def refuse_quantised(file: Path, header: Header) -> None:
@@ -269,8 +266,6 @@ def read_tensors(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) ->
     The file is mapped anew for every `READ_BYTES`, so a float32 base does not lie in memory beside its bf16
     copy. Raises InputError for a broken file.
     """
-    from safetensors import SafetensorError, safe_open
-
     if file.suffix == gguf_file.SUFFIX:
         return gguf_file.read_gguf_tensors(file, names, read_header(file), dtype=dtype)
     tensors: dict[str, Tensor] = {}
@@ -354,12 +349,6 @@ def fill(
             f"the {part} in {file} is not that of {config} ({detail})", fix=fix
         ) from None
     return network
-
-
-def is_crowded(header: bytes) -> bool:
-    """Return whether a header has more brackets than `MAX_TENSORS` need; parsed it could fill the memory."""
-    # A tensor's entry has three: its own, its shape's and its offsets'.
-    return header.count(b"{") + header.count(b"[") > 4 * MAX_TENSORS
 
 
 def count_parameters(files: Iterable[Path], *, unread: tuple[str, ...] = ()) -> int:

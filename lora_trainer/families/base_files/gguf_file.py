@@ -76,8 +76,8 @@ class _Cursor:
         return [self._of_kind(inner) for _ in range(self.count())]
 
 
-def read_gguf_header(file: Path) -> tuple[dict[str, TensorInfo], int]:
-    """Return a GGUF file's tensors and the bytes it must have.
+def read_gguf_header(file: Path) -> dict[str, TensorInfo]:
+    """Return a GGUF file's tensors.
 
     Raises OSError, struct.error, KeyError or ValueError (UnicodeDecodeError too) for a broken file.
     """
@@ -86,10 +86,15 @@ def read_gguf_header(file: Path) -> tuple[dict[str, TensorInfo], int]:
         file.open("rb") as stream,
         mmap(stream.fileno(), 0, access=ACCESS_READ) as mapped,
     ):
-        return _parsed(_Cursor(mapped))
+        tensors, needed_bytes = _parsed(_Cursor(mapped))
+        # A download that stopped early has a whole header; the last tensor of a whole file may be padded.
+        if len(mapped) < needed_bytes:
+            raise ValueError(f"{len(mapped):,} bytes, its header says {needed_bytes:,}")
+        return tensors
 
 
 def _parsed(cursor: _Cursor) -> tuple[dict[str, TensorInfo], int]:
+    """Return the tensors, and the bytes that the file must have."""
     if cursor.data[:4] != b"GGUF" or struct.unpack_from("<I", cursor.data, 4)[0] not in (2, 3):
         raise ValueError("it is no GGUF of version 2 or 3")
     cursor.at = 8

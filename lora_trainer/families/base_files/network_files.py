@@ -40,12 +40,21 @@ _EXTRAS = ("loss.", "model_ema.", VAE + "loss.", VAE + "model_ema.")
 """Starts of tensors that VAE training code left in files of a VAE alone."""
 
 
+def part_names(header: Header, *prefixes: str) -> dict[str, str]:
+    """Return the tensors behind the first of the prefixes that a file has, name without it -> name in the file.
+
+    A file of one part alone has no prefix, and then all tensors are returned.
+    """
+    for prefix in prefixes:
+        if names := {name.removeprefix(prefix): name for name in header if name.startswith(prefix)}:
+            return names
+    return {name: name for name in header}
+
+
 def vae_names(header: Header) -> dict[str, str]:
     """Return the VAE's tensors, name without prefix -> name in the file."""
-    prefixes = (start for start in VAE_PREFIXES if any(name.startswith(start) for name in header))
-    prefix = next(prefixes, "")
-    starts = tuple(prefix + start for start in VAE_MODULES)
-    return {name.removeprefix(prefix): name for name in header if name.startswith(starts)}
+    names = part_names(header, *VAE_PREFIXES).items()
+    return {name: full for name, full in names if name.startswith(VAE_MODULES)}
 
 
 def vae_shape(header: Header) -> tuple[int, int] | None:
@@ -65,8 +74,8 @@ def holds_vae(header: Header, *, latent_channels: int, alone: bool = False) -> b
     return not alone or all(name.startswith(_EXTRAS) for name in rest)
 
 
-def load_base_vae(layout: Layout, *, dtype: torch.dtype | None = None) -> Any:
-    """Load the VAE frozen, on the CPU, in `dtype` (None: float32); raises InputError when weights do not fit."""
+def load_base_vae(layout: Layout) -> Any:
+    """Load the VAE frozen, on the CPU, in float32; raises InputError when weights do not fit."""
     import diffusers
     import torch
     from accelerate import init_empty_weights
@@ -77,17 +86,19 @@ def load_base_vae(layout: Layout, *, dtype: torch.dtype | None = None) -> Any:
     kind = getattr(diffusers, str(config.get("_class_name", "AutoencoderKL")))
     vae: Any
     if single is None:
-        vae = whole(kind, folder, dtype=dtype or torch.float32, variant=variant(folder))
+        vae = whole(kind, folder, dtype=torch.float32, variant=variant(folder))
     else:
         with init_empty_weights():
             vae = kind.from_config(config)
-        tensors = _tensors(single, vae, dtype=dtype or torch.float32)
-        fill(vae, tensors, file=single, part="vae", fix="give a VAE made for this base")
+        fill(
+            vae, _tensors(single, vae), file=single, part="vae", fix="give a VAE made for this base"
+        )
     return vae.requires_grad_(False).eval()
 
 
-def _tensors(file: Path, vae: Any, *, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a file's tensors in diffusers' names."""
+def _tensors(file: Path, vae: Any) -> dict[str, Tensor]:
+    """Return a file's tensors in diffusers' names, float32."""
+    import torch
     from diffusers.loaders.single_file_utils import (
         convert_ldm_vae_checkpoint,
         convert_wan_vae_to_diffusers,
@@ -95,10 +106,10 @@ def _tensors(file: Path, vae: Any, *, dtype: torch.dtype) -> dict[str, Tensor]:
 
     header = read_header(file)
     if type(vae).__name__ == "AutoencoderKLQwenImage":
-        tensors = read_tensors(file, {name: name for name in header}, dtype=dtype)
+        tensors = read_tensors(file, {name: name for name in header}, dtype=torch.float32)
         is_wan = "conv1.weight" in tensors
         return converted(file, lambda: convert_wan_vae_to_diffusers(tensors)) if is_wan else tensors
-    tensors = read_tensors(file, vae_names(header), dtype=dtype)
+    tensors = read_tensors(file, vae_names(header), dtype=torch.float32)
     if any(".down_blocks." in name for name in tensors):
         vae._fix_state_dict_keys_on_load(tensors)  # old diffusers files: attention's former names
         return tensors
@@ -110,17 +121,16 @@ def _tensors(file: Path, vae: Any, *, dtype: torch.dtype) -> dict[str, Tensor]:
 
 DENOISER_PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 ENCODER_PREFIX = "text_encoders.{role}.transformer."
+"""`role` is ComfyUI's name of the encoder in an all-in-one file."""
 _OTHERS = ("text_encoders.", "text_encoder.", "conditioner.", "cond_stage_model.")
 
 
 def denoiser_names(header: Header) -> dict[str, str]:
     """Return the denoiser's tensors, name without prefix -> name in the file."""
-    for prefix in DENOISER_PREFIXES:
-        if names := {name.removeprefix(prefix): name for name in header if name.startswith(prefix)}:
-            return names
     # A file of a transformer alone has no prefix: its tensors are all that belong to no other part.
     other = (*VAE_PREFIXES, *_OTHERS, *VAE_MODULES)
-    return {name: name for name in header if not name.startswith(other)}
+    names = part_names(header, *DENOISER_PREFIXES).items()
+    return {name: full for name, full in names if not name.startswith(other)}
 
 
 def denoiser_shapes(header: Header) -> dict[str, tuple[int, ...]]:
@@ -147,21 +157,10 @@ def check_companion(file: Path, config: Mapping[str, Any], releases: Iterable[Ba
             raise _unlike(file, f"it has {count:,} parameters, the companion {companion_count:,}")
 
 
-def encoder_names(header: Header, role: str) -> dict[str, str]:
-    """Return a text encoder's tensors, name without prefix -> name in the file.
-
-    `role` is ComfyUI's name of the encoder in an all-in-one file; a file of the encoder alone has no prefix.
-    """
-    prefix = ENCODER_PREFIX.format(role=role)
-    if not any(name.startswith(prefix) for name in header):
-        return {name: name for name in header}
-    return {name.removeprefix(prefix): name for name in header if name.startswith(prefix)}
-
-
 def encoder_parameters(file: Path, role: str, *, unread: tuple[str, ...]) -> int:
     """Count the parameters of a text encoder in a file, those that start with `unread` left out."""
     header = read_header(file)
-    names = encoder_names(header, role).items()
+    names = part_names(header, ENCODER_PREFIX.format(role=role)).items()
     return sum(math.prod(header[full].shape) for name, full in names if not name.startswith(unread))
 
 
@@ -175,7 +174,7 @@ def load_encoder_file(
     import torch
 
     config = kind.config_class.from_pretrained(folder, local_files_only=True)
-    names = encoder_names(read_header(file), role)
+    names = part_names(read_header(file), ENCODER_PREFIX.format(role=role))
     names = {
         name: full
         for name, full in names.items()

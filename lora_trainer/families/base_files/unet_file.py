@@ -35,7 +35,7 @@ from lora_trainer.families.base_files.base_folder import (
     read_tensors,
     weights,
 )
-from lora_trainer.families.base_files.network_files import vae_names, vae_shape
+from lora_trainer.families.base_files.network_files import part_names, vae_names, vae_shape
 from lora_trainer.families.base_files.unet_layers import DEFAULTS, unet_numbers
 from lora_trainer.families.facts import (
     DENOISER,
@@ -113,9 +113,8 @@ def header_traits(header: Header) -> UNetTraits | None:
 
 def unet_names(header: Header) -> dict[str, str]:
     """Return the U-Net's tensors, name without prefix -> name in the file."""
-    if any(name.startswith(UNET) for name in header):
-        return {name.removeprefix(UNET): name for name in header if name.startswith(UNET)}
-    return {name: name for name in header if name.startswith(UNET_MODULES)}
+    names = part_names(header, UNET).items()
+    return {name: full for name, full in names if full.startswith((UNET, *UNET_MODULES))}
 
 
 def read_numbers(file: Path, name: str) -> tuple[float, ...]:

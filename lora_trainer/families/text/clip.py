@@ -163,7 +163,7 @@ class ClipPart:
     """One CLIP text encoder of a family; `released` is the size of the public releases'.
 
     `component` is its folder and its name in adapter keys, `role` ComfyUI's name of it, `network` its
-    transformers class, `kohya` the prefix of its adapter in kohya's files.
+    transformers class.
     `checkpoint` is the prefix of its weights in single-file checkpoints; a prefix that ends with
     `model.` means OpenCLIP's layout, with `transformer.` transformers'. `embedding` is the key of its
     vectors in embedding files.
@@ -171,7 +171,6 @@ class ClipPart:
 
     component: str = "text_encoder"
     network: str = "CLIPTextModel"
-    kohya: str = "lora_te"
     checkpoint: str
     role: str
     released: ClipSize
@@ -415,11 +414,6 @@ def target_shapes(size: ClipSize) -> dict[str, tuple[int, int]]:
         for name, shape in layers.items()
         if name.startswith("encoder.") and name.endswith(TARGETS)
     }
-
-
-def stable_name(module: str) -> str:
-    """Return a module's name in adapter files: with `text_model.`, which transformers 5 dropped."""
-    return module if module.startswith((TEXT_MODEL, "text_projection")) else TEXT_MODEL + module
 
 
 def device_of(network: Any) -> torch.device:

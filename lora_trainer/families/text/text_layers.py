@@ -1,4 +1,4 @@
-"""The text encoders of the releases: class, sizes, and the layers that adapter files may change, without torch.
+"""The text encoders of the releases: class, sizes, the layers that adapter files may change and their names there.
 
 Layers have names and shapes [out, in].
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lora_trainer.families.facts import release_tables
+from lora_trainer.families.facts import FileFormat, release_tables
 
 Layers = dict[str, tuple[int, ...]]
 
@@ -84,3 +84,31 @@ BY_ROLE = {role: _network(role, row) for role, row in release_tables()["text_enc
 CLIP_L_PROJECTED = replace(
     BY_ROLE["clip_l"], network="CLIPTextModelWithProjection", parameters=123_650_304
 )
+
+
+# ---- names in adapter files
+
+_TEXT_MODELS = {"clip": "text_model.", "qwen": "model.", "gemma": "model."}
+"""Start of an encoder's ComfyUI name -> prefix of its layers' names in the public releases."""
+
+
+def text_key(
+    format: FileFormat, component: str, module: str, *, roles: Mapping[str, str], number: int | str
+) -> str:
+    """Return the key of a text encoder's layer: ComfyUI names the encoder, other formats its folder.
+
+    kohya's names have the encoder's number; `number` is that of `text_encoder`.
+    """
+    role = roles[component]
+    # "qwen25_7b" -> "qwen", "clip_l" -> "clip"; "t5xxl" is in no table, as T5's layers have no prefix.
+    start = _TEXT_MODELS.get(role.partition("_")[0].rstrip("0123456789"), "")
+    # Every name starts with an empty text, hence the blank, with which no name starts. transformers 5
+    # dropped the prefix of CLIP's layers, which files have.
+    whole_name = module if module.startswith((start or " ", "text_projection")) else start + module
+    if format == "comfyui":
+        return f"text_encoders.{role}.transformer.{whole_name}"
+    if format == "kohya":
+        own_number = component.rpartition("_")[2]
+        number = own_number if own_number.isdigit() else number
+        return f"lora_te{number}_{whole_name}".replace(".", "_")
+    return f"{component}.{whole_name}"
