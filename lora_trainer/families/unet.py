@@ -75,7 +75,7 @@ from lora_trainer.families.base_files.unet_layers import (
     unet_numbers,
 )
 from lora_trainer.families.text import clip
-from lora_trainer.families.text.text_layers import clip_layers, text_key
+from lora_trainer.families.text.text_layers import text_key, text_layers
 
 if TYPE_CHECKING:
     import torch
@@ -129,8 +129,11 @@ class UNetFamily(Family):
         """Layers go up to the largest encoder's number, because miniature bases have other numbers."""
         return TextInputs(
             layers={
-                part.component: clip_layers(
-                    layers=clip.MAX_LAYERS, width=part.released.width, inner=part.released.inner
+                part.component: text_layers(
+                    "clip",
+                    layers=clip.MAX_LAYERS,
+                    width=part.released.width,
+                    inner=part.released.inner,
                 )
                 for part in self.texts
             },
@@ -279,7 +282,10 @@ class UNetFamily(Family):
                 )
                 for part in self.texts
             },
-            tokenizers=clip.load_tokenizers(layout, self.texts),
+            tokenizers={
+                part.component: clip.load_clip_tokenizer(layout.folder / part.tokenizer)
+                for part in self.texts
+            },
             chunks=_chunks(facts),
         )
 

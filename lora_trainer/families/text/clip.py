@@ -17,7 +17,7 @@ and end. Torch-free to import.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,9 +32,10 @@ from lora_trainer.families.base_files.base_folder import (
     read_tensors,
     tokenizer_of,
     variant,
+    whole,
 )
 from lora_trainer.families.facts import AROUND
-from lora_trainer.families.text.text_layers import clip_layers
+from lora_trainer.families.text.text_layers import text_layers
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +104,7 @@ def token_weights(
     """
     import torch
 
-    text, letters = words_of(parts), list(_by_letter(parts))
+    text, letters = words_of(parts), [weight for words, weight in parts for _ in words]
     weights: list[float] = []
     first = 0
     for number, piece in enumerate([text] if word is None else word.split(text)):
@@ -136,11 +137,6 @@ def emphasised(hidden: Tensor, weights: Tensor | None) -> Tensor:
     # Choose before dividing: torch.where passes gradients through both branches, and 0 * (1 / 0) is NaN.
     scale = torch.where(has_mean, before, one) / torch.where(has_mean, after, one)
     return (weighted * scale).to(hidden.dtype)
-
-
-def _by_letter(parts: Iterable[Weighted]) -> Iterable[float]:
-    for words, weight in parts:
-        yield from [weight] * len(words)
 
 
 TEXT_MODEL = "text_model."
@@ -182,20 +178,14 @@ class ClipPart:
         return tokenizer_of(self.component)
 
 
+@dataclass(kw_only=True, eq=False)
 class ClipEncoder(TextEncoder):
     """CLIP encoders and their tokenizers, by component; the U-Net reads the last hidden state."""
 
-    def __init__(
-        self,
-        *,
-        networks: Mapping[str, nn.Module],
-        tokenizers: Mapping[str, CLIPTokenizer],
-        chunks: Chunks,
-    ) -> None:
-        self.networks = networks
-        self.tokenizers = tokenizers
-        self.chunks = chunks
-        self.word: NewWord | None = None
+    networks: Mapping[str, nn.Module]
+    tokenizers: Mapping[str, CLIPTokenizer]
+    chunks: Chunks
+    word: NewWord | None = None
 
     def tokenize(self, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         """Return int64 [B, tokens of all chunks] by component."""
@@ -259,7 +249,8 @@ class ClipEncoder(TextEncoder):
     def _outputs(self, tokens: Mapping[str, Tensor], component: str, **options: Any) -> Any:
         """Run one network on all chunks of all texts at once."""
         network = self.networks[component]
-        return network(self.chunks.apart(tokens[component]).to(device_of(network)), **options)
+        device = next(network.parameters()).device
+        return network(self.chunks.apart(tokens[component]).to(device), **options)
 
     def _text(self, tokens: Mapping[str, Tensor], component: str, states: Tensor) -> Tensor:
         """Apply prompt weights to the hidden states of all chunks and join the chunks to whole prompts."""
@@ -320,20 +311,13 @@ def load_network(
     kind, folder = getattr(transformers, part.network), layout.folder / part.component
     single = part_file(layout, "text_encoder")
     if single is None:
-        network = kind.from_pretrained(
-            layout.folder,
-            subfolder=part.component,
-            dtype=dtype,
-            variant=variant(folder),
-            use_safetensors=True,
-        )
+        network = whole(kind, folder, dtype=dtype, variant=variant(folder))
     else:
         config = kind.config_class.from_pretrained(folder, local_files_only=True)
         network = _load_from_file(single, kind, config, prefix=part.checkpoint, dtype=dtype)
     if clip_skip > 1:
         _drop_last_layers(network, clip_skip - 1)
-    loaded: nn.Module = network.requires_grad_(False).eval().to(device)
-    return loaded
+    return network.requires_grad_(False).eval().to(device)
 
 
 def _load_from_file(
@@ -373,17 +357,13 @@ def _drop_last_layers(network: Any, count: int) -> None:
     del layers[network.config.num_hidden_layers :]
 
 
-def load_tokenizers(layout: Layout, parts: Sequence[ClipPart]) -> dict[str, CLIPTokenizer]:
-    """Load the tokenizer of each encoder, by component."""
+def load_clip_tokenizer(folder: Path) -> CLIPTokenizer:
+    """Load a tokenizer in which the character that it pads with is text in captions."""
     from transformers import CLIPTokenizer
 
-    tokenizers = {
-        part.component: CLIPTokenizer.from_pretrained(layout.folder, subfolder=part.tokenizer)
-        for part in parts
-    }
-    for tokenizer in tokenizers.values():
-        read_padding_as_text(tokenizer)
-    return tokenizers
+    tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(folder)
+    read_padding_as_text(tokenizer)
+    return tokenizer
 
 
 def read_padding_as_text(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -408,15 +388,9 @@ def text_targets(network: nn.Module) -> list[str]:
 
 def target_shapes(size: ClipSize) -> dict[str, tuple[int, int]]:
     """Return (fan_in, out) of each layer of `text_targets`."""
-    layers = clip_layers(layers=size.layers, width=size.width, inner=size.inner)
+    layers = text_layers("clip", layers=size.layers, width=size.width, inner=size.inner)
     return {
         name: (shape[1], shape[0])
         for name, shape in layers.items()
         if name.startswith("encoder.") and name.endswith(TARGETS)
     }
-
-
-def device_of(network: Any) -> torch.device:
-    """Return the device that a network's weights are on."""
-    device: torch.device = next(network.parameters()).device
-    return device

@@ -8,7 +8,7 @@ some versions of transformers and some trainers add and others leave out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,50 +33,24 @@ class TextNetwork:
     layers: Layers
 
 
-def clip_layers(*, layers: int, width: int, inner: int) -> Layers:
-    """Return the layers of a CLIP text encoder."""
-    square = ("k_proj", "v_proj", "q_proj", "out_proj")
-    block: Layers = {f"self_attn.{name}": (width, width) for name in square}
-    block |= {"layer_norm1": (width,), "mlp.fc1": (inner, width), "mlp.fc2": (width, inner)}
-    block |= {"layer_norm2": (width,)}
+def text_layers(kind: str, **sizes: int) -> Layers:
+    """Return the layers of an encoder of that kind with `layers` blocks, in the order of releases.toml."""
+    tables = release_tables()["text_layers"]
+    rows: Mapping[str, Sequence[str]] = tables.get(kind) or tables["language_model"]
+    shapes = {name: tuple(sizes[size] for size in shape) for name, shape in rows.items()}
     blocks = {
-        f"encoder.layers.{n}.{name}": shape for n in range(layers) for name, shape in block.items()
+        name.replace("#", str(number)): shape
+        for number in range(sizes["layers"])
+        for name, shape in shapes.items()
+        if "#" in name
     }
-    # CLIP-L projects 768 channels to 768, bigG 1280 to 1280.
-    return {**blocks, "final_layer_norm": (width,), "text_projection": (width, width)}
-
-
-def t5_layers(*, layers: int, width: int, inner: int) -> Layers:
-    """Return the layers of T5's encoder, whose heads are as wide together as its states."""
-    block: Layers = {f"layer.0.SelfAttention.{name}": (width, width) for name in "qkvo"}
-    block |= {f"layer.1.DenseReluDense.{name}": (inner, width) for name in ("wi_0", "wi_1")}
-    block |= {"layer.1.DenseReluDense.wo": (width, inner)}
-    return {
-        f"encoder.block.{n}.{name}": shape for n in range(layers) for name, shape in block.items()
-    }
-
-
-def qwen_layers(*, layers: int, width: int, inner: int, queries: int, keys: int) -> Layers:
-    """Return the layers of a Qwen or Gemma language model; `queries`, `keys`: the widths of all heads together."""
-    block: Layers = {
-        "self_attn.q_proj": (queries, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (width, queries),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
-    }
-    return {f"layers.{n}.{name}": shape for n in range(layers) for name, shape in block.items()}
-
-
-_LAYERS = {"clip": clip_layers, "t5": t5_layers}
+    return blocks | {name: shape for name, shape in shapes.items() if "#" not in name}
 
 
 def _network(role: str, row: Mapping[str, Any]) -> TextNetwork:
-    layers: Any = _LAYERS.get(row["kind"], qwen_layers)
     facts = {key: value for key, value in row.items() if key != "sizes"}
-    return TextNetwork(role=role, layers=layers(width=row["width"], **row["sizes"]), **facts)
+    layers = text_layers(row["kind"], width=row["width"], **row["sizes"])
+    return TextNetwork(role=role, layers=layers, **facts)
 
 
 BY_ROLE = {role: _network(role, row) for role, row in release_tables()["text_encoders"].items()}
