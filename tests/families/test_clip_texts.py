@@ -185,7 +185,7 @@ def test_words_are_weighed_in_every_chunk_by_itself(name: str) -> None:
         for key, parameter in network.named_parameters():
             # Outputs with a mean, as trained ones have and those of a fresh layer norm have not.
             if key.endswith(("fc2.bias", "final_layer_norm.bias")):
-                parameter.fill_(0.3)
+                parameter.fill_(3.0)
     text = "a " * 80 + "{} fox, {} {} " + "b " * 20
     marked = text.format("a (red:1.5)", "[blurred]", "(old hat)")
     words = text.format("a red", "blurred", "old hat")
