@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -42,20 +43,19 @@ def test_binary_files_hold_the_bytes_that_were_written(tmp_path: Path) -> None:
     assert (tmp_path / "lines").read_bytes() == b"one\x1a\ntwo\n"
 
 
-def on_windows_command(arguments: Iterable[str], *, timeout_s: float = 300) -> str:
-    """Run the real command in a process that plays Windows; return its error output."""
+def on_windows_command(*lines: list[str], code: int = 0, **environment: str) -> str:
+    """Run command lines in a process that plays Windows; return its error output."""
+    program = [sys.executable, "-W", "error::EncodingWarning", "-m", "tests.fakes.windows"]
     done = subprocess.run(
-        [sys.executable, "-W", "error::EncodingWarning", "-m", "tests.fakes.windows", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [*program, *map(json.dumps, lines)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
-        text=True,
         encoding="utf-8",
         errors="backslashreplace",
         check=False,
-        timeout=timeout_s,
+        timeout=300,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stderr
 
 
@@ -64,8 +64,7 @@ def test_a_training_resumes_with_the_same_numbers_as_elsewhere(tmp_path: Path) -
     """With the defaults of a fresh install; what it leaves can be read there."""
     here, there = (runs.toy(tmp_path / name).with_base() for name in ("here", "there"))
     assert here.train() == 0 and here.train("--resume", steps=9) == 0
-    on_windows_command(there.arguments())
-    on_windows_command(there.arguments("--resume", steps=9))
+    on_windows_command(there.arguments(), there.arguments("--resume", steps=9))
     assert runs.trajectory(there.run) == runs.trajectory(here.run)
     samples = runs.contents(here.run / "samples")
     assert samples and runs.contents(there.run / "samples") == samples
@@ -180,15 +179,8 @@ def test_a_pipe_with_another_encoding_gets_utf_8(tmp_path: Path) -> None:
     """Else logs hold cp1252 and the words of a child can not be decoded."""
     folder = tmp_path / "日本 – ✓"
     folder.mkdir()
-    script = "import sys; from tests.fakes.windows import on_windows\n"
-    script += "with on_windows():\n from lora_trainer.cli.main import main\n main(sys.argv[1:])"
-    done = subprocess.run(
-        [sys.executable, "-c", script, "check", str(folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "cp1252"},
-        capture_output=True,
-        check=False,
-    )
-    assert "日本 – ✓" in done.stderr.decode("utf-8"), done.stderr
+    error = on_windows_command(["check", str(folder)], code=3, PYTHONIOENCODING="cp1252")
+    assert "日本 – ✓" in error
 
 
 # ---- what the code may not do

@@ -2,7 +2,7 @@
 
 Only calls from this project's own modules meet it (the frame of the caller decides): libraries have
 their own code for Windows. `on_windows()` is a context manager, and `python -m tests.fakes.windows
-ARGUMENTS` runs the command line under it. What it plays, with the source:
+LINE...` runs command lines under it, each a JSON list of words. What it plays, with the source:
 
 - `os.open` without `O_BINARY` translates "\n" to "\r\n" and ends at Ctrl-Z (Microsoft, `_open`, `_write`);
   text files opened without `newline` and `encoding` get "\r\n" and cp1252 (Python, `open`);
@@ -20,6 +20,7 @@ import builtins
 import errno
 import fcntl
 import io
+import json
 import os
 import signal
 import subprocess
@@ -250,6 +251,8 @@ def _play_processes(patch: pytest.MonkeyPatch, started: list[dict[str, Any]]) ->
 
 if __name__ == "__main__":
     with on_windows():
-        from lora_trainer.cli.main import main
+        from lora_trainer.cli.main import main, run
 
-        main(sys.argv[1:])
+        *first, last = map(json.loads, sys.argv[1:])
+        assert all(run(line) == 0 for line in first)
+        main(last)
