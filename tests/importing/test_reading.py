@@ -21,6 +21,7 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config, setting_keys
 from lora_trainer.config.layers import read_settings_file, read_settings_text
 from lora_trainer.importing import reading
+from lora_trainer.importing.foreign import Foreign
 from tests.fakes.runs import python, run_cli
 from tests.importing.cases_others import CASES
 from tests.importing.cases_sd_scripts import TABLES
@@ -136,13 +137,27 @@ OF_ANY_KEY: tuple[Any, ...] = ("x", 2, False)
 """Values for the keys that no function reads, with which the rules do the same."""
 
 
-def is_named(data: dict[str, Any], name: str, folder: Path) -> bool:
-    """Read a file with a key; return whether it is named, or refused."""
+ELSEWHERE = set(
+    """image_dir class_tokens batch_size general datasets is_reg dataset_class metadata_file
+    token_warmup_min in_json min_bucket_reso max_bucket_reso model_type train_data_dir dataset_repeats
+    huber_c huber_schedule huber_scale sigmoid_scale mode_scale""".split()
+)
+"""Options that say something in a dataset only, or beside others."""
+
+
+def read(data: dict[str, Any], folder: Path) -> Foreign | None:
+    """Read a file; None: it is refused."""
     file = folder / "theirs.json"
     file.write_text(json.dumps(data), encoding="utf-8")
     try:
-        imported = reading.import_file(file)
+        return reading.import_file(file)
     except RequestError:
+        return None
+
+
+def is_named(imported: Foreign | None, name: str) -> bool:
+    """Say whether something is said of a key, if only that the file is refused."""
+    if imported is None:
         return True
     assert name not in imported.unknown
     rows = [*imported.sources.values(), *imported.nearest, *imported.nothing_to_set]
@@ -151,14 +166,20 @@ def is_named(data: dict[str, Any], name: str, folder: Path) -> bool:
     return any(f"{word}.".startswith(f"{name}.") for word in said)
 
 
-def test_no_option_is_lost(tmp_path: Path) -> None:
+def test_no_option_is_lost_and_each_that_is_read_says_something(tmp_path: Path) -> None:
     """Each option of sd-scripts alone in a file, and each of a subset in the tables where it may stand."""
-    lost = [
-        (name, value)
-        for name, rule in KEYS.items()
-        for value in (VALUES if rule.kind == "read" else OF_ANY_KEY)
-        if "." not in name and not is_named({"seed": 1, name: value}, name, tmp_path)
-    ]
+    lost: list[Any] = []
+    idle: set[str] = set()
+    for name, rule in ((name, rule) for name, rule in KEYS.items() if "." not in name):
+        is_read = rule.kind == "read"
+        idle |= {name} if is_read and name not in ELSEWHERE.split() else set()
+        for beside in ({}, {"ae": "x"}, {"min_snr_gamma": 5}) if is_read else ({},):
+            for value in VALUES if is_read else OF_ANY_KEY:
+                imported = read({"seed": 1, **beside, name: value}, tmp_path)
+                lost += [] if is_named(imported, name) else [(name, value, beside)]
+                if imported is not None and name not in imported.nothing_to_set:
+                    why = imported.without_equivalent.get(name, "")
+                    idle -= set() if "means nothing beside" in why else {name}
     for name in (key.removeprefix(SUBSET) for key in KEYS if key.startswith(SUBSET)):
         for value in ("x", True, 1, 0.2):
             row, subset = {name: value}, {"image_dir": "a"}
@@ -167,31 +188,8 @@ def test_no_option_is_lost(tmp_path: Path) -> None:
                 {"datasets": [{**row, "subsets": [subset]}]},
                 {"datasets": [{"subsets": [row | subset]}]},
             ):
-                lost += [] if is_named(data, name, tmp_path) else [(name, data)]
-    assert not lost
-
-
-def test_each_option_that_is_read_says_something(tmp_path: Path) -> None:
-    """With one of the values at least, alone or beside what it is for."""
-    elsewhere = """image_dir class_tokens batch_size general datasets is_reg dataset_class metadata_file
-        token_warmup_min in_json min_bucket_reso max_bucket_reso model_type train_data_dir dataset_repeats
-        huber_c huber_schedule huber_scale sigmoid_scale mode_scale"""  # in a dataset, or beside others
-    file, idle = tmp_path / "theirs.json", set()
-    for name, rule in KEYS.items():
-        if "." in name or rule.kind != "read" or name in elsewhere.split():
-            continue
-        idle.add(name)
-        for beside in ({}, {"ae": "x"}, {"min_snr_gamma": 5}):
-            for value in VALUES:
-                file.write_text(json.dumps({"seed": 1, **beside, name: value}), encoding="utf-8")
-                try:
-                    imported = reading.import_file(file)
-                except RequestError:
-                    continue
-                why = imported.without_equivalent.get(name, "")
-                if "means nothing beside" not in why and name not in imported.nothing_to_set:
-                    idle.discard(name)
-    assert not idle
+                lost += [] if is_named(read(data, tmp_path), name) else [(name, data)]
+    assert not lost and not idle
 
 
 def test_a_key_stands_once_in_a_table() -> None:
