@@ -137,11 +137,9 @@ OF_ANY_KEY: tuple[Any, ...] = ("x", 2, False)
 """Values for the keys that no function reads, with which the rules do the same."""
 
 
-ELSEWHERE = set(
-    """image_dir class_tokens batch_size general datasets is_reg dataset_class metadata_file
+ELSEWHERE = """image_dir class_tokens batch_size general datasets is_reg dataset_class metadata_file
     token_warmup_min in_json min_bucket_reso max_bucket_reso model_type train_data_dir dataset_repeats
-    huber_c huber_schedule huber_scale sigmoid_scale mode_scale""".split()
-)
+    huber_c huber_schedule huber_scale sigmoid_scale mode_scale"""
 """Options that say something in a dataset only, or beside others."""
 
 
