@@ -111,17 +111,21 @@ def _standalone(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> di
     return standalone
 
 
-_ENTRY_FIELDS: Mapping[str, tuple[str, ...]] = {"data.folders": tuple(FolderSettings.model_fields)}
-"""The settings that map names to records, each with the record's field names."""
+FOLDERS = "data.folders"
+"""The setting that maps names, of subfolders, to records."""
 
 
 def setting_of(key: str) -> str:
     """Return the setting that contains a key: `data.folders` for `data.folders.NAME.repeats`."""
-    for setting, fields in _ENTRY_FIELDS.items():
-        name, _, field = key.removeprefix(f"{setting}.").rpartition(".")
-        if key.startswith(f"{setting}.") and name and field in fields:
-            return setting
-    return key
+    name, field = _folder_field(key)
+    return FOLDERS if name and field in FolderSettings.model_fields else key
+
+
+def _folder_field(key: str) -> tuple[str, str]:
+    """Return NAME and FIELD of `data.folders.NAME.FIELD`, empty texts for any other key."""
+    inside = key.removeprefix(f"{FOLDERS}.")
+    name, _, field = inside.rpartition(".") if inside != key else ("", "", "")
+    return name, field
 
 
 def overlaid(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,15 +135,13 @@ def overlaid(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, An
     """
     merged = dict(lower)
     for key, value in upper.items():
-        setting = setting_of(key)
-        if setting == key:
+        if setting_of(key) == key:
             merged[key] = value
             continue
-        name, _, field = key.removeprefix(f"{setting}.").rpartition(".")
-        entries = merged.get(setting, {})
+        (name, field), entries = _folder_field(key), merged.get(FOLDERS, {})
         # A value that is no mapping stays as it is: validation refuses it with a better message.
         if isinstance(entries, Mapping) and isinstance(entries.get(name, {}), Mapping):
-            merged[setting] = {**entries, name: {**entries.get(name, {}), field: value}}
+            merged[FOLDERS] = {**entries, name: {**entries.get(name, {}), field: value}}
     return merged
 
 
@@ -259,12 +261,10 @@ def unknown_setting(key: str) -> str:
 
 def _near_keys(key: str) -> tuple[str, ...]:
     """Return the candidates for a misspelt key: all settings, or the fields of the setting it starts with."""
-    for setting, fields in _ENTRY_FIELDS.items():
-        if key.startswith(f"{setting}."):
-            rest = key.removeprefix(f"{setting}.")
-            name = rest.rpartition(".")[0] or rest
-            return tuple(f"{setting}.{name}.{field}" for field in fields)
-    return setting_keys()
+    if not key.startswith(f"{FOLDERS}."):
+        return setting_keys()
+    name, field = _folder_field(key)
+    return tuple(f"{FOLDERS}.{name or field}.{each}" for each in FolderSettings.model_fields)
 
 
 def refuse_secrets(values: Mapping[str, Any]) -> None:
@@ -292,7 +292,7 @@ def _explain(error: ValidationError) -> str:
     for problem in error.errors(include_url=False):
         path = [str(part) for part in problem["loc"]]
         key = ".".join(path[:2])
-        if key in _ENTRY_FIELDS and len(path) > 3:  # data, folders, NAME, field
+        if key == FOLDERS and len(path) > 3:  # data, folders, NAME, field
             key = ".".join(path[:4])
         where = f"{key}={problem['input']!r}: " if key else ""
         message = problem["msg"].removeprefix("Value error, ")

@@ -227,13 +227,10 @@ def test_every_way_to_write_settings_means_the_same(tmp_path: Path, name: str, t
         ("a.json", '{\n  "train": {"stepz": 7}}', ":2:13", "Did you mean 'train.steps'?"),
         ("a.json", '{"train": {"steps": 7 8}}', ":1:23", "not JSON"),
         ("a.json", '{"train.steps": 1,\n "train": {"steps": 7}}', ":2:12", "set twice"),
-        ("a.json", '{"train.steps": 1, "train.steps": 2}', "", "occurs twice"),
         ("a.json", '{"train.steps": NaN}', "", "NaN is not a number"),
         ("a.json", "[1, 2]", "", "holds a list"),
-        ("a.json", "[" * 100_000, "", "Fix"),
         ("a.toml", "[train]\n\nstepz = 7", ":3:1", "Did you mean 'train.steps'?"),
         ("a.toml", "[train]\nsteps = = 7", ":2:9", "not TOML"),
-        ("a.toml", "x = " + "[" * 100_000, "", "Fix"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(

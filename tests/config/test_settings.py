@@ -74,7 +74,6 @@ def test_a_mistake_is_named(values: dict[str, Any], message: str) -> None:
 
 def test_all_mistakes_of_a_kind_are_named_at_once() -> None:
     for values in (
-        {"train.steps": -1, "adapter.rank": 0, "data.flip": "perhaps"},
         {"train.stepz": 1, "adapter.rnak": 1},
         {"adapter.kind": "loha", "adapter.dora": True, "optimizer.lora_plus_ratio": 2},
     ):
