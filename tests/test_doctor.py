@@ -10,8 +10,8 @@ import pytest
 
 from lora_trainer.cache.keys import text_key
 from lora_trainer.cache.store import Cache, in_use
+from lora_trainer.common import memo
 from lora_trainer.common.files import CappedFolder
-from lora_trainer.common.memo import FILE_NAME
 from lora_trainer.hardware.machine import GIB, Hardware
 from lora_trainer.run.machine_report import checks, mend
 from lora_trainer.run.run_folder import claim
@@ -101,7 +101,7 @@ def test_fix_removes_what_killed_trainings_left_and_nothing_else(tmp_path: Path)
     leftovers = [
         whole.with_name(".tmp-1-2-entry"),
         cache.root / ".in-use-elsewhere-1.lock",
-        cache.root / FILE_NAME,
+        cache.root / memo.FILE_NAME,
     ]
     for path in leftovers:
         path.write_bytes(b"half")
@@ -137,13 +137,13 @@ def test_fix_removes_what_killed_trainings_left_and_nothing_else(tmp_path: Path)
 def test_fix_leaves_alone_what_a_training_uses(tmp_path: Path) -> None:
     cache = CappedFolder(root=tmp_path / "cache", limit_bytes=2**30)
     cache.create()
-    (cache.root / FILE_NAME).write_bytes(b"half")
+    (cache.root / memo.FILE_NAME).write_bytes(b"half")
     run = tmp_path / "runs" / "cat"
     run.mkdir(parents=True)
     (run / "events.jsonl").write_text("{}\n")
     with in_use(cache.root), claim(run):
         (run / ".tmp-1-2-x").write_bytes(b"being written")
         (repair,) = mend(cache, tmp_path / "runs")
-        assert (run / ".tmp-1-2-x").is_file() and (cache.root / FILE_NAME).is_file()
+        assert (run / ".tmp-1-2-x").is_file() and (cache.root / memo.FILE_NAME).is_file()
     assert repair.mark == "warn" and "a training uses the cache" in repair.sentence
     assert repair.fix == "wait for it, or stop it first"

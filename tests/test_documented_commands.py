@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from lora_trainer.cli.main import app
-from lora_trainer.config.config import check_keys, parse_assignment
+from lora_trainer.config import config
+from lora_trainer.config.config import parse_assignment
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -33,7 +34,7 @@ def test_commands_of_a_page_are_accepted(page: Path) -> None:
     for words in commands(page):
         app.parse_args(words, exit_on_error=False, print_error=False)  # raises CycloptsError
         settings = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
-        check_keys(dict(map(parse_assignment, settings)))
+        config.check_keys(dict(map(parse_assignment, settings)))
 
 
 def test_there_are_commands_to_check() -> None:

@@ -13,8 +13,8 @@ from PIL import Image
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.config import constraints
 from lora_trainer.config.config import flatten
-from lora_trainer.config.constraints import contradictions
 from lora_trainer.config.layers import read_settings_file, read_settings_text
 from lora_trainer.config.running import Config
 from lora_trainer.hardware.machine import Hardware, assume_card
@@ -442,7 +442,7 @@ def test_the_path_of_one_setting(
 
     def checking(config: Config) -> Iterator[str]:
         checked.append(config)
-        return contradictions(config)
+        return constraints.contradictions(config)
 
     def following(prepared: Prepared, *more: Any, **how: Any) -> Any:
         reached.append(prepared)

@@ -21,7 +21,6 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config, setting_keys
 from lora_trainer.config.layers import read_settings_file, read_settings_text
 from lora_trainer.importing import reading
-from lora_trainer.importing.foreign import Foreign
 from tests.fakes.runs import python, run_cli
 from tests.importing.cases_others import CASES
 from tests.importing.cases_sd_scripts import TABLES
@@ -143,7 +142,7 @@ ELSEWHERE = """image_dir class_tokens batch_size general datasets is_reg dataset
 """Options that say something in a dataset only, or beside others."""
 
 
-def read(data: dict[str, Any], folder: Path) -> Foreign | None:
+def read(data: dict[str, Any], folder: Path) -> Any:
     """Read a file; None: it is refused."""
     file = folder / "theirs.json"
     file.write_text(json.dumps(data), encoding="utf-8")
@@ -153,7 +152,7 @@ def read(data: dict[str, Any], folder: Path) -> Foreign | None:
         return None
 
 
-def is_named(imported: Foreign | None, name: str) -> bool:
+def is_named(imported: Any, name: str) -> bool:
     """Say whether something is said of a key, if only that the file is refused."""
     if imported is None:
         return True

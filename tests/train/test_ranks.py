@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.common.processes import DistEnv
+from lora_trainer.common import processes
 from lora_trainer.config.layers import read_settings_file
 from lora_trainer.run.prepare import Request
 from lora_trainer.run.train import TrainRequest, train
@@ -96,7 +96,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     collected: list[float] = []
 
     @contextmanager
-    def joined(place: DistEnv, *, timeout_s: float) -> Iterator[Any]:
+    def joined(place: processes.DistEnv, *, timeout_s: float) -> Iterator[Any]:
         collected.append(timeout_s)
         raise MetError
         yield
@@ -195,7 +195,7 @@ def test_nccl_joins_processes_only_where_each_has_a_gpu(
     )
     store: Any = _Store(other)
     mine = process_group.ProcessGroup(
-        dist_env=DistEnv(rank=0, count=2, local_count=2), monitor=store
+        dist_env=processes.DistEnv(rank=0, count=2, local_count=2), monitor=store
     )
     assert mine._backend(torch.device("cuda", 0)) == backend
     assert mine.share_gpus == (other == "GPU-a")
