@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lora_trainer import api
 from lora_trainer.cli import main
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import setting_keys
@@ -161,7 +160,9 @@ def test_what_only_looks_around_imports_no_torch(place: Toy, tmp_path: Path) -> 
 def test_plan_json_has_the_keys_scripts_rely_on(
     place: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = answer(capsys, "plan", place.dataset, "--json", "--set", "adapter.rank=4")
+    """For a GPU that is not there, and so for the default base, which is not there either."""
+    line = ["--json", "--vram", "12", "--set", "adapter.rank=4"]
+    plan = answer(capsys, "plan", place.dataset, *line)
     designed = {"family", "tier", "priority", "settings", "memory", "time", "disk", "sampling"}
     assert plan.keys() == designed | {"base", "preset", "processes", "remarks"}
     memory = {"items", "peak_bytes", "limit_bytes", "fits"}
@@ -171,8 +172,11 @@ def test_plan_json_has_the_keys_scripts_rely_on(
     assert plan["settings"].keys() == set(setting_keys())
     assert plan["settings"]["adapter.rank"]["value"] == 4
     assert plan["settings"]["adapter.rank"]["origin"] == "command line"
-    for setting in plan["settings"].values():
-        assert setting.keys() == {"value", "origin", "reason"}
+    assert all(each.keys() == {"value", "origin", "reason"} for each in plan["settings"].values())
+    assert plan["tier"] == "10-12" and plan["settings"]["hardware.device"]["value"] == "cuda"
+    assert plan["base"] == plan["settings"]["base.model"]["value"]
+    assert plan["base"].count("/") == 1, "the family's default base, by its name on the Hub"
+    assert 0 < plan["memory"]["limit_bytes"] <= 12 * 2**30 and plan["memory"]["fits"]
 
 
 def test_check_json_has_the_keys_scripts_rely_on(
@@ -205,18 +209,6 @@ def test_inspect_json_has_the_keys_scripts_rely_on(
     assert all(norm >= 0 for norm in found["norms"].values())
     assert found["norms"], "one block at least"
     assert (found["format"], found["rank"], found["alpha"], found["modules"]) == ("kohya", 8, 4, 1)
-
-
-def test_plan_answers_for_a_card_that_is_not_there(
-    place: Toy, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = answer(capsys, "plan", place.dataset, "--vram", "12", "--json")
-    assert plan["tier"] == "10-12"
-    assert plan["base"] == plan["settings"]["base.model"]["value"]
-    assert plan["base"].count("/") == 1, "the family's default base, by its name on the Hub"
-    assert plan["settings"]["hardware.device"]["value"] == "cuda"
-    assert 0 < plan["memory"]["limit_bytes"] <= 12 * 2**30
-    assert plan["memory"]["fits"]
 
 
 # ---- refusals
@@ -275,32 +267,33 @@ def test_a_cache_folder_that_cannot_be_is_exit_code_4(
     assert str(in_the_way) in error
 
 
-def test_profiling_is_of_one_process(
-    place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    launcher = "WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1"
-    for word in launcher.split():
-        monkeypatch.setenv(*word.split("="))
-    code, error = refused(capsys, "profile", place.dataset)
-    assert code == 2
-    assert "the launcher started 2" in error
-
-
 @pytest.mark.parametrize(
-    "launcher",
-    ["WORLD_SIZE=2", "WORLD_SIZE=2 RANK=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2", "WORLD_SIZE=two"],
+    ("launcher", "command", "code", "named"),
+    [
+        ("WORLD_SIZE=2", "", 4, "accelerate launch"),
+        ("WORLD_SIZE=2 RANK=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2", "", 4, "accelerate launch"),
+        ("WORLD_SIZE=two", "", 4, "accelerate launch"),
+        (
+            "WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1",
+            "profile",
+            2,
+            "the launcher started 2",
+        ),
+    ],
 )
-def test_a_launcher_that_contradicts_itself_is_refused(
+def test_a_launcher_that_contradicts_itself_is_refused_and_one_process_profiled(
     launcher: str,
+    command: str,
+    code: int,
+    named: str,
     place: Toy,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for word in launcher.split():
         monkeypatch.setenv(*word.split("="))
-    code, error = refused(capsys, place.dataset, "--output", "runs")
-    assert code == 4
-    assert "accelerate launch" in error
+    ended, error = refused(capsys, *command.split(), place.dataset, "--output", "runs")
+    assert ended == code and named in error
     assert not Path("runs").exists()
 
 
@@ -325,19 +318,19 @@ def test_the_command_line_outranks_the_config_file_setting_by_setting(
     typed = ["--set", "train.steps=9", "--set", "data.folders.more.repeats=5"]
     settings = answer(capsys, "plan", more.parent, "--json", "--config", config, *typed)["settings"]
     assert settings["train.steps"]["value"] == 9
-    assert settings["train.seed"]["value"] == 8
+    seed = {"value": 8, "origin": f"config {config}", "reason": f"{config}:3:1"}
+    assert settings["train.seed"] == seed
     assert settings["data.folders"]["value"] == {"more": {"repeats": 5, "weight": 0.5}}
 
 
-@pytest.mark.parametrize("flag", ["base", "output", "name"])
-def test_a_flag_is_a_short_name_of_its_setting(
-    flag: str, place: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = {"base": "base.model", "output": "output.folder", "name": "output.name"}
+def test_a_flag_is_a_short_name_of_its_setting(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(api, "train", lambda _, *, settings, **__: asked.append(settings))
-    assert main.run([str(place.dataset), f"--{flag}", "embedded"]) == 0
-    assert asked == [{keys[flag]: "embedded"}]
+    train = "lora_trainer.api.train"
+    monkeypatch.setattr(train, lambda _, *, settings, **__: asked.append(settings))
+    flags = {"base": "base.model", "output": "output.folder", "name": "output.name"}
+    words = [word for flag in flags for word in (f"--{flag}", f"my-{flag}")]
+    assert main.run([str(place.dataset), *words]) == 0
+    assert asked == [{key: f"my-{flag}" for flag, key in flags.items()}]
 
 
 def test_a_dry_run_makes_no_folder(place: Toy, capsys: pytest.CaptureFixture[str]) -> None:

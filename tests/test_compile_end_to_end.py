@@ -15,7 +15,6 @@ import torch
 
 from lora_trainer.common.files import read_json_object
 from lora_trainer.network.compiling import CompiledBlocks
-from lora_trainer.run import build
 from tests.fakes.runs import Toy, contents, events, last_state, problems, toy, trajectory
 
 SETTINGS: dict[str, Any] = {
@@ -42,7 +41,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[CompiledBlocks]:
 
     torch.compiler.reset()  # else shapes that other tests compiled count towards the limit of this one
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr(build, "CompiledBlocks", make)
+    monkeypatch.setattr("lora_trainer.run.build.CompiledBlocks", make)
     return found
 
 
@@ -93,7 +92,7 @@ def test_a_run_whose_compiler_fails_is_the_one_without_and_says_so(
         tried.append(CompiledBlocks(*args, backend=broken, **kwargs))
         return tried[-1]
 
-    monkeypatch.setattr(build, "CompiledBlocks", make)
+    monkeypatch.setattr("lora_trainer.run.build.CompiledBlocks", make)
     assert place.train(steps=4, **SETTINGS) == 0
     (said,) = (row for row in problems(place.run) if "compiled blocks" in row["what"])
     assert "no compiler" in said["what"] and "hardware.compile=none" in said["fix"]

@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lora_trainer.cache.keys import text_key
 from lora_trainer.cache.store import Cache, in_use
-from lora_trainer.common import memo
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.hardware.machine import GIB, Hardware
-from lora_trainer.run.machine_report import checks, mend
 from lora_trainer.run.run_folder import claim
 from tests.fakes.nvml import FakeCard
 from tests.fakes.runs import run_cli
 from tests.hardware.test_devices import BUSY, LARGE, MPS, OLD, SMALL, with_cards
 
+MEMO = ".memo.sqlite"
+Doctor = Callable[..., list[dict[str, str]]]
+
+
+@pytest.fixture
+def doctor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Doctor:
+    """Return the checks that the command prints of a machine, or what `--fix` mended."""
+    folders = [f"data.cache_dir={tmp_path / 'cache'}", f"output.folder={tmp_path / 'runs'}"]
+    words = [word for setting in folders for word in ("--set", setting)]
+
+    def doctor(here: Hardware | None = None, offline: str = "") -> list[dict[str, str]]:
+        if here is not None:
+            monkeypatch.setattr("lora_trainer.hardware.machine.detect", lambda: here)
+        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+        capsys.readouterr()
+        assert run_cli(["doctor", "--json", "--fix", *words]) == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        found: list[dict[str, str]] = report["repairs" if here is None else "checks"]
+        return found
+
+    return doctor
+
 
 def test_doctor_prints_marked_sentences_and_no_fields(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = [f"data.cache_dir={tmp_path / 'c'}", f"output.folder={tmp_path / 'r'}"]
-    words = [word for setting in folders for word in ("--set", setting)]
-    assert run_cli(["doctor", "--fix", *words]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(["doctor", "--fix", "--set", f"data.cache_dir={tmp_path / 'cache'}"]) == 0
     *lines, last = capsys.readouterr().out.rstrip().split("\n")
     assert len(lines) > 4
     for line in lines:
@@ -39,11 +63,10 @@ def test_doctor_prints_marked_sentences_and_no_fields(
 
 LACKING = with_cards(SMALL)
 LACKING = replace(LACKING, packages={**LACKING.packages, "peft": None, "xformers": None})
-BOUND = with_cards(SMALL)
 BOUND = replace(
-    BOUND,
+    with_cards(SMALL),
     pinnable_bytes=GIB // 2,
-    reasons={**BOUND.reasons, "pinnable_bytes": "WSL2 refuses more"},
+    reasons={"cpu_threads": "all", "pinnable_bytes": "WSL2 refuses more"},
 )
 T4 = FakeCard(name="Tesla T4", total_bytes=16 * GIB, capability=(7, 5))
 GTX = FakeCard(name="GTX 1650", total_bytes=4 * GIB, capability=(7, 5))
@@ -57,9 +80,9 @@ WHEEL = "pip install --force-reinstall torch --index-url https://download.pytorc
             with_cards(SMALL, LARGE),
             0,
             "ok",
-            "Trainings run on NVIDIA GeForce RTX 3090, the best of 2 for this torch, in bf16, with the "
-            "presets for 16-24 GiB.",
+            "on NVIDIA GeForce RTX 3090, the best of 2 for this torch",
         ),
+        (with_cards(SMALL, LARGE), 0, "ok", "in bf16, with the presets for 16-24 GiB."),
         (with_cards(T4), 0, "ok", "in fp16, as it does not compute bf16 itself"),
         (with_cards(OLD), 0, "warn", "torch can use none of the GPUs"),
         (with_cards(OLD), 1, "warn", "1080 Ti has compute capability 6.1"),
@@ -74,21 +97,26 @@ WHEEL = "pip install --force-reinstall torch --index-url https://download.pytorc
     ],
 )
 def test_each_fact_is_a_sentence_with_its_reason_or_its_cure(
-    here: Hardware, place: int | None, mark: str, words: str
+    here: Hardware, place: int | None, mark: str, words: str, doctor: Doctor
 ) -> None:
     """What trains comes first; `place` is where the sentence stands, None for anywhere."""
-    found = checks(here, cache=Path(), environment={"HF_HUB_OFFLINE": "1"})
+    found = doctor(here, offline="1")
     chosen = found if place is None else [found[place]]
-    assert any(one.mark == mark and words in f"{one.sentence} {one.fix}" for one in chosen)
+    assert any(one["mark"] == mark and words in f"{one['sentence']} {one['fix']}" for one in chosen)
 
 
-def test_a_machine_without_faults_has_no_warning() -> None:
-    found = checks(with_cards(SMALL), cache=Path(), environment={})
-    assert {one.mark for one in found} == {"ok"}
-    assert not any("pinned" in one.sentence or "HF_HUB" in one.sentence for one in found)
+def test_a_machine_without_faults_has_no_warning(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hardware, "disk_free_bytes", lambda self, path: 99 * GIB)
+    found = doctor(with_cards(SMALL))
+    assert {one["mark"] for one in found} == {"ok"}
+    assert not any("pinned" in one["sentence"] or "HF_HUB" in one["sentence"] for one in found)
 
 
-def test_fix_removes_what_killed_trainings_left_and_nothing_else(tmp_path: Path) -> None:
+def test_fix_removes_what_killed_trainings_left_and_nothing_else(
+    tmp_path: Path, doctor: Doctor
+) -> None:
     cache = CappedFolder(root=tmp_path / "cache", limit_bytes=2**30)
     store = Cache(folder=cache, on_problem=lambda what, *, fix, file=None, code="": None)
     keys = [text_key(text=text, encoder_identity="e", max_tokens=77, content="c") for text in "abc"]
@@ -101,7 +129,7 @@ def test_fix_removes_what_killed_trainings_left_and_nothing_else(tmp_path: Path)
     leftovers = [
         whole.with_name(".tmp-1-2-entry"),
         cache.root / ".in-use-elsewhere-1.lock",
-        cache.root / memo.FILE_NAME,
+        cache.root / MEMO,
     ]
     for path in leftovers:
         path.write_bytes(b"half")
@@ -122,28 +150,24 @@ def test_fix_removes_what_killed_trainings_left_and_nothing_else(tmp_path: Path)
         folder.mkdir()
         (folder / "state.json").write_text("{}")
 
-    repairs = mend(cache, tmp_path / "runs")
-
-    assert [repair.mark for repair in repairs] == ["ok"] * 6
+    assert [repair["mark"] for repair in doctor()] == ["ok"] * 6
     assert not [path for path in (*leftovers, spoilt, unfinished, begun) if path.exists()]
     assert not list((cache.root / "damaged").iterdir())
     assert store.read(keys[0]) is not None and image.read_bytes() == b"an image"
     assert replaced.is_dir() and (run / "run.json").is_file()
-    assert [repair.sentence for repair in mend(cache, tmp_path / "runs")] == [
-        "Nothing had to be mended."
-    ]
+    assert [repair["sentence"] for repair in doctor()] == ["Nothing had to be mended."]
 
 
-def test_fix_leaves_alone_what_a_training_uses(tmp_path: Path) -> None:
+def test_fix_leaves_alone_what_a_training_uses(tmp_path: Path, doctor: Doctor) -> None:
     cache = CappedFolder(root=tmp_path / "cache", limit_bytes=2**30)
     cache.create()
-    (cache.root / memo.FILE_NAME).write_bytes(b"half")
+    (cache.root / MEMO).write_bytes(b"half")
     run = tmp_path / "runs" / "cat"
     run.mkdir(parents=True)
     (run / "events.jsonl").write_text("{}\n")
     with in_use(cache.root), claim(run):
         (run / ".tmp-1-2-x").write_bytes(b"being written")
-        (repair,) = mend(cache, tmp_path / "runs")
-        assert (run / ".tmp-1-2-x").is_file() and (cache.root / memo.FILE_NAME).is_file()
-    assert repair.mark == "warn" and "a training uses the cache" in repair.sentence
-    assert repair.fix == "wait for it, or stop it first"
+        (repair,) = doctor()
+        assert (run / ".tmp-1-2-x").is_file() and (cache.root / MEMO).is_file()
+    assert repair["mark"] == "warn" and "a training uses the cache" in repair["sentence"]
+    assert repair["fix"] == "wait for it, or stop it first"

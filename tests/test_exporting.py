@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from lora_trainer.run import saving
 from tests.fakes.runs import problems, toy
 from tests.fakes.sample_image import sample
 
@@ -55,7 +54,7 @@ def test_the_newest_sample_is_the_thumbnail_and_one_that_cannot_be_read_costs_th
     nothing = sample(tmp_path / "nothing" / "00.png")
     nothing.write_bytes(b"nothing")
     images = iter([large, small, cut, nothing, tmp_path / "gone" / "00.png"])
-    monkeypatch.setattr(saving, "last_samples", lambda _: [next(images)])
+    monkeypatch.setattr("lora_trainer.run.saving.last_samples", lambda _: [next(images)])
     place = toy(tmp_path, images=3).with_base()
     assert place.train(steps=5, **SETTINGS) == 0
     files = [place.run / f"toy-step{step:08d}.safetensors" for step in range(1, 5)]

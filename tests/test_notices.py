@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.common.events import read_jsonl
-from lora_trainer.network.out_of_memory import device_memory
-from lora_trainer.run import step_monitor
-from lora_trainer.training import loop, pace
+from lora_trainer.training import loop
 from lora_trainer.training.cores import CpuTimes
-from tests.fakes.runs import Toy, toy
+from tests.fakes.runs import Toy, problems, toy
 
 STEPS = 40
 QUIET: dict[str, Any] = {
@@ -34,14 +31,13 @@ def place(tmp_path: Path) -> Toy:
 SLOW, GROWING = "steps take", "host memory grows"
 
 
-def problems(place: Toy, beginning: str) -> list[dict[str, Any]]:
-    rows = read_jsonl(place.run / "problems.jsonl")
-    return [row for row in rows if row["what"].startswith(beginning)]
+def told(place: Toy, beginning: str) -> list[dict[str, Any]]:
+    return [row for row in problems(place.run) if row["what"].startswith(beginning)]
 
 
 def slow_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let steps take 2 s each, 5 s from that one on; five stand for the fifteen that are usual."""
-    monkeypatch.setattr(pace, "BASELINE_STEPS", 5)
+    monkeypatch.setattr("lora_trainer.training.pace.BASELINE_STEPS", 5)
     seconds = iter([2.0] * step + [5.0] * STEPS)
     monkeypatch.setattr(loop._Reports, "lap_s", lambda self: next(seconds))
 
@@ -57,20 +53,22 @@ def processors(taken: float, monkeypatch: pytest.MonkeyPatch) -> None:
             yield CpuTimes(at_s=3.0, all_s=3.0 + taken, own_s=3.0)
 
     measured = times()
-    monkeypatch.setattr(pace, "_WATCHED_S", 0.0)
-    monkeypatch.setattr(pace, "cpu_times", lambda numbers: next(measured))
+    monkeypatch.setattr("lora_trainer.training.pace._WATCHED_S", 0.0)
+    monkeypatch.setattr("lora_trainer.training.pace.cpu_times", lambda numbers: next(measured))
 
 
 def leaking(free_mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ten MiB a step be lost; blocks of one step stand for those of twenty-five."""
     used = iter(range(10**9, 10**12, 10 * 2**20))
 
-    def measure(device: torch.device) -> dict[str, int]:
-        return device_memory(device) | {"host_own_bytes": next(used)}
+    real = loop.device_memory
 
-    monkeypatch.setattr(pace, "BLOCK_STEPS", 1)
+    def measure(device: torch.device) -> dict[str, int]:
+        return real(device) | {"host_own_bytes": next(used)}
+
+    monkeypatch.setattr("lora_trainer.training.pace.BLOCK_STEPS", 1)
     monkeypatch.setattr(loop, "device_memory", measure)
-    monkeypatch.setattr(step_monitor, "free_ram_bytes", lambda: free_mib * 2**20)
+    monkeypatch.setattr("lora_trainer.run.step_monitor.free_ram_bytes", lambda: free_mib * 2**20)
 
 
 def test_slow_steps_and_growing_memory_are_explained_once(
@@ -81,7 +79,7 @@ def test_slow_steps_and_growing_memory_are_explained_once(
     leaking(16, monkeypatch)
     pauses = {"train__validate_every_steps": 20, "output__save_every_steps": 15}
     assert place.train(steps=STEPS, **pauses) == 0
-    (slow,), (growing,) = problems(place, SLOW), problems(place, GROWING)
+    (slow,), (growing,) = told(place, SLOW), told(place, GROWING)
     assert slow["what"].startswith("steps take 2.5 times as long as before, 5 s instead of 2")
     assert "other programs use" in slow["what"]
     assert growing["what"].startswith("host memory grows by 1000 MiB every 100 steps")
@@ -98,7 +96,7 @@ def test_what_nothing_explains_is_said_and_memory_that_lasts_is_a_note(
     processors(0.0, monkeypatch)
     leaking(10**6, monkeypatch)
     assert place.train(steps=STEPS, **QUIET) == 0
-    (slow,), (growing,) = problems(place, SLOW), problems(place, GROWING)
+    (slow,), (growing,) = told(place, SLOW), told(place, GROWING)
     assert "no cause was found" in slow["what"]
     assert "after the end" in growing["what"] and growing["severity"] == "note"
 
@@ -107,4 +105,4 @@ def test_steps_as_they_were_say_nothing(place: Toy, monkeypatch: pytest.MonkeyPa
     slow_from(STEPS, monkeypatch)
     processors(1000.0, monkeypatch)
     assert place.train(steps=STEPS, **QUIET) == 0
-    assert not problems(place, SLOW) and not problems(place, GROWING)
+    assert not told(place, SLOW) and not told(place, GROWING)

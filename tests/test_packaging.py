@@ -111,11 +111,11 @@ def test_console_scripts_lead_to_functions(wheel: zipfile.ZipFile) -> None:
 
 
 def test_licence_and_version_are_stated(wheel: zipfile.ZipFile) -> None:
-    from lora_trainer import __version__
-
-    info = f"lora_train-{__version__}.dist-info"
+    source = wheel.read("lora_trainer/__init__.py").decode()
+    (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+    info = f"lora_train-{version}.dist-info"
     metadata = wheel.read(f"{info}/METADATA").decode()
-    assert f"\nVersion: {__version__}\n" in metadata
+    assert f"\nVersion: {version}\n" in metadata
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
     assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
 

@@ -17,13 +17,9 @@ from torch import nn
 
 from lora_trainer.checkpoint.states import ADAPTER, OPTIMIZER_TENSORS
 from lora_trainer.common.errors import MachineError
-from lora_trainer.config.declare import KEEP_ATTENTION
-from lora_trainer.hardware import machine
-from lora_trainer.network import pinned_memory
 from lora_trainer.network.block_swap import Streamed
 from lora_trainer.network.gradient_checkpointing import BlockRunner
 from lora_trainer.network.pinned_memory import CopyStream
-from lora_trainer.planning import memory as pinned_plan
 from lora_trainer.training import loop, step
 from tests.fakes.family_bases import base_of, facts_at, side_of
 from tests.fakes.pinning import pinning_driver, stream_on_a_processor
@@ -65,7 +61,7 @@ def keeping_fails(monkeypatch: pytest.MonkeyPatch, failing: Callable[..., Any] =
     real = BlockRunner.__call__
 
     def call(self: BlockRunner, block: nn.Module, *args: Any) -> Any:
-        keeps = self._kind in KEEP_ATTENTION
+        keeps = self._kind in ("light", "selective")
         return failing() if keeps and not args[0].is_meta else real(self, block, *args)
 
     monkeypatch.setattr(BlockRunner, "__call__", call)
@@ -274,10 +270,10 @@ def test_a_run_whose_pinning_is_refused_goes_on_with_the_same_losses(
 
     # With a driver that refuses a byte more than the platform's bound there is no refusal.
     most_bytes = -(-blocks[0] // 4096) * 4096 + -(-blocks[1] // 4096) * 4096 + 70_000
-    monkeypatch.setattr(machine, "is_under_windows", lambda *_: True)
-    monkeypatch.setattr(machine, "WSL_PINNABLE_BYTES", most_bytes)
-    for module in (pinned_plan, pinned_memory):
-        monkeypatch.setattr(module, "RESERVED_BYTES", 60_000)
+    monkeypatch.setattr("lora_trainer.hardware.machine.is_under_windows", lambda *_: True)
+    monkeypatch.setattr("lora_trainer.hardware.machine.WSL_PINNABLE_BYTES", most_bytes)
+    for module in ("planning.memory", "network.pinned_memory"):
+        monkeypatch.setattr(f"lora_trainer.{module}.RESERVED_BYTES", 60_000)
     driver = pinning_driver(monkeypatch, most_bytes=most_bytes)
     run = train(place, "wsl", **STREAMED)
     assert driver.refusals == 0 and refusals(run) == []

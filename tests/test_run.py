@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,28 +13,24 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import Event, read_jsonl
 from lora_trainer.config.config import setting_keys
 from lora_trainer.hardware.machine import Hardware
-from lora_trainer.queue import commands
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.status import read_status
-from lora_trainer.run import saving
-from lora_trainer.run import train as run_module
-from lora_trainer.run.prepare import Prepared, Request
+from lora_trainer.run.prepare import Prepared, Request, prepare_with_base
 from tests.fakes.runs import (
     SETTINGS,
     Toy,
     contents,
     events,
+    heard_by,
     last_state,
     listing,
     problems,
     run_cli,
     settings_of,
-    start,
     toy,
     trajectory,
 )
@@ -161,21 +153,6 @@ def test_a_second_run_of_the_name_gets_a_number_and_the_same_result(copied: Toy)
 # ---- going on
 
 
-def test_going_on_with_a_finished_run_changes_nothing(copied: Toy) -> None:
-    state = contents(last_state(copied.run))
-    rows, tensors = trajectory(copied.run), load_file(copied.run / "toy.safetensors")
-    assert resume(copied) == 0
-    assert contents(last_state(copied.run)) == state
-    assert trajectory(copied.run) == rows
-    again = load_file(copied.run / "toy.safetensors")
-    assert again.keys() == tensors.keys()
-    assert all((again[key] == tensors[key]).all() for key in tensors)
-    assert len(events(copied.run, "finished")) == 1
-    assert events(copied.run, "resumed")[0]["exactness"] == "EXACT"
-    assert read_status(copied.run).state == "finished"
-    assert [path.name for path in copied.runs.iterdir()] == ["toy"], "no second run"
-
-
 def test_going_on_for_longer_says_what_changed_and_keeps_the_run_s_own_settings(
     copied: Toy,
 ) -> None:
@@ -235,13 +212,11 @@ def test_a_run_that_began_with_a_file_goes_on_without_it(copied: Toy) -> None:
 def test_a_distilled_base_is_remarked_once_unless_an_assistant_helps(
     copied: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = run_module.prepare_with_base
-
     def distilled(request: Request) -> Prepared:
-        prepared = planned(request)
+        prepared = prepare_with_base(request)
         return replace(prepared, facts=replace(prepared.facts, distilled=True))
 
-    monkeypatch.setattr(run_module, "prepare_with_base", distilled)
+    monkeypatch.setattr("lora_trainer.run.train.prepare_with_base", distilled)
     settings = {**QUIET, "output__save_every_steps": 0}
     line = copied.arguments("--name", "fast", steps=1, **settings)
     assert [run_cli(line), run_cli([*line, "--resume"])] == [0, 0]
@@ -250,19 +225,6 @@ def test_a_distilled_base_is_remarked_once_unless_an_assistant_helps(
     settings["base__assistant"] = str(copied.run / "toy.safetensors")
     assert copied.train("--name", "helped", steps=1, **settings) == 0
     assert not (copied.runs / "helped" / "problems.jsonl").exists()
-
-
-def test_another_base_or_caption_is_not_the_same_run(tmp_path: Path) -> None:
-    other = toy(tmp_path / "place").with_base()
-    assert other.train(**QUIET) == 0
-    (other.dataset / "p0.txt").write_text("another caption")
-    assert other.train("--resume", **QUIET) == 0
-    (resumed,) = events(other.run, "resumed")
-    assert resumed["exactness"] == "CHANGED"
-    assert any("caption" in line for line in resumed["differences"])
-    other.with_base(seed=1)
-    assert other.train("--resume", **QUIET) in (0, 2)
-    assert {row["exactness"] for row in events(other.run, "resumed")} == {"CHANGED"}
 
 
 def test_a_run_that_is_not_there_cannot_be_resumed(
@@ -336,7 +298,7 @@ def test_exports_that_fail_end_the_run_with_its_work_saved(
     def full(*_: object, **__: object) -> float:
         raise MachineError("the disk is full", fix="free some space")
 
-    monkeypatch.setattr(saving, "write_export", full)
+    monkeypatch.setattr("lora_trainer.run.saving.write_export", full)
     assert copied.train("--name", "full", **QUIET) == 4
     run = copied.runs / "full"
     (stopped,) = events(run, "stopped")
@@ -361,43 +323,7 @@ def test_exports_that_fail_end_the_run_with_its_work_saved(
 # ---- stopping
 
 
-def test_a_signal_saves_and_ends_with_its_code(copied: Toy) -> None:
-    """A stop file does what SIGTERM does, below."""
-    number, code, name = signal.SIGINT, 130, "interrupted"
-    settings = {**QUIET, "output__save_every_steps": 0}
-    process = start(*copied.arguments("--name", name, steps=100_000, **settings))
-    run = copied.runs / name
-    try:
-        _wait(process, until=lambda: (run / "events.jsonl").exists() and trajectory(run) != [])
-        process.send_signal(number)
-        _, error = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == code
-    assert "Traceback" not in error
-    assert "--resume" in error
-    (stopped,) = events(run, "stopped")
-    assert stopped["exit_code"] == code
-    state = load_newest(run / "states", events=None)
-    assert state is not None
-    assert state.step == stopped["step"] == trajectory(run)[-1][0]
-    assert list(run.glob(f"{name}-step*.safetensors")), "and it can be tried out"
-    assert (read_status(run).state, read_status(run).exit_code) == ("stopped", code)
-
-
-def _wait(process: subprocess.Popen[str], *, until: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not until():
-        assert time.monotonic() < deadline_s, "no step in a minute"
-        try:
-            process.wait(timeout=0.05)
-        except subprocess.TimeoutExpired:
-            continue
-        raise AssertionError(f"it ended by itself: {process.communicate()[1]}")
-
-
-def train_asking(place: Toy, monkeypatch: pytest.MonkeyPatch, **requests: int) -> int:
+def train_asking(place: Toy, **requests: int) -> int:
     """Train `asked`, putting each request into control/ once its step is logged; return the exit code."""
 
     def ask(event: Event) -> None:
@@ -405,22 +331,20 @@ def train_asking(place: Toy, monkeypatch: pytest.MonkeyPatch, **requests: int) -
             if event.kind == "step" and event.fields["step"] == step:
                 Control(place.runs / "asked").request(request)
 
-    monkeypatch.setattr(commands, "download_listeners", lambda _: (ask,))
-    return place.train("--name", "asked", **QUIET, output__save_every_steps=0)
+    with heard_by(ask):
+        return place.train("--name", "asked", **QUIET, output__save_every_steps=0)
 
 
-def test_control_files_are_obeyed_once_and_removed(
-    copied: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert train_asking(copied, monkeypatch, save=2, sample=3) == 0
+def test_control_files_are_obeyed_once_and_removed(copied: Toy) -> None:
+    assert train_asking(copied, save=2, sample=3) == 0
     run = copied.runs / "asked"
     assert [row["step"] for row in events(run, "saved")] == [2, 6]
     assert [row["step"] for row in events(run, "sample")] == [3]
     assert list((run / "control").iterdir()) == []
 
 
-def test_a_stop_file_stops_as_sigterm_does(copied: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert train_asking(copied, monkeypatch, stop=3) == 143
+def test_a_stop_file_stops_as_sigterm_does(copied: Toy) -> None:
+    assert train_asking(copied, stop=3) == 143
     run = copied.runs / "asked"
     assert last_state(run).name == "step-00000003"
     assert list((run / "control").iterdir()) == []
@@ -438,9 +362,9 @@ def test_a_stop_that_a_killed_process_never_saw_does_not_stop_the_next(copied: T
 
 
 def test_a_stop_now_file_stops_without_saving_in_one_line(
-    copied: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    copied: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert train_asking(copied, monkeypatch, stop_now=3) == 130
+    assert train_asking(copied, stop_now=3) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith("stopped at once;")
     assert not (copied.runs / "asked" / "states").exists()

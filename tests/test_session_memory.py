@@ -15,7 +15,7 @@ from lora_trainer.common.files import read_json_object
 from lora_trainer.config.config import build_config
 from lora_trainer.families import family
 from lora_trainer.network.quantize import QuantizedLinear
-from lora_trainer.run import device, session
+from lora_trainer.run import device
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.training.loop import run
 from lora_trainer.training.training import Progress, Training
@@ -32,7 +32,7 @@ def test_a_training_gets_a_base_in_few_bits_and_the_planned_micro_batches(
         trainings.append(training)
         return run(training, start)
 
-    monkeypatch.setattr(session, "run", running)
+    monkeypatch.setattr("lora_trainer.run.session.run", running)
     place = toy(tmp_path, sizes=SIZES_PX[:2])  # none upright, so that sides are not alike
     shutil.copytree(base_of("chroma"), place.base)
     facts = facts_at(place.base)

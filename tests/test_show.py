@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from safetensors.numpy import save_file
 
 from lora_trainer.cli import main
 from lora_trainer.config.choices import PRIORITIES
-from lora_trainer.config.config import all_settings, setting_keys
+from lora_trainer.config.config import all_settings
 from lora_trainer.config.layers import TIERS, preset_families
 from tests.fakes.runs import SQUARES_PX, Toy, toy
 
@@ -59,30 +58,26 @@ def row(shown: str, start: str) -> str:
     return next(line for line in shown.splitlines() if line.startswith(start))
 
 
-def test_a_plan_shows_every_setting_with_value_origin_and_reason(place: Toy, said: Said) -> None:
-    shown = said("plan", *twelve_steps(place, "--all"))
-    plan: dict[str, Any] = json.loads(said("plan", *twelve_steps(place, "--json")))
-    for key, setting in plan["settings"].items():
-        line = row(shown, f"{key} ")
-        assert setting["origin"] in line and settled(setting["reason"]) in settled(line)
-    assert "12" in row(shown, "train.steps ") and "px" in row(shown, "data.resolution ")
-    assert ODD in row(shown, "sampling.prompts ")
-    narrow = said("plan", *twelve_steps(place, "--all"), width=80)
-    assert "…" not in narrow and all(row(narrow, f"{key} ") for key in setting_keys())
-
-
-def test_a_plan_shows_a_dozen_settings_and_those_the_user_set(place: Toy, said: Said) -> None:
+def test_a_plan_shows_a_dozen_settings_and_the_user_s_or_all_with_value_origin_and_reason(
+    place: Toy, said: Said
+) -> None:
     """REALITY R19: more than 130 rows hid the dozen that were decided."""
-    lines = said("plan", *twelve_steps(place)).splitlines()
     plan = json.loads(said("plan", *twelve_steps(place, "--json")))["settings"]
-    shown = {key for key in setting_keys() if any(line.startswith(f"{key} ") for line in lines)}
+    whole = said("plan", *twelve_steps(place, "--all"))
+    for key, setting in plan.items():
+        line = row(whole, f"{key} ")
+        assert setting["origin"] in line and settled(setting["reason"]) in settled(line)
+    assert "12" in row(whole, "train.steps ") and "px" in row(whole, "data.resolution ")
+    assert ODD in row(whole, "sampling.prompts ")
+    narrow = said("plan", *twelve_steps(place, "--all"), width=80)
+    assert "…" not in narrow and all(row(narrow, f"{key} ") for key in plan)
+    lines = said("plan", *twelve_steps(place)).splitlines()
+    shown = {key for key in plan if any(line.startswith(f"{key} ") for line in lines)}
     headlines = {info.key for info in all_settings() if info.headline}
-    typed = {"data.cache_dir", "sampling.prompts", "train.steps"}
-    assert len(headlines) == 12 and typed <= shown
+    assert len(headlines) == 12 and {"data.cache_dir", "sampling.prompts", "train.steps"} <= shown
     assert {plan[key]["origin"] for key in shown - headlines} == {"command line", "preset cpu"}
-    assert f"{len(setting_keys()) - len(shown)} more settings: --all" in [
-        line.rstrip() for line in lines
-    ]
+    hidden = f"{len(plan) - len(shown)} more settings: --all"
+    assert hidden in [line.rstrip() for line in lines]
 
 
 def test_a_plan_shows_time_length_and_every_item_of_the_peak(place: Toy, said: Said) -> None:
@@ -103,6 +98,10 @@ def test_a_plan_shows_time_length_and_every_item_of_the_peak(place: Toy, said: S
     assert time["more"] in row(shown, "more time")
     best = said("plan", *twelve_steps(place, "--priority", "quality"))
     assert "more time" not in best, "nothing is better than that"
+    assert "processes" not in shown
+    several = row(said("plan", *twelve_steps(place, "--processes", "3")), "processes")
+    assert "3: 2 + 3 + 3 of 8 images a step, 89% of them busy" in several
+    assert "train.batch_size=9 would use them all" in several
 
 
 def test_a_plan_ends_with_its_remarks_and_announces_a_download(place: Toy, said: Said) -> None:

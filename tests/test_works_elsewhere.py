@@ -1,4 +1,4 @@
-"""Promise 6: the exported file in a plain diffusers pipeline gives the image that the trainer showed."""
+"""Promise 6: the exported file draws the images that the trainer showed, in diffusers alone and by `sample`."""
 
 from __future__ import annotations
 
@@ -9,44 +9,48 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
-from numpy.typing import NDArray
-from PIL import Image
+from safetensors.torch import load_file, save_file
 
-from tests.fakes.runs import Toy, events, toy
+from tests.fakes.runs import Toy, apart, pixels, run_cli, toy
 
-MOST_APART = 2  # of 255: what rounding to fp16 in another order may do
-CASES: dict[str, dict[str, Any]] = {
-    "diffusers": {"output__format": "diffusers", "adapter__rank": 2, "adapter__alpha": 8},
-    "kohya": {
-        "output__format": "kohya",
-        "output__precision": "fp32",
-        "adapter__rank": 4,
-        "adapter__alpha": 6.5,
-        "adapter__targets": "all",
-    },
+PROMPTS = ["a toy", "another"]
+SETTINGS: dict[str, Any] = {
+    "adapter__alpha": 6.5,
+    "adapter__rank": 4,
+    "adapter__targets": "all",
+    "logging__trackers": [],
+    "optimizer__learning_rate": 0.05,
+    "optimizer__schedule": "constant",
+    "sampling__guidance_scale": 5,
+    "sampling__negative_prompt": "blurred",
+    "sampling__prompts": PROMPTS,
 }
-PROMPTS = ["a toy with 2 legs", "something else"]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    """Runs with so high a learning rate that the adapter changes every pixel."""
+    """A run with so high a learning rate that the adapter changes every pixel."""
     place = toy(tmp_path_factory.mktemp("elsewhere")).with_base()
-    for name, settings in CASES.items():
-        training: dict[str, Any] = {
-            "optimizer__learning_rate": 0.05,
-            "optimizer__schedule": "constant",
-            "sampling__prompts": PROMPTS,
-            "sampling__negative_prompt": "blurred",
-            "sampling__guidance_scale": 5,
-            "logging__trackers": [],
-        }
-        assert place.train("--name", name, **training, **settings) == 0
+    assert place.train(**SETTINGS) == 0
     return place
 
 
-def elsewhere(place: Toy, prompt: str, seed: int, file: Path | None) -> NDArray[np.int16]:
-    """Return the pixels that a program which knows only diffusers makes."""
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def shown(place: Toy, step: int, index: int = 0) -> Path:
+    return place.run / "samples" / f"step-{step:08d}" / f"{index:02d}.png"
+
+
+def sample(*arguments: str | Path) -> int:
+    words = (str(argument) for argument in arguments)
+    return run_cli(["sample", "--prompt", PROMPTS[0], *words])
+
+
+def drawn(place: Toy, index: int, file: Path | None) -> Any:
+    """Return the pixels that a program which knows only diffusers makes of a prompt."""
     pipeline = StableDiffusionPipeline.from_pretrained(
         place.base, safety_checker=None, requires_safety_checker=False
     )
@@ -54,9 +58,9 @@ def elsewhere(place: Toy, prompt: str, seed: int, file: Path | None) -> NDArray[
     if file is not None:
         pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     image = pipeline(
-        prompt,
+        PROMPTS[index],
         negative_prompt="blurred",
-        generator=torch.Generator().manual_seed(seed),
+        generator=torch.Generator().manual_seed(1234 + index),
         num_inference_steps=2,
         guidance_scale=5.0,
         width=16,
@@ -65,39 +69,75 @@ def elsewhere(place: Toy, prompt: str, seed: int, file: Path | None) -> NDArray[
     return np.asarray(image, dtype=np.int16)
 
 
-def apart(first: NDArray[np.int16], second: NDArray[np.int16]) -> int:
-    return int(np.abs(first - second).max())
+def test_diffusers_alone_draws_what_the_trainer_showed(place: Toy) -> None:
+    for index in range(len(PROMPTS)):
+        base, last = (pixels(shown(place, step, index)) for step in (0, 6))
+        assert np.abs(drawn(place, index, None) - base).max() <= 2
+        assert np.abs(drawn(place, index, place.run / "toy.safetensors") - last).max() <= 2
+        assert np.abs(last - base).max() > 20, "or a file that does nothing would pass"
+    # Saves at 2 and 4, samples at 3 and 6: the file of step 4 is between the two.
+    between = drawn(place, 0, place.run / "toy-step00000004.safetensors")
+    assert all(np.abs(between - pixels(shown(place, step))).max() > 2 for step in (3, 6))
 
 
-def shown(run: Path, step: int) -> list[tuple[str, int, NDArray[np.int16]]]:
-    """Return prompt, seed and pixels of the trainer's samples of a step."""
-    (row,) = (row for row in events(run, "sample") if row["step"] == step)
-    return [
-        (image["prompt"], image["seed"], np.asarray(Image.open(run / image["file"]), np.int16))
-        for image in row["images"]
-    ]
+def test_strengths_share_base_and_seed_and_files_have_their_names(
+    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    out = tmp_path / "[odd] [/red]"
+    strengths = ["--strength", "0", "--strength", "1"]
+    assert sample(place.run, "--prompt", PROMPTS[1], *strengths, "--output", out) == 0
+    names = [f"toy-{seed}-x{strength}.png" for seed in (1234, 1235) for strength in (0, 1)]
+    assert capsys.readouterr().out.splitlines() == [str(out / name) for name in names]
+    assert (
+        apart(out / names[0], shown(place, 0)) <= 2 and apart(out / names[1], shown(place, 6)) <= 2
+    )
+    assert apart(out / names[2], out / names[3]) > 10
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_file_gives_the_image_the_trainer_showed(name: str, place: Toy) -> None:
-    run = place.runs / name
-    images = shown(run, 6)
-    assert [(prompt, seed) for prompt, seed, _ in images] == [
-        (PROMPTS[0], 1234),
-        (PROMPTS[1], 1235),
-    ]
-    for (prompt, seed, pixels), (_, _, untrained) in zip(images, shown(run, 0), strict=True):
-        made = elsewhere(place, prompt, seed, run / f"{name}.safetensors")
-        assert apart(made, pixels) <= MOST_APART
-        base = elsewhere(place, prompt, seed, None)
-        assert apart(base, untrained) <= MOST_APART
-        assert apart(made, base) > 10 * MOST_APART, "or a file that does nothing would pass"
+def test_a_file_draws_with_the_base_given_and_does_not_say_where_its_own_was(
+    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was trained with other sampling steps than a foreign file gets; it says so itself."""
+    file = place.run / "toy.safetensors"
+    assert sample(file, "--base", place.base) == 0
+    assert apart(tmp_path / "samples" / "toy-1234.png", shown(place, 6)) <= 2
+    capsys.readouterr()
+    assert sample(file) in (2, 3)
+    assert "--base" in capsys.readouterr().err
 
 
-def test_a_rolling_export_gives_the_image_of_its_step(place: Toy) -> None:
-    """Saves at 2 and 4, samples at 3 and 6: the file of step 4 is between the two."""
-    run = place.runs / "kohya"
-    prompt, seed, after_3 = shown(run, 3)[0]
-    made = elsewhere(place, prompt, seed, run / "kohya-step00000004.safetensors")
-    assert apart(made, after_3) > MOST_APART
-    assert apart(made, shown(run, 6)[0][2]) > MOST_APART
+def test_a_run_that_has_not_finished_draws_with_its_newest_file_and_none_is_one_line(
+    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = place.copy(tmp_path / "runs")
+    (copied.run / "toy.safetensors").unlink()
+    assert sample(copied.run) == 0
+    assert (tmp_path / "samples" / "toy-step00000004-1234.png").is_file()
+    for file in copied.run.glob("*.safetensors"):
+        file.unlink()
+    (tmp_path / "empty").mkdir()
+    for target, code, why in (
+        (copied.run, 3, "has no exported file yet"),
+        (tmp_path / "empty", 3, "not a run folder"),
+        (tmp_path / "absent.safetensors", 3, "absent.safetensors"),
+        (place.run, 2, "a strength is not a finite number"),
+    ):
+        capsys.readouterr()
+        assert sample(target, *(["--strength", "nan"] if code == 2 else [])) == code
+        error = capsys.readouterr().err
+        assert why in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "null", None])
+def test_a_file_that_does_not_say_its_base_needs_it(
+    text: str | None, place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, tensors = tmp_path / "odd.safetensors", load_file(place.run / "toy.safetensors")
+    save_file(tensors, file, metadata={"lora_train.settings": text} if text else None)
+    assert sample(file) == 2
+    error = capsys.readouterr().err
+    assert "does not say which base it was trained on" in error and "--base" in error
+    if text is None:
+        assert sample(file, "--base", place.base) == 0
+        assert (tmp_path / "samples" / "odd-1234.png").is_file()

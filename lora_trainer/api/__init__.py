@@ -101,25 +101,22 @@ def train(
     """
     with made_to_stay():
         quiet_libraries()
-        from lora_trainer.run.train import TrainRequest
         from lora_trainer.run.train import train as run_training
 
-    train_request = TrainRequest(
-        request=Request.of(
-            dataset,
-            preset=preset,
-            priority=priority,
-            config_file=config_file,
-            settings=settings,
-            fetches=True,
-        ),
+    request = Request.of(
+        dataset,
+        preset=preset,
+        priority=priority,
+        config_file=config_file,
+        settings=settings,
+        fetches=True,
         resume=resume,
         resume_from=resume_from,
         strict=strict,
-        command=tuple(command),
+        command=command,
         is_asked_to_stop=is_asked_to_stop,
     )
-    return run_training(train_request, listeners=tuple(listeners))
+    return run_training(request, listeners=listeners)
 
 
 def train_events(dataset: Path | str, **options: Any) -> Iterator[Event]:

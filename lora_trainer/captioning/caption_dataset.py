@@ -1,6 +1,6 @@
 """`lora-train caption`: a caption by a model for every image of a dataset that has none.
 
-Input is a `CaptionRequest`, output are NAME.txt files beside the images, written one by one, and
+Input is a dataset and a `CaptionRequest`, output are NAME.txt files beside the images, written one by one, and
 an event for each. What is there stays there: captions are replaced only where that is asked for,
 never if they were edited meanwhile, and `caption_files` keeps the old ones. Torch-free until a
 model is loaded.
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from cyclopts import Parameter
 from PIL import Image
 
 from lora_trainer.captioning.caption_files import (
@@ -24,7 +25,15 @@ from lora_trainer.captioning.caption_files import (
     content_of,
     opened,
 )
-from lora_trainer.captioning.catalogue import RequestedModel, Writes, find, located, what_it_writes
+from lora_trainer.captioning.catalogue import (
+    DEFAULT,
+    KNOWN,
+    RequestedModel,
+    Writes,
+    find,
+    located,
+    what_it_writes,
+)
 from lora_trainer.captioning.tagger import Captioner, ModelCaption, OutOfRoom, no_room
 from lora_trainer.common.errors import InputError, RequestError, StoppedBySignal
 from lora_trainer.common.events import EventStream
@@ -33,15 +42,33 @@ from lora_trainer.dataset.captions import MAX_CAPTION_CHARACTERS, clean, with_tr
 from lora_trainer.dataset.images import ImageDecodeError, decode
 from lora_trainer.reporting.control import StopFlag, taking_signals
 
+_NAMES = ", ".join(model.name for model in KNOWN)
 
+
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class CaptionRequest:
-    """The arguments of `lora-train caption`; None where the kind of model decides."""
+    """The options of `lora-train caption` that say which captions are written; None where the kind of model decides.
 
-    dataset: Path
-    model: str
+    :param overwrite: replace existing captions too; --undo restores the old ones
+    :param output: folder for the captions [default: beside the images]
+    :param prefix: words before each caption, as typed
+    :param suffix: words after each caption, as typed; include a comma if you want one
+    :param trigger: word to put first in captions that do not contain it
+    :param prompt: instruction for models that take one [default: describe in two sentences]
+    :param max_tokens: longest caption, in tokens [default: 150]
+    :param threshold: for taggers: lowest probability of a tag [default: 0.35]
+    :param character_threshold: for taggers: lowest probability of a character's name [default: 0.85]
+    :param device: device that runs the model
+    """
+
+    model: Annotated[
+        str, Parameter(help=f"{_NAMES}; or the folder or Hub id of a model of the same kinds")
+    ] = DEFAULT
     overwrite: bool = False
-    images: tuple[str, ...] = ()
+    images: Annotated[
+        list[str], Parameter(consume_multiple=True, help="only these images of the dataset")
+    ] = field(default_factory=list)
     output: Path | None = None
     prefix: str = ""
     suffix: str = ""
@@ -51,11 +78,6 @@ class CaptionRequest:
     threshold: float | None = None
     character_threshold: float | None = None
     device: Literal["auto", "cuda", "cpu"] = "auto"
-
-    @property
-    def root(self) -> Path:
-        """The folder that captions are written to."""
-        return self.output or self.dataset
 
     def refuse_unfit(self, writes: Writes) -> None:
         """Raise RequestError for options that this kind of model has no use for, and for bad numbers."""
@@ -80,7 +102,7 @@ class CaptionRequest:
 
     def decisive(self, source: str) -> dict[str, object]:
         """Return the values that decide the text of captions: a call with others is another call."""
-        elsewhere = ("dataset", "images", "output", "device")
+        elsewhere = ("images", "output", "device")
         values = {name: value for name, value in vars(self).items() if name not in elsewhere}
         return {**values, "model": source}
 
@@ -94,7 +116,9 @@ class Captioned:
     had_one: int
 
 
-def caption_dataset(request: CaptionRequest, *, events: EventStream, stop: StopFlag) -> Captioned:
+def caption_dataset(
+    dataset: Path, request: CaptionRequest, *, events: EventStream, stop: StopFlag
+) -> Captioned:
     """Write the captions that are missing, or all with `overwrite`; `stop` is asked between images.
 
     Signals are taken once the model is loaded; before that nothing is there to be ended well.
@@ -102,11 +126,11 @@ def caption_dataset(request: CaptionRequest, *, events: EventStream, stop: StopF
     Raises RequestError for options that do not go together, InputError when no image could be
     captioned, MachineError without the model or memory, StoppedBySignal when asked to stop.
     """
-    model, chosen = look(request)
+    model, chosen = look(dataset, request)
     work = _Work(request=request, chosen=chosen, events=events)
     if not chosen.targets:
         return work.finished()
-    with opened(request.root, request.decisive(model.source)) as journal:
+    with opened(request.output or dataset, request.decisive(model.source)) as journal:
         captioner = _load(request, model, events)
         events.emit(
             "captioning",
@@ -121,14 +145,13 @@ def caption_dataset(request: CaptionRequest, *, events: EventStream, stop: StopF
     return work.finished()
 
 
-def look(request: CaptionRequest) -> tuple[RequestedModel, Chosen]:
+def look(dataset: Path, request: CaptionRequest) -> tuple[RequestedModel, Chosen]:
     """Return which model and which images are meant, without loading or writing anything."""
     model = find(request.model)
     if model.writes is not None:
         request.refuse_unfit(model.writes)
-    only = request.images
     return model, choose(
-        request.dataset, overwrite=request.overwrite, only=only, output=request.output
+        dataset, overwrite=request.overwrite, only=request.images, output=request.output
     )
 
 

@@ -8,68 +8,28 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from signal import SIGINT
-from typing import Annotated, Any, Literal, TextIO
-
-from cyclopts import Parameter
+from typing import Any, TextIO
 
 from lora_trainer.captioning.caption_dataset import CaptionRequest, caption_dataset, look
 from lora_trainer.captioning.caption_files import Chosen, UndoResult
 from lora_trainer.captioning.caption_files import undo as take_back
-from lora_trainer.captioning.catalogue import DEFAULT, KNOWN, RequestedModel
+from lora_trainer.captioning.catalogue import RequestedModel
 from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.events import Event, EventStream, shown
 from lora_trainer.common.processes import quiet_libraries
 from lora_trainer.reporting.control import StopFlag
 
-_NAMES = ", ".join(model.name for model in KNOWN)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class CaptionOptions:
-    """The options of `caption` that say which captions are written, by the names of `CaptionRequest`.
-
-    :param overwrite: replace existing captions too; --undo restores the old ones
-    :param output: folder for the captions [default: beside the images]
-    :param prefix: words before each caption, as typed
-    :param suffix: words after each caption, as typed; include a comma if you want one
-    :param trigger: word to put first in captions that do not contain it
-    :param prompt: instruction for models that take one [default: describe in two sentences]
-    :param max_tokens: longest caption, in tokens [default: 150]
-    :param threshold: for taggers: lowest probability of a tag [default: 0.35]
-    :param character_threshold: for taggers: lowest probability of a character's name [default: 0.85]
-    :param device: device that runs the model
-    """
-
-    model: Annotated[
-        str, Parameter(help=f"{_NAMES}; or the folder or Hub id of a model of the same kinds")
-    ] = DEFAULT
-    overwrite: bool = False
-    images: Annotated[
-        list[str], Parameter(consume_multiple=True, help="only these images of the dataset")
-    ] = field(default_factory=list)
-    output: Path | None = None
-    prefix: str = ""
-    suffix: str = ""
-    trigger: str | None = None
-    prompt: str | None = None
-    max_tokens: int | None = None
-    threshold: float | None = None
-    character_threshold: float | None = None
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-
-
-CAPTIONED = CaptionOptions()
+CAPTIONED = CaptionRequest()
 
 
 def caption(
     dataset: Path,
     /,
     *,
-    options: CaptionOptions = CAPTIONED,
+    options: CaptionRequest = CAPTIONED,
     only_missing: bool = False,
     undo: bool = False,
     dry_run: bool = False,
@@ -90,15 +50,14 @@ def caption(
     if undo:
         teller.undone(take_back(options.output or dataset))
         return
-    request = CaptionRequest(dataset=dataset, **{**vars(options), "images": tuple(options.images)})
     if dry_run:
-        teller.planned(*look(request))
+        teller.planned(*look(dataset, options))
         return
     quiet_libraries()  # their progress bars and warnings would mix with the lines on stderr
     events = EventStream()
     events.subscribe(teller)
     try:
-        caption_dataset(request, events=events, stop=StopFlag())
+        caption_dataset(dataset, options, events=events, stop=StopFlag())
     except KeyboardInterrupt:
         raise StoppedBySignal(
             SIGINT,

@@ -23,7 +23,7 @@ from lora_trainer.common.events import Event, Listener
 from lora_trainer.config.running import RunConfig
 from lora_trainer.measuring.bench import QUIET
 from lora_trainer.run.prepare import Prepared, Request, prepare
-from lora_trainer.run.train import TrainRequest, train
+from lora_trainer.run.train import train
 from lora_trainer.training.training import Progress
 
 WARMUP_STEPS = 3
@@ -73,9 +73,7 @@ def profile_run(
         },
     )
     watch = _Watch(last=WARMUP_STEPS + steps)
-    file = train(
-        TrainRequest(request=short, watchers=(watch,)), listeners=(*listeners, watch.listen)
-    )
+    file = train(replace(short, watchers=(watch,)), listeners=(*listeners, watch.listen))
     trace = file.parent / "tensorboard"
     tensorboard_trace_handler(str(trace))(watch.profiler)
     file.unlink()  # an adapter of so few steps is useless and would only be mistaken for a result

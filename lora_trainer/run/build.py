@@ -58,10 +58,8 @@ class Networks:
 
     @property
     def by_component(self) -> dict[str, nn.Module]:
-        """The networks that an adapter may be in."""
-        return {DENOISER: self.denoiser} | (
-            dict(self.text.networks) if self.text is not None else {}
-        )
+        """The networks that an adapter may change, by the names of their components."""
+        return {DENOISER: self.denoiser, **(self.text.networks if self.text is not None else {})}
 
 
 def load_networks(prepared: Prepared) -> Networks:
@@ -92,23 +90,23 @@ def _assistant(prepared: Prepared, denoiser: nn.Module) -> LoraStrength | None:
     file = prepared.config.base.assistant
     if file is None:
         return None
-    names = LayerNames(prepared.family, _layers(prepared, {}))
+    names = LayerNames(prepared.family, _layers(prepared, None))
     return attach_assistant(denoiser, read_tensors(Path(file).expanduser(), names=names))
 
 
 def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | None) -> Adapter:
     config, family = prepared.config, prepared.family
-    inside: dict[str, nn.Module] = {DENOISER: networks.denoiser}
-    modules = {DENOISER: family.lora_targets(networks.denoiser, config.adapter.targets)}
-    if networks.text is not None and config.adapter.text_encoder:
-        inside |= networks.text.networks
-        modules |= {
-            name: family.lora_targets(network, "text_encoder")
-            for name, network in networks.text.networks.items()
-        }
+    text = config.adapter.text_encoder
+    inside = networks.by_component if text else {DENOISER: networks.denoiser}
+    modules = {
+        name: family.lora_targets(
+            network, config.adapter.targets if name == DENOISER else "text_encoder"
+        )
+        for name, network in inside.items()
+    }
     starts = config.train.init_from if state is None else None
-    text = {} if networks.text is None else networks.text.networks
-    layers = _layers(prepared, text) if starts is not None else {}  # as they are without an adapter
+    # As they are without an adapter.
+    layers = _layers(prepared, networks.text) if starts is not None else {}
     adapter = inject(
         inside,
         modules=modules,
@@ -126,14 +124,16 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
 
 
 def _layers(
-    prepared: Prepared, text: Mapping[str, nn.Module]
+    prepared: Prepared, text: TextEncoder | None
 ) -> dict[str, Mapping[str, tuple[int, ...]]]:
     """Return the shapes of all layers by component, those of loaded text encoders by their own names."""
     family = prepared.family
     return {
         DENOISER: denoiser_layers(family, prepared.facts.architecture),
         **family.text.layers,
-        **{name: layer_shapes(network) for name, network in text.items()},
+        **{
+            name: layer_shapes(network) for name, network in (text.networks if text else {}).items()
+        },
     }
 
 

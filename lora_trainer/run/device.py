@@ -1,11 +1,7 @@
-"""The device of a training: which one, how much of its memory, and the facts that bit-exactness depends on.
+"""The device of a training: its choice, the bound on its memory, and the facts that bit-exactness depends on.
 
-An upper bound on the GPU memory of PyTorch's allocator, so that the GPU can be shared.
-
-On Windows and in WSL the driver moves memory to the host instead of refusing an allocation, so a full GPU
-causes no error but makes a run ten times slower. There the bound is always set.
-
-The device of a training: its choice, its memory limit, and the facts bit-exactness depends on.
+On Windows and in WSL the driver moves memory to the host instead of refusing an allocation, so a full GPU causes no
+error but makes a run ten times slower. There PyTorch's allocator is always bounded.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from lora_trainer.reporting.score import (
     weights_part,
 )
 from lora_trainer.run.build import Networks
-from lora_trainer.run.run_folder import RunFolder, TrainingJob
+from lora_trainer.run.run_folder import TrainingJob
 from lora_trainer.training.training import Progress
 
 
@@ -123,7 +123,11 @@ def validate_at_the_end(
 ) -> None:
     """Write the parts that need no pass to validation.json; a failure is an event, never the end of a run."""
     try:
-        result = _measured(job.folder, networks.by_component, adapter, file, end)
+        result = Validation(file=file.name)
+        measure_weights(weight_figures(networks.by_component, adapter.tensors()), result)
+        _measure_gain(read_history(job.folder.path), end.step, result)
+        for name in WEIGHTS.keys() - result.parts.keys() - result.left_out.keys():
+            result.left_out[name] = BY_COMMAND
         path = job.folder.path / VALIDATION_FILE
         write_atomic(path, json_bytes(result.to_json()), durable=False)
     except (LoraTrainError, RuntimeError) as error:
@@ -134,17 +138,6 @@ def validate_at_the_end(
         )
         return
     job.events.emit("measured", step=end.step, parts=result.to_json()["parts"])
-
-
-def _measured(
-    folder: RunFolder, inside: Mapping[str, nn.Module], adapter: Adapter, file: Path, end: Progress
-) -> Validation:
-    findings = Validation(file=file.name)
-    measure_weights(weight_figures(inside, adapter.tensors()), findings)
-    _measure_gain(read_history(folder.path), end.step, findings)
-    for name in WEIGHTS.keys() - findings.parts.keys() - findings.left_out.keys():
-        findings.left_out[name] = BY_COMMAND
-    return findings
 
 
 def _measure_gain(history: RunHistory, step: int, findings: Validation) -> None:

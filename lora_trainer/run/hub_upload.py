@@ -1,6 +1,6 @@
 """Uploading a finished adapter to the Hugging Face Hub: the file, its sample images and a model card.
 
-Input is a HubUpload, output the repository's address. Nothing else of a run leaves the machine: no
+Input is the file in its run folder, output the repository's address. Nothing else of a run leaves the machine: no
 state, no record, no folder name, no token. A failed upload never fails a training.
 """
 
@@ -10,7 +10,6 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,57 +40,6 @@ _WRITING_LOGIN = (
     f"make a token that may write on https://huggingface.co/settings/tokens, then {LOGIN}"
 )
 _REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubUpload:
-    """The files of an upload and its repository. `base` is the Hub id of the base, None where it is a local file.
-
-    `samples` are images in the order of their prompts. `in_diffusers` says whether
-    `load_lora_weights` gives the trained adapter, `in_programs` whether ComfyUI and its like do.
-    `embedding` holds the new tokens it was trained with.
-    """
-
-    repository: str
-    private: bool
-    file: Path
-    title: str
-    samples: Sequence[Path] = ()
-    base: str | None = None
-    base_name: str = ""
-    trigger: str | None = None
-    description: str = ""
-    license: str = ""
-    in_diffusers: bool = True
-    in_programs: bool = True
-    embedding: Path | None = None
-
-
-def release_of_file(file: Path, *, repository: str, private: bool) -> HubUpload:
-    """Gather what is uploaded of a file; raises InputError for one that is no LoRA of a known family."""
-    contents, fit = check_usable(file, names=None)
-    kinds = {part.kind for part in contents.parts.values() if part.kind is not None}
-    dora = any("magnitude" in part.entries for part in contents.parts.values())
-    format = key_format(contents.parts)
-    source = _base_source(file, contents)
-    words = embedding_path(file)
-    texts = contents.metadata
-    return HubUpload(
-        repository=repository,
-        private=private,
-        file=file,
-        title=texts.get("modelspec.title") or file.stem,
-        samples=tuple(last_samples(file.parent / "samples")),
-        base=source if is_repository(source) and not Path(source).exists() else None,
-        base_name=Path(source).name or fit.family,
-        trigger=texts.get("modelspec.trigger_phrase") or None,
-        description=texts.get("modelspec.description", ""),
-        license=texts.get("modelspec.license", ""),
-        in_diffusers=kinds == {"lora"} and (format == "diffusers" or not dora),
-        in_programs=format == families.family(fit.family).formats.written[0]
-        or format != "diffusers",
-        embedding=words if words.is_file() else None,
-    )
 
 
 def _base_source(file: Path, contents: Contents) -> str:
@@ -125,88 +73,107 @@ def check_upload(repository: str, *, asked_by: str = "--set output.hub_repo") ->
         raise MachineError(f"{repository} needs a login to the Hugging Face Hub", fix=LOGIN)
 
 
-def push(release: HubUpload) -> str:
-    """Upload and return the repository's address; raises as `check_upload`, and MachineError for the rest.
+def push(
+    file: Path, *, repository: str, private: bool, asked_by: str = "--set output.hub_repo"
+) -> str:
+    """Upload a LoRA file and return the repository's address; a model card that lies there is left alone.
 
-    A model card that somebody has put there is left alone.
+    Raises InputError for a file that is no LoRA of a known family, errors as `check_upload`, and MachineError
+    for the rest.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # re-exported
 
-    check_upload(release.repository)
+    contents, fit = check_usable(file, names=None)
+    check_upload(repository, asked_by=asked_by)
+    samples = last_samples(file.parent / "samples")
+    words = embedding_path(file)
+    embedding = words if words.is_file() else None
     api = HfApi()
     try:
-        api.create_repo(release.repository, private=release.private, exist_ok=True)
-        with TemporaryDirectory() as folder:
-            _stage(release, Path(folder), card=not api.file_exists(release.repository, CARD))
+        api.create_repo(repository, private=private, exist_ok=True)
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            shutil.copyfile(file, folder / file.name)
+            if embedding is not None:
+                (folder / embedding.parent.name).mkdir()
+                shutil.copyfile(embedding, folder / embedding.parent.name / embedding.name)
+            (folder / "samples").mkdir()
+            for index, image in enumerate(samples):
+                shutil.copyfile(image, folder / _sample_name(index))
+            if not api.file_exists(repository, CARD):
+                card = _model_card(
+                    file, contents, fit.family, repository, samples=samples, embedding=embedding
+                )
+                (folder / CARD).write_text(card, encoding="utf-8", newline="\n")
             api.upload_folder(
-                repo_id=release.repository,
-                folder_path=folder,
-                commit_message=f"Upload {release.file.name}",
+                repo_id=repository, folder_path=name, commit_message=f"Upload {file.name}"
             )
     except HfHubHTTPError as error:
         status = error.response.status_code
-        fixes = {401: LOGIN, 403: _WRITING_LOGIN}
-        answer = f"the Hub answers {status}"
-        reason = f": {WRITE_REFUSED} ({answer})" if status == 403 else f" ({answer})"
-        raise _not_uploaded(release, reason, fixes.get(status)) from None
+        fix = {401: LOGIN, 403: _WRITING_LOGIN}.get(status)
+        refused = f": {WRITE_REFUSED}" if status == 403 else ""
+        reason = f"{refused} (the Hub answers {status})"
     except (HTTPError, OSError) as error:
-        raise _not_uploaded(release, f" ({type(error).__name__})", None) from None
-    return f"{constants.ENDPOINT}/{release.repository}"
-
-
-def _not_uploaded(release: HubUpload, reason: str, fix: str | None) -> MachineError:
-    return MachineError(
-        f"{release.file.name} was not uploaded to {release.repository}{reason}",
-        fix=fix or f"try again with `hf upload {release.repository} {release.file}`",
+        fix, reason = None, f" ({type(error).__name__})"
+    else:
+        return f"{constants.ENDPOINT}/{repository}"
+    raise MachineError(
+        f"{file.name} was not uploaded to {repository}{reason}",
+        fix=fix or f"try again with `hf upload {repository} {file}`",
     )
 
 
 def push_finished(file: Path, *, repository: str, private: bool, events: EventStream) -> None:
     """Upload the LoRA of a finished run; a failure is a problem that says how to try again."""
     try:
-        address = push(release_of_file(file, repository=repository, private=private))
+        address = push(file, repository=repository, private=private)
     except LoraTrainError as error:
         events.problem(error.found, fix=error.fix, code="HUB-01")
     else:
         events.emit("uploaded", address=address, private=private)
 
 
-def _stage(release: HubUpload, folder: Path, *, card: bool) -> None:
-    shutil.copyfile(release.file, folder / release.file.name)
-    if release.embedding is not None:
-        target = embedding_path(folder / release.file.name)
-        target.parent.mkdir()
-        shutil.copyfile(release.embedding, target)
-    (folder / "samples").mkdir()
-    for index, image in enumerate(release.samples):
-        shutil.copyfile(image, folder / _sample_name(index))
-    if card:
-        (folder / CARD).write_text(model_card(release), encoding="utf-8", newline="\n")
-
-
 def _sample_name(index: int) -> str:
     return f"samples/{index:02d}.png"
 
 
-def model_card(release: HubUpload) -> str:
-    """Return the model card: YAML that the Hub reads, the gallery, the trigger, how to use the file."""
+def _model_card(
+    file: Path,
+    contents: Contents,
+    family: str,
+    repository: str,
+    *,
+    samples: Sequence[Path],
+    embedding: Path | None,
+) -> str:
+    """Return the model card: YAML that the Hub reads, the gallery, the trigger, how to use the file.
+
+    It knows whether `load_lora_weights` gives the trained adapter and whether ComfyUI and its like read the file,
+    and links the base only by its Hub id, as a path would say whose machine it was.
+    """
     from huggingface_hub import ModelCardData
 
-    gallery = [
-        {"text": public_text(sample_prompt(image)) or "-", "output": {"url": _sample_name(index)}}
-        for index, image in enumerate(release.samples)
-    ]
+    kinds = {part.kind for part in contents.parts.values() if part.kind is not None}
+    dora = any("magnitude" in part.entries for part in contents.parts.values())
+    format, texts = key_format(contents.parts), contents.metadata
+    source = _base_source(file, contents)
+    base = source if is_repository(source) and not Path(source).exists() else None
+    trigger = texts.get("modelspec.trigger_phrase") or None
+    prompts = [sample_prompt(image) for image in samples]
     data = ModelCardData(
         tags=list(TAGS),
         library_name="diffusers",
-        base_model=release.base,
-        base_model_relation="adapter" if release.base else None,
-        instance_prompt=release.trigger,
-        license=release.license or None,
-        widget=gallery or None,
+        base_model=base,
+        base_model_relation="adapter" if base else None,
+        instance_prompt=trigger,
+        license=texts.get("modelspec.license") or None,
+        widget=[
+            {"text": public_text(prompt) or "-", "output": {"url": _sample_name(index)}}
+            for index, prompt in enumerate(prompts)
+        ]
+        or None,
     )
-    prompt = sample_prompt(release.samples[0]) if release.samples else (release.trigger or "")
     template = Template(
         Path(__file__).with_name("model_card.md").read_text(encoding="utf-8"),
         trim_blocks=True,
@@ -215,9 +182,19 @@ def model_card(release: HubUpload) -> str:
     return str(
         template.render(
             yaml=data.to_yaml(),
-            release=release,
-            description=public_text(release.description),
-            prompt=public_text(prompt),
+            title=texts.get("modelspec.title") or file.stem,
+            description=public_text(texts.get("modelspec.description", "")),
+            trigger=trigger,
+            prompt=public_text(prompts[0] if prompts else trigger or ""),
+            base=base,
+            base_name=Path(source).name or family,
+            repository=repository,
+            file=file,
+            embedding=embedding,
+            samples=samples,
+            in_diffusers=kinds == {"lora"} and (format == "diffusers" or not dora),
+            in_programs=format != "diffusers"
+            or format == families.family(family).formats.written[0],
             python=partial(json.dumps, ensure_ascii=False),
         )
     )

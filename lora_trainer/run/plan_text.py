@@ -19,7 +19,6 @@ from lora_trainer.common.events import Finding, note, warning
 from lora_trainer.common.processes import full_batch, share
 from lora_trainer.common.wording import duration_text
 from lora_trainer.config.config import all_settings, flatten
-from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.config.running import RunConfig
 from lora_trainer.families.base import FileFormat
 from lora_trainer.hardware.machine import tier_problem
@@ -75,7 +74,7 @@ def plan_json(prepared: Prepared, longer: Longer = None) -> dict[str, Any]:
             }
             for key, value in flatten(prepared.config).items()
         },
-        "memory": _memory_json(plan),
+        "memory": _memory_json(prepared),
         "time": {
             "steps": plan.steps,
             "epochs": plan.epochs,
@@ -98,8 +97,8 @@ def plan_json(prepared: Prepared, longer: Longer = None) -> dict[str, Any]:
     }
 
 
-def _memory_json(plan: Plan) -> dict[str, Any]:
-    memory, host = plan.memory, plan.host
+def _memory_json(prepared: Prepared) -> dict[str, Any]:
+    memory, host = prepared.plan.memory, prepared.plan.host
     return {
         "items": _items_json(memory.items),
         "phase": memory.peak_phase,
@@ -108,9 +107,7 @@ def _memory_json(plan: Plan) -> dict[str, Any]:
         "peak_bytes": memory.peak_bytes,
         "limit_bytes": memory.limit_bytes,
         "fits": memory.fits,
-        "images_at_once": {
-            f"{width}x{height}": count for (width, height), count in plan.images_at_once.items()
-        },
+        "images_at_once": prepared.at_once_by_size,
         "host": None
         if host is None
         else {
@@ -133,35 +130,33 @@ def plan_text(
 
     It lists the dozen settings that decide a training and those the user set; with `everything` all of them.
     """
-    plan, config = prepared.plan, prepared.config
+    plan, config, resolved = prepared.plan, prepared.config, prepared.resolved
     buckets = ", ".join(f"{name} x{count}" for name, count in prepared.report.buckets.items())
-    facts = key_table("")
-    add_row(facts, "base", f"{prepared.facts.source} ({prepared.family.name}){_download(prepared)}")
-    add_row(facts, "device", f"{config.hardware.device}: {plan.origins['hardware.device'].reason}")
-    add_row(facts, "preset", f"{prepared.resolved.preset}, priority {prepared.resolved.priority}")
-    add_row(
-        facts,
-        "data",
-        f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out"
+    rows = {
+        "base": f"{prepared.facts.source} ({prepared.family.name}){_download(prepared)}",
+        "device": f"{config.hardware.device}: {plan.origins['hardware.device'].reason}",
+        "preset": f"{resolved.preset}, priority {resolved.priority}",
+        "data": f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out"
         f"{_regularisation_text(prepared)}; {buckets}",
-    )
-    add_row(
-        facts,
-        "length",
-        f"{plan.steps:,} steps of {config.train.batch_size} = {plan.epochs:.1f} epochs",
-    )
-    add_row(facts, "base weights", _base_text(config))
-    add_row(facts, "micro-batch", _at_once_text(plan))
-    if prepared.processes > 1:
-        add_row(facts, "processes", _processes_text(prepared))
-    add_row(facts, "time", _time_text(plan))
-    if longer is not None:
-        add_row(facts, "more time", _longer_text(longer))
-    add_row(
-        facts, "disk", ", ".join(f"{name} {gib(size)}" for name, size in plan.disk_bytes.items())
-    )
+        "length": f"{plan.steps:,} steps of {config.train.batch_size} = {plan.epochs:.1f} epochs",
+        "base weights": _base_text(config),
+        "micro-batch": _at_once_text(plan),
+        "processes": _processes_text(prepared) if prepared.processes > 1 else "",
+        "time": _time_text(plan),
+        "more time": _longer_text(longer),
+        "disk": ", ".join(f"{name} {gib(size)}" for name, size in plan.disk_bytes.items()),
+    }
+    facts = key_table("")
+    for name, text in rows.items():
+        if text:
+            add_row(facts, name, text)
+    remarks = [
+        Text(finding_line(remark), style=STYLES[remark.severity])
+        for remark in run_warnings(prepared)
+    ]
     settings = _settings_table(prepared, everything=everything)
-    return Group(facts, "", *_memory_tables(plan), "", *settings, *_remark_lines(prepared))
+    lines: list[RenderableType] = ["", *remarks] if remarks else []
+    return Group(facts, "", *_memory_tables(plan), "", *settings, *lines)
 
 
 def _settings_table(prepared: Prepared, *, everything: bool) -> list[RenderableType]:
@@ -252,12 +247,6 @@ def _memory_tables(plan: Plan) -> list[RenderableType]:
     return lines if plan.host is None else [*lines, "", _host_table(plan.host)]
 
 
-def _remark_lines(prepared: Prepared) -> list[RenderableType]:
-    notices = run_warnings(prepared)
-    lines = [Text(finding_line(notice), style=STYLES[notice.severity]) for notice in notices]
-    return ["", *lines] if lines else []
-
-
 def _download(prepared: Prepared) -> str:
     facts = prepared.facts
     if facts.layout is not None:
@@ -317,51 +306,43 @@ def _in_order(phases: Iterable[Sequence[MemoryItem]]) -> list[str]:
     return [name for name in names if name not in last] + last
 
 
-def run_warnings(prepared: Prepared) -> tuple[Finding, ...]:
-    """Return warnings about the base, the GPU and the exported file; the dataset's are in `prepared.report`."""
-    config = prepared.config
-    return (
-        *_base(prepared),
-        *_processes(prepared),
-        *_enlarged(prepared),
-        *_long(prepared),
-        *_wide(config.adapter),
-        *optimizer_remarks(config, shapes=prepared.costs.adapter_shapes(config.adapter.targets)),
-        *_card_and_file(prepared),
-    )
-
-
-def _base(prepared: Prepared) -> Iterator[Finding]:
-    facts = prepared.facts
+def run_warnings(prepared: Prepared) -> Iterator[Finding]:
+    """Yield warnings about the base, the GPU and the exported file; the dataset's are in `prepared.report`."""
+    config, facts, processes = prepared.config, prepared.facts, prepared.processes
     if facts.assumed is not None:
         yield warning("release", None, facts.assumed.sentence, advice=facts.assumed.setting)
-    if facts.distilled and prepared.config.base.assistant is None:
+    if facts.distilled and config.base.assistant is None:
         what = f"{facts.source} is distilled: training weakens its ability to draw in few steps"
         advice = (
             "train on the undistilled release, "
             "or give an assistant adapter with --set base.assistant=FILE"
         )
         yield warning("distilled", None, what, advice=advice)
-
-
-def _processes(prepared: Prepared) -> Iterator[Finding]:
-    batch, processes = prepared.config.train.batch_size, prepared.processes
+    batch = config.train.batch_size
     if batch % processes:
-        busy, full = min(batch, processes), full_batch(batch, count=processes)
+        busy = min(batch, processes)
         idle = f"only {busy} have work" if busy < processes else "some wait for the others"
         what = f"train.batch_size={batch} does not divide by {processes} processes: {idle}"
+        full = full_batch(batch, count=processes)
         advice = f"train.batch_size={full} would use all of them in every step"
         yield warning("processes", None, what, advice=advice)
-
-
-def _card_and_file(prepared: Prepared) -> Iterator[Finding]:
+    yield from _enlarged(prepared)
+    yield from _long(prepared)
+    if config.adapter.dora:
+        what = (
+            "adapter.dora runs in fp32 beside each layer instead of fused with it, "
+            "so a step takes more time, and in 16 bits more memory"
+        )
+        yield warning("adapter", None, what, advice="use a plain LoRA if time or memory is short")
+    shapes = prepared.costs.adapter_shapes(config.adapter.targets)
+    yield from optimizer_remarks(config, shapes=shapes)
     card = prepared.hardware.accelerator(sharing=prepared.sharing).value
     if too_small := tier_problem(card.total_bytes if card else None):
         advice = "lower data.resolution or adapter.rank if the run does not fit"
         yield warning("card", None, too_small, advice=advice)
-    format: FileFormat = prepared.config.output.format
+    format: FileFormat = config.output.format
     advice = "choose another output.format or adapter if that matters to you"
-    for missed in format_notes(format, planned_contents(prepared.config.adapter)):
+    for missed in format_notes(format, planned_contents(config.adapter)):
         yield warning("format", None, f"output.format={format}: {missed}", advice=advice)
 
 
@@ -378,15 +359,6 @@ def _long(prepared: Prepared) -> Iterator[Finding]:
         f"{MOST_HOURS[priority]:g} with 20 images on an ordinary GPU"
     )
     yield note("time", None, what, advice=advice)
-
-
-def _wide(adapter: AdapterSettings) -> Iterator[Finding]:
-    if adapter.dora:
-        what = (
-            "adapter.dora runs in fp32 beside each layer instead of fused with it, "
-            "so a step takes more time, and in 16 bits more memory"
-        )
-        yield warning("adapter", None, what, advice="use a plain LoRA if time or memory is short")
 
 
 def _enlarged(prepared: Prepared) -> Iterator[Finding]:

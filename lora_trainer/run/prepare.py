@@ -6,10 +6,10 @@ cache folder are written, which save time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
@@ -51,6 +51,9 @@ from lora_trainer.lora_file.formats import format_for, planned_contents
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import OomHistory, PlanInput
 
+if TYPE_CHECKING:  # it imports torch
+    from lora_trainer.training.training import Action
+
 PLANNED_BY = (
     "memory.",
     "hardware.",
@@ -71,6 +74,9 @@ class Request:
     `processes` share each optimizer step, `sharing` of them this machine; the plan is for one process.
     `fetches`: download a base for planning if its name tells too little and the Hub's cache lacks it;
     `on_bytes` is told how far any download is.
+
+    The rest is of a training: `command` are the words typed, for run.json; `watchers` run between steps, before all
+    other actions; a run that `is_asked_to_stop` saves and ends.
     """
 
     dataset: Path
@@ -85,6 +91,12 @@ class Request:
     sharing: int = 1
     fetches: bool = False
     on_bytes: OnBytes = unheard
+    resume: bool = False
+    resume_from: Path | None = None
+    strict: bool = False
+    command: Sequence[str] = ()
+    watchers: Sequence[Action] = ()
+    is_asked_to_stop: Callable[[], bool] = lambda: False
 
     @classmethod
     def of(
@@ -123,6 +135,17 @@ class Prepared(PlanInput):
     def config(self) -> RunConfig:
         """The planned settings."""
         return self.plan.config
+
+    @property
+    def identities(self) -> dict[str, str]:
+        """The checksum of each part of the base."""
+        return {name: part.identity for name, part in self.facts.parts.items()}
+
+    @property
+    def at_once_by_size(self) -> dict[str, int]:
+        """The planned micro-batch by "WIDTHxHEIGHT" of the bucket, as `Request.run_at_once` takes it."""
+        planned = self.plan.images_at_once
+        return {f"{width}x{height}": count for (width, height), count in planned.items()}
 
     @property
     def sample_prompts(self) -> tuple[str, ...]:
@@ -205,9 +228,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         **{each.name: getattr(plan_input, each.name) for each in fields(PlanInput)},
         plan=plan(plan_input),
         dataset=dataset,
-        report=inspect_images(
-            dataset, settings=settings.data, more=tuple(too_long(reading, facts=basis.facts))
-        ),
+        report=_report(dataset, settings, reading, basis),
         trained=trained,
         held_out=held_out,
         cache_root=cache_root,
@@ -323,11 +344,14 @@ def examine(request: Request, *, hardware: Hardware | None = None) -> CheckRepor
     caption_tokens = settings.data.caption_tokens
     room = MOST_CHUNKS if basis.family.text.chunks and caption_tokens == "auto" else reading.chunks
     return CheckReport(
-        report=inspect_images(
-            dataset, settings=settings.data, more=tuple(too_long(reading, facts=basis.facts))
-        ),
+        report=_report(dataset, settings, reading, basis),
         caption_limit=caption_limit(basis.facts, chunks=room),
     )
+
+
+def _report(dataset: Dataset, settings: Config, reading: Reading, basis: Basis) -> DatasetReport:
+    more = tuple(too_long(reading, facts=basis.facts))
+    return inspect_images(dataset, settings=settings.data, more=more)
 
 
 def _reading(request: Request, dataset: Dataset, basis: Basis) -> Reading:

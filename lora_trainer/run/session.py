@@ -1,6 +1,6 @@
 """One training in one run folder: caches, model, loop, exports, in the order of this file.
 
-In a training of several processes the first one leads (`train_job`), the others do their share (`follow`).
+In a training of several processes the first one leads, the others do their share (`follow`).
 """
 
 from __future__ import annotations
@@ -66,8 +66,12 @@ PLAIN: Checkpointing = "full"
 
 
 def train_job(job: TrainingJob) -> Path:
-    """Cache, train, export; return the exported file. Raises LoraTrainError."""
-    prepared, config, events = job.prepared, job.prepared.config, job.events
+    """Cache, train, export; return the exported file. Raises LoraTrainError.
+
+    A process that follows does its share of the caches and steps, and writes and shows nothing else.
+    """
+    prepared, config, events, ranks = job.prepared, job.prepared.config, job.events, job.ranks
+    leads = ranks.dist_env.is_main
 
     # ---- caches: encoders are loaded only if something is missing, and dropped before the denoiser
     cache = open_cache(prepared, events)
@@ -75,70 +79,80 @@ def train_job(job: TrainingJob) -> Path:
 
     # ---- model, adapter, optimizer
     events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
-    # The other processes have no state of their own: `follow_job` waits for this one, None for a new run.
-    _share(job.ranks, job.state)
+    job = replace(job, state=_shared(ranks, job.state))  # None for a new run
     with made_to_stay():
         parts = build_components(job)
-    start = Progress(step=0, images=0, guard=GuardState(micro_batch=config.memory.micro_batch))
+    micro_batch = config.memory.micro_batch
+    start = Progress(step=0, images=0, guard=GuardState(micro_batch=micro_batch))
     writer = StateWriter(folder=job.folder.states, keep=config.output.keep_states, events=events)
     best = BestExport(job=job, adapter=parts.adapter)
     saves = save_action(job, writer, parts, best)
-    with oom_as_error("preparing the first step", events=events):
-        if job.state is not None:
-            start = parts.restored(job.state, micro_batch=start.guard.micro_batch)
-        # A state in memory from the start: a rollback may come before the first save.
-        writer.remember(saves.state(start))
+    if leads:
+        with oom_as_error("preparing the first step", events=events):
+            if job.state is not None:
+                start = parts.restored(job.state, micro_batch=micro_batch)
+            # A state in memory from the start: a rollback may come before the first save.
+            writer.remember(saves.state(start))
+
+    def restore() -> Progress:
+        state = None
+        if leads:
+            writer.wait()
+            state = writer.newest()
+            cut_events(job.folder, step=state.step)
+        state = _shared(ranks, state)
+        assert state is not None
+        return parts.restored(state, micro_batch=micro_batch)
 
     # ---- train
     feeder = build_dataloader(job, cache_needs, cache)
-    if not job.ranks.is_single:  # all processes start with the leader's weights and optimizer state
-        _share(job.ranks, writer.newest())
-
-    def restore() -> Progress:
-        writer.wait()
-        state = writer.newest()
-        cut_events(job.folder, step=state.step)
-        _share(job.ranks, state)
-        return parts.restored(state, micro_batch=start.guard.micro_batch)
-
-    training = _training(
-        job,
-        parts,
-        feeder,
-        start,
-        actions=[
-            *job.watchers,
-            validate_action(job, cache_needs, feeder, parts),
-            learning_action(job, cache_needs, feeder, parts),
-            SampleAction(job=job, parts=parts, entries=feeder.entries),
-            CompareAction(saves=saves, ranks=job.ranks),
-            saves,
-        ],
-        restore=restore,
-    )
+    if not ranks.is_single:  # all processes start with the leader's weights and optimizer state
+        start = restore()
+    # Those that every process runs; the leader's own stand around them.
+    actions: list[Action] = [
+        validate_action(job, cache_needs, feeder, parts),
+        learning_action(job, cache_needs, feeder, parts),
+        CompareAction(saves=saves, ranks=ranks),
+    ]
+    if leads:
+        samples = SampleAction(job=job, parts=parts, entries=feeder.entries)
+        actions = [*job.watchers, *actions[:-1], samples, actions[-1], saves]
+    training = _training(job, parts, feeder, start, actions=actions, restore=restore)
     events.emit("phase", phase="train", message="training", done=start.step, total=training.steps)
     began = time.monotonic()
     with writer:
         end = run(training, start)
-
-    # ---- export
     file = job.folder.path / final_export_name(job.folder.name)
+    if leads:
+        _export(job, parts, best, file, end, began_s=began)
+    ranks.end_together()
+    return file
+
+
+def _export(
+    job: TrainingJob,
+    parts: TrainComponents,
+    best: BestExport,
+    file: Path,
+    end: Progress,
+    *,
+    began_s: float,
+) -> None:
+    """Write the final file, and whatever the settings ask for of a finished training."""
+    output, events = job.prepared.config.output, job.events
     events.emit("phase", phase="export", message=file.name, done=0, total=0)
     with oom_as_error("exporting", events=events):
         with parts.chosen():
             exporter(job, parts.adapter, file, end)()
-        # Copied and written at once: the writer's thread has ended with its block above.
+        # Copied and written at once: the writer's thread has ended.
         best.prepared(end, lambda _, tensor: tensor.detach().cpu().clone())()
-    seconds = time.monotonic() - began
-    if config.output.measure:
+    seconds = time.monotonic() - began_s
+    if output.measure:
         with parts.chosen():
             validate_at_the_end(job, parts.networks, parts.adapter, file, end)
     _tell_finished(job, end, file, seconds=seconds)
-    if (repository := config.output.hub_repo) is not None:
-        private = config.output.hub_private
-        push_finished(file, repository=repository, private=private, events=events)
-    job.ranks.end_together()
-    return file
+    if output.hub_repo is not None:
+        push_finished(file, repository=output.hub_repo, private=output.hub_private, events=events)
 
 
 def _tell_finished(job: TrainingJob, end: Progress, file: Path, *, seconds: float) -> None:
@@ -165,42 +179,12 @@ def _tell_finished(job: TrainingJob, end: Progress, file: Path, *, seconds: floa
     )
 
 
-def follow_job(job: TrainingJob) -> None:
-    """Do this process's share of a training that another process leads; only caches are written."""
-    ranks, cache = job.ranks, open_cache(job.prepared, job.events)
-    cache_needs = fill_caches(job, cache)
-    parts = build_components(replace(job, state=_shared(ranks)))
-    micro_batch = job.prepared.config.memory.micro_batch
-
-    def restore() -> Progress:
-        state = _shared(ranks)
-        assert state is not None
-        return parts.restored(state, micro_batch=micro_batch)
-
-    start = restore()
-    feeder = build_dataloader(job, cache_needs, cache)
-    unwritten = StateWriter(folder=job.folder.states, keep=0, events=job.events)
-    actions: list[Action] = [
-        validate_action(job, cache_needs, feeder, parts),
-        learning_action(job, cache_needs, feeder, parts),
-        CompareAction(
-            saves=save_action(job, unwritten, parts, BestExport(job=job, adapter=parts.adapter)),
-            ranks=ranks,
-        ),
-    ]
-    run(_training(job, parts, feeder, start, actions=actions, restore=restore), start)
-    ranks.end_together()
-
-
-def _share(ranks: ProcessGroup, state: TrainingState | None) -> None:
-    """Send a state, or None, to all other processes."""
-    if not ranks.is_single:
-        ranks.from_leader(None if state is None else state_files(freeze(state)))
-
-
-def _shared(ranks: ProcessGroup) -> TrainingState | None:
-    files = ranks.from_leader(None)
-    return None if files is None else state_of(files)
+def _shared(ranks: ProcessGroup, state: TrainingState | None) -> TrainingState | None:
+    """Return the leader's state, or None, in every process; the others pass None."""
+    if ranks.is_single:
+        return state
+    files = ranks.from_leader(None if state is None else state_files(freeze(state)))
+    return state if ranks.dist_env.is_main or files is None else state_of(files)
 
 
 def _training(
@@ -354,14 +338,11 @@ def gather(
     ranks.monitor.record(events)
     orders = {
         "settings": flatten(prepared.config),
-        "at_once": {
-            f"{width}x{height}": count
-            for (width, height), count in prepared.plan.images_at_once.items()
-        },
+        "at_once": prepared.at_once_by_size,
         "sharing": ranks.dist_env.local_count,
         "hardware": asdict(prepared.hardware),
         "fingerprint": prepared.dataset.fingerprint,
-        "identities": _identities(prepared),
+        "identities": prepared.identities,
         "prompts": list(prompts),
         "folder": str(folder.path),
     }
@@ -391,9 +372,9 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
     # GPUs are detected here, as this process may be on another machine than the leader.
     hardware = replace(hardware_from(orders["hardware"]), gpus=detect().gpus)
     prepared = prepare_with_base(request, hardware=hardware)
-    identities = _identities(prepared)
-    if (prepared.dataset.fingerprint, identities) != (orders["fingerprint"], orders["identities"]):
-        part = "base" if identities != orders["identities"] else "dataset"
+    same_base = prepared.identities == orders["identities"]
+    if not (same_base and prepared.dataset.fingerprint == orders["fingerprint"]):
+        part = "dataset" if same_base else "base"
         raise InputError(
             f"process {ranks.dist_env.rank} finds another {part} under the same name than process 0",
             fix="give all machines the same files",
@@ -409,7 +390,7 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
         shared_cores(events),
         pinning(prepared, events),
     ):
-        follow_job(
+        return train_job(
             TrainingJob(
                 prepared=prepared,
                 folder=RunFolder(path=folder),
@@ -421,11 +402,6 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
                 ranks=ranks,
             )
         )
-    return folder
-
-
-def _identities(prepared: Prepared) -> dict[str, str]:
-    return {name: part.identity for name, part in prepared.facts.parts.items()}
 
 
 def _connect(ranks: ProcessGroup, prepared: Prepared) -> None:

@@ -9,9 +9,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,54 +60,33 @@ from lora_trainer.run.session import follow, gather, train_job
 from lora_trainer.run.step_monitor import Notices
 from lora_trainer.training.cores import shared_cores
 from lora_trainer.training.distributed.process_group import ProcessGroup, isolate_accelerate, joined
-from lora_trainer.training.training import Action
 
 DOWNLOAD_TOLD_EVERY_S = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainRequest:
-    """A request to train; `command` are the words typed, for run.json.
-
-    `watchers` run between steps, before all other actions. A run that `is_asked_to_stop` saves and ends.
-    """
-
-    request: Request
-    resume: bool = False
-    resume_from: Path | None = None
-    strict: bool = False
-    command: tuple[str, ...] = ()
-    watchers: tuple[Action, ...] = ()
-    is_asked_to_stop: Callable[[], bool] = lambda: False
-
-
-def train(train_request: TrainRequest, *, listeners: tuple[Listener, ...] = ()) -> Path:
+def train(request: Request, *, listeners: Sequence[Listener] = ()) -> Path:
     """Train and return the exported file (in a process that follows, the path it will have).
 
     Raises LoraTrainError; once there is a run folder, its events, status and report record the error too.
     """
     isolate_accelerate()
     here = read_dist_env()
-    request = replace(train_request.request, processes=here.count, sharing=here.local_count)
-    with joined(here, timeout_s=_process_timeout_s(train_request)) as ranks:
-        if here.is_main:
-            return _lead(replace(train_request, request=request), ranks, listeners)
-        return follow(request, ranks)
+    request = replace(request, processes=here.count, sharing=here.local_count)
+    with joined(here, timeout_s=_process_timeout_s(request)) as ranks:
+        return _lead(request, ranks, listeners) if here.is_main else follow(request, ranks)
 
 
-def _lead(
-    train_request: TrainRequest, ranks: ProcessGroup, listeners: tuple[Listener, ...]
-) -> Path:
+def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) -> Path:
     """Plan, write files and report for all processes, and do a share of the training."""
-    previous = _previous(train_request)
+    previous = _previous(request)
     before = read_run(previous) if previous is not None and not has_no_record(previous) else None
     request = replace(
-        train_request.request,
+        request,
         on_bytes=_download_phase(EventStream(listeners=list(listeners))),
         **_as_planned(before, processes=ranks.dist_env.count),
     )
     prepared = prepare_with_base(request)
-    if train_request.strict:
+    if request.strict:
         _refuse_problems(prepared)
     prompts = prepared.sample_prompts
     # Everything that can refuse the run comes before its folder is claimed, so that a refused request
@@ -124,7 +103,7 @@ def _lead(
     folder = claim(previous) if previous is not None else create(Path(output.folder), name)
     with (
         folder,
-        _recorded(folder, prepared, listeners, ranks, train_request) as (events, stop),
+        _recorded(folder, prepared, listeners, ranks, request) as (events, stop),
         pinning(prepared, events),
     ):
         events.subscribe(oom_history_memo(prepared, events))
@@ -139,11 +118,11 @@ def _lead(
             stop=stop,
             started_at_s=before["started_at_s"] if before else time.time(),
             ranks=ranks,
-            watchers=train_request.watchers,
+            watchers=request.watchers,
             cache_needs=cache_needs,
         )
         _announce(job, resumption)
-        record = _run_record(job, train_request, environment)
+        record = _run_record(job, request, environment)
         write_atomic(folder.path / RUN_FILE, json_bytes(record))
         with (
             _end_recorded(folder, events),
@@ -186,16 +165,16 @@ def _record_end(folder: RunFolder, events: EventStream, reason: str, *, code: in
     events.emit("stopped", reason=reason, exit_code=code, step=last_step(folder))
 
 
-def _process_timeout_s(train_request: TrainRequest) -> float:
+def _process_timeout_s(request: Request) -> float:
     """Return `hardware.process_timeout_s`, which processes need to connect before one of them plans."""
     settings: dict[str, Any] | None = None
-    previous = _previous(train_request)
+    previous = _previous(request)
     if previous is not None:
         # The leader reports an unreadable run; on another machine than the leader's there is none to read.
         with suppress(LoraTrainError):
             settings = read_run(previous)["settings"]
     key = "hardware.process_timeout_s"
-    value = asked_for(replace(train_request.request, run_settings=settings), key)
+    value = asked_for(replace(request, run_settings=settings), key)
     return build_config({} if value is None else {key: value}).hardware.process_timeout_s
 
 
@@ -209,13 +188,10 @@ def _as_planned(before: dict[str, Any] | None, *, processes: int) -> dict[str, A
     return changes
 
 
-def _previous(train_request: TrainRequest) -> Path | None:
+def _previous(request: Request) -> Path | None:
     """Return the folder of the run to resume, from --resume-from, or from --resume and the run's name."""
-    if train_request.resume_from is not None:
-        return train_request.resume_from
-    if not train_request.resume:
-        return None
-    request = train_request.request
+    if request.resume_from is not None or not request.resume:
+        return request.resume_from
     name, folder = (asked_for(request, f"output.{key}") for key in ("name", "folder"))
     name = _dataset_name(request) if name in (None, "auto") else checked_name(str(name))
     return Path(folder or Config().output.folder) / name
@@ -267,9 +243,9 @@ def _newest_state(folder: RunFolder, events: EventStream) -> TrainingState | Non
 def _recorded(
     folder: RunFolder,
     prepared: Prepared,
-    listeners: tuple[Listener, ...],
+    listeners: Sequence[Listener],
     ranks: ProcessGroup,
-    train_request: TrainRequest,
+    request: Request,
 ) -> Iterator[tuple[EventStream, StopFlag]]:
     """Open the run's records and handle Ctrl-C and SIGTERM while the block runs."""
     events = EventStream()
@@ -286,7 +262,7 @@ def _recorded(
         ranks.monitor.on_end = partial(_record_end, folder, events, code=MachineError.exit_code)
     control = Control(folder.path)
     control.forget_before(status.started_s)
-    stop = StopFlag(control=control, is_asked=train_request.is_asked_to_stop)
+    stop = StopFlag(control=control, is_asked=request.is_asked_to_stop)
     with taking_signals(stop):
         start_trackers(
             prepared.config.logging.trackers,
@@ -321,8 +297,8 @@ def _resumption(
     changed = [] if same_data else ["dataset: images or captions changed"]
     changed += [
         f"base: the {name} has other weights"
-        for name, part in prepared.facts.parts.items()
-        if before["base"]["identities"].get(name) != part.identity
+        for name, identity in prepared.identities.items()
+        if before["base"]["identities"].get(name) != identity
     ]
     return Resumption("CHANGED" if changed else exactness, [*differences, *changed], same_data)
 
@@ -373,16 +349,14 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
             )
 
 
-def _run_record(
-    job: TrainingJob, train_request: TrainRequest, environment: dict[str, Any]
-) -> dict[str, Any]:
+def _run_record(job: TrainingJob, request: Request, environment: dict[str, Any]) -> dict[str, Any]:
     prepared, layout = job.prepared, job.prepared.facts.located
     # Of the base only the name of its file or folder: its path may reveal private names.
     base = layout.files.get("denoiser", layout.folder)
     return {
         "name": job.folder.name,
         "version": __version__,
-        "command": [without_secrets(word) for word in train_request.command],
+        "command": [without_secrets(word) for word in request.command],
         "started_at_s": job.started_at_s,
         "settings": flatten(prepared.config),
         "origins": {key: asdict(origin) for key, origin in prepared.plan.origins.items()},
@@ -390,7 +364,7 @@ def _run_record(
             "family": prepared.family.name,
             "source": prepared.facts.source,
             "path": base.name,
-            "identities": {name: part.identity for name, part in prepared.facts.parts.items()},
+            "identities": prepared.identities,
         },
         "plan": {key: value for key, value in plan_json(prepared).items() if key != "settings"},
         "environment": {

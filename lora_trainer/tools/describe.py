@@ -8,15 +8,15 @@ them. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.wording import public_text
+from lora_trainer.lora_file.fitting_base import check_usable
 from lora_trainer.lora_file.header import open_checked
 from lora_trainer.lora_file.metadata import usage_hint
 from lora_trainer.lora_file.stream import write_tensors
-from lora_trainer.run.hub_upload import LOGIN, check_upload, push, release_of_file
+from lora_trainer.run.hub_upload import LOGIN, check_upload, push
 
 MAX_TEXT_CHARACTERS = 20_000
 """Of one entry; ComfyUI ignores headers above 8 MiB."""
@@ -94,12 +94,11 @@ def publish(file: Path, *, repository: str, private: bool) -> str:
     Raises InputError for a file that is no LoRA, RequestError for a name that no repository can have,
     MachineError where nobody is logged in or the Hub refuses.
     """
-    release = release_of_file(file, repository=repository, private=private)
+    check_usable(file, names=None)  # before anybody has to log in
     if "/" not in repository:
         check_upload(f"owner/{repository}", asked_by=OPTION)
-        release = replace(release, repository=f"{_user()}/{repository}")
-    check_upload(release.repository, asked_by=OPTION)
-    return push(release)
+        repository = f"{_user()}/{repository}"
+    return push(file, repository=repository, private=private, asked_by=OPTION)
 
 
 def _user() -> str:

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
 from lora_trainer.cli import main
-from lora_trainer.common.events import read_jsonl
+from lora_trainer.common.events import Listener, read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 Sizes = Sequence[tuple[int, int]]
@@ -200,6 +201,14 @@ def run_cli(arguments: list[str]) -> int:
             return main.run(arguments)
         finally:
             torch.set_num_threads(threads)
+
+
+@contextmanager
+def heard_by(listener: Listener) -> Iterator[None]:
+    """Let a listener hear every event of the trainings that the command line starts while the block runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lora_trainer.queue.commands.download_listeners", lambda _: (listener,))
+        yield
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:

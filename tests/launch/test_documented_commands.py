@@ -19,7 +19,7 @@ import pytest
 from lora_trainer.common.events import read_jsonl
 from tests.fakes.runs import ROOT, events
 
-STEPS = 20
+STEPS = 8
 DOCS = ROOT / "docs" / "many-gpus.md"
 
 pytestmark = pytest.mark.timeout(1200)
@@ -46,21 +46,25 @@ def test_both_launchers_are_documented() -> None:
 def test_two_processes_are_one_training(tmp_path: Path) -> None:
     for name in ("datasets", "launch"):  # a folder that looks like the checkout to the command
         (tmp_path / name).symlink_to(ROOT / name)
-    own = ("--name", "two", "--set", f"data.cache_dir={tmp_path / 'cache'}")
-    done = subprocess.run(
-        [*shlex.split(COMMANDS["accelerate"]), *own],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+
+    def launch(program: str, *more: str) -> None:
+        own = ("--name", "two", "--set", f"data.cache_dir={tmp_path / 'cache'}")
+        done = subprocess.run(
+            [*shlex.split(COMMANDS[program]), *own, *more],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "PYTHONPATH": str(ROOT),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=500,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    launch("accelerate")
     run = tmp_path / "runs" / "two"
     assert [path.name for path in run.parent.iterdir()] == ["two"], "one run, not two"
     record = json.loads((run / "run.json").read_bytes())
@@ -76,3 +80,7 @@ def test_two_processes_are_one_training(tmp_path: Path) -> None:
     assert (run / "two.safetensors").is_file() and (run / "report.html").is_file()
     problems = read_jsonl(run / "problems.jsonl")
     assert [row["what"] for row in problems if row["severity"] == "error"] == []
+    # The other launcher starts and connects its two processes; nothing is left to train.
+    launch("torchrun", "--resume")
+    (resumed,) = events(run, "resumed")
+    assert (resumed["exactness"], resumed["step"]) == ("EXACT", STEPS)

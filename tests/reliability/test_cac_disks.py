@@ -21,7 +21,6 @@ from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.errors import MachineError
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.reporting.status import read_status
-from lora_trainer.run import build
 from lora_trainer.training import loop
 from tests.fakes.disk import Disk
 from tests.fakes.runs import STEPS, Toy, events, toy, trajectory
@@ -141,7 +140,7 @@ def test_cac_04_a_cache_deleted_during_training_is_named_and_the_state_is_kept(
         return real(*args, **options)
 
     monkeypatch.setattr(loop, "judge_step", judge)
-    monkeypatch.setattr(build, "Entries", partial(Entries, limit_bytes=0))
+    monkeypatch.setattr("lora_trainer.run.build.Entries", partial(Entries, limit_bytes=0))
     settings = {**QUIET, "data__cache_dir": str(cache), "data__prefetch_steps": 1}
     assert place.train("--name", "large", **settings) == 4
     error = capsys.readouterr().err.strip().splitlines()[-1]

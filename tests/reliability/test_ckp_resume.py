@@ -13,9 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from tests.fakes.plans import planned
-from tests.fakes.runs import Toy, contents, events, last_state, run_cli, toy, trajectory
+from tests.fakes.runs import (
+    Toy,
+    contents,
+    events,
+    last_state,
+    run_cli,
+    same_tensors,
+    toy,
+    trajectory,
+)
 
 STEPS = 5
 SETTINGS: dict[str, Any] = {
@@ -56,6 +66,8 @@ def assert_same_end(run: Path, whole: Path) -> None:
     assert state.name == expected.name
     assert contents(state) == contents(expected)
     assert trajectory(run) == trajectory(whole)
+    files = (load_file(each / f"{each.name}.safetensors") for each in (run, whole))
+    assert same_tensors(*files)
 
 
 def test_ckp_08_a_run_goes_on_from_any_step_to_the_same_bits(place: Toy, copied: Toy) -> None:
@@ -64,12 +76,13 @@ def test_ckp_08_a_run_goes_on_from_any_step_to_the_same_bits(place: Toy, copied:
         forget_after(copied.run, step)
         assert copied.train("--resume", steps=STEPS, **SETTINGS) == 0
         assert_same_end(copied.run, place.run)
-    told = events(copied.run, "resumed")
-    assert [(row["exactness"], row["step"]) for row in told] == [("EXACT", 2), ("EXACT", 3)]
     finished = len(events(copied.run, "finished"))
     assert copied.train("--resume", steps=STEPS, **SETTINGS) == 0
     assert_same_end(copied.run, place.run)
     assert len(events(copied.run, "finished")) == finished
+    resumed = [(row["exactness"], row["step"]) for row in events(copied.run, "resumed")]
+    assert resumed == [("EXACT", 2), ("EXACT", 3), ("EXACT", STEPS)]
+    assert [path.name for path in copied.runs.iterdir()] == ["toy"], "no second run"
 
 
 def test_ckp_05_damaged_states_are_moved_aside_and_the_run_ends_with_the_same_bits(

@@ -13,15 +13,11 @@ from typing import Any
 import pytest
 
 from lora_trainer.checkpoint import writer as checkpoint_writer
-from lora_trainer.checkpoint.states import load_newest, write_state
-from lora_trainer.common.errors import StoppedBySignal
-from lora_trainer.common.events import Event, read_jsonl
-from lora_trainer.config.config import parse_assignment
+from lora_trainer.checkpoint.states import write_state
+from lora_trainer.common.events import Event
+from lora_trainer.reporting.control import StopFlag
 from lora_trainer.reporting.status import read_status
-from lora_trainer.run import train as run_module
-from lora_trainer.run.prepare import Request
-from lora_trainer.run.train import StopFlag, TrainRequest, train
-from tests.fakes.runs import STEPS, Toy, events, toy, trajectory
+from tests.fakes.runs import Toy, events, heard_by, last_state, problems, toy, trajectory
 
 Moment = Callable[[Event], bool]
 MOMENTS: dict[str, tuple[int, int, Moment, int]] = {
@@ -62,17 +58,10 @@ def a_terminal_that_can_be_closed() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def asked(place: Toy, name: str, *, resume: bool = False, **settings: Any) -> TrainRequest:
-    line = place.arguments(**{"logging__trackers": [], **settings})
-    words = [line[index + 1] for index, word in enumerate(line) if word == "--set"]
-    overrides = dict(map(parse_assignment, words))
-    overrides |= {"base.model": str(place.base), "output.folder": str(place.runs)}
-    overrides |= {"output.name": name, "train.steps": STEPS}
-    return TrainRequest(request=Request(dataset=place.dataset, overrides=overrides), resume=resume)
-
-
-def signals_at(moment: Moment, *numbers: int) -> Callable[[Event], None]:
-    """Return a listener that sends this process signals, once; handlers run in the main thread."""
+def train(
+    place: Toy, name: str, moment: Moment, *numbers: int, **settings: Any
+) -> tuple[Path, int]:
+    """Train, signalling this process once; return run folder and exit code. The main thread handles signals."""
     sent = []
 
     def listener(event: Event) -> None:
@@ -81,26 +70,30 @@ def signals_at(moment: Moment, *numbers: int) -> Callable[[Event], None]:
             for number in numbers:
                 signal.raise_signal(number)
 
-    return listener
+    with heard_by(listener):
+        code = place.train("--name", name, **{"logging__trackers": [], **settings})
+    return place.runs / name, code
 
 
 @pytest.mark.parametrize("when", MOMENTS)
 def test_ckp_07_one_signal_saves_whole_steps_and_copies_of_it_count_once(
-    when: str, place: Toy
+    when: str, place: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A terminal signals the whole group, and launchers forward it. What was saved goes on: test_ckp_resume.py."""
     number, code, moment, step = MOMENTS[when]
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
-    with pytest.raises(StoppedBySignal) as stopped:
-        train(asked(place, when), listeners=(signals_at(moment, *[number] * 5),))
-    run = place.runs / when
-    assert stopped.value.exit_code == code
+    run, ended = train(place, when, moment, *[number] * 5)
+    assert ended == code
+    error = capsys.readouterr().err
+    assert "--resume" in error.splitlines()[-1] and "Traceback" not in error
     assert (read_status(run).state, read_status(run).exit_code) == ("stopped", code)
-    state = load_newest(run / "states", events=None)
-    assert state is not None
-    assert state.step in (step, step + 1), "at the end of the step in which it came"
-    assert trajectory(run) == trajectory(place.run)[: state.step]
+    (stopped,) = events(run, "stopped")
+    assert stopped["exit_code"] == code
+    assert stopped["step"] in (step, step + 1), "at the end of the step in which it came"
+    assert last_state(run).name == f"step-{stopped['step']:08d}"
+    assert list(run.glob(f"{when}-step*.safetensors")), "and it can be tried out"
+    assert trajectory(run) == trajectory(place.run)[: stopped["step"]]
     assert [signal.getsignal(number) for number in numbers] == before
     assert not [t for t in threading.enumerate() if t.name == "lora-train-signals"]
 
@@ -113,33 +106,26 @@ def test_ckp_07_samples_do_not_hold_up_a_stop(place: Toy) -> None:
         return bool(images) and phase(event, "sample")
 
     prompts = ["a toy", "another"]
-    with pytest.raises(StoppedBySignal):
-        train(
-            asked(place, "unsampled", sampling__prompts=prompts),
-            listeners=(signals_at(at_step_3, signal.SIGTERM),),
-        )
-    run = place.runs / "unsampled"
+    run, code = train(place, "unsampled", at_step_3, signal.SIGTERM, sampling__prompts=prompts)
+    assert code == 143
     assert [row["step"] for row in events(run, "sample")] == [0, 3]
     assert [image["prompt"] for image in events(run, "sample")[-1]["images"]] == ["a toy"]
-    notes = [row["what"] for row in read_jsonl(run / "problems.jsonl")]
+    notes = [row["what"] for row in problems(run)]
     assert "1 of 2 sample images at step 3: asked to stop" in notes
     assert any(note.startswith("asked to stop: finishing the step") for note in notes)
 
 
-def test_ckp_07_caching_stops_between_two_items_and_keeps_them(place: Toy, tmp_path: Path) -> None:
+def test_ckp_07_caching_stops_between_two_items_and_keeps_them(
+    place: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = 4
-    cache = {"data__cache_dir": str(tmp_path / "cache")}
+    cache = {"data__cache_dir": str(tmp_path / "cache"), "logging__trackers": []}
     moment: Moment = lambda event: phase(event, "cache") and event.fields["done"] == done  # noqa: E731 - typed
-    with pytest.raises(StoppedBySignal, match=f"stopped while caching, {done} of ") as stopped:
-        train(
-            asked(place, f"cached-{done}", **cache),
-            listeners=(signals_at(moment, signal.SIGTERM),),
-        )
-    assert stopped.value.exit_code == 143
+    run, code = train(place, "cached", moment, signal.SIGTERM, **cache)
+    assert code == 143 and f"stopped while caching, {done} of " in capsys.readouterr().err
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == done
-    run = place.runs / f"cached-{done}"
     assert read_status(run).exit_code == 143
-    train(asked(place, f"cached-{done}", resume=True, **cache))
+    assert place.train("--name", "cached", "--resume", **cache) == 0
     (cached,) = events(run, "cached")
     assert cached["found"] == done
     assert trajectory(run) == trajectory(place.run)
@@ -159,7 +145,8 @@ def test_ckp_07_a_third_signal_quits_though_the_disk_does_not_answer(
 
     monkeypatch.setattr(checkpoint_writer, "write_state", write)
     now_s = [0.0]
-    monkeypatch.setattr(run_module, "StopFlag", partial(StopFlag, clock=lambda: now_s[0]))
+    flag = partial(StopFlag, clock=lambda: now_s[0])
+    monkeypatch.setattr("lora_trainer.run.train.StopFlag", flag)
     answered = threading.Semaphore(0)
 
     def pull_the_plug() -> None:
@@ -176,16 +163,14 @@ def test_ckp_07_a_third_signal_quits_though_the_disk_does_not_answer(
     thread = threading.Thread(target=pull_the_plug)
     thread.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
-            train(asked(place, "third"), listeners=(answer,))
+        with heard_by(answer):
+            assert place.train("--name", "third", logging__trackers=[]) == 130
     finally:
         thread.join()
     run = place.runs / "third"
-    state = load_newest(run / "states", events=None)
-    assert state is not None
-    assert state.step == 2
+    assert last_state(run).name == "step-00000002"
     opened.set()
     for writer in [t for t in threading.enumerate() if t.name == "lora-train-state-writer"]:
         writer.join()
-    said = [row["what"] for row in read_jsonl(run / "problems.jsonl")]
+    said = [row["what"] for row in problems(run)]
     assert any(what.startswith("still saving; a third signal quits") for what in said)

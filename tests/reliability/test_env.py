@@ -108,6 +108,7 @@ def test_env_01_the_longest_name_of_a_run_that_files_can_bear(place: Toy) -> Non
         ("x" * 181, "is 181 bytes long, and 180 are allowed"),
         ("猫" * 61, "is 183 bytes long"),
         ("a/b", "is no plain folder name"),
+        ("a\\b", "is no plain folder name"),
         (" a", "is no plain folder name"),
         ("\x1b[31m", "cannot be shown"),
     ],

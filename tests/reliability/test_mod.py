@@ -161,7 +161,7 @@ def test_mod_02_what_is_right_is_still_read(tmp_path: Path) -> None:
 
 
 def test_mod_03_one_flipped_bit_of_the_base_is_told_by_a_resume(tmp_path: Path) -> None:
-    """The hash of each part is in run.json, so weights that changed are no longer EXACT."""
+    """The hash of each part is in run.json, so weights that changed are no longer EXACT, nor are captions."""
     place = toy(tmp_path).with_base()
     quiet = {"sampling__every_steps": 0, "train__validate_every_steps": 0, "logging__trackers": []}
     quiet["output__save_every_steps"] = 0
@@ -170,10 +170,14 @@ def test_mod_03_one_flipped_bit_of_the_base_is_told_by_a_resume(tmp_path: Path) 
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    assert place.train("--resume", steps=2, **quiet) == 0
-    (resumed,) = events(place.run, "resumed")
-    assert resumed["exactness"] == "CHANGED"
-    assert "base: the denoiser has other weights" in resumed["differences"]
+    assert place.train("--resume", steps=1, **quiet) == 0
+    (place.dataset / "p0.txt").write_text("another caption")
+    assert place.train("--resume", steps=1, **quiet) == 0
+    rows = [(row["exactness"], row["differences"]) for row in events(place.run, "resumed")]
+    assert rows == [
+        ("CHANGED", ["base: the denoiser has other weights"]),
+        ("CHANGED", ["dataset: images or captions changed"]),
+    ]
 
 
 @pytest.mark.parametrize("part", ["unet", "text_encoder", "scheduler"])

@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from lora_trainer.cache import encode
 from lora_trainer.checkpoint.states import ADAPTER
-from lora_trainer.run import build, caching, session
-from lora_trainer.run.samples import SampleAction
-from lora_trainer.training.actions import FixedLosses, SaveAction
 from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
 from tests.fakes.training import distance
 
@@ -60,40 +56,38 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return place
 
 
-BESIDE: dict[str, tuple[Any, str, int]] = {
-    "images": (encode, "_encode_image", 2),
-    "texts": (encode.TextEntries, "encode", 2),
-    "validation": (FixedLosses, "by_timestep", 2),
-    "samples": (SampleAction, "_write", 2),
-    "state": (SaveAction, "state", 3),
+BESIDE = {
+    "lora_trainer.cache.encode._encode_image": 2,
+    "lora_trainer.cache.encode.TextEntries.encode": 2,
+    "lora_trainer.training.actions.FixedLosses.by_timestep": 2,
+    "lora_trainer.run.samples.SampleAction._write": 2,
+    "lora_trainer.training.actions.SaveAction.state": 3,
 }
-IN_A_STEP: dict[str, tuple[Any, str, int]] = {
-    "backward": (Tensor, "backward", 2),
-    "optimizer": (torch.optim.AdamW, "step", 4),
-}
+IN_A_STEP = {"torch.Tensor.backward": 2, "torch.optim.AdamW.step": 4}
 """Where it happens, and in which call."""
 
 
 @pytest.mark.parametrize("phases", [BESIDE, IN_A_STEP], ids=["beside the steps", "in steps"])
 def test_trn_02_a_run_that_ran_out_of_memory_once_ends_with_the_same_adapter(
-    phases: dict[str, tuple[Any, str, int]],
+    phases: dict[str, int],
     place: Toy,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     figure: Figure,
 ) -> None:
     faults = {}
-    for phase, (owner, name, at) in phases.items():
-        faults[phase] = fault = Once(getattr(owner, name), at, torn=phase == "optimizer")
-        monkeypatch.setattr(owner, name, lambda *args, fault=fault, **more: fault(*args, **more))
+    for name, at in phases.items():
+        faults[name] = fault = Once(resolve_name(name), at, torn=name.endswith("AdamW.step"))
+        monkeypatch.setattr(name, lambda *args, fault=fault, **more: fault(*args, **more))
     # Another index makes it another device, whose encoders are handed over.
-    monkeypatch.setattr(caching, "planned_device", lambda _: torch.device("cpu", 0))
+    another = torch.device("cpu", 0)
+    monkeypatch.setattr("lora_trainer.run.caching.planned_device", lambda _: another)
     in_a_step = phases is IN_A_STEP
     name = "in-a-step" if in_a_step else "beside"
     settings = {**SETTINGS, "data__cache_dir": str(tmp_path / "cache")}
     assert place.train("--name", name, **settings) == 0
-    for phase, fault in faults.items():
-        assert fault.calls > fault.at, f"{phase}: it happened, and was tried again"
+    for where, fault in faults.items():
+        assert fault.calls > fault.at, f"{where}: it happened, and was tried again"
     run = place.runs / name
     changes = [row for row in events(run, "change") if row["key"] == "memory.micro_batch"]
     assert all(row["new"] < row["old"] for row in changes)
@@ -111,16 +105,14 @@ def test_trn_02_a_run_that_ran_out_of_memory_once_ends_with_the_same_adapter(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "doing"),
+    ("name", "doing"),
     [
-        (encode, "_encode_image", "caching"),
-        (build, "load_networks", "loading"),
-        (session, "exporter", "exporting"),
+        ("cache.encode._encode_image", "caching"),
+        ("run.build.load_networks", "loading"),
+        ("run.session.exporter", "exporting"),
     ],
-    ids=["VAE", "base", "export"],
 )
 def test_trn_02_what_cannot_be_made_smaller_is_one_line_and_the_same_command_goes_on(
-    owner: Any,
     name: str,
     doing: str,
     place: Toy,
@@ -129,15 +121,16 @@ def test_trn_02_what_cannot_be_made_smaller_is_one_line_and_the_same_command_goe
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run, settings = f"without {name}", {**SETTINGS}
-    if owner is encode:
+    if doing == "caching":
         settings["data__cache_dir"] = str(tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, Once(getattr(owner, name), 3 if owner is encode else 1, 100))
+        real = resolve_name(f"lora_trainer.{name}")
+        patch.setattr(f"lora_trainer.{name}", Once(real, 3 if doing == "caching" else 1, 100))
         capsys.readouterr()
         assert place.train("--name", run, **settings) == 4
     told = capsys.readouterr().err.strip().splitlines()
     assert f"ran out of memory while {doing}" in told[-1]
-    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 2 * (owner is encode)
-    if owner is not build:
+    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 2 * (doing == "caching")
+    if doing != "loading":
         assert place.train("--name", run, "--resume", **settings) == 0
         assert trajectory(place.runs / run) == trajectory(place.run)
