@@ -66,7 +66,7 @@ def pages(work: Workplace) -> Any:
             theme=Default(font=TEXT_FONTS, font_mono=CODE_FONTS).set(**_theme()),
             css=CHARTS_CSS.read_text(encoding="utf-8"),
             css_paths=style_sheets(),
-            head='<link rel="icon" href="/ui/mark.svg" type="image/svg+xml">',
+            head='<link rel="icon" href="/ui/mark.svg" type="image/svg+xml"><script src="/ui/answers.js"></script>',
             favicon_path=str(FAVICON),
             footer_links=[],
             run_history=False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,32 +32,6 @@ window.addEventListener("focus", back);
 def looked_at() -> Any:
     """Return an element whose click comes when somebody comes back to the page."""
     return html(js_on_load=_LOOKED_AT)
-
-
-def follow(
-    triggers: Sequence[Any], look: Callable[..., Any], inputs: Any, outputs: Any
-) -> Callable[..., Any]:
-    """Call `look(request, *inputs)` at each trigger, one of which is a timer; return that handler.
-
-    Gradio's page believes the stream of answers open for a moment after the server has closed it, and an
-    answer to a request of that moment lies on the server until the next request. By default there would
-    be none, as an event without answer holds back the next ones: hence "multiple". A tab that asks while
-    `look` runs for it is answered with no change, so that slow ones do not pile up.
-    """
-    tabs: set[str] = set()
-
-    def once(request: gr.Request, *values: Any) -> Any:
-        tab = str(request.session_hash)
-        if tab in tabs:
-            return gr.skip()
-        tabs.add(tab)
-        try:
-            return look(request, *values)
-        finally:
-            tabs.discard(tab)
-
-    gr.on(triggers, once, inputs, outputs, trigger_mode="multiple", **QUIET)
-    return once
 
 
 def module(name: str, body: str) -> str:

@@ -13,7 +13,7 @@ from .. import jobs, lora_files, lora_tools
 from ..lora_files import Header, LoraFile, find
 from ..markup import error_html
 from ..workplace import Workplace
-from .gradio_events import QUIET, follow, html
+from .gradio_events import QUIET, html
 from .library_parts import LibraryTab
 
 _NAME_HELP = "empty: a name is made; a file that exists is never replaced"
@@ -103,7 +103,7 @@ def build(work: Workplace, ref: Any) -> LibraryTab:
     cut.click(resized, [ref, rank, energy, cut_name], outputs, **QUIET)
     inputs = [ref, weight, merged_rank, merged_name, *others]
     merge.click(merged, inputs, outputs, **QUIET)
-    follow([timer.tick], lambda _, name, last: view(work, name, last), [ref, seen], outputs[1:])
+    timer.tick(lambda name, last: view(work, name, last), [ref, seen], outputs[1:], **QUIET)
 
     def opened(file: LoraFile, header: Header) -> list[Any]:
         names = _others(work, file, header)

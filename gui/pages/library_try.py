@@ -12,7 +12,7 @@ from .. import jobs, tries
 from ..lora_files import Header, LoraFile, find
 from ..markup import error_html, note_html
 from ..workplace import Workplace
-from .gradio_events import QUIET, follow, html
+from .gradio_events import QUIET, html
 from .library_parts import LibraryTab
 
 _BASE_HELP = (
@@ -67,7 +67,7 @@ def build(work: Workplace, ref: Any) -> LibraryTab:
     outputs = [shown, seen, stop, timer]
     draw.click(started, [ref, prompts, strengths, seed, base], [said, *outputs], **QUIET)
     stop.click(stopped, ref, said, **QUIET)
-    follow([timer.tick], lambda _, name, last: view(work, name, last), [ref, seen], outputs)
+    timer.tick(lambda name, last: view(work, name, last), [ref, seen], outputs, **QUIET)
 
     def opened(file: LoraFile, header: Header) -> list[Any]:
         first = tries.example_prompt(file, header)

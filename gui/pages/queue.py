@@ -18,7 +18,7 @@ from ..asset_files import asset
 from ..markup import error_html
 from ..state import Stamp
 from ..workplace import Workplace
-from .gradio_events import PRIVATE, TICK_S, follow, html, looked_at
+from .gradio_events import PRIVATE, QUIET, TICK_S, html, looked_at
 
 
 def build(work: Workplace) -> None:
@@ -32,6 +32,9 @@ def build(work: Workplace) -> None:
     seen, timer = gr.State(()), gr.Timer(TICK_S)
     outputs = [queue, seen, timer]
 
+    def tick(stamp: Stamp) -> Any:
+        return shown(work, stamp)
+
     def act(event: gr.EventData) -> list[Any]:
         answer = queue_view.asked(work, action=str(event.action), id=str(event.id))
         return [answer, *shown(work, ())]
@@ -44,8 +47,7 @@ def build(work: Workplace) -> None:
         trigger_mode="multiple",  # else a second key press is lost while the first is under way
         **PRIVATE,
     )
-    triggers = [page.load, timer.tick, back.click]
-    follow(triggers, lambda _, stamp: shown(work, stamp), seen, outputs)
+    gr.on([page.load, timer.tick, back.click], tick, seen, outputs, **QUIET)
 
 
 def shown(work: Workplace, stamp: Stamp) -> Any:

@@ -28,7 +28,7 @@ from ..run_parts import Part, chart_view, damaged_parts, parts, shown_best, stam
 from ..run_state import look
 from ..workplace import Workplace
 from . import share, trash_page
-from .gradio_events import PRIVATE, QUIET, TICK_S, answering, follow, html, looked_at, module
+from .gradio_events import PRIVATE, QUIET, TICK_S, answering, html, looked_at, module
 
 _BUTTONS = {
     "sample": "Draw samples now",
@@ -74,7 +74,7 @@ def build(work: Workplace) -> None:
     timer = gr.Timer(TICK_S)
     outputs = [title, body, *widgets.values(), sent, timer]
 
-    def tick(request: gr.Request, before: Sent) -> Any:
+    def tick(before: Sent, request: gr.Request) -> Any:
         name = request.query_params.get("run", "")
         try:
             folder = state.run_folder(work.runs, name)
@@ -94,9 +94,9 @@ def build(work: Workplace) -> None:
         shown = [_title(name), gr.Column(visible=True)]
         return [*shown, *updates, Sent(stamp=now, keys=keys), goes]
 
-    look_again = follow([page.load, timer.tick, back.click], tick, sent, outputs)
-    for pressed in _connect(work, widgets, said, timer):
-        pressed.then(look_again, sent, outputs, **QUIET)
+    gr.on([page.load, timer.tick, back.click], tick, sent, outputs, **QUIET)
+    for pressed in _connect(work, widgets, said):
+        pressed.then(tick, sent, outputs, **QUIET)
 
 
 def _widgets(work: Workplace, followed: Followed) -> tuple[dict[str, Any], Any]:
@@ -152,11 +152,8 @@ def _widgets(work: Workplace, followed: Followed) -> tuple[dict[str, Any], Any]:
     return widgets, said
 
 
-def _connect(work: Workplace, widgets: Mapping[str, Any], said: Any, timer: Any) -> list[Any]:
-    """Give the buttons their deeds; return the events after which the run is looked at again.
-
-    A button also starts the timer of a page that stood still.
-    """
+def _connect(work: Workplace, widgets: Mapping[str, Any], said: Any) -> list[Any]:
+    """Give the buttons their deeds; return the events after which the run is looked at again."""
     deeds: dict[str, Callable[[str, str], None]] = {
         "save": lambda run, _: run_actions.ask(work, run, "save"),
         "stop": lambda run, _: run_actions.ask(work, run, "stop"),
@@ -165,7 +162,7 @@ def _connect(work: Workplace, widgets: Mapping[str, Any], said: Any, timer: Any)
         "resume": lambda run, dataset: run_actions.resume(work, run, dataset=dataset),
     }
     pressed = [
-        widgets[name].click(_told(deed), widgets["where"], [said, timer], **PRIVATE)
+        widgets[name].click(_told(deed), widgets["where"], said, **PRIVATE)
         for name, deed in deeds.items()
     ]
 
@@ -179,12 +176,12 @@ def _connect(work: Workplace, widgets: Mapping[str, Any], said: Any, timer: Any)
 def _told(deed: Callable[[str, str], None]) -> Callable[..., Html]:
     """Return the handler of a button: what it does, or the refusal in a line."""
 
-    def act(dataset: str, request: gr.Request) -> list[Any]:
+    def act(dataset: str, request: gr.Request) -> Html:
         try:
             deed(request.query_params.get("run", ""), dataset)
         except LoraTrainError as error:
-            return [error_html(str(error)), gr.skip()]
-        return [Html(""), gr.Timer(active=True)]
+            return error_html(str(error))
+        return Html("")
 
     return act
 

@@ -256,10 +256,10 @@ def starting(work: Workplace) -> Callable[..., list[Any]]:
     return start
 
 
-def following(work: Workplace) -> Callable[..., Any]:
+def following(work: Workplace) -> Callable[[str], Any]:
     """Return the handler of the tick: from the queue to the page of the run, or back with a reason."""
 
-    def follow(_: object, draft_id: str) -> Any:
+    def follow(draft_id: str) -> Any:
         try:
             draft = drafts.read(work, draft_id)
             if not draft.started_as:  # another tab has followed it

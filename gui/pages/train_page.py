@@ -18,7 +18,7 @@ from ..dataset_desk import DatasetDesk
 from ..markup import drop_zone, note_html
 from ..plans import Plans
 from ..workplace import Workplace
-from .gradio_events import GO, PRIVATE, TICK_S, answering, follow, html, module
+from .gradio_events import GO, PRIVATE, QUIET, TICK_S, answering, html, module
 from .share import browsing
 from .train_handlers import (
     CHECK,
@@ -323,9 +323,9 @@ def _connect(work: Workplace, widgets: Widgets, *, look: Any, back: Any, cards: 
         js=_WITH_UNSENT,
         **PRIVATE,
     )
-    follow(
-        [widgets.timer.tick],
+    widgets.timer.tick(
         following(work),
         widgets.draft,
         [widgets.walk, widgets.said, widgets.waiting, widgets.timer, widgets.go],
+        **QUIET,
     )

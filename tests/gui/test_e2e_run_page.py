@@ -214,10 +214,10 @@ def test_a_run_is_asked_to_stop_and_the_page_follows_its_files(page: Any, place:
     page.get_by_text("does not say where its images are").wait_for()
 
 
-def test_a_page_goes_on_though_the_end_of_a_stream_of_answers_comes_late(
+def test_pages_go_on_though_the_end_of_a_stream_of_answers_comes_late(
     page: Any, place: Place
 ) -> None:
-    """The answer to a tick of that moment lies on the server; a page that waited for it stood still."""
+    """The answer to an event of that moment lies on the server; a page that waited for it stood still."""
     run = until(fake_run(place.runs / "late", steps=30), 12)
     write_status(run)
     page.add_init_script(LATE_END)
@@ -226,6 +226,8 @@ def test_a_page_goes_on_though_the_end_of_a_stream_of_answers_comes_late(
     page.wait_for_function("window.ends > 1")
     write_status(run, state="stopped", exit_code=143)
     page.get_by_role("button", name="Resume").wait_for()
+    page.goto(place.server.url("/train?draft=new&example=1"))
+    page.locator(".plan-line", has_text="Fits:").wait_for()
 
 
 def test_the_chart_is_looked_at_more_closely_by_mouse_and_by_keyboard(

@@ -1,0 +1,62 @@
+// Answers of Gradio's server reach a page over one stream, which the server closes when nothing is asked. Gradio's
+// script learns of the end a moment later; an event of that moment was sent into a stream that has ended, and
+// its answer stays on the server until the next event. The page may wait for it and send none: it stands still.
+// So the end is kept from the script while an event has no answer, and the stream goes on with a new request.
+
+(() => {
+  const send = window.fetch.bind(window);
+  const asked = new Set(); // events without an answer
+  const early = new Set(); // events whose answer came before their number
+  const MESSAGE = /^data: \{"msg":"(\w+)","event_id":(?:"(\w+)")?/;
+  let end = null; // resolved once the script knows that the stream is closed: it aborts its request then
+
+  window.fetch = async (request, options) => {
+    const path = new URL(request.url ?? request, location).pathname;
+    const answer = await send(request, options);
+    if (path.endsWith("/queue/join") && answer.ok) {
+      const { event_id: event } = await answer.clone().json();
+      if (!early.delete(event)) asked.add(event);
+      await end;
+    }
+    if (!path.endsWith("/queue/data") || !answer.ok) return answer;
+    return new Response(unbroken(request, answer), answer);
+  };
+
+  function unbroken(request, answer) {
+    let reader;
+    return new ReadableStream({
+      async start(messages) {
+        const bytes = new TextEncoder();
+        let goes = true;
+        while (goes) {
+          goes = false;
+          reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+          let rest = "";
+          for (let part = await reader.read(); !part.done; part = await reader.read()) {
+            const read = (rest + part.value).split("\n\n");
+            rest = read.pop();
+            for (const message of read) {
+              const [, kind, event] = MESSAGE.exec(message) ?? [];
+              if (kind === "process_completed" && !asked.delete(event)) early.add(event);
+              if (kind === "close_stream" && asked.size) {
+                goes = true;
+                continue;
+              }
+              if (kind === "close_stream") {
+                end = new Promise((known) => {
+                  request.signal.addEventListener("abort", known, { once: true });
+                  setTimeout(known, 1000); // for a script that does not abort
+                });
+              }
+              messages.enqueue(bytes.encode(`${message}\n\n`));
+            }
+          }
+          if (goes) answer = await send(request);
+          goes &&= answer.ok;
+        }
+        messages.close();
+      },
+      cancel: (reason) => reader.cancel(reason),
+    });
+  }
+})();
