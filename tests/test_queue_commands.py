@@ -136,7 +136,8 @@ def test_a_real_training_through_the_queue(
 ) -> None:
     """On a tiny base, by a worker that `add` starts; nobody looks on."""
     toys = toy(place.folder).with_base()
-    words = toys.arguments("--name", "two words; $(x)", steps=2, logging__trackers=[])
+    quiet = {"logging__trackers": [], "sampling__every_steps": 0, "train__validate_every_steps": 0}
+    words = toys.arguments("--name", "two words; $(x)", steps=2, **quiet)
     capsys.readouterr()  # what making the base has said
     said(capsys, "add", "--", *words)
     until(lambda: all(item.has_ended for item in commands.items(place.runs)))
