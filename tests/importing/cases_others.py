@@ -70,6 +70,16 @@ ONETRAINER = [
     ONE_SDXL.case("half a weight", {"concepts": [CONCEPT, {**CONCEPT, "path": "C:\\images\\dog", "loss_weight": 0.5}]}),
     ONE_SDXL.case("no weight", {"concepts": [CONCEPT, {**CONCEPT, "path": "C:\\images\\dog", "loss_weight": 0}]},
                   refused="data.folders.dog.weight=0"),
+    ONE_SDXL.case("concepts of all kinds", {
+        "samples": [{"prompt": "a cat", "seed": 3, "diffusion_steps": 20}, {"prompt": "a dog", "enabled": False}],
+        "concepts": [
+            {**CONCEPT, "balancing": 2.4, "image": {"enable_resolution_override": True, "resolution_override": "640"},
+             "text": {"prompt_source": "filename", "enable_tag_shuffling": True, "tag_delimiter": "|",
+                      "keep_tags_count": 2, "tag_dropout_enable": True, "tag_dropout_mode": "RANDOM",
+                      "tag_dropout_probability": 0.3}},
+            {**CONCEPT, "path": "C:\\images\\dog", "type": "PRIOR_PREDICTION", "balancing_strategy": "SAMPLES",
+             "text": {"prompt_source": "concept", "prompt_path": "dog.txt"}},
+            {**CONCEPT, "path": "C:\\images\\held", "type": "VALIDATION"}]}),
     ONE_SDXL.case("epochs of whole batches", {"concepts": [{**CONCEPT, "path": "images"}], "batch_size": 3}),
     ONE_SDXL.case("huber", {"mse_strength": 0.0, "huber_strength": 1.0, "huber_delta": 0.3}),
     ONE_SDXL.case("p2", {"loss_weight_fn": "P2", "loss_weight_strength": 1.0}),
@@ -142,6 +152,11 @@ AI_TOOLKIT = [
     TOOLKIT.case("regularisation", {f"{AT}/datasets": [
         {"folder_path": "/images/cat", "resolution": 512, "num_repeats": 4},
         {"folder_path": "/images/cats", "resolution": 512, "is_reg": True}]}),
+    TOOLKIT.case("convolutions and a prior", {
+        f"{AT}/model": {"name_or_path": "sdxl.safetensors", "is_xl": True}, f"{AT}/train/noise_scheduler": "ddpm",
+        f"{AT}/network": {"type": "lora", "linear": 8, "conv": 4, "conv_alpha": 2}, f"{AT}/datasets": [
+            {"folder_path": "/images/cat", "resolution": 512, "loss_multiplier": 1},
+            {"folder_path": "/images/cats", "resolution": 768, "is_reg": True, "prior_reg": True}]}),
     TOOLKIT.case("keeps the class", {f"{AT}/train/diff_output_preservation": True,
                                      f"{AT}/train/diff_output_preservation_class": "woman"}),
     TOOLKIT.case("accumulated", {f"{AT}/train/gradient_accumulation_steps": 4, f"{AT}/train/batch_size": 2}),
@@ -189,9 +204,9 @@ MUSUBI_TUNER = [
             {"image_directory": "/images/cat", "num_repeats": 3}, {"image_directory": "/images/dog"}]}}),
     MUSUBI.case("videos", beside={"data.toml": {"datasets": [
         {"video_directory": "/v", "image_directory": "/i", "target_frames": [1]}]}}, refused="video_directory"),
-    MUSUBI.case("repeats of nothing", beside={"data.toml": {"datasets": [
-        {"image_directory": "/images/cat", "num_repeats": 0}, {"image_directory": "/images/dog"}]}},
-        refused="repeats=0"),
+    MUSUBI.case("a table of images", {"timestep_sampling": "qinglong_flux"}, beside={"data.toml": {"datasets": [
+        {"image_jsonl_file": "/images/cat/all.jsonl", "batch_size": 2, "enable_bucket": True},
+        {"image_directory": "/images/cat/dog", "batch_size": 3, "enable_bucket": False}]}}),
     MUSUBI.case("wan", {"network_module": "networks.lora_wan"}, refused="lora_wan"),
     MUSUBI.case("edit", {"model_version": "edit-2511"}, refused="edit-2511"),
     MUSUBI.case("cosine with a share of warm-up", {"lr_scheduler": "cosine", "lr_warmup_steps": 0.05}),
@@ -301,6 +316,12 @@ SIMPLETUNER = [
     SIMPLE.case("regularisation", beside={"backends.json": [
         BACKENDS[0], {"id": "others", "instance_data_dir": "/images/others", "is_regularisation_data": True,
                       "caption_strategy": "textfile"}]}),
+    SIMPLE.case("captions by other ways", {"lr_scale": True, "train_batch_size": 3}, beside={"backends.json": [
+        {**BACKENDS[0], "caption_strategy": "filename", "prepend_instance_prompt": True, "instance_prompt": "a cat"},
+        {"id": "dogs", "instance_data_dir": "/images/dogs", "caption_strategy": "parquet"},
+        {"id": "owls", "instance_data_dir": "/images/owls", "caption_strategy": "instanceprompt",
+         "instance_prompt": "owl"},
+        {"id": "off", "instance_data_dir": "/images/off", "disabled": True}]}),
     SIMPLE.case("tables that say nothing of images", beside={"backends.json": [
         {**BACKENDS[0], "video": {"num_frames": 9}, "huggingface": {"image_column": "image"}}]}),
     SIMPLE.case("control made of the images", beside={"backends.json": [

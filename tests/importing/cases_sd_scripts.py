@@ -142,8 +142,6 @@ GUI_FLUX = {
 }  # fmt: skip
 KOHYA_SS = [
     GUI.case("usual"),
-    GUI.case("of the finetune tab", {"LoRA_type": REMOVED, "full_path": True, "create_buckets": True},
-             refused="there is no LoRA_type"),
     GUI.case("flux with the stock preset's gamma", GUI_FLUX),
     GUI.case("flux that trains clip", {**GUI_FLUX, "text_encoder_lr": 5e-5,
                                        "flux1_cache_text_encoder_outputs": False}),
@@ -153,7 +151,7 @@ KOHYA_SS = [
     GUI.case("lokr", {"LoRA_type": "LyCORIS/LoKr", "factor": 6, "conv_dim": 0}),
     GUI.case("diag oft", {"LoRA_type": "LyCORIS/Diag-OFT", "conv_dim": 0}),
     GUI.case("ia3", {"LoRA_type": "LyCORIS/iA3", "conv_dim": 0}),
-    GUI.case("dreambooth tab", {"LoRA_type": REMOVED}, refused="no LoRA_type"),
+    GUI.case("dreambooth tab", {"LoRA_type": REMOVED}, refused="there is no LoRA_type"),
     GUI.case("more words", {"additional_parameters": "--min_snr_gamma=5 --debiased_estimation_loss"}),
     GUI.case("multires noise", {"noise_offset_type": "Multires", "noise_offset": 0.05,
                                 "multires_noise_iterations": 6, "multires_noise_discount": 0.3}),
@@ -269,8 +267,10 @@ ODD_FILES = [
     FEW.case("saved after the end", {"max_train_steps": 100, "save_every_n_steps": 101}),
     FEW.case("lost dataset file", {"dataset_config": "gone.toml", "max_train_epochs": 2}),
     *(FEW.case(f"optimizer {name}", {"optimizer_type": name}) for name in (
-        "bitsandbytes.optim.AdEMAMix8bit", "torch.optim.SGD", "pytorch_optimizer.CAME", "ao-adamw8bit",
-        "optimi-stableadamw", "SCHEDULE_FREE_ADAMW", "RAdamScheduleFree", "bnb-lion8bit-paged")),
+        "bitsandbytes.optim.AdEMAMix8bit", "SCHEDULE_FREE_ADAMW", "RAdamScheduleFree", "bnb-lion8bit-paged")),
+    FEW.case("validation and rates", {
+        "validation_split": 0.2, "validate_every_n_steps": 50, "text_encoder_lr": [1e-5, 2e-5],
+        "stop_text_encoder_training": 400, "weighted_captions": True}),
     TABLES.case("no folder", {"datasets/0/subsets": [{"num_repeats": 2}]}, refused="names no folder of images"),
     TABLES.case("no subset", {"datasets": [{"resolution": 512}]}, refused="names no subset"),
     TABLES.case("no table", {"general": 3}, refused="is no table"),
