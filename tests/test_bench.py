@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lora_trainer.cli import main
+from lora_trainer.measuring import bench
 from lora_trainer.measuring import bench as bench_module
-from lora_trainer.measuring.bench import BenchRow
 from tests.fakes.runs import SETTINGS, Toy, toy
 
 
@@ -29,13 +29,13 @@ def arguments(place: Toy, *words: str, steps: int = 2, **settings: Any) -> list[
 def test_variants_differ_in_one_setting_from_the_plan_and_are_compared_with_it(
     place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(_request: Any, settings: Any, **_: Any) -> BenchRow:
+    def measure(_request: Any, settings: Any, **_: Any) -> bench.BenchRow:
         name = next(iter(settings.items()), ("as planned",))
         row = {"name": "=".join(map(str, name)), "settings": settings}
         if settings == {"memory.micro_batch": 6}:
-            return BenchRow(**row, failure="error: no memory")
+            return bench.BenchRow(**row, failure="error: no memory")
         speed = 2.0 if settings else 1.0
-        return BenchRow(**row, images_per_s=speed, peak_bytes=1 << 30)
+        return bench.BenchRow(**row, images_per_s=speed, peak_bytes=1 << 30)
 
     monkeypatch.setattr(bench_module, "_measure", measure)
     monkeypatch.setenv("COLUMNS", "120")

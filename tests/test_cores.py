@@ -16,17 +16,19 @@ from torch import Tensor
 
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.hardware.machine import usable_processors
-from lora_trainer.training.cores import CpuTimes, cpu_times, openmp, shared_cores
+from lora_trainer.training import cores
 from tests.fakes.runs import events, toy
 
-needs_libgomp = pytest.mark.skipif(openmp() != "libgomp", reason="another OpenMP computes here")
+needs_libgomp = pytest.mark.skipif(
+    cores.openmp() != "libgomp", reason="another OpenMP computes here"
+)
 
 
 def test_own_and_other_processor_time_are_told_apart() -> None:
     numbers = list(range(os.cpu_count() or 1))
-    before = cpu_times(numbers)
+    before = cores.cpu_times(numbers)
     sum(range(10**7))
-    after = cpu_times(numbers)
+    after = cores.cpu_times(numbers)
     assert after.own_s > before.own_s
     assert after.all_s - before.all_s <= len(numbers) * (after.at_s - before.at_s) + 0.1
 
@@ -67,7 +69,7 @@ def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
     looks = 0
     stream.subscribe(lambda event: told.append((looks, event)))
 
-    def measure(_: Sequence[int]) -> CpuTimes:
+    def measure(_: Sequence[int]) -> cores.CpuTimes:
         """The process takes one core all the time."""
         nonlocal looks
         looks += 1
@@ -76,7 +78,7 @@ def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
             assert computed.wait(60)
         if looks > len(taken) + 1:
             watched.set()
-        return CpuTimes(at_s=looks, all_s=looks + sum(taken[: looks - 1]), own_s=looks)
+        return cores.CpuTimes(at_s=looks, all_s=looks + sum(taken[: looks - 1]), own_s=looks)
 
     def results() -> Tensor:
         for _ in range(300):
@@ -85,7 +87,7 @@ def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
 
     with threads_of(2):
         spinning = results()
-        with shared_cores(stream, measure=measure, interval_s=0.001):
+        with cores.shared_cores(stream, measure=measure, interval_s=0.001):
             assert asleep.wait(60)
             before = waits()
             assert torch.equal(results(), spinning)
@@ -101,7 +103,10 @@ def test_threads_sleep_at_once_and_spin_again_after_a_while_of_calm() -> None:
 
 
 def test_one_thread_waits_for_nobody() -> None:
-    with threads_of(1), shared_cores(EventStream(), measure=lambda _: pytest.fail("measured")):
+    with (
+        threads_of(1),
+        cores.shared_cores(EventStream(), measure=lambda _: pytest.fail("measured")),
+    ):
         assert not [t for t in threading.enumerate() if t.name == "lora-train-cores"]
 
 

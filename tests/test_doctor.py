@@ -15,7 +15,7 @@ from lora_trainer.cache.keys import text_key
 from lora_trainer.cache.store import Cache, in_use
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.hardware.machine import GIB, Hardware
-from lora_trainer.run.run_folder import claim
+from lora_trainer.run import run_folder
 from tests.fakes.nvml import FakeCard
 from tests.fakes.runs import run_cli
 from tests.hardware.test_devices import BUSY, LARGE, MPS, OLD, SMALL, with_cards
@@ -165,7 +165,7 @@ def test_fix_leaves_alone_what_a_training_uses(tmp_path: Path, doctor: Doctor) -
     run = tmp_path / "runs" / "cat"
     run.mkdir(parents=True)
     (run / "events.jsonl").write_text("{}\n")
-    with in_use(cache.root), claim(run):
+    with in_use(cache.root), run_folder.claim(run):
         (run / ".tmp-1-2-x").write_bytes(b"being written")
         (repair,) = doctor()
         assert (run / ".tmp-1-2-x").is_file() and (cache.root / MEMO).is_file()

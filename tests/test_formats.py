@@ -8,7 +8,7 @@ import pytest
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.families.base import AdapterFormats
-from lora_trainer.lora_file.formats import AdapterContents, format_for, format_notes
+from lora_trainer.lora_file import formats
 
 
 class SomeFamily:
@@ -32,12 +32,12 @@ PLAIN: dict[str, Any] = {"kinds": frozenset({"lora"}), "dora": False, "text": Fa
 )
 def test_what_a_format_cannot_hold_is_refused(held: Any, format: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
-        format_for(FAMILY, format, AdapterContents(**{**PLAIN, **held}))
+        formats.format_for(FAMILY, format, formats.AdapterContents(**{**PLAIN, **held}))
 
 
 def test_a_file_of_mixed_kinds_is_judged_by_all_of_them_and_what_readers_miss_is_noted() -> None:
-    mixed = AdapterContents(**{**PLAIN, "kinds": frozenset({"lora", "lokr"})})
-    assert format_for(FAMILY, "auto", mixed) == "comfyui"
-    (note,) = format_notes("comfyui", AdapterContents(**{**PLAIN, "text": True}))
+    mixed = formats.AdapterContents(**{**PLAIN, "kinds": frozenset({"lora", "lokr"})})
+    assert formats.format_for(FAMILY, "auto", mixed) == "comfyui"
+    (note,) = formats.format_notes("comfyui", formats.AdapterContents(**{**PLAIN, "text": True}))
     assert "only ComfyUI" in note
-    assert format_notes("kohya", AdapterContents(**PLAIN)) == ()
+    assert formats.format_notes("kohya", formats.AdapterContents(**PLAIN)) == ()

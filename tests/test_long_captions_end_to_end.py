@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from lora_trainer.run.prepare import Request, examine, prepare
+from lora_trainer.run import prepare
 from tests.fakes.family_bases import copy_of
 from tests.fakes.runs import Toy, apart, events, problems, run_cli, settings_of, toy, trajectory
 from tests.test_prepare import PROCESSOR
@@ -40,9 +40,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return place
 
 
-def request(place: Toy, **settings: Any) -> Request:
+def request(place: Toy, **settings: Any) -> prepare.Request:
     own = {"base.model": str(place.base), "data.resolution": 16}
-    return Request(
+    return prepare.Request(
         dataset=place.dataset, overrides={**own, "data.cache_dir": str(place.cache), **settings}
     )
 
@@ -58,18 +58,18 @@ def test_nothing_of_a_long_caption_is_lost(place: Toy) -> None:
 
 
 def test_a_plan_says_how_much_is_read_and_check_what_is_cut(place: Toy) -> None:
-    prepared = prepare(request(place), hardware=PROCESSOR)
+    prepared = prepare.prepare(request(place), hardware=PROCESSOR)
     assert prepared.facts.chunks == settings_of(place.run)["data.caption_tokens"] // 75
     assert "of 6 have more than 75" in prepared.plan.origins["data.caption_tokens"].reason
-    short = prepare(request(place, **{"data.caption_tokens": 75}), hardware=PROCESSOR)
+    short = prepare.prepare(request(place, **{"data.caption_tokens": 75}), hardware=PROCESSOR)
     long_bytes, short_bytes = (one.plan.memory.phases["training"] for one in (prepared, short))
     assert long_bytes > short_bytes, "longer texts take more"
     (finding,) = [row for row in short.report.findings if row.kind == "caption-too-long"]
     assert "data.caption_tokens=auto" in finding.advice
-    looked = examine(request(place, **{"data.caption_tokens": 75}), hardware=PROCESSOR)
+    looked = prepare.examine(request(place, **{"data.caption_tokens": 75}), hardware=PROCESSOR)
     assert finding in looked.report.findings
     assert looked.caption_limit is not None and looked.caption_limit.tokens == 75
-    free = examine(request(place), hardware=PROCESSOR)
+    free = prepare.examine(request(place), hardware=PROCESSOR)
     assert free.caption_limit is not None and free.caption_limit.tokens == 225
 
 

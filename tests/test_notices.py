@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_trainer.training import loop
-from lora_trainer.training.cores import CpuTimes
+from lora_trainer.training import cores, loop
 from tests.fakes.runs import Toy, problems, toy
 
 STEPS = 40
@@ -45,12 +44,12 @@ def slow_from(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def processors(taken: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let other programs use nothing at the first look at the machine, and so many processors at others."""
 
-    def times() -> Iterator[CpuTimes]:
-        yield CpuTimes(at_s=0.0, all_s=0.0, own_s=0.0)
-        yield CpuTimes(at_s=1.0, all_s=1.0, own_s=1.0)
+    def times() -> Iterator[cores.CpuTimes]:
+        yield cores.CpuTimes(at_s=0.0, all_s=0.0, own_s=0.0)
+        yield cores.CpuTimes(at_s=1.0, all_s=1.0, own_s=1.0)
         while True:
-            yield CpuTimes(at_s=2.0, all_s=2.0, own_s=2.0)
-            yield CpuTimes(at_s=3.0, all_s=3.0 + taken, own_s=3.0)
+            yield cores.CpuTimes(at_s=2.0, all_s=2.0, own_s=2.0)
+            yield cores.CpuTimes(at_s=3.0, all_s=3.0 + taken, own_s=3.0)
 
     measured = times()
     monkeypatch.setattr("lora_trainer.training.pace._WATCHED_S", 0.0)

@@ -15,8 +15,8 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import flatten
 from lora_trainer.config.layers import read_settings_file
 from lora_trainer.hardware.machine import Hardware, assume_card
+from lora_trainer.run import prepare
 from lora_trainer.run.plan_text import plan_json
-from lora_trainer.run.prepare import Prepared, Request, examine, longer, prepare
 from tests.fakes.family_bases import base_of, facts_of, side_of
 from tests.fakes.runs import Toy, listing, toy
 
@@ -40,15 +40,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return toy(tmp_path_factory.mktemp("prepare"))
 
 
-def asked(place: Toy, **overrides: Any) -> Request:
-    return Request(
+def asked(place: Toy, **overrides: Any) -> prepare.Request:
+    return prepare.Request(
         dataset=place.dataset,
         overrides={"data.cache_dir": str(place.cache)}
         | {key.replace("__", "."): value for key, value in overrides.items()},
     )
 
 
-def remarks(prepared: Prepared) -> list[dict[str, str]]:
+def remarks(prepared: prepare.Prepared) -> list[dict[str, str]]:
     """Return the remarks of a plan: kind, what and advice of each."""
     found: list[dict[str, str]] = plan_json(prepared)["remarks"]
     return found
@@ -84,7 +84,7 @@ def test_base_preset_and_device_follow_from_the_hardware_and_what_is_typed(
     model = str(base_of(base)) if base == "flux" else base
     small = {"data__resolution": 32} if base == "flux" else {}  # no table has the tiny network
     request = asked(place, base__model=model, hardware__device=device, **small)
-    prepared = prepare(replace(request, assumed_vram_gib=vram_gib), hardware=hardware)
+    prepared = prepare.prepare(replace(request, assumed_vram_gib=vram_gib), hardware=hardware)
     source = "flux" if base == "flux" else prepared.facts.source
     assert (source, prepared.resolved.tier, prepared.config.hardware.device) == expected
     assert prepared.resolved.preset == f"{prepared.family.name}/{prepared.resolved.tier}"
@@ -100,7 +100,7 @@ def test_what_the_user_knows_better_than_the_files_reaches_base_and_settings(pla
     for typed in ({}, {"objective__zero_terminal_snr": True}):
         wanted = {"base__model": base, "base__prediction": "v_prediction", "data__resolution": 32}
         wanted |= typed
-        prepared = prepare(asked(place, **wanted), hardware=PROCESSOR)
+        prepared = prepare.prepare(asked(place, **wanted), hardware=PROCESSOR)
         assert prepared.facts.prediction == prepared.config.base.prediction == "v_prediction"
         zero = prepared.config.objective.zero_terminal_snr
         assert prepared.facts.zero_terminal_snr is zero is bool(typed)
@@ -121,11 +121,11 @@ def test_the_base_and_its_settings_come_from_the_highest_layer_that_names_them(
     with_file = replace(asked(place), settings_file=read_settings_file(config))
     resumed = replace(asked(place), run_settings=before)
     for request in (with_file, resumed):
-        facts = prepare(request, hardware=PROCESSOR).facts
+        facts = prepare.prepare(request, hardware=PROCESSOR).facts
         assert (facts.source, facts.prediction) == (str(base_of("sd15")), "v_prediction")
         typed = {"base.model": DEFAULT, "base.prediction": "auto", "data.resolution": "auto"}
         typed |= request.overrides
-        prepared = prepare(replace(request, overrides=typed), hardware=CARD)
+        prepared = prepare.prepare(replace(request, overrides=typed), hardware=CARD)
         assert prepared.facts.source == DEFAULT
 
 
@@ -135,7 +135,7 @@ def test_the_base_and_its_settings_come_from_the_highest_layer_that_names_them(
 def test_the_format_is_one_that_can_hold_the_adapter(place: Toy) -> None:
     small_px = side_of(facts_of("zimage"))
     base = {"base__model": str(base_of("zimage")), "data__resolution": small_px}
-    prepared = prepare(asked(place, adapter__kind="lokr", **base), hardware=PROCESSOR)
+    prepared = prepare.prepare(asked(place, adapter__kind="lokr", **base), hardware=PROCESSOR)
     assert prepared.config.output.format == "comfyui"
     origin = prepared.plan.origins["output.format"]
     assert (origin.layer, "zimage" in origin.reason) == ("planner", True)
@@ -163,7 +163,9 @@ def test_what_cannot_be_is_refused_before_the_dataset_is_read(
 
     monkeypatch.setattr("lora_trainer.run.prepare.read_dataset", read)
     with pytest.raises(RequestError, match=re.escape(said)):
-        prepare(asked(place, base__model=str(base_of(base)), **settings), hardware=PROCESSOR)
+        prepare.prepare(
+            asked(place, base__model=str(base_of(base)), **settings), hardware=PROCESSOR
+        )
 
 
 # ---- what is remarked
@@ -183,13 +185,13 @@ def test_what_cannot_be_is_refused_before_the_dataset_is_read(
 def test_slow_adapters_and_what_readers_of_the_file_will_miss_are_warned_of(
     settings: dict[str, Any], said: list[str], place: Toy
 ) -> None:
-    rows = remarks(prepare(asked(place, **settings), hardware=PROCESSOR))
+    rows = remarks(prepare.prepare(asked(place, **settings), hardware=PROCESSOR))
     for row, start in zip(rows, said, strict=True):
         assert row["what"].startswith(start) and row["advice"]
 
 
 def test_a_card_below_the_smallest_tier_is_remarked(place: Toy) -> None:
-    prepared = prepare(asked(place, base__model="embedded"), hardware=PROCESSOR)
+    prepared = prepare.prepare(asked(place, base__model="embedded"), hardware=PROCESSOR)
     for vram_gib, kinds in ((4, ["card"]), (8, [])):
         card = replace(prepared, hardware=assume_card(PROCESSOR, vram_gib=vram_gib))
         assert [row["kind"] for row in remarks(card)] == kinds
@@ -202,14 +204,14 @@ def test_nothing_left_to_train_on_is_refused(place: Toy, monkeypatch: pytest.Mon
     out = "lora_trainer.run.prepare.hold_out"
     monkeypatch.setattr(out, lambda records, **_: ((), tuple(records)))
     with pytest.raises(InputError, match="no image to train on after 6"):
-        prepare(asked(place), hardware=PROCESSOR)
+        prepare.prepare(asked(place), hardware=PROCESSOR)
 
 
 def test_the_plan_counts_what_is_trained(place: Toy) -> None:
     wanted = asked(
         place, data__validation_fraction=0.5, data__repeats=2, train__steps=12, train__batch_size=1
     )
-    prepared = prepare(wanted, hardware=PROCESSOR)
+    prepared = prepare.prepare(wanted, hardware=PROCESSOR)
     assert prepared.plan.epochs == pytest.approx(12 / (3 * 2))
     trained, held_out = (
         {record.name for record in records} for records in (prepared.trained, prepared.held_out)
@@ -220,11 +222,11 @@ def test_the_plan_counts_what_is_trained(place: Toy) -> None:
 def test_a_preset_s_resolution_is_not_above_what_the_base_was_trained_on(place: Toy) -> None:
     """Those of FLUX.1 are for the releases; whoever types a larger one gets it."""
     base = str(base_of("flux"))
-    prepared = prepare(asked(place, base__model=base), hardware=CARD)
+    prepared = prepare.prepare(asked(place, base__model=base), hardware=CARD)
     assert prepared.config.data.resolution == prepared.facts.resolution_px < 512
     assert "512 is preset" in prepared.plan.origins["data.resolution"].reason
     assert max(max(size) for size in prepared.plan.images_at_once) < 512
-    typed = prepare(asked(place, base__model=base, data__resolution=512), hardware=CARD)
+    typed = prepare.prepare(asked(place, base__model=base, data__resolution=512), hardware=CARD)
     assert typed.config.data.resolution == 512
 
 
@@ -232,19 +234,19 @@ def test_a_plan_knows_what_more_time_would_buy(place: Toy) -> None:
     """The next priority; after quality the base's own size where less is preset; then nothing."""
     roomy = replace(CARD, ram_total_bytes=32 << 30, ram_free_bytes=28 << 30)
     request = asked(place, base__model="black-forest-labs/FLUX.1-dev")
-    balanced = prepare(request, hardware=roomy)
-    more = longer(request, balanced)
+    balanced = prepare.prepare(request, hardware=roomy)
+    more = prepare.longer(request, balanced)
     assert more is not None
     words, quality = more
     assert words == "--priority quality" and quality.config.adapter.rank == 32
     assert quality.run_time.seconds > balanced.plan.run_time.seconds
     assert quality.config.data.resolution == 640
     request = replace(request, priority="quality")
-    largest = longer(request, prepare(request, hardware=roomy))
+    largest = prepare.longer(request, prepare.prepare(request, hardware=roomy))
     assert largest is not None and largest[0] == "data.resolution=1024"
     request = replace(request, overrides={**request.overrides, "data.resolution": 1024})
-    long_run = prepare(request, hardware=roomy)
-    assert longer(request, long_run) is None
+    long_run = prepare.prepare(request, hardware=roomy)
+    assert prepare.longer(request, long_run) is None
     long_run = replace(long_run, resolved=replace(long_run.resolved, priority="balanced"))
     kinds = [[row["kind"] for row in remarks(run)] for run in (balanced, long_run)]
     assert kinds == [[], ["time"]], "it takes longer than its priority means"
@@ -252,7 +254,7 @@ def test_a_plan_knows_what_more_time_would_buy(place: Toy) -> None:
 
 def test_more_resolutions_are_planned_for(place: Toy) -> None:
     one, both = (
-        prepare(
+        prepare.prepare(
             asked(
                 place,
                 data__resolution=32,
@@ -276,7 +278,7 @@ def test_more_resolutions_are_planned_for(place: Toy) -> None:
 def test_resolutions_that_make_no_sense_are_refused(place: Toy) -> None:
     for more, said in ((41, "more_resolutions=41 is not a multiple"), (64, "resolution already")):
         with pytest.raises(RequestError, match=said):
-            prepare(asked(place, data__more_resolutions=(more,)), hardware=PROCESSOR)
+            prepare.prepare(asked(place, data__more_resolutions=(more,)), hardware=PROCESSOR)
 
 
 def test_a_mask_that_cannot_be_used_ends_the_run_before_it_begins(tmp_path: Path) -> None:
@@ -285,8 +287,8 @@ def test_a_mask_that_cannot_be_used_ends_the_run_before_it_begins(tmp_path: Path
     request = asked(place, data__masks="files", data__max_bad_fraction=1.0)
     said = re.escape("masks cannot be used: p3-masklabel.png is black everywhere")
     with pytest.raises(InputError, match=said):
-        prepare(request, hardware=PROCESSOR)
-    findings = examine(request, hardware=PROCESSOR).report.findings
+        prepare.prepare(request, hardware=PROCESSOR)
+    findings = prepare.examine(request, hardware=PROCESSOR).report.findings
     assert [one.file for one in findings if one.kind == "bad-mask"] == ["p3-masklabel.png"]
 
 
@@ -295,8 +297,8 @@ def test_check_says_what_plan_says_and_neither_writes_more_than_the_memo_in_the_
 ) -> None:
     place = toy(tmp_path)
     before = listing(place.dataset)
-    report = prepare(asked(place), hardware=PROCESSOR).report
-    assert report == examine(asked(place), hardware=PROCESSOR).report
+    report = prepare.prepare(asked(place), hardware=PROCESSOR).report
+    assert report == prepare.examine(asked(place), hardware=PROCESSOR).report
     assert listing(place.dataset) == before
     assert {path.name for path in place.folder.iterdir()} == {"toy", "cache"}
     assert [path.name for path in place.cache.iterdir()] == [".memo.sqlite"]
@@ -308,8 +310,8 @@ def test_the_cache_folder_is_the_setting_or_the_user_s(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     for settings, folder in (({}, "xdg/lora-train"), ({"data.cache_dir": "~/mine"}, "mine")):
-        request = Request(dataset=place.dataset, overrides=settings)
-        assert prepare(request, hardware=PROCESSOR).cache_root == tmp_path / folder
+        request = prepare.Request(dataset=place.dataset, overrides=settings)
+        assert prepare.prepare(request, hardware=PROCESSOR).cache_root == tmp_path / folder
 
 
 # ---- going on, and several processes
@@ -328,22 +330,24 @@ def test_a_run_goes_on_as_it_was_planned_whatever_is_free_today(place: Toy) -> N
         memory__gradient_checkpointing="full",
         sampling__every_steps=0,
     )
-    first = prepare(wanted, hardware=of_a_card(9.0))
+    first = prepare.prepare(wanted, hardware=of_a_card(9.0))
     before = {
         "run_settings": flatten(first.config),
         "run_at_once": {f"{w}x{h}": count for (w, h), count in first.plan.images_at_once.items()},
     }
     today = of_a_card(8.0)
-    fresh = prepare(wanted, hardware=today)
+    fresh = prepare.prepare(wanted, hardware=today)
     assert fresh.plan.images_at_once != first.plan.images_at_once
-    resumed = prepare(replace(wanted, overrides={}, **before), hardware=today)
+    resumed = prepare.prepare(replace(wanted, overrides={}, **before), hardware=today)
     assert resumed.plan.images_at_once == first.plan.images_at_once
     assert resumed.config == first.config
     typed = {"memory.streamed_blocks": 4}
-    again = prepare(replace(wanted, overrides=typed, **before), hardware=today)
+    again = prepare.prepare(replace(wanted, overrides=typed, **before), hardware=today)
     assert again.plan.images_at_once != first.plan.images_at_once
-    longer = prepare(replace(wanted, overrides={"train.steps": 9000}, **before), hardware=today)
-    assert longer.plan.images_at_once == first.plan.images_at_once
+    prepare.longer = prepare.prepare(
+        replace(wanted, overrides={"train.steps": 9000}, **before), hardware=today
+    )
+    assert prepare.longer.plan.images_at_once == first.plan.images_at_once
 
 
 @pytest.mark.parametrize(
@@ -354,13 +358,13 @@ def test_a_step_is_shared_by_processes_and_each_is_planned_for_its_share(
     batch: int, processes: int, images: list[int], said: str, place: Toy
 ) -> None:
     wanted = asked(place, train__batch_size=batch)
-    made = prepare(replace(wanted, processes=processes), hardware=CARD)
+    made = prepare.prepare(replace(wanted, processes=processes), hardware=CARD)
     assert made.config.train.batch_size == batch
     assert plan_json(made)["processes"]["images"] == images
     assert max(made.plan.images_at_once.values()) <= max(images)
     told = [row["what"] for row in remarks(made) if row["kind"] == "processes"]
     assert (said in told[0]) if said else not told
-    alone = prepare(wanted, hardware=CARD)
+    alone = prepare.prepare(wanted, hardware=CARD)
     if batch > 1:
         assert made.plan.seconds_per_step < alone.plan.seconds_per_step
 
@@ -368,7 +372,7 @@ def test_a_step_is_shared_by_processes_and_each_is_planned_for_its_share(
 def test_processes_of_one_machine_share_its_threads(place: Toy) -> None:
     wanted = asked(place, base__model="embedded")
     found = [
-        prepare(replace(wanted, processes=4, sharing=sharing), hardware=PROCESSOR)
+        prepare.prepare(replace(wanted, processes=4, sharing=sharing), hardware=PROCESSOR)
         for sharing in (1, 2, 4)
     ]
     assert [made.config.hardware.threads for made in found] == [3, 1, 1]

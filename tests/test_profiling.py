@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.cli import main
 from lora_trainer.config.config import build_config, setting_keys
-from lora_trainer.measuring.profile import Measured, verdict
+from lora_trainer.measuring import profile
 from tests.fakes.runs import SETTINGS, Toy, toy, trajectory
 
 
@@ -68,7 +68,7 @@ RESOLVED: dict[str, Any] = {
     "train.precision": "bf16",
     "train.steps": 1000,
 }
-EVEN = Measured(wall_s=1.0, data_wait_s=0.0, work_s={"aten::mm": 1.0}, save_s=0.0)
+EVEN = profile.Measured(wall_s=1.0, data_wait_s=0.0, work_s={"aten::mm": 1.0}, save_s=0.0)
 seconds = st.floats(0, 100, allow_nan=False)
 
 
@@ -80,15 +80,15 @@ def config(**changes: Any) -> Any:
 
 @given(
     st.builds(
-        Measured,
+        profile.Measured,
         wall_s=seconds,
         data_wait_s=seconds,
         work_s=st.dictionaries(st.sampled_from(["aten::mm", "aten::add", "aten::copy_"]), seconds),
         save_s=seconds,
     )
 )
-def test_shares_add_up_and_the_largest_is_the_cause(measured: Measured) -> None:
-    found = verdict(measured, config())
+def test_shares_add_up_and_the_largest_is_the_cause(measured: profile.Measured) -> None:
+    found = profile.verdict(measured, config())
     assert found.shares.keys() == {"data", "host", "compute", "memory", "saving"}
     assert all(0 <= share <= 1 for share in found.shares.values())
     total = sum(found.shares.values())
@@ -103,7 +103,7 @@ def test_each_cause_is_told_from_the_others() -> None:
     idle = replace(EVEN, work_s={"aten::mm": 0.2, "aten::add": 0.1})
     moving = replace(EVEN, work_s={"aten::mm": 0.3, "aten::native_layer_norm": 0.4, "add": 0.3})
     saving = replace(EVEN, save_s=500.0)
-    found = [verdict(m, config()) for m in (slow_data, idle, EVEN, moving, saving)]
+    found = [profile.verdict(m, config()) for m in (slow_data, idle, EVEN, moving, saving)]
     assert [each.cause for each in found] == ["data", "host", "compute", "memory", "saving"]
     assert found[0].shares["data"] == pytest.approx(0.6)
     assert found[1].shares["host"] == pytest.approx(0.7)
@@ -113,10 +113,13 @@ def test_each_cause_is_told_from_the_others() -> None:
 
 def test_the_advice_has_what_is_set_now_and_nothing_that_is_so_already() -> None:
     idle, moving = replace(EVEN, work_s={"aten::mm": 0.1}), replace(EVEN, work_s={"aten::add": 1.0})
-    assert "memory.micro_batch (now 2 of train.batch_size=4)" in verdict(idle, config()).sentence
-    whole = verdict(idle, config(memory__micro_batch=4)).sentence
+    assert (
+        "memory.micro_batch (now 2 of train.batch_size=4)"
+        in profile.verdict(idle, config()).sentence
+    )
+    whole = profile.verdict(idle, config(memory__micro_batch=4)).sentence
     assert "memory.micro_batch" not in whole and "changes the training" in whole
-    recomputing = verdict(EVEN, config(memory__gradient_checkpointing="full")).sentence
+    recomputing = profile.verdict(EVEN, config(memory__gradient_checkpointing="full")).sentence
     assert "gradient_checkpointing (now full)" in recomputing
     assert "resolution (now 512)" in recomputing
     for measured in (EVEN, moving):
@@ -125,7 +128,7 @@ def test_the_advice_has_what_is_set_now_and_nothing_that_is_so_already() -> None
             ({"train__precision": "fp32"}, True),
             ({"train__precision": "fp32", "hardware__device": "cpu"}, False),
         ):
-            sentence = verdict(measured, config(**changes)).sentence
+            sentence = profile.verdict(measured, config(**changes)).sentence
             assert ("precision=bf16" in sentence) is advised
             assert "gradient_checkpointing" not in sentence
 
@@ -149,4 +152,4 @@ def test_matrix_work_and_moving_numbers_are_known_by_their_names() -> None:
     }
     for cause, those in names.items():
         for name in those:
-            assert verdict(replace(EVEN, work_s={name: 1.0}), config()).cause == cause, name
+            assert profile.verdict(replace(EVEN, work_s={name: 1.0}), config()).cause == cause, name

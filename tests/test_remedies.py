@@ -13,8 +13,7 @@ from torch import nn
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.config.config import build_config
 from lora_trainer.hardware.machine import GIB, Hardware, assume_card
-from lora_trainer.run.oom_fallbacks import oom_fallbacks, oom_history_memo
-from lora_trainer.run.prepare import Prepared, Request, prepare
+from lora_trainer.run import oom_fallbacks, prepare
 from tests.fakes.family_bases import denoiser_of
 from tests.fakes.runs import toy
 from tests.fakes.trainee import block_sizes
@@ -39,7 +38,7 @@ def fallbacks(
 ) -> list[tuple[str, object, object]]:
     planned = {"gradient_checkpointing": checkpointing, "streamed_blocks": streamed}
     config: Any = build_config({f"memory.{name}": value for name, value in planned.items()})
-    found = oom_fallbacks(network, config.memory, device=torch.device(device))
+    found = oom_fallbacks.oom_fallbacks(network, config.memory, device=torch.device(device))
     return [(each.key, each.old, each.new) for each in found]
 
 
@@ -65,11 +64,11 @@ def test_weights_are_streamed_as_far_as_the_machine_has_room(
     assert fallbacks(network, "cuda", checkpointing="offloaded", streamed=2) == []
 
 
-def problems_of_a_full_device(prepared: Prepared, *, times: int = 1) -> list[Any]:
+def problems_of_a_full_device(prepared: prepare.Prepared, *, times: int = 1) -> list[Any]:
     """Return the problems that a run reports when its device is full so many times."""
     events, seen = EventStream(), list[Event]()
     events.subscribe(seen.append)
-    events.subscribe(oom_history_memo(prepared, events))
+    events.subscribe(oom_fallbacks.oom_history_memo(prepared, events))
     for _ in range(times):
         events.emit("out_of_memory", images_at_once=4, reason="CUDA out of memory")
     return [event.fields for event in seen if event.kind == "problem"]
@@ -85,32 +84,32 @@ def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_i
         "train.batch_size": 16,
         "sampling.every_steps": 0,
     }
-    request = Request(dataset=place.dataset, overrides=overrides)
-    first = prepare(request, hardware=MACHINE)
+    request = prepare.Request(dataset=place.dataset, overrides=overrides)
+    first = prepare.prepare(request, hardware=MACHINE)
     assert first.full_card is None
     # A processor that is full says nothing of the GPU; a disk that refuses the memo hides nothing.
     on_processor = {**overrides, "base.model": "embedded", "hardware.device": "cpu"}
-    processor = prepare(replace(request, overrides=on_processor), hardware=MACHINE)
+    processor = prepare.prepare(replace(request, overrides=on_processor), hardware=MACHINE)
     assert problems_of_a_full_device(processor) == []
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     (note,) = problems_of_a_full_device(replace(first, cache_root=in_the_way))
     assert note["severity"] == "note" and "could not be written" in note["what"]
-    assert prepare(request, hardware=MACHINE).full_card is None
+    assert prepare.prepare(request, hardware=MACHINE).full_card is None
 
     (note,) = problems_of_a_full_device(first, times=3)
     assert "an assumed 12 GiB GPU was planned to" in note["what"]
-    second = prepare(request, hardware=MACHINE)
+    second = prepare.prepare(request, hardware=MACHINE)
     assert second.full_card is not None
     assert second.plan.memory.peak_bytes < 0.95 * first.plan.memory.peak_bytes
     assert second.config.train.batch_size == first.config.train.batch_size
-    resumed = prepare(replace(request, run_settings={"train.steps": 7}), hardware=MACHINE)
+    resumed = prepare.prepare(replace(request, run_settings={"train.steps": 7}), hardware=MACHINE)
     assert resumed.full_card is None
     assert resumed.plan.memory.peak_bytes == first.plan.memory.peak_bytes
 
     # The smaller plan fails too: the limit it is measured by is that of the GPU, not its own.
     problems_of_a_full_device(second)
-    third = prepare(request, hardware=MACHINE).full_card
+    third = prepare.prepare(request, hardware=MACHINE).full_card
     assert third is not None
     planned = second.plan.memory.peak_bytes / MACHINE.gpus[0].free_bytes
     assert third.share == pytest.approx(0.95 * planned, abs=2e-4)

@@ -19,7 +19,7 @@ from lora_trainer.config.config import setting_keys
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.status import read_status
-from lora_trainer.run.prepare import Prepared, Request, prepare_with_base
+from lora_trainer.run import prepare
 from tests.fakes.runs import (
     SETTINGS,
     Toy,
@@ -212,8 +212,8 @@ def test_a_run_that_began_with_a_file_goes_on_without_it(copied: Toy) -> None:
 def test_a_distilled_base_is_remarked_once_unless_an_assistant_helps(
     copied: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def distilled(request: Request) -> Prepared:
-        prepared = prepare_with_base(request)
+    def distilled(request: prepare.Request) -> prepare.Prepared:
+        prepared = prepare.prepare_with_base(request)
         return replace(prepared, facts=replace(prepared.facts, distilled=True))
 
     monkeypatch.setattr("lora_trainer.run.train.prepare_with_base", distilled)

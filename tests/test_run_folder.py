@@ -14,23 +14,18 @@ from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.config.config import flatten, setting_keys
 from lora_trainer.config.running import Config
-from lora_trainer.run.run_folder import (
-    FORBIDDEN_SETTINGS,
-    FREE_SETTINGS,
-    ROUNDING_SETTINGS,
-    claim,
-    compare,
-    create,
-    cut_events,
-    last_step,
-    read_run,
-)
+from lora_trainer.run import run_folder
 
 BEFORE: dict[str, Any] = {key: "before" for key in setting_keys()}
 PATIENCE = "train.stop_after_validations"
 """Free by itself, but with it the validations decide something."""
 BEFORE |= {"train.lower_on_plateau": False, "output.keep_best": False, PATIENCE: None}
-OTHERS = set(setting_keys()) - FREE_SETTINGS - ROUNDING_SETTINGS - FORBIDDEN_SETTINGS
+OTHERS = (
+    set(setting_keys())
+    - run_folder.FREE_SETTINGS
+    - run_folder.ROUNDING_SETTINGS
+    - run_folder.FORBIDDEN_SETTINGS
+)
 OTHERS = sorted(OTHERS - {"train.lower_on_plateau"})  # see below
 MACHINE = {"torch": "2.13.0", "threads": 1, "deterministic": True}
 
@@ -38,7 +33,7 @@ MACHINE = {"torch": "2.13.0", "threads": 1, "deterministic": True}
 def compared(
     changes: dict[str, Any], machine: dict[str, Any] | None = None
 ) -> tuple[str, list[str]]:
-    return compare(
+    return run_folder.compare(
         BEFORE, BEFORE | changes, environment=MACHINE, environment_now=MACHINE | (machine or {})
     )
 
@@ -48,18 +43,18 @@ def lines(file: Path, *rows: dict[str, Any]) -> None:
 
 
 def test_a_name_that_exists_gets_the_next_number(tmp_path: Path) -> None:
-    folders = [create(tmp_path / "runs", "toy") for _ in range(3)]
+    folders = [run_folder.create(tmp_path / "runs", "toy") for _ in range(3)]
     assert [folder.name for folder in folders] == ["toy", "toy-002", "toy-003"]
     (tmp_path / "file").touch()
     with pytest.raises(MachineError, match="file"):
-        create(tmp_path / "file", "toy")
+        run_folder.create(tmp_path / "file", "toy")
 
 
 def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
-    folder = create(tmp_path, "toy")
+    folder = run_folder.create(tmp_path, "toy")
     with folder, pytest.raises(MachineError, match="another process"):
-        claim(folder.path)
-    assert claim(folder.path).path == folder.path
+        run_folder.claim(folder.path)
+    assert run_folder.claim(folder.path).path == folder.path
 
 
 def write(run: Path, record: dict[str, Any]) -> None:
@@ -67,7 +62,7 @@ def write(run: Path, record: dict[str, Any]) -> None:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    folder = create(tmp_path, "toy")
+    folder = run_folder.create(tmp_path, "toy")
     record = {
         "name": "toy",
         "started_at_s": 1.5,
@@ -78,32 +73,35 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "plan": {"memory": {"images_at_once": {}}},
     }
     write(folder.path, record)
-    assert read_run(folder.path) == record
+    assert run_folder.read_run(folder.path) == record
     for key in record:
         write(folder.path, {name: value for name, value in record.items() if name != key})
         with pytest.raises(RequestError, match=f"has no {key}"):
-            read_run(folder.path)
-    write(create(tmp_path, "apple").path, record)
+            run_folder.read_run(folder.path)
+    write(run_folder.create(tmp_path, "apple").path, record)
     (tmp_path / "not-a-run").mkdir()
     with pytest.raises(RequestError, match="runs there: apple, toy"):
-        read_run(tmp_path / "zebra")
+        run_folder.read_run(tmp_path / "zebra")
 
 
 # ---- what a resume may change
 
 
 def test_what_decides_shapes_groups_and_beginnings_may_not_change() -> None:
-    assert set(setting_keys()) >= FREE_SETTINGS | FORBIDDEN_SETTINGS
-    assert not FREE_SETTINGS & FORBIDDEN_SETTINGS
+    assert set(setting_keys()) >= run_folder.FREE_SETTINGS | run_folder.FORBIDDEN_SETTINGS
+    assert not run_folder.FREE_SETTINGS & run_folder.FORBIDDEN_SETTINGS
     adapter = {key for key in setting_keys() if key.startswith("adapter.")}
     adapter -= {f"adapter.{name}" for name in ("dropout", "rank_dropout", "module_dropout")}
-    assert adapter | {"optimizer.name", "train.init_from", "train.ema_decay"} < FORBIDDEN_SETTINGS
-    for key in FORBIDDEN_SETTINGS:
+    assert (
+        adapter | {"optimizer.name", "train.init_from", "train.ema_decay"}
+        < run_folder.FORBIDDEN_SETTINGS
+    )
+    for key in run_folder.FORBIDDEN_SETTINGS:
         with pytest.raises(RequestError, match=rf"{key} {BEFORE[key]} -> now"):
             compared({key: "now", "train.seed": "now"})
 
 
-FREE, ROUNDING = sorted(FREE_SETTINGS - {PATIENCE}), sorted(ROUNDING_SETTINGS)
+FREE, ROUNDING = sorted(run_folder.FREE_SETTINGS - {PATIENCE}), sorted(run_folder.ROUNDING_SETTINGS)
 
 
 @given(
@@ -131,14 +129,17 @@ def test_mpr_04_what_changed_is_said_and_decides_how_exactly_a_run_is_repeated(
 def test_a_device_that_is_not_deterministic_never_promises_the_bits() -> None:
     """Nothing differs there, and the bits do."""
     loose = MACHINE | {"deterministic": False}
-    assert compare(BEFORE, BEFORE, environment=loose, environment_now=loose) == ("SAME-STREAM", [])
+    assert run_folder.compare(BEFORE, BEFORE, environment=loose, environment_now=loose) == (
+        "SAME-STREAM",
+        [],
+    )
 
 
 @pytest.mark.parametrize("watching", ["train.lower_on_plateau", "output.keep_best", PATIENCE])
 def test_when_and_what_is_validated_matters_where_it_decides_something(watching: str) -> None:
     before = BEFORE | {watching: 3}
     for key in ("train.validate_every_steps", "output.weights"):
-        result = compare(
+        result = run_folder.compare(
             before, before | {key: "now"}, environment=MACHINE, environment_now=MACHINE
         )
         assert result == ("CHANGED", [f"{key}: before -> now"])
@@ -149,12 +150,12 @@ def test_a_setting_that_an_older_run_did_not_have_was_at_its_default(key: str) -
     default = flatten(Config())[key]
     older = {other: value for other, value in BEFORE.items() if other != key}
     machines = {"environment": MACHINE, "environment_now": MACHINE}
-    assert compare(older, BEFORE | {key: default}, **machines) == ("EXACT", [])
-    if key in FORBIDDEN_SETTINGS:
+    assert run_folder.compare(older, BEFORE | {key: default}, **machines) == ("EXACT", [])
+    if key in run_folder.FORBIDDEN_SETTINGS:
         with pytest.raises(RequestError, match=f"{key} {default} -> now"):
-            compare(older, BEFORE | {key: "now"}, **machines)
+            run_folder.compare(older, BEFORE | {key: "now"}, **machines)
     else:
-        changed = compare(older, BEFORE | {key: "now"}, **machines)
+        changed = run_folder.compare(older, BEFORE | {key: "now"}, **machines)
         assert changed == ("CHANGED", [f"{key}: {default} -> now"])
 
 
@@ -162,9 +163,9 @@ def test_a_setting_that_an_older_run_did_not_have_was_at_its_default(key: str) -
 
 
 def test_what_came_after_the_state_is_dropped_and_a_torn_line_too(tmp_path: Path) -> None:
-    folder = create(tmp_path, "toy")
+    folder = run_folder.create(tmp_path, "toy")
     events = folder.path / "events.jsonl"
-    assert last_step(folder) == 0
+    assert run_folder.last_step(folder) == 0
     kept: list[dict[str, Any]] = [
         {"event": "run_started"},
         {"event": "validation", "step": 0},
@@ -181,12 +182,12 @@ def test_what_came_after_the_state_is_dropped_and_a_torn_line_too(tmp_path: Path
     ]
     lines(events, *kept, *dropped)
     lines(folder.path / "problems.jsonl", {"event": "problem", "what": "x"})
-    assert last_step(folder) == 3
+    assert run_folder.last_step(folder) == 3
     events.write_text(events.read_text() + '{"event": "st')
-    cut_events(folder, step=2)
+    run_folder.cut_events(folder, step=2)
     assert read_jsonl(events) == kept
     assert len(read_jsonl(folder.path / "problems.jsonl")) == 1
-    cut_events(folder, step=-1)
+    run_folder.cut_events(folder, step=-1)
     assert [row["event"] for row in read_jsonl(events)] == ["run_started", "change"]
 
 
@@ -204,5 +205,5 @@ def test_a_setting_that_is_gone_counts_where_it_had_an_effect(
 ) -> None:
     older = BEFORE | {key: value}
     differences = [] if exactness == "EXACT" else [f"{key}: {value} -> removed in this version"]
-    result = compare(older, BEFORE, environment=MACHINE, environment_now=MACHINE)
+    result = run_folder.compare(older, BEFORE, environment=MACHINE, environment_now=MACHINE)
     assert result == (exactness, differences)

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.reporting import sample_files
 from lora_trainer.reporting.control import Control
-from lora_trainer.reporting.sample_files import last_samples, sample_prompt
 from tests.fakes.runs import STEPS, Toy, events, last_state, problems, toy, trajectory
 
 ASKED = "a zorble on a snowy hill"
@@ -40,10 +40,10 @@ def test_a_prompt_asked_for_is_drawn_and_changes_nothing_of_the_training(
     assert (image["prompt"], row["asked"]) == (ASKED, True)
     assert image["file"] == f"samples/step-{STEPS + 1:08d}/asked-00.png"
     assert image["seed"] == events(asked.run, "sample")[0]["images"][0]["seed"]
-    assert sample_prompt(asked.run / image["file"]) == ASKED
+    assert sample_files.sample_prompt(asked.run / image["file"]) == ASKED
     with Image.open(asked.run / image["file"]) as drawn:
         assert drawn.getcolors(1) is None, "an image, not one colour"
-    assert [file.name for file in last_samples(asked.run / "samples")] == ["00.png"]
+    assert [file.name for file in sample_files.last_samples(asked.run / "samples")] == ["00.png"]
     assert not Control(asked.run).pending()
 
 

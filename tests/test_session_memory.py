@@ -15,8 +15,7 @@ from lora_trainer.common.files import read_json_object
 from lora_trainer.config.config import build_config
 from lora_trainer.families import family
 from lora_trainer.network.quantize import QuantizedLinear
-from lora_trainer.run import device
-from lora_trainer.run.prepare import Prepared
+from lora_trainer.run import device, prepare
 from lora_trainer.training.loop import run
 from lora_trainer.training.training import Progress, Training
 from tests.fakes.family_bases import base_of, facts_at, side_of
@@ -68,5 +67,5 @@ def test_a_cap_is_set_at_the_start_of_a_run_on_a_card(monkeypatch: pytest.Monkey
     monkeypatch.setattr(device, "planned_device", lambda _: cuda)
     monkeypatch.setattr(device, "name_of", str)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    device.setup_torch(cast(Prepared, prepared))
+    device.setup_torch(cast(prepare.Prepared, prepared))
     assert seen == [{"limit_bytes": 6 * 2**30, "free_bytes": 7, "device": cuda}]

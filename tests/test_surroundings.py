@@ -11,23 +11,17 @@ import pytest
 
 from lora_trainer.config.config import build_config
 from lora_trainer.config.running import Config
-from lora_trainer.hardware.nvml import CardState, Gpu, card_state, card_states
-from lora_trainer.training.pace import (
-    MachineState,
-    Slow,
-    Timed,
-    causes,
-    look,
-)
+from lora_trainer.hardware import nvml
+from lora_trainer.training import pace
 from tests.fakes.nvml import GIB, FakeCard, FakeNvml
 
-SLOW = Slow(
+SLOW = pace.Slow(
     factor=2.0,
-    now=Timed(seconds=4.0, wait_s=0.1, latents=64),
-    usual=Timed(seconds=2.0, wait_s=0.1, latents=64),
+    now=pace.Timed(seconds=4.0, wait_s=0.1, latents=64),
+    usual=pace.Timed(seconds=2.0, wait_s=0.1, latents=64),
 )
 US, OTHER = 4711, 4712
-CARD = CardState(
+CARD = nvml.CardState(
     total_bytes=12 * GIB,
     used_bytes=9 * GIB,
     clock_mhz=1900,
@@ -35,7 +29,7 @@ CARD = CardState(
     users=frozenset({US}),
     busy_percent={US: 95},
 )
-QUIET = MachineState(card=CARD, beside_card=True, processors=8)
+QUIET = pace.MachineState(card=CARD, beside_card=True, processors=8)
 
 
 def settings(values: Mapping[str, Any]) -> Config:
@@ -44,22 +38,22 @@ def settings(values: Mapping[str, Any]) -> Config:
 
 
 def found(
-    now: MachineState, *, slow: Slow = SLOW, spills: bool = False, **values: Any
+    now: pace.MachineState, *, slow: pace.Slow = SLOW, spills: bool = False, **values: Any
 ) -> list[Any]:
     config = settings({key.replace("__", "."): value for key, value in values.items()})
-    *likely, unknown = causes(slow, QUIET, now, spills=spills, config=config)
+    *likely, unknown = pace.causes(slow, QUIET, now, spills=spills, config=config)
     assert unknown.name == "unknown"
     return likely
 
 
-def with_card(**changes: Any) -> MachineState:
+def with_card(**changes: Any) -> pace.MachineState:
     return replace(QUIET, card=replace(CARD, **changes))
 
 
 def test_nothing_that_changed_is_no_cause() -> None:
     assert not found(QUIET, spills=True)
     assert not found(with_card(celsius=83, held_back=0x4))
-    assert not found(MachineState(processors=8))
+    assert not found(pace.MachineState(processors=8))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +80,7 @@ def test_nothing_that_changed_is_no_cause() -> None:
     ],
 )
 def test_each_cause_is_named_with_what_to_do(
-    now: MachineState, name: str, said: str, setting: str
+    now: pace.MachineState, name: str, said: str, setting: str
 ) -> None:
     (cause,) = found(now, spills=True)
     assert cause.name == name
@@ -114,7 +108,7 @@ def test_a_cause_depends_on_driver_device_and_settings() -> None:
         "processor",
         "the training's threads gave way to other programs",
     )
-    (again,) = causes(SLOW, giving_way, giving_way, spills=False, config=settings({}))
+    (again,) = pace.causes(SLOW, giving_way, giving_way, spills=False, config=settings({}))
     assert again.name == "unknown", "they gave way when steps were fast, too"
     (cause,) = found(replace(QUIET, swapped_bytes_per_s=3e7), memory__streamed_blocks=20)
     assert "memory.streamed_blocks (now 20)" in cause.fix
@@ -123,7 +117,7 @@ def test_a_cause_depends_on_driver_device_and_settings() -> None:
 def test_without_a_gpu_nobody_is_sent_to_its_tools() -> None:
     for beside_card in (True, False):
         now = replace(QUIET, beside_card=beside_card)
-        (cause,) = causes(SLOW, QUIET, now, spills=False, config=settings({}))
+        (cause,) = pace.causes(SLOW, QUIET, now, spills=False, config=settings({}))
         assert ("nvidia-smi" in cause.fix) == beside_card
 
 
@@ -139,7 +133,7 @@ BUSY = FakeCard(
     graphics_pids=(OTHER,),
     busy_percent={US: 90},
 )
-GPU = Gpu(
+GPU = nvml.Gpu(
     index=1,
     name="a GPU",
     total_bytes=12 * GIB,
@@ -151,8 +145,8 @@ GPU = Gpu(
 
 
 def test_the_driver_is_asked_about_this_card() -> None:
-    nvml = FakeNvml(cards=(FakeCard(), BUSY))
-    assert card_state(GPU, nvml) == CardState(
+    driver = FakeNvml(cards=(FakeCard(), BUSY))
+    assert nvml.card_state(GPU, driver) == nvml.CardState(
         total_bytes=12 * GIB,
         used_bytes=GIB,
         clock_mhz=1500,
@@ -163,7 +157,7 @@ def test_the_driver_is_asked_about_this_card() -> None:
         users=frozenset({US, OTHER}),
         busy_percent={US: 90},
     )
-    assert nvml.sessions == 0
+    assert driver.sessions == 0
 
 
 def test_what_a_driver_does_not_tell_is_left_out() -> None:
@@ -171,19 +165,19 @@ def test_what_a_driver_does_not_tell_is_left_out() -> None:
     calls += ("CurrentClocksThrottleReasons", "ComputeRunningProcesses", "GraphicsRunningProcesses")
     for call in calls:
         card = replace(BUSY, refuses={f"nvmlDeviceGet{call}": "Not Supported"})
-        state = card_state(GPU, FakeNvml(cards=(card,)))
+        state = nvml.card_state(GPU, FakeNvml(cards=(card,)))
         assert state is not None and state.total_bytes == 12 * GIB, call
 
 
 def test_a_driver_that_says_nothing_is_no_error() -> None:
     lost = replace(BUSY, refuses={"nvmlDeviceGetMemoryInfo": "GPU is lost"})
     no_driver = FakeNvml(refuses={"nvmlInit": "Driver Not Loaded"})
-    for nvml in (no_driver, FakeNvml(cards=()), FakeNvml(cards=(lost,))):
-        assert card_state(GPU, nvml) is None and card_states(nvml) == ()
+    for driver in (no_driver, FakeNvml(cards=()), FakeNvml(cards=(lost,))):
+        assert nvml.card_state(GPU, driver) is None and nvml.card_states(driver) == ()
 
 
 def test_a_look_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lora_trainer.training.pace._WATCHED_S", 0.05)
-    seen = look(None)
+    seen = pace.look(None)
     assert seen.card is None
     assert 0 <= seen.cores_taken <= seen.processors == len(os.sched_getaffinity(0))

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import SettingInfo, all_settings, build_config
+from lora_trainer.run import prepare
 from lora_trainer.run.plan_text import plan_json
-from lora_trainer.run.prepare import Request, prepare
 from tests.fakes.family_bases import base_of, facts_of, side_of
 from tests.fakes.runs import Toy, run_cli, toy
 from tests.fakes.runs import trajectory as measured
@@ -88,8 +88,8 @@ def asked(place: Toy, beside: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan_of(place: Toy, settings: Mapping[str, Any]) -> dict[str, Any]:
-    request = Request(dataset=place.dataset, overrides=dict(settings))
-    return plan_json(prepare(request, hardware=PROCESSOR))
+    request = prepare.Request(dataset=place.dataset, overrides=dict(settings))
+    return plan_json(prepare.prepare(request, hardware=PROCESSOR))
 
 
 def beside_others(

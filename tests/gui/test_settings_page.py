@@ -25,8 +25,8 @@ from lora_trainer.cli import main
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.config import SettingInfo, all_settings, build_config, flatten
 from lora_trainer.config.layers import resolve
+from lora_trainer.run import prepare
 from lora_trainer.run.plan_text import plan_json
-from lora_trainer.run.prepare import Request, prepare
 from tests.fakes.runs import toy
 
 pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
@@ -204,7 +204,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """The real plan of a draft with a rank of its own, without a card."""
     place = toy(tmp_path_factory.mktemp("expert"))
     overrides = {"data.cache_dir": str(place.cache), "adapter.rank": 8, "hardware.device": "cpu"}
-    found = plan_json(prepare(Request(dataset=place.dataset, overrides=overrides)))
+    found = plan_json(prepare.prepare(prepare.Request(dataset=place.dataset, overrides=overrides)))
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
 

@@ -21,8 +21,7 @@ from lora_trainer.hardware.device_calls import found_by_torch, require_kernels
 from lora_trainer.hardware.devices import KINDS, TorchBuild, torch_build
 from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.run import device
-from lora_trainer.run.prepare import Prepared
+from lora_trainer.run import device, prepare
 from lora_trainer.training import optimizers
 from lora_trainer.training.optimizers import make_optimizer
 from tests.fakes.nvml import GIB, FakeCard, FakeNvml
@@ -156,14 +155,14 @@ def test_several_processes_are_planned_for_the_smallest_card_that_takes_part() -
     assert "2 processes on each" in alone.reason
 
 
-def prepared(here: Hardware, *, sharing: int = 1) -> Prepared:
+def prepared(here: Hardware, *, sharing: int = 1) -> prepare.Prepared:
     made = SimpleNamespace(
         config=SimpleNamespace(hardware=SimpleNamespace(device="cuda")),
         hardware=here,
         sharing=sharing,
         processes=sharing,
     )
-    return cast(Prepared, made)
+    return cast(prepare.Prepared, made)
 
 
 @pytest.fixture

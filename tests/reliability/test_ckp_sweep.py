@@ -24,7 +24,7 @@ from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.common.files import CappedFolder
-from lora_trainer.run.run_folder import RunFolder, cut_events
+from lora_trainer.run import run_folder
 from tests.fakes.adapters import export, small_adapter
 from tests.fakes.disk import Disk, Killed, operations_of
 from tests.fakes.states import bits, loaded_step, save_state, state_at
@@ -193,7 +193,7 @@ def write_log(folder: Path, version: int) -> None:
         rows = [{"event": "step", "step": step} for step in (1, 2, 3)]
         (folder / "events.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     else:
-        cut_events(RunFolder(path=folder), step=2)
+        run_folder.cut_events(run_folder.RunFolder(path=folder), step=2)
 
 
 def read_log(folder: Path) -> int | None:

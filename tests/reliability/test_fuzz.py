@@ -37,7 +37,7 @@ from lora_trainer.dataset.scan import scan
 from lora_trainer.families.locate import describe
 from lora_trainer.reporting.history import read_history
 from lora_trainer.reporting.report import write_report
-from lora_trainer.run.run_folder import claim, create, cut_events, last_step, read_run
+from lora_trainer.run import run_folder
 from tests.fakes.family_bases import base_of
 from tests.fakes.mutations import damaged_json, mutated
 from tests.fakes.run_folder import fake_run
@@ -166,7 +166,7 @@ def test_cfg_05_fuzz_run_json(tmp_path: Path, fuzz: Any) -> None:
 
     def case(draw: random.Random) -> None:
         of_a_file(tmp_path / "run" / "run.json", damaged_json(written, draw))
-        run = read_run(tmp_path / "run")
+        run = run_folder.read_run(tmp_path / "run")
         assert isinstance(run["base"]["source"], str)
         build_config(run["settings"])
 
@@ -244,7 +244,7 @@ def test_env_01_sec_03_fuzz_run_names(tmp_path: Path, figure: Figure) -> None:
     @given(given_names | odd)
     def each(name: str) -> None:
         with suppress(RequestError):
-            with create(parent, name) as folder:
+            with run_folder.create(parent, name) as folder:
                 assert folder.path.resolve().parent == parent.resolve()
                 assert folder.name.startswith(name)
                 folder.name.encode()
@@ -277,10 +277,10 @@ def test_trn_05_fuzz_event_logs(tmp_path: Path, fuzz: Any) -> None:
         read_history(run.folder)
         if draw.random() < 0.1:
             write_report(run.folder)
-        with claim(run.folder) as folder:
-            last_step(folder)
-            cut_events(folder, step=6)
-        assert last_step(folder) <= 6
+        with run_folder.claim(run.folder) as folder:
+            run_folder.last_step(folder)
+            run_folder.cut_events(folder, step=6)
+        assert run_folder.last_step(folder) <= 6
 
     fuzz(LoraTrainError, case)
 

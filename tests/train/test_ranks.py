@@ -14,7 +14,7 @@ import torch
 
 from lora_trainer.common import processes
 from lora_trainer.config.layers import read_settings_file
-from lora_trainer.run.prepare import Request
+from lora_trainer.run import prepare
 from lora_trainer.run.train import train
 from lora_trainer.training.distributed import process_group
 from lora_trainer.training.distributed.heartbeat import Activity
@@ -107,7 +107,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def _start(tmp_path: Path, *, resume: bool = False, **more: Any) -> None:
     overrides = {"output.folder": str(tmp_path), "output.name": "cat", **more.pop("overrides", {})}
-    request = Request(dataset=tmp_path / "cats", overrides=overrides, resume=resume, **more)
+    request = prepare.Request(dataset=tmp_path / "cats", overrides=overrides, resume=resume, **more)
     with pytest.raises(MetError):
         train(request)
 
