@@ -9,7 +9,6 @@ import pytest
 
 from lora_trainer.cli import main
 from lora_trainer.measuring import bench
-from lora_trainer.measuring import bench as bench_module
 from tests.fakes.runs import SETTINGS, Toy, toy
 
 
@@ -37,7 +36,7 @@ def test_variants_differ_in_one_setting_from_the_plan_and_are_compared_with_it(
         speed = 2.0 if settings else 1.0
         return bench.BenchRow(**row, images_per_s=speed, peak_bytes=1 << 30)
 
-    monkeypatch.setattr(bench_module, "_measure", measure)
+    monkeypatch.setattr(bench, "_measure", measure)
     monkeypatch.setenv("COLUMNS", "120")
     batches = {"train__batch_size": 6, "memory__micro_batch": 2}
     assert main.run(arguments(place, "--json", **batches)) == 0
@@ -60,7 +59,7 @@ def test_rows_are_what_trainings_of_their_own_measured(
     place: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tried: Any = ({}, {"memory.micro_batch": 1}, {"adapter.rank": 0})
-    monkeypatch.setattr(bench_module, "variants", lambda _prepared: iter(tried))
+    monkeypatch.setattr(bench, "variants", lambda _prepared: iter(tried))
     before = sorted(path.name for path in place.folder.iterdir())
     assert main.run(arguments(place, "--json", train__batch_size=2)) == 0
     planned, single, broken = json.loads(capsys.readouterr().out)
