@@ -171,14 +171,13 @@ def test_no_spelling_leads_out_of_a_run_or_a_dataset(attacker: Attacker, place: 
 
 
 def everywhere(
-    attacker: Attacker, value: Any, *, draft: str = "", event: Any = None
+    config: Any, value: Any, *, draft: str = "", event: Any = None
 ) -> list[tuple[int, list[Any], Any]]:
     """Return a call of each event of all pages, with `value` for each of its fields.
 
     Choices get their first value, without which gradio refuses the call; with `draft` the hidden
     field of that name is right.
     """
-    config = attacker.get("/config").json()
     known: dict[int, Any] = {}
     for component in config["components"]:
         props = component["props"]
@@ -197,16 +196,17 @@ def test_no_field_of_a_page_leads_out_or_asks_an_address(attacker: Attacker, pla
     address = f"http://127.0.0.1:{place.canary.getsockname()[1]}/x.png"
     upload = {"path": address, "url": address, "meta": {"_type": "gradio.FileData"}}
     hostile = (str(place.secret), f"../{place.outside.name}", COMMANDS[1], "\0", 10**400, None)
-    attacker.trigger(everywhere(attacker, ""))  # opening a page makes a draft
+    config = attacker.get("/config").json()
+    attacker.trigger(everywhere(config, ""))  # opening a page makes a draft
     (draft, *_) = [path.stem for path in (place.runs / ".gui" / "drafts").glob("*.json")]
     for value in (*hostile, upload, [upload], {"path": str(place.secret)}, {"__class__": "os"}):
         query = urlencode({"run": str(value)[:500], "draft": "../../outside"})
         event = {"action": "stop", "run": value, "step": value, "index": value, "value": value}
-        for hidden in ("", draft) if isinstance(value, str) else ("",):
-            attacker.trigger(everywhere(attacker, value, draft=hidden, event=event), query=query)
+        for hidden in ("", draft) if value in hostile[:3] else ("",):
+            attacker.trigger(everywhere(config, value, draft=hidden, event=event), query=query)
     for name in ("linked", "../outside", ".gui", f"{RUN}/states"):
         event = {"action": "stop", "run": name, "step": 3}
-        attacker.trigger(everywhere(attacker, "", event=event), query=urlencode({"run": name}))
+        attacker.trigger(everywhere(config, "", event=event), query=urlencode({"run": name}))
     assert not (place.runs / ".gui" / "control").exists()
     for body in ({"data": [], "fn_index": 10**6}, {"data": "x", "fn_index": 0}, [], None):
         attacker.post("/gradio_api/queue/join", body)

@@ -65,7 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
     return toy(tmp_path_factory.mktemp("secrets")).with_base()
 
 
-def test_sec_04_no_secret_reaches_any_output_of_a_whole_training(
+def test_sec_03_04_no_name_is_a_command_and_no_secret_reaches_any_output_of_a_whole_training(
     place: Toy,
     figure: Figure,
     monkeypatch: pytest.MonkeyPatch,
@@ -79,12 +79,14 @@ def test_sec_04_no_secret_reaches_any_output_of_a_whole_training(
     for index, caption in enumerate(CAPTIONS):
         (place.dataset / f"p{index}.txt").write_text(caption, encoding="utf-8")
     # Prompts are taken from the captions, so these reach the sample images and the report.
-    assert place.train(sampling__prompts=[]) == 0
+    name = "--strict; touch marker|`touch marker`$(touch marker)"
+    assert place.train(f"--name={name}", sampling__prompts=[]) == 0
+    assert not list(place.folder.rglob("marker")) and not Path("marker").exists()
     console = capsys.readouterr()
     secrets = [*ENVIRONMENT.values(), *(secret for _, secret in ADDRESSES.values()), *IN_CAPTIONS]
     files = {path: path.read_bytes() for path in place.runs.rglob("*") if path.is_file()}
     assert {path.name for path in files} >= {
-        "run.json", "events.jsonl", "status.json", "report.html", "toy.safetensors", "state.json",
+        "run.json", "events.jsonl", "status.json", "report.html", f"{name}.safetensors", "state.json",
     }  # fmt: skip
     assert any("tfevents" in path.name for path in files)
     texts = {"console": (console.out + console.err).encode()}
@@ -97,7 +99,7 @@ def test_sec_04_no_secret_reaches_any_output_of_a_whole_training(
     ]
     figure("secrets", planted=len(secrets), found=len(found))
     assert not found
-    with safe_open(place.run / "toy.safetensors", framework="np") as opened:
+    with safe_open(place.runs / name / f"{name}.safetensors", framework="np") as opened:
         assert str(place.folder) not in json.dumps(opened.metadata())
 
 
@@ -213,14 +215,3 @@ def test_sec_04_mod_01_no_pickle_can_be_loaded_and_no_shell_started(figure: Figu
     ):
         assert len(dangers(line)) == 1, line
     assert not dangers("network.eval(); torch.load(file, weights_only=True); numpy.load(file)")
-
-
-# ---- texts as texts
-
-
-def test_sec_03_names_are_names_and_never_commands(place: Toy) -> None:
-    name = "--strict; touch marker|`touch marker`$(touch marker)"
-    quiet = {"sampling__every_steps": 0, "train__validate_every_steps": 0, "logging__trackers": []}
-    assert place.train(f"--name={name}", steps=1, output__save_every_steps=0, **quiet) == 0
-    assert (place.runs / name / f"{name}.safetensors").is_file()
-    assert not list(place.folder.rglob("marker")) and not Path("marker").exists()
