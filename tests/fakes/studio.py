@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.cache.cache_plan import Needs, TextEntries, needs
+from lora_trainer.cache.cache_plan import TextEntries, needs
 from lora_trainer.cache.encode import Encoded, fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.caption_markup import words_of
@@ -30,8 +30,6 @@ from lora_trainer.families.base import (
     BaseFacts,
     Conditioning,
     Geometry,
-    ImageEncoder,
-    Latents,
     Layout,
     TextEncoder,
 )
@@ -48,10 +46,10 @@ ENTRIES = 8
 class CountingImages:
     """A real VAE that remembers what it was given."""
 
-    real: ImageEncoder
+    real: Any
     seen: list[Tensor] = field(default_factory=list)
 
-    def encode_images(self, pixels: Tensor) -> list[Latents]:
+    def encode_images(self, pixels: Tensor) -> Any:
         self.seen.extend(pixels)
         return self.real.encode_images(pixels)
 
@@ -88,7 +86,7 @@ def facts_of(base: Path) -> BaseFacts:
 
 
 @cache
-def image_encoder(base: Path) -> ImageEncoder:
+def image_encoder(base: Path) -> Any:
     """Return the image encoder of a base, loaded once for all tests of the process."""
     return families.detect(base).load_image_encoder(facts_of(base), device=CPU)
 
@@ -124,7 +122,7 @@ class Studio:
         found = identified(facts_of(self.base), memo)
         return replace(found, max_tokens=self.max_tokens or found.max_tokens)
 
-    def needs(self) -> Needs:
+    def needs(self) -> Any:
         facts = self.facts()
         data = self.settings.model_copy(
             update={
@@ -159,13 +157,13 @@ class Studio:
         )
 
     def encode(
-        self, wanted: Needs | None = None, *, stop: Callable[[], int | None] = lambda: None
+        self, wanted: Any = None, *, stop: Callable[[], int | None] = lambda: None
     ) -> tuple[Encoded, CountingImages | None, CountingTexts | None]:
         """Fill the cache; return what it says it did and the encoders that were loaded."""
         images: list[CountingImages] = []
         texts: list[CountingTexts] = []
 
-        def load_images(_device: torch.device) -> ImageEncoder:
+        def load_images(_device: torch.device) -> Any:
             images.append(CountingImages(real=image_encoder(self.base)))
             return images[0]
 

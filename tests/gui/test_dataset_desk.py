@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lora_trainer.gui import dataset_notes, drafts
+from lora_trainer.gui import drafts
 from lora_trainer.gui.dataset_desk import DatasetDesk
 from lora_trainer.gui.posted import Posted
 from lora_trainer.gui.workplace import Workplace
@@ -400,8 +400,8 @@ def test_a_painted_mask_is_one_that_training_reads_and_is_undone(
         assert mask.getpixel((4, 4)) == 255 and mask.getpixel((28, 4)) == 0
     shown = ask(desk, "closer", folder, file="p1.png")
     assert shown["mask"] == "data:image/png;base64," + base64.b64encode(written).decode()
-    draft = dataset_notes.draft_for(work, folder)
-    assert draft.settings["data.masks"] == "files", "what was painted is trained with"
+    chosen = drafts.current(work).settings
+    assert chosen["data.masks"] == "files", "what was painted is trained with"
     assert "the mask of p1.png" in ask(desk, "undo", folder)["step"]
     assert old.read_bytes() == before and not file.exists()
     ask(desk, "redo", folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora_trainer.gui import access, app
+from lora_trainer.gui import app
 from lora_trainer.gui.guard import Guard
 from lora_trainer.gui.workplace import Workplace
 
@@ -146,25 +146,28 @@ def test_a_ticket_opens_once(local: Any, cookie: str) -> None:
 def test_the_key_stays_and_only_its_user_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "runs" / ".gui"
+    def key(runs: Path) -> str:
+        return str(opened(f"--runs={runs}").key)
+
+    runs, file = tmp_path / "runs", tmp_path / "runs" / ".gui" / "key"
     with ThreadPoolExecutor(8) as pool:
-        (key,) = set(pool.map(lambda _: access.read_key(folder), range(16)))
-    assert len(key) >= 43
-    assert stat.S_IMODE((folder / "key").stat().st_mode) == 0o600
-    assert [path.name for path in folder.iterdir()] == ["key"]
-    assert access.read_key(tmp_path / "other") != key
+        (first,) = set(pool.map(lambda _: key(runs), range(16)))
+    assert len(first) >= 43
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [path.name for path in file.parent.iterdir()] == ["key"]
+    assert key(tmp_path / "other") != first
     for damage in (b"", b"short", b"\xff" * 50):
-        (folder / "key").write_bytes(damage)
-        again = access.read_key(folder)
-        assert len(again) >= 43 and access.read_key(folder) == again
+        file.write_bytes(damage)
+        again = key(runs)
+        assert len(again) >= 43 and key(runs) == again
 
     def refuse(*_: object) -> None:
         raise PermissionError("no links here")
 
     monkeypatch.setattr("os.link", refuse)
-    assert access.read_key(tmp_path / "no links") == access.read_key(tmp_path / "no links")
+    assert key(tmp_path / "no links") == key(tmp_path / "no links")
     with pytest.raises(MachineError, match="cannot write"):
-        access.read_key(folder / "key" / ".gui")
+        key(file)
 
 
 def basic(password: str, user: str = "me") -> str:
