@@ -264,12 +264,12 @@ def values_of(info: SettingInfo) -> st.SearchStrategy[Any]:
             st.text(max_size=10).map(re.escape), st.integers(1, 1000), max_size=3
         ),
     }
-    if info.key == "data.cache_dir":  # quotes around a path go; ~NAME is somebody's home
+    if info.key in ("base.model", "output.name"):
+        return st.from_regex("[a-z]{1,8}", fullmatch=True)
+    if info.path:  # quotes around a path go; ~NAME is somebody's home
         return st.text(max_size=30).filter(
             lambda path: path.strip().strip('"')[:1] not in ("", "~")
         )
-    if info.key in ("base.model", "output.name"):
-        return st.from_regex("[a-z]{1,8}", fullmatch=True)
     if form.kind == "number" and form.whole:
         found: st.SearchStrategy[Any] = st.integers(int(form.low or 0), int(form.high or 1))
     elif form.kind == "number":
