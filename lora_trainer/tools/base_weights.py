@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -79,33 +80,32 @@ def in_place_order(at: WeightPlace, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseWeights:
-    """A base model that is open: by "component.module" the location of each weight, matrix or kernel.
+    """A base model that is open: the location of each tensor by "component.module.weight" and the like.
 
-    `rest` has the other tensors (norms, biases, vectors) by "component.tensor"; `single` is a checkpoint
-    in one file.
+    `single` is a checkpoint in one file.
     """
 
     source: str
     path: Path
     family: Family
-    places: Mapping[str, WeightLocation]
-    rest: Mapping[str, WeightLocation]
+    tensors: Mapping[str, WeightLocation]
     single: bool
 
-    def facts(self) -> BaseFacts:
-        """Return the facts about the base; of a checkpoint whose companion is not here, by its family."""
-        return describe(BaseSettings(model=self.source))
+    @cached_property
+    def places(self) -> Mapping[str, WeightLocation]:
+        """The matrices and kernels of layers by "component.module"."""
+        return {
+            key.removesuffix(WEIGHT): location
+            for key, location in self.tensors.items()
+            if key.endswith(WEIGHT) and len(location.shape) > 1
+        }
 
     def names(self) -> LayerNames:
         """Return the layers of this base by the names that files of any trainer have for them."""
         layers: dict[str, dict[str, tuple[int, ...]]] = {}
-        for key, location in self.places.items():
-            component, module = split_key(key)
-            layers.setdefault(component, {})[module] = location.shape
-        for key, location in self.rest.items():
-            component, tensor = split_key(key)
-            module, _, name = tensor.rpartition(".")
-            if name == "weight" and len(location.shape) == 1:
+        for key, location in self.tensors.items():
+            if key.endswith(WEIGHT):
+                component, module = split_key(key.removesuffix(WEIGHT))
                 layers.setdefault(component, {})[module] = location.shape
         return LayerNames(self.family, layers)
 
@@ -132,20 +132,15 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
         raise InputError(f"{path.name} is no base model", fix="give a checkpoint or a folder")
     family, _ = recognised
     places = family.checkpoint_weights(file.entries) or _joined_places(file.entries, family)
-    matrices: dict[str, WeightLocation] = {}
-    rest: dict[str, WeightLocation] = {}
+    tensors: dict[str, WeightLocation] = {}
     for key, at in places.items():
         location = WeightLocation(file=file, at=at)
-        if len(location.shape) == 1:
-            rest[f"{key}{WEIGHT}"] = location
-        elif location.shape:
-            matrices[key] = location
+        if location.shape:
+            tensors[f"{key}{WEIGHT}"] = location
         bias = f"{at.tensor.removesuffix('weight')}bias"
         if bias in file.entries:  # in the same rows as its weight where layers are joined
-            rest[f"{key}.bias"] = replace(location, at=replace(at, tensor=bias))
-    return BaseWeights(
-        source=source, path=path, family=family, places=matrices, rest=rest, single=True
-    )
+            tensors[f"{key}.bias"] = replace(location, at=replace(at, tensor=bias))
+    return BaseWeights(source=source, path=path, family=family, tensors=tensors, single=True)
 
 
 def _joined_places(header: Header, family: Family) -> Mapping[str, WeightPlace]:
@@ -175,8 +170,7 @@ def _places_of(header: Header, names: LayerNames) -> Iterator[tuple[str, WeightP
 
 def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:
     family, layout = families.family(facts.family), facts.located
-    places: dict[str, WeightLocation] = {}
-    rest: dict[str, WeightLocation] = {}
+    tensors: dict[str, WeightLocation] = {}
     parts = family.parts(layout)
     for part in (DENOISER, "text_encoder") if family.text.trainable else (DENOISER,):
         for path in parts[part]:
@@ -184,22 +178,11 @@ def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:
                 component = part if part == DENOISER else path.parent.name
                 file = open_file(path, stack)
                 for name, entry in file.entries.items():
-                    if entry.dtype not in SLOT_DTYPES:
-                        continue  # positions and counters
-                    location = WeightLocation(file=file, at=WeightPlace(tensor=name))
-                    key = f"{component}.{name.removeprefix(TEXT_MODEL)}"
-                    if name.endswith(WEIGHT) and len(entry.shape) > 1:
-                        places[key.removesuffix(WEIGHT)] = location
-                    else:
-                        rest[key] = location
-    return BaseWeights(
-        source=facts.source,
-        path=layout.folder,
-        family=family,
-        places=places,
-        rest=rest,
-        single=False,
-    )
+                    if entry.dtype in SLOT_DTYPES:  # others are positions and counters
+                        location = WeightLocation(file=file, at=WeightPlace(tensor=name))
+                        tensors[f"{component}.{name.removeprefix(TEXT_MODEL)}"] = location
+    source, folder = facts.source, layout.folder
+    return BaseWeights(source=source, path=folder, family=family, tensors=tensors, single=False)
 
 
 def open_file(path: Path, stack: ExitStack) -> Opened:

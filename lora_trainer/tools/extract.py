@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.declare import Targets
+from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import DENOISER
+from lora_trainer.families.locate import describe
 from lora_trainer.lora.low_rank import approximated
 from lora_trainer.lora.tensors import split_key
-from lora_trainer.tools.base_weights import BaseWeights, WeightLocation, open_base
+from lora_trainer.tools.base_weights import WEIGHT, BaseWeights, WeightLocation, open_base
 from lora_trainer.tools.convert import AdapterTarget, ToolResult, extracted
 from lora_trainer.tools.resize import RankCutter, ResizeLimits, percent
 
@@ -66,7 +68,7 @@ def extract(
                 tuned,
                 base,
                 family=second.family,
-                facts=second.facts(),
+                facts=describe(BaseSettings(model=second.source)),
                 title=target.path.stem,
                 summary=summary,
             ),
@@ -89,11 +91,11 @@ def _compare(
     """Cut the update of every layer that differs; return the energy of the difference in all other tensors."""
     for key in layers:
         _cut(key, _difference(key, tuned.places[key], base.places[key]), cutter)
-    unreached = 0.0
-    for ours, theirs in ((tuned.places, base.places), (tuned.rest, base.rest)):
-        for key in ours.keys() & theirs.keys() - set(layers):
-            unreached += _energy(_difference(key, ours[key], theirs[key]))
-    return unreached
+    reached = {f"{key}{WEIGHT}" for key in layers}
+    return math.fsum(
+        _energy(_difference(key, tuned.tensors[key], base.tensors[key]))
+        for key in tuned.tensors.keys() & base.tensors.keys() - reached
+    )
 
 
 def _cut(key: str, difference: Tensor, cutter: RankCutter) -> None:

@@ -34,8 +34,8 @@ from lora_trainer.lora_file.stream import (
 from lora_trainer.tools.adapters import Weighted, WeightedSources, open_weighted
 from lora_trainer.tools.base_weights import (
     TEXT_MODEL,
+    WEIGHT,
     BaseWeights,
-    WeightLocation,
     in_place_order,
     open_base,
     open_file,
@@ -45,14 +45,12 @@ from lora_trainer.tools.base_weights import (
 from lora_trainer.tools.convert import SUFFIX, ToolResult
 
 INDEX = "model_index.json"
-BIAS = ":bias"
-"""End of a layer's name that means its bias instead of its weight."""
 _WEIGHTS = frozenset(
     {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".msgpack", ".h5", ".onnx", ".gguf"}
 )
 _AVERAGED = "model_ema."
 Changed = tuple[str, WeightPlace]
-"""A layer that changes, and where in a tensor it lies."""
+"""The weight or bias of a layer that changes, and where in a tensor it lies."""
 Changes = Mapping[tuple[Path, str], Sequence[Changed]]
 """By folder and tensor the layers that change; variants of a file have the same tensors."""
 
@@ -66,12 +64,12 @@ def _merged(
     merged = weight.to(wide, copy=True)
     for key, at in changes:
         rows = slice(None) if at.rows is None else slice(*at.rows)
-        layer, _, bias = key.partition(BIAS)
+        layer, _, part = key.rpartition(".")
         for module, strength in adapters.modules(layer):
             # The update of DoRA, OFT, GLoRA or IA3 is computed from the base's weight in diffusers' order.
-            if bias and "bias" in module.tensors:
+            if part == "bias" and "bias" in module.tensors:
                 change = module.tensors["bias"].to(wide)
-            elif not bias and (module.kind != "full" or "difference" in module.tensors):
+            elif part == "weight" and (module.kind != "full" or "difference" in module.tensors):
                 change = update(module, rows_at(at, weight))
             else:
                 continue
@@ -147,47 +145,41 @@ def _refuse_replacing(inputs: Sequence[Weighted], base: BaseWeights, output: Pat
 def _check_fit(adapters: WeightedSources, base: BaseWeights) -> None:
     """Read every module once before anything is written; raises InputError naming the first misfit."""
     for key in adapters.layers:
-        shape = _location(base, key).shape
-        out, fan_in = shape[0], math.prod(shape[1:])
+        out, *inputs = base.tensors[f"{key}{WEIGHT}"].shape
+        fan_in = math.prod(inputs)
         for source in adapters.sources:
-            module = source.get(key)
-            if module is None:
-                continue
-            if "bias" in module.tensors and f"{key}.bias" not in base.rest:
+            module, fault = source.get(key), ""
+            if (
+                module is not None
+                and "bias" in module.tensors
+                and f"{key}.bias" not in base.tensors
+            ):
+                fault = f"the bias of {key}, which has none in the base"
+            elif module is not None and not fits(module, out=out, fan_in=fan_in):
+                fault = f"{key}, whose weight is {out}x{fan_in} in the base, in another size"
+            if fault:
                 raise InputError(
-                    f"{source.name} changes the bias of {key}, which has none in the base",
+                    f"{source.name} changes {fault}",
                     fix="give the base model that the adapter was made for",
                 )
-            if not fits(module, out=out, fan_in=fan_in):
-                raise InputError(
-                    f"{source.name} changes {key}, whose weight is {out}x{fan_in} in the base, in "
-                    "another size",
-                    fix="give the base model that the adapter was made for",
-                )
-
-
-def _location(base: BaseWeights, key: str) -> WeightLocation:
-    """Return where the weight of a layer lies: a matrix, a kernel or the vector of a norm."""
-    return base.places[key] if key in base.places else base.rest[f"{key}.weight"]
 
 
 def _changes(base: BaseWeights, adapters: WeightedSources) -> Changes:
     changes: dict[tuple[Path, str], list[Changed]] = {}
     for key in adapters.layers:
-        locations = {key: _location(base, key)}
-        if any("bias" in module.tensors for module, _ in adapters.modules(key)):
-            locations[f"{key}{BIAS}"] = base.rest[f"{key}.bias"]
-        for name, location in locations.items():
-            folder = location.file.path.parent
+        has_bias = any("bias" in module.tensors for module, _ in adapters.modules(key))
+        for name in (f"{key}{WEIGHT}", f"{key}.bias")[: 1 + has_bias]:
+            location = base.tensors[name]
             tensor = location.at.tensor.removeprefix(TEXT_MODEL)
-            changes.setdefault((folder, tensor), []).append((name, location.at))
+            place = (location.file.path.parent, tensor)
+            changes.setdefault(place, []).append((name, location.at))
     return changes
 
 
 def _write_single(
     base: BaseWeights, adapters: WeightedSources, output: Path, *, force: bool
 ) -> list[str]:
-    file = next(iter(base.places.values())).file
+    file = next(iter(base.tensors.values())).file
     names = [file.path.stem, *(Path(source.name).stem for source in adapters.sources)]
     merged_from = {"modelspec.merged_from": public_text(", ".join(names))}
     _rewrite(file, output, adapters, _changes(base, adapters), entries=merged_from, force=force)

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ class Expected:
             self._whole if self.written.based else torch.zeros(self.layer.out, *self.layer.inputs)
         )
 
-    @property
+    @cached_property
     def _whole(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(self.layer.out, *self.layer.inputs, generator=generator)
