@@ -92,7 +92,6 @@ class ExportInfo:
     thumbnail_jpeg: bytes | None = None
     zero_terminal_snr: bool = False
     regularisation_per_epoch: int = 0
-    merged_from: tuple[str, ...] = ()
     base_hashes: FileHashes | None = None
     vae_hashes: FileHashes | None = None
     bucket_bounds_px: tuple[int, int] | None = None
@@ -373,7 +372,6 @@ def _modelspec(info: ExportInfo) -> dict[str, Any]:
         "description": info.description,
         "author": info.author,
         "license": info.license,
-        "merged_from": ", ".join(info.merged_from),
         "timestep_range": f"{low},{high}" if (low, high) != (0, 999) else None,
         "thumbnail": f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"
         if picture

@@ -13,7 +13,7 @@ import torch
 
 from lora_trainer.checkpoint.states import LoopValues, TrainingState, load_newest, write_state
 from lora_trainer.checkpoint.writer import StateWriter
-from lora_trainer.common.errors import LoraTrainError, MachineError, TrainingStopped
+from lora_trainer.common.errors import MachineError, TrainingStopped
 from lora_trainer.common.events import Event, EventStream
 
 PATIENCE_S = 30.0
@@ -246,7 +246,7 @@ def test_the_newest_copy_is_nobody_s_memory_and_there_also_when_the_disk_refused
 
 
 @pytest.mark.parametrize("error", [None, FULL])
-def test_the_end_waits_for_the_disk(place: Place, error: LoraTrainError | None) -> None:
+def test_the_end_waits_for_the_disk(place: Place, error: MachineError | None) -> None:
     place.open.clear()
     opener = threading.Timer(0.05, place.open.set)
     try:

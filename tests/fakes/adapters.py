@@ -6,19 +6,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lora_trainer import families
 from lora_trainer.config.config import flatten
-from lora_trainer.config.declare import Precision
 from lora_trainer.config.running import Config
-from lora_trainer.families import family
-from lora_trainer.families.base import FileFormat
-from lora_trainer.lora.adapter_size import AdapterKind, factorise
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file import write
 from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary
+from tests.lora_files.kinds import factors
 
 RANK, ALPHA = 4, 1.5
 
@@ -36,7 +35,7 @@ class Draws:
 def draw_module(
     shape: tuple[int, ...],
     *,
-    kind: AdapterKind = "lora",
+    kind: Any = "lora",
     rank: int = RANK,
     scale: float = ALPHA / RANK,
     size: float = 0.15,
@@ -73,7 +72,7 @@ def draw_lokr(
 ) -> ModuleTensors:
     """Return a LoKr split as training splits it: readers rebuild the factors' shapes by that rule."""
     draw, (out, inputs, *kernel) = Draws(seed), shape
-    (out_left, out_right), (in_left, in_right) = (factorise(n, factor=-1) for n in (out, inputs))
+    (out_left, out_right), (in_left, in_right) = (factors(size, -1) for size in (out, inputs))
     tensors = {"w1": draw(out_left, in_left) * 0.2}
     if rank >= max(in_right, out_right) / 2:
         tensors["w2"] = draw(out_right, in_right, *kernel) * 0.2
@@ -174,26 +173,26 @@ def export(
     tensors: Mapping[str, ModuleTensors],
     *,
     name: str = "sd15",
-    format: FileFormat = "kohya",
-    precision: Precision = "fp32",
+    format: Any = "kohya",
+    precision: Any = "fp32",
     **changes: object,
 ) -> None:
     """Write an adapter of a family as a training does; `changes` are those of `export_info`."""
-    info, options = export_info(**changes), {"format": format, "precision": precision}
-    write.write_export(path, tensors, family=family(name), info=info, **options)  # type: ignore[arg-type]
+    family, info = families.family(name), export_info(**changes)
+    write.write_export(path, tensors, family=family, info=info, format=format, precision=precision)
 
 
 def exported(
     tensors: Mapping[str, ModuleTensors],
     *,
     name: str = "sd15",
-    format: FileFormat = "kohya",
-    precision: Precision = "fp32",
+    format: Any = "kohya",
+    precision: Any = "fp32",
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
     """Return the file of an adapter of a family, which has been read back."""
     form = write.FileForm(
-        family=family(name),
+        family=families.family(name),
         format=format,
         precision=precision,
         lora_alpha=write.common_alpha(tensors.values()),

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.cli import main
-from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.tensors import ModuleTensors, update
 from lora_trainer.lora_file.metadata import metadata
 from lora_trainer.tools.adapters import open_source
@@ -76,7 +75,7 @@ def saved(
     name: str,
     tensors: Mapping[str, ModuleTensors],
     *,
-    format: FileFormat | None = None,
+    format: Any = None,
     precision: Any = "fp32",
     **entries: str,
 ) -> Path:

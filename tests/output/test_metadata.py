@@ -250,13 +250,12 @@ def test_entries_follow_the_settings_in_the_words_of_kohya_and_lycoris(
 
 
 def test_what_people_say_about_their_adapter(header: Header) -> None:
-    people = {"author": "A. Person", "license": "mit", "merged_from": ("one", "two")}
+    people = {"author": "A. Person", "license": "mit"}
     found = header(**people, thumbnail_jpeg=b"\xff\xd8/9j/x")
     assert found["modelspec.author"] == "A. Person"
     assert found["modelspec.license"] == "mit"
-    assert found["modelspec.merged_from"] == "one, two"
     assert found["modelspec.thumbnail"] == "data:image/jpeg;base64,/9gvOWoveA=="
     assert "zibbo" in found["modelspec.usage_hint"]
     bare = header(trigger=None, description="")
-    empty = ("author", "license", "merged_from", "usage_hint", "trigger_phrase", "description")
+    empty = ("author", "license", "usage_hint", "trigger_phrase", "description")
     assert not {f"modelspec.{name}" for name in empty} & bare.keys()
