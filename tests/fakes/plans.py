@@ -145,3 +145,10 @@ def reason(made: Plan, key: str) -> str:
 def middle(range_s: tuple[float, float]) -> float:
     """Return the seconds to expect of (shortest, longest)."""
     return (range_s[0] * range_s[1]) ** 0.5
+
+
+def with_parts(**parameters: int) -> BaseFacts:
+    """Return the facts of Stable Diffusion 1.5 with other numbers of weights."""
+    facts = sd15_facts()
+    changed = {name: replace(facts.parts[name], parameters=n) for name, n in parameters.items()}  # type: ignore[index]
+    return replace(facts, parts={**facts.parts, **changed})  # type: ignore[arg-type]
