@@ -40,31 +40,26 @@ def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def rows(folder: Path, piece: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"tiny-{piece}.json").read_bytes())["rows"]
-    return found
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with `results` and `work` of two slices; a third is in test_benchmarks_run.py."""
+    """The folder with `results` and `work` of a slice."""
     folder = tmp_path_factory.mktemp("gpu-day")
     words = ("--tiny", "--results", folder / "results", "--work", folder / "work")
-    done = command(*words, "--slice", "capped", "pair", "--limit-s", "1500")
+    done = command(*words, "--slice", "pair", "--limit-s", "1500")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
-def test_each_slice_has_a_result(work: Path) -> None:
-    for piece in (piece for piece in SLICES if piece.name in ("capped", "pair")):
-        found = rows(work / "results", piece.name)
-        assert list(found) and set(found) == {case.name for case in piece.tiny}
-        for name, row in found.items():
-            case = next(case for case in piece.tiny if case.name == name)
-            assert row["status"] == ("needs a GPU" if case.needs_gpu else "done"), row
-            assert row["commit"] and row["code"] and row["at"]
-    assert "joined by gloo" in rows(work / "results", "pair")["nccl"]["reason"]
-    assert rows(work / "results", "pair")["gloo"]["result"]["same_bits"]
+def test_each_case_of_a_slice_has_a_result(work: Path) -> None:
+    (piece,) = (piece for piece in SLICES if piece.name == "pair")
+    found: Any = json.loads((work / "results" / "tiny-pair.json").read_bytes())["rows"]
+    assert set(found) == {case.name for case in piece.tiny}
+    for case in piece.tiny:
+        row = found[case.name]
+        assert row["status"] == ("needs a GPU" if case.needs_gpu else "done"), row
+        assert row["commit"] and row["code"] and row["at"]
+    assert "joined by gloo" in found["nccl"]["reason"]
+    assert found["gloo"]["result"]["same_bits"]
     listed = command("--tiny", "--results", work / "results", "--list")
     assert "gloo: done" in listed.stdout
 
@@ -77,7 +72,6 @@ def test_the_docs_are_filled_from_a_days_results(work: Path, tmp_path: Path) -> 
     assert refused.returncode == 1 and "--docs FOLDER" in refused.stderr
     done = command(*words, "--docs", docs)
     assert done.returncode == 0, done.stderr
-    assert "--slice capped`." in (docs / "memory.md").read_text()
     assert "* nccl: needs a GPU" in (docs / "performance.md").read_text()
 
 

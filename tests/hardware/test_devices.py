@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.errors import MachineError
 from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware import devices
 from lora_trainer.hardware import machine as hardware_machine
@@ -25,7 +25,7 @@ from lora_trainer.run import device, prepare
 from lora_trainer.training import optimizers
 from lora_trainer.training.optimizers import make_optimizer
 from tests.fakes.nvml import GIB, FakeCard, FakeNvml
-from tests.fakes.plans import FLUX, SDXL, machine, planned
+from tests.fakes.plans import SDXL, machine, planned
 from tests.fakes.runs import ROOT
 from tests.fakes.torch_builds import FakeGpu, fake_torch
 
@@ -219,17 +219,6 @@ def test_a_gpu_of_another_maker_is_found_and_planned_for(here: Hardware, kind: s
     assert made.config.hardware.compile == "none"
 
 
-def test_memory_that_is_shared_holds_nothing_back_in_itself() -> None:
-    """On Apple's machines nothing can wait beside the GPU: what does not fit does not fit."""
-    made = planned(SDXL, MPS)
-    memory = made.config.memory
-    assert (memory.streamed_blocks, memory.text_encoder_offload) == (0, False)
-    assert made.host is None
-    for setting in ("memory.streamed_blocks", "memory.text_encoder_offload"):
-        with pytest.raises(RequestError, match="shares the machine's"):
-            planned(SDXL, MPS, overrides={setting: 2 if "blocks" in setting else True})
-
-
 @OTHERS
 def test_what_a_kind_lacks_is_refused_where_it_was_typed(here: Hardware, kind: str) -> None:
     libraries = dict.fromkeys(("bitsandbytes", "xformers", "triton"), "1")
@@ -239,13 +228,6 @@ def test_what_a_kind_lacks_is_refused_where_it_was_typed(here: Hardware, kind: s
         typed: Any = True if value == "True" else value
         with pytest.raises(MachineError, match=re.escape(why)):
             planned(SDXL, here, overrides={key: typed})
-
-
-def test_a_preset_gives_way_to_what_the_gpu_has() -> None:
-    here = replace(MPS, packages={**MPS.packages, "bitsandbytes": "0.50"})
-    made = planned(FLUX, here, preset_tier="10-12")
-    assert made.config.optimizer.name == "adamw"
-    assert "no 8-bit optimizer" in made.origins["optimizer.name"].reason
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -32,8 +33,9 @@ from lora_trainer.network.live_storages import LiveStorages, MetaAnswers, storag
 from tests.fakes.family_bases import CPU, facts_of
 
 RANK = 4
-FAMILIES = pytest.mark.parametrize("name", [name for name in families.MODULES if name != "sd2"])
+OTHERS = [name for name in families.MODULES if name not in ("sd15", "sd2", "flux")]
 """The network of SD 2.x is one of SD 1.x with the linear projections of SDXL."""
+FAMILIES = pytest.mark.parametrize("name", ["sd15", "flux", *OTHERS])
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
@@ -136,8 +138,13 @@ class Real:
         return self.family.predict(self.network, self.noisy, self.timesteps, self.conditioning)
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@FAMILIES
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        *itertools.product(("sd15", "flux"), CHECKPOINTING),
+        *itertools.product(OTHERS, ("none", "full")),
+    ],
+)
 def test_bytes_and_work_are_those_of_a_run_in_memory(name: str, checkpointing: Any) -> None:
     """What is saved is what the CPU's allocator reports, also of results that checkpoints keep.
 
