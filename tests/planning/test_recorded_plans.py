@@ -178,6 +178,10 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for limit_gib in (8, 15.9):
         asked = {"hardware.vram_limit_gib": limit_gib}
         yield f"{limit_gib} on Windows", {"hardware": MACHINES["16, Windows"], "overrides": asked}
+    asked = {"memory.gradient_checkpointing": "offloaded", "memory.streamed_blocks": 20}
+    for pinnable_gib in (0.5, 9):
+        hardware = replace(MACHINES["24"], pinnable_bytes=int(pinnable_gib * GIB))
+        yield f"{pinnable_gib} pinnable", {"base": FLUX, "hardware": hardware, "overrides": asked}
     yield f"{QWEN}, too little RAM", {"base": QWEN, "hardware": machine(12, ram_gib=12)}
     yield (
         "17 buckets",
