@@ -171,10 +171,17 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
         split = {"processes": processes, "sharing": processes, "overrides": {"train.batch_size": 4}}
         for base in (None, FLUX):
             how = {"base": base, "hardware": MACHINES["two of 24"], **split}
-            yield f"{base}, {processes} processes", how
+            yield f"{base}, {processes} processes", {**how, "held_out_count": 4}
     for gib in (1.5, 2.2, 2.45, 2.8, 3.0, 3.4, 3.7, 5, 5.5):
         how = {"hardware": machine(12, free_bytes=int(gib * GIB)), "buckets": SIZES}
         yield f"{gib} free", {**how, "overrides": {"train.batch_size": 4}}
+    for gib, asked in (
+        (3.4, {}),
+        (2.9, {"adapter.rank": 512}),
+        (12, {"memory.streamed_blocks": 4}),
+    ):
+        how = {"hardware": machine(12, free_bytes=int(gib * GIB)), "overrides": asked}
+        yield f"{gib} free, {asked}", how
     for limit_gib in (8, 15.9):
         asked = {"hardware.vram_limit_gib": limit_gib}
         yield f"{limit_gib} on Windows", {"hardware": MACHINES["16, Windows"], "overrides": asked}
