@@ -160,7 +160,7 @@ def _measured(prepared: Prepared, encoder: Pictures | Texts, *, texts: bool) -> 
     events = EventStream()
     more = [f"prompt number {index}" for index in range(2 * len(prepared.trained))]
     wanted = plan_cache(prepared, prompts=more)
-    wanted = replace(wanted, latents={}) if texts else replace(wanted, texts={})
+    wanted = replace(wanted, images={}) if texts else replace(wanted, texts={})
     began = time.perf_counter()
     fill(
         wanted,

@@ -6,7 +6,6 @@ when the turn of this item comes.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections import deque
@@ -17,6 +16,8 @@ from typing import TypeVar
 
 MOST_AHEAD = 4
 MOST_BEHIND = 4
+LEAVING_S = 10.0
+"""A read that hangs in the kernel cannot be stopped; its thread dies with the process."""
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
@@ -26,25 +27,28 @@ def prefetch_map(
     make: Callable[[Item], Made],
     items: Sequence[Item],
     *,
-    cost: Callable[[Item], int],
-    most_cost: int,
+    threads: int,
+    most_ahead: int = MOST_AHEAD,
+    cost: Callable[[Item], int] = lambda _: 0,
+    most_cost: int = 0,
 ) -> Iterator[Iterator[Made]]:
-    """Yield an iterator over make(item) in order, made by up to four threads before it is asked for.
+    """Yield an iterator over make(item) in order; threads compute at most `most_ahead` of them early.
 
-    Those in the works cost at most `most_cost` together, unless it is one that costs more.
+    Those in the works cost at most `most_cost` together, unless it is one that costs more. Leaving waits for
+    the threads, but not for a disk that does not answer them.
     """
-    workers = min(MOST_AHEAD, os.cpu_count() or 1)
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="lora-train-ahead")
+    tasks: queue.SimpleQueue[tuple[Future[Made], Item] | None] = queue.SimpleQueue()
     waiting: deque[tuple[Future[Made], int]] = deque()
     begun = spent = 0
 
     def begin() -> None:
         nonlocal begun, spent
-        while begun < len(items) and len(waiting) < MOST_AHEAD:
+        while begun < len(items) and len(waiting) < most_ahead:
             costs = cost(items[begun])
             if waiting and spent + costs > most_cost:
                 return
-            waiting.append((pool.submit(make, items[begun]), costs))
+            waiting.append((Future(), costs))
+            tasks.put((waiting[-1][0], items[begun]))
             begun, spent = begun + 1, spent + costs
 
     def in_order() -> Iterator[Made]:
@@ -57,10 +61,33 @@ def prefetch_map(
             begin()  # before the item is handed over: the caller may be busy with it for long
             yield item
 
+    workers = [
+        threading.Thread(target=_work, args=(make, tasks), name="lora-train-ahead", daemon=True)
+        for _ in range(threads)
+    ]
+    for worker in workers:
+        worker.start()
     try:
         yield in_order()
     finally:
-        pool.shutdown(cancel_futures=True)
+        for future, _ in waiting:
+            future.cancel()
+        for _ in workers:
+            tasks.put(None)
+        for worker in workers:
+            worker.join(timeout=LEAVING_S)
+
+
+def _work(
+    make: Callable[[Item], Made], tasks: queue.SimpleQueue[tuple[Future[Made], Item] | None]
+) -> None:
+    while (task := tasks.get()) is not None:
+        future, item = task
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(make(item))
+            except BaseException as error:  # noqa: BLE001 - raised in the calling thread
+                future.set_exception(error)
 
 
 Later = Callable[[Callable[[], None]], None]
@@ -84,54 +111,3 @@ def write_behind() -> Iterator[Later]:
         yield later
         for future in waiting:
             future.result()
-
-
-LEAVING_S = (
-    10.0  # a read that hangs in the kernel cannot be stopped; its thread dies with the process
-)
-
-
-@contextmanager
-def prefetched(
-    make: Callable[[int], Made], first: int, last: int, *, ahead: int
-) -> Iterator[Iterator[Made]]:
-    """Yield an iterator over make(first)..make(last - 1); a thread computes at most `ahead` of them early.
-
-    The iterator raises the thread's errors. Leaving waits for the thread, but not for a disk that
-    does not answer it.
-    """
-    ready: queue.Queue[Made | BaseException] = queue.Queue(maxsize=ahead)
-    stopping = threading.Event()
-
-    def put(item: Made | BaseException) -> bool:
-        while not stopping.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-    def work() -> None:
-        try:
-            for number in range(first, last):
-                if not put(make(number)):
-                    return
-        except BaseException as error:  # noqa: BLE001 - handed to the consumer, which raises it
-            put(error)
-
-    thread = threading.Thread(target=work, name="lora-train-feeder", daemon=True)
-    thread.start()
-    try:
-        yield _prefetched_items(ready, last - first)
-    finally:
-        stopping.set()
-        thread.join(timeout=LEAVING_S)
-
-
-def _prefetched_items(ready: queue.Queue[Made | BaseException], count: int) -> Iterator[Made]:
-    for _ in range(count):
-        item = ready.get()
-        if isinstance(item, BaseException):
-            raise item
-        yield item

@@ -87,7 +87,7 @@ class Entries:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageJob:
-    """One latent or one mask to have: the record, where it goes, mirrored or not, and its name in the cache.
+    """One latent or one mask to have, as its key says: the record, where it goes, mirrored or not.
 
     `factor`: pixels a side of each latent.
     """
@@ -103,10 +103,9 @@ class ImageJob:
 class Needs:
     """Everything a run reads from the caches: jobs and texts by digest, and the sources of its samples."""
 
-    latents: Mapping[str, ImageJob]
+    images: Mapping[str, ImageJob]
     texts: Mapping[str, tuple[str, CacheKey]]
     sources: Mapping[str, SampleSource]
-    masks: Mapping[str, ImageJob] = field(default_factory=dict)
 
     def share(self, rank: int, count: int) -> Needs:
         """Return the share of process `rank` of `count`; each entry is in exactly one share."""
@@ -116,18 +115,13 @@ class Needs:
 
         return replace(
             self,
-            latents={digest: job for digest, job in self.latents.items() if own(digest)},
+            images={digest: job for digest, job in self.images.items() if own(digest)},
             texts={digest: text for digest, text in self.texts.items() if own(digest)},
-            masks={digest: job for digest, job in self.masks.items() if own(digest)},
         )
 
     def keys(self) -> list[CacheKey]:
         """Return all keys in use."""
-        return [
-            *(job.key for job in self.latents.values()),
-            *(key for _, key in self.texts.values()),
-            *(job.key for job in self.masks.values()),
-        ]
+        return [job.key for job in self.images.values()] + [key for _, key in self.texts.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,9 +192,8 @@ def needs(
 
     `geometry` returns the denoiser's conditioning for an image's crop.
     """
-    latents: dict[str, ImageJob] = {}
+    images: dict[str, ImageJob] = {}
     texts: dict[str, tuple[str, CacheKey]] = {}
-    masks: dict[str, ImageJob] = {}
     sources: dict[str, SampleSource] = {}
     # Images of one size and crop share one tuple, and images of a folder its settings.
     shared_geometry = cache(geometry)
@@ -216,15 +209,15 @@ def needs(
         texts |= {key.digest: (text, key) for text, key in (*keys, *filter(None, classes))}
         views: list[SampleSource] = []
         for placement in record.placements:
-            jobs = [_latent_job(record, placement, flip, facts, data) for flip in _flips(data)]
-            masking = [_mask_job(job, record.mask) for job in jobs if record.mask is not None]
-            latents |= {job.key.digest: job for job in jobs}
-            masks |= {job.key.digest: job for job in masking}
+            flips = (False, True) if data.flip else (False,)
+            jobs = [_latent_job(record, placement, flip, facts, data) for flip in flips]
+            masks = [_mask_job(job, record.mask) for job in jobs if record.mask is not None]
+            images |= {job.key.digest: job for job in (*jobs, *masks)}
             view = SampleSource(
                 plain=jobs[0].key,
-                mirrored=jobs[1].key if len(jobs) > 1 else None,
-                mask=masking[0].key if masking else None,
-                mirrored_mask=masking[1].key if len(masking) > 1 else None,
+                mirrored=jobs[1].key if data.flip else None,
+                mask=masks[0].key if masks else None,
+                mirrored_mask=masks[1].key if masks and data.flip else None,
                 texts=tuple(key for _, key in keys),
                 of_class=tuple(pair and pair[1] for pair in classes),
                 regularisation=record.regularisation,
@@ -237,12 +230,8 @@ def needs(
         first = replace(views[0], others=tuple(views[1:])) if len(views) > 1 else views[0]
         sources |= dict.fromkeys(record.sample_ids(), first)
     extra = [(text, texts_as.key(text)) for text in ("", *prompts)]
-    return Needs(
-        latents=latents,
-        texts=texts | {key.digest: (text, key) for text, key in extra},
-        sources=sources,
-        masks=masks,
-    )
+    texts |= {key.digest: (text, key) for text, key in extra}
+    return Needs(images=images, texts=texts, sources=sources)
 
 
 def _of_class(
@@ -254,10 +243,6 @@ def _of_class(
         return []
     class_texts = [of_class(text, trigger=settings.trigger, class_word=word) for text in texts]
     return [None if text is None else (text, texts_as.key(text)) for text in class_texts]
-
-
-def _flips(settings: DataSettings) -> tuple[bool, ...]:
-    return (False, True) if settings.flip else (False,)
 
 
 def _geometry(record: ImageRecord, placement: Placement, *, flip: bool) -> Geometry:

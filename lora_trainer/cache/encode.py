@@ -8,6 +8,7 @@ encoders are trained, the entry of a text is its tokens.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
-from lora_trainer.cache.background import Later, prefetch_map, write_behind
+from lora_trainer.cache.background import MOST_AHEAD, Later, prefetch_map, write_behind
 from lora_trainer.cache.cache_plan import ImageJob, Needs, TextEntries
 from lora_trainer.cache.keys import CacheKey
 from lora_trainer.cache.store import Cache, missing
@@ -65,10 +67,11 @@ def fill(
     called before each entry. Raises StoppedBySignal after a signal, and MachineError when the last device is full.
     """
     lacking = missing(needs.keys(), cache)
-    latents = [job for digest, job in needs.latents.items() if digest in lacking]
+    images = [job for digest, job in needs.images.items() if digest in lacking]
+    masks = [job for job in images if job.key.kind == "masks"]
+    latents = [job for job in images if job.key.kind == "latents"]
     texts = [text for digest, text in needs.texts.items() if digest in lacking]
-    masks = [job for digest, job in needs.masks.items() if digest in lacking]
-    total = len(latents) + len(texts) + len(masks)
+    total = len(images) + len(texts)
     cached_count = len(needs.keys()) - total
     events.emit(
         "phase",
@@ -79,12 +82,13 @@ def fill(
     )
     with write_behind() as later:
         work = _Pass(cache=cache, events=events, stop=stop, total=total, later=later)
-        _add_masks(masks, work, settings=settings)
+        _add_images(masks, work, lambda _, values: {"mask": values}, settings=settings)
         if latents:
             work.begin("loading the image encoder")
-            images = _Encoding(load=load_image_encoder, devices=devices, events=events)
-            _add_latents(latents, work, images, settings=settings)
-            images.close()
+            image_encoding = _Encoding(load=load_image_encoder, devices=devices, events=events)
+            encode = partial(_encode_image, image_encoding)
+            _add_images(latents, work, encode, settings=settings)
+            image_encoding.close()
         if texts:
             work.begin("loading the text encoders")
             captions = _Encoding(load=load_text_encoder, devices=devices, events=events)
@@ -125,32 +129,26 @@ class _Pass:
         self.events.emit("phase", phase="cache", message=message, done=self.done, total=self.total)
 
 
-def _add_masks(masks: Sequence[ImageJob], work: _Pass, *, settings: DataSettings) -> None:
-    make = partial(_encode_mask, settings=settings)
-    with prefetch_map(make, masks, cost=_mask_pixels, most_cost=MAX_PIXELS_AHEAD) as pixels:
-        for job in masks:
-            work.obey()
-            work.add(job.key, next(pixels), message=f"mask of {job.record.name}")
-
-
-def _add_latents(
-    latents: Sequence[ImageJob],
+def _add_images(
+    jobs: Sequence[ImageJob],
     work: _Pass,
-    encoding: _Encoding[ImageEncoder],
+    encode: Callable[[ImageJob, NDArray[np.float32]], Entry],
     *,
     settings: DataSettings,
 ) -> None:
     # The jobs of one image are neighbours (mirrored, other resolutions), so that it is decoded once.
-    pictures = [tuple(jobs) for _, jobs in groupby(latents, key=lambda job: job.record.name)]
-    make = partial(_pixels, settings=settings)
+    files = [tuple(group) for _, group in groupby(jobs, key=lambda job: job.record.name)]
     with prefetch_map(
-        make, pictures, cost=_decoded_pixels, most_cost=MAX_PIXELS_AHEAD
-    ) as pixels_by_image:
-        cuts = chain.from_iterable(pixels_by_image)
-        for job in latents:
+        partial(_pixels, settings=settings),
+        files,
+        threads=min(MOST_AHEAD, os.cpu_count() or 1),
+        cost=lambda group: group[0].record.width_px * group[0].record.height_px,
+        most_cost=MAX_PIXELS_AHEAD,
+    ) as pixels_by_file:
+        for job, pixels in zip(jobs, chain.from_iterable(pixels_by_file), strict=True):
             work.obey()
-            entry = encoding.do(partial(_encode_image, job, next(cuts)))
-            work.add(job.key, entry, message=job.record.name)
+            what = "mask of " if job.key.kind == "masks" else ""
+            work.add(job.key, encode(job, pixels), message=f"{what}{job.record.name}")
 
 
 def _add_texts(
@@ -219,40 +217,37 @@ class _Encoding(Generic[Encoder]):
         )
 
 
-def _decoded_pixels(jobs: Sequence[ImageJob]) -> int:
-    return jobs[0].record.width_px * jobs[0].record.height_px
-
-
-def _mask_pixels(job: ImageJob) -> int:
-    return job.placement.scaled_width_px * job.placement.scaled_height_px
-
-
 def _pixels(jobs: Sequence[ImageJob], *, settings: DataSettings) -> tuple[NDArray[np.float32], ...]:
-    """Decode one image and cut it as its jobs want: [H, W, 3] in [-1, 1]."""
+    """Decode one file and cut it as its jobs want: images [H, W, 3] in [-1, 1], masks [1, h, w] in [0, 1]."""
     record = jobs[0].record
+    if jobs[0].key.kind == "masks":
+        assert record.mask is not None, "only masks are planned here"
+        mask = decode_mask(record.mask, settings=settings)
+        return tuple(_mask_values(job, mask) for job in jobs)
     image = decode(record.path, settings=settings, content_hash=record.content_hash).image
     cuts = (cut(image, job.placement, flip=job.flip) for job in jobs)
     return tuple(np.asarray(part, dtype=np.float32) / 127.5 - 1.0 for part in cuts)
 
 
-def _encode_image(job: ImageJob, pixels: NDArray[np.float32], encoder: ImageEncoder) -> Entry:
-    try:
-        (latent,) = encoder.encode_images(torch.from_numpy(pixels).permute(2, 0, 1)[None])
-    except InputError as error:
-        raise InputError(f"{job.record.name}: {error.found}", fix=error.fix) from None
-    return {"mean": latent.mean.numpy(), "std": latent.std.numpy()}
-
-
-def _encode_mask(job: ImageJob, *, settings: DataSettings) -> Entry:
-    assert job.record.mask is not None, "only masks are planned here"
-    pixels = decode_mask(job.record.mask, settings=settings)
-    values = mask_values(pixels, job.placement, flip=job.flip, factor=job.factor)
+def _mask_values(job: ImageJob, mask: Image.Image) -> NDArray[np.float32]:
+    values = mask_values(mask, job.placement, flip=job.flip, factor=job.factor)
     if not values.any():
         raise InputError(
             f"the mask of {job.record.name} is black in all that its crop to {job.placement.bucket} leaves",
             fix="crop the image and its mask around the subject, or raise data.max_aspect",
         )
-    return {"mask": values}
+    return values
+
+
+def _encode_image(
+    encoding: _Encoding[ImageEncoder], job: ImageJob, pixels: NDArray[np.float32]
+) -> Entry:
+    image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    try:
+        (latent,) = encoding.do(lambda encoder: encoder.encode_images(image))
+    except InputError as error:
+        raise InputError(f"{job.record.name}: {error.found}", fix=error.fix) from None
+    return {"mean": latent.mean.numpy(), "std": latent.std.numpy()}
 
 
 def _say_if_cut(text: str, encoder: TextEncoder, *, events: EventStream, fix: str) -> None:

@@ -1,13 +1,8 @@
 """Keys of cache entries, and the format of the files that hold them.
 
-Names of cache entries: a digest of everything that an entry's arrays depend on, so that none is stale.
-
-Inputs are hashes of content, identities of encoders and where an image goes; outputs are keys.
-
-Bytes of a cache entry: a safetensors file whose header carries the key and a checksum.
-
-The checksum is over key, names, shapes and bytes: neither a damaged entry nor that of another key passes
-for the one that is wanted.
+A key is a digest of everything that an entry's arrays depend on, so that none is stale. An entry is a safetensors
+file whose header carries the key and a checksum over key, names, shapes and bytes: neither a damaged entry nor that
+of another key passes for the one that is wanted.
 """
 
 from __future__ import annotations
@@ -62,9 +57,6 @@ class CacheKey:
 
     def __hash__(self) -> int:
         return hash(self.digest)
-
-    def __repr__(self) -> str:
-        return f"CacheKey(kind={self.kind!r}, fields={self.fields!r})"
 
 
 @cache

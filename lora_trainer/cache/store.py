@@ -93,7 +93,13 @@ class Cache:
         else:
             self.touch(key, stat)
             return arrays
-        self._report(path, problem)
+        name = path.relative_to(self.folder.root).as_posix()
+        self.on_problem(
+            f"cache entry {name} {problem}; it is encoded again",
+            fix="nothing to do; if this repeats, check the disk",
+            file=name,
+            code="CAC-01",
+        )
         try:
             os.utime(path)  # where it still is: it does not pass for the one that was whole
         except FileNotFoundError:
@@ -132,7 +138,7 @@ class Cache:
                 raise disk_error(path, error) from error
         write_atomic(path, data, durable=False)
 
-    def check_room(self, needed_bytes: int, *, missing_bytes: int | None = None) -> None:
+    def check_room(self, needed_bytes: int, *, missing_bytes: int) -> None:
         """Make the folder and raise MachineError unless a run's entries fit, before any is encoded.
 
         `needed_bytes`: size of all entries of the run; `missing_bytes`: size of the entries to encode.
@@ -145,7 +151,6 @@ class Cache:
                 f"data.cache_max_gib allows {limit_bytes:,}",
                 fix=f"--set data.cache_max_gib={-(-needed_bytes // 2**30)}, or use fewer images",
             )
-        missing_bytes = needed_bytes if missing_bytes is None else missing_bytes
         free_bytes = shutil.disk_usage(self.folder.root).free
         if missing_bytes > free_bytes:
             raise MachineError(
@@ -180,15 +185,6 @@ class Cache:
         except OSError as error:
             return f" and cannot be moved aside ({error.strerror or error})"
         return f", moved to {DAMAGED_FOLDER}/"
-
-    def _report(self, path: Path, what: str) -> None:
-        name = path.relative_to(self.folder.root).as_posix()
-        self.on_problem(
-            f"cache entry {name} {what}; it is encoded again",
-            fix="nothing to do; if this repeats, check the disk",
-            file=name,
-            code="CAC-01",
-        )
 
 
 SETTLED_NS = 60 * 10**9
@@ -295,7 +291,11 @@ def clear(folder: CappedFolder) -> Cleared:
             f"{root} is no cache of lora-train", fix="name its folder, or do nothing"
         )
     with unused(root):
-        return _removed(folder)
+        sizes_bytes = dict(entries(folder))
+        for path in sizes_bytes:
+            path.unlink(missing_ok=True)
+        _forget_removed(folder)
+    return Cleared(folder=root, files=len(sizes_bytes), bytes=sum(sizes_bytes.values()))
 
 
 @contextmanager
@@ -336,12 +336,3 @@ def _refuse_used(root: Path) -> int:
         mark.unlink(missing_ok=True)  # its process was killed
         removed += 1
     return removed
-
-
-def _removed(folder: CappedFolder) -> Cleared:
-    files = size_bytes = 0
-    for path, entry_bytes in list(entries(folder)):
-        path.unlink(missing_ok=True)
-        files, size_bytes = files + 1, size_bytes + entry_bytes
-    _forget_removed(folder)
-    return Cleared(folder=folder.root, files=files, bytes=size_bytes)

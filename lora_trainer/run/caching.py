@@ -93,7 +93,7 @@ def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> CacheKey:
     # The phases of caching stay unsaid: the run is between two steps of its training.
     events = EventStream()
     events.subscribe(lambda event: _pass_on_problem(event, job.events))
-    only = Needs(latents={}, texts={key.digest: (prompt, key)}, sources={})
+    only = Needs(images={}, texts={key.digest: (prompt, key)}, sources={})
     fill(only, cache, devices=(CPU,), events=events, **_encoders(prepared))
     return key
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lora_trainer.cache.background import prefetched
+from lora_trainer.cache.background import prefetch_map
 from lora_trainer.cache.cache_plan import Entries, SampleSource
 from lora_trainer.cache.keys import CacheKey
 from lora_trainer.common.processes import DistEnv, share
@@ -207,8 +207,9 @@ class TrainingDataLoader:
     def stream(
         self, first: int, last: int, *, ahead: int
     ) -> AbstractContextManager[Iterator[tuple[Sample, ...]]]:
-        """Return a context whose value iterates over steps first..last-1, as `prefetched` says."""
-        return prefetched(self.prepare, first, last, ahead=ahead)
+        """Return a context whose value iterates over steps first..last-1, as `prefetch_map` says."""
+        # One more than are ready is in the works.
+        return prefetch_map(self.prepare, range(first, last), threads=1, most_ahead=ahead + 1)
 
     def _weight(self, level: Level) -> float:
         return loss_weight(

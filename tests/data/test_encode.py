@@ -67,7 +67,7 @@ def test_every_resolution_has_its_latents_and_is_told_its_own_size(studio: Studi
         entry = studio.cache.read(at.plain)
         assert entry is not None
         shapes.append((2 * entry["mean"].shape[2], 2 * entry["mean"].shape[1]))
-        placed = next(job for job in studio.needs().latents.values() if job.key == at.plain)
+        placed = next(job for job in studio.needs().images.values() if job.key == at.plain)
         corner = (placed.placement.left_px, placed.placement.top_px)
         assert at.geometry["corner"].tolist() == [list(corner)]
     assert shapes == sizes
@@ -79,7 +79,7 @@ def test_an_entry_holds_what_diffusers_and_transformers_give(studio: Studio) -> 
     wanted = studio.needs()
     assert studio.encode(wanted)[0].latents == 6
     vae = AutoencoderKL.from_pretrained(studio.base, subfolder="vae")
-    for job in wanted.latents.values():
+    for job in wanted.images.values():
         picture = Image.open(job.record.path).convert("RGB")
         pixels = np.asarray(cut(picture, job.placement, flip=False), dtype=np.float32)
         pixels = pixels[:, ::-1] if job.flip else pixels
@@ -127,8 +127,8 @@ def test_sources_name_the_entries_and_the_corner_of_the_image_as_it_is_seen(stud
     for source in wanted.sources.values():
         assert source.mirrored is not None and {source.plain, source.mirrored} <= keys
         assert len(source.texts) == 4 and set(source.texts) <= keys, "the plain one and three drawn"
-        assert wanted.latents[source.mirrored.digest].flip
-        placement = wanted.latents[source.plain.digest].placement
+        assert wanted.images[source.mirrored.digest].flip
+        placement = wanted.images[source.plain.digest].placement
         assert source.size_px == (placement.bucket.width_px, placement.bucket.height_px)
         left_px, top_px = placement.left_px, placement.top_px
         over_px = placement.scaled_width_px - placement.bucket.width_px

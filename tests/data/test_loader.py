@@ -358,7 +358,7 @@ def test_entries_are_read_once_up_to_the_limit(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
-    left = [thread for thread in threading.enumerate() if thread.name == "lora-train-feeder"]
+    left = [thread for thread in threading.enumerate() if thread.name == "lora-train-ahead"]
     assert left == []
 
 

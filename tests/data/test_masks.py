@@ -50,7 +50,8 @@ def entries(studio: Studio) -> tuple[Any, Any]:
     """Return the values [H, W] of the only mask, and those of the mirrored image."""
     wanted = studio.needs()
     studio.encode(wanted)
-    by_flip = {job.flip: studio.cache.read(job.key) for job in wanted.masks.values()}
+    masks = (job for job in wanted.images.values() if job.key.kind == "masks")
+    by_flip = {job.flip: studio.cache.read(job.key) for job in masks}
     plain, mirrored = by_flip[False], by_flip[True]
     assert plain is not None and mirrored is not None
     for entry in (plain, mirrored):
@@ -84,8 +85,12 @@ def test_a_mask_is_placed_as_its_image(alone: Studio) -> None:
     wanted = alone.needs()
     _, encoder, _ = alone.encode(wanted)
     assert encoder is not None
-    for job, seen in zip(wanted.latents.values(), encoder.seen, strict=True):
-        (mask,) = (one for one in wanted.masks.values() if one.flip == job.flip)
+    latents, masks = (
+        [job for job in wanted.images.values() if job.key.kind == kind]
+        for kind in ("latents", "masks")
+    )
+    for job, seen in zip(latents, encoder.seen, strict=True):
+        (mask,) = (one for one in masks if one.flip == job.flip)
         entry = alone.cache.read(mask.key)
         assert entry is not None
         pixels, factor = (seen[0].numpy() + 1) / 2, job.factor
@@ -141,5 +146,8 @@ def test_samples_have_the_masks_of_their_images_and_processes_share_them(studio:
     wanted = studio.needs()
     sources = {source.mask for source in wanted.sources.values()}
     assert None in sources and len(sources) == 3
-    shares = [wanted.share(rank, 2).masks for rank in range(2)]
-    assert sorted([*shares[0], *shares[1]]) == sorted(wanted.masks)
+    shares = [wanted.share(rank, 2).keys() for rank in range(2)]
+    assert {key.kind for key in shares[0]} == {"latents", "masks", "text"}
+    digests = [key.digest for key in (*shares[0], *shares[1])]
+    every_key = wanted.keys()
+    assert sorted(digests) == sorted(key.digest for key in every_key)

@@ -24,7 +24,7 @@ def test_items_are_made_ahead_in_order_but_only_so_many() -> None:
             assert all_of_them.wait(WAIT_S)
         return index * index
 
-    with prefetch_map(make, range(9), cost=lambda _: 1, most_cost=100) as made:
+    with prefetch_map(make, range(9), threads=4, cost=lambda _: 1, most_cost=100) as made:
         assert next(made) == 0
         assert all_of_them.wait(WAIT_S), "four more are made before they are asked for"
         assert len(begun) == MOST_AHEAD + 1
@@ -38,7 +38,7 @@ def test_costly_things_are_made_one_at_a_time() -> None:
         begun.append(index)
         return index
 
-    with prefetch_map(make, range(20), cost=lambda _: 60, most_cost=100) as found:
+    with prefetch_map(make, range(20), threads=4, cost=lambda _: 60, most_cost=100) as found:
         for index in range(20):
             assert next(found) == index
             assert set(begun) <= set(range(index + 2)), "the next one, and no other"

@@ -137,5 +137,5 @@ def test_trn_06_a_disk_that_does_not_answer_holds_up_nobody_who_leaves(
     finally:
         answered.set()
         for thread in threading.enumerate():
-            if thread.name == "lora-train-feeder":
+            if thread.name == "lora-train-ahead":
                 thread.join()
