@@ -3,8 +3,8 @@
 Inputs: records, settings and the tokenizer of a base. Outputs: the number of images with captions longer than one,
 two or three chunks, the number of chunks for `data.caption_tokens=auto`, and a finding about captions that are cut.
 Every text that training can read is counted: the variants of each caption, and the same with the class word. Neither
-torch nor transformers is imported; bases that read captions with another encoder have no `CaptionLimit`: they take
-several times as many tokens, and counting them needs transformers.
+torch nor transformers is imported; captions of bases with another encoder are not counted: they take several times
+as many tokens, and counting them needs transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lora_trainer.dataset.captions import clean, of_class
 from lora_trainer.dataset.records import ImageRecord, finding
 from lora_trainer.families.base import BaseFacts, Family, NewWord
 
-CLIP_TOKENS, CLIP_SPECIAL_TOKENS = 77, 2
+CLIP_TOKENS = 77
 _AT_ONCE = 4096
 _TOKENIZER_FOLDER = "tokenizer"
 _CLIP_WORDS = (
@@ -38,24 +38,15 @@ _CLIP_WORDS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CaptionLimit:
-    """How many tokens of a caption are read, and the folder of the tokenizer that counts them."""
+def caption_limit(facts: BaseFacts, *, chunks: int) -> dict[str, Any] | None:
+    """Return how many tokens of a caption are read, and the folder of the tokenizer that counts them.
 
-    tokenizer: Path
-    tokens: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for `check --json`."""
-        return {"tokenizer": str(self.tokenizer), "tokens": self.tokens}
-
-
-def caption_limit(facts: BaseFacts, *, chunks: int) -> CaptionLimit | None:
-    """Return the limit of a base that reads captions with CLIP alone, in so many chunks, and is on this machine."""
+    None for a base that reads captions with another encoder than CLIP, or is not on this machine.
+    """
     folder = tokenizer_folder(facts)
     if folder is None or facts.max_tokens != CLIP_TOKENS:
         return None
-    return CaptionLimit(tokenizer=folder, tokens=chunks * (CLIP_TOKENS - CLIP_SPECIAL_TOKENS))
+    return {"tokenizer": str(folder), "tokens": chunks * CHUNK_TOKENS}
 
 
 def tokenizer_folder(facts: BaseFacts) -> Path | None:
@@ -88,12 +79,8 @@ class TokenCounter:
         tokenizer.no_truncation()
         return cls(tokenizer)
 
-    def count(self, caption: str) -> int:
-        """Return the tokens of a caption as it is trained, special ones excepted."""
-        return len(self._tokenizer.encode(clean(caption), add_special_tokens=False).ids)
-
     def counts(self, captions: Sequence[str]) -> list[int]:
-        """Return `count` of many captions, computed on all cores."""
+        """Return the tokens of captions as they are trained, special ones excepted, computed on all cores."""
         lengths: list[int] = []
         for first in range(0, len(captions), _AT_ONCE):
             part = [clean(caption) for caption in captions[first : first + _AT_ONCE]]

@@ -241,9 +241,7 @@ class ImageDecodeError(InputError):
         self.code = code
 
 
-def explain(
-    path: Path, error: Exception, *, head: bytes, max_megapixels: float
-) -> ImageDecodeError:
+def _explain(path: Path, error: Exception, head: bytes, max_megapixels: float) -> ImageDecodeError:
     """Turn a decoder's error into one line; `head` is the first `HEAD_BYTES` of the file."""
     if isinstance(error, Image.DecompressionBombError):
         claimed = re.search(r"\d+", str(error))
@@ -368,17 +366,6 @@ def loaded(
     path: Path, settings: DataSettings, content_hash: str | None, notes: list[str]
 ) -> Iterator[tuple[Image.Image, str]]:
     """Yield the loaded first frame of a file and the format of its pixels there."""
-    with _opened(path) as file, _faults_named(path, file, settings):
-        digest = content_hash and hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != content_hash:
-            raise ImageDecodeError(
-                path, "changed while in use", code="CAP-05", fix="start the run again"
-            )
-        yield _load(path, file, settings, notes)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
     try:
         # Asked before opening: opening a pipe blocks for ever.
         is_regular = stat.S_ISREG(path.stat().st_mode)
@@ -391,20 +378,19 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
     if file is None:
         raise ImageDecodeError(path, "is not a regular file", code="IMG-09", fix="remove it")
     with file:
-        yield file
-
-
-@contextmanager
-def _faults_named(path: Path, file: BufferedReader, settings: DataSettings) -> Iterator[None]:
-    try:
-        yield
-    except ImageDecodeError:
-        raise
-    except Exception as error:  # noqa: BLE001 - damaged bytes make Pillow raise anything
-        file.seek(0)
-        head = file.read(HEAD_BYTES)
-        limit = settings.max_megapixels
-        raise explain(path, error, head=head, max_megapixels=limit) from None
+        try:
+            digest = content_hash and hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != content_hash:
+                raise ImageDecodeError(
+                    path, "changed while in use", code="CAP-05", fix="start the run again"
+                )
+            yield _load(path, file, settings, notes)
+        except ImageDecodeError:
+            raise
+        except Exception as error:  # noqa: BLE001 - damaged bytes make Pillow raise anything
+            file.seek(0)
+            head = file.read(HEAD_BYTES)
+            raise _explain(path, error, head, settings.max_megapixels) from None
 
 
 @contextmanager

@@ -31,7 +31,6 @@ from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.dataset import caption_lengths
 from lora_trainer.dataset.caption_lengths import (
     MOST_CHUNKS,
-    CaptionLimit,
     Reading,
     caption_limit,
     reading_of,
@@ -320,14 +319,14 @@ class CheckReport:
     """The result of `check`: the report, and the longest caption the base reads, where it is known."""
 
     report: DatasetReport
-    caption_limit: CaptionLimit | None
+    caption_limit: Mapping[str, Any] | None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `check --json`."""
         return {
             **self.report.to_json(),
             "pictures": [picture.to_json() for picture in self.report.pictures],
-            "caption_limit": self.caption_limit.to_json() if self.caption_limit else None,
+            "caption_limit": self.caption_limit,
         }
 
 
