@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer.cache import keys as keys_module
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.memo import HashMemo
 from tests.fakes.studio import (
     ENTRIES,
     PROMPT,
@@ -143,22 +142,6 @@ def test_cac_03_other_changes_encode_nothing(studio: Studio, figure: Figure) -> 
 
 
 # ---- CAP-05
-
-
-def test_cap_05_a_picture_with_its_old_size_and_time_is_seen_to_be_another(studio: Studio) -> None:
-    """The hash memo of a run goes by times and sizes; a change behind its back is found out too."""
-    file, memo = studio.folder / "p0.png", studio.folder.with_name("memo")
-    os.utime(file, (1_000_000_000, 1_000_000_000))
-    known = HashMemo.load(memo)
-    before = known.sha256(file)
-    known.save()
-    data, stat = bytearray(file.read_bytes()), file.stat()
-    data[-30] ^= 1
-    file.write_bytes(data)
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    again = file.stat()
-    assert (again.st_size, again.st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
-    assert HashMemo.load(memo).sha256(file) != before
 
 
 def test_cap_05_a_picture_that_changes_while_it_is_cached_is_never_mixed_in(studio: Studio) -> None:

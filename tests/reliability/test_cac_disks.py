@@ -9,7 +9,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,30 +180,6 @@ def test_cac_05_a_full_disk_is_refused_up_front_unless_all_is_cached(
     assert re.search(r"still needs [\d,]+ bytes in .*, 0 are free", capsys.readouterr().err)
     assert not (place.runs / "cold").exists()
     assert place.train("--name", "warm", **QUIET) == 0
-
-
-def test_cac_05_runs_that_do_not_fit_together_take_turns_and_spare_what_is_not_theirs(
-    studio: Studio, tmp_path: Path
-) -> None:
-    """No run evicts its own entries, and nothing beside the marked folder is touched."""
-    bystander = tmp_path / "latents" / "ab" / "mine.safetensors"
-    bystander.parent.mkdir(parents=True)
-    bystander.write_bytes(bytes(1 << 20))
-    studio.encode()
-    first = studio.needs().keys()
-    small = replace(
-        studio.cache,
-        folder=replace(studio.cache.folder, limit_bytes=studio.cache.folder.used_bytes()),
-    )
-    studio.resolution_px = 24
-    studio.encode()
-    second = studio.needs().keys()
-    small.prune(second)
-    assert all(small.has(key) for key in second)
-    assert not all(small.has(key) for key in first)
-    assert small.folder.used_bytes() >= small.folder.limit_bytes - (1 << 14)
-    assert bystander.exists()
-    assert studio.work() == (0, []), "no entry in use is encoded twice"
 
 
 # ---- CAC-06
