@@ -18,7 +18,7 @@ from typing import Any
 from lora_trainer.common.events import Finding, by_severity
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.captions import FOLDER_NAME, has_trigger
+from lora_trainer.dataset.captions import FOLDER_NAME
 from lora_trainer.dataset.images import PRINT_LENGTH_BITS, Measures, same_colours
 from lora_trainer.dataset.records import Dataset, ImageRecord, bucket_counts, finding
 from lora_trainer.dataset.scan import REGULARISATION
@@ -55,44 +55,16 @@ _BAND_CROWD = 32
 _COMMON_WORDS = frozenset(("a", "an", "and", "at", "by", "for", "in", "of", "on", "the", "with"))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PictureReport:
-    """One image: its score in [0, 1], and where it goes.
-
-    `score` is the mean, weighted alike, of the parts that an image has by itself.
-    """
-
-    record: ImageRecord
-    score: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values; `kept`: left, top, right, bottom of the crop as fractions of the image."""
-        image, placed = self.record, self.record.placement
-        left, top = placed.left_px / placed.scaled_width_px, placed.top_px / placed.scaled_height_px
-        right = left + placed.bucket.width_px / placed.scaled_width_px
-        bottom = top + placed.bucket.height_px / placed.scaled_height_px
-        return {
-            "file": image.name,
-            "width_px": image.width_px,
-            "height_px": image.height_px,
-            "score": round(self.score, 4),
-            "bucket": str(placed.bucket),
-            "kept": [round(edge, 5) for edge in (left, top, right, bottom)],
-            "cropped_fraction": round(placed.cropped_fraction, 5),
-            "upscaled": placed.upscaled,
-        }
-
-
 @dataclass(frozen=True, kw_only=True)
 class DatasetReport:
-    """The report of `check`: score and its parts in [0, 1], findings, images per bucket, images."""
+    """The report of `check`: score and its parts in [0, 1], findings, images per bucket, images in plain values."""
 
     images: int
     score: float
     parts: Mapping[str, float]
     findings: tuple[Finding, ...]
     buckets: Mapping[str, int]
-    pictures: tuple[PictureReport, ...]
+    pictures: tuple[Mapping[str, Any], ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `check --json` and run.json, without the single images."""
@@ -117,7 +89,7 @@ def inspect_images(
     a caption, see `_lack`. `resolution`: 1 over the enlargement needed, at most 1. `sharpness`:
     crispness at the trained size, 0.3 counting as 0 and 0.6 as 1. `exposure`: share of images neither
     dark, washed out nor flat. `aspect`: share of area kept by the crop. `trigger`: share of captions
-    with the trigger, or without one with the commonest word. `buckets` counts repeats.
+    with the trigger, which is all of them, or without one with the commonest word. `buckets` counts repeats.
     """
     records = dataset.records
     twins = near_duplicates(records)
@@ -142,11 +114,31 @@ def inspect_images(
         parts=parts,
         findings=by_severity(findings),
         buckets=bucket_counts(records),
-        pictures=tuple(
-            PictureReport(record=record, score=_weighted(image_parts))
-            for record, image_parts in zip(records, own_parts, strict=True)
-        ),
+        pictures=tuple(map(_picture, records, own_parts)),
     )
+
+
+def _picture(record: ImageRecord, parts: Mapping[str, float]) -> dict[str, Any]:
+    """Return one image in plain values.
+
+    `score`: the mean, weighted alike, of the parts that it has by itself. `kept`: left, top, right, bottom of
+    the crop as fractions of the image.
+    """
+    placed = record.placement
+    score = sum(PICTURE_WEIGHTS[name] * value for name, value in parts.items())
+    left, top = placed.left_px / placed.scaled_width_px, placed.top_px / placed.scaled_height_px
+    right = left + placed.bucket.width_px / placed.scaled_width_px
+    bottom = top + placed.bucket.height_px / placed.scaled_height_px
+    return {
+        "file": record.name,
+        "width_px": record.width_px,
+        "height_px": record.height_px,
+        "score": round(score / sum(PICTURE_WEIGHTS.values()), 4),
+        "bucket": str(placed.bucket),
+        "kept": [round(edge, 5) for edge in (left, top, right, bottom)],
+        "cropped_fraction": round(placed.cropped_fraction, 5),
+        "upscaled": placed.upscaled,
+    }
 
 
 def _own_parts(record: ImageRecord, *, is_twin: bool) -> dict[str, float]:
@@ -160,12 +152,6 @@ def _own_parts(record: ImageRecord, *, is_twin: bool) -> dict[str, float]:
         "exposure": float(exposure_fault(record.measures) is None),
         "aspect": 1 - record.placement.cropped_fraction,
     }
-
-
-def _weighted(parts: Mapping[str, float]) -> float:
-    """Return the mean of an image's parts by their weights."""
-    whole = sum(PICTURE_WEIGHTS[name] * value for name, value in parts.items())
-    return whole / sum(PICTURE_WEIGHTS.values())
 
 
 def _loss(name: str, part: float) -> float:
@@ -196,9 +182,7 @@ def _lack(records: Sequence[ImageRecord], settings: DataSettings) -> float:
             record.caption_source == FOLDER_NAME or bool(record.settings(settings).trigger)
             for record in records
         ]
-        return _mean(
-            LONE_STAND_IN_LACK if has_own_caption else 1.0 for has_own_caption in stands_in
-        )
+        return _mean(LONE_STAND_IN_LACK if each else 1.0 for each in stands_in)
     return _mean(1 - _captioned(record) for record in records)
 
 
@@ -272,13 +256,8 @@ def _captioned(record: ImageRecord) -> float:
 
 
 def _trigger_share(records: Sequence[ImageRecord], settings: DataSettings) -> float:
-    triggers = {record.name: settings.of_folder(record.folder).trigger for record in records}
-    if any(triggers.values()):
-        return _mean(
-            has_trigger(record.caption, trigger)
-            for record in records
-            if (trigger := triggers[record.name])
-        )
+    if any(settings.of_folder(record.folder).trigger for record in records):
+        return 1.0  # captions that lack it get it
     words = Counter(
         word
         for record in records

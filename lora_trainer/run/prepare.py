@@ -325,7 +325,7 @@ class CheckReport:
         """Return plain values for `check --json`."""
         return {
             **self.report.to_json(),
-            "pictures": [picture.to_json() for picture in self.report.pictures],
+            "pictures": list(self.report.pictures),
             "caption_limit": self.caption_limit,
         }
 
