@@ -15,12 +15,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from lora_trainer.cache import encode as encode_module
 from lora_trainer.cache.encode import Encoded
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.errors import InputError, StoppedBySignal
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import cut
+from lora_trainer.dataset.images import decode
 from tests.fakes.studio import PROMPT, Studio, draw, few_objects, studio_in
 from tests.fakes.tiny_base import copy_base
 
@@ -155,9 +155,9 @@ def test_pictures_are_decoded_ahead_and_entries_written_behind(
     """By other threads, each image once, however many latents are made of it."""
     studio.settings, studio.more_px = DataSettings(flip=True), (24,)
     decoded, writers = [], set()
-    real_decode, real_write = encode_module.decode, Cache.write
+    real_decode, real_write = decode, Cache.write
 
-    def decode(path: Path, **options: Any) -> Any:
+    def noted(path: Path, **options: Any) -> Any:
         decoded.append((path.name, threading.current_thread() is threading.main_thread()))
         return real_decode(path, **options)
 
@@ -165,7 +165,7 @@ def test_pictures_are_decoded_ahead_and_entries_written_behind(
         writers.add(threading.current_thread().name)
         real_write(self, *what)
 
-    monkeypatch.setattr(encode_module, "decode", decode)
+    monkeypatch.setattr("lora_trainer.cache.encode.decode", noted)
     monkeypatch.setattr(Cache, "write", write)
     assert studio.encode()[0].latents == 3 * 4
     assert sorted(decoded) == [(f"p{index}.png", False) for index in range(3)]

@@ -18,12 +18,7 @@ from PIL import Image
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import sha256_bytes
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.images import (
-    DecodedImage,
-    ImageDecodeError,
-    background_rgb,
-    decode,
-)
+from lora_trainer.dataset.images import decode
 from tests.fakes.odd_pictures import encoded, picture, png
 
 SETTINGS = DataSettings()
@@ -39,7 +34,7 @@ def _no_hang() -> Iterator[None]:
 
 def decoded(
     folder: Path, data: bytes, settings: DataSettings = SETTINGS, name: str = "a.png"
-) -> DecodedImage:
+) -> Any:
     path = folder / name
     path.write_bytes(data)
     found = decode(path, settings=settings)
@@ -47,14 +42,11 @@ def decoded(
     return found
 
 
-def fault(
-    folder: Path, data: bytes, settings: DataSettings = SETTINGS, name: str = "a.png"
-) -> ImageDecodeError:
-    with pytest.raises(ImageDecodeError) as caught:
+def fault(folder: Path, data: bytes, settings: DataSettings = SETTINGS, name: str = "a.png") -> Any:
+    with pytest.raises(InputError) as caught:
         decoded(folder, data, settings, name)
     assert str(folder / name) in caught.value.found
     assert caught.value.fix
-    assert isinstance(caught.value, InputError)
     return caught.value
 
 
@@ -121,7 +113,9 @@ def test_transparency_is_put_on_the_background(tmp_path: Path) -> None:
 def test_a_background_that_is_no_colour_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"data\.alpha_background='whit'"):
         decoded(tmp_path, encoded(picture()), DataSettings(alpha_background="whit"))
-    assert background_rgb(DataSettings(alpha_background="#ff000080")) == (255, 0, 0)
+    clear = Image.new("RGBA", (16, 16), (0, 0, 0, 0))
+    found = decoded(tmp_path, encoded(clear), DataSettings(alpha_background="#ff000080"))
+    assert found.image.getpixel((5, 5)) == (255, 0, 0), "its own transparency is left out"
 
 
 # --- IMG-05: other pixel formats
@@ -160,9 +154,9 @@ def test_only_whole_regular_files_with_the_bytes_that_were_hashed_are_decoded(
     path = tmp_path / "a.png"
 
     def refused() -> str:
-        with pytest.raises(ImageDecodeError) as caught:
+        with pytest.raises(InputError) as caught:
             decode(path, settings=SETTINGS)
-        return caught.value.code
+        return str(vars(caught.value)["code"])
 
     assert refused() == "IMG-09", "missing"
     path.symlink_to(path)
@@ -173,7 +167,7 @@ def test_only_whole_regular_files_with_the_bytes_that_were_hashed_are_decoded(
     path.unlink()
     path.write_bytes(encoded(picture()))
     decode(path, settings=SETTINGS, content_hash=sha256_bytes(path.read_bytes()))
-    with pytest.raises(ImageDecodeError, match="changed while in use"):
+    with pytest.raises(InputError, match="changed while in use"):
         decode(path, settings=SETTINGS, content_hash=sha256_bytes(b""))
 
 

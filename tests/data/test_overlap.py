@@ -7,9 +7,11 @@ from functools import partial
 
 import pytest
 
-from lora_trainer.cache.background import MOST_AHEAD, MOST_BEHIND, prefetch_map, write_behind
+from lora_trainer.cache.background import prefetch_map, write_behind
 
 WAIT_S = 20.0
+MOST = 4
+"""Items that are made ahead, and tasks that wait behind."""
 
 
 def test_items_are_made_ahead_in_order_but_only_so_many() -> None:
@@ -18,7 +20,7 @@ def test_items_are_made_ahead_in_order_but_only_so_many() -> None:
 
     def make(index: int) -> int:
         begun.append(index)
-        if len(begun) == MOST_AHEAD + 1:
+        if len(begun) == MOST + 1:
             all_of_them.set()
         if index == 1:  # the second is done last
             assert all_of_them.wait(WAIT_S)
@@ -27,7 +29,7 @@ def test_items_are_made_ahead_in_order_but_only_so_many() -> None:
     with prefetch_map(make, range(9), threads=4, cost=lambda _: 1, most_cost=100) as made:
         assert next(made) == 0
         assert all_of_them.wait(WAIT_S), "four more are made before they are asked for"
-        assert len(begun) == MOST_AHEAD + 1
+        assert len(begun) == MOST + 1
         assert list(made) == [index * index for index in range(1, 9)]
 
 
@@ -51,13 +53,13 @@ def test_tasks_are_done_behind_in_order_a_few_waiting_and_all_before_leaving() -
     def work(index: int) -> None:
         assert gate.wait(WAIT_S)
         done.append(index)
-        if index == MOST_BEHIND:
+        if index == MOST:
             raise OSError("full")
 
     with pytest.raises(OSError, match="full"), write_behind() as later:
-        for index in range(MOST_BEHIND):
+        for index in range(MOST):
             later(partial(work, index))  # the caller is not held up
         gate.set()
-        later(partial(work, MOST_BEHIND))  # waits for the first
+        later(partial(work, MOST))  # waits for the first
         assert done[0] == 0
-    assert done == list(range(MOST_BEHIND + 1)), "what was handed over is done, errors or not"
+    assert done == list(range(MOST + 1)), "what was handed over is done, errors or not"

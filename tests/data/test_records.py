@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.common.randomness import Stream, shuffled
-from lora_trainer.dataset.images import Measures
 from lora_trainer.dataset.records import (
     ImageRecord,
     epoch_order,
@@ -17,6 +17,8 @@ from lora_trainer.dataset.records import (
     regularisation_count,
     sample_id,
 )
+
+NOT_READ: Any = None
 
 
 def record(content: int, *, copy: int = 0, name: str | None = None) -> ImageRecord:
@@ -26,7 +28,7 @@ def record(content: int, *, copy: int = 0, name: str | None = None) -> ImageReco
         content_hash=f"{content:064x}",
         width_px=1,
         height_px=1,
-        measures=Measures(((1, 1.0),), 0.0, 1.0, "0", "0"),
+        measures=NOT_READ,
         written=("",),
         caption="",
         caption_source=None,

@@ -15,7 +15,6 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lora_trainer.cache import keys as keys_module
 from lora_trainer.common.errors import InputError
 from tests.fakes.studio import (
     ENTRIES,
@@ -159,7 +158,7 @@ def test_cac_07_entries_of_another_format_are_left_alone_and_not_used(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(keys_module, "FORMAT_VERSION", keys_module.FORMAT_VERSION - 1)
+        patch.setattr("lora_trainer.cache.keys.FORMAT_VERSION", 2)
         studio.encode()
     old = files_of(studio.cache.folder.root)
     assert len(old) == ENTRIES

@@ -16,18 +16,18 @@ import torch
 from filelock import FileLock, Timeout
 from PIL import Image
 
-from lora_trainer.captioning import caption_dataset, caption_files
 from lora_trainer.captioning.caption_dataset import compose
-from lora_trainer.captioning.caption_files import FOLDER, opened
 from lora_trainer.captioning.describer import Describer
-from lora_trainer.captioning.tagger import ModelCaption, Tagger
+from lora_trainer.captioning.tagger import Tagger
 from lora_trainer.cli import main
 from lora_trainer.common.events import Event
+from lora_trainer.common.files import disk_error, write_atomic
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.scan import scan
 from tests.fakes.captioners import tiny_captioner, tiny_tagger
 from tests.fakes.runs import contents
 
+FOLDER = ".captions-before"
 COLOURS = {"a": "red", "b": "blue", "c": "lime", "d": "white"}
 TAGS = {"a": "red", "b": "blue", "c": "green", "d": "blue, green, red"}
 """What the tagger says of each colour."""
@@ -96,7 +96,7 @@ def test_each_image_gets_a_caption_that_training_reads(
     assert err.startswith("captions to write: 4; ") and err.rstrip().endswith(" on cpu")
     assert trained(dataset) == {f"{name}.png": text for name, text in TAGS.items()}
     before = contents(dataset)
-    monkeypatch.delattr(caption_dataset, "_load")
+    monkeypatch.delattr("lora_trainer.captioning.caption_dataset._load")
     code, out, _ = command()
     assert (code, contents(dataset)) == (0, before)
     assert out.startswith("nothing to do, images with a caption: 4;")
@@ -298,7 +298,8 @@ def test_a_record_that_came_with_a_dataset_reaches_nothing_outside(
 
 
 def test_two_at_a_time_are_refused(command: Command, dataset: Path) -> None:
-    with opened(dataset, {}):
+    (dataset / FOLDER).mkdir()
+    with FileLock(dataset / FOLDER / ".lock"):
         code, _, err = command()
     assert code == 4 and "is being captioned by another process" in err
     assert command()[0] == 0
@@ -330,7 +331,7 @@ def test_replacing_goes_on_where_it_was_and_is_one_thing_to_undo(
     described: list[int] = []
     real = Tagger.describe
 
-    def describe(self: Tagger, pictures: Sequence[Image.Image]) -> list[ModelCaption]:
+    def describe(self: Tagger, pictures: Sequence[Image.Image]) -> Any:
         described.append(len(pictures))
         return real(self, pictures)
 
@@ -362,14 +363,12 @@ def test_a_full_disk_is_one_line_and_costs_no_caption(
 ) -> None:
     (dataset / "a.txt").write_text("by hand")
 
-    real = caption_files.write_atomic
-
     def full(path: Path, data: bytes, *, durable: bool = True) -> None:
         if path.name == "b.txt":
-            raise caption_files.disk_error(path, OSError(28, "No space left on device"))
-        real(path, data, durable=durable)
+            raise disk_error(path, OSError(28, "No space left on device"))
+        write_atomic(path, data, durable=durable)
 
-    monkeypatch.setattr(caption_files, "write_atomic", full)
+    monkeypatch.setattr("lora_trainer.captioning.caption_files.write_atomic", full)
     code, _, err = command("--overwrite")
     assert code == 4 and "No space left on device" in err and err.count("error:") == 1
     assert texts(dataset) == {"a": "red"}
@@ -395,7 +394,7 @@ def out_of_memory_above(limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int
     given: list[int] = []
     real = Describer._described
 
-    def described(self: Describer, pictures: list[Image.Image]) -> list[ModelCaption]:
+    def described(self: Describer, pictures: list[Image.Image]) -> Any:
         given.append(len(pictures))
         if len(pictures) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
