@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lora_trainer.common.errors import InputError, RequestError, did_you_mean
 from lora_trainer.common.events import Finding, named, shown
@@ -34,7 +34,7 @@ from lora_trainer.dataset.captions import (
     split_name,
 )
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
-from lora_trainer.dataset.masks import masked_stem
+from lora_trainer.dataset.masks import MASK_SUFFIX
 from lora_trainer.dataset.records import MAX_REPEATS, finding, finding_of_all
 
 Entry = os.DirEntry[str]
@@ -118,8 +118,20 @@ _ADVICE = {
 }
 """Files that may hold the dataset itself, and how to make it readable."""
 Group = Literal["picture", "caption", "metadata", "folder", "other"]
-Masks = dict[str, tuple[Path, str]]
-"""Files of masks and their names, by `same_name` of the stem of the image."""
+
+
+class _File(NamedTuple):
+    """An entry of a folder: its name in the dataset, its own name without the extension, and that."""
+
+    entry: Entry
+    name: str
+    stem: str
+    extension: str
+
+
+Groups = dict[Group, list[_File]]
+Masks = dict[str, _File]
+"""Files of masks, by `same_name` of the stem of the image."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,20 +227,20 @@ class _Walk:
     """Images with two caption files: the image, the file that counts, the file that does not."""
     masks: list[tuple[str, str]] = field(default_factory=list)
     """Masks by name, each with the name of the image it is for, without extension."""
+    folder_names: set[str] = field(default_factory=lambda: {OWN_FOLDER})
 
     def read_root(self, root: Path) -> None:
         """Read the folder and its subfolders."""
         repeats = self.settings.of_folder(OWN_FOLDER).repeats
         root_folder = _Folder(path=root, name=OWN_FOLDER, repeats=repeats)
-        folder_names = {OWN_FOLDER}
         subfolders, masks = self._read(root_folder, {})
-        inner = [entry for entry in subfolders if not self._is_excluded(entry)]
-        self._read_subfolders(inner, root_folder, masks, folder_names)
+        inner = [file for file in subfolders if not self._is_excluded(file.entry)]
+        self._read_subfolders(inner, root_folder, masks)
         unknown = [
             f"data.folders names {shown(name)!r}, which is no subfolder."
-            f"{did_you_mean(name, folder_names)}"
+            f"{did_you_mean(name, self.folder_names)}"
             for name in self.settings.folders
-            if name not in folder_names
+            if name not in self.folder_names
         ]
         if unknown:
             raise RequestError(
@@ -245,29 +257,27 @@ class _Walk:
         self.excluded = Path(entry.path)
         return True
 
-    def _read_subfolders(
-        self, entries: Sequence[Entry], parent: _Folder, masks: Masks, folder_names: set[str]
-    ) -> None:
-        """Read the subfolders of a folder, down to `MAX_DEPTH`; add their names to `folder_names`."""
-        is_project = not self.pictures and any(map(_is_kohya_folder, entries))
-        for entry in entries:
-            name = parent.prefix + text_of(entry.name)
-            if self._is_aside(name, in_project=is_project):
+    def _read_subfolders(self, files: Sequence[_File], parent: _Folder, masks: Masks) -> None:
+        """Read the subfolders of a folder, down to `MAX_DEPTH`."""
+        is_project = not self.pictures and any(_is_kohya_folder(file.entry) for file in files)
+        for file in files:
+            if self._is_aside(file.name, in_project=is_project):
                 continue
-            folder = self._subfolder(entry, parent)
-            folder_names.add(folder.name)
-            if entry.is_symlink() and is_inside(self.real_root, os.path.realpath(entry.path)):
+            folder = self._subfolder(file, parent)
+            self.folder_names.add(folder.name)
+            real_path = os.path.realpath(file.entry.path)
+            if file.entry.is_symlink() and is_inside(self.real_root, real_path):
                 self._say("not-a-file.own-folder", folder.prefix)
                 continue
             count_before = len(self.pictures)
             deeper, inner_masks = self._read(folder, masks)
             if count := len(self.pictures) - count_before:
                 self._say("subfolder", folder.prefix, count=count, repeats=folder.repeats)
-            if name.count("/") + 1 < MAX_DEPTH:
-                self._read_subfolders(deeper, folder, inner_masks, folder_names)
+            if file.name.count("/") + 1 < MAX_DEPTH:
+                self._read_subfolders(deeper, folder, inner_masks)
                 continue
             for below in deeper:
-                self._say("deep-folder", folder.prefix + text_of(below.name), depth=MAX_DEPTH + 1)
+                self._say("deep-folder", below.name, depth=MAX_DEPTH + 1)
 
     def _is_aside(self, name: str, *, in_project: bool) -> bool:
         """Return whether a subfolder holds no images to learn, by its name; report it.
@@ -285,206 +295,175 @@ class _Walk:
         self._say(f"aside-folder.{kind}", f"{name}/", name=name, project=PROJECT_FOLDER)
         return True
 
-    def _subfolder(self, entry: Entry, parent: _Folder) -> _Folder:
-        match = _REPEATS_FOLDER.fullmatch(entry.name)
-        name = parent.prefix + text_of(entry.name)
-        folder_settings = self.settings.folders.get(name)
+    def _subfolder(self, file: _File, parent: _Folder) -> _Folder:
+        match = _REPEATS_FOLDER.fullmatch(file.entry.name)
+        folder_settings = self.settings.folders.get(file.name)
         outer = self.settings.repeats if parent.name == OWN_FOLDER else parent.repeats
         repeats = int(match[1]) if match else outer
         if folder_settings is not None and folder_settings.repeats is not None:
             repeats = folder_settings.repeats
         if not 1 <= repeats <= MAX_REPEATS:
             raise InputError(
-                f"folder {shown(entry.name)} means {repeats} repeats, allowed: 1 to {MAX_REPEATS}",
+                f"folder {shown(file.entry.name)} means {repeats} repeats, allowed: 1 to {MAX_REPEATS}",
                 fix="rename it; a number and _ at the start of a folder's name mean repeats",
             )
         return _Folder(
-            path=Path(entry.path),
-            name=name,
+            path=Path(file.entry.path),
+            name=file.name,
             repeats=repeats,
             caption=text_of(match[2]) if match else parent.caption,
         )
 
-    def _read(self, folder: _Folder, masks_beside: Masks) -> tuple[list[Entry], Masks]:
+    def _read(self, folder: _Folder, masks_beside: Masks) -> tuple[list[_File], Masks]:
         """Add the files of one folder; return its subfolders and masks of their images.
 
         `masks_beside`: masks in a folder beside this one.
         """
-        groups: dict[Group, list[Entry]] = defaultdict(list)
-        for entry in entries_in(folder.path):
-            group = self._group(entry)
-            if self._is_usable(entry, group, folder.prefix + text_of(entry.name)):
-                groups[group].append(entry)
+        groups: Groups = defaultdict(list)
+        for file in _files(folder.path, folder.prefix):
+            group = self._group(file)
+            if self._is_usable(file, group):
+                groups[group].append(file)
         own_masks, inner_masks = self._take_masks(folder, groups)
         masks = masks_beside | own_masks
-        self._take_control_images(folder, groups)
-        images = {entry.name for entry in groups["picture"]}
-        stems = {split_name(name)[0] for name in images}
+        self._take_control_images(groups)
+        stems = {file.stem for file in groups["picture"]}
+        images = stems | {file.entry.name for file in groups["picture"]}
         # The caption file of an image that happens to be called `captions.png` is no table.
-        tables = [one for one in groups["metadata"] if split_name(one.name)[0] not in stems]
-        for entry in sorted(tables, key=lambda one: TABLE_NAMES.index(one.name.casefold())):
-            self._read_table(Path(entry.path), folder.prefix)
-        names = [entry.name for entry in groups["metadata"] if entry not in tables]
-        for entry in groups["caption"]:
-            stem, extension = split_name(entry.name)
+        tables = [file for file in groups["metadata"] if file.stem not in stems]
+        for file in sorted(tables, key=lambda one: TABLE_NAMES.index(one.entry.name.casefold())):
+            self._read_table(file, folder)
+        captions = [file for file in groups["metadata"] if file not in tables]
+        for file in groups["caption"]:
             # Many tools leave JSON files in a folder; only one named as an image can be its caption.
-            if extension != JSON_SIDECAR or stem in stems | images:
-                names.append(entry.name)
-            else:
-                groups["other"].append(entry)
-        self.ignored.update(
-            split_name(entry.name)[1] or "without extension" for entry in groups["other"]
-        )
-        self.users.update((folder.prefix + text_of(name), []) for name in names)
-        sidecars = Sidecars(names, extensions=self.settings.caption_extensions)
-        for entry in groups["picture"]:
-            self._add_picture(entry.name, folder, sidecars, masks)
+            is_caption = file.extension != JSON_SIDECAR or file.stem in images
+            (captions if is_caption else groups["other"]).append(file)
+        self.ignored.update(file.extension or "without extension" for file in groups["other"])
+        self.users.update((file.name, []) for file in captions)
+        by_name = {file.entry.name: file for file in captions}
+        sidecars = Sidecars(by_name, extensions=self.settings.caption_extensions)
+        for file in groups["picture"]:
+            found = [by_name[name] for name in sidecars.find(file.entry.name)]
+            self._add_picture(file, folder, found, masks)
         return groups["folder"], inner_masks
 
-    def _take_masks(self, folder: _Folder, groups: dict[Group, list[Entry]]) -> tuple[Masks, Masks]:
+    def _take_masks(self, folder: _Folder, groups: Groups) -> tuple[Masks, Masks]:
         """Take masks out of a folder's groups: those of its own images, and those of its subfolders' images.
 
         The latter lie beside the folder of the images (`images/a.png`, `masks/a.png`). A folder called `masks`
         holds masks only if masks are asked for, or if one of its files has the name of an image: it may hold
         images of masks to learn.
         """
-        stems = {entry.name: masked_stem(entry.name) for entry in groups["picture"]}
-        own_masks: Masks = {
-            same_name(stem): (folder.path / name, folder.prefix + text_of(name))
-            for name, stem in stems.items()
-            if stem is not None
-        }
-        groups["picture"] = [entry for entry in groups["picture"] if stems[entry.name] is None]
-        mask_folders = [one for one in groups["folder"] if folder_kind(one.name) == "mask"]
-        own_images = self._image_stems(groups["picture"])
+        own_masks = _by_image(file for file in groups["picture"] if _is_mask(file))
+        groups["picture"] = [file for file in groups["picture"] if not _is_mask(file)]
+        own_images = {same_name(file.stem) for file in groups["picture"]}
+        mask_folders = [one for one in groups["folder"] if folder_kind(one.entry.name) == "mask"]
         others = [
             one
             for one in groups["folder"]
-            if one not in mask_folders and one.name.casefold() != EXCLUDED_FOLDER
+            if one not in mask_folders and one.entry.name.casefold() != EXCLUDED_FOLDER
         ]
-        inner_images: set[str] = set()
-        if mask_folders:
-            inner_images.update(*(self._image_stems(entries_in(one.path)) for one in others))
+        inner_images = {
+            same_name(file.stem)
+            for one in others
+            if mask_folders
+            for file in _files(one.entry.path, "")
+            if self._group(file) == "picture"
+        }
         inner_masks: Masks = {}
         is_asked_for = self.settings.masks == "files"
         for inner in mask_folders:
-            inside = self._masks_in(inner, folder)
+            inside = _by_image(
+                file
+                for file in _files(inner.entry.path, f"{inner.name}/")
+                if self._group(file) == "picture" and self._is_usable(file, "picture")
+            )
             if own_images & inside.keys() or (own_images and is_asked_for):
                 own_masks = inside | own_masks
             elif inner_images & inside.keys() or (others and is_asked_for):
                 inner_masks |= inside
-                self.masks += [(name, folder.prefix + stem) for stem, (_, name) in inside.items()]
+                self.masks += [(file.name, folder.prefix + stem) for stem, file in inside.items()]
             else:
                 continue
             groups["folder"].remove(inner)
-        self.masks += [(name, folder.prefix + stem) for stem, (_, name) in own_masks.items()]
+        self.masks += [(file.name, folder.prefix + stem) for stem, file in own_masks.items()]
         return own_masks, inner_masks
 
-    def _image_stems(self, entries: Iterable[Entry]) -> set[str]:
-        pictures = [entry.name for entry in entries if self._group(entry) == "picture"]
-        return {same_name(split_name(name)[0]) for name in pictures}
-
-    def _masks_in(self, inner: Entry, parent: _Folder) -> Masks:
-        """Return the image files of a folder of masks."""
-        prefix = f"{parent.prefix}{text_of(inner.name)}/"
-        return {
-            same_name(masked_stem(entry.name) or split_name(entry.name)[0]): (
-                Path(entry.path),
-                prefix + text_of(entry.name),
-            )
-            for entry in entries_in(inner.path)
-            if self._group(entry) == "picture"
-            and self._is_usable(entry, "picture", prefix + text_of(entry.name))
-        }
-
-    def _take_control_images(self, folder: _Folder, groups: dict[Group, list[Entry]]) -> None:
+    def _take_control_images(self, groups: Groups) -> None:
         """Take OneTrainer's control images, `NAME-condlabel.png` beside `NAME.png`, out of the images."""
-        stems = {split_name(entry.name)[0] for entry in groups["picture"]}
-        control = [
-            entry
-            for entry in groups["picture"]
-            if (stem := split_name(entry.name)[0]).endswith(CONTROL_SUFFIX)
-            and stem.removesuffix(CONTROL_SUFFIX) in stems
-        ]
-        groups["picture"] = [entry for entry in groups["picture"] if entry not in control]
-        names = [folder.prefix + text_of(entry.name) for entry in control]
-        self.findings += finding_of_all("control-images", names)
+        controlled = {file.stem + CONTROL_SUFFIX for file in groups["picture"]}
+        control = [file.name for file in groups["picture"] if file.stem in controlled]
+        groups["picture"] = [file for file in groups["picture"] if file.stem not in controlled]
+        self.findings += finding_of_all("control-images", control)
 
-    def _group(self, entry: Entry) -> Group:
-        _, extension = split_name(entry.name)
-        if extension in IMAGE_EXTENSIONS:
+    def _group(self, file: _File) -> Group:
+        if file.extension in IMAGE_EXTENSIONS:
             return "picture"
-        if holds(entry.is_dir):
+        if holds(file.entry.is_dir):
             return "folder"
-        if entry.name.casefold() in TABLE_NAMES:
+        if file.entry.name.casefold() in TABLE_NAMES:
             return "metadata"
-        is_caption = extension in self.caption_extensions or extension == JSON_SIDECAR
+        is_caption = file.extension in (*self.caption_extensions, JSON_SIDECAR)
         return "caption" if is_caption else "other"
 
-    def _is_usable(self, entry: Entry, group: Group, name: str) -> bool:
+    def _is_usable(self, file: _File, group: Group) -> bool:
         """Return whether an entry is the file or folder that its name says; report other kinds and outside links."""
+        entry = file.entry
         if group == "other":
             return True
         if group != "folder" and not holds(entry.is_file):
             kind = "unusable.not-a-file" if group == "picture" else "not-a-file"
-            self._say(kind, name, entry=kind_of(entry))
+            self._say(kind, file.name, entry=kind_of(entry))
             return False
         if entry.is_symlink() and not is_inside(entry.path, self.real_root):
-            self._say("outside-link", name)
+            self._say("outside-link", file.name)
         return True
 
-    def _read_table(self, path: Path, prefix: str) -> None:
-        source = prefix + text_of(path.name)
+    def _read_table(self, file: _File, folder: _Folder) -> None:
         try:
-            captions, problems = read_table(path.name.casefold(), path.read_bytes())
+            data = Path(file.entry.path).read_bytes()
+            captions, problems = read_table(file.entry.name.casefold(), data)
         except OSError as error:
             captions, problems = {}, [f"cannot be read ({error.strerror or error})"]
         for problem in problems:
-            self._say("metadata", source, problem=problem)
-        for key in self.tables.add(captions, source=source, folder=path.parent, prefix=prefix):
+            self._say("metadata", file.name, problem=problem)
+        for key in self.tables.add(
+            captions, source=file.name, folder=folder.path, prefix=folder.prefix
+        ):
             self.users[key] = []
 
     def _add_picture(
-        self,
-        file_name: str,
-        folder: _Folder,
-        sidecars: Sidecars,
-        masks: Masks,
+        self, file: _File, folder: _Folder, captions: Sequence[_File], masks: Masks
     ) -> None:
-        name, directory = folder.prefix + text_of(file_name), str(folder.path)
+        """Add an image with its caption files, the one that counts first."""
         stand_ins = []
-        described = self.tables.find(name)
+        described = self.tables.find(file.name)
         if described is not None:
-            self.users[described].append(name)
+            self.users[described].append(file.name)
             stand_ins.append(self.tables.captions[described])
         if self.settings.caption_fallback == "file_name":
-            stand_ins.append(CaptionText(caption_of_name(name), source=FILE_NAME))
+            stand_ins.append(CaptionText(caption_of_name(file.name), source=FILE_NAME))
         if folder.caption is not None:
             stand_ins.append(CaptionText(folder.caption, source=FOLDER_NAME))
-        caption_files = sidecars.find(file_name)
-        sidecar = caption_files[0] if caption_files else None
-        sidecar_name = None if sidecar is None else folder.prefix + text_of(sidecar)
-        if sidecar_name is not None:
-            self.users[sidecar_name].append(name)
+        for sidecar in captions[:1]:
+            self.users[sidecar.name].append(file.name)
         self.second_captions += [
-            (name, text_of(caption_files[0]), text_of(other))
-            for other in caption_files[1:]
-            if not _are_equal(folder.path / caption_files[0], folder.path / other)
+            (file.name, text_of(captions[0].entry.name), text_of(other.entry.name))
+            for other in captions[1:]
+            if not _are_equal(Path(captions[0].entry.path), Path(other.entry.path))
         ]
-        mask, mask_name = None, None
-        if self.settings.masks == "files":
-            mask, mask_name = masks.get(same_name(split_name(file_name)[0]), (None, None))
+        mask = masks.get(same_name(file.stem)) if self.settings.masks == "files" else None
         self.pictures.append(
             ImageFile(
-                file=os.path.join(directory, file_name),  # noqa: PTH118 - a Path per image is slow
-                name=name,
+                file=file.entry.path,
+                name=file.name,
                 folder=folder.name,
                 repeats=folder.repeats,
-                sidecar_file=None if sidecar is None else os.path.join(directory, sidecar),  # noqa: PTH118 - as above
-                sidecar_name=sidecar_name,
+                sidecar_file=captions[0].entry.path if captions else None,
+                sidecar_name=captions[0].name if captions else None,
                 stand_ins=tuple(stand_ins),
-                mask=mask,
-                mask_name=mask_name,
+                mask=Path(mask.entry.path) if mask else None,
+                mask_name=mask.name if mask else None,
             )
         )
 
@@ -534,6 +513,21 @@ class _Walk:
         names = [name for name, picture in unclaimed if same_name(picture) not in away]
         kind = "unused-mask" if self.settings.masks == "files" else "unused-mask.setting"
         return finding_of_all(kind, names)
+
+
+def _files(path: Path | str, prefix: str) -> Iterator[_File]:
+    """Yield the entries of a folder, whose names in the dataset begin with `prefix`."""
+    for entry in entries_in(path):
+        yield _File(entry, prefix + text_of(entry.name), *split_name(entry.name))
+
+
+def _is_mask(file: _File) -> bool:
+    """Return whether a file is the mask of an image beside it."""
+    return file.stem.endswith(MASK_SUFFIX)
+
+
+def _by_image(masks: Iterable[_File]) -> Masks:
+    return {same_name(mask.stem.removesuffix(MASK_SUFFIX) or mask.stem): mask for mask in masks}
 
 
 def _is_kohya_folder(entry: Entry) -> bool:

@@ -16,7 +16,6 @@ from PIL import Image
 
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import Placement
-from lora_trainer.dataset.captions import split_name
 from lora_trainer.dataset.images import ImageDecodeError, VerifiedImage, decode
 
 MASK_SUFFIX = "-masklabel"
@@ -34,12 +33,6 @@ class Mask:
     path: Path
     content_hash: str
     of_alpha: bool
-
-
-def masked_stem(file_name: str) -> str | None:
-    """Return the stem of the image that a file beside it is the mask of; None for other files."""
-    stem = split_name(file_name)[0]
-    return stem.removesuffix(MASK_SUFFIX) if stem.endswith(MASK_SUFFIX) else None
 
 
 def mask_size(mask: Mask, *, settings: DataSettings) -> MaskSize:
