@@ -10,11 +10,11 @@ import pytest
 
 from lora_trainer.cache.cache_plan import Entries
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.caption_rules import max_texts, variants
+from lora_trainer.dataset.caption_rules import variants
 from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.dataset.scan import scan
 from lora_trainer.training.dataloader import TrainingDataLoader
-from tests.fakes.studio import PROMPT, Studio, draw, studio_in, text_encoder
+from tests.fakes.studio import Studio, draw, studio_in, text_encoder
 from tests.fakes.training import build_feeder
 
 SETTINGS = DataSettings.model_validate(
@@ -85,19 +85,6 @@ def feeder_of(studio: Studio, seed: int = 1) -> TrainingDataLoader:
         "_orders": {},
     }
     return TrainingDataLoader(**{**vars(build_feeder()), **changed})
-
-
-def test_each_text_is_encoded_once(studio: Studio) -> None:
-    records = records_of(studio)
-    different = {"", PROMPT} | {text for record in records.values() for text in texts_of(record)}
-    assert len(different) > 15
-    words = sorted(map(studio.texts_as().words, different))
-    _, seen = studio.work()
-    assert seen == words
-    assert studio.work() == (0, [])
-    for record in records.values():
-        own = SETTINGS.of_folder(record.folder)
-        assert len(set(texts_of(record))) <= max_texts(record.written, settings=own)
 
 
 def test_samples_are_trained_with_what_encoding_a_text_of_theirs_gives(studio: Studio) -> None:

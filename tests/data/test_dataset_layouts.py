@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lora_trainer.dataset.inspect_image import DatasetMemo
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import scan
 from tests.data.dataset_layouts import CATDOG, LAYOUTS, NAMES, TWO, Layout, images, png_text
+from tests.fakes.runs import Toy
 
 
 def written(files: dict[str, bytes], root: Path) -> Path:
@@ -102,23 +102,17 @@ def test_a_table_in_parquet_is_read_by_pyarrow(tmp_path: Path) -> None:
     assert problem.startswith("cannot be read")
 
 
-def test_a_project_of_kohya_trains_with_the_defaults(tmp_path: Path) -> None:
+def test_a_project_of_kohya_trains(tmp_path: Path) -> None:
     """The real command on one of the layouts: captions of a table, and `reg` and `model` are left alone."""
+    place = Toy(folder=tmp_path).with_base()
     project = {f"img/2_zb cat/{index}.png": png_text(f"{index}.png") for index in range(4)}
     project["img/2_zb cat/metadata.csv"] = b"file_name,text\n0.png,a cat\n1.png,a red cat\n"
-    root = written(
-        {**project, **images("reg/1_cat/x.png", "model/sample/y.png")}, tmp_path / "data"
-    )
-    command = [sys.executable, "-m", "lora_trainer", str(root), "--steps", "3"]
-    result = subprocess.run(
-        [*command, "--output", str(tmp_path / "out")],
-        capture_output=True, text=True, check=False, timeout=500,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-2000:]
-    file = min((tmp_path / "out").glob("*/*.safetensors"), key=lambda path: len(path.name))
-    with safe_open(file, framework="numpy") as opened:
+    written({**project, **images("reg/1_cat/x.png", "model/sample/y.png")}, place.dataset)
+    quiet = {"sampling__every_steps": 0, "train__validate_every_steps": 0}
+    assert place.train(steps=1, data__validation_fraction=0, **quiet) == 0
+    with safe_open(place.run / "toy.safetensors", framework="numpy") as opened:
         header = opened.metadata()
-    assert json.loads(header["ss_dataset_dirs"]) == {"data": {"n_repeats": 2, "img_count": 4}}
-    tags = json.loads(header["ss_tag_frequency"])["data"]
+    assert json.loads(header["ss_dataset_dirs"]) == {"toy": {"n_repeats": 2, "img_count": 4}}
+    tags = json.loads(header["ss_tag_frequency"])["toy"]
     assert tags == {"a cat": 1, "a red cat": 1, "zb cat": 2}
     assert int(header["ss_min_bucket_reso"]) < int(header["ss_max_bucket_reso"])

@@ -213,45 +213,37 @@ def tiny_tagger(
 
 def _onnx(shape: Sequence[int | str], matrix: Sequence[Sequence[float]]) -> bytes:
     """Return ONNX bytes of: mean over height and width, then a matrix."""
-    weights = b"".join(struct.pack("<f", value) for row in matrix for value in row)
-    sizes = [len(matrix), len(matrix[0])]
-    tensor = b"".join(_number(1, size) for size in sizes)
-    tensor += _number(2, 1) + _bytes(8, b"matrix") + _bytes(9, weights)
-    mean = _node("ReduceMean", ["picture"], ["mean"], axes=[1, 2], keepdims=0)
-    product = _node("MatMul", ["mean", "matrix"], ["probabilities"])
-    graph = _bytes(1, mean) + _bytes(1, product) + _bytes(2, b"tagger") + _bytes(5, tensor)
-    graph += _bytes(11, _value("picture", shape))
-    graph += _bytes(12, _value("probabilities", [shape[0], sizes[1]]))
-    return _number(1, 8) + _bytes(7, graph) + _bytes(8, _number(2, 13))
+    count = len(matrix[0])
+    weights = struct.pack(f"<{len(matrix) * count}f", *(value for row in matrix for value in row))
+    axes = [(1, "axes"), (8, 1), (8, 2), (20, 7)]
+    keepdims = [(1, "keepdims"), (3, 0), (20, 2)]
+    mean = [(1, "picture"), (2, "mean"), (4, "ReduceMean"), (5, axes), (5, keepdims)]
+    product = [(1, "mean"), (1, "matrix"), (2, "probabilities"), (4, "MatMul")]
+    tensor = [(1, len(matrix)), (1, count), (2, 1), (8, "matrix"), (9, weights)]
+    graph = [
+        *((1, mean), (1, product), (2, "tagger"), (5, tensor)),
+        (11, _value("picture", shape)),
+        (12, _value("probabilities", [shape[0], count])),
+    ]
+    return _message([(1, 8), (7, graph), (8, [(2, 13)])])
 
 
-def _node(kind: str, inputs: Iterable[str], outputs: Iterable[str], **attributes: Any) -> bytes:
-    parts = [_bytes(1, name.encode()) for name in inputs]
-    parts += [_bytes(2, name.encode()) for name in outputs]
-    parts.append(_bytes(4, kind.encode()))
-    for name, value in attributes.items():
-        several = isinstance(value, list)
-        values = b"".join(_number(8, item) for item in value) if several else _number(3, value)
-        content = _bytes(1, name.encode()) + values + _number(20, 7 if several else 2)
-        parts.append(_bytes(5, content))
-    return b"".join(parts)
+def _value(name: str, shape: Sequence[int | str]) -> list[tuple[int, Any]]:
+    sides = [(1, [(1 if isinstance(side, int) else 2, side)]) for side in shape]
+    return [(1, name), (2, [(1, [(1, 1), (2, sides)])])]
 
 
-def _value(name: str, shape: Sequence[int | str]) -> bytes:
-    sides = b"".join(
-        _bytes(1, _number(1, side) if isinstance(side, int) else _bytes(2, side.encode()))
-        for side in shape
-    )
-    tensor = _number(1, 1) + _bytes(2, sides)
-    return _bytes(1, name.encode()) + _bytes(2, _bytes(1, tensor))
-
-
-def _number(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
-
-
-def _bytes(field: int, content: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(content)) + content
+def _message(fields: Iterable[tuple[int, Any]]) -> bytes:
+    """Return a message of Protocol Buffers: numbers, texts, bytes and messages by the number of their field."""
+    data = b""
+    for field, value in fields:
+        if isinstance(value, int):
+            data += _varint(field << 3) + _varint(value)
+            continue
+        content = value.encode() if isinstance(value, str) else value
+        content = content if isinstance(content, bytes) else _message(content)
+        data += _varint(field << 3 | 2) + _varint(len(content)) + content
+    return data
 
 
 def _varint(value: int) -> bytes:
