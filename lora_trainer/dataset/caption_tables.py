@@ -57,12 +57,6 @@ class MetadataRow:
     name: str
     key: str
 
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The caption as it is written, or the captions of a list."""
-        value = self.values[self.key]
-        return tuple(value) if isinstance(value, list) else (str(value),)
-
 
 @dataclass(kw_only=True)
 class CaptionTables:
@@ -182,7 +176,8 @@ def _jsonl_rows(text: str, bad_rows: list[str]) -> Iterator[tuple[str, tuple[str
             except ValueError as error:
                 bad_rows.append(f"line {number}: {error}")
             else:
-                yield row.name, (", ".join(row.texts),) if row.key in TAG_KEYS else row.texts
+                texts = caption_lines(row.values[row.key])
+                yield row.name, (", ".join(texts),) if row.key in TAG_KEYS else texts
 
 
 def _csv_rows(text: str) -> Iterator[Mapping[str, Any]]:
