@@ -73,24 +73,19 @@ def fill(
     texts = [text for digest, text in needs.texts.items() if digest in lacking]
     total = len(images) + len(texts)
     cached_count = len(needs.keys()) - total
-    events.emit(
-        "phase",
-        phase="cache",
-        message=f"{cached_count} cached, {total} to encode",
-        done=0,
-        total=total,
-    )
     with write_behind() as later:
         work = _Pass(cache=cache, events=events, stop=stop, total=total, later=later)
+        work.say(f"{cached_count} cached, {total} to encode")
         _add_images(masks, work, lambda _, values: {"mask": values}, settings=settings)
         if latents:
-            work.begin("loading the image encoder")
+            # Loading an encoder can take minutes without a finished entry.
+            work.say("loading the image encoder")
             image_encoding = _Encoding(load=load_image_encoder, devices=devices, events=events)
             encode = partial(_encode_image, image_encoding)
             _add_images(latents, work, encode, settings=settings)
             image_encoding.close()
         if texts:
-            work.begin("loading the text encoders")
+            work.say("loading the text encoders")
             captions = _Encoding(load=load_text_encoder, devices=devices, events=events)
             _add_texts(texts, work, captions, texts_as=texts_as, settings=settings)
             captions.close()
@@ -118,15 +113,15 @@ class _Pass:
                 fix=RESUME,
             )
 
-    def begin(self, message: str) -> None:
-        """Emit the name of the next phase: loading an encoder can take minutes without a finished entry."""
+    def say(self, message: str) -> None:
+        """Emit what is done or begun, and how many entries are done."""
         self.events.emit("phase", phase="cache", message=message, done=self.done, total=self.total)
 
     def add(self, key: CacheKey, entry: Entry, *, message: str) -> None:
         """Have an entry written, and say so."""
         self.later(partial(self.cache.write, key, entry))
         self.done += 1
-        self.events.emit("phase", phase="cache", message=message, done=self.done, total=self.total)
+        self.say(message)
 
 
 def _add_images(

@@ -28,7 +28,6 @@ from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.timesteps import Level, flow_levels
 from tests.fakes.training import (
     CPU,
-    MIXED,
     SQUARE,
     TALL,
     WIDE,
@@ -388,17 +387,6 @@ def test_it_is_never_more_than_asked_ahead(monkeypatch: pytest.MonkeyPatch) -> N
         next(batches)
         assert enough.wait(timeout=20), "one taken, two ready, one being put"
         assert max(begun) <= 4
-
-
-def test_an_error_of_the_thread_reaches_the_consumer(tmp_path: Path) -> None:
-    feeder = build_feeder(MIXED)
-    lost = next(name for name in names(feeder, 3) if name not in names(feeder, 1))
-    whole = feeder.entries.resident
-    del whole[feeder.sources[lost].plain.digest]
-    with feeder.stream(0, 10, ahead=4) as batches:
-        assert next(batches)
-        with pytest.raises(MachineError, match="vanished or was damaged"):
-            list(batches)
 
 
 def test_large_buckets_may_have_a_lower_cap_of_their_own() -> None:
