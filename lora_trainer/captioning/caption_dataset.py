@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -107,18 +107,9 @@ class CaptionRequest:
         return {**values, "model": source}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Captioned:
-    """How many images got a caption, got none, and had one before."""
-
-    written: int
-    failed: int
-    had_one: int
-
-
 def caption_dataset(
     dataset: Path, request: CaptionRequest, *, events: EventStream, stop: StopFlag
-) -> Captioned:
+) -> None:
     """Write the captions that are missing, or all with `overwrite`; `stop` is asked between images.
 
     Signals are taken once the model is loaded; before that nothing is there to be ended well.
@@ -129,7 +120,8 @@ def caption_dataset(
     model, chosen = look(dataset, request)
     work = _Work(request=request, chosen=chosen, events=events)
     if not chosen.targets:
-        return work.finished()
+        work.finish()
+        return
     with opened(request.output or dataset, request.decisive(model.source)) as journal:
         captioner = _load(request, model, events)
         events.emit(
@@ -142,7 +134,7 @@ def caption_dataset(
         with taking_signals(stop):
             work.run(captioner, journal, stop)
         journal.finish()
-    return work.finished()
+    work.finish()
 
 
 def look(dataset: Path, request: CaptionRequest) -> tuple[RequestedModel, Chosen]:
@@ -215,18 +207,15 @@ class _Work:
                     self._write(index, target, description, journal)
                 pictures = pictures[batch:]
 
-    def finished(self) -> Captioned:
+    def finish(self) -> None:
         """Say how it went; raises InputError when there was something to do and nothing was done."""
-        captioned = Captioned(
-            written=self.written, failed=self.failed, had_one=len(self.chosen.captioned)
-        )
         if self.failed and not self.written:
             raise InputError(
                 f"no image could be captioned ({self.failed} tried); the first {self.first_fault}",
                 fix="see the line of each image",
             )
-        self.events.emit("captioned", **asdict(captioned))
-        return captioned
+        had_one = len(self.chosen.captioned)
+        self.events.emit("captioned", written=self.written, failed=self.failed, had_one=had_one)
 
     def _picture(self, target: Target, journal: CaptionJournal) -> Image.Image | None:
         if journal.has_written(target.file, target.before):

@@ -156,19 +156,14 @@ class CaptionJournal:
 
     def has_written(self, file: Path, content: bytes | None) -> bool:
         """Say whether this call, interrupted, wrote `content` to `file` before."""
-        written_digest = self.written.get(self._name(file))
-        return content is not None and written_digest == sha256_bytes(content)
+        return content is not None and self.written.get(self._name(file)) == sha256_bytes(content)
 
     def write(self, file: Path, text: bytes, *, before: bytes | None) -> None:
         """Write a caption file so that it can be taken back; raises MachineError."""
         name = self._name(file)
         old = None if before is None else self._keep(name, before)
         self._append({"file": name, "sha256": sha256_bytes(text), "old": old})
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise disk_error(file, error) from error
-        write_atomic(file, text)
+        _write(file, text)
         self.written[name] = sha256_bytes(text)
 
     def finish(self) -> None:
@@ -190,22 +185,16 @@ class CaptionJournal:
             path = self.folder / "old" / copy_name
             if not path.exists():
                 break
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise disk_error(path, error) from error
-        write_atomic(path, content)
+        _write(path, content)
         return copy_name
 
     def _append(self, row: Mapping[str, Any]) -> None:
-        # Escaped to ASCII: a file name may hold bytes that are not UTF-8.
-        self._append_text(json.dumps(row) + "\n")
-
-    def _append_text(self, text: str) -> None:
         file = self.folder / JOURNAL
         try:
             with file.open("a", encoding="ascii", newline="\n") as stream:
-                stream.write(text)
+                # The first line break ends a last line that a kill cut. Escaped to ASCII: a file name may hold
+                # bytes that are not UTF-8.
+                stream.write(f"\n{json.dumps(row)}\n")
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError as error:
@@ -213,6 +202,15 @@ class CaptionJournal:
 
     def _name(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a file and its folder; raises MachineError."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(file, error) from error
+    write_atomic(file, content)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +234,6 @@ def opened(root: Path, request: Mapping[str, Any]) -> Iterator[CaptionJournal]:
         if last and rows[:1] == [{"request": dict(request)}] and {"finished": True} not in rows:
             written = {str(row["file"]): str(row["sha256"]) for row in rows if "file" in row}
             journal = CaptionJournal(root=root, folder=last, written=written)
-            journal._append_text("\n")  # ends a last line that a kill cut
         else:
             journal = CaptionJournal(root=root, folder=_new_folder(parent))
             journal._append({"request": dict(request)})

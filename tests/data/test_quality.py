@@ -123,13 +123,13 @@ def test_a_score_below_the_least_is_a_warning_that_names_the_worst_parts(check: 
 
 def test_each_picture_says_what_the_crop_keeps(check: Check) -> None:
     """By these shares an image is cut to the shape of its bucket, evenly on both sides."""
-    found = check({"3_x/a.png": photo(1, (600, 256))})
+    found = check({"3_x/a.png": photo(1, (800, 256))})
     (row,) = found["pictures"]
     bucket_px = tuple(map(int, row["bucket"].split("x")))
     left, top, right, bottom = row["kept"]
-    assert (row["file"], row["width_px"], row["height_px"]) == ("3_x/a.png", 600, 256)
+    assert (row["file"], row["width_px"], row["height_px"]) == ("3_x/a.png", 800, 256)
     assert (top, bottom) == (0, 1) and left == pytest.approx(1 - right, abs=3e-3)
-    assert (right - left) * 600 / 256 == pytest.approx(bucket_px[0] / bucket_px[1], abs=0.01)
+    assert (right - left) * 800 / 256 == pytest.approx(bucket_px[0] / bucket_px[1], abs=0.01)
     assert row["cropped_fraction"] == pytest.approx(1 - (right - left), abs=1e-4)
     assert (found["images"], found["buckets"]) == (1, {row["bucket"]: 3})
     assert found["parts"]["aspect"] == pytest.approx(1 - row["cropped_fraction"], abs=1e-4)
