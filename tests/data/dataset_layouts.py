@@ -170,8 +170,7 @@ LAYOUTS = (
     Layout(tool="musubi-tuner v0.2.12", case="JSONL with paths of another machine",
            files={**images("x/a.png", "x/b.png"), "metadata.jsonl": lines(
                {"image_path": "/data/x/a.png", "caption": "a cat"},
-           {"image_path": "D:\\x\\b.png", "caption": "a dog"})},
-           captions={"x/a.png": "a cat", "x/b.png": "a dog"}),
+           {"image_path": "D:\\x\\b.png", "caption": "a dog"})}, captions={"x/a.png": "a cat", "x/b.png": "a dog"}),
     # Hugging Face
     Layout(tool="datasets 4.0 imagefolder", case="splits with metadata of their own",
            files={**images("train/a.png", "test/a.png"), "train/metadata.csv": b"file_name,text\na.png,a cat\n",
@@ -213,8 +212,7 @@ LAYOUTS = (
            files={"1.png": png_text("1.png", parameters="a red cat\nNegative prompt: dog\nSteps: 20")},
            captions={"1.png": "a red cat"}, settings=INSIDE),
     Layout(tool="AUTOMATIC1111 v1.10 outputs", case="UserComment of a JPEG",
-           files={"1.jpg": exif("1.jpg", user_comment)},
-           captions={"1.jpg": "a red cat"}, settings=INSIDE),
+           files={"1.jpg": exif("1.jpg", user_comment)}, captions={"1.jpg": "a red cat"}, settings=INSIDE),
     Layout(tool="Japanese cameras", case="a blank UserComment in JIS", files={"1.jpg": exif("1.jpg", empty_comment)},
            captions={"1.jpg": None}, said=("no-caption",), settings=INSIDE),
     Layout(tool="ComfyUI 0.3.50 outputs", case="a workflow is no caption",
@@ -239,8 +237,7 @@ LAYOUTS = (
            )),
     plain("two levels are read", images("a.png", "10_x/b.png", "10_x/deep/c.png", "10_x/deep/er/d.png"),
            captions={"a.png": None, "10_x/b.png": "x", "10_x/deep/c.png": "x"}, repeats={"10_x/b.png": 10,
-               "10_x/deep/c.png": 10},
-           findings=(
+               "10_x/deep/c.png": 10}, findings=(
                "warning no-caption CAP-01 1 of 3 images have no caption but the trigger, if one is set: a.png",
                "warning deep-folder 10_x/deep/er: is not read, it lies 3 folders deep",
                "note no-caption CAP-01 2 of 3 images have no caption but their folder's name: 10_x/b.png, 10_x/d...",
@@ -249,12 +246,10 @@ LAYOUTS = (
     plain("documents and hidden files", {
                **images("a.png"), "a.txt": b"x", ".hidden.png": b"no", "._a.png": b"no", "README.md": b"no",
                "readme.txt": b"no",
-               "LICENSE": b"no", "Thumbs.db": b"no", "__MACOSX/x.png": b"no"},
-           captions={"a.png": "x"}, findings=()),
+               "LICENSE": b"no", "Thumbs.db": b"no", "__MACOSX/x.png": b"no"}, captions={"a.png": "x"}, findings=()),
     plain("files of no use", {
                **images("a.png"), "a.txt": b"x", "a.npz": b"", "b.npz": b"", "c.ZIP": b"", "sub/d.npz": b"",
-               "noext": b""},
-           captions={"a.png": "x"}, findings=(
+               "noext": b""}, captions={"a.png": "x"}, findings=(
                "note ignored-files files that are neither image nor caption are ignored: 3 .npz, 1 .zip, 1 witho...",
            )),
     plain("too many repeats", images("1001_cat/a.png"), error="folder 1001_cat means 1001 repeats"),
@@ -275,17 +270,12 @@ LAYOUTS = (
     plain("a row of an image that was taken out", {
                **images("a.png", "_excluded/out.png"), "a.txt": b"x", "metadata.jsonl": lines(
                    {"file_name": "gone.png", "text": "x"}, {"file_name": "out.png", "text": "x"})},
-           captions={"a.png": "x"}, findings=(
-               "unused-caption", "note excluded _excluded/: is not read",
-           )),
+           captions={"a.png": "x"}, findings=("unused-caption", "note excluded _excluded/: is not read",)),
     plain("one row, two images that differ in case", {
                **images("A.PNG", "a.png", "cafe\u0301.png", "b.png"), "metadata.jsonl": lines(*CASES)},
            captions={"A.PNG": "a.png", "a.png": "a.png", "b.png": "b.png", "cafe\u0301.png": "caf\u00e9.png"},
-               findings=(
-               "warning ambiguous-caption IMG-08 a.png: is the caption of 2 images: A.PNG, a.png",
-           )),
-    plain("two rows, two images that differ in case", {
-               **images("A.PNG", "a.png", "cafe\u0301.png", "b.png"),
+               findings=("warning ambiguous-caption IMG-08 a.png: is the caption of 2 images: A.PNG, a.png",)),
+    plain("two rows, two images that differ in case", {**images("A.PNG", "a.png", "cafe\u0301.png", "b.png"),
                "metadata.jsonl": lines(*CASES, {"file_name": "A.PNG", "text": "its own"})},
            captions={"A.PNG": "its own", "a.png": "a.png", "b.png": "b.png", "cafe\u0301.png": "caf\u00e9.png"},
                findings=()),
@@ -295,8 +285,7 @@ LAYOUTS = (
            captions={"a.png": "a cat", "b.png": "a cat"}, findings=(
                "warning two-captions a.png: has two captions; a.txt is used, metadata.jsonl is not",
            )),
-    plain("damaged rows in a table", {
-               **images("a.png", "b.png", "c.png", "s.png"), "metadata.jsonl": b"\n".join((
+    plain("damaged rows in a table", {**images("a.png", "b.png", "c.png", "s.png"), "metadata.jsonl": b"\n".join((
                    b'\xef\xbb\xbf{"file_name": "a.png", "text": "a"}',
                    b'{"file_name": "a.png", "text": ["one", " two ", ""]}', b"{nonsense", b'["a.png"]',
                    b'{"file_name": 3, "text": "x"}', b'{"file_name": "b.png", "text": ["one", 2]}', b"[" * 100_000,
@@ -327,8 +316,7 @@ LAYOUTS = (
                "warning caption-text CAP-02 c.txt: byte 4 (0x62) is not UTF-16-LE; shown as \ufffd",
                "warning caption-text CAP-02 d.txt: byte 5 is NUL; 1 such characters left out",
            )),
-    plain("odd names", {
-               **images(*ODD_NAMES), **{f"{name[:-4]}.txt": b"x" for name in ODD_NAMES}},
+    plain("odd names", {**images(*ODD_NAMES), **{f"{name[:-4]}.txt": b"x" for name in ODD_NAMES}},
            captions=dict.fromkeys((*ODD_NAMES[:-1], "caf\\xe9.png"), "x"), findings=()),
     plain("one caption file for three images", {**images("a.png", "a.jpg", "A.PNG"), "a.txt": b"which?"},
            captions={"a.png": "which?", "a.jpg": "which?", "A.PNG": "which?"}, findings=(
@@ -352,8 +340,7 @@ LAYOUTS = (
                (20, 20)), "TIFF"),
                "deep.png": saved(Image.new("I;16", (20, 20))), "turned.png": exif("turned.png", unknown_orientation),
                "frames.gif": saved(RED, "GIF", save_all=True, append_images=[Image.new("RGB", (20, 20), "blue")])},
-           captions=dict.fromkeys(("alpha.png", "cmyk.tif", "deep.png", "frames.gif", "turned.png")),
-           findings=(
+           captions=dict.fromkeys(("alpha.png", "cmyk.tif", "deep.png", "frames.gif", "turned.png")), findings=(
                "no-caption",
                "warning cmyk-profile IMG-05 cmyk.tif: CMYK without a colour profile, converted by the plain formula",
                "warning animated IMG-06 frames.gif: only the first of its 2 frames or pages is used",
@@ -375,8 +362,7 @@ LAYOUTS = (
            repeats={"10_x/d.png": 10, "10_x/e.png": 10}, settings=MASKS, findings=(
                "no-caption", "warning no-mask 1 of 5 images have no mask, all of them counts: 10_x/e.png",
                "no-caption", "subfolder 10_x/",
-           ),
-           masks={"a.png": "a-masklabel.png", "b.JPG": "masks/B.png", "c.png": "masks/c-masklabel.png",
+           ), masks={"a.png": "a-masklabel.png", "b.JPG": "masks/B.png", "c.png": "masks/c-masklabel.png",
                "10_x/d.png": "10_x/masks/d.webp"}),
     plain("a folder called masks with images to learn", images("a.png", "masks/venice.png"),
            captions={"a.png": None, "masks/venice.png": None}, findings=("no-caption", "subfolder masks/",)),
@@ -394,8 +380,7 @@ LAYOUTS = (
     plain("masks that mean nothing", {
                **images("a.png", "b.png", "c.png"), "a-masklabel.png": saved(Image.new("L", (48, 32))),
                "b-masklabel.png": saved(Image.new("L", (64, 32), 255)), "c-masklabel.png": saved(Image.new("L", (25,
-               17), 9))},
-           captions={"c.png": None}, masks={"c.png": "c-masklabel.png"}, settings={**MASKS,
+               17), 9))}, captions={"c.png": None}, masks={"c.png": "c-masklabel.png"}, settings={**MASKS,
                "data.max_bad_fraction": 0.9}, findings=(
                "error bad-mask IMG-04 a-masklabel.png: is black everywhere: nothing would be learned",
                "error bad-mask IMG-04 b-masklabel.png: is 64x32, not of the shape of its image, 48x32",
