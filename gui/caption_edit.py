@@ -16,13 +16,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.dataset.caption_tables import METADATA_NAME, read_metadata_row
 from lora_trainer.dataset.captions import (
     FOLDER_NAME,
+    METADATA_NAME,
     decoded,
     extension_names,
     is_json,
     read_caption_file,
+    read_metadata_row,
     split_name,
 )
 from lora_trainer.dataset.listing import ImageFile

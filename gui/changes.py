@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.files import disk_error, retry_while_open, write_atomic
-from lora_trainer.dataset.caption_tables import read_metadata_row
-from lora_trainer.dataset.captions import same_name
+from lora_trainer.dataset.captions import read_metadata_row, same_name
 from lora_trainer.dataset.listing import EXCLUDED_FOLDER
 
 Content = str | None

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from lora_trainer.common.files import WINDOWS_DEVICES, WINDOWS_FORBIDDEN
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.caption_tables import METADATA_NAME
-from lora_trainer.dataset.captions import extension_names
+from lora_trainer.dataset.captions import METADATA_NAME, extension_names
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
 
 CAPTION_EXTENSIONS = frozenset(extension_names(DataSettings().caption_extensions))

@@ -1,17 +1,25 @@
-"""Caption text: reading a caption file, finding the caption file of an image, and putting the trigger in.
+"""Caption text: reading caption files, finding the caption of an image, and putting the trigger in.
 
-Inputs are bytes of caption files; outputs are one-line texts and the problems met in reading. Files with the
-captions of many images are read in `caption_tables`; the rules that arrange a text are in `caption_rules`.
+Inputs are bytes of caption files, of one image or of many, as datasets for other trainers have them; outputs are
+one-line texts and the problems met in reading. A damaged row of a file costs its own caption only. The rules that
+arrange a text are in `caption_rules`.
 """
 
 from __future__ import annotations
 
 import codecs
+import csv
+import io
 import json
+import os
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
+
+from lora_trainer.common.errors import InputError
 
 MAX_CAPTION_BYTES = 16 << 20
 MAX_CAPTION_CHARACTERS = 10_000
@@ -206,6 +214,237 @@ class Sidecars:
 
     def _with(self, stem: str, extension: str) -> str | None:
         return self._exact.get(stem + extension) or self._alike.get(same_name(stem) + extension)
+
+
+METADATA_NAME = "metadata.jsonl"
+TABLE_NAMES = (
+    *(METADATA_NAME, "captions.jsonl", "metadata.csv", "captions.csv", "metadata.parquet"),
+    *("captions.json", "metadata.json"),
+    # What sd-scripts' own tools write for fine-tuning, the last step of them first.
+    *("meta_lat.json", "meta_clean.json", "meta_cap_dd.json", "meta_cap.json"),
+    "captions.txt",
+)
+"""Names of files with the captions of a folder; where several describe an image, the first counts."""
+FILE_KEYS = (
+    *("file_name", "image_file_name", "filename", "file", "image_path", "image", "path", "img"),
+    *("image_file", "file_path", "id"),
+)
+"""Keys and columns with the name of an image."""
+_MAX_PROBLEMS_NAMED = 5
+# A file name, then a colon, bar, tab or comma; Flickr's lists number the captions of an image with #0, #1.
+_TEXT_ROW = re.compile(r"([^:|\t,]+\.[A-Za-z0-9]{2,5})(?:#[0-9])?\s*[:|\t,]\s*(\S.*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetadataRow:
+    """One line of a `metadata.jsonl`: its object, the image's name, and the key of the caption."""
+
+    values: Mapping[str, Any]
+    name: str
+    key: str
+
+
+@dataclass(kw_only=True)
+class CaptionTables:
+    """The captions of all tables of a dataset, found by the name of an image.
+
+    `second`: image, the table that counts, and a later table that has another caption for it.
+    """
+
+    captions: dict[str, CaptionText] = field(default_factory=dict)
+    second: list[tuple[str, str, str]] = field(default_factory=list)
+    _alike: dict[str, str] = field(default_factory=dict)
+    _elsewhere: dict[str, list[str]] = field(default_factory=dict)
+    """Keys of `captions` that are no file of the table's folder, by the `same_name` of their last part."""
+
+    def add(
+        self, table: Mapping[str, CaptionText], *, source: str, folder: Path, prefix: str
+    ) -> list[str]:
+        """Add a table that lies in `folder`, called `prefix` in the dataset ("x/" or ""); return the new keys."""
+        new: list[str] = []
+        for name, caption in table.items():
+            key = prefix + name
+            first = self.captions.setdefault(key, caption._replace(source=source))
+            if first.source != source:
+                if first.text != caption.text:
+                    self.second.append((key, first.source, source))
+                continue
+            new.append(key)
+            self._alike[same_name(key)] = key
+            # Tables from other machines hold other paths: only the end of a path is left to go by.
+            if not os.path.lexists(folder / name):
+                self._elsewhere.setdefault(same_name(PurePosixPath(name).name), []).append(key)
+        return new
+
+    def find(self, image_name: str) -> str | None:
+        """Return the key of an image's caption: its name in the dataset, with or without extension."""
+        if not self.captions:
+            return None
+        names = (image_name, split_name(image_name)[0])
+        exact = next((name for name in names if name in self.captions), None)
+        similar = exact or next(
+            filter(None, (self._alike.get(same_name(one)) for one in names)), None
+        )
+        if similar is not None:
+            return similar
+        for name in names:
+            keys = self._elsewhere.get(same_name(PurePosixPath(name).name), [])
+            whole = [key for key in keys if key.endswith(f"/{name}")]
+            if len(whole or keys) == 1:
+                return (whole or keys)[0]
+        return None
+
+
+def read_table(name: str, data: bytes) -> tuple[dict[str, CaptionText], list[str]]:
+    """Read a file called `name`, one of `TABLE_NAMES`.
+
+    Returns captions by image name as the file writes it, with forward slashes, and the problems met in reading.
+    Raises InputError for a Parquet file where pyarrow is not installed.
+    """
+    extension = split_name(name)[1]
+    text, problems = ("", list[str]()) if extension == ".parquet" else decoded(data)
+    captions: dict[str, CaptionText] = {}
+    bad_rows: list[str] = []
+    try:
+        for file, lines in _rows(extension, text, data, name, bad_rows):
+            image = _as_posix(file)
+            if image in captions:
+                bad_rows.append(f"{image} occurs again; the last row counts")
+            captions[image] = caption_of(lines)
+    except (ValueError, RecursionError, csv.Error, OSError) as error:
+        return {}, [*problems, f"cannot be read ({error})"]
+    if not captions and not bad_rows:
+        problems.append(f"has no row with {FILE_KEYS[0]} and {' or '.join(CAPTION_KEYS[:3])}")
+    rest = len(bad_rows) - _MAX_PROBLEMS_NAMED
+    more = [f"{rest} more lines like these"] if rest > 0 else []
+    return captions, [*problems, *bad_rows[:_MAX_PROBLEMS_NAMED], *more]
+
+
+def read_metadata_row(line: str) -> MetadataRow:
+    """Read one line of JSON; raises ValueError with the reason."""
+    try:
+        values: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
+    name = _file_name(values) if isinstance(values, dict) else None
+    if name is None:
+        raise ValueError('no {"file_name": "..."}')
+    key = next((key for key in CAPTION_KEYS if key in values), None)
+    if key is None or not is_text(values[key]):
+        raise ValueError(f"no text under {', '.join(CAPTION_KEYS[:3])}")
+    return MetadataRow(values=values, name=_as_posix(name), key=key)
+
+
+def _rows(
+    extension: str, text: str, data: bytes, name: str, bad_rows: list[str]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield image names with their captions, add bad lines to `bad_rows`; raises ValueError, csv.Error, InputError."""
+    match extension:
+        case ".jsonl":
+            yield from _jsonl_rows(text, bad_rows)
+        case ".csv":
+            yield from _of_columns(_csv_rows(text))
+        case ".parquet":
+            yield from _of_columns(_parquet_rows(name, data))
+        case ".json":
+            yield from _json_rows(json.loads(text))
+        case _:
+            matches = (_TEXT_ROW.fullmatch(line.strip()) for line in text.splitlines())
+            yield from ((match[1].strip(), (match[2],)) for match in matches if match)
+
+
+def _jsonl_rows(text: str, bad_rows: list[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    # Not splitlines(): JSON strings may hold U+2028 and the like.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip(" \t\r\ufeff\0"):
+            try:
+                row = read_metadata_row(line)
+            except ValueError as error:
+                bad_rows.append(f"line {number}: {error}")
+            else:
+                texts = caption_lines(row.values[row.key])
+                yield row.name, (", ".join(texts),) if row.key in TAG_KEYS else texts
+
+
+def _csv_rows(text: str) -> Iterator[Mapping[str, Any]]:
+    heading = text.lstrip("\ufeff").partition("\n")[0]
+    # Spreadsheets of half of Europe write semicolons; the heading has no other use for either mark.
+    delimiter = max(",;\t", key=heading.count)
+    yield from csv.DictReader(io.StringIO(text.lstrip("\ufeff"), newline=""), delimiter=delimiter)
+
+
+def _parquet_rows(name: str, data: bytes) -> Iterator[Mapping[str, Any]]:
+    try:
+        from pyarrow import (  # noqa: PLC0415 - 40 MB that only a Parquet file needs
+            BufferReader,
+            parquet,
+        )
+    except ImportError:
+        raise InputError(
+            f"{name} needs the package pyarrow, which is not installed",
+            fix="pip install pyarrow, or save the captions as metadata.csv",
+        ) from None
+    file = parquet.ParquetFile(BufferReader(data))
+    # Only the columns with names and texts: files of the Hub can hold the images themselves too.
+    keys = {*FILE_KEYS, *CAPTION_KEYS}
+    columns = [column for column in file.schema_arrow.names if column.casefold() in keys]
+    for batch in file.iter_batches(columns=columns):
+        yield from batch.to_pylist()
+
+
+def _of_columns(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for row in rows:
+        values = {str(key).strip().casefold(): value for key, value in row.items()}
+        file, lines = _file_name(values), caption_lines(values)
+        if file is not None and lines:
+            yield file, lines
+
+
+def _file_name(values: Mapping[str, Any]) -> str | None:
+    names = (values.get(key) for key in FILE_KEYS)
+    return next((name for name in names if isinstance(name, str) and name.strip()), None)
+
+
+def _json_rows(content: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the rows of {"a.png": caption}, of [{"file_name": ..., "text": ...}], or of COCO captions."""
+    match content:
+        case {"images": [*images], "annotations": [*annotations]}:
+            yield from _coco_rows(images, annotations)
+        case {"captions": rows} | {"data": rows} | {"images": rows} if isinstance(
+            rows, list | dict
+        ):
+            yield from _json_rows(rows)
+        case dict():
+            for file, value in content.items():
+                lines = _fine_tuning_lines(value)
+                if lines:
+                    yield file, lines
+        case list():
+            yield from _of_columns(row for row in content if isinstance(row, dict))
+
+
+def _fine_tuning_lines(value: Any) -> tuple[str, ...]:
+    """Return the captions of one image; sd-scripts' fine-tuning puts the tags after the caption."""
+    match value:
+        case {"caption": str(caption), "tags": str(tags)} if clean(caption) and clean(tags):
+            return (f"{caption}, {tags}",)
+    return caption_lines(value)
+
+
+def _coco_rows(images: list[Any], annotations: list[Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    captions: dict[Any, list[str]] = {}
+    for row in annotations:
+        match row:
+            case {"image_id": int() | str() as image_id, "caption": str(caption)}:
+                captions.setdefault(image_id, []).append(caption)
+    for row in images:
+        match row:
+            case {"id": int() | str() as image_id, "file_name": str(file)} if image_id in captions:
+                yield file, tuple(captions[image_id])
+
+
+def _as_posix(name: str) -> str:
+    return PurePosixPath(name.replace("\\", "/")).as_posix()
 
 
 def has_trigger(caption: str, trigger: str) -> bool:

@@ -20,16 +20,18 @@ from lora_trainer.common.errors import InputError, RequestError, did_you_mean
 from lora_trainer.common.events import Finding, named, shown
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
-from lora_trainer.dataset.caption_tables import TABLE_NAMES, CaptionTables, read_table
 from lora_trainer.dataset.captions import (
     FILE_NAME,
     FOLDER_NAME,
     JSON_SIDECAR,
+    TABLE_NAMES,
+    CaptionTables,
     CaptionText,
     Sidecars,
     caption_of_name,
     extension_names,
     read_caption_file,
+    read_table,
     same_name,
     split_name,
 )
