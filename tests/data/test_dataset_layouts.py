@@ -109,7 +109,7 @@ def test_a_project_of_kohya_trains(tmp_path: Path) -> None:
     project["img/2_zb cat/metadata.csv"] = b"file_name,text\n0.png,a cat\n1.png,a red cat\n"
     written({**project, **images("reg/1_cat/x.png", "model/sample/y.png")}, place.dataset)
     quiet = {"sampling__every_steps": 0, "train__validate_every_steps": 0}
-    assert place.train(steps=1, data__validation_fraction=0, **quiet) == 0
+    assert place.train(steps=2, data__validation_fraction=0, **quiet) == 0
     with safe_open(place.run / "toy.safetensors", framework="numpy") as opened:
         header = opened.metadata()
     assert json.loads(header["ss_dataset_dirs"]) == {"toy": {"n_repeats": 2, "img_count": 4}}
