@@ -68,9 +68,9 @@ def test_a_plan_says_how_much_is_read_and_check_what_is_cut(place: Toy) -> None:
     assert "data.caption_tokens=auto" in finding.advice
     looked = prepare.examine(request(place, **{"data.caption_tokens": 75}), hardware=PROCESSOR)
     assert finding in looked.report.findings
-    assert looked.caption_limit is not None and looked.caption_limit.tokens == 75
+    assert looked.caption_limit is not None and looked.caption_limit["tokens"] == 75
     free = prepare.examine(request(place), hardware=PROCESSOR)
-    assert free.caption_limit is not None and free.caption_limit.tokens == 225
+    assert free.caption_limit is not None and free.caption_limit["tokens"] == 225
 
 
 def test_what_is_read_changes_what_is_encoded_and_learned(place: Toy) -> None:

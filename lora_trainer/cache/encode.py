@@ -80,10 +80,14 @@ def fill(
         if latents:
             # Loading an encoder can take minutes without a finished entry.
             work.say("loading the image encoder")
-            image_encoding = _Encoding(load=load_image_encoder, devices=devices, events=events)
-            encode = partial(_encode_image, image_encoding)
-            _add_images(latents, work, encode, settings=settings)
-            image_encoding.close()
+            encoding = _Encoding(load=load_image_encoder, devices=devices, events=events)
+            _add_images(
+                latents,
+                work,
+                lambda job, pixels: encoding.do(partial(_encode_image, job, pixels)),
+                settings=settings,
+            )
+            encoding.close()
         if texts:
             work.say("loading the text encoders")
             captions = _Encoding(load=load_text_encoder, devices=devices, events=events)
@@ -234,12 +238,9 @@ def _mask_values(job: ImageJob, mask: Image.Image) -> NDArray[np.float32]:
     return values
 
 
-def _encode_image(
-    encoding: _Encoding[ImageEncoder], job: ImageJob, pixels: NDArray[np.float32]
-) -> Entry:
-    image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+def _encode_image(job: ImageJob, pixels: NDArray[np.float32], encoder: ImageEncoder) -> Entry:
     try:
-        (latent,) = encoding.do(lambda encoder: encoder.encode_images(image))
+        (latent,) = encoder.encode_images(torch.from_numpy(pixels).permute(2, 0, 1)[None])
     except InputError as error:
         raise InputError(f"{job.record.name}: {error.found}", fix=error.fix) from None
     return {"mean": latent.mean.numpy(), "std": latent.std.numpy()}
