@@ -146,7 +146,7 @@ class Reader:
         elif self.trigger and not _has_trigger(trained, self.trigger):
             title = f"\u201c{self.trigger}\u201d does not stand in the caption"
             badges.append(Badge(kind="trigger missing", text="trigger missing", title=title))
-        length = self.counter.counts([trained])[0] if self.counter else 0
+        length = self.counter.count(trained) if self.counter else 0
         if length > self.room_tokens:
             title = "the end of the caption is not read: say less"
             text = f"{length} of {self.room_tokens} tokens"

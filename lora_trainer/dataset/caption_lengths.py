@@ -79,8 +79,12 @@ class TokenCounter:
         tokenizer.no_truncation()
         return cls(tokenizer)
 
+    def count(self, caption: str) -> int:
+        """Return the tokens of a caption as it is trained, special ones excepted."""
+        return len(self._tokenizer.encode(clean(caption), add_special_tokens=False).ids)
+
     def counts(self, captions: Sequence[str]) -> list[int]:
-        """Return the tokens of captions as they are trained, special ones excepted, computed on all cores."""
+        """Return `count` of many captions, computed on all cores."""
         lengths: list[int] = []
         for first in range(0, len(captions), _AT_ONCE):
             part = [clean(caption) for caption in captions[first : first + _AT_ONCE]]

@@ -18,9 +18,9 @@ import safetensors.numpy
 from lora_trainer.cache.keys import CacheKey, latent_key, mask_key, text_key
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.files import CappedFolder
-from lora_trainer.dataset.buckets import Bucket, Placement
+from lora_trainer.dataset.buckets import Bucket, place
 
-PLACEMENT = Placement(Bucket(64, 48), 70, 48, 3, 0, 0.1, False)
+PLACEMENT = place(70, 48, buckets=(Bucket(64, 48),))
 KEY = text_key(text="a cat", encoder_identity="encoder", max_tokens=77, content="fp32")
 ARRAYS: dict[str, Any] = {
     "mean": np.arange(24, dtype=np.float32).reshape(2, 3, 4),

@@ -142,6 +142,7 @@ def test_counts_are_those_of_transformers(form: str, tmp_path: Path) -> None:
     cleaned = [" ".join(caption.split()) for caption in CAPTIONS]
     expected = whole(cleaned, add_special_tokens=False, verbose=False).input_ids
     assert counter.counts(CAPTIONS) == list(map(len, expected))
+    assert list(map(counter.count, CAPTIONS)) == counter.counts(CAPTIONS)
 
 
 def slow_form(folder: Path) -> Path:

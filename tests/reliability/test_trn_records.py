@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from accelerate.tracking import TensorBoardTracker
 
-from lora_trainer.cache import background
 from lora_trainer.common import files
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.reporting import status
@@ -130,7 +129,7 @@ def test_trn_06_a_disk_that_does_not_answer_holds_up_nobody_who_leaves(
     """The third signal raises KeyboardInterrupt while the thread hangs in a read."""
     answered = threading.Event()
     monkeypatch.setattr(TrainingDataLoader, "prepare", lambda self, step: answered.wait())
-    monkeypatch.setattr(background, "LEAVING_S", 0.05)
+    monkeypatch.setattr("lora_trainer.cache.background.LEAVING_S", 0.05)
     try:
         with pytest.raises(KeyboardInterrupt), build_feeder().stream(0, 10, ahead=4):
             raise KeyboardInterrupt
