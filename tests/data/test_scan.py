@@ -312,8 +312,9 @@ def test_a_warm_scan_says_the_same_and_opens_only_what_changed(tmp_path: Path) -
         if "alpha_background" in change:
             assert opened == {"bad.png", "alpha.png"}, "opaque ones stay as they are"
     old = (folder / "p03.png").stat()
-    draw(folder / "p03.png", "white")
+    draw(folder / "p03.png", (99, 100, 200))
     os.utime(folder / "p03.png", ns=(old.st_atime_ns, old.st_mtime_ns))
+    assert (folder / "p03.png").stat().st_size == old.st_size, "seen by another time alone"
     (folder / "p04.txt").write_text("edited")
     with opened_in(folder) as opened:
         warm = with_memo()
