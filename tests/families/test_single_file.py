@@ -488,6 +488,9 @@ def test_gguf_is_read_to_its_values(tmp_path: Path) -> None:
     )
     for key, tensor in network_of(facts).state_dict().items():
         torch.testing.assert_close(tensor, wanted[key], rtol=1e-3, atol=1e-4)
+    file.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(InputError, match="not a whole GGUF file .* its header says"):
+        read_header(file)
 
 
 def test_a_gguf_says_which_prediction_is_assumed(tmp_path: Path) -> None:

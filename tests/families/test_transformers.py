@@ -1,4 +1,4 @@
-"""What is special to single transformer families: releases told apart, latents, encoders, parts that are refused."""
+"""What is special to single families: releases told apart, latents, encoders, relatives that are refused."""
 
 from __future__ import annotations
 
@@ -260,7 +260,16 @@ def test_the_text_encoder_is_read_from_comfyuis_file(tmp_path: Path) -> None:
 # ---- what is refused
 
 
+UNET, SCHEDULER = "unet/config.json", "scheduler/scheduler_config.json"
 REFUSED = {
+    "sdxl, blocks without names in files": ("sdxl", UNET, {"layers_per_block": 1}, r"resnets \[1, 1, 1\]"),
+    "sdxl, classes": ("sdxl", UNET, {"class_embed_type": "timestep"}, "class_embed_type='timestep'"),
+    "sdxl, text added": ("sdxl", UNET, {"addition_embed_type": "text"}, "addition_embed_type='text'"),
+    "sdxl, another block": ("sdxl", UNET, {"down_block_types": ["AttnDownBlock2D"] * 3}, "AttnDownBlock2D"),
+    "sdxl, EDM": ("sdxl", SCHEDULER, {"_class_name": "EDMEulerScheduler"}, "EDM's noise levels"),
+    "sdxl, refiner": (
+        "sdxl", "model_index.json", {"text_encoder": [None, None], "tokenizer": [None, None]}, "is a refiner"
+    ),
     "flux2, text of another width": (
         "flux2", "text_encoder/config.json", {"hidden_size": 24}, "72 channels"
     ),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
@@ -28,7 +25,6 @@ from tests.fakes.family_bases import (
     encoder_of,
     facts_at,
     facts_of,
-    image_encoder_of,
     network_of,
     pipeline_of,
 )
@@ -102,34 +98,6 @@ def test_samplers_follow_the_facts(kind: str) -> None:
     assert float(terminal.timesteps[0]) == 999, "sampling starts at pure noise"
 
 
-@pytest.mark.parametrize(
-    ("file", "values", "said"),
-    [
-        ("unet/config.json", {"layers_per_block": 1}, r"resnets \[1, 1, 1\]"),  # no names in files
-        ("unet/config.json", {"class_embed_type": "timestep"}, "class_embed_type='timestep'"),
-        ("unet/config.json", {"addition_embed_type": "text"}, "addition_embed_type='text'"),
-        ("unet/config.json", {"down_block_types": ["AttnDownBlock2D"] * 3}, "AttnDownBlock2D"),
-        (
-            "scheduler/scheduler_config.json",
-            {"_class_name": "EDMDPMSolverMultistepScheduler"},
-            "EDM's noise levels",
-        ),
-        (
-            "model_index.json",
-            {"text_encoder": [None, None], "tokenizer": [None, None]},
-            "is a refiner",
-        ),
-    ],
-)
-def test_relatives_of_sdxl_are_refused(
-    file: str, values: Mapping[str, Any], said: str, tmp_path: Path
-) -> None:
-    base = copy_of("sdxl", tmp_path / "base")
-    edit_json(base / file, **values)
-    with pytest.raises(InputError, match=said):
-        facts_at(base)
-
-
 # ---- what a checkpoint of Stable Diffusion 2 predicts
 
 
@@ -161,22 +129,6 @@ def test_a_checkpoint_s_prediction_is_told_from_a_weight(
         save_file({TELLING_WEIGHT: tensors[bare]}, file)
         alone = family.facts_from_file(file, {})
         assert (alone.prediction, alone.assumed) == (prediction, None)
-
-
-# ---- the VAE
-
-
-def test_a_vae_folder_replaces_the_base_s_own(tmp_path: Path) -> None:
-    name, other = "sdxl", copy_of("sdxl", tmp_path / "other") / "vae"
-    scale = float(image_encoder_of(facts_of(name)).vae.config.scaling_factor) * 1.0002
-    edit_json(other / "config.json", scaling_factor=scale)
-    facts = facts_at(base_of(name), vae=other)
-    assert families.family(name).parts(facts.located)["vae"][0].is_relative_to(other)
-    assert image_encoder_of(facts).vae.config.scaling_factor == scale
-    for change in ({"scaling_factor": 0.7}, {"latent_channels": 16}):
-        edit_json(other / "config.json", **change)
-        with pytest.raises(InputError, match="the VAE in .* the base model's"):
-            facts_at(base_of(name), vae=other)
 
 
 # ---- conditioning and loss
@@ -231,9 +183,11 @@ def test_the_loss_is_that_of_diffusers_training_script(
 
 
 @pytest.mark.parametrize("name", ["sd15", "sd2", "sdxl"])
-def test_every_trained_text_layer_gets_a_gradient(name: str) -> None:
+def test_every_trained_text_layer_is_planned_and_gets_a_gradient(name: str) -> None:
     """SDXL's U-Net reads the layer before the last; only the second encoder's last one makes `pooled`."""
-    family, encoder = families.family(name), encoder_of(facts_of(name))
+    family, facts = families.family(name), facts_of(name)
+    encoder, planned = encoder_of(facts), family.text_adapter_shapes(facts)
+    assert planned.keys() == encoder.networks.keys()
     trained: list[Any] = []
     for component, network in encoder.networks.items():
         assert not any(p.requires_grad for p in network.parameters()) and not network.training
@@ -241,7 +195,11 @@ def test_every_trained_text_layer_gets_a_gradient(name: str) -> None:
         layers = network.config.num_hidden_layers  # type: ignore[union-attr]  # transformers' own
         unread = (name, component) == ("sdxl", "text_encoder")
         assert len(targets) == 6 * (layers - unread)
-        trained += [network.get_submodule(module).weight for module in targets]
+        weights: list[Any] = [network.get_submodule(module).weight for module in targets]
+        named = [module.removeprefix("text_model.") for module in targets]
+        shapes = [(weight.shape[1], weight.shape[0]) for weight in weights]
+        assert planned[component] == dict(zip(named, shapes, strict=True))
+        trained += weights
     for weight in trained:
         weight.requires_grad_(True)
     tokens = encoder.tokenize(["one blue toy", "two"])
@@ -251,35 +209,6 @@ def test_every_trained_text_layer_gets_a_gradient(name: str) -> None:
 
 
 # ---- samples
-
-
-def test_a_sample_from_pure_noise_is_the_image_of_the_plain_pipeline() -> None:
-    name = "sd15"
-    facts = replace(facts_of(name), prediction="v_prediction", zero_terminal_snr=True)
-    prompt, negative = (encoder_of(facts).encode_prompts([text]) for text in ("a toy", "bad"))
-    sampler = families.family(name).build_sampler(facts, denoiser=network_of(facts), device=CPU)
-    ours = sampler.image(prompt, negative, seed=5, size_px=(24, 16), steps=3, guidance_scale=4.0)
-    theirs = drawn(pipeline_of(facts))
-    assert ours.size == theirs.size == (24, 16)
-    assert apart(ours, theirs) <= 1
-    assert apart(ours, drawn(pipeline_of(replace(facts, zero_terminal_snr=False)))) > 1
-
-
-def drawn(pipeline: Any) -> Image.Image:
-    image: Image.Image = pipeline(
-        "a toy",
-        negative_prompt="bad",
-        generator=torch.Generator().manual_seed(5),
-        width=24,
-        height=16,
-        num_inference_steps=3,
-        guidance_scale=4.0,
-    ).images[0]
-    return image
-
-
-def apart(one: Image.Image, other: Image.Image) -> int:
-    return int(np.abs(np.asarray(one, dtype=np.int16) - np.asarray(other, dtype=np.int16)).max())
 
 
 def test_the_sampler_is_where_the_denoiser_is() -> None:
@@ -329,7 +258,8 @@ def test_a_plain_pipeline_in_half_precision_keeps_its_vae_in_full() -> None:
     pipeline = pipeline_of(facts_of("sd15"), torch.bfloat16)
     assert pipeline.unet.dtype == pipeline.text_encoder.dtype == torch.bfloat16
     assert pipeline.vae.dtype == torch.float32
-    assert apart(drawn(pipeline), drawn(pipeline_of(facts_of("sd15")))) < 60
+    image = pipeline("a toy", width=24, height=16, num_inference_steps=2).images[0]
+    assert image.size == (24, 16)
 
 
 # ---- files

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError, RequestError
@@ -17,11 +17,10 @@ from lora_trainer.families.locate import describe, identified, locate, with_choi
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
-from tests.fakes.family_bases import base_of, copy_of
+from tests.fakes.family_bases import base_of, copy_of, image_encoder_of
+from tests.fakes.json_files import edit_json
 from tests.fakes.tiny_base import copy_base
 from tests.fakes.training import tiny_base
-
-HUB_ID = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 
 
 def base(model: str | Path, **settings: Any) -> BaseSettings:
@@ -61,12 +60,6 @@ def test_a_pickle_is_refused_without_opening_it(suffix: str, tmp_path: Path) -> 
 def test_a_path_that_is_not_there_is_named(source: str) -> None:
     with pytest.raises(InputError, match="does not exist"):
         describe(base(source))
-
-
-def test_a_known_hub_id_is_described_without_a_download() -> None:
-    facts = describe(base(HUB_ID))
-    assert (facts.family, facts.layout, facts.resolution_px) == ("sd15", None, 512)
-    assert facts.download_bytes > 1e9
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -123,16 +116,18 @@ def test_a_companion_of_another_family_is_refused(single: Path) -> None:
 
 def test_another_vae_folder_stands_in_for_the_base_s(tmp_path: Path) -> None:
     other = copy_of("sd15", tmp_path / "other") / "vae"
-    file = other / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(file)
-    next(iter(tensors.values())).view(-1)[0] += 1
-    save_file(tensors, file, metadata={"format": "pt"})
+    edit_json(other / "config.json", scaling_factor=0.5 * 1.0002)
     plain = identified(describe(base(tiny_base())), memo())
     for named in (other, other.parent):
         changed = identified(describe(base(tiny_base(), vae=str(named))), memo())
         assert changed.located.files == {"vae": other}
+        assert image_encoder_of(changed).vae.config.scaling_factor == 0.5 * 1.0002
         different = [part for part in plain.parts if plain.parts[part] != changed.parts[part]]
         assert different == ["vae"]
+    for change in ({"scaling_factor": 0.7}, {"latent_channels": 16}):
+        edit_json(other / "config.json", **change)
+        with pytest.raises(InputError, match="the VAE in .* the base model's"):
+            describe(base(tiny_base(), vae=str(other)))
 
 
 def test_a_vae_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -55,10 +55,5 @@ def flux_vae() -> Any:
 def flux_scheduler(*, dynamic: bool) -> FlowMatchEulerDiscreteScheduler:
     """Return the scheduler of dev (`dynamic`) or schnell."""
     return FlowMatchEulerDiscreteScheduler(
-        shift=3.0 if dynamic else 1.0,
-        use_dynamic_shifting=dynamic,
-        base_shift=0.5,
-        max_shift=1.15,
-        base_image_seq_len=256,
-        max_image_seq_len=4096,
+        shift=3.0 if dynamic else 1.0, use_dynamic_shifting=dynamic
     )

@@ -35,15 +35,17 @@ CHAT_TEMPLATE = (
 """What Qwen3's template does with one user message."""
 FLUX_LATENTS = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
 _WORDS = ("▁a", "▁photo", "▁of", "▁the", "▁red", "▁blue", "▁square", "▁on")
-_QWEN_SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<think>",
-    "</think>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
+_QWEN_SPECIAL = tuple(
+    [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<think>",
+        "</think>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|image_pad|>",
+    ]
 )
 
 

@@ -57,7 +57,9 @@ def _pipeline() -> QwenImagePipeline:
         axes_dims_rope=(2, 2, 4),
     )
     return QwenImagePipeline(
-        scheduler=_scheduler(),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            max_image_seq_len=8192, max_shift=0.9, shift_terminal=0.02, use_dynamic_shifting=True
+        ),
         vae=vae,
         text_encoder=text_encoder,
         tokenizer=_tokenizer(),
@@ -69,19 +71,6 @@ def _tokenizer() -> Qwen2Tokenizer:
     tokenizer = qwen2_tokenizer()
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in _TEMPLATE_WORDS])
     return tokenizer
-
-
-def _scheduler() -> FlowMatchEulerDiscreteScheduler:
-    return FlowMatchEulerDiscreteScheduler(
-        base_image_seq_len=256,
-        base_shift=0.5,
-        max_image_seq_len=8192,
-        max_shift=0.9,
-        shift=1.0,
-        shift_terminal=0.02,
-        time_shift_type="exponential",
-        use_dynamic_shifting=True,
-    )
 
 
 def _text_encoder() -> Qwen2_5_VLForConditionalGeneration:
