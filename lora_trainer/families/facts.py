@@ -287,6 +287,10 @@ def released(family: str) -> tuple[BaseRelease, ...]:
             "ids": tuple(values["ids"]),
             "checkpoints": tuple(values.get("checkpoints", ())),
             "vae": vae,
+            "architecture": {
+                key: None if value == "none" else value
+                for key, value in values["architecture"].items()
+            },
             "parameters": {part: sizes[part] for part in PARTS},
             "licence": Licence(**licence) if licence else None,
         }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,17 +110,6 @@ class StableDiffusion3(FlowFamily):
     )
 
     # ---- facts
-
-    @cached_property
-    def published(self) -> tuple[BaseRelease, ...]:
-        # TOML cannot say that the first medium has no norms; its open companion's name is a digest of it.
-        return tuple(
-            replace(
-                each,
-                architecture={**each.architecture, "qk_norm": each.architecture.get("qk_norm")},
-            )
-            for each in super().published
-        )
 
     def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         """Read facts; only its name marks a distilled release, so a renamed one counts as undistilled."""

@@ -19,11 +19,15 @@ import huggingface_hub
 import pytest
 from safetensors.torch import load_file, save_file
 
-from lora_trainer.families.base_files.base_folder import read_json
-
-LISTS: Mapping[str, Mapping[str, Any]] = read_json(Path(__file__).with_name("hub_files.json"))
 REVISION = "a" * 40
 _STEMS = {"model", "diffusion_pytorch_model"}
+
+
+def read_json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+LISTS: Mapping[str, Mapping[str, Any]] = read_json(Path(__file__).with_name("hub_files.json"))
 
 
 @dataclass
@@ -150,7 +154,7 @@ def _write_text(base: Path, folder: Path, name: str, *, read: Sequence[str]) -> 
             shutil.copyfile(source, target)
 
 
-def _tokenizer(place: Path) -> dict[str, Any]:
+def _tokenizer(place: Path) -> Any:
     return read_json(place / "tokenizer.json")
 
 

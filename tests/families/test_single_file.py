@@ -155,23 +155,13 @@ def test_a_checkpoint_is_the_folder_it_was_made_from(name: str, tmp_path: Path) 
 
 
 def test_other_files_are_not_taken_for_a_base(tmp_path: Path) -> None:
+    """Another family's checkpoint has a VAE of the same shape, with other weights."""
     whole, detect = read_header(checkpoint("sd3", tmp_path)), of("sd3").detect_file
-
-    def without(part: str) -> dict[str, Any]:
-        return {name: info for name, info in whole.items() if part not in name}
-
-    # With two of three text encoders it takes those of its companion.
-    assert detect(without("t5xxl")) == {"denoiser", "vae"}
-    assert detect(without("text_encoders.")) == {"denoiser", "vae"}
-    assert detect(without("first_stage")) == {"denoiser", "text_encoder"}
     vae = {name: info for name, info in whole.items() if name.startswith("first_stage_model.")}
-    assert detect(vae) == {"vae"}
-    # Another family's checkpoint has a VAE of the same shape, with other weights.
     other = SimpleNamespace(dtype="F32", shape=(8, 8))
-    assert not detect({**vae, f"{PREFIX}double_blocks.0.weight": other})
+    assert detect(vae) == {"vae"} and not detect({**vae, f"{PREFIX}double_blocks.0.weight": other})
     inpainting = SimpleNamespace(dtype="F32", shape=(16, 33, 2, 2))
     assert "denoiser" not in detect({**whole, f"{PREFIX}x_embedder.proj.weight": inpainting})
-    assert not detect({"joint_blocks.0.context_block.adaLN_modulation.1.lora_A.weight": other})
 
 
 TELLING = (
@@ -527,9 +517,10 @@ def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     ("name", "file", "tensor", "said"),
     [
         ("sdxl", UNET_FILE, "conv_out.bias", "not that of its config.json"),
-        ("flux", "transformer/{}", "x_embedder.bias", "lacks 1 tensors, first {}"),
-        ("flux", "vae/{}", "decoder.conv_in.bias", "lacks 1 tensors, first {}"),
-        ("flux", "text_encoder_2/{}", "encoder.final_layer_norm.weight", "lacks 1 tensors, first {}"),
+        ("sdxl", "text_encoder_2/{}", "layers.0.mlp.fc1.bias", "lacks 1 tensors, first .*{}"),
+        ("flux", "transformer/{}", "x_embedder.bias", "lacks 1 tensors, first .*{}"),
+        ("flux", "vae/{}", "decoder.conv_in.bias", "lacks 1 tensors, first .*{}"),
+        ("flux", "text_encoder_2/{}", "encoder.final_layer_norm.weight", "lacks 1 tensors, first .*{}"),
     ],
 )  # fmt: skip
 def test_a_tensor_that_a_folder_lacks_is_never_made_up(
@@ -537,7 +528,7 @@ def test_a_tensor_that_a_folder_lacks_is_never_made_up(
 ) -> None:
     folder = copy_of(name, tmp_path / "base")
     (path,) = (folder / file).parent.glob("*.safetensors")
-    changed(path, lambda tensors: tensors.pop(tensor))
+    changed(path, lambda tensors: tensors.pop(next(each for each in tensors if tensor in each)))
     load = {"vae": image_encoder_of, "text_encoder_2": encoder_of}.get(path.parent.name, network_of)
     with pytest.raises(InputError, match=said.format(tensor)):
         load(facts_at(folder))
