@@ -38,6 +38,7 @@ from lora_trainer.families.single_files import (
     companion_of,
     encoder_files,
     facts_of_file,
+    known_release,
     recognised,
 )
 
@@ -57,13 +58,7 @@ def describe(settings: BaseSettings) -> BaseFacts:
         return _facts(layout, family, source=source)
     if family is not None and (file := Path(source).expanduser()).is_file():
         return facts_of_file(settings, file, family)
-    facts = families.known_base(source)
-    if facts is None:
-        raise MachineError(
-            f"base model {source!r} is not on this machine, and its name is not that of a well-known base",
-            fix="start the training once to download it, or give a local diffusers folder",
-        )
-    return replace(facts, source=source)
+    return known_release(source, name=f"base model {source!r}")
 
 
 def locate(settings: BaseSettings, *, on_bytes: OnBytes = unheard) -> BaseFacts:
@@ -136,8 +131,7 @@ def with_caption_tokens(facts: BaseFacts, caption_tokens: int | Auto) -> BaseFac
 
 def identified(facts: BaseFacts, memo: HashMemo) -> BaseFacts:
     """Return `facts` of a local base with the content hash of each part filled in."""
-    files = families.family(facts.family).parts(facts.located)
-    identities = {part: _identity(paths, memo) for part, paths in files.items()}
+    identities = {part: _identity(paths, memo) for part, paths in base_files(facts).items()}
     parts = {name: replace(part, identity=identities[name]) for name, part in facts.parts.items()}
     return replace(facts, parts=parts)
 

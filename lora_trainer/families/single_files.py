@@ -42,12 +42,7 @@ def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFac
     _, parts = recognised(file)
     facts = family.facts_from_file(file, header)
     source = companion_of(settings, family, facts)
-    companion = families.known_base(source)
-    if companion is None:
-        raise MachineError(
-            f"base.companion {source} is not on this machine, and its name is not that of a well-known base",
-            fix="start the training once to download it, or give a local diffusers folder",
-        )
+    companion = known_release(source, name=f"base.companion {source}")
     roles = family.text.roles
     text = encoder_files(settings, family, header, file, folder=None)
     encoders = roles if "text_encoder" in parts else text
@@ -77,6 +72,17 @@ def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFac
         download_bytes=absent_bytes if absent else 0,
         missing=f"{', '.join([*absent, 'configurations and tokenizers'])} of {source}",
     )
+
+
+def known_release(source: str, *, name: str) -> BaseFacts:
+    """Return the facts of a well-known Hub id; raises MachineError for another one, called `name`."""
+    facts = families.known_base(source)
+    if facts is None:
+        raise MachineError(
+            f"{name} is not on this machine, and its name is not that of a well-known base",
+            fix="start the training once to download it, or give a local diffusers folder",
+        )
+    return facts
 
 
 def companion_of(settings: BaseSettings, family: Family, facts: BaseFacts) -> str:
