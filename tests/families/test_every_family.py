@@ -45,6 +45,8 @@ SETTINGS: Mapping[str, Any] = {
     "adapter__targets": "transformer",
     "data__validation_fraction": 0.34,
     "logging__trackers": [],
+    "memory__gradient_checkpointing": "none",  # else most of the time goes into traces for the plan
+    "memory__micro_batch": 2,
     "optimizer__learning_rate": 0.02,
     "optimizer__schedule": "constant",
     "output__precision": "fp32",

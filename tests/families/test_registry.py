@@ -243,10 +243,6 @@ def written(name: str, format: FileFormat, down: Tensor, up: Tensor) -> dict[str
 
 def outputs(pipeline: Any, family: Family, facts: BaseFacts, told: Conditioning) -> list[Tensor]:
     """Return the denoiser's prediction and what each text encoder that is trained gives."""
-    step = facts.bucket_step_px // facts.vae_factor
-    noisy = draw(2, facts.latent_channels, 2 * step, step)
-    times = torch.tensor([300, 700])
-    times = times.float() if facts.prediction == "flow" else times
     states: list[Tensor] = []
     with torch.no_grad():
         for component in family.text.roles if family.text.trainable else ():
@@ -254,7 +250,14 @@ def outputs(pipeline: Any, family: Family, facts: BaseFacts, told: Conditioning)
             # SDXL reads the layer before the last, the others the last.
             states += [output[0], *output.hidden_states[-2:-1][: len(output.hidden_states) - 2]]
         denoiser = getattr(pipeline, family.denoiser_folder)
-        return [*states, family.predict(denoiser, noisy, times, told)]
+        return [*states, family.predict(denoiser, *noisy_of(facts), told)]
+
+
+def noisy_of(facts: BaseFacts) -> tuple[Tensor, Tensor]:
+    """Return a batch of two in latents, and its timesteps."""
+    step, times = facts.bucket_step_px // facts.vae_factor, torch.tensor([300, 700])
+    noisy = draw(2, facts.latent_channels, 2 * step, step)
+    return noisy, times.float() if facts.prediction == "flow" else times
 
 
 @FAMILIES
@@ -263,15 +266,8 @@ def test_every_target_learns_and_lies_in_a_block(name: str) -> None:
     modules = family.lora_targets(denoiser, "all")
     for module in modules:
         denoiser.get_submodule(module).requires_grad_(True)
-    step = facts.bucket_step_px // facts.vae_factor
-    noisy = draw(2, facts.latent_channels, 2 * step, step)
-    times = torch.tensor([300, 700])
-    family.predict(
-        denoiser,
-        noisy,
-        times.float() if facts.prediction == "flow" else times,
-        conditioning_of(family, facts, ["one", "two words"]),
-    ).square().mean().backward()
+    told = conditioning_of(family, facts, ["one", "two words"])
+    family.predict(denoiser, *noisy_of(facts), told).square().mean().backward()
     grads = {module: denoiser.get_submodule(module).weight.grad for module in modules}
     assert not [module for module, grad in grads.items() if grad is None or not grad.any()]
     if family.denoiser_folder == "transformer":

@@ -22,11 +22,6 @@ SHORT, LONGER, TOO_LONG = "a red square", "a photo of the blue one, on the left"
 
 
 def pooled(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
-    text, _, pooled, _ = pipeline.encode_prompt(prompt, do_classifier_free_guidance=False)
-    return {"text": text, "pooled": pooled}
-
-
-def sd3(pipeline: Any, prompt: str) -> Mapping[str, Tensor]:
     text, _, pooled, _ = pipeline.encode_prompt(
         prompt, None, None, do_classifier_free_guidance=False
     )
@@ -61,7 +56,7 @@ IN_PIPELINE: Mapping[str, Callable[[Any, str], Mapping[str, Tensor]]] = {
     "sd15": one_clip,
     "sd2": one_clip,
     "sdxl": pooled,
-    "sd3": sd3,
+    "sd3": pooled,
     "flux": flux,
     "flux2": lambda pipeline, prompt: {"text": pipeline.encode_prompt(prompt)[0]},
     "chroma": chroma,
