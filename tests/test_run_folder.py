@@ -90,6 +90,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_what_decides_shapes_groups_and_beginnings_may_not_change() -> None:
     assert set(setting_keys()) >= run_folder.FREE_SETTINGS | run_folder.FORBIDDEN_SETTINGS
     assert not run_folder.FREE_SETTINGS & run_folder.FORBIDDEN_SETTINGS
+    assert "hardware.compile" in run_folder.ROUNDING_SETTINGS
     adapter = {key for key in setting_keys() if key.startswith("adapter.")}
     adapter -= {f"adapter.{name}" for name in ("dropout", "rank_dropout", "module_dropout")}
     assert (

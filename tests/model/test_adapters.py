@@ -111,15 +111,21 @@ def test_any_shape_and_rank_is_that_of_the_updated_weights(
     bias: bool,
 ) -> None:
     net = network(inputs=inputs, out=out, bias=bias).double()
-    merged = copy.deepcopy(net)
+    merged, base = copy.deepcopy(net), copy.deepcopy(net).float()
     adapter = adapted(net.float(), alpha=alpha, **{"rank": rank, "conv_rank": conv_rank, **kind})
     awaken(adapter)
     for key, module in adapter.tensors().items():
         weight = merged.get_submodule(key.removeprefix("denoiser.")).get_parameter("weight")
         weight.add_(update(module, weight))
     image = torch.randn(1, inputs, 4, 4)
-    for live, wanted in zip(net(image), merged(image.double()), strict=True):
+    outputs, trainable = net(image), [p.requires_grad for p in adapter.parameters()]
+    for live, wanted in zip(outputs, merged(image.double()), strict=True):
         torch.testing.assert_close(live.double(), wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(KeyError), adapter.off():
+        assert all(map(torch.equal, net(image), base(image)))
+        raise KeyError
+    assert all(map(torch.equal, net(image), outputs))
+    assert [p.requires_grad for p in adapter.parameters()] == trainable
 
 
 @BY_KIND
@@ -311,20 +317,6 @@ def test_rounded_gives_the_bits_back_when_rounding_runs_out_of_memory(
 
 
 # ---- state
-
-
-@BY_KIND
-def test_a_state_is_restored_into_the_live_parameters(kind: dict[str, Any]) -> None:
-    source_net, net = network(), network()
-    source, target = adapted(source_net, seed=9, **kind), adapted(net, **kind)
-    awaken(source)
-    live = [id(parameter) for parameter in target.parameters()]
-    target.load_state(saved(source))
-    assert [id(parameter) for parameter in target.parameters()] == live
-    assert all(parameter.requires_grad for parameter in target.parameters())
-    assert same(target.state(), source.state())
-    image = torch.randn(1, 6, 6, 6)
-    assert torch.equal(net.conv(image), source_net.conv(image))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from lora_trainer.network.gradient_checkpointing import (
     apply_checkpointing,
     selective_contexts,
 )
-from tests.fakes.trainee import Trainee, same, trainee
+from tests.fakes.trainee import same, trainee
 
 ATEN = torch.ops.aten
 
@@ -97,24 +97,20 @@ def test_what_is_kept_does_not_run_again() -> None:
     assert counts == {"light": (0, 0), "selective": (1, 0), "full": (2, 1)}
 
 
-@pytest.mark.parametrize("name", ["sdxl", "flux", "zimage"])
-def test_bits_in_16_bits_are_the_same_too(name: str) -> None:
+def test_bits_in_16_bits_are_the_same_too() -> None:
     def sixteen(denoiser: nn.Module) -> None:
         denoiser.to(torch.bfloat16)
 
-    at = in_16_bits(trainee(name, prepare=sixteen))
-    whole = at.gradients()
-    for kind in ("light", "selective", "full"):
-        apply_checkpointing(at.denoiser, kind)  # type: ignore[arg-type]  # literals of a tuple
-        assert same(at.gradients(), whole), kind
-
-
-def in_16_bits(at: Trainee) -> Trainee:
+    at = trainee("zimage", prepare=sixteen)
     told = {
         key: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
         for key, tensor in at.conditioning.items()
     }
-    return replace(at, noisy=at.noisy.to(torch.bfloat16), conditioning=told)
+    at = replace(at, noisy=at.noisy.to(torch.bfloat16), conditioning=told)
+    whole = at.gradients()
+    for kind in ("light", "selective", "full"):
+        apply_checkpointing(at.denoiser, kind)  # type: ignore[arg-type]  # literals of a tuple
+        assert same(at.gradients(), whole), kind
 
 
 def test_a_block_that_does_something_else_the_second_time_is_found_out() -> None:

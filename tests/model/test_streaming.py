@@ -226,17 +226,6 @@ def test_after_one_step_every_copy_is_foreseen_and_none_is_made_twice(
     assert len(late) == unforeseen
 
 
-def test_modules_in_another_order_than_they_run_in_are_learnt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    at = trainee("sdxl")
-    blocks = streamed(at)
-    assert blocks.names[-1].startswith("mid_block")
-    late = watch_late_loads(at, blocks, monkeypatch)
-    at.gradients()
-    assert len(late) == 1 + 2  # the first of all, into the middle, and out of it
-
-
 # ---- what cannot be
 
 

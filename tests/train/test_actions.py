@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -104,8 +105,9 @@ def full(times: int) -> Callable[[SaveAction], SaveAction]:
 
 
 def test_a_stop_on_a_full_device_is_tried_again_and_then_no_stop_but_an_error(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # seconds in a long test session
     with pytest.raises(StoppedBySignal, match="the state is saved"):
         trained(training(), tmp_path / "once", stop=lambda: 15, adapt=full(1))
     found = load_newest(tmp_path / "once", events=None)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.common.errors import TrainingStopped
-from lora_trainer.training.guards import GuardState, LearningContext, Unstable, look_step
+from lora_trainer.training import guards
 
-START = GuardState(micro_batch=8)
+START = guards.GuardState(micro_batch=8)
 SPOILT = {
     "plateau": {"best": 0.125, "stale": 2},
     "best": {"loss": 0.25, "step": 4, "stale": 1},
@@ -27,7 +27,9 @@ def test_it_is_unstable_at_the_fifth_in_a_row_and_never_before(steps: list[bool]
     state = START
     for number, finite in enumerate(steps, start=1):
         if text[:number].endswith("x" * 5):
-            with pytest.raises(Unstable, match=f"5 steps in a row, up to step {number}$") as caught:
+            with pytest.raises(
+                guards.Unstable, match=f"5 steps in a row, up to step {number}$"
+            ) as caught:
                 state.after_step(finite=finite, step=number)
             assert caught.value.state.skipped == text[:number].count("x")
             return
@@ -37,29 +39,31 @@ def test_it_is_unstable_at_the_fifth_in_a_row_and_never_before(steps: list[bool]
 
 
 def test_each_way_back_keeps_what_was_learned_and_is_slower_than_the_last() -> None:
-    good = GuardState(micro_batch=8, lr_scale=0.5, skipped=1)
+    good = guards.GuardState(micro_batch=8, lr_scale=0.5, skipped=1)
     facts = {"micro_batch": 2, "remedies": 1, "plain": True, "uncompiled": True}
     facts |= {"fitting_steps": 3, "patience_steps": 100, "skipped": 6}
-    failed = GuardState.from_plain({**facts, **SPOILT, "skipped_in_row": 5, "lr_scale": 0.5})
+    failed = guards.GuardState.from_plain({**facts, **SPOILT, "skipped_in_row": 5, "lr_scale": 0.5})
     learning = replace(failed.learning, zero_gradients=0)
     back = replace(good, **facts, learning=learning)  # type: ignore[arg-type]
     assert good.after_going_back(failed) == back
-    assert good.after_rollback(Unstable("x", failed)) == replace(back, lr_scale=0.25, rollbacks=1)
+    assert good.after_rollback(guards.Unstable("x", failed)) == replace(
+        back, lr_scale=0.25, rollbacks=1
+    )
     state, rates = START, []
     for _ in range(3):
-        state = START.after_rollback(Unstable("x", state))
+        state = START.after_rollback(guards.Unstable("x", state))
         rates.append(state.lr_scale)
     assert rates == [0.5, 0.25, 0.125]
     with pytest.raises(TrainingStopped, match="3 times.*last good values") as caught:
-        START.after_rollback(Unstable("the gradients were nan", state))
+        START.after_rollback(guards.Unstable("the gradients were nan", state))
     assert "learning_rate" in caught.value.fix
 
 
 def test_a_state_survives_as_plain_values_and_older_ones_are_read() -> None:
     values = {**asdict(START), **SPOILT, "micro_batch": 3, "skipped_in_row": 1, "lr_scale": 0.5}
-    assert json.loads(json.dumps(asdict(GuardState.from_plain(values)))) == values
+    assert json.loads(json.dumps(asdict(guards.GuardState.from_plain(values)))) == values
     older = {"micro_batch": 4, "ungraphed": True, "clip_scale": 0.5, "trend": {"count": 3}}
-    assert GuardState.from_plain(older) == GuardState(micro_batch=4)
+    assert guards.GuardState.from_plain(older) == guards.GuardState(micro_batch=4)
 
 
 # ---- plateaus
@@ -92,7 +96,7 @@ def test_a_loss_that_stopped_falling_is_seen_after_three(
 
 @pytest.mark.parametrize(("cap", "images", "smaller"), [(8, 4, 2), (4, 8, 2), (5, 9, 3), (2, 2, 1)])
 def test_out_of_memory_halves_what_was_really_tried(cap: int, images: int, smaller: int) -> None:
-    state = GuardState(micro_batch=cap, skipped_in_row=1, skipped=2, fitting_steps=7)
+    state = guards.GuardState(micro_batch=cap, skipped_in_row=1, skipped=2, fitting_steps=7)
     assert state.after_out_of_memory(images=images, remedies=3) == replace(
         state, micro_batch=smaller, fitting_steps=0, patience_steps=2 * state.patience_steps
     )
@@ -100,7 +104,7 @@ def test_out_of_memory_halves_what_was_really_tried(cap: int, images: int, small
 
 @pytest.mark.parametrize(("cap", "images"), [(1, 4), (4, 1)])
 def test_at_one_image_each_remedy_is_taken_once(cap: int, images: int) -> None:
-    state = GuardState(micro_batch=cap)
+    state = guards.GuardState(micro_batch=cap)
     for taken in (1, 2):
         state = state.after_out_of_memory(images=images, remedies=2)
         assert (state.remedies, state.micro_batch) == (taken, 1)
@@ -111,7 +115,7 @@ def test_at_one_image_each_remedy_is_taken_once(cap: int, images: int) -> None:
 
 @given(planned=st.integers(1, 64), fits=st.integers(1, 64))
 def test_the_micro_batch_grows_back_ever_more_rarely(planned: int, fits: int) -> None:
-    state, tries, steps = GuardState(micro_batch=planned), [], 20_000
+    state, tries, steps = guards.GuardState(micro_batch=planned), [], 20_000
     for step in range(steps):
         while state.micro_batch > fits:
             state = state.after_out_of_memory(images=state.micro_batch, remedies=0)
@@ -119,7 +123,9 @@ def test_the_micro_batch_grows_back_ever_more_rarely(planned: int, fits: int) ->
         state = state.after_fitting(planned=planned)
         assert 1 <= state.micro_batch <= planned
     if fits >= planned:
-        assert state == GuardState(micro_batch=planned), "nothing is counted where nothing is wrong"
+        assert state == guards.GuardState(micro_batch=planned), (
+            "nothing is counted where nothing is wrong"
+        )
         return
     assert state.micro_batch > fits / 2 or state.fitting_steps > 0
     assert state.patience_steps <= 3200
@@ -141,11 +147,11 @@ def test_the_micro_batch_grows_back_ever_more_rarely(planned: int, fits: int) ->
 def test_a_look_takes_enough_images_steps_and_a_share_of_the_run(
     steps: int, batch_size: int, look: int | None
 ) -> None:
-    assert look_step(steps=steps, batch_size=batch_size) == look
+    assert guards.look_step(steps=steps, batch_size=batch_size) == look
 
 
 def test_zeros_in_a_row_count_and_the_noise_level_that_changed_most() -> None:
-    learning = GuardState.from_plain(
+    learning = guards.GuardState.from_plain(
         {"micro_batch": 1, "learning": {"zero_gradients": 7, "base": [1.0, 0.5, 0.0]}}
     ).learning
     assert learning.after_gradient(0.0).zero_gradients == 8
@@ -155,7 +161,7 @@ def test_zeros_in_a_row_count_and_the_noise_level_that_changed_most() -> None:
     assert learning.least_change([1.0, 0.4999, 9.0], so_far=0.1) == pytest.approx(2e-3)
 
 
-ABOUT = LearningContext(device="cpu", rate=1e-4, rate_sum=1e-2, loss_scale=None)
+ABOUT = guards.LearningContext(device="cpu", rate=1e-4, rate_sum=1e-2, loss_scale=None)
 MPS = replace(ABOUT, device="mps")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_trainer.config.learning import ObjectiveSettings
-from lora_trainer.training.timesteps import FlowLevels, flow_levels, table_levels
+from lora_trainer.training.timesteps import flow_levels, table_levels
 
 SIZE = (64, 64)
 SIGNAL = DDPMScheduler().alphas_cumprod.double().tolist()
@@ -22,13 +23,13 @@ UNIFORMS = st.floats(0.0, 1.0, exclude_max=True)
 SAMPLINGS = ("uniform", "logit_normal", "sigmoid", "mode", "cosmap")
 
 
-def flow(**settings: object) -> FlowLevels:
+def flow(**settings: object) -> Any:
     return flow_levels(
         ObjectiveSettings.model_validate(settings), base_shift=lambda size: size[0] / 16
     )
 
 
-def sigmas(levels: FlowLevels, count: int = 4001) -> list[float]:
+def sigmas(levels: Any, count: int = 4001) -> list[float]:
     return [levels.draw((k + 0.5) / count, size_px=SIZE).sigma for k in range(count)]
 
 

@@ -22,15 +22,7 @@ from lora_trainer.config.declare import SCHEDULE_FREE, OptimizerName
 from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware.devices import KINDS
 from lora_trainer.planning.optimizer_facts import RATE, needed_otherwise
-from lora_trainer.training.optimizers import (
-    averaged_weights,
-    build_optimizer,
-    effective_rate,
-    learning_rate,
-    make_optimizer,
-    restore_optimizer,
-    set_learning_rate,
-)
+from lora_trainer.training import optimizers
 
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
 EVERY = pytest.mark.parametrize("name", NAMES)
@@ -80,7 +72,7 @@ def walked(
     name: str, seeds: Sequence[int] = range(4), *, drift: float = 0.5, **values: Any
 ) -> torch.Tensor:
     own = parameters()
-    walk(build_optimizer(groups(own), settings(name, **values)), own, seeds, drift=drift)
+    walk(optimizers.build_optimizer(groups(own), settings(name, **values)), own, seeds, drift=drift)
     return flat(own)
 
 
@@ -91,11 +83,13 @@ def flat(own: Sequence[nn.Parameter]) -> torch.Tensor:
 @EVERY
 def test_it_begins_as_new_and_has_moved_nothing(name: str) -> None:
     own, fresh = parameters(), parameters()
-    allocated = build_optimizer(groups(own), settings(name))
+    allocated = optimizers.build_optimizer(groups(own), settings(name))
     assert torch.equal(flat(own), flat(parameters()))
     assert len(allocated.state) == len(own), "all of its state is there"
     before = sizes(allocated)
-    new = make_optimizer([{**groups(fresh)[0], "lr": settings(name).learning_rate}], settings(name))
+    new = optimizers.make_optimizer(
+        [{**groups(fresh)[0], "lr": settings(name).learning_rate}], settings(name)
+    )
     for seed in range(4):
         walk(allocated, own, [seed])
         walk(new, fresh, [seed])
@@ -128,16 +122,16 @@ def test_it_lowers_a_loss_at_the_rate_it_is_given(name: OptimizerName) -> None:
     up = nn.Parameter(torch.zeros(24, 4))
     given = {key.partition(".")[2]: v for key, v, _ in needed_otherwise(name, preset_rate=1e-2)}
     chosen = OptimizerSettings.model_validate({"name": name, "learning_rate": 1e-2, **given})
-    optimizer = build_optimizer(groups([down, up]), chosen)
+    optimizer = optimizers.build_optimizer(groups([down, up]), chosen)
     steps = 400 if name in ("lion", "lion8bit", "prodigy") else 150
-    rate = learning_rate(chosen, steps=steps)
+    rate = optimizers.learning_rate(chosen, steps=steps)
     for step in range(steps):
-        set_learning_rate(optimizer, rate(step))
+        optimizers.set_learning_rate(optimizer, rate(step))
         inputs = torch.randn(32, 16, generator=generator)
         (up @ (down @ inputs) - wanted @ inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    with averaged_weights(optimizer) if name == SCHEDULE_FREE else nullcontext():
+    with optimizers.averaged_weights(optimizer) if name == SCHEDULE_FREE else nullcontext():
         left = (up @ down - wanted).detach().square().sum() / wanted.square().sum()
     assert float(left) < 0.35
 
@@ -156,7 +150,7 @@ def same(one: Any, other: Any) -> bool:
 def test_what_gets_no_gradient_stays_as_it_is(name: str) -> None:
     """Text encoders and new words may stop being trained before the end."""
     own = parameters()
-    optimizer = build_optimizer(groups(own), settings(name, weight_decay=0.5))
+    optimizer = optimizers.build_optimizer(groups(own), settings(name, weight_decay=0.5))
     walk(optimizer, own, range(3))
     for stopped in (own[:2], own):
         before = flat(stopped)
@@ -194,10 +188,10 @@ def test_a_setting_counts_exactly_where_it_is_said_to(name: str, setting: str) -
 def test_a_resume_keeps_the_settings_it_was_given(name: str, setting: str) -> None:
     def resumed(value: Any) -> torch.Tensor:
         own = parameters()
-        saved = build_optimizer(groups(own), settings(name))
+        saved = optimizers.build_optimizer(groups(own), settings(name))
         walk(saved, own, range(16))
-        other = build_optimizer(groups(own), settings(name, **{setting: value}))
-        restore_optimizer(other, copy.deepcopy(saved.state_dict()))
+        other = optimizers.build_optimizer(groups(own), settings(name, **{setting: value}))
+        optimizers.restore_optimizer(other, copy.deepcopy(saved.state_dict()))
         walk(other, own, range(16, 32))
         return flat(own)
 
@@ -212,11 +206,11 @@ def test_each_group_learns_at_its_share_of_the_rate(name: str) -> None:
     own = parameters()
     slow, fast = own[0], nn.Parameter(own[0].detach().clone())
     before = slow.detach().clone()
-    optimizer = build_optimizer(
+    optimizer = optimizers.build_optimizer(
         [{"params": [slow], "lr_scale": 0.5}, {"params": [fast], "lr_scale": 4.0}],
         settings(name, weight_decay=0.0),
     )
-    set_learning_rate(optimizer, 1e-3)
+    optimizers.set_learning_rate(optimizer, 1e-3)
     slow.grad = torch.randn(slow.shape, generator=torch.Generator().manual_seed(1))
     fast.grad = slow.grad.clone()
     optimizer.step()
@@ -224,44 +218,42 @@ def test_each_group_learns_at_its_share_of_the_rate(name: str) -> None:
     assert moved[1] == pytest.approx(8 * moved[0], rel=1e-3)
 
 
-@EVERY
+@pytest.mark.parametrize("name", ["lion8bit", "came", "prodigy", SCHEDULE_FREE])
 def test_a_missing_library_is_named_with_what_to_install(
     name: OptimizerName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = OPTIMIZER_PACKAGES.get(name)
-    if package is None:
-        assert name == "adamw"
-        return
+    assert OPTIMIZER_PACKAGES.keys() == {*NAMES} - {"adamw"}
+    package = OPTIMIZER_PACKAGES[name]
     monkeypatch.setitem(sys.modules, MODULES[package], None)
     with pytest.raises(MachineError, match=f"optimizer.name={name} needs {package}") as caught:
-        build_optimizer(groups(parameters()), settings(name))
+        optimizers.build_optimizer(groups(parameters()), settings(name))
     assert f"pip install -U {package}" in caught.value.fix
 
 
 def test_making_one_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """Prodigy announces its weight decay, which would stand among what scripts read."""
     for name in NAMES:
-        build_optimizer(groups(parameters()), settings(name, weight_decay=0.1))
+        optimizers.build_optimizer(groups(parameters()), settings(name, weight_decay=0.1))
     assert capfd.readouterr().out == ""
 
 
 def test_prodigys_rate_is_what_it_has_found() -> None:
     own = parameters()
-    optimizer = build_optimizer(groups(own), settings("prodigy"))
-    first = effective_rate(optimizer, 0.5)
+    optimizer = optimizers.build_optimizer(groups(own), settings("prodigy"))
+    first = optimizers.effective_rate(optimizer, 0.5)
     walk(optimizer, own, range(30), drift=9.0)
     assert first == pytest.approx(0.5e-6)
-    assert effective_rate(optimizer, 0.5) > 2 * first
-    plain = build_optimizer(groups(parameters()), settings("adamw"))
-    assert effective_rate(plain, 0.5) == 0.5
+    assert optimizers.effective_rate(optimizer, 0.5) > 2 * first
+    plain = optimizers.build_optimizer(groups(parameters()), settings("adamw"))
+    assert optimizers.effective_rate(plain, 0.5) == 0.5
 
 
 def test_muon_moves_matrices_by_their_singular_vectors_and_the_rest_by_adamw() -> None:
     own = parameters()
     before = [parameter.detach().clone() for parameter in own]
-    walk(build_optimizer(groups(own), settings("muon", weight_decay=0.0)), own, [0])
+    walk(optimizers.build_optimizer(groups(own), settings("muon", weight_decay=0.0)), own, [0])
     adamw = parameters()
-    walk(build_optimizer(groups(adamw), settings("adamw", weight_decay=0.0)), adamw, [0])
+    walk(optimizers.build_optimizer(groups(adamw), settings("adamw", weight_decay=0.0)), adamw, [0])
     wide = before[0] - own[0].detach()
     values = torch.linalg.svdvals(wide) / (1e-2 * 0.2 * 16)  # rate, and 0.2 sqrt(256)
     assert values.min() > 0.5 and values.max() < 1.5
@@ -272,21 +264,25 @@ def test_muon_moves_matrices_by_their_singular_vectors_and_the_rest_by_adamw() -
 def test_muon_leaves_the_vectors_of_words_to_adamw() -> None:
     own, adamw = parameters()[:1], parameters()[:1]
     words = {**groups(own)[0], "embedding": True}
-    walk(build_optimizer([words], settings("muon", weight_decay=0.0)), own, range(3))
-    walk(build_optimizer(groups(adamw), settings("adamw", weight_decay=0.0)), adamw, range(3))
+    walk(optimizers.build_optimizer([words], settings("muon", weight_decay=0.0)), own, range(3))
+    walk(
+        optimizers.build_optimizer(groups(adamw), settings("adamw", weight_decay=0.0)),
+        adamw,
+        range(3),
+    )
     torch.testing.assert_close(own, adamw, rtol=1e-4, atol=1e-6)
 
 
 def test_the_average_is_the_librarys_and_the_weights_come_back_to_the_bit() -> None:
     own, other = parameters(), parameters()
-    optimizer = build_optimizer(groups(own), settings(SCHEDULE_FREE))
-    theirs: Any = build_optimizer(groups(other), settings(SCHEDULE_FREE))
+    optimizer = optimizers.build_optimizer(groups(own), settings(SCHEDULE_FREE))
+    theirs: Any = optimizers.build_optimizer(groups(other), settings(SCHEDULE_FREE))
     walk(optimizer, own, range(5))
     walk(theirs, other, range(5))
     theirs.eval()
     trained, storage = flat(own), [parameter.data_ptr() for parameter in own]
     state = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ZeroDivisionError), averaged_weights(optimizer):
+    with pytest.raises(ZeroDivisionError), optimizers.averaged_weights(optimizer):
         assert torch.equal(flat(own), flat(other))
         assert not torch.allclose(flat(own), trained, atol=1e-4)
         raise ZeroDivisionError  # an out-of-memory error for instance
@@ -312,14 +308,14 @@ def test_steps_are_those_of_the_library_to_the_bit_with_every_setting(name: str)
 
     own, reference = parameters(), parameters()
     values = {"beta1": 0.8, "beta2": 0.9, "epsilon": 1e-6, "weight_decay": 0.2}
-    optimizer = build_optimizer(groups(own), settings(name, **values))
+    optimizer = optimizers.build_optimizer(groups(own), settings(name, **values))
     shared: dict[str, Any] = {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
     plain = (
         torch.optim.AdamW(reference, lr=3e-3, fused=True, **shared)
         if name == "adamw"
         else AdamW8bit(reference, lr=3e-3, **shared)
     )
-    set_learning_rate(optimizer, 3e-3)
+    optimizers.set_learning_rate(optimizer, 3e-3)
     for seed in (7, 8):
         walk(optimizer, own, [seed])
         walk(plain, reference, [seed])
@@ -335,25 +331,25 @@ def test_a_gpu_gets_the_paged_class_and_a_cpu_the_plain_one(
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
     own = groups(parameters())
-    assert type(build_optimizer(own, settings("paged_adamw8bit"))) is AdamW8bit
+    assert type(optimizers.build_optimizer(own, settings("paged_adamw8bit"))) is AdamW8bit
     monkeypatch.setattr("lora_trainer.training.optimizers.kind_of", lambda _: KINDS["cuda"])
     made: list[torch.optim.Optimizer] = []
     monkeypatch.setattr("lora_trainer.training.optimizers._allocate", made.append)
-    build_optimizer(own, settings("paged_adamw8bit"))
-    build_optimizer(own, settings("adamw8bit"))
+    optimizers.build_optimizer(own, settings("paged_adamw8bit"))
+    optimizers.build_optimizer(own, settings("adamw8bit"))
     assert [type(optimizer) for optimizer in made] == [PagedAdamW8bit, AdamW8bit]
 
 
 def test_paged_state_is_filled_where_it_is_and_not_replaced() -> None:
     """bitsandbytes marks managed memory by an attribute, and puts new tensors in its place."""
     own, other = parameters(), parameters()
-    saved = build_optimizer(groups(own), settings("adamw8bit"))
+    saved = optimizers.build_optimizer(groups(own), settings("adamw8bit"))
     walk(saved, own, [1])
-    optimizer = build_optimizer(groups(other), settings("paged_adamw8bit"))
+    optimizer = optimizers.build_optimizer(groups(other), settings("paged_adamw8bit"))
     paged = {name: optimizer.state[other[0]][name] for name in ("state1", "state2")}
     for tensor in paged.values():
         tensor.is_paged = True
-    restore_optimizer(optimizer, saved.state_dict())
+    optimizers.restore_optimizer(optimizer, saved.state_dict())
     assert all(optimizer.state[other[0]][name] is tensor for name, tensor in paged.items())
     found, wanted = optimizer.state[other[0]], saved.state[own[0]]
     assert all(torch.equal(found[name], wanted[name]) for name in ("state1", "state2", "absmax1"))
@@ -365,16 +361,16 @@ def test_a_resume_takes_the_factors_of_its_own_settings_and_refuses_other_groups
     def built(first: float, second: float) -> torch.optim.Optimizer:
         one, *others = parameters()
         scaled = [{"params": [one], "lr_scale": first}, {"params": others, "lr_scale": second}]
-        return build_optimizer(scaled, settings("adamw"))
+        return optimizers.build_optimizer(scaled, settings("adamw"))
 
     state = built(1.0, 0.5).state_dict()
     restored = built(1.0, 5.0)
-    restore_optimizer(restored, state)
-    set_learning_rate(restored, 1e-3)
+    optimizers.restore_optimizer(restored, state)
+    optimizers.set_learning_rate(restored, 1e-3)
     assert [group["lr"] for group in restored.param_groups] == [1e-3, 5e-3]
-    merged = build_optimizer(groups(parameters()), settings("adamw"))
+    merged = optimizers.build_optimizer(groups(parameters()), settings("adamw"))
     with pytest.raises(RequestError, match="groups the layers by learning rate otherwise"):
-        restore_optimizer(merged, state)
+        optimizers.restore_optimizer(merged, state)
 
 
 # ---- schedules
@@ -384,7 +380,7 @@ def rates(schedule: str, steps: int, warmup: float, rate: float = 2e-4) -> list[
     chosen = OptimizerSettings.model_validate(
         {"learning_rate": rate, "schedule": schedule, "warmup_fraction": warmup}
     )
-    formula = learning_rate(chosen, steps=steps)
+    formula = optimizers.learning_rate(chosen, steps=steps)
     found = [formula(step) for step in range(steps)]
     # A resumed run asks for step k without having asked for the steps before.
     assert [formula(step) for step in reversed(range(steps))] == found[::-1]

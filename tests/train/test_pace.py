@@ -7,36 +7,36 @@ from collections.abc import Iterable
 
 import pytest
 
-from lora_trainer.training.pace import BASELINE_STEPS, Creep, Growth, Slow, StepPace, Timed
+from lora_trainer.training import pace
 
 MIB = 2**20
 
 
-def timed(seconds: float, *, wait_s: float = 0.0, latents: int = 4096) -> Timed:
-    return Timed(seconds=seconds, wait_s=wait_s, latents=latents)
+def timed(seconds: float, *, wait_s: float = 0.0, latents: int = 4096) -> pace.Timed:
+    return pace.Timed(seconds=seconds, wait_s=wait_s, latents=latents)
 
 
-def said(pace: StepPace, steps: Iterable[Timed]) -> list[Slow]:
-    return [slow for step in steps if (slow := pace.take(step)) is not None]
+def said(judge: pace.StepPace, steps: Iterable[pace.Timed]) -> list[pace.Slow]:
+    return [slow for step in steps if (slow := judge.take(step)) is not None]
 
 
-def settled(seconds: float = 2.0, wait_s: float = 0.0) -> StepPace:
-    pace = StepPace()
-    assert not said(pace, [timed(seconds, wait_s=wait_s)] * (BASELINE_STEPS + 5))
-    assert pace.known
-    return pace
+def settled(seconds: float = 2.0, wait_s: float = 0.0) -> pace.StepPace:
+    judge = pace.StepPace()
+    assert not said(judge, [timed(seconds, wait_s=wait_s)] * (pace.BASELINE_STEPS + 5))
+    assert judge.known
+    return judge
 
 
 def test_steps_that_stay_slow_are_said_once_until_they_were_as_before() -> None:
-    pace = settled(wait_s=0.5)
-    (slow,) = said(pace, [timed(3.2, wait_s=1.5)] * 40)
+    judge = settled(wait_s=0.5)
+    (slow,) = said(judge, [timed(3.2, wait_s=1.5)] * 40)
     assert slow.factor == pytest.approx(1.6)
     assert (slow.now, slow.usual) == (timed(3.2, wait_s=1.5), timed(2.0, wait_s=0.5))
-    assert not said(pace, [timed(2.0)] * 20)
-    assert len(said(pace, [timed(4.0)] * 20)) == 1
-    pace.forget()
-    assert not pace.known
-    assert not said(pace, [timed(5.0)] * 60), "a changed training is measured anew"
+    assert not said(judge, [timed(2.0)] * 20)
+    assert len(said(judge, [timed(4.0)] * 20)) == 1
+    judge.forget()
+    assert not judge.known
+    assert not said(judge, [timed(5.0)] * 60), "a changed training is measured anew"
 
 
 @pytest.mark.parametrize(
@@ -48,18 +48,18 @@ def test_steps_that_stay_slow_are_said_once_until_they_were_as_before() -> None:
         pytest.param([timed(8.0, latents=16384)] * 100, id="larger images take longer"),
     ],
 )
-def test_what_comes_and_goes_is_no_finding(steps: list[Timed]) -> None:
+def test_what_comes_and_goes_is_no_finding(steps: list[pace.Timed]) -> None:
     assert not said(settled(), steps)
     assert not said(settled(0.05), [timed(0.2)] * 40), "milliseconds"
 
 
 def test_the_first_steps_of_a_size_and_those_after_pauses_do_not_count() -> None:
-    pace = StepPace()
+    judge = pace.StepPace()
     compiling = [timed(60.0)] * 3
-    assert not said(pace, compiling + [timed(2.0)] * 40)
+    assert not said(judge, compiling + [timed(2.0)] * 40)
     for _ in range(30):  # sampling every second step
-        pace.skip()
-        assert not said(pace, [timed(30.0), timed(2.0)])
+        judge.skip()
+        assert not said(judge, [timed(30.0), timed(2.0)])
 
 
 def test_noise_is_no_finding() -> None:
@@ -69,11 +69,11 @@ def test_noise_is_no_finding() -> None:
         timed(2.0 * size * draw.lognormvariate(0, 0.2), latents=4096 * size)
         for size in draw.choices((1, 2), k=10_000)
     ]
-    assert not said(StepPace(), steps)
+    assert not said(pace.StepPace(), steps)
 
 
-def grown(used: Iterable[float]) -> list[Growth]:
-    creep = Creep()
+def grown(used: Iterable[float]) -> list[pace.Growth]:
+    creep = pace.Creep()
     return [growth for each in used if (growth := creep.take(int(each))) is not None]
 
 

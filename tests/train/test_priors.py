@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_trainer import families
 from lora_trainer.cache.cache_plan import SampleSource
 from lora_trainer.cache.keys import CacheKey
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings
-from lora_trainer.families.base import DENOISER
-from lora_trainer.lora.adapter import inject
+from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.training.batch import Sample, collate
 from lora_trainer.training.dataloader import TrainingDataLoader
 from tests.fakes.training import (
@@ -32,8 +29,6 @@ from tests.fakes.training import (
     build_training,
     distance,
     gradients,
-    tiny_base,
-    tiny_facts,
 )
 
 BASE_TARGET = ObjectiveSettings(prior="base", prior_weight=2.0)
@@ -121,47 +116,6 @@ def test_a_batch_without_masks_is_as_it_was() -> None:
 
 
 # ---- the base
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"dora": True, "targets": "attention"},
-        {"dropout": 0.3, "rank_dropout": 0.3, "module_dropout": 0.3},
-        {"kind": "loha"},
-        {"kind": "lokr", "dropout": 0.3},
-        {"kind": "oft"},
-    ],
-    ids=str,
-)
-def test_without_its_adapter_a_denoiser_is_the_base_to_the_bit(settings: dict[str, Any]) -> None:
-    family = families.detect(tiny_base())
-    denoiser = family.load_denoiser(tiny_facts(), dtype=torch.float32, device=CPU)
-    generator = torch.Generator().manual_seed(8)
-    noisy = torch.randn(2, *SQUARE, generator=generator)
-    told = {"text": torch.randn(2, TOKENS, TEXT_WIDTH, generator=generator)}
-
-    def predicted() -> Tensor:
-        with torch.no_grad():
-            return family.predict(denoiser, noisy, torch.tensor([10, 700]), told)
-
-    base = predicted()
-    asked = AdapterSettings.model_validate({"rank": 4, "targets": "all", **settings})
-    names = family.lora_targets(denoiser, asked.targets)
-    adapter = inject(
-        {DENOISER: denoiser}, modules={DENOISER: names}, settings=asked, alpha=4.0, seed=3
-    )
-    for parameter in adapter.parameters():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
-    trainable = [parameter.requires_grad for parameter in adapter.parameters()]
-    with_it = predicted()
-    assert not torch.allclose(with_it, base, atol=1e-4)
-    with pytest.raises(KeyError), adapter.off():
-        assert torch.equal(predicted(), base)
-        raise KeyError
-    assert torch.equal(predicted(), with_it)
-    assert [parameter.requires_grad for parameter in adapter.parameters()] == trainable
 
 
 def losses_of(training: TinyTraining, samples: Sequence[Sample]) -> list[float]:
