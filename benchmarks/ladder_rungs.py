@@ -123,15 +123,16 @@ class Bare:
     def _loss(self, batch: Batch) -> Tensor:
         given, case = batch, self.case
         prediction = case.facts.prediction
-        noisy = add_noise(given.latents, given.noise, given.alpha, given.sigma).to(case.precision)
-        wanted = target(given.latents, given.noise, given.alpha, given.sigma, prediction)
+        alpha, sigma, weights, _ = given.numbers
+        noisy = add_noise(given.latents, given.noise, alpha, sigma).to(case.precision)
+        wanted = target(given.latents, given.noise, alpha, sigma, prediction)
         mixed = torch.autocast(case.device.type, torch.bfloat16) if self.autocast else nullcontext()
         with mixed:
             predicted = case.family.predict(
                 self.network, noisy, given.timesteps, given.conditioning
             )
         losses = sample_losses(predicted.float(), wanted)
-        return (losses * batch.weights).mean()
+        return (losses * weights).mean()
 
 
 def bytes_of(network: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:

@@ -42,7 +42,9 @@ class FusedLinear(Linear):
         weights = (self.lora_A[name].weight, self.lora_B[name].weight)
         if self.before or not _is_product(base):
             adapter_input = gated(_samples(x), self.before) if self.before else x
-            change: Tensor = LowRank.apply(adapter_input, *weights, update)  # type: ignore[no-untyped-call]
+            change: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]
+                adapter_input, *weights, update, None, None
+            )
             outputs: Tensor = base(x)
             return outputs + change.view(outputs.shape)
         stored, restore = frozen_parts(base)
@@ -102,7 +104,7 @@ class _Update:
 
 
 class FrozenAndLowRank(torch.autograd.Function):
-    """A frozen layer and the update of its adapter: W x + b + s gate(x A^T) B^T.
+    """A frozen layer and the update of its adapter: W x + b + s gate(x A^T) B^T; the update alone without `restore`.
 
     Saves x and the stored form of W. The product with W comes last and its result is the output, so that
     selective checkpointing, which saves results of products, can save this one.
@@ -116,13 +118,14 @@ class FrozenAndLowRank(torch.autograd.Function):
         up: Tensor,
         update: _Update,
         bias: Tensor | None,
-        restore: Restore,
+        restore: Restore | None,
         *stored: Tensor,
     ) -> Tensor:
         ctx.update, ctx.restore = update, restore
         ctx.save_for_backward(x, down, up, *stored)
-        # In place: another tensor of [rows, out] is saved.
-        outputs = update.of(x, down, up, bias).addmm_(_flat(x), restore(stored).T)
+        outputs = update.of(x, down, up, bias)
+        if restore is not None:  # in place: another tensor of [rows, out] is saved
+            outputs.addmm_(_flat(x), restore(stored).T)
         return outputs.view(*x.shape[:-1], up.shape[0])
 
     @staticmethod
@@ -137,30 +140,10 @@ class FrozenAndLowRank(torch.autograd.Function):
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = of_middle @ down.to(x.dtype)
-            of_x = of_x.addmm_(gradient, ctx.restore(stored)).view(x.shape)
+            if ctx.restore is not None:
+                of_x.addmm_(gradient, ctx.restore(stored))
+            of_x = of_x.view(x.shape)
         return of_x, of_down, of_up, None, None, None, *(None for _ in stored)
-
-
-class LowRank(torch.autograd.Function):
-    """The update alone, s gate(x A^T) B^T. Saves x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, update: _Update) -> Tensor:
-        ctx.update = update
-        ctx.save_for_backward(x, down, up)
-        return update.of(x, down, up).view(*x.shape[:-1], up.shape[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, down, up = ctx.saved_tensors
-        of_middle, of_down, of_up = ctx.update.of_weights(
-            _flat(gradient), x, down, up, ctx.needs_input_grad[1:3]
-        )
-        of_x = None
-        if ctx.needs_input_grad[0]:
-            of_x = (of_middle @ down.to(x.dtype)).view(x.shape)
-        return of_x, of_down, of_up, None
 
 
 class LeanConv2d(Conv2d):

@@ -83,11 +83,12 @@ class Batch:
     """Samples of one shape as few tensors, on the host (`collate`) or on the device (`on`).
 
     Latents and noises are float32 [B, C, H, W], `mask_weights` [B, 1, H, W] or None. `input_noise` is None
-    where it is the noise to predict. The numbers of the samples are one float32 tensor [4, B], so that they
-    are one copy to the device; timesteps [B] are apart, because some bases count them in whole numbers.
-    `as_base` int64 [N] are the rows whose target is the base's prediction, `base_conditioning` is stacked of
-    these rows alone: a text by itself has no padding, and some families compute something else where there
-    is padding. `dropout_seeds` int64 [B, 2] are the halves of the samples' seeds.
+    where it is the noise to predict. The numbers of the samples (alpha, sigma, weight, delta) are one float32
+    tensor [4, B], so that they are one copy to the device; timesteps [B] are apart, because some bases count
+    them in whole numbers. `as_base` int64 [N] are the rows whose target is the base's prediction,
+    `base_conditioning` is stacked of these rows alone: a text by itself has no padding, and some families
+    compute something else where there is padding. `dropout_seeds` int64 [B, 2] are the halves of the
+    samples' seeds.
     """
 
     latents: Tensor
@@ -123,22 +124,6 @@ class Batch:
         """(height, width, samples) of the latents."""
         count, _, height, width = self.latents.shape
         return height, width, count
-
-    @property
-    def alpha(self) -> Tensor:
-        return self.numbers[0]
-
-    @property
-    def sigma(self) -> Tensor:
-        return self.numbers[1]
-
-    @property
-    def weights(self) -> Tensor:
-        return self.numbers[2]
-
-    @property
-    def delta(self) -> Tensor:
-        return self.numbers[3]
 
 
 def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch.dtype) -> Batch:

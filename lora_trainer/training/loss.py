@@ -1,7 +1,7 @@
 """The loss of a diffusion model as the papers write it: noise, target, error, and their weights.
 
 `Model.losses_of` is the formula without its weight w(t), and every loss of training and validation is computed
-there; `forward_backward` (step.py) multiplies by `Batch.weights`, which validation leaves out:
+there; `forward_backward` (step.py) multiplies by the weights of the batch, which validation leaves out:
 
     L = w(t) mean_i E(F(alpha x + sigma eps, t, c) - target)_i
 
@@ -166,8 +166,9 @@ class Model:
         # The noise in the input may be another than the noise in the target (Ning et al. 2023, arXiv
         # 2301.11706). Both are float32: only what the network sees is rounded to its dtype.
         input_noise = batch.noise if batch.input_noise is None else batch.input_noise
-        noisy = add_noise(batch.latents, input_noise, batch.alpha, batch.sigma).to(self.precision)
-        targets = target(batch.latents, batch.noise, batch.alpha, batch.sigma, self.prediction)
+        alpha, sigma, _, delta = batch.numbers
+        noisy = add_noise(batch.latents, input_noise, alpha, sigma).to(self.precision)
+        targets = target(batch.latents, batch.noise, alpha, sigma, self.prediction)
         if batch.as_base is not None:
             targets = self._with_base_targets(targets, batch, noisy, rows=batch.as_base)
         conditioning = self.embed(batch.conditioning)
@@ -176,7 +177,7 @@ class Model:
             predicted,
             targets,
             loss=batch.loss,
-            delta=batch.delta,
+            delta=delta,
             mask_weights=batch.mask_weights,
         )
 

@@ -136,6 +136,11 @@ class TinyTraining:
         return [event.fields for event in self.events if event.kind == kind]
 
     @property
+    def weights(self) -> list[Tensor]:
+        """Return a copy of the trained parameters."""
+        return [parameter.detach().clone() for parameter in self.adapter.parameters()]
+
+    @property
     def losses(self) -> list[float]:
         """Return the logged loss of each step so far."""
         return [fields["loss"] for fields in self.of_kind("step")]

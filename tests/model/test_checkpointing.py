@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.config.declare import Checkpointing
-from lora_trainer.costs.trace import StepTrace, host_bytes, trace_step
+from lora_trainer.config.declare import CHECKPOINTING
+from lora_trainer.costs.trace import host_bytes, trace_step
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.gradient_checkpointing import BlockRunner, apply_checkpointing
 from lora_trainer.network.live_storages import LiveStorages
 from tests.fakes.trainee import LAYERS, Trainee, failing, same, trainee
 
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
-KINDS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +35,7 @@ def test_loss_and_gradients_are_the_same_bits_whatever_is_recomputed(name: str) 
     at = trainee(name)
     whole, split = at.gradients(), at.gradients(micro_batch=1)
     assert all(gradient.any() for gradient in whole)
-    for kind in KINDS[1:]:
+    for kind in CHECKPOINTING[1:]:
         apply_checkpointing(at.denoiser, kind)
         assert same(at.gradients(), whole), kind
     assert same(at.gradients(micro_batch=1), split)
@@ -56,7 +55,7 @@ def test_offloading_leaves_the_inputs_of_two_blocks_on_the_device() -> None:
     assert saved[0] - saved[1] == moved[1] * (LAYERS - 1 - 2) // (LAYERS - 1)
 
 
-def traced(at: Trainee) -> StepTrace:
+def traced(at: Trainee) -> Any:
     """Trace a step on `meta`, where host memory does not count."""
     for parameter in at.parameters:
         parameter.grad = torch.empty_like(parameter)
@@ -78,7 +77,7 @@ def test_random_draws_inside_a_network_are_repeated() -> None:
     at = trainee("sd15", prepare=with_dropout)
     at.denoiser.train()
     found = []
-    for kind in KINDS:
+    for kind in CHECKPOINTING:
         apply_checkpointing(at.denoiser, kind)
         with torch.random.fork_rng():
             torch.manual_seed(0)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from lora_trainer.hardware.machine import spill_margin_bytes
-from lora_trainer.planning.memory import GIB, RUNTIME_BYTES
+from lora_trainer.planning.memory import RUNTIME_BYTES
 from lora_trainer.run import device
 from lora_trainer.run.device import cap_allocator
 
+GIB = 2**30
 CARD = torch.device("cuda", 0)
 CONTEXT = RUNTIME_BYTES["cuda"]
 MARGIN = spill_margin_bytes(24 * GIB)

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, RequestError, TrainingStopped
 from lora_trainer.families.base import NewWord, TextEncoder
-from lora_trainer.lora.adapter_kinds import ExtendedTable, add_new_tokens
+from lora_trainer.lora.adapter_kinds import add_new_tokens
 from lora_trainer.lora_file.embedding import embedding_path, read_embedding, write_embedding
 from tests.fakes.family_bases import CPU, facts_of
 
@@ -23,8 +22,10 @@ TEACHABLE = ("sd15", "sd2", "sdxl")
 WORD = NewWord(text="toy", tokens=2)
 
 
-def encoder_of(name: str, word: NewWord | None = WORD) -> TextEncoder:
-    found = families.family(name).load_text_encoder(facts_of(name), dtype=torch.float32, device=CPU)
+def encoder_of(
+    name: str, word: NewWord | None = WORD, *, dtype: torch.dtype = torch.float32
+) -> TextEncoder:
+    found = families.family(name).load_text_encoder(facts_of(name), dtype=dtype, device=CPU)
     if word is not None:
         found.learn(word)
     return found
@@ -94,12 +95,14 @@ def test_they_start_at_a_word_or_at_random() -> None:
 
 
 def test_the_table_is_read_in_its_own_dtype() -> None:
-    known = nn.Embedding(5, 4).to(torch.bfloat16)
-    table = ExtendedTable(known, nn.Parameter(torch.randn(2, 4)))
-    found = table(torch.tensor([[0, -2, 4, -1]]))
-    assert found.dtype is torch.bfloat16
-    assert torch.equal(found[0, [0, 2]], known.weight[[0, 4]])
-    assert torch.equal(found[0, [3, 1]], table.vectors.to(torch.bfloat16))
+    text = encoder_of("sd15", dtype=torch.bfloat16)
+    (network,) = text.networks.values()
+    known = network.get_input_embeddings().weight
+    (vectors,) = add_new_tokens(text, 2, start=None, seed=1).values()
+    found = network.get_input_embeddings()(torch.tensor([[0, -2, 4, -1]]))
+    assert found.dtype is torch.bfloat16 and vectors.dtype is torch.float32
+    assert torch.equal(found[0, [0, 2]], known[[0, 4]])
+    assert torch.equal(found[0, [3, 1]], vectors.to(torch.bfloat16))
 
 
 def test_a_start_without_tokens_is_refused() -> None:

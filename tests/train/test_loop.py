@@ -27,6 +27,7 @@ from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
 from lora_trainer.training.step import optimizer_step
 from lora_trainer.training.training import OomFallback, PlainWay, Progress
+from tests.fakes.trainee import same
 from tests.fakes.training import (
     SQUARE,
     TinyTraining,
@@ -70,14 +71,6 @@ def trained(steps: int, *, micro_batch: int = 4, **options: Any) -> TinyTraining
     tiny = build_training(build_feeder(), steps=steps, **options)
     run(tiny.training, at_start(micro_batch=micro_batch))
     return tiny
-
-
-def values(tiny: TinyTraining) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in tiny.adapter.parameters()]
-
-
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # ---- splits
@@ -131,9 +124,9 @@ def test_with_dropout_only_what_is_alike_is_done_at_once() -> None:
 
 
 def test_a_training_does_not_depend_on_the_split() -> None:
-    whole = values(trained(10))
+    whole = trained(10).weights
     for cap in (2, 1):
-        split = values(trained(10, micro_batch=cap))
+        split = trained(10, micro_batch=cap).weights
         assert distance(split, whole) < 5e-5
         assert max(distance([a], [b]) for a, b in zip(split, whole, strict=True)) < 1e-3
 
@@ -206,11 +199,11 @@ def test_gradients_are_clipped_to_the_norm() -> None:
     def moved(max_grad_norm: float) -> tuple[float, float]:
         tiny = build_training(build_feeder(), steps=1, max_grad_norm=max_grad_norm)
         awaken(tiny.adapter)
-        before = values(tiny)
+        before = tiny.weights
         descent = torch.optim.SGD([{"params": tiny.adapter.parameters(), "lr_scale": 1.0}], lr=1.0)
         training = replace(tiny.training, optimizer=descent, learning_rate=lambda step: 1.0)
         run(training, at_start(micro_batch=4))
-        squares = [float((a - b).square().sum()) for a, b in zip(values(tiny), before, strict=True)]
+        squares = [float((a - b).square().sum()) for a, b in zip(tiny.weights, before, strict=True)]
         return sum(squares) ** 0.5, tiny.of_kind("step")[0]["grad_norm"]
 
     free, norm = moved(0.0)
@@ -235,8 +228,8 @@ def test_the_loss_falls_in_fp16() -> None:
     before = probe(tiny)
     end = run(tiny.training, at_start(micro_batch=2))
     assert probe(tiny) < 0.93 * before
-    assert all(value.isfinite().all() for value in values(tiny))
-    assert all(value.dtype == torch.float32 for value in values(tiny))
+    assert all(value.isfinite().all() for value in tiny.weights)
+    assert all(value.dtype == torch.float32 for value in tiny.weights)
     assert end.guard.skipped <= 3
 
 
@@ -280,14 +273,14 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_alone(name: str)
     rate = OptimizerSettings.model_validate({"name": name, "learning_rate": 1e-3})
     feeder = build_feeder([SQUARE] * 4, batch_size=2)
     tiny = build_training(feeder, steps=6, optimizer=rate, actions=[recorder])
-    recorder.look = lambda: (values(tiny), counter(tiny.training.optimizer))
+    recorder.look = lambda: (tiny.weights, counter(tiny.training.optimizer))
     poisoned(tiny, "s1")
     end = run(tiny.training, at_start(micro_batch=2))
     bad = ["s1" in [sample.sample for sample in feeder.prepare(k)] for k in range(6)]
     assert bad.count(True) == 3, "once per epoch of two steps"
     for step, is_bad in enumerate(bad):
         (before, steps_before), (after, steps_after) = recorder.looks[step : step + 2]
-        assert equal(before, after) == is_bad
+        assert same(before, after) == is_bad
         assert steps_after == steps_before + (not is_bad)
     wrong = [step + 1 for step, is_bad in enumerate(bad) if is_bad]
     problems = tiny.of_kind("problem")
@@ -452,7 +445,7 @@ def test_a_resume_is_exact_to_the_bit(name: str, tmp_path: Path) -> None:
     second.events.clear()
     run(second.training, newest(second, tmp_path))
     assert first.losses + second.losses == straight.losses
-    assert equal(values(second), values(straight))
+    assert same(second.weights, straight.weights)
     assert same_state(second.training.optimizer, straight.training.optimizer)
     dtypes = {
         value.dtype

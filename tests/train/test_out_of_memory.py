@@ -19,6 +19,7 @@ from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
 from lora_trainer.training.training import OomFallback, Progress
+from tests.fakes.trainee import same
 from tests.fakes.training import (
     SQUARE,
     WIDE,
@@ -41,14 +42,6 @@ def _nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def full() -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(f"{MESSAGE}\nmore")
-
-
-def values(tiny: TinyTraining) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in tiny.adapter.parameters()]
-
-
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def changes(tiny: TinyTraining) -> list[tuple[Any, Any, Any]]:
@@ -85,7 +78,7 @@ def test_nothing_changes_but_the_micro_batch() -> None:
     assert end.guard.fitting_steps == 4, "the step that was done again counts as the others"
     other = build_training(build_feeder(UNEVEN), steps=4)
     run(other.training, at_start(micro_batch=2))
-    assert equal(values(tiny), values(other))
+    assert same(tiny.weights, other.weights)
     assert tiny.losses == other.losses
 
 
@@ -104,7 +97,7 @@ def test_dropout_and_the_average_are_those_of_a_step_that_fitted() -> None:
         run(replace(tiny.training, afterwards=[average]), at_start(micro_batch=micro_batch))
         assert len(changes(tiny)) == (1 if micro_batch == 4 else 0)
         found.append(list(tiny.adapter.state().values()))
-    assert equal(*found)
+    assert same(*found)
 
 
 def test_it_grows_back_once_enough_steps_have_fitted() -> None:
@@ -157,17 +150,17 @@ def test_at_one_image_remedies_are_taken_in_their_order() -> None:
     assert end.guard.remedies == 2
     other = build_training(build_feeder(), steps=2)
     run(other.training, at_start(micro_batch=1))
-    assert equal(values(tiny), values(other))
+    assert same(tiny.weights, other.weights)
 
 
 def test_without_a_remedy_left_it_stops_with_the_weights_untouched() -> None:
     device = Device(relief=2)
     remedies = device.remedies("only")
     tiny = build_training(build_feeder(), steps=2, adapt=device.adapt, remedies=remedies)
-    before = values(tiny)
+    before = tiny.weights
     with pytest.raises(TrainingStopped, match="one image at a time"):
         run(tiny.training, at_start(micro_batch=4))
-    assert equal(values(tiny), before)
+    assert same(tiny.weights, before)
     assert tiny.losses == []
 
 

@@ -19,6 +19,7 @@ from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
 from lora_trainer.training.training import Progress
+from tests.fakes.trainee import same
 from tests.fakes.training import (
     SQUARE,
     TinyTraining,
@@ -91,14 +92,6 @@ def voyage(folder: Path, weather: Weather, *, steps: int = 12, every: int = 4) -
     return Voyage(tiny=tiny, saves=saves(tiny, folder, every_steps=every))
 
 
-def weights(found: Voyage) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in found.tiny.adapter.parameters()]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def storm(first: int, count: int) -> frozenset[int]:
     return frozenset(range(first, first + count))
 
@@ -114,13 +107,13 @@ def test_after_five_it_goes_on_from_the_last_save_at_half_the_rate(tmp_path: Pat
     (change,) = found.tiny.of_kind("change")
     assert (change["old"], change["new"]) == (1.0, 0.5)
     assert change["reason"].startswith("back to step 8: the gradients were not finite numbers 5")
-    assert all(weight.isfinite().all() for weight in weights(found))
+    assert all(weight.isfinite().all() for weight in found.tiny.weights)
     assert found.on_disk().loop.guard["lr_scale"] == 0.5
 
 
 def test_before_the_first_save_it_goes_back_to_the_start(tmp_path: Path) -> None:
     found = voyage(tmp_path, Weather(storm(1, 5)), every=0)
-    start = weights(found)
+    start = found.tiny.weights
     seen: list[list[Tensor]] = []
 
     @dataclass
@@ -129,7 +122,7 @@ def test_before_the_first_save_it_goes_back_to_the_start(tmp_path: Path) -> None
             return progress.step == 1
 
         def __call__(self, progress: Progress) -> None:
-            seen.append(weights(found))
+            seen.append(found.tiny.weights)
 
     end = found.run(actions=[Look()])
     assert (end.step, end.guard.rollbacks) == (12, 1)
@@ -146,7 +139,7 @@ def test_each_time_lower_then_the_end_with_the_last_good_values(tmp_path: Path) 
     lowered = [change["new"] for change in found.tiny.of_kind("change")]
     assert lowered == [0.5, 0.25, 0.125]
     state = found.on_disk().adapter
-    assert same(weights(found), [state[name] for name in found.tiny.adapter.state()])
+    assert same(found.tiny.weights, [state[name] for name in found.tiny.adapter.state()])
 
 
 def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
@@ -170,7 +163,7 @@ def test_it_is_the_same_whether_a_kill_came_between(tmp_path: Path) -> None:
     start = restored(again.tiny, again.on_disk())
     assert (start.step, start.guard.skipped_in_row) == (8, 3)
     again.run(start)
-    assert same(weights(again), weights(whole))
+    assert same(again.tiny.weights, whole.tiny.weights)
     assert again.on_disk().loop == whole.on_disk().loop
 
 
@@ -192,7 +185,7 @@ def test_a_weight_that_is_spoilt_is_never_saved_and_undone(tmp_path: Path) -> No
     assert (end.step, end.guard.rollbacks) == (12, 1)
     (change,) = found.tiny.of_kind("change")
     assert change["reason"].startswith("back to step 4: step 8 is not saved")
-    assert all(weight.isfinite().all() for weight in weights(found))
+    assert all(weight.isfinite().all() for weight in found.tiny.weights)
     assert all(tensor.isfinite().all() for tensor in found.on_disk().adapter.values())
 
 

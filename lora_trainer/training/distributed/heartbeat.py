@@ -95,10 +95,6 @@ class Activity:
         self._since = (now_s, processor_s, stored_bytes)
         return 0.0
 
-    def reset(self) -> None:
-        """Start measuring anew at the next call of `idle_s`."""
-        self._since = None
-
 
 def place_of_main_thread() -> str:
     """Return the line the main thread is at, and the line of this package that called into it."""
@@ -283,7 +279,7 @@ class PeerMonitor:
             sentence, since_s = self._limit
             return sentence if self.clock() - since_s >= self.timeout_s else ""
         if self._waiting or not self._starting:
-            self.activity.reset()
+            self.activity = Activity()  # measured anew afterwards
             return ""
         idle_s = self.activity.idle_s(window_s=self.timeout_s)
         if idle_s < self.timeout_s:
