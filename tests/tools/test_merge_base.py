@@ -94,6 +94,35 @@ def test_every_kind_goes_by_the_weights_of_the_base(
     assert largest_error(base_of("sd15"), result, files) < 1e-6
 
 
+def test_biases_and_norms_change_too(tmp_path: Path) -> None:
+    base, file = base_of("sd15"), tmp_path / "a.safetensors"
+    unet = Path("unet") / "diffusion_pytorch_model.safetensors"
+    before = load_file(base / unet)
+    conv, norm = "mid_block.resnets.0.conv1", "mid_block.resnets.0.norm1"
+    out, inputs, *kernel = before[f"{conv}.weight"].shape
+    ends = {
+        f"{conv}.lora_down.weight": torch.zeros(1, inputs, *kernel),
+        f"{conv}.lora_up.weight": torch.zeros(out, 1, 1, 1),
+        f"{conv}.diff_b": torch.full((out,), 0.25),
+        f"{norm}.w_norm": torch.full((inputs,), 0.5),
+        f"{norm}.b_norm": torch.full((inputs,), -1.0),
+    }
+    names = {name: f"lora_unet_{name.replace('.', '_')}" for name in (conv, norm)}
+    save_file(
+        {
+            key.replace(n, f): each
+            for key, each in ends.items()
+            for n, f in names.items()
+            if n in key
+        },
+        file,
+    )
+    after = load_file(baked({file: 2.0}, base, tmp_path / "baked") / unet)
+    moves = {f"{conv}.bias": 0.5, f"{norm}.weight": 1.0, f"{norm}.bias": -2.0}
+    for key, value in before.items():
+        torch.testing.assert_close(after[key], value + moves.get(key, 0.0), rtol=0, atol=1e-6)
+
+
 def test_shards_stay_shards(tmp_path: Path) -> None:
     base = sharded(tmp_path / "base")
     files = {adapter_file(tmp_path / "a.safetensors", text=True): 0.6}
