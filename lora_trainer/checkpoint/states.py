@@ -162,11 +162,6 @@ def state_files(frozen: Frozen) -> dict[str, bytes]:
     return {name: b"".join(parts_of(data)) for name, data in _encode(frozen).items()}
 
 
-def state_of(files: Mapping[str, bytes]) -> TrainingState:
-    """Return the state of `state_files`."""
-    return _decode(files)
-
-
 class NonFiniteAdapter(TrainingStopped):
     """The adapter holds values that are not finite numbers; such a state is never kept."""
 
@@ -298,7 +293,8 @@ def _encode(frozen: Frozen) -> dict[str, Data]:
     }
 
 
-def _decode(contents: Mapping[str, bytes]) -> TrainingState:
+def state_of(contents: Mapping[str, bytes]) -> TrainingState:
+    """Return the state of `state_files`; raises ValueError, KeyError and the like for damaged ones."""
     plain = unpack(Packed(tree=json.loads(contents[STATE]), tensors={}))
     tensors = load(contents[ADAPTER])
     optimizer_tensors = load(contents[OPTIMIZER_TENSORS])
@@ -349,7 +345,7 @@ def _read(folder: Path, *, step: int) -> TrainingState:
         if changed or manifest != expected:
             what = changed[0] if changed else MANIFEST
             raise _InvalidStateError(f"{what} is not as it was written")
-        return _decode(contents)
+        return state_of(contents)
     except FileNotFoundError as error:
         raise _InvalidStateError(f"{Path(error.filename).name} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:

@@ -74,23 +74,19 @@ def parsed(job: jobs.Job) -> tuple[str, dict[str, Any]]:
     return command.__name__, dict(bound.arguments)
 
 
-def test_convert_goes_beside_the_file(work: Workplace, file: lora_files.LoraFile) -> None:
+def test_convert_goes_beside_the_file_and_replaces_none(
+    work: Workplace, file: lora_files.LoraFile
+) -> None:
     job = lora_tools.convert(work, file, format="diffusers", name="")
     output = file.path.with_name("zorble-diffusers.safetensors")
     command, arguments = parsed(job)
     assert vars(arguments.pop("options")) == {"base": "embedded", "precision": None, "force": False}
-    assert (command, arguments) == (
-        "convert",
-        {"file": file.path, "format": "diffusers", "output": output},
-    )
+    expected = {"file": file.path, "format": "diffusers", "output": output}
+    assert (command, arguments) == ("convert", expected)
     assert job.about["result"] == "a/zorble-diffusers.safetensors"
-
-
-def test_a_name_that_is_taken_is_never_replaced(work: Workplace, file: lora_files.LoraFile) -> None:
-    for name, expected in (("zorble", "zorble-002"), ("x.safetensors", "x"), ("", "zorble-kohya")):
-        job = lora_tools.convert(work, file, format="kohya", name=name)
-        _, arguments = parsed(job)
-        assert arguments["output"].name == f"{expected}.safetensors"
+    for name, stem in (("zorble", "zorble-002"), ("x.safetensors", "x"), ("", "zorble-kohya")):
+        _, arguments = parsed(lora_tools.convert(work, file, format="kohya", name=name))
+        assert arguments["output"].name == f"{stem}.safetensors"
         assert not arguments["options"].force
 
 
@@ -122,17 +118,8 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     ):
         with pytest.raises(RequestError):
             lora_tools.convert(work, file, **asked)
-    for rank, percent in (
-        *(
-            ("", " "),
-            ("0", ""),
-            ("2.5", ""),
-            ("inf", ""),
-            ("", "100"),
-            ("--force", ""),
-            ("", "nan"),
-        ),
-    ):
+    ranks = [(rank, "") for rank in ("0", "2.5", "inf", "--force")]
+    for rank, percent in (*ranks, ("", " "), ("", "100"), ("", "nan")):
         with pytest.raises(RequestError):
             lora_tools.resize(work, file, rank=rank, energy_percent=percent, name="")
     other = ("b/zorble.safetensors", 1.0)
@@ -168,12 +155,8 @@ def test_texts_of_the_form_arrive_as_values(work: Workplace, file: lora_files.Lo
     command, arguments = parsed(tries.start(work, file, wish))
     assert command == "sample"
     assert arguments["run"] == file.path
-    assert arguments["prompt"] == [
-        "--output=/tmp/x",
-        "; touch marker",
-        "$(touch marker)",
-        "a, (b:1.2)",
-    ]
+    expected = ["--output=/tmp/x", "; touch marker", "$(touch marker)", "a, (b:1.2)"]
+    assert arguments["prompt"] == expected
     assert arguments["strength"] == [-0.5, 0.4, 1.0]
     assert (arguments["seed"], arguments["base"]) == (7, "me/model")
     assert arguments["output"].parent == work.own / "tries"
@@ -203,14 +186,7 @@ def test_the_grid_fills_as_images_come(work: Workplace, file: lora_files.LoraFil
     job = tries.start(work, file, wish)
     stamps = [tries.stamp(work, [job])]
     assert "loading the base model" in tries.shown(work, [job])
-    drawn(
-        work,
-        job,
-        "zorble-5-x0.4.png",
-        "zorble-6-x1.png",
-        "other.png",
-        ".tmp-1-zorble-5-x1.png",
-    )
+    drawn(work, job, "zorble-5-x0.4.png", "zorble-6-x1.png", "other.png", ".tmp-1-zorble-5-x1.png")
     stamps.append(tries.stamp(work, [job]))
     assert {place: path.name for place, path in tries.images(work, job).items()} == {
         (0, 0.4): "zorble-5-x0.4.png",

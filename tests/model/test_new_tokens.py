@@ -52,26 +52,14 @@ def test_the_word_becomes_its_tokens_and_the_rest_stays(name: str) -> None:
         rest = [number for number in with_word if number >= 0]
         assert rest == without[: len(rest)], "the others, begin, end and padding"
         assert len(with_word) == len(without) == facts_of(name).max_tokens
-
-
-@pytest.mark.parametrize("prompt", ["", "a cat", "toys and a toyshop", "nontoy"])
-def test_other_texts_are_read_as_ever(prompt: str) -> None:
-    taught, plain = encoder_of("sdxl"), encoder_of("sdxl", None)
-    assert numbers(taught, prompt) == numbers(plain, prompt)
-
-
-def test_its_tokens_count() -> None:
-    taught, plain = encoder_of("sd15"), encoder_of("sd15", None)
-    rest = plain.count_tokens("a") + plain.count_tokens("on a table")
-    assert taught.count_tokens("a toy on a table") == rest + WORD.tokens
-
-
-def test_what_is_too_long_is_cut_with_its_end_in_place() -> None:
-    (row,) = numbers(encoder_of("sd15"), "toy " * 100)
-    (plain,) = numbers(encoder_of("sd15", None), "a " * 100)
-    assert len(row) == len(plain)
-    assert (row[0], row[-1]) == (plain[0], plain[-1])
-    assert all(number < 0 for number in row[1:-1])
+    for prompt in ("", "a cat", "toys and a toyshop", "nontoy"):
+        assert numbers(taught, prompt) == numbers(plain, prompt), "read as ever"
+    counted = plain.count_tokens("a") + plain.count_tokens("on a table")
+    assert taught.count_tokens("a toy on a table") == counted + WORD.tokens
+    # What is too long is cut with its end in place.
+    for row, other in zip(numbers(taught, "toy " * 100), numbers(plain, "a " * 100), strict=True):
+        assert (len(row), row[0], row[-1]) == (len(other), other[0], other[-1])
+        assert all(number < 0 for number in row[1:-1])
 
 
 # ---- the vectors
@@ -92,6 +80,8 @@ def test_they_start_at_a_word_or_at_random() -> None:
     ]
     assert torch.equal(random[0], random[1]) and not torch.equal(random[0], random[2])
     assert 0.3 < random[0].std() / tables[0].std() < 3
+    with pytest.raises(RequestError, match="has no tokens"):
+        add_new_tokens(encoder_of("sd15"), 2, start=" ", seed=1)
 
 
 def test_the_table_is_read_in_its_own_dtype() -> None:
@@ -103,11 +93,6 @@ def test_the_table_is_read_in_its_own_dtype() -> None:
     assert found.dtype is torch.bfloat16 and vectors.dtype is torch.float32
     assert torch.equal(found[0, [0, 2]], known[[0, 4]])
     assert torch.equal(found[0, [3, 1]], vectors.to(torch.bfloat16))
-
-
-def test_a_start_without_tokens_is_refused() -> None:
-    with pytest.raises(RequestError, match="has no tokens"):
-        add_new_tokens(encoder_of("sd15"), 2, start=" ", seed=1)
 
 
 # ---- the file
