@@ -171,8 +171,10 @@ FLOW = {
 }
 FOLLOWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
-        {"adapter.targets": "all"},
+        {"adapter.targets": "all", "base.clip_skip": 1, "data.caption_tokens": 75},
         {
+            "ss_clip_skip": "None",
+            "ss_max_token_length": "None",
             "args": {"conv_dim": "4", "conv_alpha": "1.5"},
             "ss_network_module": "networks.lora",
             "ss_network_dropout": "None",
@@ -184,6 +186,7 @@ FOLLOWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "adapter.dropout": 0.1, "adapter.rank_dropout": 0.2, "adapter.module_dropout": 0.3,
             "adapter.targets": "all", "adapter.conv_rank": 2, "adapter.conv_alpha": 0.5,
             "adapter.rank_pattern": {"attn1": 8, "ff": 2}, "adapter.text_encoder": True,
+            "base.clip_skip": 2, "data.caption_tokens": 225,
             "memory.gradient_checkpointing": "selective", "objective.max_timestep": 500,
             "optimizer.lora_plus_ratio": 16.0, "optimizer.max_weight_norm": 1.5,
             "prediction": "v_prediction", "train.precision": "bf16",
@@ -193,6 +196,7 @@ FOLLOWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
                 "rank_dropout": "0.2", "module_dropout": "0.3", "conv_dim": "2", "conv_alpha": "0.5",
                 "network_reg_dims": "attn1=8,ff=2", "loraplus_lr_ratio": "16",
             },
+            "ss_clip_skip": "2", "ss_max_token_length": "225",
             "ss_network_dropout": "0.1", "ss_text_encoder_lr": "5e-05", "ss_unet_lr": "0.0001",
             "ss_gradient_checkpointing": "True", "ss_mixed_precision": "bf16",
             "ss_scale_weight_norms": "1.5", "modelspec.timestep_range": "0,500",

@@ -60,10 +60,10 @@ def test_tensors_stay_the_same_bits_and_other_entries_as_they_are(tmp_path: Path
 def test_an_empty_text_removes_and_none_keeps(tmp_path: Path) -> None:
     file, new = adapter(tmp_path / "a.safetensors"), tmp_path / "b.safetensors"
     before = file.read_bytes()
-    done = tool("describe", file, author="  ", output=new)
-    assert done == {"file": str(new), "changed": ["modelspec.author"]}
-    assert "modelspec.author" not in entries_of(new)
-    assert entries_of(new)["modelspec.title"] == "old"
+    done = tool("describe", file, author="  ", title="", output=new)
+    assert done == {"file": str(new), "changed": ["modelspec.author", "modelspec.title"]}
+    assert not {"modelspec.author", "modelspec.title"} & entries_of(new).keys()
+    assert entries_of(new)["modelspec.trigger_phrase"] == "zorble"
     assert file.read_bytes() == before
 
 
