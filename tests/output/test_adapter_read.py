@@ -17,6 +17,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.families import family
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.names import LayerNames
+from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.tools.adapters import open_source
 from tests.fakes.adapters import Draws
 from tests.fakes.tool_files import tool
@@ -119,6 +120,18 @@ def test_modules_are_read_one_at_a_time(file: Path, monkeypatch: pytest.MonkeyPa
 
 
 # ---- refused
+
+
+def test_rows_that_a_joined_layer_does_not_have_are_refused(file: Path) -> None:
+    layers = [f"transformer_blocks.0.attn.to_{name}" for name in "qkv"]
+    qkv = "lora_unet_double_blocks_0_img_attn_qkv.lora"
+    write(file, {f"{qkv}_down.weight": torch.ones(1, 4), f"{qkv}_up.weight": torch.ones(8, 1)})
+    for modules, reason in (
+        (layers, "whose sizes are not known"),
+        (dict.fromkeys(layers, (4, 4)), "has 8 outputs in .*, the layers that it joins have more"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            read_tensors(file, names=LayerNames(family("flux"), {"denoiser": modules}))
 
 
 FLAT = "lora_" + Q.replace(".", "_")
