@@ -88,8 +88,9 @@ def test_a_run_that_did_not_fit_makes_the_next_plan_smaller_and_a_resume_keeps_i
     first = prepare.prepare(request, hardware=MACHINE)
     assert first.full_card is None
     # A processor that is full says nothing of the GPU; a disk that refuses the memo hides nothing.
-    on_processor = {**overrides, "base.model": "embedded", "hardware.device": "cpu"}
-    processor = prepare.prepare(replace(request, overrides=on_processor), hardware=MACHINE)
+    hardware = first.config.hardware.model_copy(update={"device": "cpu"})
+    on_processor = first.config.model_copy(update={"hardware": hardware})
+    processor = replace(first, plan=replace(first.plan, config=on_processor))
     assert problems_of_a_full_device(processor) == []
     in_the_way = tmp_path / "file"
     in_the_way.touch()
