@@ -95,10 +95,9 @@ def start(
             write_atomic(folder / JOB_FILE, json_bytes(content), durable=False)
             runner = subprocess.Popen(
                 [sys.executable, "-m", "lora_trainer.gui.job_runner", str(folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                **detached(),  # a Ctrl-C meant for the interface does not reach it
+                **detached(
+                    subprocess.DEVNULL
+                ),  # a Ctrl-C meant for the interface does not reach it
             )
         except OSError as error:
             raise disk_error(folder, error) from error

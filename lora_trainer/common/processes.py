@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from lora_trainer.common.errors import MachineError
 
@@ -128,11 +128,17 @@ _WINDOWS_FAULTS = 0xC0000000
 _WINDOWS_CTRL_C = 0xC000013A
 
 
-def detached() -> dict[str, Any]:
-    """Return the arguments of `subprocess.Popen` that keep a program going when its parent ends."""
+def detached(output: IO[bytes] | int | None = None) -> dict[str, Any]:
+    """Return the arguments of `subprocess.Popen` that keep a program going when its parent ends.
+
+    With `output` the program has no input, and what it prints goes there.
+    """
+    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    own: dict[str, Any] = {} if output is None else streams
     if sys.platform == "win32":
-        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
-    return {"start_new_session": True}
+        group = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW
+        return {**own, "creationflags": group}
+    return {**own, "start_new_session": True}
 
 
 def ask_to_end(pid: int) -> None:

@@ -161,10 +161,7 @@ class Worker:
                 [*self.trainer, *item.argv],
                 cwd=item.folder,
                 env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                **detached(),  # signals that end the worker do not reach it
+                **detached(log),  # signals that end the worker do not reach it
             )
         # A child exists, alive or as a zombie, until it is waited for, so this cannot fail.
         started_s = psutil.Process(process.pid).create_time()
@@ -277,13 +274,9 @@ def ensure_worker(
             return
         try:
             with log.open("wb") as output:
-                process = subprocess.Popen(
-                    [*program, "queue", "run", "--runs", str(runs.absolute())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    **detached(),  # it outlives the page or terminal that started it
-                )
+                words = [*program, "queue", "run", "--runs", str(runs.absolute())]
+                # It outlives the page or terminal that started it.
+                process = subprocess.Popen(words, **detached(output))
         except OSError as error:
             raise disk_error(log, error) from error
         _write_worker(runs, psutil.Process(process.pid))

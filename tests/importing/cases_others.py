@@ -71,6 +71,7 @@ ONETRAINER = [
     ONE_SDXL.case("no weight", {"concepts": [CONCEPT, {**CONCEPT, "path": "C:\\images\\dog", "loss_weight": 0}]},
                   refused="data.folders.dog.weight=0"),
     ONE_SDXL.case("concepts of all kinds", {
+        "min_noising_strength": 1e308,
         "samples": [{"prompt": "a cat", "seed": 3, "diffusion_steps": 20}, {"prompt": "a dog", "enabled": False}],
         "concepts": [
             {**CONCEPT, "balancing": 2.4, "image": {"enable_resolution_override": True, "resolution_override": "640"},

@@ -74,13 +74,12 @@ def _adapter(foreign: Foreign) -> None:
         rank = (shared.WHOLE, rank_key)
         foreign.is_nearest("lokr_full_matrix", "the highest rank stands for a whole matrix")
     shared.read_adapter(foreign, table_of("onetrainer"), rank=rank)
-    presets = [
-        name for name in ("layer_filter_preset", "lora_layer_preset") if name in foreign.values
-    ]
-    preset = foreign.word(presets[0], "full") if presets else "full"
+    names = ("layer_filter_preset", "lora_layer_preset")
+    preset_key = next((name for name in names if name in foreign.values), names[0])
+    preset = foreign.word(preset_key, "full")
     targets = {"attn-only": "attention", "full": "transformer" if foreign.is_flow else "all"}
     chosen = targets.get(preset, "transformer")
-    foreign.set("adapter.targets", chosen, *presets[:1])
+    foreign.set("adapter.targets", chosen, preset_key)
     filter_key = foreign.first_on("layer_filter", "lora_layers")
     if preset not in ("full", "attn-only", "attn-mlp", "blocks") and filter_key:
         why = f"adapter.targets={chosen}; choose attention, transformer or all"
