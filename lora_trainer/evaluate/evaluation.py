@@ -86,9 +86,9 @@ class LossProbe:
         """Return the squared change and the squared error of each sample, fp32 [2, B]."""
         model = self.model
         batch = model.collate(samples).on(model.device)
-        level = (batch.alpha, batch.sigma)
-        noisy = add_noise(batch.latents, batch.noise, *level).to(model.precision)
-        predicted = [target(batch.latents, batch.noise, *level, model.prediction).float()]
+        alpha, sigma, _, _ = batch.numbers
+        noisy = add_noise(batch.latents, batch.noise, alpha, sigma).to(model.precision)
+        predicted = [target(batch.latents, batch.noise, alpha, sigma, model.prediction).float()]
         for strength in (0.0, 1.0):
             with self.dial.at(strength):
                 conditioning = model.embed(batch.conditioning)

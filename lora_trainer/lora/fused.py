@@ -169,7 +169,8 @@ class LeanConv2d(Conv2d):
         kernel = (down.stride, down.padding, down.dilation)
         middle = F.conv2d(gated(x, self.before), down.weight.to(x.dtype), None, *kernel)
         middle = gated(middle, self.gates) * self.scaling[name]
-        return outputs + F.conv2d(middle, self.lora_B[name].weight.to(x.dtype))
+        up: Any = self.lora_B[name]
+        return outputs + F.conv2d(middle, up.weight.to(x.dtype))
 
 
 CUSTOM: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: FusedLinear, nn.Conv2d: LeanConv2d}

@@ -164,11 +164,10 @@ class _Buffer:
 
 
 class Streamed:
-    """The swapped blocks of a network; `loads` counts copies of a block to the device."""
+    """The swapped blocks of a network."""
 
     def __init__(self, network: nn.Module, names: list[str], *, device: torch.device) -> None:
         self.names, self.device = tuple(names), device
-        self.loads = 0
         blocks = [network.get_submodule(name) for name in names]
         # Weak references: a block's hook holds this object, and a cycle would be freed late.
         self._parents = [
@@ -192,16 +191,6 @@ class Streamed:
         self._order, self._last = list(range(len(names))), 0
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before, index))
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory of the weights, pinned until the system refuses."""
-        return sum(part.nbytes for part in self._host)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of device memory of the buffers."""
-        return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def copy_when_due(self) -> None:
         """Copy on the computing stream from now on, so that no copy runs beside a computation."""
@@ -246,7 +235,6 @@ class Streamed:
         buffer.block = None
         buffer.arrived = self._copies.copy(buffer.memory[: source.nbytes], source)
         buffer.block = index
-        self.loads += 1
         return buffer
 
     def _next(self, index: int) -> int | None:

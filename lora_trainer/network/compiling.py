@@ -56,22 +56,15 @@ class CompiledBlocks:
         self._shapes, self.is_off = shapes, False
         self.is_told = False
         """Whether the user knows that passes of other shapes do not run compiled."""
-        self.calls = 0
-        """How often a block ran compiled."""
         self._blocks = list(repeated_blocks(network).values())
         kinds = {_kind(block) for block in self._blocks}
         _expect_graphs(max(1, len(shapes or ())) * len(kinds) * GRAPHS_PER_SHAPE)
         # `fullgraph` makes torch raise where it would otherwise split a block into several graphs, which
         # take longer to compile and gain little.
         self._compiled = [
-            self._counted(
-                torch.compile(block.forward, backend=backend, dynamic=False, fullgraph=True)
-            )
+            torch.compile(block.forward, backend=backend, dynamic=False, fullgraph=True)
             for block in self._blocks
         ]
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
     def leaves_out(self, shape: LatentShape) -> bool:
         """Say whether a pass runs uncompiled although blocks are compiled."""
@@ -97,13 +90,6 @@ class CompiledBlocks:
         finally:
             for block in self._blocks:
                 del block.forward
-
-    def _counted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return forward(*args, **kwargs)
-
-        return run
 
 
 def compiler_version(device: torch.device) -> str:

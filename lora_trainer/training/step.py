@@ -80,7 +80,7 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
         # Divided by the whole step's images, not by this micro-batch's: the sum over all passes and
         # processes is then the batch mean, and splitting a step differently changes rounding only.
         _, _, weights, _ = batch.numbers
-        loss = (model.losses_of(batch) * weights).sum() / training.batch_size
+        loss: Tensor = (model.losses_of(batch) * weights).sum() / training.batch_size
         # fp16 gradients would vanish without the scale; for other dtypes the scaler does nothing.
         training.scaler.scale(loss).backward()
     return loss.detach()

@@ -17,6 +17,7 @@ from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base import DENOISER, BaseFacts, Conditioning, Family
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.network.block_swap import base_tensors, repeated_blocks
+from lora_trainer.network.compiling import CompiledBlocks
 from tests.fakes.family_bases import conditioning_of, denoiser_of, facts_of, side_of
 
 PROMPTS = ("one toy", "two words more")
@@ -102,6 +103,17 @@ def trainee(
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     """Say whether all are equal bit by bit."""
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def compiled_calls(blocks: CompiledBlocks) -> list[int]:
+    """Return a list that grows by the number of a block with every call of its compiled code."""
+    calls: list[int] = []
+
+    def counted(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: calls.append(number) or forward(*args, **kwargs)  # type: ignore[func-returns-value]
+
+    blocks._compiled = [counted(*pair) for pair in enumerate(blocks._compiled)]
+    return calls
 
 
 def block_sizes(network: nn.Module) -> list[int]:
