@@ -39,6 +39,10 @@ KINDS: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
         },
         "",
     ),
+    "dora of kohya": (
+        {**LORA, f"{KOHYA}.dora_scale": (320, 1)},
+        "In ComfyUI or Forge: put",
+    ),
     "loha": (
         {
             f"{KOHYA}.hada_{name}": (320, 4) if name.endswith("a") else (4, 320)
@@ -171,7 +175,7 @@ def test_the_card_knows_who_can_read_the_file(kind: str, run: Path, hub: FakeHub
     shapes, programs = KINDS[kind]
     write_lora(run / "zibbo.safetensors", shapes)
     text, _ = card(run, hub)
-    assert ("```" in text) == (kind != "loha")
+    assert ("```" in text) == (kind in ("lora", "dora of diffusers"))
     assert programs in text and ("put `zibbo.safetensors`" in text) == bool(programs)
 
 
