@@ -10,7 +10,7 @@ import pytest
 
 from lora_trainer.cache.cache_plan import Entries
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.caption_rules import variants
+from lora_trainer.dataset import caption_rules
 from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.dataset.scan import scan
 from lora_trainer.training.dataloader import TrainingDataLoader
@@ -70,7 +70,9 @@ def records_of(studio: Studio) -> dict[str, ImageRecord]:
 
 
 def texts_of(record: ImageRecord, settings: DataSettings = SETTINGS) -> tuple[str, ...]:
-    return variants(record.written, settings=settings.of_folder(record.folder), seed=1)
+    return caption_rules.variants(
+        record.written, settings=settings.of_folder(record.folder), seed=1
+    )
 
 
 def feeder_of(studio: Studio, seed: int = 1) -> TrainingDataLoader:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.running import SamplingSettings
-from lora_trainer.dataset.caption_rules import max_texts, sample_prompts, variants
+from lora_trainer.dataset import caption_rules
 from lora_trainer.dataset.captions import of_class, read_caption_file
 
 SHUFFLING = DataSettings(shuffle_tags=True, keep_tokens=1, caption_variants=6)
@@ -36,13 +36,13 @@ CAPTION = "one, two ||| {red|blue} hat, a;;;b, x, (y, z:1.2), w ||| last"
 
 def drawn(caption: str, settings: DataSettings, seed: int = 1) -> tuple[str, ...]:
     """Return the texts that an image with one caption is trained with."""
-    found = variants((caption,), settings=settings, seed=seed)
+    found = caption_rules.variants((caption,), settings=settings, seed=seed)
     return found[1:] or found
 
 
 def plain(caption: str, **settings: Any) -> str:
     """Return the text that an image with one caption is shown and validated with."""
-    return variants((caption,), settings=DataSettings(**settings), seed=1)[0]
+    return caption_rules.variants((caption,), settings=DataSettings(**settings), seed=1)[0]
 
 
 def tags(text: str) -> list[str]:
@@ -86,7 +86,7 @@ def test_the_class_takes_the_place_of_the_trigger() -> None:
 
 def test_all_but_the_kept_tags_are_shuffled() -> None:
     caption = "zibbo, one, two, three, four"
-    shown, *found = variants((caption,), settings=SHUFFLING, seed=1)
+    shown, *found = caption_rules.variants((caption,), settings=SHUFFLING, seed=1)
     assert shown == caption
     assert len(found) == 6
     assert len(set(found)) > 2
@@ -99,17 +99,17 @@ def test_all_but_the_kept_tags_are_shuffled() -> None:
     for text in drawn("k, a, a, b,  ", SHUFFLING):
         assert Counter(tags(text)) == Counter({"a": 2, "b": 1, "k": 1})
     in_order = DataSettings(shuffle_tags=False, caption_variants=4)
-    assert variants(("a,b , c",), settings=in_order, seed=1) == ("a,b , c",)
-    assert max_texts(("a,b , c",), settings=in_order) == 1
+    assert caption_rules.variants(("a,b , c",), settings=in_order, seed=1) == ("a,b , c",)
+    assert caption_rules.max_texts(("a,b , c",), settings=in_order) == 1
 
 
 def test_texts_depend_on_the_caption_and_the_seed_alone() -> None:
     settings = DataSettings(**EVERYTHING)
-    first = variants((CAPTION,), settings=settings, seed=1)
-    assert first == variants((CAPTION,), settings=settings, seed=1)
-    assert first[1:] != variants((CAPTION,), settings=settings, seed=2)[1:]
+    first = caption_rules.variants((CAPTION,), settings=settings, seed=1)
+    assert first == caption_rules.variants((CAPTION,), settings=settings, seed=1)
+    assert first[1:] != caption_rules.variants((CAPTION,), settings=settings, seed=2)[1:]
     more = settings.model_copy(update={"caption_variants": 20})
-    assert variants((CAPTION,), settings=more, seed=1)[:13] == first
+    assert caption_rules.variants((CAPTION,), settings=more, seed=1)[:13] == first
 
 
 def test_a_mark_says_what_stays_in_front_and_at_the_end() -> None:
@@ -135,7 +135,9 @@ def test_tags_with_the_second_mark_between_stay_together() -> None:
 
 def test_alternatives_are_drawn_anew_and_the_first_is_the_plain_one() -> None:
     settings = DataSettings(wildcards=True, caption_variants=60)
-    shown, *texts = variants(("a {red|blue|} {big {old|new}|} hat",), settings=settings, seed=1)
+    shown, *texts = caption_rules.variants(
+        ("a {red|blue|} {big {old|new}|} hat",), settings=settings, seed=1
+    )
     assert shown == "a red big old hat"
     assert set(texts) == {
         " ".join(["a", *colour, *size, "hat"])
@@ -143,7 +145,7 @@ def test_alternatives_are_drawn_anew_and_the_first_is_the_plain_one() -> None:
         for size in (["big old"], ["big new"], [])
     }
     assert drawn("{a|b}", DataSettings()) == ("{a|b}",), "braces may be meant"
-    assert max_texts(("no braces",), settings=settings) == 1
+    assert caption_rules.max_texts(("no braces",), settings=settings) == 1
     around = DataSettings(wildcards=True, caption_prefix="{a|b}", caption_variants=20)
     assert set(drawn("hat", around)) == {"a hat", "b hat"}
 
@@ -151,7 +153,7 @@ def test_alternatives_are_drawn_anew_and_the_first_is_the_plain_one() -> None:
 def test_tags_are_left_out_at_their_rate_and_kept_ones_never() -> None:
     settings = DataSettings(tag_dropout=0.25, keep_tokens=2, caption_variants=64)
     caption = ", ".join(f"t{number}" for number in range(40))
-    shown, *texts = variants((caption,), settings=settings, seed=1)
+    shown, *texts = caption_rules.variants((caption,), settings=settings, seed=1)
     assert shown == caption
     assert all(tags(text)[:2] == ["t0", "t1"] for text in texts)
     share = 1 - sum(len(tags(text)) - 2 for text in texts) / (38 * len(texts))
@@ -178,18 +180,18 @@ def test_the_trigger_comes_first_and_is_never_left_out() -> None:
 
 def test_each_of_several_captions_is_trained_equally_often() -> None:
     lines = ("one", "two", "three")
-    found = variants(lines, settings=DataSettings(), seed=1)
+    found = caption_rules.variants(lines, settings=DataSettings(), seed=1)
     assert found == ("one", *lines)
-    assert max_texts(lines, settings=DataSettings()) == 3
+    assert caption_rules.max_texts(lines, settings=DataSettings()) == 3
     settings = SHUFFLING.model_copy(update={"caption_variants": 4})
-    shown, *texts = variants(("a, b, c", "d, e, f"), settings=settings, seed=1)
+    shown, *texts = caption_rules.variants(("a, b, c", "d, e, f"), settings=settings, seed=1)
     assert shown == "a, b, c"
     assert Counter(tags(text)[0] for text in texts) == {"a": 2, "d": 2}
 
 
 def test_all_rules_at_once() -> None:
     settings = DataSettings(**EVERYTHING)
-    shown, *texts = variants((CAPTION,), settings=settings, seed=1)
+    shown, *texts = caption_rules.variants((CAPTION,), settings=settings, seed=1)
     assert shown == ("zibbo, photo, one, two, red hat, a, b, x, (y, z:1.2), w, last , film")
     assert len(texts) == 12
     assert len(set(texts)) > 8
@@ -209,16 +211,16 @@ marked = st.text(alphabet="ab ,;|{}()[]:.12\\\u732b", max_size=40)
 @given(caption=marked, prefix=marked, seed=st.integers(0, 3))
 def test_any_caption_has_its_texts(caption: str, prefix: str, seed: int) -> None:
     settings = DataSettings(**{**EVERYTHING, "caption_variants": 3, "caption_prefix": prefix})
-    found = variants((caption, "b"), settings=settings, seed=seed)
+    found = caption_rules.variants((caption, "b"), settings=settings, seed=seed)
     assert len(found) == 5
-    assert len(set(found)) <= max_texts((caption, "b"), settings=settings)
+    assert len(set(found)) <= caption_rules.max_texts((caption, "b"), settings=settings)
     assert all(text == " ".join(text.split()) for text in found)
     assert all("zibbo" in text for text in found)
 
 
 def test_samples_are_of_captions_else_of_the_trigger_in_the_ways_of_its_kind() -> None:
     def prompts(*captions: str, concept: str = "person", count: int = 2, **data: object) -> object:
-        return sample_prompts(
+        return caption_rules.sample_prompts(
             captions,
             data=DataSettings.model_validate(data),
             sampling=SamplingSettings.model_validate({"prompts_from_captions": count}),
