@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Group, RenderableType
@@ -17,10 +17,6 @@ from lora_trainer.common.processes import quiet_libraries, read_dist_env
 from lora_trainer.measuring.bench import BenchRow
 from lora_trainer.planning.search import gib
 from lora_trainer.reporting.score import WEIGHTS, Validation
-
-if TYPE_CHECKING:
-    from lora_trainer.measuring.profile import Profiled
-
 
 Run = Annotated[Path, Parameter(help="a run folder or an adapter file")]
 TrainedOn = Annotated[
@@ -98,7 +94,6 @@ def validate(
     return validation.to_json() if json else validation_text(validation)
 
 
-_SHOWN_OPERATIONS = 10
 _BENCH_COLUMNS = "s a step", "images/s", "against planned", "peak", "predicted", "cached images/s"
 
 
@@ -128,23 +123,22 @@ def _figures(row: BenchRow, planned: float | None) -> tuple[str, ...]:
     )
 
 
-def profile_text(profiled: Profiled) -> RenderableType:
+def profile_text(profiled: Mapping[str, Any]) -> RenderableType:
     """Return a profile for people: shares of the step, longest operations, path of the trace, verdict."""
     shares = Table("where a step's time goes", "share", box=None, pad_edge=False)
-    for cause, share in profiled.verdict.shares.items():
+    for cause, share in profiled["shares"].items():
         shares.add_row(cause, Text(f"{100 * share:.1f} %", justify="right"))
-    longest = sorted(profiled.measured.work_s.items(), key=lambda item: -item[1])
     operations = Table("operation", "ms a step", box=None, pad_edge=False)
-    for name, seconds in longest[:_SHOWN_OPERATIONS]:
+    for name, seconds in profiled["operations"].items():
         operations.add_row(Text(name[:80]), Text(f"{1000 * seconds:.2f}", justify="right"))
     return Group(
         shares,
         "",
         operations,
         "",
-        Text(f"{profiled.measured.wall_s:.3f} s a step over {profiled.steps} steps"),
-        Text(f"trace: {profiled.trace} (tensorboard --logdir, or open it in Perfetto)"),
-        Text(profiled.verdict.sentence, style="bold"),
+        Text(f"{profiled['seconds_per_step']:.3f} s a step over {profiled['steps']} steps"),
+        Text(f"trace: {profiled['trace']} (tensorboard --logdir, or open it in Perfetto)"),
+        Text(profiled["sentence"], style="bold"),
     )
 
 
@@ -175,7 +169,7 @@ def profile(
     request = Request.of(dataset, **options.keywords())
     with ConsoleListener(console(stderr=True)) as listener:
         profiled = profile_run(request, steps=steps, output=output, listeners=(listener,))
-    return profiled.to_json() if json else profile_text(profiled)
+    return profiled if json else profile_text(profiled)
 
 
 def bench(

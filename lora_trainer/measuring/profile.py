@@ -30,33 +30,15 @@ WARMUP_STEPS = 3
 """Steps before the profiler starts, as the first ones choose kernels and fill the allocator."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Profiled:
-    """The verdict of a profile, its measurements and the folder of the trace."""
-
-    verdict: Verdict
-    measured: Measured
-    steps: int
-    trace: Path
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values; `operations` are seconds a step, the longest first."""
-        return {
-            "sentence": self.verdict.sentence,
-            "cause": self.verdict.cause,
-            "shares": dict(self.verdict.shares),
-            "seconds_per_step": self.measured.wall_s,
-            "operations": dict(sorted(self.measured.work_s.items(), key=lambda row: -row[1])[:10]),
-            "steps": self.steps,
-            "trace": str(self.trace),
-        }
+MOST_OPERATIONS = 10
 
 
 def profile_run(
     request: Request, *, steps: int, output: Path, listeners: tuple[Listener, ...] = ()
-) -> Profiled:
+) -> dict[str, Any]:
     """Train `steps` steps under the profiler; the run folder in `output` keeps the trace but no adapter.
 
+    Returns the verdict and its measurements as plain values; `operations` are seconds a step, the longest first.
     Raises RequestError for too few steps, and as training does.
     """
     if steps < 1:
@@ -79,9 +61,17 @@ def profile_run(
     file.unlink()  # an adapter of so few steps is useless and would only be mistaken for a result
     shutil.rmtree(file.parent / "states", ignore_errors=True)
     measured = watch.measured(steps)
-    return Profiled(
-        verdict=verdict(measured, real.config), measured=measured, steps=steps, trace=trace
-    )
+    judged = verdict(measured, real.config)
+    longest = sorted(measured.work_s.items(), key=lambda row: -row[1])
+    return {
+        "sentence": judged.sentence,
+        "cause": judged.cause,
+        "shares": dict(judged.shares),
+        "seconds_per_step": measured.wall_s,
+        "operations": dict(longest[:MOST_OPERATIONS]),
+        "steps": steps,
+        "trace": str(trace),
+    }
 
 
 def _name(prepared: Prepared) -> str:

@@ -72,16 +72,3 @@ def test_copies_between_host_and_gpu_are_counted_both_ways() -> None:
         between = replace(work, ordered_bytes=0)
         waited_s = seconds(work, "RTX 4090").low_s - seconds(between, "RTX 4090").low_s
         assert waited_s == pytest.approx(work.ordered_bytes / 22e9), "it hides behind nothing"
-
-
-def test_samples_that_come_twice_and_the_bases_own_predictions_cost_passes() -> None:
-    plain, doubled, half, along = (
-        work_of(costs_of(), batch_size=4, **changes)
-        for changes in ({}, {"twice": 1.0}, {"twice": 0.5}, {"as_base": 0.5})
-    )
-    assert doubled.flops == 2 * plain.flops
-    forward_flops = costs_of().sample_cost(load_of().workload()).forward_flops
-    assert along.flops == plain.flops + 2 * forward_flops
-    assert plain.kernels < along.kernels < half.kernels
-    streamed, again = (flux_work(streamed_blocks=20, as_base=share) for share in (0.0, 1.0))
-    assert again.bus_bytes == 1.5 * streamed.bus_bytes, "forward alone is one way of two"
