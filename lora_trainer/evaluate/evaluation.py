@@ -122,13 +122,14 @@ class Evaluation:
         """Draw an image for each prompt, with the seeds of a training's sample images."""
         settings, key = self.plan.config.sampling, texts_as(self.plan).key
         model, read = self.probe.model, self.feeder.entries.read
+        side = self.plan.config.data.resolution
         with self.probe.dial.at(strength), torch.no_grad():
             return [
                 self.sampler.image(
                     model.embed(read(key(prompt))),
                     model.embed(read(key(settings.negative_prompt))),
                     seed=settings.seed + index,
-                    size_px=(self.side_px, self.side_px),
+                    size_px=(side, side),
                     steps=SAMPLE_STEPS,
                     guidance_scale=settings.guidance_scale,
                 )
@@ -142,7 +143,7 @@ class Evaluation:
         encoder = self.plan.family.load_image_encoder(
             self.plan.facts, device=planned_device(self.plan)
         )
-        side = self.side_px
+        side = self.plan.config.data.resolution
         latents = [
             encoder.encode_images(pixels(image, side_px=side) * 2 - 1)[0].mean for image in images
         ]
@@ -183,11 +184,6 @@ class Evaluation:
             )
             for record in records
         ]
-
-    @property
-    def side_px(self) -> int:
-        """Side of the sample images, in pixels."""
-        return self.plan.config.data.resolution
 
 
 def plan_of(subject: EvaluatedLora, dataset: Path) -> Plan:

@@ -110,8 +110,9 @@ class ConsoleListener:
             return
         name = PHASES.get(fields["phase"], fields["phase"])
         done, total = fields["done"], fields["total"]
-        number = bytes_text if fields["phase"] == "download" else str
-        self._update(name, done=done, total=total, figures=fields["message"], number=number)
+        number: Callable[[int], str] = bytes_text if fields["phase"] == "download" else str
+        count = f"{number(done)}/{number(total)}" if total else ""
+        self._update(name, fields["message"], count=count, done=done, total=total)
         if name != self._phase and name not in _QUIET_PHASES:
             self._say_plainly(f"{name}: {fields['message']}" if fields["message"] else name)
         if done and name not in _QUIET_PHASES:
@@ -123,7 +124,8 @@ class ConsoleListener:
         self._loss.add(measured(fields["loss"]))
         self._phase = name = PHASES["train"]
         figures = self.figures(fields)
-        self._update(name, done=fields["step"], total=self.steps, figures=figures)
+        count = f"{fields['step']}/{self.steps}"
+        self._update(name, figures, count=count, done=fields["step"], total=self.steps)
         line = f"step {_share(fields['step'], self.steps)}: {figures}"
         self._say_sometimes(name, line, done=fields["step"], total=self.steps)
 
@@ -139,17 +141,8 @@ class ConsoleListener:
             parts.append(f"VRAM {bytes_text(fields['vram_bytes'])}")
         return ", ".join(parts)
 
-    def _update(
-        self,
-        name: str,
-        *,
-        done: int,
-        total: int,
-        figures: str,
-        number: Callable[[int], str] = str,
-    ) -> None:
+    def _update(self, name: str, figures: str, *, count: str, done: int, total: int) -> None:
         if self._bar is not None:
-            count = f"{number(done)}/{number(total)}" if total else ""
             task = self._bar.task_ids[0]
             self._bar.update(
                 task, description=name, completed=done, count=count, figures=one_line(figures)

@@ -74,14 +74,15 @@ def loss_curve(history: RunHistory, view: LossView = WHOLE) -> Html:
         lines.append(ChartLine(label=label, css="train", points=means))
     lines += _validation_lines(history, steps, view)
     must_show = [loss for line in lines[1:] for _, loss in line.points]
+    marks = [_mark(row) for row in history.marks if view.holds(row["step"])]
+    if view.best and view.holds(view.best):
+        tip = f"step {view.best:,}: the best of the saved steps"
+        marks.append(Mark(x=view.best, css="best", tooltip=tip, rule=True))
     chart = Chart(
         title="Loss",
         height_px=330,
         lines=[positive(line) for line in lines] if view.log else lines,
-        marks=[
-            *(_mark(row) for row in history.marks if view.holds(row["step"])),
-            *_best_mark(view),
-        ],
+        marks=marks,
         top=None if view.outliers else axis_top([row.loss for row in steps], must_show=must_show),
         log=view.log,
     )
@@ -159,13 +160,6 @@ def _mark(row: Row) -> Mark:
         tooltip=f"step {row['step']:,}: {event}",
         rule=kind != "saved",
     )
-
-
-def _best_mark(view: LossView) -> list[Mark]:
-    if not view.best or not view.holds(view.best):
-        return []
-    tip = f"step {view.best:,}: the best of the saved steps"
-    return [Mark(x=view.best, css="best", tooltip=tip, rule=True)]
 
 
 def is_recovery(row: Row) -> bool:
