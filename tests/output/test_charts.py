@@ -15,12 +15,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lora_trainer.reporting import report_curves as curves
 from lora_trainer.reporting.history import read_history
-from lora_trainer.reporting.report_curves import LossView, loss_curve
 from tests.fakes.run_folder import fake_run
 
-RAW = LossView(smoothing="none", outliers=True)
-LOG = LossView(smoothing="none", outliers=True, log=True)
+RAW = curves.LossView(smoothing="none", outliers=True)
+LOG = curves.LossView(smoothing="none", outliers=True, log=True)
 WIDTH_PX, HEIGHT_PX, LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 1040, 330, 52, 1030, 22, 292
 numbers = st.floats(-1e6, 1e6).map(lambda value: round(value, 6))
 
@@ -51,11 +51,11 @@ class Drawn:
         return [(float(x), float(y)) for x, y in re.findall(r"([\d.]+) ([\d.]+)", self.path)]
 
 
-def drawn(losses: Sequence[float | None], view: LossView = RAW) -> Drawn:
+def drawn(losses: Sequence[float | None], view: curves.LossView = RAW) -> Drawn:
     rows = [{"event": "step", "step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
     with TemporaryDirectory() as name:
         (Path(name) / "events.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        svg, _, rest = loss_curve(read_history(Path(name)), view).partition("</svg>")
+        svg, _, rest = curves.loss_curve(read_history(Path(name)), view).partition("</svg>")
     return Drawn(svg, rest)
 
 
@@ -146,7 +146,7 @@ def test_the_axis_spans_the_data_and_what_lies_above_the_top_stays_inside() -> N
     assert (min(chart.y), max(chart.y)) == (0.0, 1.0)
     assert [x for x, _ in chart.points] == [LEFT_PX, (LEFT_PX + RIGHT_PX) / 2, RIGHT_PX]
     losses = [0.05] + [0.1] * 48 + [80.0]
-    bounded = drawn(losses, LossView(smoothing="none"))
+    bounded = drawn(losses, curves.LossView(smoothing="none"))
     assert max(bounded.y) < 1 and min(y for _, y in bounded.points) == TOP_PX
     assert (
         "Steps whose loss lies above the chart: 1; the highest is 80.0000 at step 50"
@@ -169,8 +169,8 @@ def test_marks_and_dots_carry_their_words(tmp_path: Path) -> None:
         if event["event"] == "change":
             event["reason"] = "<b>"
     history = read_history(run.write())
-    assert "Loss: nothing was recorded." in loss_curve(history, LossView(first=21))
-    curve = loss_curve(history)
+    assert "Loss: nothing was recorded." in curves.loss_curve(history, curves.LossView(first=21))
+    curve = curves.loss_curve(history)
     assert curve.count("<svg") == 2 and curve.count("<span>") == 4, "one legend of four lines"
     for words in (
         "step 20: validation loss 0.0555",
