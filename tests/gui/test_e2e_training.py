@@ -331,5 +331,5 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
     at = read_status(place.runs / "one").step
     tabs[1].get_by_role("button", name="Resume", exact=True).click(timeout=WITHIN_MS)
     until(training(place, "one", beyond=at), "a step after the resume")
-    tabs[0].get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
+    tabs[1].get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
     until(lambda: state(place, "one") == "stopped", "stopped again")
