@@ -198,30 +198,23 @@ def update_norm(update: Update) -> float | None:
 
     The magnitudes of DoRA and changes of biases are left out.
     """
-    if update.kind in BASED or update.rows is not None:
+    arrays = update.arrays
+    is_large = any(len(array) > MAX_RANK for name, array in arrays.items() if name in _INNER)
+    if update.kind in BASED or update.rows is not None or is_large:
         return None
     with np.errstate(all="ignore"):
-        norm = _norm(update)
-    if norm is None:
-        return None
+        match update.kind:
+            case "lora":
+                norm = product_norm(arrays["up"], arrays["down"])
+            case "loha":
+                norm = _loha_norm(arrays)
+            case "lokr":
+                # Each number of A x B is one of A times one of B, so the squares of the norms multiply.
+                norm = _factor_norm(arrays, "w1") * _factor_norm(arrays, "w2")
+            case _:  # a bias that changes alone has no difference
+                norm = _factor_norm({"difference": np.zeros(1), **arrays}, "difference")
     norm *= abs(update.scale)
     return norm if math.isfinite(norm) else None
-
-
-def _norm(update: Update) -> float | None:
-    arrays = update.arrays
-    if any(array.shape[0] > MAX_RANK for name, array in arrays.items() if name in _INNER):
-        return None
-    match update.kind:
-        case "lora":
-            return product_norm(arrays["up"], arrays["down"])
-        case "loha":
-            return _loha_norm(arrays)
-        case "lokr":
-            # Each number of A x B is one of A times one of B, so the squares of the norms multiply.
-            return _factor_norm(arrays, "w1") * _factor_norm(arrays, "w2")
-    difference = arrays.get("difference")
-    return 0.0 if difference is None else float(np.linalg.norm(difference.astype(np.float64)))
 
 
 def product_norm(first: Matrix, second: Matrix) -> float:
@@ -231,8 +224,8 @@ def product_norm(first: Matrix, second: Matrix) -> float:
     tall = np.asarray(first.reshape(first.shape[0], -1), dtype=np.float64)
     wide = np.asarray(second.reshape(second.shape[0], -1), dtype=np.float64)
     squared = float(((tall.T @ tall) * (wide @ wide.T)).sum())
-    # Rounding can put the sum for a product of zero a little below zero.
-    return math.nan if math.isnan(squared) else math.sqrt(max(0.0, squared))
+    # Rounding can put the sum for a product of zero a little below zero; in this order NaN stays.
+    return math.sqrt(max(squared, 0.0))
 
 
 def _factor_norm(arrays: Mapping[str, Matrix], name: str) -> float:
@@ -241,11 +234,12 @@ def _factor_norm(arrays: Mapping[str, Matrix], name: str) -> float:
     return product_norm(arrays[f"{name}_a"], arrays[f"{name}_b"])
 
 
-def _loha_norm(arrays: Mapping[str, Matrix]) -> float | None:
-    # (A B) * (C D) as one product of factors has the rank r^2, so the matrix is made some rows at a time.
+def _loha_norm(arrays: Mapping[str, Matrix]) -> float:
+    """Return the norm of (A B) * (C D), NaN where it would take too long."""
+    # As one product of factors it has the rank r^2, so the matrix is made some rows at a time.
     outputs, inputs = arrays["w1_a"].shape[0], arrays["w1_b"].shape[1]
     if outputs * inputs > MAX_LOHA_ELEMENTS or not inputs:
-        return None
+        return math.nan
     a, b, c, d = (arrays[name].astype(np.float64) for name in ("w1_a", "w1_b", "w2_a", "w2_b"))
     rows = max(1, _SLICE_ELEMENTS // inputs)
     squared = 0.0
@@ -253,7 +247,7 @@ def _loha_norm(arrays: Mapping[str, Matrix]) -> float | None:
         part = slice(start, start + rows)
         product = (a[part] @ b) * (c[part] @ d)
         squared += float((product * product).sum())
-    return math.sqrt(squared) if squared >= 0 else math.nan
+    return math.sqrt(squared)
 
 
 def block_of(module: str) -> str:
