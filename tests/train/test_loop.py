@@ -18,6 +18,7 @@ from lora_trainer.checkpoint.states import LoopValues, load_newest
 from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped
 from lora_trainer.config.learning import ObjectiveSettings, OptimizerSettings
 from lora_trainer.families.base import Conditioning
+from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.dataloader import TrainingDataLoader
@@ -359,14 +360,17 @@ def test_a_plain_way_that_cannot_be_taken_is_saved_with_remedies_of_its_own(
         raise RuntimeError("no room")
 
     change = OomFallback(key="memory.streamed_blocks", old=3, new=0, apply=refused)
-    training = replace(
-        build_training(build_feeder(), steps=1, remedies=[change] * 2).training,
-        plain=PlainWay(changes=[change], remedies=[change]),
-    )
+    training = build_training(build_feeder(), steps=1, remedies=[change] * 2).training
+    blocks = CompiledBlocks(training.model.denoiser, backend="eager")
+    plain = PlainWay(changes=[change], remedies=[change])
+    training = replace(training, plain=plain, compiled=blocks)
     guard = GuardState(micro_batch=1, remedies=in_force)
     with pytest.raises(NoFallbackLeft) as caught:
         go_plainly(training, guard, reason="it failed")
-    assert caught.value.guard == replace(guard, plain=True, remedies=on_the_plain_way)
+    assert caught.value.guard == replace(
+        guard, plain=True, uncompiled=True, remedies=on_the_plain_way
+    )
+    assert blocks.is_off
 
 
 def failing(real: Callable[..., Any], error: Exception, *, after: int) -> Callable[..., Any]:
