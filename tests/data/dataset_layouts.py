@@ -291,11 +291,14 @@ LAYOUTS = (
                    b'{"file_name": 3, "text": "x"}', b'{"file_name": "b.png", "text": ["one", 2]}', b"[" * 100_000,
                    b'{"file_name": "s.png", "text": "\\ud800"}',
                    b'{"file_name": ".\\\\b.png", "prompt": "no", "text": "first\\nkey wins"}',
-                   '{"file_name": "./c.png", "prompt": "four\u2028five"}'.encode()))},
+                   '{"file_name": "./c.png", "prompt": "four\u2028five"}'.encode(), b""))},
            captions={"a.png": "one", "s.png": "?", "b.png": "first key wins", "c.png": "four five"}, findings=(
                "warning metadata CAP-02 metadata.jsonl: a.png occurs again; the last row counts",
-               "metadata metadata.jsonl", "metadata metadata.jsonl", "metadata metadata.jsonl",
-               "metadata metadata.jsonl", "metadata metadata.jsonl",
+               "warning metadata CAP-02 metadata.jsonl: line 3: not JSON (...",
+               'warning metadata CAP-02 metadata.jsonl: line 4: no {"file_name": "..."}',
+               'warning metadata CAP-02 metadata.jsonl: line 5: no {"file_name": "..."}',
+               "warning metadata CAP-02 metadata.jsonl: line 6: no text under text, caption, prompt",
+               "warning metadata CAP-02 metadata.jsonl: 1 more lines like these",
            ), settings={"data.caption_lines": "one"}),
     # caption files
     plain("no caption, an empty one", {
