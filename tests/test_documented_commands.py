@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.cli.main import app
+from lora_trainer.cli import main
 from lora_trainer.config import config
 from lora_trainer.config.config import parse_assignment
 
@@ -32,7 +32,7 @@ def commands(page: Path) -> list[list[str]]:
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda p: p.name)
 def test_commands_of_a_page_are_accepted(page: Path) -> None:
     for words in commands(page):
-        app.parse_args(words, exit_on_error=False, print_error=False)  # raises CycloptsError
+        main.app.parse_args(words, exit_on_error=False, print_error=False)  # raises CycloptsError
         settings = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
         config.check_keys(dict(map(parse_assignment, settings)))
 

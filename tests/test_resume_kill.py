@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lora_trainer.lora_file.write import final_export_name
 from tests.fakes.runs import (
     BETWEEN_SAVES,
     Point,
@@ -89,7 +88,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(name: str, place: Toy, killed: To
     run, whole = killed.runs / name.replace(" ", "-"), place.run
     left = KILLS[name].left
     assert max(published(run), default=None) == left, "the kill came when it should"
-    assert not (run / final_export_name(run.name)).exists() or name == "in the report"
+    assert not (run / f"{run.name}.safetensors").exists() or name == "in the report"
 
     assert run_cli([*command(place, name), "--resume"]) == 0
 

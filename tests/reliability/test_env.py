@@ -17,7 +17,7 @@ from torch import nn
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.learning import OptimizerSettings
-from lora_trainer.hardware.machine import package_notes
+from lora_trainer.hardware import machine
 from lora_trainer.network.compiling import apply_attention
 from lora_trainer.training.optimizers import build_optimizer
 from tests.fakes.runs import STEPS, Toy, events, listing, run_cli, start, toy
@@ -207,11 +207,11 @@ def test_env_03_doctor_says_what_is_wrong_with_each_package() -> None:
         "xformers": None,
         "gradio": "6.31.0",
     }
-    assert package_notes(versions, requirements=REQUIREMENTS) == {
+    assert machine.package_notes(versions, requirements=REQUIREMENTS) == {
         "torch": '<2.14,>=2.10 is needed: pip install "torch<2.14,>=2.10"',
         "peft": '<0.22,>=0.21 is needed: pip install "peft<0.22,>=0.21"',
         "bitsandbytes": '<0.51,>=0.49 is needed: pip install "bitsandbytes<0.51,>=0.49"',
         "xformers": "not installed: pip install xformers",
     }
     later = {"torch": "2.13.0+cpu", "diffusers": "0.42.1.dev0"}
-    assert package_notes(later, requirements=REQUIREMENTS) == {}
+    assert machine.package_notes(later, requirements=REQUIREMENTS) == {}
