@@ -104,24 +104,18 @@ class _Planner:
             self.decide(key, value, reason)
 
     def decide_device(self) -> None:
-        hardware, setting, sharing = (
-            self.inputs.hardware,
-            self.config.hardware.device,
-            self.inputs.sharing,
-        )
+        hardware, sharing = self.inputs.hardware, self.inputs.sharing
+        setting = self.config.hardware.device
         accelerator = hardware.accelerator(sharing=sharing)
         gpu, reason = accelerator.value, accelerator.reason
         here = gpu.can.torch_type if gpu else "cpu"
         # A device that was typed is never replaced: on the processor the run would take weeks, unnoticed.
         if setting not in ("auto", "cpu", here):
+            there = (
+                f"the GPU here is {gpu.can.says}" if gpu else f"there is no GPU to use: {reason}"
+            )
             raise MachineError(
-                f"hardware.device={setting}, but "
-                + (
-                    f"the GPU here is {gpu.can.says}"
-                    if gpu
-                    else f"there is no GPU to use: {reason}"
-                ),
-                fix=f"use --set hardware.device={here}",
+                f"hardware.device={setting}, but {there}", fix=f"use --set hardware.device={here}"
             )
         self.decide_auto("hardware.device", here, reason)
         self.gpu = gpu if self.config.hardware.device != "cpu" else None

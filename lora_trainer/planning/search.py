@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -282,21 +282,18 @@ class Search(Evaluator):
             if self.predict(full).fits:
                 # The device wants many streamed blocks, the host few. So the search looks for the fewest
                 # the device can do with, and the host only has to agree to that number.
-                resident = _most(
-                    lambda count, full=full: (
-                        self.predict(  # type: ignore[misc]
-                            replace(full, streamed_blocks=most - count)
-                        ).fits
-                    ),
-                    least=0,
-                    most=most - least,
-                )
+                resident = _most(partial(self._fits_beside, full), least=0, most=most - least)
                 fewest = replace(full, streamed_blocks=most - resident)
                 if self.fits(fewest):
                     yield fewest
             count //= (
                 2  # halves: neighbours differ little in time, and each costs a search of its own
             )
+
+    def _fits_beside(self, load: Load, resident: int) -> bool:
+        """Say whether the device can hold so many of the streamed blocks."""
+        blocks = load.streamed_blocks - resident
+        return self.predict(replace(load, streamed_blocks=blocks)).fits
 
     def _nothing_fits(self, ideal_load: Load) -> MachineError:
         """Return the error for a run that fits nowhere: the missing memory, and the nearest setting that fits."""

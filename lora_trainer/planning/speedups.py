@@ -70,34 +70,35 @@ def _obstacles(inputs: PlanInput, config: Config, gpu: Gpu | None) -> Iterator[s
     """Yield the reasons against compiling; each was tried on every family."""
     adapter, memory, objective = config.adapter, config.memory, config.objective
     kind = "DoRA" if adapter.dora else adapter.kind
-    if kind in ("DoRA", "loha", "lokr"):
-        yield f"peft's {kind} layers cannot be compiled in one piece"
-    if adapter.dropout or adapter.rank_dropout or adapter.module_dropout:
-        yield "adapter dropout differs by layer, so each block would be compiled separately"
-    if inputs.costs.texts_vary:
-        yield "text lengths vary with this base, and each length would be compiled separately"
-    if objective.prior == "base" or objective.preservation_weight:
-        yield (
-            "the base's own prediction is computed for a varying number of samples, each compiled "
-            "separately"
-        )
-    if config.base.assistant is not None:
-        yield "base.assistant computes its part in hooks, which cannot be compiled"
-    if memory.gradient_checkpointing in KEEP_ATTENTION:
-        yield (
-            "this gradient checkpointing keeps results of single kernels, which compiled code merges"
-        )
-    if memory.attention == "xformers":
-        yield "memory.attention=xformers cannot be compiled"
-    if config.hardware.compile != "auto":
-        return  # the rest only makes it slow, and the user may still ask for it
-    if memory.streamed_blocks:
-        yield "blocks are streamed, so steps wait for copies, not for kernels"
-    if inputs.hardware.packages.get("triton") is None:
-        yield "triton, which compiles for GPUs, is missing (pip install triton)"
+    drops = adapter.dropout or adapter.rank_dropout or adapter.module_dropout
     capability = gpu.compute_capability if gpu is not None else None
-    if capability is None or capability < TRITON_CAPABILITY:
-        yield "triton needs a GPU of compute capability 7.0 or higher"
+    impossible = {
+        f"peft's {kind} layers cannot be compiled in one piece": kind in ("DoRA", "loha", "lokr"),
+        "adapter dropout differs by layer, so each block would be compiled separately": drops,
+        "text lengths vary with this base, and each length would be compiled separately": (
+            inputs.costs.texts_vary
+        ),
+        "the base's own prediction is computed for a varying number of samples, each compiled separately": (
+            objective.prior == "base" or objective.preservation_weight
+        ),
+        "base.assistant computes its part in hooks, which cannot be compiled": config.base.assistant,
+        "this gradient checkpointing keeps results of single kernels, which compiled code merges": (
+            memory.gradient_checkpointing in KEEP_ATTENTION
+        ),
+        "memory.attention=xformers cannot be compiled": memory.attention == "xformers",
+    }
+    slow = {
+        "blocks are streamed, so steps wait for copies, not for kernels": memory.streamed_blocks,
+        "triton, which compiles for GPUs, is missing (pip install triton)": (
+            inputs.hardware.packages.get("triton") is None
+        ),
+        "triton needs a GPU of compute capability 7.0 or higher": (
+            capability is None or capability < TRITON_CAPABILITY
+        ),
+    }
+    # What only makes it slow the user may still ask for.
+    reasons = {**impossible, **slow} if config.hardware.compile == "auto" else impossible
+    yield from (reason for reason, holds in reasons.items() if holds)
 
 
 def _count_kinds(costs: BaseCosts) -> int:
