@@ -286,9 +286,8 @@ class Search(Evaluator):
                 fewest = replace(full, streamed_blocks=most - resident)
                 if self.fits(fewest):
                     yield fewest
-            count //= (
-                2  # halves: neighbours differ little in time, and each costs a search of its own
-            )
+            # Halves: neighbours differ little in time, and each costs a search of its own.
+            count //= 2
 
     def _fits_beside(self, load: Load, resident: int) -> bool:
         """Say whether the device can hold so many of the streamed blocks."""

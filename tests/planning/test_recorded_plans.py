@@ -92,7 +92,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"memory.text_encoder_precision": "fp32"}, {"memory.attention": "xformers"},
     *({"train.precision": dtype} for dtype in ("fp16", "fp32")),
     {"train.precision": "fp32", "memory.base_precision": "fp32", "base.assistant": "a.safetensors"},
-    {"base.assistant": "a.safetensors"}, {"hardware.device": "cpu"}, {"hardware.device": "mps"},
+    {"base.assistant": "a.safetensors"}, *({"hardware.device": kind} for kind in ("cpu", "mps", "cuda")),
     {"hardware.vram_limit_gib": 5}, {"hardware.vram_limit_gib": 40},
     {"hardware.compile": "blocks"}, {"hardware.compile": "blocks", "adapter.dora": True},
     {"hardware.compile": "blocks", "objective.preservation_weight": 0.5, **CLASS},
@@ -189,6 +189,8 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for pinnable_gib in (0.5, 9):
         hardware = replace(MACHINES["24"], pinnable_bytes=int(pinnable_gib * GIB))
         yield f"{pinnable_gib} pinnable", {"base": FLUX, "hardware": hardware, "overrides": asked}
+    how = {"hardware": MACHINES["24"], "priority": "speed", "overrides": LONG}
+    yield "nothing to compile with", how
     yield f"{QWEN}, too little RAM", {"base": QWEN, "hardware": machine(12, ram_gib=12)}
     yield (
         "17 buckets",
