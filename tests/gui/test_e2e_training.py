@@ -292,54 +292,44 @@ def test_what_was_filled_in_survives_a_reload_and_a_way_back(page: Any, place: P
     assert box.input_value() == "/no/such/folder"
 
 
-def test_a_killed_interface_loses_nothing_and_two_tabs_show_the_same(
+def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_training_waits(
     page: Any, place: Place, gui_server: StartGui, expected: list[str]
 ) -> None:
-    """The one that is started again has the same link and port, so the other tests go on with it."""
+    """One training outlives the interface, is stopped from another tab, and goes on after a second one."""
     expected.extend(NO_SERVER)
-    page.goto(place.server.link)
-    fill(page, place, name="alive", settings=LONG)
-    train(page)
-    until(training(place, "alive"), "the first step")
-    pid = read_status(place.runs / "alive").pid
-    assert pid is not None
-    address = page.url
-    page.goto("about:blank")  # what it was still loading would fail, as it does for anybody
-    place.server.kill()
-    at = read_status(place.runs / "alive").step
-    until(training(place, "alive", beyond=at), "a step without the interface")
-    gui_server(place.runs, port=place.server.port)
-    page.goto(address)
-    page.reload()
-    page.get_by_role("button", name="Stop", exact=True).wait_for(timeout=WITHIN_MS)
-    other = page.context.new_page()
-    other.goto(page.url)
-    other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
-    until(lambda: state(place, "alive") == "stopped", "stopped")
-    for tab in (page, other):
-        tab.get_by_role("button", name="Resume", exact=True).wait_for(timeout=WITHIN_MS)
-    until(lambda: not psutil.pid_exists(pid), "no process is left")
-
-
-def test_a_second_training_waits_until_the_first_is_stopped_which_a_resume_goes_on_with(
-    page: Any, place: Place
-) -> None:
     page.goto(place.server.link)
     fill(page, place, name="one", settings=LONG)
     train(page)
     until(training(place, "one"), "the first step")
+    pid = read_status(place.runs / "one").pid
+    assert pid is not None
+    address = page.url
+    page.goto("about:blank")  # what it was still loading would fail, as it does for anybody
+    place.server.kill()
+    at = read_status(place.runs / "one").step
+    until(training(place, "one", beyond=at), "a step without the interface")
+    gui_server(
+        place.runs, port=place.server.port
+    )  # with the same link, so other tests go on with it
+    page.goto(address)
+    page.reload()
+    page.get_by_role("button", name="Stop", exact=True).wait_for(timeout=WITHIN_MS)
+    tabs = [page.context.new_page() for _ in range(2)]
+    for tab in tabs:
+        tab.goto(address)
     fill(page, place, name="two", settings=SHORT)
     page.get_by_role("button", name="Add try-out to queue").click()
     page.get_by_text("1 before it").wait_for(timeout=WITHIN_MS)
     assert not (place.runs / "two").exists()
-    other = page.context.new_page()
-    other.goto(place.server.url("/run?run=one"))
-    other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
+    tabs[0].get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
+    until(lambda: state(place, "one") == "stopped", "stopped")
+    for tab in tabs:
+        tab.get_by_role("button", name="Resume", exact=True).wait_for(timeout=WITHIN_MS)
+    until(lambda: not psutil.pid_exists(pid), "no process is left")
     page.wait_for_url("**/run?run=two", timeout=WITHIN_MS)
     page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
-    assert state(place, "one") == "stopped"
     at = read_status(place.runs / "one").step
-    other.get_by_role("button", name="Resume", exact=True).click(timeout=WITHIN_MS)
+    tabs[1].get_by_role("button", name="Resume", exact=True).click(timeout=WITHIN_MS)
     until(training(place, "one", beyond=at), "a step after the resume")
-    other.get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
+    tabs[1].get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
     until(lambda: state(place, "one") == "stopped", "stopped again")
