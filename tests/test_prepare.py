@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lora_trainer.hardware.machine import Hardware, assume_card
 from lora_trainer.run import prepare
 from lora_trainer.run.plan_text import plan_json
 from tests.fakes.family_bases import base_of, facts_of, side_of
-from tests.fakes.runs import Toy, listing, toy
+from tests.fakes.runs import Toy, listing, run_cli, toy
 
 PROCESSOR = Hardware(
     gpus=(),
@@ -377,3 +378,36 @@ def test_processes_of_one_machine_share_its_threads(place: Toy) -> None:
     ]
     assert [made.config.hardware.threads for made in found] == [3, 1, 1]
     assert "3 for 2 processes" in found[1].plan.origins["hardware.threads"].reason
+
+
+def test_the_path_of_one_setting(
+    place: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written in a file, read once, validated after layering and after planning, then a typed attribute."""
+    calls: dict[str, list[Any]] = {}
+
+    def follow(path: str) -> None:
+        module, _, name = path.rpartition(".")
+        function = getattr(import_module(module), name)
+
+        def followed(first: Any, *more: Any, **options: Any) -> Any:
+            calls.setdefault(name, []).append(first)
+            return function(first, *more, **options)
+
+        monkeypatch.setattr(path, followed)
+
+    follow("lora_trainer.config.layers.read_settings_text")
+    follow("lora_trainer.config.config.contradictions")
+    follow("lora_trainer.run.plan_text.plan_text")
+    file = tmp_path / "mine.toml"
+    file.write_text("[train]\nbatch_size = 3\n")
+    line = [str(place.dataset), "--base", "embedded", "--config", str(file)]
+    assert run_cli(["plan", *line, "--set", f"data.cache_dir={place.cache}"]) == 0
+    assert len(calls["read_settings_text"]) == 1
+    checked = [config for config in calls["contradictions"] if config.train.batch_size == 3]
+    assert [type(config).__name__ for config in checked][:2] == ["Config", "RunConfig"]
+    (prepared,) = calls["plan_text"]
+    assert prepared.config is checked[1]
+    assert prepared.config.memory.micro_batch <= 3, "no auto is left beside it"
+    origin = prepared.plan.origins["train.batch_size"]
+    assert (origin.layer, origin.reason) == (f"config {file}", f"{file}:2:1")
