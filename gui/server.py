@@ -14,7 +14,7 @@ from typing import Any
 from lora_trainer.common.errors import MachineError
 from lora_trainer.reporting.charts import CHARTS_CSS
 
-from .asset_files import FAVICON, style_sheets
+from .asset_files import FAVICON, asset, style_sheets
 from .front import Front
 from .guard import UPLOAD_MAX_BYTES, Access, Application, Guard
 from .uploads import INCOMING, forget_old
@@ -66,7 +66,9 @@ def pages(work: Workplace) -> Any:
             theme=Default(font=TEXT_FONTS, font_mono=CODE_FONTS).set(**_theme()),
             css=CHARTS_CSS.read_text(encoding="utf-8"),
             css_paths=style_sheets(),
-            head='<link rel="icon" href="/ui/mark.svg" type="image/svg+xml"><script src="/ui/answers.js"></script>',
+            # Gradio adds this once its script runs, and begins without a wait: hence a script in the page.
+            head='<link rel="icon" href="/ui/mark.svg" type="image/svg+xml">'
+            f"<script>{asset('answers.js')}</script>",
             favicon_path=str(FAVICON),
             footer_links=[],
             run_history=False,

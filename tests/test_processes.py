@@ -27,7 +27,8 @@ from tests.fakes.runs import ROOT, Toy, events, last_state, trajectory
 from tests.fakes.training import distance
 
 SPLITS = ("of 2", "of 5", "cold")
-"""One of five processes has no sample; of the two of `cold`, without a cache, one runs out of memory."""
+"""One of five processes has no sample; of the two of `cold`, without a cache, one runs out of memory. `craft`
+shares its samples unevenly, 2, 1 and 1."""
 FAILED = {
     "bug": "process 1: ValueError: a bug in this process",
     "killed 0": "the process that kept the launcher's store ended",

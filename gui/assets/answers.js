@@ -52,7 +52,7 @@
             }
           }
           if (goes) answer = await send(request);
-          goes &&= answer.ok;
+          if (!answer.ok) throw new Error(answer.statusText); // as Gradio's script does: the page is loaded again
         }
         messages.close();
       },

@@ -113,11 +113,9 @@ class TrackerListener:
         fields = event.fields
         match event.kind:
             case "step":
-                values = self._step_scalars(fields)
-                self.attempt(lambda: self.tracker.log(values, step=fields["step"]))
+                self.attempt(lambda: self._log_scalars(self._step_scalars, fields))
             case "validation":
-                values = _validation_scalars(fields)
-                self.attempt(lambda: self.tracker.log(values, step=fields["step"]))
+                self.attempt(lambda: self._log_scalars(_validation_scalars, fields))
             case "sample" if self.name in _IMAGES:
                 self.attempt(lambda: self._log_images(fields))
             case "finished" | "stopped":
@@ -127,6 +125,11 @@ class TrackerListener:
     def _close(self) -> None:
         with suppress(Exception):  # what went wrong with it has been reported
             self.tracker.finish()
+
+    def _log_scalars(
+        self, scalars: Callable[[Mapping[str, Any]], dict[str, float]], fields: Mapping[str, Any]
+    ) -> None:
+        self.tracker.log(scalars(fields), step=fields["step"])
 
     def _log_images(self, fields: Mapping[str, Any]) -> None:
         layout = {"dataformats": "NHWC"} if self.name == "tensorboard" else {}

@@ -215,7 +215,8 @@ def _base_settings(config: Config | None, source: str) -> BaseSettings:
 def stated_settings(metadata: Mapping[str, str]) -> Config | None:
     """Return the settings in the header of a file from this trainer, None without readable ones."""
     try:
-        return build_config(json.loads(metadata["lora_train.settings"]))
+        settings = json.loads(metadata["lora_train.settings"])
+        return build_config(settings) if isinstance(settings, dict) else None
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
