@@ -130,26 +130,32 @@ class _SavedInput:
     def __init__(self, tensor: Tensor) -> None:
         self.on_device: Tensor | None = tensor
         self._device = tensor.device
-        # Dense strides: a view of part of a larger storage is copied without the rest.
-        self._copy = torch.empty_like(tensor, device="meta")
-        if tensor.is_meta:  # a traced network has no host memory to copy to
-            return
-        host = pinned().empty(
-            tensor.shape, strides=self._copy.stride(), dtype=tensor.dtype, device=tensor.device
+        # A view of part of a larger storage is copied without the rest, so its strides change.
+        whole = tensor.nbytes == tensor.untyped_storage().nbytes()
+        layout = tensor if whole else torch.empty(tensor.shape, device="meta")
+        self._empty = partial(
+            torch.empty_strided, tensor.shape, layout.stride(), dtype=tensor.dtype
         )
-        # The allocator of pinned memory does not reuse it while a copy is queued.
-        self._copy = host.copy_(tensor, non_blocking=may_copy_ahead(tensor.device))
+        self._host: Tensor | None = None
+        if not tensor.is_meta:  # a traced network has no host memory to copy to
+            self._host = pinned().empty(
+                tensor.shape, strides=layout.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+            # The allocator of pinned memory does not reuse it while a copy is queued.
+            self._host.copy_(tensor, non_blocking=may_copy_ahead(tensor.device))
 
     @staticmethod
     def restored(saved: Tensor | _SavedInput) -> Tensor:
         """Return an input on the device, as autograd asks for it in the backward pass."""
         if isinstance(saved, Tensor):
             return saved
-        if saved.on_device is not None:
-            return saved.on_device
-        if saved._device.type == "meta":
-            return torch.empty_like(saved._copy)
-        return saved._copy.to(saved._device, non_blocking=may_copy_ahead(saved._device))
+        tensor, saved.on_device = saved.on_device, None
+        if tensor is not None:
+            return tensor
+        tensor = saved._empty(device=saved._device)
+        if saved._host is not None:
+            tensor.copy_(saved._host, non_blocking=may_copy_ahead(saved._device))
+        return tensor
 
 
 _ATEN = torch.ops.aten
