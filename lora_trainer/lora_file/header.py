@@ -24,6 +24,7 @@ from lora_trainer.families.base_files.base_folder import (
     MAX_HEADER_BYTES,
     MAX_KEY_LENGTH,
     MAX_TENSORS,
+    could_fill_memory,
 )
 from lora_trainer.lora_file.stream import ELEMENT_BYTES
 
@@ -138,8 +139,7 @@ def _opened(path: Path, file: BinaryIO, check: Callable[[], object]) -> Opened:
             refuse(path, fault, fix="convert it to safetensors where it was made")
         refuse(path, "is not a safetensors file")
     text = file.read(length)
-    # A tensor's entry has three brackets: more of them than so many tensors need could fill the memory.
-    if text.count(b"{") + text.count(b"[") > 4 * MAX_TENSORS:
+    if could_fill_memory(text):
         refuse(path, f"names more tensors than the {MAX_TENSORS:,} any adapter has")
     try:
         check()

@@ -1,4 +1,8 @@
-"""Draws images with a finished LoRA as any other program would: plain pipeline, load, generate."""
+"""Draws images with a finished LoRA as any other program would: plain pipeline, load, generate.
+
+Pipeline class, scheduler and prompt encoding are diffusers' own; networks, tokenizers and the float32 VAE
+come from the family's loaders.
+"""
 
 from __future__ import annotations
 

@@ -155,6 +155,11 @@ def test_every_number_of_a_narrow_dtype_is_read(dtype: torch.dtype, file: Path) 
     norms = tool("inspect", file)["norms"]
     for index, number in enumerate(finite.double().abs().tolist()):
         assert norms[f"up_blocks.{index}"] == pytest.approx(number, rel=1e-7), index
+    for number in (*numbers[~numbers.float().isfinite()], torch.tensor(torch.nan).to(dtype)):
+        pair = {"unet.a.lora_down.weight": number.reshape(1, 1).clone()}
+        save_file({**pair, "unet.a.lora_up.weight": one}, file)
+        kinds = [each["kind"] for each in tool("inspect", file)["problems"]]
+        assert "not-finite" in kinds, number
 
 
 # ---- norms

@@ -119,10 +119,13 @@ HOSTILE: Mapping[str, Callable[[], bytes]] = {
     "offsets backwards": lambda: one(entry(offsets=[8, 0])),
     "offsets behind the end": lambda: one(entry(shape=[20], offsets=[0, 80])),
     "metadata that is a number": lambda: with_header(b'{"__metadata__": 5}'),
-    "200,000 tensors": lambda: with_header(
+    "270,000 tensors": lambda: with_header(
         b"{"
-        + b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % k for k in range(200_000))
+        + b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % k for k in range(270_000))
         + b"}"
+    ),
+    "millions of dimensions": lambda: with_header(
+        b'{"a":{"dtype":"F32","shape":[' + b"0," * 7_900_000 + b'0],"data_offsets":[0,0]}}'
     ),
     "millions of lists": lambda: with_header(b"[" + b"[]," * 5_000_000 + b"[]]"),
     "a key of 15 MB": lambda: with_header(b'{"' + b"a" * 15_000_000 + b'":1}'),
@@ -148,6 +151,29 @@ def test_mod_02_a_hostile_header_is_one_line_in_little_time_and_memory(
     figure("fuzz", cases=1, crashes=0, over_limit=int(over))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1_000
     assert not over, f"{spent_s:.1f} s, {peak_bytes:,} bytes"
+
+
+READ_BASES = """
+import resource, sys
+from pathlib import Path
+from lora_trainer.common.errors import InputError
+from lora_trainer.families.base_files.base_folder import read_header
+for name in sys.argv[1:]:
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        read_header(Path(name))
+    except InputError:
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib)
+"""
+
+
+def test_mod_02_a_hostile_base_takes_little_memory_of_the_process(tmp_path: Path) -> None:
+    """`tracemalloc` does not see what safetensors allocates."""
+    files = [tmp_path / f"{number}.safetensors" for number in range(len(HOSTILE))]
+    for file, hostile in zip(files, HOSTILE.values(), strict=True):
+        file.write_bytes(hostile())
+    grown_kib = [int(row) for row in python(READ_BASES, *map(str, files)).stdout.split()]
+    assert len(grown_kib) == len(HOSTILE) and sum(grown_kib) < 100_000, grown_kib
 
 
 def test_mod_02_what_is_right_is_still_read(tmp_path: Path) -> None:

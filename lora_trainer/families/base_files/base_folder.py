@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 16_000_000
 """Largest header read of a safetensors file; the format allows 100 MB, the largest base models need 1 MB."""
 MAX_TENSORS = 100_000
+_TOO_MANY = f"it names more than {MAX_TENSORS:,} tensors"
 MAX_DIMENSIONS = 16
 MAX_KEY_LENGTH = 1_000
 READ_BYTES = 2**28
@@ -205,7 +206,11 @@ def read_header(file: Path) -> Header:
         TypeError, IndexError, RecursionError,
     ) as error:  # fmt: skip
         kind = "GGUF" if is_gguf else "safetensors"
-        raise InputError(f"{file} is not a whole {kind} file ({error})", fix=AGAIN) from None
+        fault, fix = f"is not a whole {kind} file", AGAIN
+        if "unknown variant" in str(error):  # a dtype that safetensors does not know
+            fault = "has numbers of a type that is not read"
+            fix = "get a bf16, fp16 or fp8 version of this model"
+        raise InputError(f"{file} {fault} ({error})", fix=fix) from None
     return {
         name: info
         for name, info in tensors.items()
@@ -218,8 +223,10 @@ def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
     with file.open("rb") as stream:
         # The first 8 bytes are the header's length: any other file gives an absurd number here.
         length = int.from_bytes(stream.read(8), "little")
-    if length > MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {length:,} bytes")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {length:,} bytes")
+        if could_fill_memory(stream.read(length)):
+            raise ValueError(_TOO_MANY)
     with safe_open(file, framework="numpy") as mapped:  # checks that the file is whole
         names = mapped.keys()
         _check_count(names)
@@ -230,9 +237,19 @@ def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
         }
 
 
+def could_fill_memory(header: bytes) -> bool:
+    """Return whether a safetensors header has more brackets or commas than `MAX_TENSORS` tensors need.
+
+    A tensor's entry has three brackets and, with `MAX_DIMENSIONS`, at most 19 commas. Counted before
+    the header is parsed, which takes many times its bytes.
+    """
+    brackets = header.count(b"{") + header.count(b"[")
+    return brackets > 4 * MAX_TENSORS or header.count(b",") > 20 * MAX_TENSORS
+
+
 def _check_count(names: Collection[str]) -> None:
     if len(names) > MAX_TENSORS:
-        raise ValueError(f"it names more than {MAX_TENSORS:,} tensors")
+        raise ValueError(_TOO_MANY)
 
 
 def refuse_quantised(file: Path, header: Header) -> None:
