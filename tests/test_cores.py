@@ -33,6 +33,15 @@ def test_own_and_other_processor_time_are_told_apart() -> None:
     assert after.all_s - before.all_s <= len(numbers) * (after.at_s - before.at_s) + 0.1
 
 
+@pytest.mark.parametrize(("all_s", "own_s", "taken"), [(9, 1, 2), (3, 1, 1), (0, 4, 0)])
+def test_no_more_processors_are_taken_than_there_are_and_none_less_than_none(
+    all_s: float, own_s: float, taken: float
+) -> None:
+    before = cores.CpuTimes(at_s=5, all_s=50, own_s=20)
+    after = cores.CpuTimes(at_s=7, all_s=50 + all_s, own_s=20 + own_s)
+    assert cores.cores_taken(before, after, processors=2) == taken
+
+
 def waits() -> int:
     """How often threads of this process have gone to sleep by themselves."""
     found = 0

@@ -79,9 +79,8 @@ def train_job(job: TrainingJob) -> Path:
 
     # ---- model, adapter, optimizer
     events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
-    job = replace(job, state=_shared(ranks, job.state))  # None for a new run
-    with made_to_stay():
-        parts = build_components(job)
+    with made_to_stay():  # a follower keeps no state beyond this; it is None for a new run
+        parts = build_components(replace(job, state=_shared(ranks, job.state)))
     micro_batch = config.memory.micro_batch
     start = Progress(step=0, images=0, guard=GuardState(micro_batch=micro_batch))
     writer = StateWriter(folder=job.folder.states, keep=config.output.keep_states, events=events)
@@ -94,20 +93,26 @@ def train_job(job: TrainingJob) -> Path:
             # A state in memory from the start: a rollback may come before the first save.
             writer.remember(saves.state(start))
 
-    def restore() -> Progress:
-        state = None
-        if leads:
-            writer.wait()
-            state = writer.newest()
-            cut_events(job.folder, step=state.step)
+    def restored(state: TrainingState | None) -> Progress:
         state = _shared(ranks, state)
         assert state is not None
         return parts.restored(state, micro_batch=micro_batch)
 
+    def restore() -> Progress:
+        if not leads:
+            return restored(None)
+        writer.wait()
+        state = writer.newest()
+        cut_events(job.folder, step=state.step)
+        return restored(state)
+
     # ---- train
     feeder = build_dataloader(job, cache_needs, cache)
-    if not ranks.is_single:  # all processes start with the leader's weights and optimizer state
-        start = restore()
+    # All processes start with the leader's weights and optimizer state.
+    if not leads:
+        start = restored(None)
+    elif not ranks.is_single:
+        _shared(ranks, writer.newest())
     # Those that every process runs; the leader's own stand around them.
     actions: list[Action] = [
         validate_action(job, cache_needs, feeder, parts),

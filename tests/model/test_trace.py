@@ -143,6 +143,9 @@ class Real:
     [
         *itertools.product(("sd15", "flux"), CHECKPOINTING),
         *itertools.product(OTHERS, ("none", "full")),
+        ("zimage", "selective"),
+        ("qwen", "offloaded"),
+        ("sd3", "light"),
     ],
 )
 def test_bytes_and_work_are_those_of_a_run_in_memory(name: str, checkpointing: Any) -> None:

@@ -356,6 +356,10 @@ def test_replacing_goes_on_where_it_was_and_is_one_thing_to_undo(
     assert out.splitlines()[-1].startswith("captions written: 4;")
     command("--undo")
     assert texts(dataset) == by_hand | {"a": "edited between"}
+    described.clear()
+    assert command("--overwrite")[0] == 130
+    assert command("--overwrite", "--prefix", "best,")[0] == 0
+    assert texts(dataset) == {name: f"best, {text}" for name, text in TAGS.items()}, "another call"
 
 
 def test_a_full_disk_is_one_line_and_costs_no_caption(

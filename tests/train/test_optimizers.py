@@ -17,7 +17,6 @@ from torch import nn
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.config.config import all_settings
-from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
 from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.hardware.devices import KINDS
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS, needed_otherwise
@@ -27,11 +26,16 @@ NAMES = tuple(OPTIMIZERS)
 SCHEDULE_FREE = "schedulefree_adamw"
 EVERY = pytest.mark.parametrize("name", NAMES)
 SHAPES = ((256, 16), (8, 24), (12,), (4, 3, 3, 3))
-MODULES = {
-    "bitsandbytes": "bitsandbytes",
-    "prodigyopt": "prodigyopt",
-    "pytorch-optimizer": "pytorch_optimizer",
-    "schedulefree": "schedulefree",
+PACKAGES = {
+    "adamw8bit": "bitsandbytes",
+    "paged_adamw8bit": "bitsandbytes",
+    "lion": "bitsandbytes",
+    "lion8bit": "bitsandbytes",
+    "adafactor": "pytorch-optimizer",
+    "came": "pytorch-optimizer",
+    "muon": "pytorch-optimizer",
+    "prodigy": "prodigyopt",
+    "schedulefree_adamw": "schedulefree",
 }
 
 
@@ -218,13 +222,12 @@ def test_each_group_learns_at_its_share_of_the_rate(name: str) -> None:
     assert moved[1] == pytest.approx(8 * moved[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["lion8bit", "came", "prodigy", SCHEDULE_FREE])
+@pytest.mark.parametrize(("name", "package"), PACKAGES.items())
 def test_a_missing_library_is_named_with_what_to_install(
-    name: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert OPTIMIZER_PACKAGES.keys() == {*NAMES} - {"adamw"}
-    package = OPTIMIZER_PACKAGES[name]
-    monkeypatch.setitem(sys.modules, MODULES[package], None)
+    assert PACKAGES.keys() == {*NAMES} - {"adamw"}
+    monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
     with pytest.raises(MachineError, match=f"optimizer.name={name} needs {package}") as caught:
         optimizers.build_optimizer(groups(parameters()), settings(name))
     assert f"pip install -U {package}" in caught.value.fix
