@@ -53,7 +53,6 @@ def prefetch_map(
 
     def in_order() -> Iterator[Made]:
         nonlocal spent
-        begin()
         while waiting:
             future, costs = waiting.popleft()
             item = future.result()
@@ -68,6 +67,7 @@ def prefetch_map(
     for worker in workers:
         worker.start()
     try:
+        begin()
         yield in_order()
     finally:
         for future, _ in waiting:
@@ -88,6 +88,7 @@ def _work(
                 future.set_result(make(item))
             except BaseException as error:  # noqa: BLE001 - raised in the calling thread
                 future.set_exception(error)
+        del task, future, item  # an idle thread would keep its last result alive
 
 
 Later = Callable[[Callable[[], None]], None]

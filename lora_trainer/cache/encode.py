@@ -144,8 +144,10 @@ def _add_images(
         cost=lambda group: group[0].record.width_px * group[0].record.height_px,
         most_cost=MAX_PIXELS_AHEAD,
     ) as pixels_by_file:
-        for job, pixels in zip(jobs, chain.from_iterable(pixels_by_file), strict=True):
+        cuts = chain.from_iterable(pixels_by_file)
+        for job in jobs:
             work.obey()
+            pixels = next(cuts)
             what = "mask of " if job.key.kind == "masks" else ""
             work.add(job.key, encode(job, pixels), message=f"{what}{job.record.name}")
 

@@ -23,7 +23,6 @@ from lora_trainer.importing.foreign import THERE, Foreign, Sourced, shown
 from lora_trainer.importing.rules import table_of, words
 
 Distribution = Literal["uniform", "sigmoid", "logit_normal", "mode", "cosmap"]
-Shift = float | Literal["resolution"]
 FULL_RANK = 1024
 WHOLE = 1e6
 """A rank that stands for whole matrices."""

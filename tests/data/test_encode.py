@@ -179,6 +179,10 @@ def test_what_is_encoded_when_a_signal_comes_is_written(studio: Studio) -> None:
     with pytest.raises(StoppedBySignal, match=r"2 of 8 done; they stay cached"):
         studio.encode(wanted, stop=lambda: next(asked))
     assert sum(studio.cache.has(key) for key in keys) == 2
+    for path in studio.folder.glob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(StoppedBySignal):  # without the pixels of another image
+        studio.encode(wanted, stop=lambda: 15)
 
 
 def test_latents_that_are_not_finite_name_the_picture(studio: Studio, tmp_path: Path) -> None:

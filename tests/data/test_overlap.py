@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -48,6 +49,19 @@ def test_costly_things_are_made_one_at_a_time() -> None:
             assert set(begun) <= set(range(index + 2)), "the next one, and no other"
         with pytest.raises(KeyError):
             next(found)
+
+
+def test_a_thread_without_work_keeps_nothing_alive() -> None:
+    gone = threading.Event()
+
+    def make(index: int) -> set[int]:
+        result = {index}
+        weakref.finalize(result, gone.set)
+        return result
+
+    with prefetch_map(make, range(1), threads=1) as results:
+        list(results)
+        assert gone.wait(WAIT_S)
 
 
 def test_tasks_are_done_behind_in_order_a_few_waiting_and_all_before_leaving() -> None:

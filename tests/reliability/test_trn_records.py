@@ -127,11 +127,17 @@ def test_trn_06_a_disk_that_does_not_answer_holds_up_nobody_who_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The third signal raises KeyboardInterrupt while the thread hangs in a read."""
-    answered = threading.Event()
-    monkeypatch.setattr(TrainingDataLoader, "prepare", lambda self, step: answered.wait())
+    begun, answered = threading.Event(), threading.Event()
+
+    def prepare(self: TrainingDataLoader, step: int) -> None:
+        begun.set()
+        answered.wait()
+
+    monkeypatch.setattr(TrainingDataLoader, "prepare", prepare)
     monkeypatch.setattr("lora_trainer.cache.background.LEAVING_S", 0.05)
     try:
         with pytest.raises(KeyboardInterrupt), build_feeder().stream(0, 10, ahead=4):
+            assert begun.wait(20)
             raise KeyboardInterrupt
     finally:
         answered.set()
