@@ -376,14 +376,14 @@ def main() -> None:
     """Replay what has changed."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--families", nargs="*", default=[*families.MODULES])
-    options.add_argument("--anew", action="store_true", help="replay all again")
+    options.add_argument("--anew", action="store_true", help="replay all of these families again")
     asked = options.parse_args()
-    rows, networks = {} if asked.anew else read(), Networks()
+    rows, networks = read(), Networks()
     for cell in cells():
         if _facts(cell.source).family not in asked.families:
             continue
         made = planned(cell)
-        if cell in rows and rows[cell].load == fingerprint(made):
+        if not asked.anew and cell in rows and rows[cell].load == fingerprint(made):
             continue
         rows[cell] = replayed(cell, made, networks)
         row = rows[cell]

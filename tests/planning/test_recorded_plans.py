@@ -96,6 +96,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"hardware.vram_limit_gib": 5}, {"hardware.vram_limit_gib": 40},
     {"hardware.compile": "blocks"}, {"hardware.compile": "blocks", "adapter.dora": True},
     {"hardware.compile": "blocks", "objective.preservation_weight": 0.5, **CLASS},
+    {"hardware.compile": "blocks", "adapter.rank_dropout": 0.1},
+    {"hardware.compile": "blocks", "base.assistant": "a.safetensors"},
+    {"hardware.compile": "blocks", "memory.attention": "xformers"},
     {"data.resolution": 1000}, {"data.resolution": 768, "data.more_resolutions": [512, 1024]},
     {"data.resolution": 512, "data.more_resolutions": [512]}, {"data.flip": True},
     {"data.resolution": 2048, "train.batch_size": 8, "adapter.rank": 64},
@@ -176,7 +179,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
         how = {"hardware": machine(12, free_bytes=int(gib * GIB)), "buckets": SIZES}
         yield f"{gib} free", {**how, "overrides": {"train.batch_size": 4}}
     for gib, asked in (
-        (3.4, {}),
+        *((gib, {}) for gib in (3.1, 3.2, 3.3, 3.4)),
         (2.9, {"adapter.rank": 512}),
         (12, {"memory.streamed_blocks": 4}),
     ):
