@@ -365,7 +365,7 @@ def scenarios(place: Toy) -> dict[str, Run]:
     nan = spoilt_sample(2)
     craft = {**CRAFT, **write_priors(place)}
     found["craft alone"] = run(place, "craft alone", 1, faults={0: nan}, **craft)
-    found["craft"] = run(place, "craft", 3, faults={0: nan, 1: nan}, **craft)
+    found["craft"] = run(place, "craft", 3, faults=dict.fromkeys(range(3), nan), **craft)
     full = {1: losses_at(IN_A_STEP, out_of_memory)}
     cold = str(place.folder / "cold")
     found["cold"] = run(place, "cold", 2, faults=full, data__cache_dir=cold)
