@@ -134,11 +134,11 @@ def detached(output: IO[bytes] | int | None = None) -> dict[str, Any]:
     With `output` the program has no input, and what it prints goes there.
     """
     streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-    own: dict[str, Any] = {} if output is None else streams
+    options: dict[str, Any] = {} if output is None else streams
     if sys.platform == "win32":
         group = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW
-        return {**own, "creationflags": group}
-    return {**own, "start_new_session": True}
+        return {**options, "creationflags": group}
+    return {**options, "start_new_session": True}
 
 
 def ask_to_end(pid: int) -> None:

@@ -345,8 +345,8 @@ class _Walk:
         by_name = {file.entry.name: file for file in captions}
         sidecars = Sidecars(by_name, extensions=self.settings.caption_extensions)
         for file in groups["picture"]:
-            found = [by_name[name] for name in sidecars.find(file.entry.name)]
-            self._add_picture(file, folder, found, masks)
+            caption_files = [by_name[name] for name in sidecars.find(file.entry.name)]
+            self._add_picture(file, folder, caption_files, masks)
         return groups["folder"], inner_masks
 
     def _take_masks(self, folder: _Folder, groups: Groups) -> tuple[Masks, Masks]:

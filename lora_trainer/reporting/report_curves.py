@@ -64,13 +64,13 @@ def loss_curve(history: RunHistory, view: LossView = WHOLE) -> Html:
     """Return the loss chart with its legend and notes."""
     averages, span_steps = smoothed_losses(history.steps, share=SMOOTHING[view.smoothing])
     both = zip(history.steps, averages, strict=True)
-    shown = [(row, average) for row, average in both if view.holds(row.step)]
-    steps = [row for row, _ in shown]
+    in_view = [(row, average) for row, average in both if view.holds(row.step)]
+    steps = [row for row, _ in in_view]
     raw = [(row.step, row.loss) for row in steps]
     lines = [ChartLine(label="training, each step", css="raw", points=raw)]
     if span_steps > 1:
         label = f"training, mean of about {span_steps} steps"
-        means = [(row.step, average) for row, average in shown]
+        means = [(row.step, average) for row, average in in_view]
         lines.append(ChartLine(label=label, css="train", points=means))
     lines += _validation_lines(history, steps, view)
     must_show = [loss for line in lines[1:] for _, loss in line.points]

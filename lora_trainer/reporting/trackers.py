@@ -80,12 +80,12 @@ def start_trackers(
 
 
 def _fault(
-    name: str, known: Iterable[str], packages: Mapping[str, str | None]
+    name: str, trackers: Iterable[str], packages: Mapping[str, str | None]
 ) -> tuple[str, str] | None:
     """Return why a tracker cannot start, and what to do; None where it can."""
-    if name not in known:
-        what = f"logging.trackers names {name!r}, which is not one of {', '.join(known)}."
-        return (what + did_you_mean(name, known)).rstrip("."), "correct logging.trackers"
+    if name not in trackers:
+        what = f"logging.trackers names {name!r}, which is not one of {', '.join(trackers)}."
+        return (what + did_you_mean(name, trackers)).rstrip("."), "correct logging.trackers"
     package = name.replace("_", "-")
     if packages.get(package) is not None:
         return None

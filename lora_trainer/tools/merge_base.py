@@ -171,8 +171,8 @@ def _changes(base: BaseWeights, adapters: WeightedSources) -> Changes:
         for name in (f"{key}{WEIGHT}", f"{key}.bias")[: 1 + has_bias]:
             location = base.tensors[name]
             tensor = location.at.tensor.removeprefix(TEXT_MODEL)
-            place = (location.file.path.parent, tensor)
-            changes.setdefault(place, []).append((name, location.at))
+            source = (location.file.path.parent, tensor)
+            changes.setdefault(source, []).append((name, location.at))
     return changes
 
 

@@ -142,7 +142,7 @@ class RankCutter:
             module = parts[0][0]
             is_whole = self.limits.rank_of(decomposed) >= min(module.rank, len(decomposed.values))
             if keeps and is_whole and module.kind == "lora" and not module.dora:
-                self._count(key, module, decomposed, old_rank=module.rank, kept=1.0)
+                self._count(key, module, decomposed, old_rank=module.rank, energy=1.0)
             else:
                 self.cut(key, decomposed, old_rank=module.rank, parts=parts)
 
@@ -150,15 +150,15 @@ class RankCutter:
         """Keep the best LoRA of an update, with the biases of its `parts`."""
         rank = self.limits.rank_of(decomposed)
         module = with_bias(decomposed.lora(rank), parts)
-        self._count(key, module, decomposed, old_rank=old_rank, kept=decomposed.kept(rank))
+        self._count(key, module, decomposed, old_rank=old_rank, energy=decomposed.kept(rank))
 
     def _count(
-        self, key: str, module: ModuleTensors, decomposed: Singular, *, old_rank: int, kept: float
+        self, key: str, module: ModuleTensors, decomposed: Singular, *, old_rank: int, energy: float
     ) -> None:
         self.modules[key] = module
-        self.cuts[key] = Cut(old_rank=old_rank, new_rank=module.rank, energy=kept)
+        self.cuts[key] = Cut(old_rank=old_rank, new_rank=module.rank, energy=energy)
         self.reached += decomposed.energy
-        self._kept += kept * decomposed.energy
+        self._kept += energy * decomposed.energy
 
     def decompose(
         self, key: str, parts: Parts, *, kernel: tuple[int, ...], weight_of: WeightOf
