@@ -302,10 +302,11 @@ def _language_choice() -> Html:
         tag("option", name, value=code, lang=code, translate="no")
         for code, name in languages().items()
     )
-    # In the element: a choice made before the scripts of the page have come counts too.
+    # In the element: a choice made before the scripts of the page have come counts too. The cookie is read
+    # back, as a browser may store it beside the script, and a page asked for meanwhile goes without it.
     choose = (
         f"document.cookie = `{COOKIE}=${{this.value}}; path=/; max-age={_YEAR_S}; SameSite=Strict`; "
-        "location.reload();"
+        "if (document.cookie) location.reload();"
     )
     choice = tag("select", *names, aria_label="Language", onchange=choose)
     return tag("span", icon("languages"), tag("span", "Language"), choice, class_="language tool")

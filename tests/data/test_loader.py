@@ -285,10 +285,11 @@ def test_a_group_is_stacked_in_order() -> None:
         one for one in prepared(loss="huber", input_perturbation=0.1) if one.latents.shape == SQUARE
     ]
     batch = collate(huber, device=CPU, precision=torch.float32)
-    assert batch.delta.tolist() == pytest.approx([sample.delta for sample in huber])
+    assert batch.numbers[3].tolist() == pytest.approx([sample.delta for sample in huber])
     assert torch.equal(batch.input_noise, torch.stack([tensors(one)[2] for one in huber]))
-    assert stacked.alpha.tolist() == pytest.approx([sample.level.alpha for sample in samples])
-    assert stacked.sigma.tolist() == pytest.approx([sample.level.sigma for sample in samples])
+    alpha, sigma, _, _ = stacked.numbers
+    assert alpha.tolist() == pytest.approx([sample.level.alpha for sample in samples])
+    assert sigma.tolist() == pytest.approx([sample.level.sigma for sample in samples])
 
 
 def test_texts_of_several_lengths_are_padded_with_their_masks() -> None:

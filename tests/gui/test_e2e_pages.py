@@ -341,8 +341,8 @@ def saved(page: Any, work: Workplace, draft: drafts.Draft, settings: dict[str, A
 def test_fold_search_change_refusal_reset(
     settings: Any, work: Workplace, draft: drafts.Draft
 ) -> None:
-    codes = settings.locator(".field code").all_text_contents()
-    assert sorted(codes) == sorted(info.key for info in all_settings())
+    keys = settings.locator(".field").evaluate_all("fields => fields.map((field) => field.id)")
+    assert sorted(keys) == sorted(info.key for info in all_settings())
     settings.locator(".memory .fit").wait_for(timeout=PLANNED_WITHIN_MS)
     factor = row(settings, "adapter.lokr_factor")
     assert not factor.is_visible()

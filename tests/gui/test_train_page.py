@@ -102,10 +102,10 @@ def test_a_training_taken_off_the_queue_is_a_draft_again(
     work: Workplace, started: drafts.Draft
 ) -> None:
     follow = handlers.following(work)
-    follow(0, started.id)
+    follow(started.id)
     assert drafts.read(work, started.id) == started
     commands.remove(work.runs, started.started_as)
-    said = follow(0, started.id)
+    said = follow(started.id)
     assert "taken off the queue" in said[1]
     assert said[3].active is False, "a draft that is not started asks nothing"
     assert drafts.read(work, started.id) == replace(started, started_as="", step=2)
