@@ -42,13 +42,13 @@ class FusedLinear(Linear):
         weights = (self.lora_A[name].weight, self.lora_B[name].weight)
         if self.before or not _is_product(base):
             adapter_input = gated(_samples(x), self.before) if self.before else x
-            change: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]
+            change: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]  # torch gives no types
                 adapter_input, *weights, update, None, None
             )
             outputs: Tensor = base(x)
             return outputs + change.view(outputs.shape)
         stored, restore = frozen_parts(base)
-        fused: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]
+        fused: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]  # torch gives no types
             x, *weights, update, base.bias, restore, *stored
         )
         return fused

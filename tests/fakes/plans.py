@@ -150,5 +150,5 @@ def middle(range_s: tuple[float, float]) -> float:
 def with_parts(**parameters: int) -> BaseFacts:
     """Return the facts of Stable Diffusion 1.5 with other numbers of weights."""
     facts = sd15_facts()
-    changed = {name: replace(facts.parts[name], parameters=n) for name, n in parameters.items()}  # type: ignore[index]
-    return replace(facts, parts={**facts.parts, **changed})  # type: ignore[arg-type]
+    changed = {name: replace(facts.parts[name], parameters=n) for name, n in parameters.items()}  # type: ignore[index]  # names of parts
+    return replace(facts, parts={**facts.parts, **changed})  # type: ignore[arg-type]  # names of parts

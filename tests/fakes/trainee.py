@@ -110,7 +110,7 @@ def compiled_calls(blocks: CompiledBlocks) -> list[int]:
     calls: list[int] = []
 
     def counted(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: calls.append(number) or forward(*args, **kwargs)  # type: ignore[func-returns-value]
+        return lambda *args, **kwargs: calls.append(number) or forward(*args, **kwargs)  # type: ignore[func-returns-value]  # None, hence `or`
 
     blocks._compiled = [counted(*pair) for pair in enumerate(blocks._compiled)]
     return calls

@@ -507,7 +507,7 @@ def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     ):
         file = checkpoint("sdxl", tmp_path)
         name = next(name for name in load_file(file) if name.startswith(key))
-        changed(file, lambda tensors, name=name: tensors.pop(name))  # type: ignore[misc]
+        changed(file, lambda tensors, name=name: tensors.pop(name))  # type: ignore[misc]  # a default in a lambda
         with pytest.raises(InputError, match=message) as caught:
             load(facts_at(base_of("sdxl"), family="sdxl", **dict.fromkeys(PARTS, file)))
         assert "\n" not in str(caught.value)

@@ -157,7 +157,7 @@ def spoil(
     """Let the writer put something else into the file than the tensors of each module."""
     form = resolve_name("lora_trainer.lora_file.write:FileForm")
     honest = form.tensors
-    faulty = lambda self, key, module: fault(lambda each: honest(self, key, each), key, module)  # noqa: E731
+    faulty = lambda self, key, module: fault(lambda each: honest(self, key, each), key, module)  # noqa: E731 - shorter than a function
     patch.setattr(form, "tensors", faulty)
 
 

@@ -44,7 +44,7 @@ def test_each_way_back_keeps_what_was_learned_and_is_slower_than_the_last() -> N
     facts |= {"fitting_steps": 3, "patience_steps": 100, "skipped": 6}
     failed = guards.GuardState.from_plain({**facts, **SPOILT, "skipped_in_row": 5, "lr_scale": 0.5})
     learning = replace(failed.learning, zero_gradients=0)
-    back = replace(good, **facts, learning=learning)  # type: ignore[arg-type]
+    back = replace(good, **facts, learning=learning)  # type: ignore[arg-type]  # facts of several types
     assert good.after_going_back(failed) == back
     assert good.after_rollback(guards.Unstable("x", failed)) == replace(
         back, lr_scale=0.25, rollbacks=1
