@@ -82,7 +82,8 @@ def _name(prepared: Prepared) -> str:
 def _activities() -> list[ProfilerActivity]:
     activities = [ProfilerActivity.CPU]
     by_device = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
-    device = torch.accelerator.current_accelerator()
+    # A CUDA build names its kind of device also on a machine without one.
+    device = torch.accelerator.current_accelerator(check_available=True)
     return (
         [*activities, by_device[device.type]]
         if device is not None and device.type in by_device
@@ -96,7 +97,10 @@ class _Watch:
 
     what: ClassVar = "the profile"
     last: int
-    profiler: profile = field(default_factory=lambda: profile(activities=_activities()))
+    # `acc_events` changes nothing in one cycle, but torch 2.10 warns without it.
+    profiler: profile = field(
+        default_factory=lambda: profile(activities=_activities(), acc_events=True)
+    )
     rows: list[Mapping[str, Any]] = field(default_factory=list)
     save_s: float = 0.0
 
