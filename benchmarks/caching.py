@@ -34,7 +34,7 @@ from lora_trainer.cache.encode import fill  # noqa: E402 - after sys.path
 from lora_trainer.common.events import EventStream  # noqa: E402 - after sys.path
 from lora_trainer.common.processes import made_to_stay  # noqa: E402 - after sys.path
 from lora_trainer.families.base import Latents  # noqa: E402 - after sys.path
-from lora_trainer.run.caching import open_cache, plan_cache, texts_as  # noqa: E402 - after sys.path
+from lora_trainer.run.build import open_cache, plan_cache, texts_as  # noqa: E402 - after sys.path
 from lora_trainer.run.prepare import Prepared, Request, prepare  # noqa: E402 - after sys.path
 
 ASKED_SHARE = 0.97

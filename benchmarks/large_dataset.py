@@ -110,7 +110,7 @@ def _measured(folder: Path, *, may_encode: bool) -> dict[str, Any]:
 
         from lora_trainer.cache.encode import fill
         from lora_trainer.common.events import EventStream
-        from lora_trainer.run.caching import open_cache, plan_cache, refuse_small_cache, texts_as
+        from lora_trainer.run.build import open_cache, plan_cache, refuse_small_cache, texts_as
         from lora_trainer.run.prepare import Request, prepare
     with part("scan and plan"):
         cache_dir = {"data.cache_dir": str(folder / "cache")}
@@ -150,7 +150,7 @@ def _measured(folder: Path, *, may_encode: bool) -> dict[str, Any]:
 def _epoch(prepared: Any, wanted: Any, cache: Any) -> int:
     """Find which samples each step of an epoch takes and in what micro-batches; return the steps."""
     from lora_trainer.cache.cache_plan import Entries
-    from lora_trainer.run.caching import texts_as
+    from lora_trainer.run.build import texts_as
     from lora_trainer.training.dataloader import TrainingDataLoader
     from lora_trainer.training.timesteps import table_levels
 

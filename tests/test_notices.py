@@ -67,7 +67,7 @@ def leaking(free_mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("lora_trainer.training.pace.BLOCK_STEPS", 1)
     monkeypatch.setattr(loop, "device_memory", measure)
-    monkeypatch.setattr("lora_trainer.run.step_monitor.free_ram_bytes", lambda: free_mib * 2**20)
+    monkeypatch.setattr("lora_trainer.run.device.free_ram_bytes", lambda: free_mib * 2**20)
 
 
 def test_slow_steps_and_growing_memory_are_explained_once(

@@ -191,6 +191,13 @@ def test_slow_adapters_and_what_readers_of_the_file_will_miss_are_warned_of(
         assert row["what"].startswith(start) and row["advice"]
 
 
+def test_a_distilled_base_is_remarked_unless_an_assistant_helps(place: Toy) -> None:
+    for assistant, kinds in (({}, ["distilled"]), ({"base__assistant": "a.safetensors"}, [])):
+        prepared = prepare.prepare(asked(place, **assistant), hardware=PROCESSOR)
+        distilled = replace(prepared, facts=replace(prepared.facts, distilled=True))
+        assert [row["kind"] for row in remarks(distilled)] == kinds
+
+
 def test_a_card_below_the_smallest_tier_is_remarked(place: Toy) -> None:
     prepared = prepare.prepare(asked(place, base__model="embedded"), hardware=PROCESSOR)
     for vram_gib, kinds in ((4, ["card"]), (8, [])):

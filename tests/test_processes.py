@@ -22,13 +22,12 @@ from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.common.events import read_jsonl
 from scripts.reliability.kill import free_port
 from tests.fakes.hosts import ADDRESSES, on_two_hosts, refusal
-from tests.fakes.many import HANGING_STARTS, SETTINGS, STEPS
+from tests.fakes.many import HANGING_STARTS, SETTINGS, SPOILT, STEPS
 from tests.fakes.runs import ROOT, Toy, events, last_state, trajectory
 from tests.fakes.training import distance
 
 SPLITS = ("of 2", "of 5", "cold")
-"""One of five processes has no sample; of the two of `cold`, without a cache, one runs out of memory. `craft`
-shares its samples unevenly, 2, 1 and 1."""
+"""One of five processes has no sample; of the two of `cold`, without a cache, one runs out of memory."""
 FAILED = {
     "bug": "process 1: ValueError: a bug in this process",
     "killed 0": "the process that kept the launcher's store ended",
@@ -110,7 +109,13 @@ def test_any_number_of_processes_is_one_training(
     ours, one = (events(place.runs / run, "step") for run in (name, "one"))
     assert [row["step"] for row in ours] == list(range(1, STEPS + 1))
     assert [row["images"] for row in ours] == [row["images"] for row in one]
-    assert [row["loss"] for row in ours] == pytest.approx([row["loss"] for row in one], rel=1e-4)
+    skipped = [row["step"] for row in ours if row["loss"] is None]
+    assert skipped == [row["step"] for row in one if row["loss"] is None] == [SPOILT + 1]
+    losses = [[row["loss"] for row in rows if row["loss"] is not None] for rows in (ours, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    problems = read_jsonl(place.runs / name / "problems.jsonl")
+    (skip,) = (row["what"] for row in problems if row["code"] == "TRN-01")
+    assert "was skipped" in skip
     validations = [
         [row["loss"] for row in events(place.runs / run, "validation")] for run in (name, "one")
     ]
@@ -118,35 +123,14 @@ def test_any_number_of_processes_is_one_training(
     assert len(validations[0]) == 1 + STEPS // 5
 
 
-def test_all_that_is_done_to_samples_and_weights_is_that_of_one_process(
-    place: Toy, results: dict[str, Any]
-) -> None:
-    """With a step that all skip, as one sample is no number."""
-    for name in ("craft", "craft alone"):
-        assert set(results[name]["codes"]) == {0}, results[name]["output"]
-        rows = read_jsonl(place.runs / name / "problems.jsonl")
-        (skipped,) = (row["what"] for row in rows if row["code"] == "TRN-01")
-        assert "was skipped" in skipped
-        losses = [row["loss"] for row in events(place.runs / name, "step")]
-        assert [step for step, loss in enumerate(losses, start=1) if loss is None] == [3]
-    assert draws(place, "craft") == draws(place, "craft alone")
-    assert distance(gradients(place, "craft"), gradients(place, "craft alone")) < 1e-5
-    first, plain = (events(place.runs / run, "step")[0]["loss"] for run in ("craft", "one"))
-    assert abs(first - plain) > 0.01 * plain, "they change what is trained"
-    assert distance(adapter(place, "craft"), adapter(place, "craft alone")) < 5e-5
-    validations = [
-        [row["loss"] for row in events(place.runs / run, "validation")]
-        for run in ("craft", "craft alone")
-    ]
-    assert validations[0] == pytest.approx(validations[1], rel=1e-4)
+def test_what_stops_half_way_stops_in_all(place: Toy, results: dict[str, Any]) -> None:
     before, after = (
         load_file(path / ADAPTER)
-        for path in sorted((place.runs / "craft" / "states").glob("step-*"))[-2:]
+        for path in sorted((place.runs / "of 5" / "states").glob("step-*"))[-2:]
     )
     moved = {key.partition(".")[0] for key in after if not before[key].equal(after[key])}
     assert {"new_tokens", "text_encoder", "best"} <= {key.partition(".")[0] for key in after}
-    assert not moved & {"new_tokens", "text_encoder"}, "what stops half-way stops in all"
-    assert "denoiser" in moved
+    assert not moved & {"new_tokens", "text_encoder"} and "denoiser" in moved
 
 
 def test_each_process_has_a_share_and_nobody_twice(place: Toy, results: dict[str, Any]) -> None:
@@ -186,7 +170,7 @@ def test_a_process_without_a_sample_is_remarked(place: Toy, results: dict[str, A
 
 def test_several_processes_leave_what_one_leaves(place: Toy, results: dict[str, Any]) -> None:
     """With TensorBoard, samples, validation, saves and the report on, as they are by default."""
-    for name in (*SPLITS, "craft"):
+    for name in SPLITS:
         run = place.runs / name
         assert list((run / "tensorboard").glob("events.out.tfevents.*"))
         assert {row["step"] for row in events(run, "sample")} >= {0, 10, STEPS}
@@ -293,7 +277,8 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(
 
 def test_accelerate_launch_over_two_machines(place: Toy, results: dict[str, Any]) -> None:
     """Two network namespaces with a cable, where the system permits them; else two launchers by the loopback."""
-    line, no_hosts = place.arguments("--name", "machines", steps=STEPS, **SETTINGS), refusal()
+    settings, no_hosts = {**SETTINGS, **results["priors"]}, refusal()
+    line = place.arguments("--name", "machines", steps=STEPS, **settings)
     address, port = ("127.0.0.1", free_port()) if no_hosts else (ADDRESSES[0], 29500)
     # Not `--cpu`: accelerate would start one process on each that knows nothing of the other.
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -315,4 +300,7 @@ def test_accelerate_launch_over_two_machines(place: Toy, results: dict[str, Any]
     record = json.loads((place.runs / "machines" / "run.json").read_bytes())
     assert record["environment"]["exactness"]["processes"] == 2
     assert not list(place.runs.glob("machines-*")), "a run each"
-    assert distance(adapter(place, "machines"), adapter(place, "one")) < 5e-5
+    ours, one = (trajectory(place.runs / name)[:SPOILT] for name in ("machines", "one"))
+    assert len(ours) == SPOILT and [row[1] for row in ours] == pytest.approx(
+        [row[1] for row in one], rel=1e-4
+    )

@@ -13,7 +13,8 @@ from torch import nn
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.config.config import build_config
 from lora_trainer.hardware.machine import GIB, Hardware, assume_card
-from lora_trainer.run import oom_fallbacks, prepare
+from lora_trainer.run import device as run_device
+from lora_trainer.run import prepare
 from tests.fakes.family_bases import denoiser_of
 from tests.fakes.runs import toy
 from tests.fakes.trainee import block_sizes
@@ -38,7 +39,7 @@ def fallbacks(
 ) -> list[tuple[str, object, object]]:
     planned = {"gradient_checkpointing": checkpointing, "streamed_blocks": streamed}
     config: Any = build_config({f"memory.{name}": value for name, value in planned.items()})
-    found = oom_fallbacks.oom_fallbacks(network, config.memory, device=torch.device(device))
+    found = run_device.oom_fallbacks(network, config.memory, device=torch.device(device))
     return [(each.key, each.old, each.new) for each in found]
 
 
@@ -52,7 +53,7 @@ def test_weights_are_streamed_as_far_as_the_machine_has_room(
     """
     network = denoiser_of("flux")
     free_bytes = int(room * 4 * sum(block_sizes(network)))
-    monkeypatch.setattr("lora_trainer.run.oom_fallbacks.spare_ram_bytes", lambda: free_bytes)
+    monkeypatch.setattr("lora_trainer.run.device.spare_ram_bytes", lambda: free_bytes)
     levels = ("none", "light", "selective", "full", "offloaded")
     recomputed = [
         ("memory.gradient_checkpointing", old, new)
@@ -68,7 +69,7 @@ def problems_of_a_full_device(prepared: prepare.Prepared, *, times: int = 1) -> 
     """Return the problems that a run reports when its device is full so many times."""
     events, seen = EventStream(), list[Event]()
     events.subscribe(seen.append)
-    events.subscribe(oom_fallbacks.oom_history_memo(prepared, events))
+    events.subscribe(run_device.oom_history_memo(prepared, events))
     for _ in range(times):
         events.emit("out_of_memory", images_at_once=4, reason="CUDA out of memory")
     return [event.fields for event in seen if event.kind == "problem"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,16 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from lora_trainer.common.errors import MachineError
+from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.events import Event, read_jsonl
 from lora_trainer.config.config import setting_keys
 from lora_trainer.hardware.machine import Hardware
+from lora_trainer.reporting import sample_files
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.status import read_status
-from lora_trainer.run import prepare
 from tests.fakes.runs import (
     SETTINGS,
+    STEPS,
     Toy,
     contents,
     events,
@@ -145,9 +145,6 @@ def test_a_second_run_of_the_name_gets_a_number_and_the_same_result(copied: Toy)
     assert (second / "toy-002.safetensors").is_file()
     assert trajectory(second)[0][:2] == trajectory(copied.run)[0][:2]
     assert contents(copied.run) == first, "the first is left alone"
-    assert copied.train("--seed", "7", steps=2, **QUIET) == 0
-    other = trajectory(copied.runs / "toy-003")[0]
-    assert other[1] != trajectory(copied.run)[0][1], "the seed decides"
 
 
 # ---- going on
@@ -206,37 +203,6 @@ def test_a_run_that_began_with_a_file_goes_on_without_it(copied: Toy) -> None:
     assert run_cli([str(copied.dataset), "--resume-from", str(run), *other]) == 2
 
 
-# ---- distilled bases
-
-
-def test_a_distilled_base_is_remarked_once_unless_an_assistant_helps(
-    copied: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def distilled(request: prepare.Request) -> prepare.Prepared:
-        prepared = prepare.prepare_with_base(request)
-        return replace(prepared, facts=replace(prepared.facts, distilled=True))
-
-    monkeypatch.setattr("lora_trainer.run.train.prepare_with_base", distilled)
-    settings = {**QUIET, "output__save_every_steps": 0}
-    line = copied.arguments("--name", "fast", steps=1, **settings)
-    assert [run_cli(line), run_cli([*line, "--resume"])] == [0, 0]
-    (remark,) = (row for row in problems(copied.runs / "fast") if "is distilled" in row["what"])
-    assert "base.assistant=FILE" in remark["fix"]
-    settings["base__assistant"] = str(copied.run / "toy.safetensors")
-    assert copied.train("--name", "helped", steps=1, **settings) == 0
-    assert not (copied.runs / "helped" / "problems.jsonl").exists()
-
-
-def test_a_run_that_is_not_there_cannot_be_resumed(
-    place: Toy, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capsys.readouterr()
-    assert place.train("--resume", "--name", "tpy", **QUIET) == 2
-    error = capsys.readouterr().err
-    assert "runs there: toy" in error
-    assert not (place.runs / "tpy").exists()
-
-
 def test_a_run_that_a_settings_file_names_is_resumed_by_the_same_command(
     copied: Toy, tmp_path: Path
 ) -> None:
@@ -271,6 +237,7 @@ def test_a_low_score_is_warned_of_and_refused_where_strict(
     assert "data.min_score" in capsys.readouterr().err
     assert not (copied.runs / "strict").exists()
     assert copied.train("--name", "warned", **low) == 0
+    assert copied.train("--name", "warned", "--resume", **low) == 0
     (problem,) = problems(copied.runs / "warned")
     assert "below data.min_score" in problem["what"] and problem["severity"] == "warning"
     low["data__min_score"] = 0.0
@@ -368,3 +335,50 @@ def test_a_stop_now_file_stops_without_saving_in_one_line(
     assert train_asking(copied, stop_now=3) == 130
     assert capsys.readouterr().err.splitlines()[-1].startswith("stopped at once;")
     assert not (copied.runs / "asked" / "states").exists()
+
+
+# ---- a prompt that somebody asks for
+
+ASKED = "a zorble on a snowy hill"
+
+
+def test_a_prompt_asked_for_is_drawn_and_changes_nothing_of_the_training(
+    place: Toy, tmp_path: Path
+) -> None:
+    """Its images are of control/sample, between two steps."""
+    plain, asked = place.copy(tmp_path / "plain"), place.copy(tmp_path / "asked")
+    Control(asked.run).request("sample", prompt=f" {ASKED}\n")
+    for each in (plain, asked):
+        assert each.train("--resume", steps=STEPS + 3, **QUIET) == 0
+    assert trajectory(asked.run) == trajectory(plain.run)
+    for name in ("adapter.safetensors", "optim.safetensors", "state.json"):
+        states = [(last_state(each.run) / name).read_bytes() for each in (asked, plain)]
+        assert states[0] == states[1]
+    (row,) = (row for row in events(asked.run, "sample") if row["step"] == STEPS + 1)
+    (image,) = row["images"]
+    assert (image["prompt"], row["asked"]) == (ASKED, True)
+    assert image["file"] == f"samples/step-{STEPS + 1:08d}/asked-00.png"
+    assert image["seed"] == events(asked.run, "sample")[0]["images"][0]["seed"]
+    assert sample_files.sample_prompt(asked.run / image["file"]) == ASKED
+    with Image.open(asked.run / image["file"]) as drawn:
+        assert drawn.getcolors(1) is None, "an image, not one colour"
+    assert [file.name for file in sample_files.last_samples(asked.run / "samples")] == ["00.png"]
+    assert not Control(asked.run).pending()
+
+
+def test_a_request_that_holds_no_prompt_is_a_problem_and_the_training_goes_on(
+    place: Toy, tmp_path: Path
+) -> None:
+    run = place.copy(tmp_path / "damaged")
+    (run.run / "control").mkdir(exist_ok=True)
+    (run.run / "control" / "sample").write_bytes(b"\xff\xfe\x00")
+    assert run.train("--resume", steps=STEPS + 2, **QUIET) == 0
+    assert any("is no UTF-8 text" in row["what"] for row in problems(run.run))
+    assert STEPS + 1 not in {row["step"] for row in events(run.run, "sample")}
+
+
+@pytest.mark.parametrize("text", ["x" * 2_001, "a\0b", "half \ud800"])
+def test_a_prompt_too_long_or_no_text_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="the prompt h"):
+        Control(tmp_path).request("sample", prompt=text)
+    assert not Control(tmp_path).pending()

@@ -24,7 +24,7 @@ from lora_trainer.run.prepare import Prepared, Request, longer, prepare
 if TYPE_CHECKING:  # these import torch
     from lora_trainer.planning.plan import Plan
     from lora_trainer.reporting.score import Validation
-    from lora_trainer.run.sample_lora import LoadedAdapter
+    from lora_trainer.run.samples import LoadedAdapter
 
 __all__ = [
     "Event",
@@ -155,7 +155,7 @@ def load_adapter(run: Path | str, *, base: str | None = None) -> LoadedAdapter:
     `base` replaces the base that the file names. Raises InputError and RequestError.
     """
     quiet_libraries()
-    from lora_trainer.run.sample_lora import load_adapter as load
+    from lora_trainer.run.samples import load_adapter as load
 
     return load(Path(run), base=base)
 

@@ -4,6 +4,10 @@ Input is a TrainingState, output `states/step-00000250/` with adapter.safetensor
 and optim.json, state.json and, written last, MANIFEST.json with the size and SHA-256 of each. A
 state is valid when its manifest verifies; nothing else decides (no mtime, no "latest" pointer).
 Older states are pruned only after the new one is durable, and two are always kept. No pickle.
+
+Nested values with tensors, a state dict of an optimizer or the values of the loop, are JSON plus named tensors.
+Floats are written in hex (NaN and -0.0 survive), integers as text (JSON readers round large ones), and every object
+in the JSON has exactly one key, which names the type it stands for.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from itertools import chain, count
@@ -25,32 +29,124 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from lora_trainer.checkpoint.codec import (
-    Copy,
-    Packed,
-    append_durably,
-    file_parts,
-    make_folder,
-    pack,
-    remove_tree,
-    rename_durably,
-    snapshot,
-    unpack,
-    write_folder,
-)
 from lora_trainer.common.errors import MachineError, TrainingStopped
 from lora_trainer.common.events import EventStream, Severity
 from lora_trainer.common.files import (
     Data,
+    Part,
     disk_error,
     json_bytes,
     parts_of,
     retry_while_open,
     sha256_bytes,
+    sync_folder,
+    write_file,
 )
+from lora_trainer.lora_file.read_tensors import tensor_bytes, tensor_info
+from lora_trainer.lora_file.stream import header_bytes, ordered
+
+
+def rename_durably(source: Path, target: Path) -> None:
+    """Rename within one folder; `target` must not exist."""
+    retry_while_open(lambda: os.rename(source, target))  # noqa: PTH104
+    sync_folder(target.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder with its files, or a file; nothing happens when there is none."""
+    if path.is_dir() and not path.is_symlink():
+        for entry in sorted(path.iterdir()):
+            remove_tree(entry)
+        retry_while_open(lambda: os.rmdir(path))  # noqa: PTH106
+    elif path.exists() or path.is_symlink():
+        retry_while_open(lambda: os.unlink(path))  # noqa: PTH108
+
+
+Copy = Callable[[str, Tensor], Tensor]
+"""Copies the tensor of that name, unique in a state, into contiguous memory of the host."""
+
+
+def snapshot(_: str, tensor: Tensor) -> Tensor:
+    """Return a contiguous copy on the CPU, in new memory, that later training cannot change."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _pack(value: Any, copy: Copy) -> tuple[Any, dict[str, Tensor]]:
+    """Take None, bool, int, float, str, list, tuple, dict and Tensor apart, however nested.
+
+    Returns a JSON value and the tensors that it names. A tensor that occurs twice is stored once and shared
+    again after `_unpack`; `copy` takes each as it is now. Raises TypeError naming the place of anything else.
+    """
+    tensors: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+
+    def named(tensor: Tensor, where: str) -> str:
+        if id(tensor) not in names:
+            name = where or "value"
+            while name in tensors:  # {1: ...} beside {"1": ...}
+                name += "'"
+            names[id(tensor)] = name
+            tensors[name] = copy(name, tensor)
+        return names[id(tensor)]
+
+    def tree(value: Any, where: str) -> Any:
+        inside = f"{where}." if where else ""
+        match value:
+            case Tensor():  # asked first: training waits, and most values are tensors
+                return {"tensor": named(value, where)}
+            case None | bool() | str():
+                return value
+            case int():
+                return {"int": str(value)}
+            case float():
+                return {"float": value.hex()}
+            case Mapping():
+                if wrong := [key for key in value if not isinstance(key, (str, int))]:
+                    raise TypeError(f"cannot save the key {wrong[0]!r}")
+                return {"dict": [[tree(k, ""), tree(v, f"{inside}{k}")] for k, v in value.items()]}
+            case list() | tuple():
+                items = [tree(item, f"{inside}{index}") for index, item in enumerate(value)]
+                return {"tuple": items} if isinstance(value, tuple) else items
+        raise TypeError(f"cannot save a {type(value).__name__} at {where}")
+
+    return tree(value, ""), tensors
+
+
+def _unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the value that was packed; raises ValueError or KeyError for a damaged one."""
+
+    def value(tree: Any) -> Any:
+        if tree is None or isinstance(tree, (bool, str)):
+            return tree
+        if isinstance(tree, list):
+            return [value(item) for item in tree]
+        if isinstance(tree, dict) and len(tree) == 1:
+            ((kind, content),) = tree.items()
+            match kind:
+                case "int":
+                    return int(content)
+                case "float":
+                    return float.fromhex(content)
+                case "tensor":
+                    return tensors[content]
+                case "tuple":
+                    return tuple(value(content))
+                case "dict":
+                    return dict(value(pair) for pair in content)
+        raise ValueError(f"a packed value cannot be {tree!r:.80}")
+
+    return value(tree)
+
+
+def file_parts(tensors: Mapping[str, Tensor]) -> list[Part]:
+    """Return a safetensors file of tensors on the CPU without copying them: header, then each one."""
+    infos = ordered({name: tensor_info(tensor) for name, tensor in tensors.items()})
+    bodies = [tensor_bytes(tensors[name]) for name in infos if tensors[name].numel()]
+    return [header_bytes(infos, {}), *bodies]
+
 
 FORMAT_VERSION = 1
-MANIFEST, LOG = "MANIFEST.json", "log.jsonl"
+MANIFEST = "MANIFEST.json"
 ADAPTER, STATE = "adapter.safetensors", "state.json"
 LOOP = "extras"
 """The key of the loop's own values in state.json."""
@@ -119,39 +215,39 @@ class TrainingState:
 class Frozen:
     """A state as it was at one moment, on the host; later steps cannot change it.
 
-    The optimizer's values are in `optimizer`, `state` has none.
+    The optimizer's values are `optimizer`, a JSON value, and the tensors that it names; `state` has none.
     """
 
     state: TrainingState
-    optimizer: Packed
+    optimizer: Any
+    optimizer_tensors: Mapping[str, Tensor]
 
 
-def freeze(state: TrainingState, *, copy: Copy | None = None) -> Frozen:
-    """Copy a state, by default into new memory; raises NonFiniteAdapter, having copied nothing.
+def freeze(state: TrainingState, *, copy: Copy = snapshot) -> Frozen:
+    """Copy a state; raises NonFiniteAdapter, having copied nothing.
 
-    This is all of a save that training waits for. `copy` is as in `pack`.
+    This is all of a save that training waits for.
     """
-    take = copy or (lambda _, tensor: snapshot(tensor))
     _refuse_non_finite(state)
-    adapter = {name: take(f"adapter.{name}", tensor) for name, tensor in state.adapter.items()}
-    optimizer = pack(state.optimizer, copy=lambda name, tensor: take(f"optimizer.{name}", tensor))
-    return Frozen(state=replace(state, adapter=adapter, optimizer={}), optimizer=optimizer)
+    adapter = {name: copy(f"adapter.{name}", tensor) for name, tensor in state.adapter.items()}
+    optimizer, tensors = _pack(state.optimizer, lambda name, it: copy(f"optimizer.{name}", it))
+    state = replace(state, adapter=adapter, optimizer={})
+    return Frozen(state=state, optimizer=optimizer, optimizer_tensors=tensors)
 
 
 def thaw(frozen: Frozen) -> TrainingState:
     """Return the state that was frozen, in memory of its own."""
-    tensors = {name: tensor.clone() for name, tensor in frozen.optimizer.tensors.items()}
-    return replace(
-        frozen.state,
-        adapter={name: tensor.clone() for name, tensor in frozen.state.adapter.items()},
-        optimizer=unpack(Packed(tree=frozen.optimizer.tree, tensors=tensors)),
+    adapter, tensors = (
+        {name: tensor.clone() for name, tensor in tensors.items()}
+        for tensors in (frozen.state.adapter, frozen.optimizer_tensors)
     )
+    return replace(frozen.state, adapter=adapter, optimizer=_unpack(frozen.optimizer, tensors))
 
 
 def tensors_digest(frozen: Frozen) -> bytes:
     """Return the SHA-256 of all tensors of a state, which is the same for the same bits only."""
     digest = hashlib.sha256()
-    for tensors in (frozen.state.adapter, frozen.optimizer.tensors):
+    for tensors in (frozen.state.adapter, frozen.optimizer_tensors):
         for part in file_parts(tensors):
             digest.update(part)
     return digest.digest()
@@ -187,17 +283,21 @@ def write_state(folder: Path, frozen: Frozen, *, keep: int) -> Path:
     which case older states are untouched.
     """
     contents, step = _encode(frozen), frozen.state.step
-    manifest = json_bytes(_manifest(step, contents))
+    contents[MANIFEST] = json_bytes(_manifest(step, contents))
     target = folder / _folder_name(step)
     unfinished = folder / f".tmp-{target.name}.{os.getpid()}"
     try:
-        make_folder(folder)
+        for missing in [path for path in (folder, *folder.parents) if not path.exists()][::-1]:
+            os.mkdir(missing)  # noqa: PTH102 - every operation is an os call, which tests can fail
+            sync_folder(missing.parent)  # a power cut must not take the new folder away
         remove_tree(unfinished)
-        write_folder(unfinished, {**contents, MANIFEST: manifest})
+        os.mkdir(unfinished)  # noqa: PTH102
+        for name, data in contents.items():
+            write_file(unfinished / name, data, durable=True)
+        sync_folder(unfinished)
         if target.exists():
             _discard(target)
         rename_durably(unfinished, target)
-        append_durably(folder / LOG, _log_line(step, contents, manifest))
         _prune(folder, newest=target, keep=max(keep, MIN_KEPT))
     except OSError as error:
         with suppress(OSError):
@@ -282,27 +382,25 @@ def _encode(frozen: Frozen) -> dict[str, Data]:
         "adapter": list(state.adapter),
         LOOP: vars(state.loop),
     }
-    packed = pack(plain)
-    if packed.tensors:
-        raise TypeError(f"there is a tensor at {min(packed.tensors)}; only plain values are saved")
+    tree, tensors = _pack(plain, snapshot)
+    if tensors:
+        raise TypeError(f"there is a tensor at {min(tensors)}; only plain values are saved")
     return {
         ADAPTER: file_parts(state.adapter),
-        OPTIMIZER_TENSORS: file_parts(frozen.optimizer.tensors),
-        OPTIMIZER: json_bytes(frozen.optimizer.tree),
-        STATE: json_bytes(packed.tree),
+        OPTIMIZER_TENSORS: file_parts(frozen.optimizer_tensors),
+        OPTIMIZER: json_bytes(frozen.optimizer),
+        STATE: json_bytes(tree),
     }
 
 
 def state_of(contents: Mapping[str, bytes]) -> TrainingState:
     """Return the state of `state_files`; raises ValueError, KeyError and the like for damaged ones."""
-    plain = unpack(Packed(tree=json.loads(contents[STATE]), tensors={}))
-    tensors = load(contents[ADAPTER])
-    optimizer_tensors = load(contents[OPTIMIZER_TENSORS])
+    plain, tensors = _unpack(json.loads(contents[STATE]), {}), load(contents[ADAPTER])
     return TrainingState(
         step=plain["step"],
         images_seen=plain["images_seen"],
         adapter={name: tensors[name] for name in plain["adapter"]},
-        optimizer=unpack(Packed(tree=json.loads(contents[OPTIMIZER]), tensors=optimizer_tensors)),
+        optimizer=_unpack(json.loads(contents[OPTIMIZER]), load(contents[OPTIMIZER_TENSORS])),
         # Older states have keys that nothing reads any more.
         loop=LoopValues(**{key: value for key, value in plain[LOOP].items() if key in LOOP_FIELDS}),
     )
@@ -310,20 +408,10 @@ def state_of(contents: Mapping[str, bytes]) -> TrainingState:
 
 def _manifest(step: int, contents: Mapping[str, Data]) -> dict[str, Any]:
     files = {
-        name: {"sha256": sha256_bytes(data), "bytes": _size(data)}
+        name: {"sha256": sha256_bytes(data), "bytes": sum(map(len, parts_of(data)))}
         for name, data in contents.items()
     }
     return {"format_version": FORMAT_VERSION, "step": step, "files": files}
-
-
-def _size(data: Data) -> int:
-    return sum(map(len, parts_of(data)))
-
-
-def _log_line(step: int, contents: Mapping[str, Data], manifest: bytes) -> bytes:
-    total = sum(map(_size, contents.values())) + len(manifest)
-    row = {"step": step, "bytes": total, "manifest_sha256": sha256_bytes(manifest)}
-    return json.dumps(row).encode()
 
 
 class _InvalidStateError(Exception):

@@ -21,8 +21,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from lora_trainer.checkpoint.codec import Copy
-from lora_trainer.checkpoint.states import Frozen, TrainingState, freeze, thaw, write_state
+from lora_trainer.checkpoint.states import Copy, Frozen, TrainingState, freeze, thaw, write_state
 from lora_trainer.common.errors import LoraTrainError, MachineError, first_line
 from lora_trainer.common.events import EventStream
 from lora_trainer.hardware.device_calls import mark, may_copy_ahead

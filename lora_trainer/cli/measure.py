@@ -59,7 +59,7 @@ def sample(
     """
     quiet_libraries()
     out = console()
-    from lora_trainer.run.sample_lora import make_images
+    from lora_trainer.run.samples import make_images
 
     for file in make_images(
         run, prompts=prompt, base=base, output=output, seed=seed, strengths=strength or [1.0]

@@ -36,14 +36,22 @@ from lora_trainer.lora_file.header import holds_adapter
 from lora_trainer.lora_file.names import LayerNames
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.lora_file.read_tensors import read_tensors
-from lora_trainer.run.build import Networks, arrange, build_dataloader, build_model, load_networks
-from lora_trainer.run.caching import fill_caches, open_cache, texts_as
+from lora_trainer.run.build import (
+    Networks,
+    arrange,
+    build_dataloader,
+    build_model,
+    fill_caches,
+    load_networks,
+    open_cache,
+    texts_as,
+)
 from lora_trainer.run.device import planned_device, setup_torch
-from lora_trainer.run.final_scores import WeightFigures, weight_figures
 from lora_trainer.run.prepare import Prepared as Plan
 from lora_trainer.run.prepare import Request, prepare_with_base
 from lora_trainer.run.run_folder import RunFolder, TrainingJob, read_run
-from lora_trainer.run.sample_lora import file_and_base
+from lora_trainer.run.samples import file_and_base
+from lora_trainer.run.saving import WeightFigures, weight_figures
 from lora_trainer.training.batch import Sample, split
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup

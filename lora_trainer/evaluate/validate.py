@@ -48,7 +48,7 @@ from lora_trainer.reporting.score import (
     strength_part,
 )
 from lora_trainer.run.device import pinning
-from lora_trainer.run.final_scores import measure_weights
+from lora_trainer.run.saving import measure_weights
 
 STRENGTHS = (0.0, 0.5, 1.0, 1.5)
 SAMPLES = 8

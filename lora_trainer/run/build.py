@@ -1,51 +1,173 @@
-"""The components of a training: networks with their adapter, the dataloader, the optimizer, hooks beside the steps.
+"""From a job to its components: filled caches, networks with their adapter, the dataloader, the optimizer, hooks.
 
-Input is a job whose caches are filled. The networks are loaded, quantised, given their adapter and streamed as the
-plan says; the dataloader has the samples with their cache entries and noise levels.
+The caches are filled first, by encoders on the devices that the plan chose. Then the networks are loaded, quantised,
+given their adapter and streamed as the plan says; the dataloader has the samples with their cache entries and noise
+levels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from lora_trainer.cache.cache_plan import Entries, Needs
+from lora_trainer.cache.cache_plan import Entries, Needs, TextEntries, needs
+from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.checkpoint.states import TrainingState
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.events import EventStream
+from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.choices import QUANTIZATIONS, BasePrecision
 from lora_trainer.config.declare import SCHEDULE_FREE
 from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.caption_lengths import new_word
 from lora_trainer.families.base import DENOISER, WEIGHTS, Conditioning, TextEncoder
+from lora_trainer.hardware.machine import GIB
 from lora_trainer.lora.adapter import Adapter, denoiser_layers, inject, layer_shapes
 from lora_trainer.lora.adapter_kinds import add_new_tokens
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
-from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.names import LayerNames
 from lora_trainer.lora_file.read_tensors import read_tensors
-from lora_trainer.network.block_swap import Streamed, stream_blocks
-from lora_trainer.network.compiling import CompiledBlocks, apply_attention
+from lora_trainer.network.block_swap import Streamed, offload, stream_blocks
+from lora_trainer.network.compiling import apply_attention
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import quantize
-from lora_trainer.planning.speedups import MOST_SHAPES, pass_shapes
-from lora_trainer.run.caching import runs_text_encoders, texts_as
-from lora_trainer.run.device import CPU, DTYPES, planned_device
-from lora_trainer.run.oom_fallbacks import oom_as_error
+from lora_trainer.run.device import CPU, DTYPES, oom_as_error, planned_device
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.run.run_folder import TrainingJob
 from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
 from lora_trainer.training.optimizers import averaged_weights, build_optimizer, restore_optimizer
 from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
-from lora_trainer.training.training import FreezeAfter, Progress
+from lora_trainer.training.training import Progress
+
+
+def open_cache(prepared: Prepared, events: EventStream) -> Cache:
+    folder = CappedFolder(
+        root=prepared.cache_root, limit_bytes=int(prepared.config.data.cache_max_gib * GIB)
+    )
+    folder.create()
+    return Cache(folder=folder, on_problem=events.problem)
+
+
+def refuse_small_cache(prepared: Prepared, cache_needs: Needs) -> None:
+    """Raise MachineError if the disk has no room for the missing cache entries (FAULTS CAC-05).
+
+    Missing entries are counted; their size is the planner's, in proportion.
+    """
+    cache, keys = open_cache(prepared, EventStream()), cache_needs.keys()
+    missing = sum(not cache.has(key) for key in keys)
+    needed_bytes = prepared.plan.disk_bytes["cache"]
+    cache.check_room(needed_bytes, missing_bytes=needed_bytes * missing // len(keys))
+
+
+def fill_caches(job: TrainingJob, cache: Cache) -> Needs:
+    prepared = job.prepared
+    cache_needs = job.cache_needs or plan_cache(prepared, job.prompts)
+    devices = tuple(dict.fromkeys((planned_device(prepared), CPU)))
+    encoders, events = encoder_arguments(prepared), job.events
+    began = time.monotonic()
+    results = [
+        fill(share, cache, devices=devices, events=events, stop=job.stop, **encoders)
+        for share in shares(cache_needs, job.ranks)
+    ]
+    job.events.emit(
+        "cached",
+        latents=sum(part.latents for part in results),
+        texts=sum(part.texts for part in results),
+        masks=sum(part.masks for part in results),
+        found=results[-1].found,
+        seconds=time.monotonic() - began,
+    )
+    if job.ranks.dist_env.local_rank == 0:  # one process per machine deletes old entries
+        cache.prune(cache_needs.keys())
+    return cache_needs
+
+
+def encoder_arguments(prepared: Prepared) -> dict[str, Any]:
+    """Return the arguments of `fill` that say how images and texts are encoded."""
+    dtype = DTYPES[prepared.config.memory.text_encoder_precision]
+    load_image_encoder = prepared.family.load_image_encoder
+    return {
+        "settings": prepared.config.data,
+        "load_image_encoder": lambda place: load_image_encoder(prepared.facts, device=place),
+        "load_text_encoder": partial(_caching_text_encoder, prepared, dtype),
+        "texts_as": texts_as(prepared),
+    }
+
+
+def shares(cache_needs: Needs, ranks: ProcessGroup) -> Iterator[Needs]:
+    """Yield this process's share of the entries, then its share of its machine's, then all entries.
+
+    Entries in the cache are skipped, so the later rounds encode only missing ones. In between it waits for
+    the other processes, without a collective. A machine without the shared cache encodes all it needs.
+    """
+    process = ranks.dist_env
+    if not ranks.is_single:
+        yield cache_needs.share(process.rank, process.count)
+        ranks.wait_for_all("encoded")
+        yield cache_needs.share(process.local_rank, process.local_count)
+        ranks.wait_for_all("encoded here")
+    yield cache_needs
+
+
+def plan_cache(prepared: Prepared, prompts: Sequence[str]) -> Needs:
+    """Return every cache entry the run reads; `prompts` belong to its sample images."""
+    config, data = prepared.config, prepared.config.data
+    if not config.objective.preservation_weight:
+        # Without preservation no sample uses the class word, so its texts need no cache entries.
+        data = data.model_copy(update={"class_word": None})
+    return needs(
+        (*prepared.trained, *prepared.held_out, *prepared.dataset.regularisation),
+        prompts=(*prompts, config.sampling.negative_prompt),
+        facts=prepared.facts,
+        texts_as=texts_as(prepared),
+        geometry=prepared.facts.geometry_conditioning,
+        settings=data,
+        seed=config.train.seed,
+    )
+
+
+def _caching_text_encoder(
+    prepared: Prepared, dtype: torch.dtype, device: torch.device
+) -> TextEncoder:
+    """Load the text encoders on their device, or in host memory with layers copied to it one at a time."""
+    family = prepared.family
+    if not prepared.config.memory.text_encoder_offload:
+        encoder = family.load_text_encoder(prepared.facts, dtype=dtype, device=device)
+        if word := new_word(prepared.config):
+            encoder.learn(word)
+        return encoder
+    encoder = family.load_text_encoder(prepared.facts, dtype=dtype, device=CPU)
+    for network in encoder.networks.values():
+        offload(network, device)
+    return encoder
+
+
+def texts_as(prepared: Prepared) -> TextEntries:
+    return TextEntries(
+        encoder_identity=prepared.facts.parts["text_encoder"].identity,
+        text_tokens=prepared.facts.text_tokens,
+        precision=prepared.config.memory.text_encoder_precision,
+        tokens_only=runs_text_encoders(prepared.config),
+        word=new_word(prepared.config),
+        emphasis=prepared.config.data.emphasis,
+        clip_skip=prepared.facts.clip_skip,
+    )
+
+
+def runs_text_encoders(config: RunConfig) -> bool:
+    """Say whether text encoders run in every step, because training changes their outputs."""
+    return config.adapter.text_encoder or config.adapter.new_tokens > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,63 +402,3 @@ def _chosen(
     if config.optimizer.name == SCHEDULE_FREE:
         return partial(averaged_weights, optimizer)
     return adapter.averaged if config.output.weights == "ema" else nullcontext
-
-
-def stages(config: RunConfig, adapter: Adapter) -> list[FreezeAfter]:
-    """Return the parameters that are frozen before the end of the run, with the step of each group."""
-    steps = config.train.steps
-    text = [
-        parameter
-        for key, layer in adapter.layers.items()
-        for parameter in layer.parameters.values()
-        if split_key(key)[0] != DENOISER and parameter.requires_grad
-    ]
-    words = list(adapter.new_tokens.values())
-    stages = [
-        # At least one step, so that each part trains.
-        FreezeAfter(parameters=parameters, end_step=max(1, round(until * steps)))
-        for parameters, until in (
-            (text, config.train.text_encoder_until),
-            (words, config.train.new_tokens_until),
-        )
-    ]
-    ending = [stage for stage in stages if stage.parameters and stage.end_step < steps]
-    if sum(len(stage.parameters) for stage in ending) == len(adapter.parameters()):
-        raise RequestError(
-            "nothing is left to train once the text encoders stop, as the denoiser is frozen",
-            fix="leave train.text_encoder_until and new_tokens_until out",
-        )
-    return ending
-
-
-def compiled_blocks(
-    job: TrainingJob,
-    parts: TrainComponents,
-    guard: GuardState,
-    *,
-    images_at_once: Mapping[tuple[int, int], int],
-) -> CompiledBlocks | None:
-    """Return the compiled blocks, None in a run without or where they failed before in this run.
-
-    `images_at_once` is the micro-batch by (height, width) of the latents.
-    """
-    config = job.prepared.config
-    if config.hardware.compile != "blocks" or guard.uncompiled or guard.plain:
-        return None
-    shapes = pass_shapes(
-        images_at_once, batch_size=config.train.batch_size, processes=job.prepared.processes
-    )[:MOST_SHAPES]
-    return CompiledBlocks(parts.networks.denoiser, shapes=frozenset(shapes))
-
-
-def afterwards(config: RunConfig, adapter: Adapter) -> list[Callable[[int], None]]:
-    """Return functions of the step number that run after each optimizer step."""
-    hooks: list[Callable[[int], None]] = []
-    limit = config.optimizer.max_weight_norm
-    if limit is not None:
-        hooks.append(lambda step: adapter.limit_norms(limit))
-    decay = config.train.ema_decay
-    if decay is not None:
-        # After the norm limit, so that the average is of the weights that stay.
-        hooks.append(lambda step: adapter.update_average(step, decay=decay))
-    return hooks

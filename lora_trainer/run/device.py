@@ -1,21 +1,34 @@
-"""The device of a training: its choice, the bound on its memory, and the facts that bit-exactness depends on.
+"""The device of a training: its choice, the bound on its memory, what a run does when it is full or becomes slow.
 
 On Windows and in WSL the driver moves memory to the host instead of refusing an allocation, so a full GPU causes no
 error but makes a run ten times slower. There PyTorch's allocator is always bounded.
+
+A run falls back when even a micro-batch of one image does not fit, the cheapest fallback first: recompute more
+blocks, move their inputs to host memory, then stream blocks as far as host memory has room. On the processor host
+memory is the device's, so it gets only the first. GPUs that ran out of memory are recorded.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
-from lora_trainer.common.errors import MachineError
-from lora_trainer.common.events import EventStream
+from lora_trainer.common.errors import MachineError, first_line
+from lora_trainer.common.events import Event, EventStream, Listener
+from lora_trainer.common.memo import FILE_NAME
 from lora_trainer.common.processes import read_dist_env
+from lora_trainer.config.choices import moved_bytes
+from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, Decided
+from lora_trainer.config.running import MemorySettings
 from lora_trainer.hardware.device_calls import (
     bound_allocator,
     kind_of,
@@ -23,11 +36,33 @@ from lora_trainer.hardware.device_calls import (
     require_kernels,
     total_bytes,
 )
-from lora_trainer.hardware.machine import GIB, detect, driver_spills, spill_margin_bytes
+from lora_trainer.hardware.machine import (
+    GIB,
+    detect,
+    driver_spills,
+    free_ram_bytes,
+    spare_ram_bytes,
+    spill_margin_bytes,
+)
 from lora_trainer.hardware.nvml import Gpu
+from lora_trainer.network.block_swap import base_tensors, repeated_blocks, stream_blocks
 from lora_trainer.network.compiling import compiler_version
+from lora_trainer.network.gradient_checkpointing import apply_checkpointing
+from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.network.pinned_memory import counted
+from lora_trainer.planning.plan_input import OomHistory
 from lora_trainer.run.prepare import Prepared
+from lora_trainer.training.pace import (
+    Creep,
+    Growth,
+    MachineState,
+    Slow,
+    StepPace,
+    Timed,
+    causes,
+    look,
+)
+from lora_trainer.training.training import OomFallback
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
@@ -150,3 +185,208 @@ def planned_device(prepared: Prepared) -> torch.device:
     if problem := require_kernels(device):
         raise MachineError(problem, fix="install that build, or use --set hardware.device=cpu")
     return device
+
+
+def oom_fallbacks(
+    denoiser: nn.Module,
+    settings: MemorySettings[Decided],
+    *,
+    device: torch.device,
+    sharing: int = 1,
+) -> tuple[OomFallback, ...]:
+    """Return the fallbacks beyond the planned settings; each is applied on top of the earlier ones.
+
+    `sharing` processes of this training share the machine's memory.
+    """
+    planned: Checkpointing = settings.gradient_checkpointing
+    on_host = device.type == "cpu"
+    stronger = CHECKPOINTING[CHECKPOINTING.index(planned) :]
+    if on_host:
+        stronger = tuple(kind for kind in stronger if kind != "offloaded")
+    fallbacks = [
+        OomFallback(
+            key="memory.gradient_checkpointing",
+            old=old,
+            new=new,
+            apply=partial(apply_checkpointing, denoiser, new),
+        )
+        for old, new in pairwise(stronger)
+    ]
+    if not (on_host or settings.streamed_blocks):
+        blocks = _room_for(denoiser, free_bytes=spare_ram_bytes() // sharing)
+        if blocks:
+            stream = partial(stream_blocks, denoiser, count=blocks, device=device)
+            fallbacks.append(
+                OomFallback(key="memory.streamed_blocks", old=0, new=blocks, apply=stream)
+            )
+    return tuple(fallbacks)
+
+
+def _room_for(denoiser: nn.Module, *, free_bytes: int) -> int:
+    """Return the largest number of streamed blocks that fits in the machine's free memory."""
+    sizes = [
+        sum(owner[name].nbytes for owner, name in base_tensors(block))
+        for block in repeated_blocks(denoiser).values()
+    ]
+    fitting = (
+        count for count in range(len(sizes), 0, -1) if moved_bytes(sizes, count) <= free_bytes
+    )
+    return next(fitting, 0)
+
+
+@contextmanager
+def oom_as_error(doing: str, *, events: EventStream) -> Iterator[None]:
+    """Turn an out-of-memory error of the device into an event and a MachineError; `doing` follows "while"."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = first_line(error)
+        events.emit("out_of_memory", images_at_once=0, reason=reason)
+        raise MachineError(
+            f"the device ran out of memory while {doing}: {reason}",
+            fix="close other programs that use it and run the same command again, or set hardware.vram_limit_gib",
+        ) from error
+
+
+def oom_history_memo(prepared: Prepared, events: EventStream) -> Listener:
+    """Return a listener that records a GPU on which the plan did not fit, at most once a run."""
+    memory, earlier_record = prepared.plan.memory, prepared.full_card
+    limit_bytes = memory.limit_bytes or 0
+    is_reported = False
+
+    def listener(event: Event) -> None:
+        nonlocal is_reported
+        if is_reported or event.kind != "out_of_memory" or prepared.config.hardware.device == "cpu":
+            return
+        is_reported = True
+        memo = OomHistory.of(prepared.cache_root)
+        try:
+            record = memo.remember(
+                prepared.hardware,
+                prepared.family.name,
+                planned_bytes=memory.peak_bytes,
+                limit_bytes=int(limit_bytes / earlier_record.share)
+                if earlier_record
+                else limit_bytes,
+            )
+        except MachineError as error:  # a full disk must not hide the out-of-memory error
+            events.problem(
+                f"the out-of-memory record of this GPU could not be written: {error.found}",
+                fix=error.fix,
+                severity="note",
+                code="TRN-02",
+            )
+            return
+        if record is not None:
+            card = (prepared.hardware.usable() or prepared.hardware.gpus)[0]
+            events.problem(
+                f"{card.name} was planned to {memory.peak_bytes / limit_bytes:.0%}"
+                f" of its limit and ran out of memory: later plans use {record.share:.0%} of that limit",
+                fix=f"no action needed; delete {FILE_NAME} in the cache folder to forget it",
+                severity="note",
+                code="TRN-02",
+            )
+
+    return listener
+
+
+_PAUSES = frozenset({"sample", "validation", "learned"})
+_CHANGES = frozenset({"change", "out_of_memory"})
+_FILLED_STEPS = 5000
+"""Host memory grows while the first epoch reads cache entries; growth counts after it, or after this step."""
+
+
+@dataclass(kw_only=True)
+class Notices:
+    """Event listener, active while the block runs."""
+
+    prepared: Prepared
+    events: EventStream
+    _pace: StepPace = field(default_factory=StepPace)
+    _vram: Creep = field(default_factory=Creep)
+    _host: Creep = field(default_factory=Creep)
+    _gpu: Gpu | None = None
+    _usual: MachineState | None = None
+    _gives_way: bool = False
+    _asked: bool = False
+    _told: set[str] = field(default_factory=set)
+    _beside: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="lora-train-notices")
+    )
+
+    def __enter__(self) -> Notices:
+        device = planned_device(self.prepared)
+        self._gpu = None if device == CPU else card_of(self.prepared, device)
+        self.events.subscribe(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.events.listeners.remove(self)
+        self._beside.shutdown()
+
+    def __call__(self, event: Event) -> None:
+        if event.kind in _PAUSES:
+            self._pace.skip()
+        elif event.kind in _CHANGES:
+            self._pace.forget()
+        elif event.kind == "cores":
+            self._gives_way = event.fields["waiting"] == "asleep"
+        elif event.kind == "step":
+            self._after_step(event.fields)
+
+    def _after_step(self, fields: Mapping[str, Any]) -> None:
+        step = int(fields["step"])
+        timed = Timed(
+            seconds=fields["seconds"], wait_s=fields["data_wait_s"], latents=fields["latents"]
+        )
+        slow = self._pace.take(timed)
+        if self._pace.known and not self._asked:
+            self._asked = True
+            self._beside.submit(self._remember)
+        if slow is not None:
+            self._beside.submit(self._explain, slow, step)
+        filled = fields["epoch"] >= 1 or step > _FILLED_STEPS
+        if filled and (growth := self._host.take(fields["host_own_bytes"])):
+            self._tell_growth("host memory", growth, step, free_bytes=free_ram_bytes())
+        gpu = self._gpu
+        if gpu is not None and (growth := self._vram.take(fields["vram_now_bytes"])):
+            free_bytes = gpu.total_bytes - fields["vram_used_bytes"]
+            self._tell_growth("the GPU's memory", growth, step, free_bytes=free_bytes)
+
+    def _remember(self) -> None:
+        self._usual = self._look()
+
+    def _look(self) -> MachineState:
+        return replace(look(self._gpu), gives_way=self._gives_way)
+
+    def _explain(self, slow: Slow, step: int) -> None:
+        spills = self._gpu is not None and self._gpu.spills
+        before, config = self._usual or MachineState(), self.prepared.config
+        cause = next(causes(slow, before, self._look(), spills=spills, config=config))
+        if cause.name in self._told:
+            return
+        self._told.add(cause.name)
+        self.events.problem(
+            f"steps take {slow.factor:.1f} times as long as before, {slow.now.seconds:.2g} s instead of "
+            f"{slow.usual.seconds:.2g}, up to step {step}: {cause.observation}",
+            fix=cause.fix,
+        )
+
+    def _tell_growth(self, memory: str, growth: Growth, step: int, *, free_bytes: int) -> None:
+        per_step, remaining_steps = (
+            growth.bytes_per_step,
+            self.prepared.config.train.steps - step,
+        )
+        full_in = max(0, int(free_bytes / per_step))
+        too_soon = full_in < remaining_steps
+        self.events.problem(
+            f"{memory} grows by {100 * per_step / 2**20:.0f} MiB every 100 steps, "
+            f"{growth.so_far_bytes / 2**20:.0f} MiB by step {step}: the {free_bytes / GIB:.1f} GiB that are "
+            f"free are used up in {full_in} steps, {'before' if too_soon else 'after'} the end of the run",
+            fix="stop and continue with --resume, which starts with fresh memory, and please report it"
+            if too_soon
+            else "no action needed for this run; please report it",
+            severity="warning" if too_soon else "note",
+        )

@@ -5,60 +5,65 @@ In a training of several processes the first one leads, the others do their shar
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from lora_trainer.cache.cache_plan import Needs
-from lora_trainer.cache.store import in_use
 from lora_trainer.checkpoint.states import TrainingState, freeze, state_files, state_of
 from lora_trainer.checkpoint.writer import StateWriter
-from lora_trainer.common.errors import InputError
-from lora_trainer.common.events import EventStream, read_events
+from lora_trainer.common.errors import RequestError
+from lora_trainer.common.events import read_events
 from lora_trainer.common.processes import made_to_stay
-from lora_trainer.config.config import flatten
 from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.running import RunConfig
+from lora_trainer.families.base import DENOISER
 from lora_trainer.hardware.device_calls import kind_of
-from lora_trainer.hardware.machine import detect, hardware_from
+from lora_trainer.lora.adapter import Adapter
+from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.write import final_export_name
+from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
 from lora_trainer.planning.run_time import VALIDATION_QUANTILES
-from lora_trainer.reporting.control import StopFlag, taking_signals
+from lora_trainer.planning.speedups import MOST_SHAPES, pass_shapes
 from lora_trainer.run.build import (
     TrainComponents,
-    afterwards,
     build_components,
     build_dataloader,
-    compiled_blocks,
-    stages,
+    fill_caches,
+    open_cache,
 )
-from lora_trainer.run.caching import fill_caches, open_cache
-from lora_trainer.run.device import pinning, planned_device, setup_torch
-from lora_trainer.run.final_scores import validate_at_the_end
+from lora_trainer.run.device import (
+    oom_as_error,
+    oom_fallbacks,
+)
 from lora_trainer.run.hub_upload import push_finished
-from lora_trainer.run.oom_fallbacks import oom_as_error, oom_fallbacks
-from lora_trainer.run.prepare import Prepared, Request, prepare_with_base
-from lora_trainer.run.run_folder import EVENTS_FILE, RunFolder, TrainingJob, cut_events
+from lora_trainer.run.prepare import Prepared
+from lora_trainer.run.run_folder import EVENTS_FILE, TrainingJob, cut_events
 from lora_trainer.run.samples import SampleAction
-from lora_trainer.run.saving import BestExport, exporter, save_action
+from lora_trainer.run.saving import BestExport, exporter, save_action, validate_at_the_end
 from lora_trainer.training.actions import (
     CompareAction,
     FixedLosses,
     LearningAction,
     ValidateAction,
 )
-from lora_trainer.training.cores import shared_cores
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState, LearningContext, look_step
-from lora_trainer.training.loop import report_lag, run
+from lora_trainer.training.loop import run
 from lora_trainer.training.optimizers import learning_rate
-from lora_trainer.training.training import Action, OomFallback, PlainWay, Progress, Training
+from lora_trainer.training.training import (
+    Action,
+    FreezeAfter,
+    OomFallback,
+    PlainWay,
+    Progress,
+    Training,
+)
 
 LEARNING_PICTURES, LEARNING_QUANTILES = 2, 4
 PLAIN: Checkpointing = "full"
@@ -324,91 +329,61 @@ def plain_way(config: RunConfig, parts: TrainComponents, *, sharing: int) -> Pla
     return PlainWay(changes=changes, remedies=remedies)
 
 
-# ---- several processes: the first one plans and sends its decisions to the others, as JSON through the
-# launcher's store, because no collective is possible yet
+def stages(config: RunConfig, adapter: Adapter) -> list[FreezeAfter]:
+    """Return the parameters that are frozen before the end of the run, with the step of each group."""
+    steps = config.train.steps
+    text = [
+        parameter
+        for key, layer in adapter.layers.items()
+        for parameter in layer.parameters.values()
+        if split_key(key)[0] != DENOISER and parameter.requires_grad
+    ]
+    words = list(adapter.new_tokens.values())
+    stages = [
+        # At least one step, so that each part trains.
+        FreezeAfter(parameters=parameters, end_step=max(1, round(until * steps)))
+        for parameters, until in (
+            (text, config.train.text_encoder_until),
+            (words, config.train.new_tokens_until),
+        )
+    ]
+    ending = [stage for stage in stages if stage.parameters and stage.end_step < steps]
+    if sum(len(stage.parameters) for stage in ending) == len(adapter.parameters()):
+        raise RequestError(
+            "nothing is left to train once the text encoders stop, as the denoiser is frozen",
+            fix="leave train.text_encoder_until and new_tokens_until out",
+        )
+    return ending
 
 
-def gather(
-    ranks: ProcessGroup,
-    prepared: Prepared,
-    folder: RunFolder,
-    events: EventStream,
+def compiled_blocks(
+    job: TrainingJob,
+    parts: TrainComponents,
+    guard: GuardState,
     *,
-    prompts: Sequence[str],
-) -> None:
-    """Send the leader's decisions to the other processes, and connect to them."""
-    if ranks.monitor is None:
-        return
-    ranks.monitor.timeout_s = prepared.config.hardware.process_timeout_s
-    ranks.monitor.record(events)
-    orders = {
-        "settings": flatten(prepared.config),
-        "at_once": prepared.at_once_by_size,
-        "sharing": ranks.dist_env.local_count,
-        "hardware": asdict(prepared.hardware),
-        "fingerprint": prepared.dataset.fingerprint,
-        "identities": prepared.identities,
-        "prompts": list(prompts),
-        "folder": str(folder.path),
-    }
-    ranks.monitor.give("orders", json.dumps(orders))
-    _connect(ranks, prepared)
-    if ranks.share_gpus:
-        events.problem(
-            "several processes compute on one GPU: their gradients are added in host memory",
-            fix="nothing; one process for each GPU is faster",
-            severity="note",
-        )
+    images_at_once: Mapping[tuple[int, int], int],
+) -> CompiledBlocks | None:
+    """Return the compiled blocks, None in a run without or where they failed before in this run.
+
+    `images_at_once` is the micro-batch by (height, width) of the latents.
+    """
+    config = job.prepared.config
+    if config.hardware.compile != "blocks" or guard.uncompiled or guard.plain:
+        return None
+    shapes = pass_shapes(
+        images_at_once, batch_size=config.train.batch_size, processes=job.prepared.processes
+    )[:MOST_SHAPES]
+    return CompiledBlocks(parts.networks.denoiser, shapes=frozenset(shapes))
 
 
-def follow(request_here: Request, ranks: ProcessGroup) -> Path:
-    """Do a share of a training that another process leads: same settings, data and base; writes no files."""
-    assert ranks.monitor is not None
-    orders = json.loads(ranks.monitor.take("orders"))
-    ranks.monitor.timeout_s = float(orders["settings"]["hardware.process_timeout_s"])
-    request = Request(
-        dataset=request_here.dataset,
-        run_settings=orders["settings"],
-        run_at_once=orders["at_once"],
-        processes=request_here.processes,
-        sharing=orders["sharing"],
-        fetches=True,
-    )
-    # GPUs are detected here, as this process may be on another machine than the leader.
-    hardware = replace(hardware_from(orders["hardware"]), gpus=detect().gpus)
-    prepared = prepare_with_base(request, hardware=hardware)
-    same_base = prepared.identities == orders["identities"]
-    if not (same_base and prepared.dataset.fingerprint == orders["fingerprint"]):
-        part = "dataset" if same_base else "base"
-        raise InputError(
-            f"process {ranks.dist_env.rank} finds another {part} under the same name than process 0",
-            fix="give all machines the same files",
-        )
-    setup_torch(prepared)
-    _connect(ranks, prepared)
-    events, folder = EventStream(), Path(orders["folder"])
-    events.subscribe(ranks.monitor.tell)
-    stop = StopFlag()
-    with (
-        taking_signals(stop),
-        in_use(prepared.cache_root),
-        shared_cores(events),
-        pinning(prepared, events),
-    ):
-        return train_job(
-            TrainingJob(
-                prepared=prepared,
-                folder=RunFolder(path=folder),
-                prompts=orders["prompts"],
-                state=None,
-                events=events,
-                stop=stop,
-                started_at_s=time.time(),
-                ranks=ranks,
-            )
-        )
-
-
-def _connect(ranks: ProcessGroup, prepared: Prepared) -> None:
-    device = planned_device(prepared)
-    ranks.connect(device, lag=report_lag(device))
+def afterwards(config: RunConfig, adapter: Adapter) -> list[Callable[[int], None]]:
+    """Return functions of the step number that run after each optimizer step."""
+    hooks: list[Callable[[int], None]] = []
+    limit = config.optimizer.max_weight_norm
+    if limit is not None:
+        hooks.append(lambda step: adapter.limit_norms(limit))
+    decay = config.train.ema_decay
+    if decay is not None:
+        # After the norm limit, so that the average is of the weights that stay.
+        hooks.append(lambda step: adapter.update_average(step, decay=decay))
+    return hooks

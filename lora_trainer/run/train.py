@@ -5,6 +5,7 @@ It imports torch, so the command line imports it only to train.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -29,16 +30,16 @@ from lora_trainer.config.running import Config
 from lora_trainer.dataset.records import bucket_counts
 from lora_trainer.families.hub_files import OnBytes
 from lora_trainer.hardware.devices import allocator_settings
+from lora_trainer.hardware.machine import detect, hardware_from
 from lora_trainer.planning.search import gib
 from lora_trainer.reporting.control import Control, StopFlag, taking_signals
 from lora_trainer.reporting.report import write_report
 from lora_trainer.reporting.status import StatusWriter
 from lora_trainer.reporting.trackers import start_trackers
-from lora_trainer.run.caching import plan_cache, refuse_small_cache
-from lora_trainer.run.device import pinning, setup_torch
+from lora_trainer.run.build import plan_cache, refuse_small_cache
+from lora_trainer.run.device import Notices, oom_history_memo, pinning, planned_device, setup_torch
 from lora_trainer.run.hub_upload import check_upload
 from lora_trainer.run.machine_report import doctor_json
-from lora_trainer.run.oom_fallbacks import oom_history_memo
 from lora_trainer.run.plan_text import plan_json, run_warnings
 from lora_trainer.run.prepare import Prepared, Request, asked_for, prepare_with_base
 from lora_trainer.run.run_folder import (
@@ -56,10 +57,10 @@ from lora_trainer.run.run_folder import (
     last_step,
     read_run,
 )
-from lora_trainer.run.session import follow, gather, train_job
-from lora_trainer.run.step_monitor import Notices
+from lora_trainer.run.session import train_job
 from lora_trainer.training.cores import shared_cores
 from lora_trainer.training.distributed.process_group import ProcessGroup, isolate_accelerate, joined
+from lora_trainer.training.loop import report_lag
 
 DOWNLOAD_TOLD_EVERY_S = 1.0
 
@@ -382,3 +383,93 @@ def _run_record(job: TrainingJob, request: Request, environment: dict[str, Any])
             "held_out": [record.name for record in prepared.held_out],
         },
     }
+
+
+# ---- several processes: the first one plans and sends its decisions to the others, as JSON through the
+# launcher's store, because no collective is possible yet
+
+
+def gather(
+    ranks: ProcessGroup,
+    prepared: Prepared,
+    folder: RunFolder,
+    events: EventStream,
+    *,
+    prompts: Sequence[str],
+) -> None:
+    """Send the leader's decisions to the other processes, and connect to them."""
+    if ranks.monitor is None:
+        return
+    ranks.monitor.timeout_s = prepared.config.hardware.process_timeout_s
+    ranks.monitor.record(events)
+    orders = {
+        "settings": flatten(prepared.config),
+        "at_once": prepared.at_once_by_size,
+        "sharing": ranks.dist_env.local_count,
+        "hardware": asdict(prepared.hardware),
+        "fingerprint": prepared.dataset.fingerprint,
+        "identities": prepared.identities,
+        "prompts": list(prompts),
+        "folder": str(folder.path),
+    }
+    ranks.monitor.give("orders", json.dumps(orders))
+    _connect(ranks, prepared)
+    if ranks.share_gpus:
+        events.problem(
+            "several processes compute on one GPU: their gradients are added in host memory",
+            fix="nothing; one process for each GPU is faster",
+            severity="note",
+        )
+
+
+def follow(request_here: Request, ranks: ProcessGroup) -> Path:
+    """Do a share of a training that another process leads: same settings, data and base; writes no files."""
+    assert ranks.monitor is not None
+    orders = json.loads(ranks.monitor.take("orders"))
+    ranks.monitor.timeout_s = float(orders["settings"]["hardware.process_timeout_s"])
+    request = Request(
+        dataset=request_here.dataset,
+        run_settings=orders["settings"],
+        run_at_once=orders["at_once"],
+        processes=request_here.processes,
+        sharing=orders["sharing"],
+        fetches=True,
+    )
+    # GPUs are detected here, as this process may be on another machine than the leader.
+    hardware = replace(hardware_from(orders["hardware"]), gpus=detect().gpus)
+    prepared = prepare_with_base(request, hardware=hardware)
+    same_base = prepared.identities == orders["identities"]
+    if not (same_base and prepared.dataset.fingerprint == orders["fingerprint"]):
+        part = "dataset" if same_base else "base"
+        raise InputError(
+            f"process {ranks.dist_env.rank} finds another {part} under the same name than process 0",
+            fix="give all machines the same files",
+        )
+    setup_torch(prepared)
+    _connect(ranks, prepared)
+    events, folder = EventStream(), Path(orders["folder"])
+    events.subscribe(ranks.monitor.tell)
+    stop = StopFlag()
+    with (
+        taking_signals(stop),
+        in_use(prepared.cache_root),
+        shared_cores(events),
+        pinning(prepared, events),
+    ):
+        return train_job(
+            TrainingJob(
+                prepared=prepared,
+                folder=RunFolder(path=folder),
+                prompts=orders["prompts"],
+                state=None,
+                events=events,
+                stop=stop,
+                started_at_s=time.time(),
+                ranks=ranks,
+            )
+        )
+
+
+def _connect(ranks: ProcessGroup, prepared: Prepared) -> None:
+    device = planned_device(prepared)
+    ranks.connect(device, lag=report_lag(device))

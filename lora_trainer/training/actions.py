@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import torch
 
-from lora_trainer.checkpoint.codec import Copy
 from lora_trainer.checkpoint.states import (
+    Copy,
     LoopValues,
     NonFiniteAdapter,
     TrainingState,

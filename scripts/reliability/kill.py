@@ -224,8 +224,8 @@ def post_mortem(run: Path) -> Kill:
     names = [path.name for path in states.iterdir()] if states.is_dir() else []
     published = [int(name.removeprefix("step-")) for name in names if name.startswith("step-")]
     half_done = [name for name in names if name.startswith((".tmp-", ".del-"))]
-    recorded = {row["step"] for row in read_jsonl(states / "log.jsonl")}
     rows = read_jsonl(run / "events.jsonl")
+    recorded = {row["step"] for row in rows if row["event"] == "saved"}
     return Kill(
         left=max(published, default=0),
         reached=logged(run),

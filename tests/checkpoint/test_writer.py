@@ -258,13 +258,3 @@ def test_the_end_waits_for_the_disk(place: Place, error: MachineError | None) ->
     except MachineError:
         pass
     assert place.on_disk().step == 1
-
-
-def test_quitting_at_once_does_not(place: Place) -> None:
-    place.open.clear()
-    with pytest.raises(KeyboardInterrupt), place.writer:
-        place.save(1)
-        raise KeyboardInterrupt
-    assert place.told("saved") == []
-    place.open.set()
-    place.writer.wait()

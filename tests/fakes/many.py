@@ -31,6 +31,8 @@ STEPS = 15
 TIMEOUT_S = 90.0
 IN_A_STEP = 11
 """A call of the loss in the second or third step: the first eight are of the first validation."""
+SPOILT = 2
+"""The step, from 0 on, that all skip: its first sample is no number, whichever process has it."""
 SETTINGS: Mapping[str, Any] = {
     "sampling__every_steps": 10,
     "train__batch_size": 4,
@@ -39,8 +41,7 @@ SETTINGS: Mapping[str, Any] = {
     "output__save_every_steps": 4,
     "optimizer__name": "adamw",
     "hardware__process_timeout_s": 5,
-}
-CRAFT: Mapping[str, Any] = {
+    # All that depends on which samples a process has, is done to its weights, is drawn, or stops half-way.
     "adapter__dropout": 0.1,
     "adapter__module_dropout": 0.1,
     "adapter__new_tokens": 2,
@@ -59,7 +60,8 @@ CRAFT: Mapping[str, Any] = {
     "train__stop_after_validations": 1000,
     "train__text_encoder_until": 0.5,
 }
-"""All that depends on which samples a process has, is done to its weights, is drawn, or stops half-way."""
+PRIORS: dict[str, Any] = {}
+"""Settings of the masks and the regularisation images that `main` writes."""
 Fault = Callable[["Process"], None]
 
 
@@ -107,7 +109,7 @@ def start(
     """Begin to train in `count` processes."""
     notes = place.folder / f"notes-{name}"
     notes.mkdir(exist_ok=True)
-    line = place.arguments("--name", name, *more, steps=STEPS, **{**SETTINGS, **settings})
+    line = place.arguments("--name", name, *more, steps=STEPS, **{**SETTINGS, **PRIORS, **settings})
     port, began_s, pids = free_port(), time.monotonic(), []
     ranks = sorted(set(range(count)) - absent)
     for rank in ranks:
@@ -181,7 +183,7 @@ def _wait(pid: int, began: float) -> int:
 
 
 def note_draws(process: Process) -> None:
-    """Note every sample with its noise, entries encoded, and the gradients of the first step."""
+    """Note every sample with its noise, entries encoded, and the gradients of the first step; spoil one."""
     import torch
     from safetensors.torch import save_file
 
@@ -199,6 +201,8 @@ def note_draws(process: Process) -> None:
             parts = (sample.latents, sample.noise, torch.tensor(sample.level.timestep))
             digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
             draws.write(f"{step} {sample.sample} {digest}\n")
+            if (step, sample.sample) == (SPOILT, self.sample_at(step * self.batch_size)[1]):
+                sample.latents.fill_(torch.nan)
         draws.flush()
         return batch
 
@@ -235,29 +239,6 @@ def losses_at(call: int, spoil: Callable[[Any], Any]) -> Fault:
             return spoil(found) if next(calls) == call else found
 
         Model.losses_of = losses_of
-
-    return fault
-
-
-def spoilt_sample(step: int) -> Fault:
-    """Return a fault that spoils the first sample of a step (0-based), whichever process has it."""
-
-    def fault(process: Process) -> None:
-        import torch
-
-        from lora_trainer.training.dataloader import TrainingDataLoader
-
-        real = TrainingDataLoader.prepare
-
-        def prepare(self: TrainingDataLoader, wanted: int) -> Any:
-            batch = real(self, wanted)
-            _, first = self.sample_at(wanted * self.batch_size)
-            for sample in batch if wanted == step else ():
-                if sample.sample == first:
-                    sample.latents.fill_(torch.nan)
-            return batch
-
-        TrainingDataLoader.prepare = prepare
 
     return fault
 
@@ -362,10 +343,6 @@ def scenarios(place: Toy) -> dict[str, Run]:
     uncut = {0: replaced("lora_trainer.run.session", "cut_events", unreadable)}
     for count in (2, 5):
         found[f"of {count}"] = run(place, f"of {count}", count, faults=uncut)
-    nan = spoilt_sample(2)
-    craft = {**CRAFT, **write_priors(place)}
-    found["craft alone"] = run(place, "craft alone", 1, faults={0: nan}, **craft)
-    found["craft"] = run(place, "craft", 3, faults=dict.fromkeys(range(3), nan), **craft)
     full = {1: losses_at(IN_A_STEP, out_of_memory)}
     cold = str(place.folder / "cold")
     found["cold"] = run(place, "cold", 2, faults=full, data__cache_dir=cold)
@@ -397,9 +374,10 @@ def main() -> None:
         place.with_base()
         os._exit(0)
     _wait(child, time.monotonic())
+    PRIORS.update(write_priors(place))
     (place.dataset / "cut.png").write_bytes((place.dataset / "p0.png").read_bytes()[:200])
-    found = {name: vars(made) for name, made in scenarios(place).items()}
-    (folder / "results.json").write_text(json.dumps(found), encoding="utf-8")
+    results = {name: vars(made) for name, made in scenarios(place).items()}
+    (folder / "results.json").write_text(json.dumps({**results, "priors": PRIORS}), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,45 +1,64 @@
-"""TRN-01, 03 and 04: not-a-number at any moment, samples that fail, overflows of fp16; no run is lost.
+"""TRN-01 to 06: what goes wrong in a training costs no run: numbers, memory, samples, logs, the preparing thread.
 
-The trainings are real ones on the tiny base; what goes wrong is put in between. Their number is small
-here and larger where RELIABILITY_INJECTIONS says so.
+The trainings are real ones on the tiny base; what goes wrong is put in between. On a GPU, encoders that do not fit go
+on on the processor; here two names of the one processor stand for the two devices. Steps are prepared by one thread of
+the process, so there is no worker to be killed; what is left of TRN-06 is a thread that raises, ends or waits.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import torch
+from accelerate.tracking import TensorBoardTracker
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lora_trainer.checkpoint.states import ADAPTER
+from lora_trainer.common import files
 from lora_trainer.common.events import read_jsonl
+from lora_trainer.reporting import status
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.training import loop
+from lora_trainer.training.batch import Sample
+from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.loss import Model
-from tests.fakes.runs import STEPS, Toy, events, toy, trajectory
-from tests.fakes.training import at_start, build_feeder, build_training
+from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
+from tests.fakes.training import at_start, build_feeder, build_training, distance
 
 INJECTIONS = int(os.environ.get("RELIABILITY_INJECTIONS", "1"))
 Figure = Callable[..., None]
+SETTINGS: dict[str, Any] = {
+    "logging__trackers": [],
+    "train__batch_size": 4,
+    "memory__micro_batch": 4,
+    "optimizer__name": "adamw",
+}
+"""Four images a step, so that there is something to halve."""
+QUIET: dict[str, Any] = {"sampling__every_steps": 0, "train__validate_every_steps": 0}
+
+pytestmark = pytest.mark.usefixtures("no_hang")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    """The undisturbed run, at four images a step so that there is something to halve."""
+    """The undisturbed run."""
     place = toy(tmp_path_factory.mktemp("trn")).with_base()
-    assert train(place, "toy") == 0
+    assert place.train(**SETTINGS) == 0
     return place
 
 
 def train(place: Toy, name: str, *more: str, **settings: Any) -> int:
-    chosen = {"logging__trackers": [], "train__batch_size": 4, "sampling__every_steps": 0}
-    return place.train("--name", name, *more, **{**chosen, **settings})
+    return place.train("--name", name, *more, **{**SETTINGS, **settings})
 
 
 @dataclass
@@ -79,7 +98,7 @@ def test_trn_01_not_a_number_anywhere_loses_no_run_and_is_never_saved(
         fault = Fault(Model.losses_of, at, nan)
         patch.setattr(Model, "losses_of", lambda *args: fault(*args))
         name = f"nan-{number}"
-        assert train(place, name, train__validate_every_steps=0, memory__micro_batch=4) == 0
+        assert train(place, name, **QUIET) == 0
     run = place.runs / name
     assert fault.hits
     assert [row["step"] for row in events(run, "step")] == list(range(1, STEPS + 1))
@@ -148,3 +167,211 @@ class _Faulty(Model):
     def losses_of(self, batch: Any) -> Tensor:
         losses: Tensor = self.fault(batch)
         return losses
+
+
+# ---- TRN-02
+
+
+@dataclass
+class Once:
+    """Fails in the given call of a function, from 1 on, `times` times; `torn`: after its work was done."""
+
+    real: Callable[..., Any]
+    at: int
+    times: int = 1
+    torn: bool = False
+    calls: int = 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        if self.at <= self.calls < self.at + self.times:
+            if self.torn:
+                self.real(*args, **options)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.real(*args, **options)
+
+
+BESIDE = {
+    "lora_trainer.cache.encode._encode_image": 2,
+    "lora_trainer.cache.encode.TextEntries.encode": 2,
+    "lora_trainer.training.actions.FixedLosses.by_timestep": 2,
+    "lora_trainer.run.samples.SampleAction._write": 2,
+    "lora_trainer.training.actions.SaveAction.state": 3,
+}
+IN_A_STEP = {"torch.Tensor.backward": 2, "torch.optim.AdamW.step": 4}
+"""Where it happens, and in which call."""
+
+
+@pytest.mark.parametrize("phases", [BESIDE, IN_A_STEP], ids=["beside the steps", "in steps"])
+def test_trn_02_a_run_that_ran_out_of_memory_once_ends_with_the_same_adapter(
+    phases: dict[str, int],
+    place: Toy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    figure: Figure,
+) -> None:
+    faults = {}
+    for name, at in phases.items():
+        faults[name] = fault = Once(resolve_name(name), at, torn=name.endswith("AdamW.step"))
+        monkeypatch.setattr(name, lambda *args, fault=fault, **more: fault(*args, **more))
+    # Another index makes it another device, whose encoders are handed over.
+    another = torch.device("cpu", 0)
+    monkeypatch.setattr("lora_trainer.run.build.planned_device", lambda _: another)
+    in_a_step = phases is IN_A_STEP
+    name = "in-a-step" if in_a_step else "beside"
+    assert train(place, name, data__cache_dir=str(tmp_path / "cache")) == 0
+    for where, fault in faults.items():
+        assert fault.calls > fault.at, f"{where}: it happened, and was tried again"
+    run = place.runs / name
+    changes = [row for row in events(run, "change") if row["key"] == "memory.micro_batch"]
+    assert all(row["new"] < row["old"] for row in changes)
+    assert bool(changes) == in_a_step
+    ours, theirs = (load_file(last_state(each) / ADAPTER) for each in (run, place.run))
+    names = sorted(ours)
+    pairs = [tensors[name] for name in names for tensors in (ours, theirs)]
+    assert distance(pairs[::2], pairs[1::2]) < 5e-5, "the same adapter, up to rounding"
+    images = {row["step"]: row["images"] for row in events(run, "step")}
+    assert images == {step: 4 * step for step in range(1, STEPS + 1)}
+    for kind in ("validation", "sample"):
+        assert len(events(run, kind)) == len(events(place.run, kind)) > 0, kind
+    assert (run / f"{name}.safetensors").is_file()
+    figure("injections", tried=len(phases), lost=0, nan_files=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "doing"),
+    [
+        ("cache.encode._encode_image", "caching"),
+        ("run.build.load_networks", "loading"),
+        ("run.session.exporter", "exporting"),
+    ],
+)
+def test_trn_02_what_cannot_be_made_smaller_is_one_line_and_the_same_command_goes_on(
+    name: str,
+    doing: str,
+    place: Toy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = f"without {name}"
+    settings = {"data__cache_dir": str(tmp_path / "cache")} if doing == "caching" else {}
+    with monkeypatch.context() as patch:
+        real = resolve_name(f"lora_trainer.{name}")
+        patch.setattr(f"lora_trainer.{name}", Once(real, 3 if doing == "caching" else 1, 100))
+        capsys.readouterr()
+        assert train(place, run, **settings) == 4
+    told = capsys.readouterr().err.strip().splitlines()
+    assert f"ran out of memory while {doing}" in told[-1]
+    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 2 * (doing == "caching")
+    if doing != "loading":
+        assert train(place, run, "--resume", **settings) == 0
+        assert trajectory(place.runs / run) == trajectory(place.run)
+
+
+def failing(after: int, error: OSError) -> Callable[..., None]:
+    calls = 0
+
+    def fail(*_: object, **__: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise error
+
+    return fail
+
+
+# ---- TRN-05
+
+
+def test_trn_05_a_dashboard_that_fails_is_one_warning(
+    place: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(TensorBoardTracker, "log", failing(3, error))
+    assert train(place, "full", **QUIET, logging__trackers=["tensorboard"]) == 0
+    rows = read_jsonl(place.runs / "full" / "problems.jsonl")
+    (complaint,) = (row["what"] for row in rows if row["code"] == "TRN-05")
+    assert complaint.startswith("tracker tensorboard stopped logging: ")
+    assert str(error) in complaint
+    assert trajectory(place.runs / "full") == trajectory(place.run)
+
+
+@pytest.mark.parametrize(
+    ("file", "lines", "steps"), [("events.jsonl", 4, 2), ("status.json", 5, STEPS)]
+)
+def test_trn_05_a_log_whose_disk_is_full_is_one_warning(
+    file: str,
+    lines: int,
+    steps: int,
+    place: Toy,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    refuse = failing(lines, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    real_open, real_write = Path.open, files.write_file
+
+    def open_(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if self.name == file and mode == "a":
+            refuse()
+        return real_open(self, mode, *args, **options)
+
+    def write(path: Path, data: files.Data, *, durable: bool) -> None:
+        if path.name.endswith(file):
+            refuse()
+        real_write(path, data, durable=durable)
+
+    monkeypatch.setattr(Path, "open", open_)
+    monkeypatch.setattr(files, "write_file", write)
+    monkeypatch.setattr(status, "INTERVAL_S", 0.0)
+    capsys.readouterr()
+    name = f"no-{Path(file).stem}"
+    assert train(place, name, **QUIET) == 0
+    run, shown = place.runs / name, capsys.readouterr()
+    assert (run / f"{name}.safetensors").exists()
+    assert (run / "report.html").exists()
+    assert (shown.out + shown.err).count("No space left on device") == 1
+    assert len(events(run, "step")) == steps
+
+
+# ---- TRN-06
+
+
+def test_trn_06_whatever_ends_the_thread_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = SystemExit(3)
+    usual = TrainingDataLoader.prepare
+
+    def prepare(self: TrainingDataLoader, step: int) -> tuple[Sample, ...]:
+        if step == 2:
+            raise error
+        return usual(self, step)
+
+    monkeypatch.setattr(TrainingDataLoader, "prepare", prepare)
+    with build_feeder().stream(0, 10, ahead=4) as batches:
+        assert next(batches) and next(batches)
+        with pytest.raises(SystemExit) as raised:
+            next(batches)
+        assert raised.value is error
+
+
+def test_trn_06_a_disk_that_does_not_answer_holds_up_nobody_who_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The third signal raises KeyboardInterrupt while the thread hangs in a read."""
+    begun, answered = threading.Event(), threading.Event()
+
+    def prepare(self: TrainingDataLoader, step: int) -> None:
+        begun.set()
+        answered.wait()
+
+    monkeypatch.setattr(TrainingDataLoader, "prepare", prepare)
+    monkeypatch.setattr("lora_trainer.cache.background.LEAVING_S", 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt), build_feeder().stream(0, 10, ahead=4):
+            assert begun.wait(20)
+            raise KeyboardInterrupt
+    finally:
+        answered.set()
+        for thread in threading.enumerate():
+            if thread.name == "lora-train-ahead":
+                thread.join()

@@ -11,7 +11,7 @@ from torch import nn
 
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import update
-from lora_trainer.run.final_scores import weight_figures
+from lora_trainer.run.saving import weight_figures
 from tests.fakes.adapters import draw_module, with_magnitude
 
 
