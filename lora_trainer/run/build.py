@@ -33,13 +33,14 @@ from lora_trainer.hardware.machine import GIB
 from lora_trainer.lora.adapter import Adapter, denoiser_layers, inject, layer_shapes
 from lora_trainer.lora.adapter_kinds import add_new_tokens
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
+from lora_trainer.lora.tensors import DTYPES
 from lora_trainer.lora_file.names import LayerNames
 from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.network.block_swap import Streamed, offload, stream_blocks
 from lora_trainer.network.compiling import apply_attention
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import quantize
-from lora_trainer.run.device import CPU, DTYPES, oom_as_error, planned_device
+from lora_trainer.run.device import CPU, oom_as_error, planned_device
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.run.run_folder import TrainingJob
 from lora_trainer.training.dataloader import TrainingDataLoader
@@ -226,17 +227,27 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
         )
         for name, network in inside.items()
     }
+    alpha = config.adapter.alpha
     starts = config.train.init_from if state is None else None
     # As they are without an adapter.
     layers = _layers(prepared, networks.text) if starts is not None else {}
+    new_tokens: dict[str, nn.Parameter] = {}
+    if networks.text is not None and (word := new_word(config)):
+        new_tokens = add_new_tokens(
+            networks.text,
+            word.tokens,
+            start=config.adapter.new_tokens_from,
+            seed=config.train.seed,
+        )
     adapter = inject(
         inside,
         modules=modules,
         settings=config.adapter,
-        alpha=_alpha(config),
+        # OFT has no alpha: its setting stays at auto, and the rank stands in.
+        alpha=float(config.adapter.rank if alpha == "auto" else alpha),
         seed=config.train.seed,
         averaged=config.train.ema_decay is not None,
-        new_tokens=_new_tokens(config, networks.text),
+        new_tokens=new_tokens,
         keep_best=config.output.keep_best,
     )
     if starts is not None:
@@ -257,21 +268,6 @@ def _layers(
             name: layer_shapes(network) for name, network in (text.networks if text else {}).items()
         },
     }
-
-
-def _new_tokens(config: RunConfig, text: TextEncoder | None) -> dict[str, nn.Parameter]:
-    word = new_word(config)
-    if text is None or word is None:
-        return {}
-    return add_new_tokens(
-        text, word.tokens, start=config.adapter.new_tokens_from, seed=config.train.seed
-    )
-
-
-def _alpha(config: RunConfig) -> float:
-    """Return alpha; OFT has none, so its setting stays at auto and the rank stands in."""
-    alpha = config.adapter.alpha
-    return float(config.adapter.rank) if alpha == "auto" else alpha
 
 
 def arrange(prepared: Prepared, networks: Networks) -> Streamed | None:

@@ -64,7 +64,6 @@ from lora_trainer.training.pace import (
 )
 from lora_trainer.training.training import OomFallback
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
 
 

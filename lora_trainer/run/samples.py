@@ -50,6 +50,7 @@ from lora_trainer.config.running import Config, SamplingSettings
 from lora_trainer.families.base import BaseFacts, Conditioning, Family, Sampler
 from lora_trainer.families.locate import locate, with_caption_tokens, with_choices
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
+from lora_trainer.lora.tensors import DTYPES
 from lora_trainer.lora_file.embedding import embedding_path, read_embedding, trained_words
 from lora_trainer.lora_file.header import file_of, holds_adapter
 from lora_trainer.lora_file.read import read_contents
@@ -58,7 +59,7 @@ from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.sample_files import try_name
 from lora_trainer.run.build import TrainComponents, encoder_arguments, texts_as
-from lora_trainer.run.device import CPU, DTYPES, best_device
+from lora_trainer.run.device import CPU, best_device
 from lora_trainer.run.run_folder import RUN_FILE, TrainingJob, read_run
 from lora_trainer.training.training import Progress
 

@@ -62,13 +62,8 @@ from lora_trainer.training.actions import SaveAction
 from lora_trainer.training.training import Progress
 
 
-def uncopied(name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor itself, for an export that is written while nothing trains."""
-    return tensor
-
-
 def exporter(
-    job: TrainingJob, adapter: Adapter, file: Path, progress: Progress, copy: Copy = uncopied
+    job: TrainingJob, adapter: Adapter, file: Path, progress: Progress, copy: Copy
 ) -> Callable[[], None]:
     """Copy the adapter's current weights; return a function that writes them to `file`, new tokens beside it.
 

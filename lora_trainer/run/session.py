@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from lora_trainer.cache.cache_plan import Needs
-from lora_trainer.checkpoint.states import TrainingState, freeze, state_files, state_of
+from lora_trainer.checkpoint.states import TrainingState, freeze, snapshot, state_files, state_of
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import read_events
@@ -41,7 +41,6 @@ from lora_trainer.run.device import (
     oom_fallbacks,
 )
 from lora_trainer.run.hub_upload import push_finished
-from lora_trainer.run.prepare import Prepared
 from lora_trainer.run.run_folder import EVENTS_FILE, TrainingJob, cut_events
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.run.saving import BestExport, exporter, save_action, validate_at_the_end
@@ -153,9 +152,9 @@ def _export(
     events.emit("phase", phase="export", message=file.name, done=0, total=0)
     with oom_as_error("exporting", events=events):
         with parts.chosen():
-            exporter(job, parts.adapter, file, end)()
-        # Copied and written at once: the writer's thread has ended.
-        best.prepared(end, lambda _, tensor: tensor.detach().cpu().clone())()
+            # Nothing trains any more, so the tensors themselves are written.
+            exporter(job, parts.adapter, file, end, lambda _, tensor: tensor)()
+        best.prepared(end, snapshot)()
     seconds = time.monotonic() - began_s
     if output.measure:
         with parts.chosen():
@@ -221,7 +220,11 @@ def _training(
             change.apply()
     for remedy in (plain.remedies if start.guard.plain else fallbacks)[: start.guard.remedies]:
         remedy.apply()
-    images_at_once = _latents_at_once(job.prepared)
+    factor = job.prepared.facts.vae_factor
+    images_at_once = {
+        (height_px // factor, width_px // factor): count
+        for (width_px, height_px), count in job.prepared.plan.images_at_once.items()
+    }
     return Training(
         model=parts.model,
         parameters=parts.parameters,
@@ -248,15 +251,6 @@ def _training(
         from_zero=parts.from_zero,
         compiled=compiled_blocks(job, parts, start.guard, images_at_once=images_at_once),
     )
-
-
-def _latents_at_once(prepared: Prepared) -> dict[tuple[int, int], int]:
-    """Return the planned micro-batch by (height, width) of the latents."""
-    factor = prepared.facts.vae_factor
-    return {
-        (height_px // factor, width_px // factor): count
-        for (width_px, height_px), count in prepared.plan.images_at_once.items()
-    }
 
 
 def validate_action(
