@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.common.wording import gib
 from lora_trainer.config.choices import PRIORITIES, Priority
 from lora_trainer.config.layers import lowered_to, resolve
 from lora_trainer.config.running import MemorySettings
@@ -23,7 +24,6 @@ from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput
-from lora_trainer.planning.search import gib
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plans.md"
 CARDS = {"8 GiB (RTX 4060)": 8, "12 GiB (RTX 3060)": 12, "24 GiB (RTX 4090)": 24}

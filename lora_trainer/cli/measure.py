@@ -14,8 +14,8 @@ from rich.text import Text
 from lora_trainer.cli.options import PLANNED, Json, PlanOptions, Reply, Sets, console, overrides
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.processes import quiet_libraries, read_dist_env
+from lora_trainer.common.wording import gib
 from lora_trainer.measuring.bench import BenchRow
-from lora_trainer.planning.search import gib
 from lora_trainer.reporting.score import WEIGHTS, Validation
 
 Run = Annotated[Path, Parameter(help="a run folder or an adapter file")]

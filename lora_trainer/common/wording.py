@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+GIB = 2**30
 INTERRUPTED_EXIT_CODES = frozenset({0, 130, 143})
 """Exit codes of a run that stopped because somebody asked for it, its state saved."""
 
@@ -49,6 +50,11 @@ def bytes_text(size_bytes: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
+
+
+def gib(size_bytes: int) -> str:
+    """Return a size in GiB with two decimals and the unit."""
+    return f"{size_bytes / GIB:.2f} GiB"
 
 
 def loss_text(loss: float) -> str:

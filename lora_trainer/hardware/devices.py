@@ -18,10 +18,11 @@ from typing import Any, Literal
 
 from packaging.version import InvalidVersion, Version
 
+from lora_trainer.common.wording import GIB
+
 KindName = Literal["cuda", "rocm", "mps", "xpu", "cpu"]
 TorchType = Literal["cuda", "mps", "xpu", "cpu"]
 """`torch.device(...).type` and the values of `hardware.device`; AMD's GPUs have torch's type "cuda"."""
-GIB = 2**30
 _ORDINARY_INDEX = "https://download.pytorch.org/whl"
 
 

@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from pydantic import TypeAdapter
 
+from lora_trainer.common.wording import GIB as GIB
 from lora_trainer.hardware.devices import (
     KINDS,
     TorchBuild,
@@ -36,7 +37,6 @@ from lora_trainer.hardware.devices import (
 from lora_trainer.hardware.nvml import Gpu, Nvml, find_gpus, number_by_bus
 
 Tier = Literal["cpu", "6-8", "10-12", "16-24"]
-GIB = 2**30
 DISTRIBUTION = "lora-train"
 PURPOSES: Mapping[str, str] = {
     "torch": "computes everything",

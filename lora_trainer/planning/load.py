@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lora_trainer.common.wording import GIB
 from lora_trainer.config.choices import BasePrecision
 from lora_trainer.config.declare import Checkpointing, Precision
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts, FrozenBase
 from lora_trainer.costs.sample_cost import Workload
 from lora_trainer.hardware.devices import TorchType
-from lora_trainer.hardware.machine import GIB, desktop_bytes
+from lora_trainer.hardware.machine import desktop_bytes
 from lora_trainer.hardware.nvml import Gpu
 
 MIB = 2**20

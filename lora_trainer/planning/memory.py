@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from lora_trainer.common.wording import GIB
 from lora_trainer.config.declare import SCHEDULE_FREE, Checkpointing
 from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts
 from lora_trainer.families.base_files.base_folder import READ_BYTES
-from lora_trainer.hardware.devices import GIB, KINDS, RESERVED_BYTES
+from lora_trainer.hardware.devices import KINDS, RESERVED_BYTES
 from lora_trainer.lora.adapter_size import rebuilt_elements, total_elements
 from lora_trainer.planning.load import Load, runs_wide
 from lora_trainer.planning.optimizer_facts import (

@@ -1,35 +1,48 @@
-"""The planner's memory part: which loads may be tried, and why one was chosen.
+"""The planner's memory part: the search for a load that fits, and why it was chosen. No torch.
 
-Input is the settings so far, the base, the machine and the buckets; output a `MemoryChoice`: the load that
-fits, its predictions, its time, and a decision with its reason for every setting it changed or filled in.
+Input is the settings so far, the base, the machine and the buckets; output a `MemoryChoice`: the load with the
+lowest price, which never takes more memory than the settings ask for, its predictions, and a decision with its
+reason for every setting that was changed or filled in. When no load fits, the error names the nearest setting that
+would.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
-from lora_trainer.common.errors import RequestError
-from lora_trainer.config.choices import BasePrecision
+from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.wording import gib
+from lora_trainer.config.choices import QUANTIZATIONS, BasePrecision
 from lora_trainer.config.config import value_of
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, Precision, settled
 from lora_trainer.costs.base_costs import ELEMENT_BYTES
 from lora_trainer.planning.load import Load, runs_wide, surroundings
 from lora_trainer.planning.memory import HostPrediction, Prediction
-from lora_trainer.planning.search import (
-    AUTOMATIC,
-    FEWER_BITS,
-    Evaluator,
-    Search,
-    SearchResult,
-    SearchSpace,
-    gib,
-)
+from lora_trainer.planning.plan_input import Evaluator
 from lora_trainer.planning.step_time import StepTime
+
+AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
+"""Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more."""
+SAMPLES_WORTH = 1.2
+"""Sample images are dropped if room for them makes a step longer than this factor, or needs fewer bits."""
+# The seconds of a step are multiplied by this before they are compared: balanced takes nf4 where its steps are more
+# than 1.5 times as fast as those of an unquantised base and more than 1.5 / 1.2 = 1.25 times as fast as those of
+# int8. Priority quality has no row: it keeps the most precise that fits, however slow. The values rise with fewer
+# bits, so a choice of fewer bits never comes with longer steps.
+FEWER_BITS: Mapping[str, Mapping[BasePrecision, float]] = {
+    "speed": {"int8": 1.1, "fp8": 1.1, "nf4": 1.2},
+    "balanced": {"int8": 1.2, "fp8": 1.25, "nf4": 1.5},
+}
+_Choice = tuple[BasePrecision, Checkpointing]
+RANK: Mapping[BasePrecision, int] = {"int8": 1, "fp8": 2, "nf4": 3}
+"""Order by precision, the most precise first; an unquantised base has rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +61,31 @@ class MemoryChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    load: Load
+    seconds: float
+    order: tuple[Any, ...]
+    """The price, then the number of moving parts: the candidate with the lowest order wins."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryChooser(Evaluator):
-    """Chooses the memory settings of a run."""
+    """Chooses the memory settings of a run, beginning with the load that the settings ask for."""
 
     def choose(self) -> MemoryChoice:
         """Raise MachineError naming the nearest setting that fits when nothing does, or RequestError."""
         self._refuse_more_blocks()
         # Another micro-batch sums in another order and rounds otherwise, so a resumed run keeps its own. Buckets
         # that it never had, from images added since, need a new search.
-        kept_at_once, ideal_load = self.inputs.kept_at_once, self._ideal_load
+        kept_at_once = self.inputs.kept_at_once
         if kept_at_once is not None and set(self._buckets) <= kept_at_once.keys():
             at_once = {size: kept_at_once[size] for size in self._buckets}
-            return self._chosen(ideal_load, at_once)
-        search = Search(
-            inputs=self.inputs,
-            config=self.config,
-            gpu=self.gpu,
-            ideal_load=ideal_load,
-            choices=self._choices,
-        )
-        best_fit = search.fit()
-        choice = self._chosen(best_fit.load, search.images_at_once(best_fit.load, self._buckets))
-        return replace(choice, decisions=dict(self._decisions(choice, best_fit)))
+            return self._chosen(self._ideal_load, at_once)
+        best, compared, sampling_bytes = self._fit()
+        choice = self._chosen(best.load, self._images_at_once(best.load))
+        seconds = {precision: each.seconds for precision, each in compared.items()}
+        decisions = self._decisions(choice, seconds, sampling_bytes=sampling_bytes)
+        return replace(choice, decisions=dict(decisions))
 
     def _chosen(self, load: Load, at_once: Mapping[tuple[int, int], int]) -> MemoryChoice:
         loads = [
@@ -98,23 +114,23 @@ class MemoryChooser(Evaluator):
 
     @cached_property
     def _ideal_load(self) -> Load:
-        config, choices, gpu = self.config, self._choices, self.gpu
-        micro_batch, batch_size = config.memory.micro_batch, self.batch_size
+        config, gpu = self.config, self.gpu
+        memory, batch_size = config.memory, self.batch_size
         regularisation = self.inputs.regularisation_per_epoch / self.inputs.epoch
         twice = 1.0 - regularisation if config.objective.preservation_weight else 0.0
         learned_from_base = regularisation if config.objective.prior == "base" else 0.0
         return Load(
             device=gpu.can.torch_type if gpu else "cpu",
             precision=settled(config.train.precision),
-            base_precision=choices.base_precisions[0],
+            base_precision=self._base_precisions[0],
             # As asked for: `alpha` takes no memory, so it may be `auto`, and equal loads stay equal.
             adapter=self.inputs.resolved.config.adapter,
             optimizer=config.optimizer.name,
-            text_precision=settled(config.memory.text_encoder_precision),
-            text_offload=False,  # `fit` offloads them only where they do not fit
-            micro_batch=batch_size if micro_batch == "auto" else micro_batch,
-            checkpointing=choices.checkpointing[0],
-            streamed_blocks=choices.streamed[0],
+            text_precision=settled(memory.text_encoder_precision),
+            text_offload=False,  # `_fit` offloads them only where they do not fit
+            micro_batch=batch_size if memory.micro_batch == "auto" else memory.micro_batch,
+            checkpointing=self._checkpointing[0],
+            streamed_blocks=0 if memory.streamed_blocks == "auto" else memory.streamed_blocks,
             bucket_px=max(self._buckets, key=math.prod),
             samples=bool(config.sampling.every_steps),
             sample_side_px=settled(config.data.resolution),
@@ -129,25 +145,6 @@ class MemoryChooser(Evaluator):
                 expandable=self.inputs.hardware.expandable_segments,
                 limit_gib=config.hardware.vram_limit_gib,
             ),
-        )
-
-    @cached_property
-    def _choices(self) -> SearchSpace:
-        memory, adapter, gpu = self.config.memory, self.config.adapter, self.gpu
-        # Text encoders that are trained, or that read trained tokens, run in every step and stay on the device.
-        may_offload = self.has_host and not (adapter.text_encoder or adapter.new_tokens)
-        offload = (True,) if memory.text_encoder_offload is True else (False, True)
-        precisions = self.costs.family.traits.precisions
-        native = filter(gpu.computes, precisions) if gpu is not None else ()
-        return SearchSpace(
-            base_precisions=self._base_precisions,
-            checkpointing=self._checkpointing,
-            streamed=(
-                0 if memory.streamed_blocks == "auto" else memory.streamed_blocks,
-                self._streamable,
-            ),
-            text_offload=offload if may_offload else (False,),
-            in_16_bits=next((precision for precision in native if precision != "fp32"), None),
         )
 
     @property
@@ -202,14 +199,192 @@ class MemoryChooser(Evaluator):
                 fix=f"use a number from 0 to {most}",
             )
 
+    # ---- the search
+
+    def _fit(self) -> tuple[_Candidate, Mapping[BasePrecision, _Candidate], int]:
+        """Return the load that fits at the lowest price, and the best load of each base precision that fits.
+
+        Ties go to the simpler one. The number is the peak for which sample images were dropped, 0 if they were
+        not. Raises MachineError when nothing fits, even without sample images.
+        """
+        ideal_load = replace(self._ideal_load, text_offload=self._text_offload())
+        choices = list(product(self._base_precisions, self._checkpointing))
+        # Sample images are a wish: first the best load without them, then whether they fit beside it.
+        silent = replace(ideal_load, samples=False)
+        compared = self._by_precision(silent, choices)
+        if not compared:
+            raise self._nothing_fits(silent)
+        best, dropped_bytes = min(compared.values(), key=lambda each: each.order), 0
+        if ideal_load.samples:
+            drawing = self._by_precision(ideal_load, choices)
+            # Room for sample images may not cost fewer bits, so the chosen base precision stays.
+            with_samples = drawing.get(best.load.base_precision)
+            if with_samples is not None and with_samples.seconds <= SAMPLES_WORTH * best.seconds:
+                best, compared = with_samples, drawing
+            else:
+                dropped_bytes = self.predict(replace(best.load, samples=True)).peak_bytes
+        return best, compared, dropped_bytes
+
+    def _images_at_once(self, load: Load) -> dict[tuple[int, int], int]:
+        """Return the micro-batch of each bucket: that of the ideal load, or fewer images where no more fit.
+
+        `load` is of the largest bucket and must fit; smaller buckets may have more images at once.
+        """
+        least, most = load.micro_batch, self._ideal_load.micro_batch
+        # The largest bucket has the whole batch at once, so all others have too: no prediction is needed.
+        if least >= most:
+            return dict.fromkeys(self._buckets, most)
+        return {
+            size: self._most_images(replace(load, bucket_px=size), least=least, most=most)
+            for size in dict.fromkeys(self._buckets)
+        }
+
+    def _most_images(self, load: Load, *, least: int, most: int) -> int:
+        return _most(
+            lambda count: self.fits(replace(load, micro_batch=count)), least=least, most=most
+        )
+
+    def _text_offload(self) -> bool:
+        """Say whether text encoders are offloaded while caching: where asked for, or if they alone exceed the GPU."""
+        adapter = self.config.adapter
+        # Text encoders that are trained, or that read trained tokens, run in every step and stay on the device.
+        if not self.has_host or adapter.text_encoder or adapter.new_tokens:
+            return False
+        is_asked_for = self.config.memory.text_encoder_offload is True
+        return is_asked_for or self.predict(self._ideal_load).phases["texts"] > self.limit.bytes
+
+    def _by_precision(
+        self, ideal_load: Load, choices: Sequence[_Choice]
+    ) -> dict[BasePrecision, _Candidate]:
+        """Return the best load of each base precision that fits."""
+        best: dict[BasePrecision, _Candidate] = {}
+        for load in self._fitting(ideal_load, choices):
+            seconds, precision = self.time(load).seconds, load.base_precision
+            order = (
+                price(self.priority, precision, seconds),
+                # Equal prices: fewer moving parts first, so that estimates do not decide between equal runs.
+                load.streamed_blocks,
+                CHECKPOINTING.index(load.checkpointing),
+                -load.micro_batch,
+            )
+            if precision not in best or order < best[precision].order:
+                best[precision] = _Candidate(load=load, seconds=seconds, order=order)
+        return best
+
+    def _fitting(self, ideal_load: Load, choices: Sequence[_Choice]) -> Iterator[Load]:
+        """Yield loads that fit, for each combination of base precision and checkpointing level.
+
+        Each combination yields its largest micro-batch. Streaming is tried only for micro-batches that do not
+        fit without it: with the fewest blocks for the whole batch, half of it, and so on.
+        """
+        most = self._streamable
+        for precision, kind in choices:
+            if ideal_load.streamed_blocks and kind == "none":
+                continue  # streamed blocks are gone after the forward pass and must be recomputed
+            load = replace(ideal_load, base_precision=precision, checkpointing=kind)
+            plain = self._most_images(load, least=0, most=ideal_load.micro_batch)
+            if plain:
+                yield replace(load, micro_batch=plain)
+            if kind != "none" and most > load.streamed_blocks:
+                yield from self._streaming(load, above=plain, most=most)
+
+    def _streaming(self, load: Load, *, above: int, most: int) -> Iterator[Load]:
+        least, count = load.streamed_blocks, load.micro_batch
+        while count > above:
+            full = replace(load, micro_batch=count, streamed_blocks=most)
+            if self.predict(full).fits:
+                # The device wants many streamed blocks, the host few. So the search looks for the fewest
+                # the device can do with, and the host only has to agree to that number.
+                resident = _most(partial(self._fits_beside, full), least=0, most=most - least)
+                fewest = replace(full, streamed_blocks=most - resident)
+                if self.fits(fewest):
+                    yield fewest
+            # Halves: neighbours differ little in time, and each costs a search of its own.
+            count //= 2
+
+    def _fits_beside(self, load: Load, resident: int) -> bool:
+        """Say whether the device can hold so many of the streamed blocks."""
+        return self.predict(replace(load, streamed_blocks=load.streamed_blocks - resident)).fits
+
+    def _nothing_fits(self, ideal_load: Load) -> MachineError:
+        """Return the error for a run that fits nowhere: the missing memory, and the nearest setting that fits."""
+        least = self._least(ideal_load, self._base_precisions[-1])
+        need, host = self.predict(least), self.predict_host(least)
+        how = f" ({_how(least)})" if need.peak_phase == "training" else ""
+        doing = "caching " if need.peak_phase in ("images", "texts") else ""
+        shortage = (
+            f"this run needs at least {gib(need.peak_bytes)} for {doing}{need.peak_phase}{how}, "
+            f"but there are only {self.limit}"
+        )
+        machine = "a GPU" if ideal_load.device != "cpu" else "a machine"
+        smallest = need.peak_bytes
+        if need.fits and host is not None:
+            shortage = (
+                f"this run needs at least {gib(host.peak_bytes)} of the machine's memory beside the GPU's, "
+                f"but only {gib(host.limit_bytes)} are free"
+            )
+            machine, smallest = "a machine", host.peak_bytes
+        for setting, load, precision in self._smaller(ideal_load):
+            # The roomiest choices tell whether a setting can fit at all; a plan with it picks better ones.
+            if self._by_precision(load, [(precision, self._checkpointing[-1])]):
+                return MachineError(shortage, fix=f"use --set {setting}, which fits")
+            if not need.fits:
+                smallest = min(smallest, self.predict(self._least(load, precision)).peak_bytes)
+        return MachineError(
+            shortage, fix=f"use {machine} with {gib(smallest)} free, or a smaller base model"
+        )
+
+    def _smaller(self, ideal_load: Load) -> Iterator[tuple[str, Load, BasePrecision]]:
+        """Yield (setting, load, precision of the base) that take less memory.
+
+        The smallest change of the result comes first.
+        """
+        last, step_px = self._base_precisions[-1], self.costs.facts.bucket_step_px
+        if ideal_load.precision == "fp32" and self.gpu is not None:
+            native = filter(self.gpu.computes, self.costs.family.traits.precisions)
+            for half in [precision for precision in native if precision != "fp32"][:1]:
+                yield f"train.precision={half}", replace(ideal_load, precision=half), half
+        if ideal_load.device != "cpu" and last not in QUANTIZATIONS:
+            for precision in AUTOMATIC:
+                yield f"memory.base_precision={precision}", ideal_load, precision
+        if ideal_load.optimizer == "adamw":
+            yield "optimizer.name=adamw8bit", replace(ideal_load, optimizer="adamw8bit"), last
+        for rank in (128, 64, 32, 16, 8, 4):
+            if rank < ideal_load.adapter.rank:
+                smaller = ideal_load.adapter.model_copy(update={"rank": rank})
+                yield f"adapter.rank={rank}", replace(ideal_load, adapter=smaller), last
+        without, side_px = "", ideal_load.sample_side_px
+        if ideal_load.bucket_px[0] * ideal_load.bucket_px[1] > side_px**2:
+            without = "data.more_resolutions=[]"
+            yield without, replace(ideal_load, bucket_px=(side_px, side_px)), last
+            without = f" --set {without}"
+        for side_px in range(ideal_load.sample_side_px - step_px, step_px - 1, -step_px):
+            shrunk = replace(ideal_load, bucket_px=(side_px, side_px), sample_side_px=side_px)
+            yield f"data.resolution={side_px}{without}", shrunk, last
+
+    def _least(self, ideal_load: Load, precision: BasePrecision) -> Load:
+        kind = self._checkpointing[-1]
+        return replace(
+            ideal_load,
+            base_precision=precision,
+            checkpointing=kind,
+            streamed_blocks=self._streamable if kind != "none" else 0,
+            micro_batch=1,
+            samples=False,
+        )
+
     # ---- why
 
     def _decisions(
-        self, choice: MemoryChoice, best_fit: SearchResult
+        self,
+        choice: MemoryChoice,
+        seconds: Mapping[BasePrecision, float],
+        *,
+        sampling_bytes: int,
     ) -> Iterator[tuple[str, tuple[Any, str]]]:
         load, limit = choice.load, self.limit
         peak_bytes, at_once = choice.memory.peak_bytes, max(choice.images_at_once.values())
-        why_base = self._why_base(load, best_fit.seconds, step_s=choice.time.seconds)
+        why_base = self._why_base(load, seconds, step_s=choice.time.seconds)
         chosen = {
             "memory.base_precision": (load.base_precision, why_base),
             "memory.gradient_checkpointing": (load.checkpointing, self._why_recomputing(load)),
@@ -224,8 +399,8 @@ class MemoryChooser(Evaluator):
                 if before != "auto":
                     reason = f"instead of {typed(before)}: {reason}"
                 yield key, (value, reason)
-        if size := best_fit.sampling_bytes:
-            reason = f"sample images would take {gib(size)}, {limit}"
+        if sampling_bytes:
+            reason = f"sample images would take {gib(sampling_bytes)}, {limit}"
             yield "sampling.every_steps", (0, reason)
 
     def _peak(self, load: Load) -> str:
@@ -294,3 +469,30 @@ class MemoryChooser(Evaluator):
             return "text encoders fit on the device" if self.has_host else self._shares_memory
         whole = self.predict(replace(load, text_offload=False)).phases["texts"]
         return f"text encoders would take {gib(whole)}, {self.limit}"
+
+
+def price(priority: str, precision: BasePrecision, seconds: float) -> tuple[float, ...]:
+    """Return the key by which base precisions are compared, the lowest wins; `seconds` are of a step."""
+    if priority in FEWER_BITS:
+        return (seconds * FEWER_BITS[priority].get(precision, 1.0),)
+    # Quality: a pair, so that seconds decide only between equal precisions.
+    return (RANK.get(precision, 0), seconds)
+
+
+def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:
+    """Return the largest number from `least` to `most` that fits, by bisection.
+
+    Every number below one that fits must fit too; `least` is returned untested.
+    """
+    return least + bisect_left(range(least + 1, most + 1), True, key=lambda count: not fits(count))
+
+
+def _how(load: Load) -> str:
+    parts = ["micro-batch 1"]
+    if load.base_precision in QUANTIZATIONS:
+        parts.append(f"base in {load.base_precision}")
+    if load.checkpointing != "none":
+        parts.append("full checkpointing")
+    if load.streamed_blocks:
+        parts.append("all blocks streamed")
+    return ", ".join(parts)

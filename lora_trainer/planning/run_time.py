@@ -18,8 +18,7 @@ from lora_trainer.costs.base_costs import ELEMENT_BYTES
 from lora_trainer.lora.adapter_size import total_elements
 from lora_trainer.planning.load import Load
 from lora_trainer.planning.optimizer_facts import MASTER_BYTES, state_bytes
-from lora_trainer.planning.plan_input import PlanInput
-from lora_trainer.planning.search import Evaluator
+from lora_trainer.planning.plan_input import Evaluator, PlanInput
 from lora_trainer.planning.step_time import (
     LINK_BYTES_PER_S,
     Range,

@@ -18,6 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from lora_trainer.common.wording import GIB
 from lora_trainer.config.choices import BasePrecision
 from lora_trainer.config.declare import KEEP_ATTENTION, Precision
 from lora_trainer.costs.base_costs import BaseCosts, FrozenBase
@@ -25,7 +26,6 @@ from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.load import Load
 from lora_trainer.planning.memory import pinned_shares
 
-GIB = 2**30
 Range = tuple[float, float]
 """Seconds: the shortest and the longest to expect."""
 

@@ -50,7 +50,7 @@ from lora_trainer.network.compiling import compiler_version
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.network.pinned_memory import counted
-from lora_trainer.planning.plan_input import OomHistory
+from lora_trainer.planning.plan_input import remember_oom
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.training.pace import (
     Creep,
@@ -260,9 +260,9 @@ def oom_history_memo(prepared: Prepared, events: EventStream) -> Listener:
         if is_reported or event.kind != "out_of_memory" or prepared.config.hardware.device == "cpu":
             return
         is_reported = True
-        memo = OomHistory.of(prepared.cache_root)
         try:
-            record = memo.remember(
+            record = remember_oom(
+                prepared.cache_root,
                 prepared.hardware,
                 prepared.family.name,
                 planned_bytes=memory.peak_bytes,

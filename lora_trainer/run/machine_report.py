@@ -26,7 +26,7 @@ from lora_trainer.cache.store import DAMAGED_FOLDER, Cleared, entries, unused
 from lora_trainer.common import memo
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import TEMPORARY_PREFIX, CappedFolder
-from lora_trainer.common.wording import bytes_text
+from lora_trainer.common.wording import bytes_text, gib
 from lora_trainer.hardware.machine import (
     PURPOSES,
     Hardware,
@@ -36,7 +36,6 @@ from lora_trainer.hardware.machine import (
     tier_problem,
 )
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.planning.search import gib
 from lora_trainer.run.run_folder import EVENTS_FILE, STATES, claim, has_no_record
 
 Mark = Literal["ok", "warn"]

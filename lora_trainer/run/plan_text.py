@@ -17,7 +17,7 @@ from rich.text import Text
 
 from lora_trainer.common.events import Finding, note, warning
 from lora_trainer.common.processes import full_batch, share
-from lora_trainer.common.wording import duration_text
+from lora_trainer.common.wording import duration_text, gib
 from lora_trainer.config.config import all_settings, flatten
 from lora_trainer.config.running import RunConfig
 from lora_trainer.families.base import FileFormat
@@ -27,7 +27,6 @@ from lora_trainer.planning.memory import HostPrediction, MemoryItem
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan
 from lora_trainer.planning.run_time import MOST_HOURS
-from lora_trainer.planning.search import gib
 from lora_trainer.run.prepare import Prepared
 
 STYLES = {"note": "dim", "warning": "yellow", "error": "bold red"}

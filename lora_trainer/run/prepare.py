@@ -48,7 +48,7 @@ from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, t
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora_file.formats import format_for, planned_contents
 from lora_trainer.planning.plan import Plan, plan
-from lora_trainer.planning.plan_input import OomHistory, PlanInput
+from lora_trainer.planning.plan_input import PlanInput, known_oom
 
 if TYPE_CHECKING:  # it imports torch
     from lora_trainer.training.training import Action
@@ -193,7 +193,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     used = (*learned, *dataset.regularisation)
     full_card = None
     if request.run_settings is None:  # a resumed run has its own record of out-of-memory fallbacks
-        full_card = OomHistory.of(cache_root).known(basis.hardware, basis.family.name)
+        full_card = known_oom(cache_root, basis.hardware, basis.family.name)
     samples = sum(record.repeats for record in trained)
     plan_input = PlanInput(
         **vars(basis),

@@ -24,14 +24,13 @@ from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
 from lora_trainer.common.events import EventStream, JsonlWriter, Listener
 from lora_trainer.common.files import json_bytes, write_atomic
 from lora_trainer.common.processes import read_dist_env
-from lora_trainer.common.wording import without_secrets
+from lora_trainer.common.wording import gib, without_secrets
 from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.running import Config
 from lora_trainer.dataset.records import bucket_counts
 from lora_trainer.families.hub_files import OnBytes
 from lora_trainer.hardware.devices import allocator_settings
 from lora_trainer.hardware.machine import detect, hardware_from
-from lora_trainer.planning.search import gib
 from lora_trainer.reporting.control import Control, StopFlag, taking_signals
 from lora_trainer.reporting.report import write_report
 from lora_trainer.reporting.status import StatusWriter
