@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.config.choices import PRIORITIES
 from lora_trainer.config.config import (
     SettingInfo,
     all_settings,
@@ -21,6 +20,7 @@ from lora_trainer.config.config import (
     retired_in,
     without_retired,
 )
+from lora_trainer.config.declare import PRIORITIES
 from lora_trainer.config.layers import COMMAND_LINE, RESUMED, TIERS, resolve
 from lora_trainer.reporting.charts import Html, join, tag
 from lora_trainer.reporting.history import Row, mapping

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.config.choices import moved_bytes, saved_bytes, streamed_indices, weight_bytes
+from lora_trainer.config.declare import moved_bytes, saved_bytes, streamed_indices, weight_bytes
 
 COUNTS = st.integers(1, 80).flatmap(lambda total: st.tuples(st.just(total), st.integers(1, total)))
 

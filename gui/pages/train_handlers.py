@@ -14,7 +14,7 @@ from typing import Any
 import gradio as gr
 
 from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.config.choices import CONCEPT
+from lora_trainer.config.layers import CONCEPT
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.charts import join, tag
 from lora_trainer.reporting.history import mapping

@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from rich.console import Console, RenderableType
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.choices import Concept, Priority
+from lora_trainer.config.declare import Concept, Priority
 
 Reply = RenderableType | dict[str, Any] | list[dict[str, Any]] | None
 """The answer of a command: text or a rich renderable, or a dict or list that is printed as JSON."""

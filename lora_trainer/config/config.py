@@ -1,4 +1,4 @@
-"""The list of all settings with their documentation, and conversion between typed values and a Config.
+"""The list of all settings with their documentation and form fields, and conversion between values and a Config.
 
 Each setting is declared once, in a module of this folder (learning.py, running.py, ...). The command line
 (`--set section.key=value`), config files, presets, the JSON Schema, the GUI form, the docs table, run.json
@@ -20,11 +20,59 @@ from lora_trainer.common.errors import RequestError, did_you_mean
 from lora_trainer.common.wording import secret_keys
 from lora_trainer.config.constraints import by_key, contradictions, typed
 from lora_trainer.config.declare import Needs, Section
-from lora_trainer.config.forms import Form, form_of, label_of
 from lora_trainer.config.inputs import FolderSettings
 from lora_trainer.config.running import Config, RunConfig
 
 C = TypeVar("C", bound=Config)
+
+# ---- the list of all settings
+
+Kind = Literal["switch", "choice", "number", "text", "list", "mapping"]
+Word = str | bool
+
+_KINDS: Mapping[str, Kind] = {
+    "integer": "number",
+    "number": "number",
+    "array": "list",
+    "object": "mapping",
+    "string": "text",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The form field of one setting.
+
+    `words` are all values of a choice, or the words that a number also takes (`auto`). `whole`: a number
+    must be an integer. `low` and `high` are bounds in the setting's unit, included unless `above_low` or
+    `below_high`. `nullable`: the setting may be null.
+    """
+
+    kind: Kind
+    words: tuple[Word, ...] = ()
+    whole: bool = False
+    low: float | None = None
+    high: float | None = None
+    above_low: bool = False
+    below_high: bool = False
+    nullable: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words; "" for kinds that need no explanation."""
+        parts = [self._range()] if self.kind == "number" else []
+        if self.kind == "number":
+            parts += [str(word) for word in self.words]
+        if self.nullable:
+            parts.append("empty: none")
+        return " or ".join(part for part in parts if part)
+
+    def _range(self) -> str:
+        noun = "a whole number" if self.whole else "a number"
+        low = f"{'above' if self.above_low else 'from'} {_figure(self.low)}"
+        high = f"{'below' if self.below_high else 'to'} {_figure(self.high)}"
+        bounds = ((low, self.low), (high, self.high))
+        return " ".join([noun, *(text for text, bound in bounds if bound is not None)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +98,7 @@ class SettingInfo:
     @property
     def label(self) -> str:
         """The name for display, without section and unit."""
-        return label_of(self.key.partition(".")[2], unit=self.unit)
+        return _label_of(self.key.partition(".")[2], unit=self.unit)
 
     def unused(self, values: Mapping[str, Any]) -> str:
         """Return the reason why the setting has no effect with these values of others, else "".
@@ -80,7 +128,7 @@ def all_settings() -> tuple[SettingInfo, ...]:
         info = cast(type[Section], Config.model_fields[section].annotation).model_fields[name]
         # `declare.setting` puts the rest of the declaration there.
         extra = cast(dict[str, Any], info.json_schema_extra)
-        doc, form = info.description or "", form_of(schema)
+        doc, form = info.description or "", _form_of(schema)
         settings.append(SettingInfo(key=key, default=info.default, doc=doc, form=form, **extra))
     return tuple(settings)
 
@@ -110,6 +158,75 @@ def _standalone(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> di
         standalone["additionalProperties"] = {**shared, "properties": properties}
     return standalone
 
+
+def _form_of(schema: Mapping[str, Any]) -> Form:
+    """Return the form of a field's schema; raises ValueError for a union of two open types."""
+    words: list[Word] = []
+    open_ended, nullable = [], False
+    for part in schema.get("anyOf", [schema]):
+        match part:
+            case {"type": "null"}:
+                nullable = True
+            case {"type": "boolean"}:
+                words += [True, False]
+            case {"const": word}:
+                words.append(word)
+            case {"enum": choices}:
+                words += choices
+            case _:
+                open_ended.append(part)
+    if not open_ended:
+        if words == [True, False]:
+            return Form(kind="switch", nullable=nullable)
+        return Form(kind="choice", words=tuple(words), nullable=nullable)
+    (part,) = open_ended
+    return Form(
+        kind=_KINDS[part["type"]],
+        words=tuple(words),
+        whole=part["type"] == "integer",
+        low=part.get("minimum", part.get("exclusiveMinimum")),
+        high=part.get("maximum", part.get("exclusiveMaximum")),
+        above_low="exclusiveMinimum" in part,
+        below_high="exclusiveMaximum" in part,
+        nullable=nullable,
+    )
+
+
+def _figure(bound: float | None) -> str:
+    if bound is None:
+        return ""
+    return f"{int(bound):,}" if bound == int(bound) else f"{bound:,g}"
+
+
+def _label_of(name: str, *, unit: str = "") -> str:
+    """Return a setting's name for display: "Min SNR gamma" for `min_snr_gamma`, "Save every N steps"."""
+    words = name.split("_")
+    if unit and len(words) > 1 and words[-1] == unit.lower():
+        words.pop()  # the unit is shown beside the value
+    text = " ".join(_SPELLED.get(word, word) for word in words).replace("every ", "every N ")
+    has_own_case = any(letter.isupper() for letter in text.split()[0])  # rsLoRA keeps its small r
+    return text if has_own_case else text[:1].upper() + text[1:]
+
+
+_SPELLED = {
+    "conv": "convolution",
+    "dir": "folder",
+    "ema": "EMA",
+    "grad": "gradient",
+    "init": "start",
+    "multires": "multi-resolution",
+    "vae": "VAE",
+    "p2": "P2",
+    "snr": "SNR",
+    "lora": "LoRA",
+    "lokr": "LoKr",
+    "dora": "DoRA",
+    "rslora": "rsLoRA",
+    "vram": "VRAM",
+}
+
+
+# ---- values by key
 
 FOLDERS = "data.folders"
 """The setting that maps names, of subfolders, to records."""

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.choices import QUANTIZATIONS
-from lora_trainer.config.declare import SCHEDULE_FREE, OptimizerName
+from lora_trainer.config.declare import QUANTIZATIONS, SCHEDULE_FREE, OptimizerName
 from lora_trainer.config.running import Config
 from lora_trainer.hardware.nvml import Gpu
 

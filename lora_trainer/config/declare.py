@@ -1,7 +1,9 @@
 """Declaration of a setting: one field with default, unit, limits, help and the settings it depends on.
 
-Outputs: pydantic fields whose JSON Schema carries the whole declaration, and the value types that several
-settings share. `auto` is an ordinary value here; the planner replaces it.
+Outputs: pydantic fields whose JSON Schema carries the whole declaration, and the words and value types that several
+settings or rooms share. `auto` is an ordinary value here; the planner replaces it. The sizes of the base's weights
+in bytes are those of memory plan and network alike, so predicted and stored bytes are equal;
+`network/quantize.py` implements the formats.
 """
 
 from __future__ import annotations
@@ -36,7 +38,35 @@ def settled(value: T | Auto) -> T:
     return value
 
 
+Priority = Literal["speed", "balanced", "quality"]
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)
+Concept = Literal["any", "person", "style", "object"]
+PROMPTS: Mapping[str, tuple[str, ...]] = {
+    "any": ("{}", "{}, outdoors in sunlight", "{}, close-up", "{}, at night"),
+    "person": (
+        "{}, portrait, looking at the camera",
+        "{}, standing in a city street, full body",
+        "{}, sitting at a table, side view",
+        "{}, smiling, in a garden",
+    ),
+    "object": (
+        "{}, on a plain white background",
+        "{}, on a wooden table",
+        "{}, outdoors in sunlight",
+        "{}, close-up from the side",
+    ),
+    "style": (
+        "{}, portrait of a woman",
+        "{}, a city street at night",
+        "{}, mountains behind a lake",
+        "{}, a cat on a chair",
+    ),
+}
+"""Sample prompts for images without captions; `{}` stands for the trigger or the class word."""
 Precision = Literal["fp32", "bf16", "fp16"]
+Quantization = Literal["int8", "fp8", "nf4"]
+BasePrecision = Literal["fp32", "bf16", "fp16", Quantization]
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 CHUNK_TOKENS = 75
 """Prompt tokens in one chunk of CLIP, begin and end tokens excluded."""
 Count = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -129,3 +159,62 @@ class Section(BaseModel):
         allow_inf_nan=False,
         coerce_numbers_to_str=True,  # `--set data.trigger=123` is a word, not a number
     )
+
+
+# ---- formats of the frozen base's weights
+
+INT8_MAX = 127.0
+NF4_BLOCK = 64
+"""Weights that share a scale."""
+NF4_SCALES_BLOCK = 256
+"""Scales, themselves in 8 bits, that share a scale (double quantisation)."""
+NF4_SCALE_LEVELS = 256
+
+
+def weight_bytes(*, fan_in: int, out: int, precision: BasePrecision) -> int:
+    """Return the bytes of one linear layer's weight [out, fan_in] with its scales, without its bias.
+
+    int8 and fp8 keep a float32 scale per output. nf4 (Dettmers et al. 2023, arXiv 2305.14314, as
+    bitsandbytes stores it) keeps 4 bits a weight, an 8-bit scale per block, a float32 scale per block
+    of scales, their float32 mean and the float32 table of the 8-bit scales: 4.13 bits a weight.
+    """
+    elements = fan_in * out
+    match precision:
+        case "fp32":
+            return 4 * elements
+        case "bf16" | "fp16":
+            return 2 * elements
+        case "int8" | "fp8":
+            return elements + 4 * out
+        case "nf4":
+            scales = -(-elements // NF4_BLOCK)
+            outer = -(-scales // NF4_SCALES_BLOCK)
+            return -(-elements // 2) + scales + 4 * (outer + 1 + NF4_SCALE_LEVELS)
+
+
+# ---- streamed blocks
+
+BUFFERS = 2
+"""Streamed blocks on the device at a time: one computes while the next one is copied."""
+
+
+def streamed_indices(total: int, count: int) -> tuple[int, ...]:
+    """Return the indices of `count` streamed blocks among `total` repeated ones, evenly spread.
+
+    A copy hides behind the computation between two streamed blocks, so the gaps should be equally wide.
+    """
+    return tuple((2 * index + 1) * total // (2 * count) for index in range(count))
+
+
+def moved_bytes(block_bytes: Sequence[int], count: int) -> int:
+    """Return the host memory of `count` streamed blocks, which is also the most that a pass copies."""
+    return sum(block_bytes[index] for index in streamed_indices(len(block_bytes), count))
+
+
+def saved_bytes(block_bytes: Sequence[int], count: int) -> int:
+    """Return the device memory that `count` streamed blocks free, net of their buffers.
+
+    Below 0 where the buffers, each as large as the largest streamed block, take more than they replace.
+    """
+    chosen = [block_bytes[index] for index in streamed_indices(len(block_bytes), count)]
+    return sum(chosen) - min(BUFFERS, count) * max(chosen, default=0)

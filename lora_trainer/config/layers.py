@@ -1,22 +1,18 @@
 """Settings in layers, from presets and settings files to the command line, each with its origin.
 
-Settings files that users write: JSON or TOML, nested sections or flat `section.key` names.
+Settings files that users write are JSON or TOML, with nested sections or flat `section.key` names. Each mistake is a
+RequestError that names the file and the key, and for an unknown key the nearest setting. A file may also hold its
+settings under `settings`, as `plan --json`, run.json and shared presets do.
 
-Input is a path; output is {"section.key": value} with the line and column of each key. Each mistake is a
-RequestError that names file, line and column, and for an unknown key the nearest setting. A file may also
-hold its settings under `settings`, as `plan --json`, run.json and shared presets do.
-
-Merges settings in layers: family, tier, priority, cell, concept, files, command line; later wins.
-
-Input is the user's request and the hardware's tier; output is one `Config` and, for each setting, the layer
-that set it last. `auto` values stay; the planner replaces them. Presets are JSON in the package
-`lora_trainer.presets`, one file per family; `scripts/write_schema.py` makes their JSON Schema from `Config`.
+Layers are merged in the order family, tier, priority, cell, concept, files, command line; later wins. Input is the
+user's request and the hardware's tier; output is one `Config` and, for each setting, the layer that set it last.
+`auto` values stay; the planner replaces them. Presets are JSON in the package `lora_trainer.presets`, one file per
+family; `scripts/write_schema.py` makes their JSON Schema from `Config`.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +22,6 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError, did_you_mean
 from lora_trainer.common.files import json_object
-from lora_trainer.config.choices import CONCEPT, SETTINGS, Priority
 from lora_trainer.config.config import (
     SEE_ALL_SETTINGS,
     build_config,
@@ -37,22 +32,18 @@ from lora_trainer.config.config import (
     unknown_setting,
     without_retired,
 )
+from lora_trainer.config.declare import Priority
 from lora_trainer.config.running import Config
 
 WRAPPER = "settings"
-_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
-_TOML_HEADER = re.compile(r"^\s*\[([^\[\]]+)\]")
-_TOML_KEY = re.compile(r"""^\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"))*)\s*=""")
-_TOML_PLACE = re.compile(r"\(at line (\d+), column (\d+)\)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsFile:
-    """The settings of a file called `name`; `places` has file:line:column of each key, `family` its family if any."""
+    """The settings of a file called `name`, and its family if it names one."""
 
     name: str
     values: Mapping[str, Any]
-    places: Mapping[str, str]
     family: str | None = None
 
 
@@ -70,23 +61,13 @@ def read_settings_file(file: Path) -> SettingsFile:
 def read_settings_text(text: str, *, name: str, toml: bool = False) -> SettingsFile:
     """Read the text of a settings file called `name`; raises RequestError as for a file."""
     data = _toml_object(text, name) if toml else json_object(text, name=name)
-    places = {
-        key.removeprefix(f"{WRAPPER}."): f"{name}:{_line_and_column(text, offset)}"
-        for key, offset in (_toml_keys(text) if toml else _json_keys(text))
-    }
-    family = data.get("family")
-    wrapped = data.get(WRAPPER)
+    family, wrapped = data.get("family"), data.get(WRAPPER)
     if isinstance(wrapped, dict):
         settings = {key: _unwrapped(value) for key, value in wrapped.items()}
     else:
         settings = {key: value for key, value in data.items() if key not in ("$schema", "family")}
-    values = _flat(settings, places, name)
-    return SettingsFile(
-        name=name,
-        values=values,
-        places={key: places.get(key, name) for key in values},
-        family=family if isinstance(family, str) else None,
-    )
+    family = family if isinstance(family, str) else None
+    return SettingsFile(name=name, values=_flat(settings, name), family=family)
 
 
 def _unwrapped(value: Any) -> Any:
@@ -95,13 +76,13 @@ def _unwrapped(value: Any) -> Any:
     return value["value"] if wrapped else value
 
 
-def _flat(settings: Mapping[str, Any], places: Mapping[str, str], name: str) -> dict[str, Any]:
+def _flat(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return {"section.key": value}; raises one RequestError that names all mistakes."""
     values, mistakes = dict[str, Any](), list[str]()
     for key, value in _pairs(settings):
         mistake = f"{key!r} is set twice." if key in values else unknown_setting(key)
         if mistake:
-            mistakes.append(f"{places.get(key, name)}: {mistake}")
+            mistakes.append(f"{name}: {mistake}")
         values[key] = value
     if mistakes:
         raise RequestError(" ".join(mistakes), fix=SEE_ALL_SETTINGS)
@@ -120,69 +101,39 @@ def _toml_object(text: str, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        match = _TOML_PLACE.search(str(error))
-        position = f"{name}:{match[1]}:{match[2]}" if match else name
-        message = _TOML_PLACE.sub("", str(error)).strip()
-        raise RequestError(f"{position}: not TOML: {message}", fix="correct that line") from None
+        raise RequestError(f"{name}: not TOML: {error}", fix="correct that line") from None
     except RecursionError:
         raise RequestError(f"{name}: nested too deeply", fix="correct the file") from None
-
-
-def _json_keys(text: str) -> Iterator[tuple[str, int]]:
-    """Yield each key's dotted path and offset in valid JSON text.
-
-    json.loads reports no offsets, so the tokens are scanned a second time.
-    """
-    path: list[str] = []
-    awaits_key = False
-    for token in _JSON_TOKEN.finditer(text):
-        mark = token[0]
-        if mark in "{[":
-            path.append("")
-            awaits_key = mark == "{"
-        elif mark in "}]":
-            path.pop()
-        elif mark == ",":
-            awaits_key = True  # in a list too, where the text becomes a key that is never looked up
-        elif mark != ":" and awaits_key:
-            path[-1] = json.loads(mark)
-            awaits_key = False
-            yield ".".join(part for part in path if part), token.start()
-
-
-def _toml_keys(text: str) -> Iterator[tuple[str, int]]:
-    """Yield dotted keys and offsets line by line.
-
-    A line inside a multi-line string may look like a key; its offset is never looked up.
-    """
-    section, offset = "", 0
-    for line in text.splitlines(keepends=True):
-        if header := _TOML_HEADER.match(line):
-            section = f"{_plain(header[1])}."
-        elif key := _TOML_KEY.match(line):
-            yield section + _plain(key[1]), offset + key.start(1)
-        offset += len(line)
-
-
-def _plain(key: str) -> str:
-    return re.sub(r"[\s\"']", "", key)
-
-
-def _line_and_column(text: str, offset: int) -> str:
-    line = text.count("\n", 0, offset) + 1
-    return f"{line}:{offset - (text.rfind(chr(10), 0, offset) + 1) + 1}"
 
 
 TIERS = ("cpu", "6-8", "10-12", "16-24")
 RESUMED = "resumed run"
 COMMAND_LINE = "command line"
 BATCH_SIZE = "train.batch_size"
+CONCEPT = "train.concept"
+_BY_NAME = "the subject should appear with its words and not without them"
+CONCEPT_SETTINGS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
+    "any": {},
+    "person": {
+        "data.flip": (False, "faces are not symmetric"),
+        "data.caption_dropout": (0.0, _BY_NAME),
+    },
+    "object": {
+        "data.flip": (False, "lettering and handed shapes would be learned mirrored"),
+        "data.caption_dropout": (0.0, _BY_NAME),
+    },
+    "style": {
+        "data.flip": (True, "a mirrored image has the same style"),
+        "data.caption_dropout": (0.1, "a style should appear with any words"),
+    },
+}
+"""Presets of the kinds of subject: the settings for which the kind of image itself is a reason (docs/concepts.md)."""
 _FILE_SUFFIXES = (".json", ".toml")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The layer that set a value, and a reason or file position where the layer has one."""
+    """The layer that set a value, and a reason where the layer has one."""
 
     layer: str
     reason: str = ""
@@ -230,10 +181,7 @@ class FamilyPresets:
 class _Layer:
     values: Mapping[str, Any]
     name: str
-    places: Mapping[str, str] | None = None
-
-    def origin(self, key: str) -> Origin:
-        return Origin(layer=self.name, reason=self.places[key] if self.places else "")
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def resolve(
@@ -271,7 +219,9 @@ def resolve(
         refuse_removed(layer.values)
         kept_values = without_retired(layer.values)
         values = overlaid(values, kept_values)
-        origins.update({setting_of(key): layer.origin(key) for key in kept_values})
+        for key in kept_values:
+            reason = layer.reasons.get(key, "")
+            origins[setting_of(key)] = Origin(layer=layer.name, reason=reason)
     return Resolved(
         config=_build(values, origins),
         origins=origins,
@@ -324,7 +274,7 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, Origin]) -> Config:
     except RequestError as error:
         blamed = {key: origins[key] for key in values if _names(error, key)}
         where = [
-            f"{key} is from {origin.reason or origin.layer}"
+            f"{key} is from {origin.layer}"
             for key, origin in blamed.items()
             if origin.layer != COMMAND_LINE
         ]
@@ -377,11 +327,11 @@ def _preset_layers(family: str, tier: str, priority: Priority) -> list[_Layer]:
 
 def _concept_layer(concept: str) -> _Layer:
     """Return the layer of a kind of concept; empty for an unknown word, which validation refuses later."""
-    chosen = SETTINGS.get(concept, {})
+    chosen = CONCEPT_SETTINGS.get(concept, {})
     return _Layer(
         values={key: value for key, (value, _) in chosen.items()},
         name=f"concept {concept}",
-        places={key: reason for key, (_, reason) in chosen.items()},
+        reasons={key: reason for key, (_, reason) in chosen.items()},
     )
 
 
@@ -391,7 +341,7 @@ def _file_layer(contents: SettingsFile, kind: str, family: str) -> _Layer:
             f"{kind} {contents.name} is for {contents.family}, the base model is {family}",
             fix=f"use a {kind} made for {family} or remove its family",
         )
-    return _Layer(values=contents.values, name=f"{kind} {contents.name}", places=contents.places)
+    return _Layer(values=contents.values, name=f"{kind} {contents.name}")
 
 
 def _parse_preset(preset: str, family: str) -> tuple[str | None, Path | None]:

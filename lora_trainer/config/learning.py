@@ -8,7 +8,6 @@ from typing import Annotated, Generic, Literal
 
 from pydantic import AfterValidator, Field
 
-from lora_trainer.config.choices import Concept
 from lora_trainer.config.declare import (
     CARD,
     SCHEDULE_FREE,
@@ -16,6 +15,7 @@ from lora_trainer.config.declare import (
     WITHOUT_VALIDATION,
     A_co,
     Auto,
+    Concept,
     Count,
     Factor,
     Interval,

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Generic, Literal
 
 from pydantic import BeforeValidator, Field
 
-from lora_trainer.config.choices import BasePrecision
 from lora_trainer.config.declare import (
     CARD,
     WITHOUT_VALIDATION,
     A_co,
+    BasePrecision,
     Checkpointing,
     Count,
     Decided,

@@ -23,14 +23,18 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import user_cache_folder
 from lora_trainer.common.memo import MemoTable
-from lora_trainer.config.choices import (
+from lora_trainer.config.declare import (
+    CHECKPOINTING,
     QUANTIZATIONS,
+    TARGETS,
     BasePrecision,
+    Checkpointing,
+    Precision,
+    Targets,
     moved_bytes,
     saved_bytes,
     weight_bytes,
 )
-from lora_trainer.config.declare import CHECKPOINTING, TARGETS, Checkpointing, Precision, Targets
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.cost_table import entry, release_of, tabled
 from lora_trainer.costs.sample_cost import SampleCost, Workload

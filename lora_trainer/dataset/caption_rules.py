@@ -17,7 +17,7 @@ from typing import Any
 from lora_trainer.common.caption_markup import has_choice, split_at_commas, with_choices_made
 from lora_trainer.common.randomness import Stream, draw_choice, draw_uniform, shuffled
 from lora_trainer.common.wording import without_secrets
-from lora_trainer.config.choices import PROMPTS
+from lora_trainer.config.declare import PROMPTS
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.running import SamplingSettings
 from lora_trainer.dataset.captions import TRIGGER_PLACEHOLDER, clean, has_trigger, with_trigger

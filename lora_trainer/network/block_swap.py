@@ -28,7 +28,7 @@ from diffusers.hooks import apply_group_offloading
 from torch import Tensor, nn
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.choices import BUFFERS, streamed_indices
+from lora_trainer.config.declare import BUFFERS, streamed_indices
 from lora_trainer.network.gradient_checkpointing import is_checkpointed
 from lora_trainer.network.pinned_memory import CopyStream, Done, pinned, whole_pages
 

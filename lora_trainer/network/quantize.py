@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lora_trainer.common.errors import BROKEN_PACKAGE, MachineError, package_problem
-from lora_trainer.config.choices import INT8_MAX, NF4_BLOCK, NF4_SCALES_BLOCK, Quantization
+from lora_trainer.config.declare import INT8_MAX, NF4_BLOCK, NF4_SCALES_BLOCK, Quantization
 
 Stored = Mapping[str, Tensor]
 """The stored tensors of a weight by name: `codes` and scales."""

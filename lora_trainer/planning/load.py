@@ -16,8 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lora_trainer.common.wording import GIB
-from lora_trainer.config.choices import BasePrecision
-from lora_trainer.config.declare import Checkpointing, Precision
+from lora_trainer.config.declare import BasePrecision, Checkpointing, Precision
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts, FrozenBase
 from lora_trainer.costs.sample_cost import Workload

@@ -18,10 +18,16 @@ from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.wording import gib
-from lora_trainer.config.choices import QUANTIZATIONS, BasePrecision
 from lora_trainer.config.config import value_of
 from lora_trainer.config.constraints import typed
-from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, Precision, settled
+from lora_trainer.config.declare import (
+    CHECKPOINTING,
+    QUANTIZATIONS,
+    BasePrecision,
+    Checkpointing,
+    Precision,
+    settled,
+)
 from lora_trainer.costs.base_costs import ELEMENT_BYTES
 from lora_trainer.planning.load import Load, runs_wide, surroundings
 from lora_trainer.planning.memory import HostPrediction, Prediction

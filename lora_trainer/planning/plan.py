@@ -7,12 +7,12 @@ No torch: input is facts and settings, output a `Plan`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_trainer.common.errors import MachineError, RequestError
-from lora_trainer.config.choices import rate_for_batch
 from lora_trainer.config.config import build_run_config, flatten, value_of, with_value
 from lora_trainer.config.constraints import unmet_needs
 from lora_trainer.config.declare import (
@@ -264,7 +264,12 @@ class _Planner:
         preset_batch_size = self.inputs.resolved.preset_batch_size
         if batch_size == preset_batch_size or not self._is_ours(RATE):
             return rate
-        moved = rate_for_batch(rate, batch_size=batch_size, preset_batch_size=preset_batch_size)
+        # Another batch size changes the number of updates for the same images, and with it the rate. One update
+        # of Adam moves a weight by about one learning rate at any batch size, so the rate is scaled with the
+        # square root of the batch (Malladi et al. 2022, arXiv 2205.10287: for a batch kappa times as large, rate
+        # times sqrt(kappa) and steps over kappa keep updates x rate^2, the distance covered, constant). The paper
+        # also scales Adam's betas; they stay fixed here because their memory is short compared with these runs.
+        moved = float(f"{rate * math.sqrt(batch_size / preset_batch_size):.4g}")
         reason = (
             f"the preset's {rate:g} is for a batch of {preset_batch_size}, and the learning rate grows "
             "with the square root of the batch size"

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from lora_trainer.config.choices import VIEWS
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.running import RunConfig
 from lora_trainer.costs.base_costs import ELEMENT_BYTES
@@ -31,6 +30,10 @@ from lora_trainer.planning.step_time import (
 COUNTED_IMAGES = (20, 160)
 """(fewest, most). Fewer than 20 images are trained as long as 20, or they would not be learned at all; more
 than 160 as long as 160, as more passes no longer pay."""
+
+VIEWS: Mapping[str, float] = {"style": 0.5}
+"""Factor on `train.views`: a style is common to many images, and repeating an image too often teaches the
+image itself."""
 
 
 def run_length(

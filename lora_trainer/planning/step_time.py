@@ -19,8 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lora_trainer.common.wording import GIB
-from lora_trainer.config.choices import BasePrecision
-from lora_trainer.config.declare import KEEP_ATTENTION, Precision
+from lora_trainer.config.declare import KEEP_ATTENTION, BasePrecision, Precision
 from lora_trainer.costs.base_costs import BaseCosts, FrozenBase
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.load import Load

@@ -24,8 +24,7 @@ from lora_trainer.cache.store import Cache
 from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
-from lora_trainer.config.choices import QUANTIZATIONS, BasePrecision
-from lora_trainer.config.declare import SCHEDULE_FREE
+from lora_trainer.config.declare import QUANTIZATIONS, SCHEDULE_FREE, BasePrecision
 from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.caption_lengths import new_word
 from lora_trainer.families.base import DENOISER, WEIGHTS, Conditioning, TextEncoder

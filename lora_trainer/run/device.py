@@ -26,8 +26,7 @@ from lora_trainer.common.errors import MachineError, first_line
 from lora_trainer.common.events import Event, EventStream, Listener
 from lora_trainer.common.memo import FILE_NAME
 from lora_trainer.common.processes import read_dist_env
-from lora_trainer.config.choices import moved_bytes
-from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, Decided
+from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, Decided, moved_bytes
 from lora_trainer.config.running import MemorySettings
 from lora_trainer.hardware.device_calls import (
     bound_allocator,

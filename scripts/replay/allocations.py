@@ -17,8 +17,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
-from lora_trainer.config.choices import BUFFERS, QUANTIZATIONS, streamed_indices
-from lora_trainer.config.declare import Precision
+from lora_trainer.config.declare import BUFFERS, QUANTIZATIONS, Precision, streamed_indices
 from lora_trainer.costs.trace import TracedNetwork, add_adapters, empty_conditioning
 from lora_trainer.families.base import AUTOENCODER_KL, BaseFacts, Family
 from lora_trainer.network.block_swap import repeated_blocks

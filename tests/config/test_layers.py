@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config import layers
@@ -127,7 +125,7 @@ def test_a_cell_that_cannot_work_says_why(presets: dict[str, dict[str, Any]]) ->
 
 def test_a_bad_value_names_the_file_it_is_from(tmp_path: Path) -> None:
     contents = written_settings(tmp_path, '{"train": {"batch_size": 0},\n "train.seed": 3}')
-    with pytest.raises(RequestError, match=r"train\.batch_size=0.*a\.json:1:12") as caught:
+    with pytest.raises(RequestError, match=r"train\.batch_size=0.*a\.json") as caught:
         resolved(config_file=contents)
     assert "train.seed" not in str(caught.value)
 
@@ -138,7 +136,7 @@ def written_settings(folder: Path, text: str) -> layers.SettingsFile:
 
 def test_a_contradiction_names_both_origins(tmp_path: Path) -> None:
     contents = written_settings(tmp_path, '{"objective.min_timestep": 900}')
-    with pytest.raises(RequestError, match=r"min_timestep is from .*a\.json:1:2"):
+    with pytest.raises(RequestError, match=r"min_timestep is from config .*a\.json"):
         resolved(config_file=contents, overrides={"objective.max_timestep": 100})
 
 
@@ -222,23 +220,21 @@ def test_every_way_to_write_settings_means_the_same(tmp_path: Path, name: str, t
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "place", "message"),
+    ("name", "text", "message"),
     [
-        ("a.json", '{\n  "train": {"stepz": 7}}', ":2:13", "Did you mean 'train.steps'?"),
-        ("a.json", '{"train": {"steps": 7 8}}', ":1:23", "not JSON"),
-        ("a.json", '{"train.steps": 1,\n "train": {"steps": 7}}', ":2:12", "set twice"),
-        ("a.json", '{"train.steps": NaN}', "", "NaN is not a number"),
-        ("a.json", "[1, 2]", "", "holds a list"),
-        ("a.toml", "[train]\n\nstepz = 7", ":3:1", "Did you mean 'train.steps'?"),
-        ("a.toml", "[train]\nsteps = = 7", ":2:9", "not TOML"),
+        ("a.json", '{"train": {"steps": 7 8}}', "a.json:1:23: not JSON"),
+        ("a.json", '{"train.steps": 1, "train": {"steps": 7}}', "a.json: 'train.steps' is set twice"),
+        ("a.json", '{"train.steps": NaN}', "NaN is not a number"),
+        ("a.json", "[1, 2]", "holds a list"),
+        ("a.toml", "[train]\nstepz = 7", "a.toml: unknown setting 'train.stepz'. Did you mean 'train.steps'?"),
+        ("a.toml", "[train]\nsteps = = 7", "at line 2, column 9"),
     ],
-)
-def test_a_mistake_is_named_with_its_place(
-    tmp_path: Path, name: str, text: str, place: str, message: str
+)  # fmt: skip
+def test_a_mistake_is_named_with_its_file(
+    tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
         layers.read_settings_file(written(tmp_path, name, text))
-    assert f"{name}{place}" in str(caught.value)
     assert message in str(caught.value)
 
 
@@ -248,30 +244,8 @@ def test_other_files_are_refused_and_all_unknown_keys_named_at_once(tmp_path: Pa
         with pytest.raises(RequestError, match=name):
             layers.read_settings_file(tmp_path / name)
     file = written(tmp_path, "a.json", '{"train": {"a": 1},\n "data": {"b": 2}}')
-    with pytest.raises(RequestError, match=r"a\.json:1:12.*'train\.a'.*a\.json:2:11.*'data\.b'"):
+    with pytest.raises(RequestError, match=r"a\.json: .*'train\.a'.*a\.json: .*'data\.b'"):
         layers.read_settings_file(file)
-
-
-@given(
-    keys=st.lists(st.sampled_from(setting_keys()), unique=True),
-    indent=st.sampled_from([None, 0, 1, 4]),
-    noise=st.text(max_size=8),
-)
-def test_places_point_at_the_key_itself(
-    tmp_path_factory: pytest.TempPathFactory, keys: list[str], indent: int | None, noise: str
-) -> None:
-    """Values that look like JSON must not move the place of a key."""
-    nested: dict[str, dict[str, str]] = {}
-    for key in keys:
-        section, name = key.split(".")
-        nested.setdefault(section, {})[name] = f'{{"{noise}": [,'
-    text = json.dumps(nested, indent=indent)
-    file = written(tmp_path_factory.mktemp("places"), "a.json", text)
-    lines = text.splitlines()
-    for key, place in layers.read_settings_file(file).places.items():
-        line, column = (int(number) for number in place.split(":")[-2:])
-        leaf = json.dumps(key.split(".")[1])
-        assert lines[line - 1][column - 1 :].startswith(leaf)
 
 
 def test_a_value_without_which_an_older_run_would_end_otherwise_is_refused() -> None:

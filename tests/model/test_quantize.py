@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.common.errors import MachineError
-from lora_trainer.config.choices import weight_bytes
+from lora_trainer.config.declare import weight_bytes
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter import inject

@@ -13,7 +13,7 @@ from transformers import T5Config, T5EncoderModel
 
 from lora_trainer import families
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.choices import moved_bytes, saved_bytes, streamed_indices
+from lora_trainer.config.declare import moved_bytes, saved_bytes, streamed_indices
 from lora_trainer.network.block_swap import (
     offload,
     repeated_blocks,
