@@ -25,16 +25,16 @@ import lora_trainer
 from lora_trainer import families
 from lora_trainer.config.declare import CHECKPOINTING, TARGETS, Checkpointing, Targets
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.costs.cost_table import (
+from lora_trainer.costs.sample_cost import (
     FILE,
     KIB,
     MEGA,
     RANKS,
-    Grid,
+    SampleCost,
+    Workload,
     configuration,
     entry,
 )
-from lora_trainer.costs.sample_cost import SampleCost, Workload
 from lora_trainer.families.base import BaseFacts, Family, Layout
 from lora_trainer.families.flow import FlowFamily
 
@@ -153,6 +153,18 @@ def row_of(
     """Return what the table has of a release's architecture."""
     wanted = (configuration(facts), facts.max_tokens)
     return next((row for row in rows if (row["config"], row["max_tokens"]) == wanted), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Where a release was traced: three sides of square images, and two lengths of its text.
+
+    The first length is that of a release read without chunks; the second lies below it where texts keep
+    their own length, above it where a network reads several chunks, and is 0 where all texts are as long.
+    """
+
+    sides_px: tuple[int, int, int]
+    text_tokens: tuple[int, int]
 
 
 def grid_of(family: Family, facts: BaseFacts) -> Grid:

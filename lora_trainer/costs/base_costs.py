@@ -1,7 +1,7 @@
 """What a base costs: its frozen weights, the shapes of its adapters, and training on a sample of it. No torch.
 
 Inputs are a family, the facts of a base and settings; outputs bytes, shapes and the planner's `SampleCost`, each
-computed once. The public releases are in a table (`cost_table.py`). Any other architecture is run on `meta`,
+computed once. The public releases are in a table (`sample_cost.py`). Any other architecture is run on `meta`,
 once per workload, and the result remembered on this machine.
 """
 
@@ -36,8 +36,7 @@ from lora_trainer.config.declare import (
     weight_bytes,
 )
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.costs.cost_table import entry, release_of, tabled
-from lora_trainer.costs.sample_cost import SampleCost, Workload
+from lora_trainer.costs.sample_cost import SampleCost, Workload, entry, release_of, tabled
 from lora_trainer.families.base import BaseFacts, Family, Part
 from lora_trainer.lora.adapter_size import Shape, adapter_tensors
 

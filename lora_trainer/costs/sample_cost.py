@@ -1,13 +1,29 @@
-"""Cost of training on one sample: bytes, FLOPs and kernels, and the workload they belong to.
+"""What training on one sample costs: bytes, FLOPs and kernels by workload, and the shipped table of them. No torch.
 
-Values only, no torch. `base_costs.py` answers for any base, `trace.py` measures a network on `meta`.
+The table has the traces of the public releases; `scripts/write_cost_tables.py` writes it. `base_costs.py` answers for
+any base: it reads the table and traces every other architecture on `meta` (`trace.py`).
+
+A release is traced at a few points and interpolated to any image size, rank, micro-batch and text length.
+Saved bytes grow linearly with tokens and rank. A peak is the maximum of several linear sums and therefore
+convex, so straight lines between traced points never fall below it. FLOPs are quadratic in tokens.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 from lora_trainer.config.declare import Checkpointing, Targets
+from lora_trainer.families.base import BaseFacts
+
+FILE = Path(__file__).with_name("cost_tables.json")
+KIB = 1024
+MEGA = 10**6
+RANKS = (4, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +64,115 @@ class SampleCost:
     step_flops: int
     kernels: int
     host_bytes: int = 0
+
+
+# ---- the table
+
+
+def entry(element_bytes: int, *, wide: bool) -> str:
+    """Return the table's key of a dtype's traces, with plain or wide adapters."""
+    return f"{element_bytes} wide" if wide else str(element_bytes)
+
+
+@lru_cache(maxsize=1)
+def _table() -> Mapping[str, Any]:
+    table: Mapping[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return table
+
+
+def release_of(facts: BaseFacts) -> Mapping[str, Any] | None:
+    """Return the traces of a base's architecture, None where the table has none."""
+    rows = _table().get(facts.family)
+    if rows is None:
+        return None
+    config = {**rows["defaults"], **configuration(facts)}
+    for release in rows["releases"]:
+        release_traces: Mapping[str, Any] = release
+        if config == {**rows["defaults"], **release_traces["config"]} and (
+            facts.max_tokens == release_traces["max_tokens"]
+        ):
+            return release_traces
+    return None
+
+
+def configuration(facts: BaseFacts) -> dict[str, Any]:
+    """Return a base's `network_numbers` with sequences as JSON lists, for comparison."""
+    plain: dict[str, Any] = json.loads(json.dumps(facts.network_numbers()))
+    return plain
+
+
+def tabled(
+    release: Mapping[str, Any], workload: Workload, *, text_tokens: int
+) -> SampleCost | None:
+    """Return the cost by a release's traces, without `conditioning_bytes`; None if it was not traced like that."""
+    key = entry(workload.element_bytes, wide=workload.wide_adapter)
+    traces = release["costs"].get(key, {}).get(workload.targets, {})
+    if workload.checkpointing not in traces:
+        return None
+    step = traces[workload.checkpointing]
+    if workload.checkpointing == "offloaded":  # work as "full" does, saved tensors elsewhere
+        step = {**traces["full"], **step}
+    areas = [side_px**2 for side_px in release["sides_px"]]
+    usual, other = release["text_tokens"]
+    area = workload.height_px * workload.width_px
+
+    def at(values: Sequence[float], over_size: _OverSize) -> float:
+        """Interpolate over size at the smallest rank, one sample and the usual text, then add each change.
+
+        Rank, micro-batch and text length are treated as independent; each difference is linear in the area.
+        """
+
+        def change(first: int) -> float:
+            ends = (values[first] - values[0], values[first + 1] - values[2])
+            return _line(ends, areas, area)
+
+        cost = over_size(values[:3], areas, area)
+        cost += (workload.rank - RANKS[0]) / (RANKS[1] - RANKS[0]) * change(3)
+        if workload.micro_batch > 1:  # per sample, two samples cost the same as more
+            cost += change(5)
+        if other and text_tokens != usual:
+            cost += (text_tokens - usual) / (other - usual) * change(7)
+        return cost
+
+    def kib(values: Sequence[int]) -> int:
+        return int(KIB * at(values, _polyline))
+
+    def mega(values: Sequence[int]) -> int:
+        return int(MEGA * at(values, _parabola))
+
+    saved = kib(step["saved_kib"])
+    return SampleCost(
+        saved_bytes=saved,
+        adapter_saved_bytes=kib(step["adapter_kib"]) if "adapter_kib" in step else 0,
+        temporary_bytes=max(0, kib(step["peak_kib"]) - saved),
+        forward_bytes=kib(traces["forward_kib"]),
+        conditioning_bytes=0,
+        forward_flops=mega(traces["forward_mflop"]),
+        step_flops=mega(step["step_mflop"]),
+        kernels=step["kernels"],
+        host_bytes=kib(step["host_kib"]) if "host_kib" in step else 0,
+    )
+
+
+_OverSize = Callable[[Sequence[float], Sequence[int], float], float]
+
+
+def _line(values: Sequence[float], areas: Sequence[int], area: float) -> float:
+    share = (area - areas[0]) / (areas[-1] - areas[0])
+    return values[0] + share * (values[1] - values[0])
+
+
+def _polyline(values: Sequence[float], areas: Sequence[int], area: float) -> float:
+    piece = 0 if area < areas[1] else 1
+    return _line(values[piece : piece + 2], areas[piece : piece + 2], area)
+
+
+def _parabola(values: Sequence[float], areas: Sequence[int], area: float) -> float:
+    """Evaluate Lagrange's parabola through the values at the three sizes."""
+    total = 0.0
+    for here, value in zip(areas, values, strict=True):
+        for other in areas:
+            if other != here:
+                value *= (area - other) / (here - other)
+        total += value
+    return total
