@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
-from types import MappingProxyType
 from typing import Any
 
 import jsonschema
@@ -23,38 +21,29 @@ from lora_trainer.config.layers import TIERS, preset_families
 from lora_trainer.families import DEFAULT_FAMILY, MODULES, known_base
 from lora_trainer.families import family as load_family
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware.machine import GIB, Hardware, assume_card
-from lora_trainer.planning.plan import Plan, plan
-from lora_trainer.planning.plan_input import PlanInput
+from lora_trainer.hardware.machine import Hardware
+from lora_trainer.planning.plan import Plan
 from lora_trainer.planning.run_time import run_length
 from scripts.write_schema import preset_schema
-from tests.fakes.stable_diffusion import SD15, mini_facts
+from tests.fakes import plans
+from tests.fakes.nvml import GIB
+from tests.fakes.plans import machine
+from tests.fakes.stable_diffusion import mini_facts
 
 SMALLEST_CARD_GIB = {"6-8": 6.0, "10-12": 10.0, "16-24": 16.0}
 CARDS = list(itertools.product(preset_families(), SMALLEST_CARD_GIB))
 MARGIN_GIB = 0.5
 """What a desktop and its driver take of the smallest GPU of a tier."""
-MACHINE_GIB = 28.0
-"""Free memory of the machine beside the GPU that presets are made for: 32 GiB, and a little used."""
+MACHINE_GIB = 24.8
+"""What a plan may use of the machine that presets are made for: 32 GiB, and a little used."""
 
 
-def machine() -> Hardware:
-    return Hardware(
-        gpus=(),
-        gpu_reason="none",
-        cpu_name="",
-        cpu_threads=2,
-        ram_total_bytes=32 * GIB,
-        ram_free_bytes=int(MACHINE_GIB * GIB),
-        packages={"bitsandbytes": "0.50", "xformers": None},
-        reasons={},
-    )
-
-
-def smallest_card(tier: str) -> Hardware:
-    found = assume_card(machine(), vram_gib=SMALLEST_CARD_GIB[tier])
-    free = int((SMALLEST_CARD_GIB[tier] - MARGIN_GIB) * GIB)
-    return replace(found, gpus=(replace(found.gpus[0], free_bytes=free),))
+def smallest_machine(tier: str) -> Hardware:
+    """Return the smallest machine of a tier; the rates of its GPU are those of its size."""
+    gib = SMALLEST_CARD_GIB.get(tier, 6.0)
+    free_bytes = int((gib - MARGIN_GIB) * GIB)
+    here = machine(gib, ram_gib=MACHINE_GIB, name="an assumed GPU", free_bytes=free_bytes)
+    return replace(here, expandable_segments=False, gpus=() if tier == "cpu" else here.gpus)
 
 
 def releases(family: str) -> list[BaseFacts]:
@@ -71,16 +60,14 @@ def releases(family: str) -> list[BaseFacts]:
     return list(found.values())
 
 
-def resolved_for(
-    family: str, tier: str, priority: Any, settings: Mapping[str, Any] = MappingProxyType({})
-) -> layers.Resolved:
+def resolved_for(family: str, tier: str, priority: Any) -> layers.Resolved:
     return layers.resolve(
         family=family,
         tier=tier,
         priority=priority,
         preset="auto",
         config_file=None,
-        overrides=settings,
+        overrides={},
     )
 
 
@@ -89,26 +76,17 @@ def planned(
     family: str, tier: str, priority: Any, *, images: int = 20, **changed: Any
 ) -> tuple[Plan, ...]:
     """Plan a preset for each release on the smallest machine of its tier."""
-    settings = {key.replace("__", "."): value for key, value in changed.items()}
-    resolved = resolved_for(family, tier, priority, settings)
-    on_cpu = tier == "cpu"
     return tuple(
-        plan(
-            PlanInput(
-                decided={"output.format": ("kohya", "known before")},
-                resolved=resolved,
-                facts=facts,
-                family=SD15 if on_cpu else load_family(family),
-                hardware=machine() if on_cpu else smallest_card(tier),
-                images=images,
-                samples_per_epoch=images,
-                buckets=(),
-                latents=images,
-                texts=images,
-                prompts=resolved.config.sampling.prompts_from_captions,
-            )
+        plans.planned(
+            facts,
+            smallest_machine(tier),
+            priority=priority,
+            preset_tier=tier,
+            overrides={key.replace("__", "."): value for key, value in changed.items()},
+            images=images,
+            samples_per_epoch=images,
         )
-        for facts in ([mini_facts()] if on_cpu else releases(family))
+        for facts in ([mini_facts()] if tier == "cpu" else releases(family))
     )
 
 
@@ -119,12 +97,9 @@ def shipped(name: str) -> dict[str, object]:
     return loaded
 
 
-def test_the_schema_file_is_the_one_config_makes() -> None:
+def test_each_family_has_a_file_that_follows_the_schema_and_works_in_every_cell() -> None:
     """After a change of Config run scripts/write_schema.py."""
     assert shipped("schema.json") == preset_schema()
-
-
-def test_each_family_has_a_file_that_follows_the_schema_and_works_in_every_cell() -> None:
     assert set(preset_families()) == set(MODULES)
     for family in preset_families():
         jsonschema.validate(shipped(f"{family}.json"), preset_schema())

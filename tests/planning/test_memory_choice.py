@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.config import build_config, flatten, parse_assignment
 from lora_trainer.config.declare import CHECKPOINTING
-from lora_trainer.hardware.machine import GIB
 from lora_trainer.planning.plan import Plan
+from tests.fakes.nvml import GIB
 from tests.fakes.plans import (
     CARD,
     FLUX,
@@ -23,7 +23,6 @@ from tests.fakes.plans import (
     machine,
     middle,
     planned,
-    reason,
 )
 
 RANKS = {"bf16": 0, "int8": 1, "fp8": 2, "nf4": 3}
@@ -102,24 +101,9 @@ def test_when_nothing_fits_the_setting_it_names_does_or_it_says_how_much_would()
     assert "1.50 GiB free on NVIDIA GeForce RTX 3060" in str(caught.value)
 
 
-def test_the_largest_bucket_decides_and_smaller_ones_hold_more_images() -> None:
-    def peak_bytes(*buckets: tuple[int, int]) -> int:
-        return free(12, overrides={BATCH: 2}, buckets=buckets).memory.peak_bytes
-
-    mixed = peak_bytes((256, 256), (512, 512), (320, 320))
-    assert mixed == peak_bytes((512, 512)) == peak_bytes() > peak_bytes((256, 256))
-    buckets = ((1024, 1024), (512, 1024), (512, 512))
-    asked = {BATCH: 8, LEVEL: "light", STREAMED: 0, SAMPLES: 0}
-    made = planned(SDXL, machine(13), buckets=buckets, overrides=asked)
-    counts = [made.images_at_once[bucket] for bucket in buckets]
-    assert counts == sorted(counts) and counts[0] < counts[-1] == made.config.memory.micro_batch
-    assert made.memory.fits
-    assert f"{counts[0] + 1} of 1024x1024 px would take" in reason(made, MICRO)
-
-
-@pytest.mark.parametrize("source", [FLUX, QWEN, SDXL])
-@pytest.mark.parametrize("gib", [8, 24])
-@pytest.mark.parametrize("ram_gib", [17, 28])
+@pytest.mark.parametrize(
+    ("source", "gib", "ram_gib"), [(FLUX, 8, 17), (FLUX, 24, 28), (QWEN, 24, 17), (SDXL, 8, 28)]
+)
 def test_speed_is_never_slower_and_quality_never_less_precise(
     source: str, gib: float, ram_gib: float
 ) -> None:

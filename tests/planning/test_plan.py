@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer import families
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import plan
+from lora_trainer.planning.plan_input import known_oom, remember_oom
 from lora_trainer.planning.run_time import run_length
 from lora_trainer.planning.speedups import pass_shapes
+from tests.fakes.nvml import GIB
 from tests.fakes.plans import (
+    CARD,
     LIBRARIES,
     MACHINE,
     WITHOUT_CARD,
-    machine,
     planned,
-    reason,
     request,
 )
 
@@ -47,31 +48,11 @@ def test_no_auto_is_left_and_every_decision_has_a_reason(hardware: Hardware) -> 
         assert made.origins[key] == asked.resolved.origins[key]
 
 
-def test_a_missing_package_replaces_a_preset_and_refuses_the_user() -> None:
-    without = replace(MACHINE, packages={"torch": "2.13.0"})
-    preset = planned(None, without, preset_tier="6-8")
-    assert preset.config.optimizer.name == "adamw"
-    assert "pip install bitsandbytes" in reason(preset, "optimizer.name")
-    assert planned(preset_tier="6-8").config.optimizer.name == "adamw8bit"
+def test_a_missing_package_of_an_optimizer_refuses_it() -> None:
     for name, package in OPTIMIZER_PACKAGES.items():
         packages = {key: value for key, value in LIBRARIES.items() if key != package}
         with pytest.raises(MachineError, match=f"pip install {package}"):
             planned(None, replace(MACHINE, packages=packages), overrides={"optimizer.name": name})
-
-
-# ---- precisions
-
-IN_FP16 = frozenset({"sd15", "sd2", "sdxl", "sd3"})
-"""ComfyUI's supported_inference_dtypes (e3c3552) has bf16 and fp32 alone for Qwen-Image and Z-Image. FLUX.1, FLUX.2 and
-Chroma it runs in fp16 with clamped activations; training them in it is NaN (sd-scripts #1571, musubi-tuner #897)."""
-TURING = machine(8, ram_gib=52, name="NVIDIA GeForce RTX 2080", compute_capability=(7, 5))
-
-
-@pytest.mark.parametrize("name", families.MODULES)
-def test_a_gpu_without_bf16_trains_in_what_gives_numbers(name: str) -> None:
-    """R6: fp16 was planned for every family; the transformers' loss is NaN in it."""
-    made = planned(next(iter(families.family(name).releases)), TURING)
-    assert made.config.train.precision == ("fp16" if name in IN_FP16 else "fp32")
 
 
 # ---- the optimizer
@@ -119,3 +100,32 @@ def test_shapes_of_passes() -> None:
     assert pass_shapes({(8, 8): 2}, batch_size=6, processes=2) == [(8, 8, 2), (8, 8, 1)]
     shapes = pass_shapes({(8, 8): 2, (6, 10): 1}, batch_size=4)
     assert shapes == [(8, 8, 2), (6, 10, 1), (8, 8, 1)], "full groups of large buckets first"
+
+
+# ---- a GPU on which a plan did not fit
+
+
+def test_the_next_plan_stays_below_those_that_did_not_fit_on_this_card_with_this_torch(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "not made yet"
+
+    def remember(planned_gib: float) -> Any:
+        size = int(planned_gib * GIB)
+        return remember_oom(folder, MACHINE, "sdxl", planned_bytes=size, limit_bytes=11 * GIB)
+
+    assert remember(4.0) is None, "far below its limit: something else filled the GPU"
+    assert known_oom(folder, MACHINE, "sdxl") is None
+    shares = [remember(planned_gib).share for planned_gib in (10.0, 9.0, 10.9)]
+    assert shares[0] == pytest.approx(0.95 * 10 / 11, abs=1e-4)
+    assert shares[1] == shares[2] < shares[0], "it only ever gets smaller"
+    found = known_oom(folder, MACHINE, "sdxl")
+    assert found is not None and found.share == shares[1]
+    for other in (
+        replace(MACHINE, gpus=(replace(CARD, name="NVIDIA GeForce RTX 4070"),)),
+        replace(MACHINE, gpus=(replace(CARD, total_bytes=8 * GIB),)),
+        replace(MACHINE, packages={"torch": "2.14"}),
+        replace(MACHINE, gpus=()),
+    ):
+        assert known_oom(folder, other, "sdxl") is None
+    assert known_oom(folder, MACHINE, "sd15") is None

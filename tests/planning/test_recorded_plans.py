@@ -17,8 +17,8 @@ import pytest
 from lora_trainer import families
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.config import value_of
-from lora_trainer.hardware.machine import GIB
 from lora_trainer.planning.plan_input import OomRecord
+from tests.fakes.nvml import GIB
 from tests.fakes.plans import (
     FLUX,
     MACHINE,
