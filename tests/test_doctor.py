@@ -14,9 +14,9 @@ import pytest
 from lora_trainer.cache.keys import text_key
 from lora_trainer.cache.store import Cache, in_use
 from lora_trainer.common.files import CappedFolder
-from lora_trainer.hardware.machine import GIB, Hardware
+from lora_trainer.hardware.machine import Hardware
 from lora_trainer.run import run_folder
-from tests.fakes.nvml import FakeCard
+from tests.fakes.nvml import GIB, FakeCard
 from tests.fakes.runs import run_cli
 from tests.hardware.test_devices import BUSY, LARGE, MPS, OLD, SMALL, with_cards
 

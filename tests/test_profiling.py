@@ -89,12 +89,12 @@ def config(**changes: Any) -> Any:
 )
 def test_shares_add_up_and_the_largest_is_the_cause(measured: profile.Measured) -> None:
     found = profile.verdict(measured, config())
-    assert found.shares.keys() == {"data", "host", "compute", "memory", "saving"}
-    assert all(0 <= share <= 1 for share in found.shares.values())
-    total = sum(found.shares.values())
+    assert found["shares"].keys() == {"data", "host", "compute", "memory", "saving"}
+    assert all(0 <= share <= 1 for share in found["shares"].values())
+    total = sum(found["shares"].values())
     assert total == pytest.approx(1) or total == 0
-    assert found.shares[found.cause] == max(found.shares.values())
-    for key in re.findall(r"\b[a-z]+\.[a-z_]+\b", found.sentence):
+    assert found["shares"][found["cause"]] == max(found["shares"].values())
+    for key in re.findall(r"\b[a-z]+\.[a-z_]+\b", found["sentence"]):
         assert key in setting_keys(), "advice names a setting that exists"
 
 
@@ -104,22 +104,22 @@ def test_each_cause_is_told_from_the_others() -> None:
     moving = replace(EVEN, work_s={"aten::mm": 0.3, "aten::native_layer_norm": 0.4, "add": 0.3})
     saving = replace(EVEN, save_s=500.0)
     found = [profile.verdict(m, config()) for m in (slow_data, idle, EVEN, moving, saving)]
-    assert [each.cause for each in found] == ["data", "host", "compute", "memory", "saving"]
-    assert found[0].shares["data"] == pytest.approx(0.6)
-    assert found[1].shares["host"] == pytest.approx(0.7)
-    assert found[3].shares["memory"] == pytest.approx(0.7)
-    assert found[4].shares["saving"] == pytest.approx(5 / 6), "500 s every 100 steps of 1 s"
+    assert [each["cause"] for each in found] == ["data", "host", "compute", "memory", "saving"]
+    assert found[0]["shares"]["data"] == pytest.approx(0.6)
+    assert found[1]["shares"]["host"] == pytest.approx(0.7)
+    assert found[3]["shares"]["memory"] == pytest.approx(0.7)
+    assert found[4]["shares"]["saving"] == pytest.approx(5 / 6), "500 s every 100 steps of 1 s"
 
 
 def test_the_advice_has_what_is_set_now_and_nothing_that_is_so_already() -> None:
     idle, moving = replace(EVEN, work_s={"aten::mm": 0.1}), replace(EVEN, work_s={"aten::add": 1.0})
     assert (
         "memory.micro_batch (now 2 of train.batch_size=4)"
-        in profile.verdict(idle, config()).sentence
+        in profile.verdict(idle, config())["sentence"]
     )
-    whole = profile.verdict(idle, config(memory__micro_batch=4)).sentence
+    whole = profile.verdict(idle, config(memory__micro_batch=4))["sentence"]
     assert "memory.micro_batch" not in whole and "changes the training" in whole
-    recomputing = profile.verdict(EVEN, config(memory__gradient_checkpointing="full")).sentence
+    recomputing = profile.verdict(EVEN, config(memory__gradient_checkpointing="full"))["sentence"]
     assert "gradient_checkpointing (now full)" in recomputing
     assert "resolution (now 512)" in recomputing
     for measured in (EVEN, moving):
@@ -128,7 +128,7 @@ def test_the_advice_has_what_is_set_now_and_nothing_that_is_so_already() -> None
             ({"train__precision": "fp32"}, True),
             ({"train__precision": "fp32", "hardware__device": "cpu"}, False),
         ):
-            sentence = profile.verdict(measured, config(**changes)).sentence
+            sentence = profile.verdict(measured, config(**changes))["sentence"]
             assert ("precision=bf16" in sentence) is advised
             assert "gradient_checkpointing" not in sentence
 
@@ -152,4 +152,6 @@ def test_matrix_work_and_moving_numbers_are_known_by_their_names() -> None:
     }
     for cause, those in names.items():
         for name in those:
-            assert profile.verdict(replace(EVEN, work_s={name: 1.0}), config()).cause == cause, name
+            assert profile.verdict(replace(EVEN, work_s={name: 1.0}), config())["cause"] == cause, (
+                name
+            )

@@ -12,10 +12,11 @@ from torch import nn
 
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.config.config import build_config
-from lora_trainer.hardware.machine import GIB, Hardware, assume_card
+from lora_trainer.hardware.machine import Hardware, assume_card
 from lora_trainer.run import device as run_device
 from lora_trainer.run import prepare
 from tests.fakes.family_bases import denoiser_of
+from tests.fakes.nvml import GIB
 from tests.fakes.runs import toy
 from tests.fakes.trainee import block_sizes
 

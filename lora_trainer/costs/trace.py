@@ -25,23 +25,6 @@ from lora_trainer.network.gradient_checkpointing import BlockRunner, apply_check
 from lora_trainer.network.live_storages import FusedKernels, KernelsOf, LiveStorages, storage_key
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTrace:
-    """Bytes and work of one forward and backward pass of the whole batch.
-
-    `saved_bytes` are held by autograd and checkpoints at the end of the forward pass, without inputs and
-    parameters; `adapter_saved_bytes` of them belong to adapters. `peak_bytes` is the highest sum during the
-    step, without the gradients of parameters.
-    """
-
-    saved_bytes: int
-    adapter_saved_bytes: int
-    peak_bytes: int
-    forward_flops: int
-    step_flops: int
-    kernels: int
-
-
 def add_adapters(
     network: nn.Module, modules: Sequence[str], *, rank: int, wide: bool = False
 ) -> None:
@@ -78,9 +61,14 @@ def trace_step(
     forward: Callable[[], Tensor],
     *,
     inputs: Iterable[Tensor],
+    count: int = 1,
+    forward_bytes: int = 0,
     kernels_of: KernelsOf = "cuda",
-) -> StepTrace:
-    """Trace `forward` and its backward pass; the gradients of the adapters must be allocated.
+) -> SampleCost:
+    """Trace `forward` of `count` samples and its backward pass; the gradients of the adapters must be allocated.
+
+    `forward_bytes` are those of a sample in a pass without gradients; `conditioning_bytes` are 0 here, as they
+    belong to the text encoder. Bytes are without inputs, parameters and their gradients.
 
     Trace a forward pass before: networks cache tables (of positions, say) in their first call, and those
     are no activations.
@@ -93,13 +81,16 @@ def trace_step(
         del prediction  # from here only the graph may hold it, as in training
         saved, adapter, forward_flops = live.now_bytes, live.marked_bytes, live.flops
         torch.autograd.backward([edge], [torch.zeros(shape, dtype=dtype, device=device)])
-    return StepTrace(
-        saved_bytes=saved,
-        adapter_saved_bytes=adapter,
-        peak_bytes=live.peak_bytes,
-        forward_flops=forward_flops,
-        step_flops=live.flops,
+    return SampleCost(
+        saved_bytes=saved // count,
+        adapter_saved_bytes=adapter // count,
+        temporary_bytes=(live.peak_bytes - saved) // count,
+        forward_bytes=forward_bytes,
+        conditioning_bytes=0,
+        forward_flops=forward_flops // count,
+        step_flops=live.flops // count,
         kernels=live.kernels,
+        host_bytes=_host_bytes(network) // count,
     )
 
 
@@ -154,10 +145,7 @@ class TracedNetwork:
     """Peak bytes of passes without gradients, which are the same at every checkpointing level."""
 
     def sample_cost(self, workload: Workload, *, kernels_of: KernelsOf = "cuda") -> SampleCost:
-        """Trace one micro-batch of this workload; its adapter and dtype are those the network was built for.
-
-        `conditioning_bytes` are 0 here, as they belong to the text encoder.
-        """
+        """Trace one micro-batch of this workload; its adapter and dtype are those the network was built for."""
         count = workload.micro_batch
         noisy, timesteps, conditioning = self.inputs(workload)
         tensors = [noisy, timesteps, *conditioning.values()]
@@ -171,17 +159,13 @@ class TracedNetwork:
             self.forward_peaks[plain] = trace_forward(
                 self.network, forward, inputs=tensors, kernels_of=kernels_of
             )
-        step = trace_step(self.network, forward, inputs=tensors, kernels_of=kernels_of)
-        return SampleCost(
-            saved_bytes=step.saved_bytes // count,
-            adapter_saved_bytes=step.adapter_saved_bytes // count,
-            temporary_bytes=(step.peak_bytes - step.saved_bytes) // count,
+        return trace_step(
+            self.network,
+            forward,
+            inputs=tensors,
+            count=count,
             forward_bytes=self.forward_peaks[plain] // count,
-            conditioning_bytes=0,
-            forward_flops=step.forward_flops // count,
-            step_flops=step.step_flops // count,
-            kernels=step.kernels,
-            host_bytes=host_bytes(self.network) // count,
+            kernels_of=kernels_of,
         )
 
     def inputs(self, workload: Workload) -> tuple[Tensor, Tensor, Conditioning]:
@@ -247,7 +231,7 @@ def empty_conditioning(
     }
 
 
-def host_bytes(network: nn.Module) -> int:
+def _host_bytes(network: nn.Module) -> int:
     """Return the bytes that gradient checkpointing has moved to host memory since it was applied."""
     runners = {vars(module).get("_gradient_checkpointing_func") for module in network.modules()}
     return sum(runner.host_bytes for runner in runners if isinstance(runner, BlockRunner))

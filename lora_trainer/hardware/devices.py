@@ -7,14 +7,14 @@ docs/machines.md states what has run on real GPUs.
 
 from __future__ import annotations
 
-import ast
 import platform
+import re
 import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from packaging.version import InvalidVersion, Version
 
@@ -168,6 +168,9 @@ class TorchBuild:
         return f"torch {self.version}, built for {of}"
 
 
+_NAMED_TEXT = re.compile(r"""^(\w+)\b[^=\n]*=\s*['"](.*?)['"]""", re.MULTILINE)
+
+
 def torch_build(folder: Path | None = None) -> TorchBuild | None:
     """Read `torch/version.py` of the installed torch, or of `folder`; None without a torch."""
     if folder is None:
@@ -175,22 +178,16 @@ def torch_build(folder: Path | None = None) -> TorchBuild | None:
         if spec is None or spec.origin is None:
             return None
         folder = Path(spec.origin).parent
-    # Parsed, not imported: `import torch` takes seconds and starts libraries.
+    # Read, not imported: `import torch` takes seconds and starts libraries.
     try:
-        tree = ast.parse((folder / "version.py").read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
+        text = (folder / "version.py").read_text(encoding="utf-8")
+    except (OSError, ValueError):
         return None
-    values: dict[str, Any] = {}
-    for node in tree.body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=value)) | (
-                ast.AnnAssign(target=ast.Name(id=name), value=ast.Constant(value=value))
-            ):
-                values[name] = value
-    version = str(values.get("__version__", ""))
+    values = dict(_NAMED_TEXT.findall(text))
+    version = values.get("__version__", "")
     for key, kind in (("hip", "rocm"), ("cuda", "cuda"), ("xpu", "xpu")):
         if values.get(key):
-            return TorchBuild(version=version, kind=kind, toolkit=str(values[key]))  # type: ignore[arg-type]
+            return TorchBuild(version=version, kind=kind, toolkit=values[key])  # type: ignore[arg-type]
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return TorchBuild(version=version, kind="mps")
     return TorchBuild(version=version, kind="cpu")

@@ -107,19 +107,13 @@ def _asking(nvml: Nvml | None) -> Iterator[_Asker]:
     try:
         nvml.nvmlInit()
     except (nvml.NVMLError, OSError) as error:
-        raise _NoAnswer(_init_failure(str(error))) from None
+        reasons = (reason for part, reason in _INIT_FAILURES.items() if part in str(error))
+        raise _NoAnswer(next(reasons, f"NVML failed to start: {error}")) from None
     asker = _Asker(nvml)
     try:
         yield asker
     finally:
         asker.ask(nvml.nvmlShutdown)
-
-
-def _init_failure(message: str) -> str:
-    for part, reason in _INIT_FAILURES.items():
-        if part in message:
-            return reason
-    return f"NVML failed to start: {message}"
 
 
 def _find(asker: _Asker, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str]:
@@ -206,16 +200,16 @@ def _slices(asker: _Asker, handle: Any, about: str) -> list[Any]:
 def _visible(cards: list[Gpu], visible: str) -> Iterator[Gpu]:
     """Yield GPUs by CUDA's rule: numbers or starts of UUIDs, ending at the first token without a GPU."""
     for token in (part.strip() for part in visible.split(",")):
-        matches = [gpu for gpu in cards if _is_meant(gpu, token)]
+        is_uuid = token.startswith(("GPU-", "MIG-"))
+        matches = [
+            gpu
+            for gpu in cards
+            if (is_uuid and gpu.uuid.startswith(token))
+            or (token.isdigit() and gpu.index == int(token))
+        ]
         if not matches:
             return
         yield matches[0]
-
-
-def _is_meant(gpu: Gpu, token: str) -> bool:
-    if token.isdigit():
-        return gpu.index == int(token)
-    return token.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(token)
 
 
 # ---- what GPUs do at this moment

@@ -61,12 +61,9 @@ def profile_run(
     file.unlink()  # an adapter of so few steps is useless and would only be mistaken for a result
     shutil.rmtree(file.parent / "states", ignore_errors=True)
     measured = watch.measured(steps)
-    judged = verdict(measured, real.config)
     longest = sorted(measured.work_s.items(), key=lambda row: -row[1])
     return {
-        "sentence": judged.sentence,
-        "cause": judged.cause,
-        "shares": dict(judged.shares),
+        **verdict(measured, real.config),
         "seconds_per_step": measured.wall_s,
         "operations": dict(longest[:MOST_OPERATIONS]),
         "steps": steps,
@@ -176,17 +173,8 @@ class Measured:
     save_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Shares of the time by cause, the largest cause, and a sentence with advice."""
-
-    shares: Mapping[Cause, float]
-    cause: Cause
-    sentence: str
-
-
-def verdict(measured: Measured, config: RunConfig) -> Verdict:
-    """Judge a training of these settings; `auto` values must be resolved."""
+def verdict(measured: Measured, config: RunConfig) -> dict[str, Any]:
+    """Return shares of the time by cause, the largest cause, and a sentence with advice for these settings."""
     save_s = measured.save_s / (config.output.save_every_steps or config.train.steps)
     matrices = sum(s for name, s in measured.work_s.items() if MATRIX_WORK.search(name))
     others = sum(measured.work_s.values()) - matrices
@@ -204,7 +192,7 @@ def verdict(measured: Measured, config: RunConfig) -> Verdict:
     shares = {cause: seconds[cause] / total if total else 0.0 for cause in CAUSES}
     cause = max(CAUSES, key=lambda name: shares[name])
     cost = CAUSES[cause].format(percent=f"{100 * shares[cause]:.0f} %")
-    return Verdict(shares=shares, cause=cause, sentence=f"{cost}: {_advice(cause, config)}")
+    return {"sentence": f"{cost}: {_advice(cause, config)}", "cause": cause, "shares": shares}
 
 
 def _advice(cause: Cause, config: RunConfig) -> str:

@@ -132,7 +132,8 @@ class _Planner:
         reason = f"the size {facts.source} was trained on"
         self.decide_auto("data.resolution", facts.resolution_px, reason)
         _check_resolution(settled(self.config.data.resolution), facts)
-        self._check_more_resolutions()
+        for side_px in self.config.data.more_resolutions:
+            _check_resolution(side_px, facts, key="data.more_resolutions")
         # OFT multiplies weights by a rotation, which has no scale; its alpha stays `auto`.
         if self.config.adapter.kind != "oft":
             rank = float(self.config.adapter.rank)
@@ -159,16 +160,6 @@ class _Planner:
                 f"{self.gpu.capability}",
                 fix=fix,
             )
-
-    def _check_more_resolutions(self) -> None:
-        key, own_px = "data.more_resolutions", settled(self.config.data.resolution)
-        for side_px in self.config.data.more_resolutions:
-            _check_resolution(side_px, self.inputs.facts, key=key)
-            if side_px == own_px:  # also where `auto` took it from the base
-                raise RequestError(
-                    f"{key} has {side_px}, which is data.resolution already",
-                    fix=f"leave {side_px} out of {key}",
-                )
 
     def decide_objective(self) -> None:
         """Decide settings that suit only some kinds of bases: replace a preset's value, refuse the user's."""

@@ -11,11 +11,12 @@ from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families import family, known_base
 from lora_trainer.families.base import BaseFacts
-from lora_trainer.hardware.machine import GIB, Hardware, tier
+from lora_trainer.hardware.machine import Hardware, tier
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.load import Load
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput
+from tests.fakes.nvml import GIB
 from tests.fakes.stable_diffusion import sd15_facts
 
 FLUX = "black-forest-labs/FLUX.1-dev"

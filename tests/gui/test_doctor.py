@@ -12,9 +12,10 @@ from lora_trainer.gui.workplace import Workplace
 from lora_trainer.cache.store import in_use
 from lora_trainer.common.errors import MachineError
 from lora_trainer.hardware.devices import TorchBuild
-from lora_trainer.hardware.machine import GIB, Hardware, detect
+from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.hardware.nvml import Gpu
 from tests.fakes.live_runs import write_status
+from tests.fakes.nvml import GIB
 from tests.fakes.run_folder import fake_run
 
 SECRET = "hf_" + "abcDEF0123" * 4

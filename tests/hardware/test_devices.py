@@ -27,7 +27,6 @@ from lora_trainer.training.optimizers import make_optimizer
 from tests.fakes.nvml import GIB, FakeCard, FakeNvml
 from tests.fakes.plans import SDXL, machine, planned
 from tests.fakes.runs import ROOT
-from tests.fakes.torch_builds import FakeGpu, fake_torch
 
 ROCM_BUILD = TorchBuild(version="2.13.0+rocm6.4", kind="rocm", toolkit="6.4")
 CU130 = TorchBuild(version="2.13.0+cu130", kind="cuda", toolkit="13.0")
@@ -46,6 +45,38 @@ def with_cards(*cards: FakeCard, build: TorchBuild = CU130) -> Hardware:
     return replace(found, torch=build, packages={**found.packages, "torch": build.version})
 
 
+def fake_torch(
+    kind: str, *gpus: Any, mps_bytes: int = 0, hip: str | None = None, archs: tuple[str, ...] = ()
+) -> Any:
+    """Return a torch module as it is on another machine: what its devices answer, and no more."""
+
+    def api(gpus: Any) -> SimpleNamespace:
+        return SimpleNamespace(
+            is_available=lambda: bool(gpus),
+            device_count=lambda: len(gpus),
+            mem_get_info=lambda index: (15 * GIB, gpus[index].total_bytes),
+            get_device_properties=lambda index: gpus[index],
+            get_device_name=lambda device: gpus[device.index].name,
+            get_device_capability=lambda device: gpus[device.index].capability,
+            get_arch_list=lambda: list(archs),
+            is_bf16_supported=lambda: True,
+            recommended_max_memory=lambda: mps_bytes,
+            driver_allocated_memory=lambda: GIB,
+            get_name=lambda: "Apple M3 Max",
+            is_macos_or_newer=lambda *asked: asked <= (15, 1),
+        )
+
+    kinds = {name: api(gpus if name == kind else ()) for name in ("cuda", "xpu")}
+    mps = api(mps_bytes)
+    mps.is_available = lambda: mps_bytes > 0
+    about = {"__version__": "2.13.0", "version": SimpleNamespace(hip=hip), "mps": mps}
+    return SimpleNamespace(**kinds, **about, backends=SimpleNamespace(mps=mps))
+
+
+def a_gpu(name: str, **facts: Any) -> Any:
+    return SimpleNamespace(**{"name": name, "total_bytes": 16 * GIB, **facts})
+
+
 def of_kind(fake: Any, build: TorchBuild) -> Hardware:
     """A machine of another maker, as `detect` finds it with that torch."""
     found = tuple(
@@ -60,17 +91,16 @@ def of_kind(fake: Any, build: TorchBuild) -> Hardware:
 
 ROCM = of_kind(
     fake_torch(
-        cuda=(
-            FakeGpu(name="AMD Radeon RX 6800", arch="gfx1030:sramecc-"),
-            FakeGpu(name="AMD Radeon RX 7900 XTX", arch="gfx1100", total_bytes=24 * GIB),
-        ),
+        "cuda",
+        a_gpu("AMD Radeon RX 6800", gcnArchName="gfx1030:sramecc-"),
+        a_gpu("AMD Radeon RX 7900 XTX", gcnArchName="gfx1100", total_bytes=24 * GIB),
         hip="6.4",
     ),
     ROCM_BUILD,
 )
-MPS = of_kind(fake_torch(mps_bytes=48 * GIB), TorchBuild(version="2.13.0", kind="mps"))
+MPS = of_kind(fake_torch("mps", mps_bytes=48 * GIB), TorchBuild(version="2.13.0", kind="mps"))
 XPU = of_kind(
-    fake_torch(xpu=(FakeGpu(name="Intel(R) Arc(TM) A770 Graphics"),)),
+    fake_torch("xpu", a_gpu("Intel(R) Arc(TM) A770 Graphics")),
     TorchBuild(version="2.13.0+xpu", kind="xpu", toolkit="20250302"),
 )
 OTHERS = pytest.mark.parametrize(
@@ -128,7 +158,7 @@ def test_a_card_without_kernels_is_refused_in_a_line_with_the_command(
 def test_kernels_are_matched_as_cuda_does(
     capability: tuple[int, int], archs: tuple[str, ...], runs: bool
 ) -> None:
-    fake = fake_torch(cuda=(FakeGpu(name="card", capability=capability),), archs=archs)
+    fake = fake_torch("cuda", a_gpu("card", capability=capability), archs=archs)
     problem = require_kernels(torch.device("cuda", 0), torch=fake)
     assert (problem == "") is runs
     assert runs or "download.pytorch.org/whl/cu" in problem

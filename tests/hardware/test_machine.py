@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from lora_trainer.hardware import devices
 from lora_trainer.hardware import machine as hardware_machine
 from lora_trainer.hardware.devices import TorchBuild, use_expandable_segments
-from lora_trainer.hardware.machine import GIB, Hardware, assume_card, detect, tier, tier_problem
-from tests.fakes.nvml import FakeCard, FakeNvml
+from lora_trainer.hardware.machine import Hardware, assume_card, detect, tier, tier_problem
+from tests.fakes.nvml import GIB, FakeCard, FakeNvml
 
 CARD = FakeCard()
 A100 = FakeCard(name="NVIDIA A100-SXM4-40GB", capability=(8, 0), uuid="GPU-bbbb")

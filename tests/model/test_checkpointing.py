@@ -12,7 +12,7 @@ from torch import nn
 
 from lora_trainer import families
 from lora_trainer.config.declare import CHECKPOINTING
-from lora_trainer.costs.trace import host_bytes, trace_step
+from lora_trainer.costs.trace import trace_step
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.gradient_checkpointing import BlockRunner, apply_checkpointing
 from lora_trainer.network.live_storages import LiveStorages
@@ -48,8 +48,9 @@ def test_offloading_leaves_the_inputs_of_two_blocks_on_the_device() -> None:
     saved, moved = [], []
     for kind in ("full", "offloaded"):
         apply_checkpointing(at.denoiser, kind)
-        saved.append(traced(at).saved_bytes)
-        moved.append(host_bytes(at.denoiser))
+        cost = traced(at)
+        saved.append(cost.saved_bytes)
+        moved.append(cost.host_bytes)
     # The first block's inputs have no gradient: nothing before it is trained. All others' are alike.
     assert moved[0] == 0 < moved[1]
     assert saved[0] - saved[1] == moved[1] * (LAYERS - 1 - 2) // (LAYERS - 1)

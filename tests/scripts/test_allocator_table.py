@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from lora_trainer.hardware.machine import GIB
 from scripts.allocator_table import (
     END,
     PAGE,
@@ -20,6 +19,7 @@ from scripts.allocator_table import (
     replayed,
     table,
 )
+from tests.fakes.nvml import GIB
 
 AGAIN = "run scripts/allocator_table.py, a minute or two a plan"
 MOST_UNUSED = {True: 0.26, False: 0.13}

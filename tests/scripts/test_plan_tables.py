@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from lora_trainer.config.declare import PRIORITIES
-from lora_trainer.hardware.machine import GIB
 from lora_trainer.planning.run_time import MOST_HOURS
 from scripts.plan_tables import (
     BASES,
@@ -19,6 +18,7 @@ from scripts.plan_tables import (
     planned,
     releases,
 )
+from tests.fakes.nvml import GIB
 
 
 def test_the_page_is_what_the_planner_finds() -> None:
