@@ -13,9 +13,8 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.hardware.nvml import card_states
-from lora_trainer.reporting.charts import Html, tag
+from lora_trainer.reporting.charts import SMOOTHING, Html, LossView, loss_curve, tag
 from lora_trainer.reporting.history import RunHistory
-from lora_trainer.reporting.report_curves import SMOOTHING, LossView, loss_curve
 from lora_trainer.run.run_folder import BEST_RECORD
 
 from . import launch, state

@@ -18,9 +18,9 @@ from lora_trainer.common.errors import MachineError, TrainingStopped
 from lora_trainer.common.wording import bytes_text, duration_text
 from lora_trainer.queue import commands
 from lora_trainer.queue.commands import Download, Item
+from lora_trainer.reporting.charts import is_recovery
 from lora_trainer.reporting.control import Control
 from lora_trainer.reporting.history import Row, RunHistory
-from lora_trainer.reporting.report_curves import is_recovery
 from lora_trainer.reporting.status import STOPPING, RunStatus
 
 END_AFTER_S = 15.0

@@ -15,8 +15,7 @@ from urllib.parse import urlencode
 import gradio as gr
 
 from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.reporting.charts import Html, tag
-from lora_trainer.reporting.report_curves import loss_curve
+from lora_trainer.reporting.charts import Html, loss_curve, tag
 from lora_trainer.reporting.status import read_status
 
 from .. import run_actions, state

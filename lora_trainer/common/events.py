@@ -108,20 +108,20 @@ class JsonlWriter:
             )
 
 
+def json_row(line: bytes) -> dict[str, Any] | None:
+    """Return the object of one line of a JSON-lines file, None for a line that is truncated or none."""
+    try:
+        row = json.loads(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read the complete objects of a JSON-lines file, without a truncated last line; [] for a missing file."""
-    if not path.exists():
-        return []
-    rows = []
     # Not splitlines: it also splits at characters that JSON leaves inside strings, such as U+2028.
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+    lines = path.read_bytes().split(b"\n") if path.exists() else ()
+    return [row for line in lines if (row := json_row(line)) is not None]
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -55,7 +55,6 @@ class ConsoleListener:
 
     console: Console
     clock: Callable[[], float] = time.monotonic
-    steps: int = 0
     _loss: Smoothed = field(default_factory=Smoothed, init=False)
     _time_left: TimeLeft = field(default_factory=TimeLeft, init=False)
     _problems: int = field(default=0, init=False)
@@ -67,21 +66,30 @@ class ConsoleListener:
 
     def __enter__(self) -> ConsoleListener:
         if self.console.is_terminal:
-            self._bar = _live_bar(self.console)
+            self._bar = Progress(
+                TextColumn("{task.description}", style="bold", markup=False),
+                BarColumn(bar_width=max(6, min(40, self.console.width - 84))),
+                TextColumn("{task.fields[count]}", markup=False),
+                TextColumn("{task.fields[figures]}", markup=False),
+                console=self.console,
+                refresh_per_second=4,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
             self._bar.start()
             self._bar.add_task("starting", total=None, count="", figures="")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_bar()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def __call__(self, event: Event) -> None:
         fields, style = event.fields, ""
         self._time_left.take(event)
         match event.kind:
-            case "run_started":
-                self.steps = fields["steps"]
-            case "phase":
+            case "phase" if not self._ended:
                 self._show_phase(fields)
             case "step":
                 self._show_step(fields)
@@ -91,10 +99,10 @@ class ConsoleListener:
                 self._problems += 1
                 style = _STYLES[fields["severity"]]
             case "finished" | "stopped":
-                self._end_bar()
+                self.__exit__()
                 self._ended = True
                 style = "bold green" if event.kind == "finished" else _STYLES["warning"]
-        for line in _lines(event, base_loss=self._base_loss, steps=self.steps):
+        for line in _lines(event, base_loss=self._base_loss, steps=self._time_left.steps):
             self._say(line, style=style)
         if event.kind in ("finished", "stopped") and self._problems:
             count = "1 problem" if self._problems == 1 else f"{self._problems} problems"
@@ -106,87 +114,53 @@ class ConsoleListener:
         self.console.print(Text(printable, style=style), soft_wrap=True)
 
     def _show_phase(self, fields: Mapping[str, Any]) -> None:
-        if self._ended:
-            return
-        name = PHASES.get(fields["phase"], fields["phase"])
+        name, message = PHASES.get(fields["phase"], fields["phase"]), fields["message"]
+        is_quiet = name in _QUIET_PHASES
+        if name != self._phase and not is_quiet and not self.console.is_terminal:
+            self._say(f"{name}: {message}" if message else name)
         done, total = fields["done"], fields["total"]
         number: Callable[[int], str] = bytes_text if fields["phase"] == "download" else str
         count = f"{number(done)}/{number(total)}" if total else ""
-        self._update(name, fields["message"], count=count, done=done, total=total)
-        if name != self._phase and name not in _QUIET_PHASES:
-            self._say_plainly(f"{name}: {fields['message']}" if fields["message"] else name)
-        if done and name not in _QUIET_PHASES:
-            line = f"{name} {_share(done, total, number)}"
-            self._say_sometimes(name, line, done=done, total=total)
-        self._phase = name
+        share = f"{count} ({100 * done // total} %)" if total else number(done)
+        line = f"{name} {share}" if done and not is_quiet else ""
+        self._show(name, message, line, count=count, done=done, total=total)
 
     def _show_step(self, fields: Mapping[str, Any]) -> None:
         self._loss.add(measured(fields["loss"]))
-        self._phase = name = PHASES["train"]
-        figures = self.figures(fields)
-        count = f"{fields['step']}/{self.steps}"
-        self._update(name, figures, count=count, done=fields["step"], total=self.steps)
-        line = f"step {_share(fields['step'], self.steps)}: {figures}"
-        self._say_sometimes(name, line, done=fields["step"], total=self.steps)
-
-    def figures(self, fields: Mapping[str, Any]) -> str:
-        """Return the figures of one step event: smoothed loss, rate, pace, time left, memory."""
-        parts = [
-            f"loss {loss_text(self._loss.value)}",
-            f"lr {rate_text(fields['lr'])}",
-            f"{step_seconds_text(self._time_left.step_s)}/it",
-            f"ETA {clock_text(self._time_left.remaining_s)}",
-        ]
+        done, total = fields["step"], self._time_left.steps
+        figures = (
+            f"loss {loss_text(self._loss.value)}, lr {rate_text(fields['lr'])}, "
+            f"{step_seconds_text(self._time_left.step_s)}/it, "
+            f"ETA {clock_text(self._time_left.remaining_s)}"
+        )
         if fields["vram_bytes"]:
-            parts.append(f"VRAM {bytes_text(fields['vram_bytes'])}")
-        return ", ".join(parts)
+            figures += f", VRAM {bytes_text(fields['vram_bytes'])}"
+        count = f"{done}/{total}"
+        line = f"step {count} ({100 * done // max(1, total)} %): {figures}"
+        self._show(PHASES["train"], figures, line, count=count, done=done, total=total)
 
-    def _update(self, name: str, figures: str, *, count: str, done: int, total: int) -> None:
+    def _show(
+        self, name: str, figures: str, line: str, *, count: str, done: int, total: int
+    ) -> None:
+        """Update the live line; elsewhere print a line at every tenth of the way, and after 30 s without one."""
+        self._phase = name
         if self._bar is not None:
             task = self._bar.task_ids[0]
             self._bar.update(
                 task, description=name, completed=done, count=count, figures=one_line(figures)
             )
             self._bar.tasks[0].total = total or None  # update() cannot set a total back to unknown
-
-    def _say_sometimes(self, name: str, line: str, *, done: int, total: int) -> None:
-        """Print a plain line at every tenth of the way, and after 30 s without one."""
-        tenth, now_s = done * 10 // total if total else 0, self.clock()
-        last_tenth, last_s = self._said.setdefault(name, (0, now_s))
-        if tenth != last_tenth or now_s - last_s >= INTERVAL_S:
-            self._said[name] = (tenth, now_s)
-            self._say_plainly(line)
-
-    def _say_plainly(self, line: str) -> None:
-        if not self.console.is_terminal:
-            self._say(line)
+        if line and not self.console.is_terminal:
+            tenth, now_s = done * 10 // total if total else 0, self.clock()
+            last_tenth, last_s = self._said.setdefault(name, (0, now_s))
+            if tenth != last_tenth or now_s - last_s >= INTERVAL_S:
+                self._said[name] = (tenth, now_s)
+                self._say(line)
 
     def show_file(self, file: Path) -> None:
         """Say where the LoRA lies; only the process that told of the end of the run does."""
         if self._ended:
             self._say(f"the LoRA: {file}; samples and report.html lie beside it")
-
-    def _end_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-
-def _live_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}", style="bold", markup=False),
-        BarColumn(bar_width=max(6, min(40, console.width - 84))),
-        TextColumn("{task.fields[count]}", markup=False),
-        TextColumn("{task.fields[figures]}", markup=False),
-        console=console,
-        refresh_per_second=4,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-
-
-def _share(done: int, total: int, number: Callable[[int], str] = str) -> str:
-    return f"{number(done)}/{number(total)} ({100 * done // total} %)" if total else number(done)
 
 
 def _lines(event: Event, *, base_loss: float, steps: int) -> Iterator[str]:

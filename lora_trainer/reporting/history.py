@@ -5,16 +5,16 @@ rows. A figure that is missing or of another type is NaN, never an error. A step
 resume counts once, as it went last; lines that are torn or lack their step are counted in
 `unreadable_lines`, never raised.
 
-A reader that is kept reads only new lines. One process appends to a file and a resume replaces it: the bytes just
-before the place reached are compared, so that a file which was cut and has grown past that place again is not
-taken for the one that was read.
+A reader that is kept reads only new lines, each once its end is written. One process appends to a file and a resume
+replaces it: the bytes just before the place reached are compared, so that a file which was cut and has grown past
+that place again is not taken for the one that was read.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +22,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from lora_trainer.common.events import json_row
 from lora_trainer.common.files import read_json_object
 
 Row = Mapping[str, Any]
@@ -125,15 +128,14 @@ _COMPARED_BYTES = 4096
 
 @dataclass
 class JsonlFollower:
-    """The place reached in a file; a missing file is an empty one."""
+    """The place reached in a file, of which only whole lines are read; a missing file is an empty one."""
 
     path: Path
     _inode: int = field(default=0, init=False)
     _offset: int = field(default=0, init=False)
     _before: bytes = field(default=b"", init=False)
-    _open_line: bool = field(default=False, init=False)
+    unreadable_lines: int = field(default=0, init=False)
     _damaged: int = field(default=0, init=False)
-    _torn: bool = field(default=False, init=False)
 
     def read(self) -> tuple[bool, list[Row]]:
         """Return whether earlier rows have to be forgotten first, and the new ones that can be used.
@@ -145,45 +147,21 @@ class JsonlFollower:
             inode = os.fstat(file.fileno()).st_ino
             file.seek(self._offset - len(self._before))
             data = file.read()
-            anew = inode != self._inode or not self._goes_on(data)
+            anew = inode != self._inode or not data.startswith(self._before)
             if anew:
                 file.seek(0)
                 data = file.read()
         if anew:
-            self._offset, self._before, self._open_line, self._damaged = 0, b"", False, 0
-        data = data[len(self._before) :]
+            self._offset, self._before, self._damaged = 0, b"", 0
         self._inode = inode
-        *whole, last = data.split(b"\n")
-        rows = [_row(line) for line in whole if line.strip()]
-        row = _row(last) if last.strip() else None
-        lines = data if row is not None else data[: len(data) - len(last)]
-        self._offset += len(lines)
-        self._before = (self._before + lines)[-_COMPARED_BYTES:]
-        self._open_line = row is not None or (self._open_line and not lines)
-        self._torn = row is None and bool(last.strip())
-        rows += [] if row is None else [row]
+        *lines, torn = data[len(self._before) :].split(b"\n")
+        self._offset += sum(len(line) + 1 for line in lines)
+        self._before = data[: len(data) - len(torn)][-_COMPARED_BYTES:]
+        rows = [json_row(line) for line in lines if line.strip()]
         usable: list[Row] = [row for row in rows if row is not None and _is_usable(row)]
         self._damaged += len(rows) - len(usable)
+        self.unreadable_lines = self._damaged + bool(torn.strip())
         return anew, usable
-
-    @property
-    def unreadable_lines(self) -> int:
-        return self._damaged + self._torn
-
-    def _goes_on(self, data: bytes) -> bool:
-        """Say whether the bytes before the place reached are the same, and a row that had no end has it now."""
-        new = data[len(self._before) :]
-        return data.startswith(self._before) and (
-            not self._open_line or not new or new.startswith(b"\n")
-        )
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line.decode("utf-8", errors="replace"))
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def _is_usable(row: Row) -> bool:
@@ -269,19 +247,15 @@ def read_history(folder: Path) -> RunHistory:
     return HistoryReader(folder).read()
 
 
-@dataclass
 class HistoryReader:
     """A run folder as last read; a `read` costs the new lines and one pass over the steps."""
 
-    folder: Path
-    _events: JsonlFollower = field(init=False)
-    _problems: JsonlFollower = field(init=False)
-    _sum: _EventSum = field(default_factory=_EventSum, init=False)
-    _problem_rows: list[Row] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        self._events = JsonlFollower(self.folder / "events.jsonl")
-        self._problems = JsonlFollower(self.folder / "problems.jsonl")
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._events = JsonlFollower(folder / "events.jsonl")
+        self._problems = JsonlFollower(folder / "problems.jsonl")
+        self._sum = _EventSum()
+        self._problem_rows: list[Row] = []
 
     def read(self) -> RunHistory:
         """Return the run as its files have it now; raises RequestError for run.json, OSError."""
@@ -317,3 +291,33 @@ class HistoryReader:
 def _time_s(row: Row) -> float:
     time_s = number(row, "time")
     return time_s if math.isfinite(time_s) else 0.0
+
+
+# ---- the sample images in the folder
+
+_SAMPLED = re.compile(r"step-(\d+)")
+
+
+def last_samples(samples: Path) -> list[Path]:
+    """Return the images of the newest step that has any of the run's own prompts, in their order."""
+    steps = {
+        int(match[1]): folder
+        for folder in (samples.iterdir() if samples.is_dir() else ())
+        if (match := _SAMPLED.fullmatch(folder.name))
+    }
+    for step in sorted(steps, reverse=True):
+        if files := sorted(steps[step].glob("[0-9]*.png")):
+            return files
+    return []
+
+
+def sample_prompt(image: Path) -> str:
+    """Return the prompt that a sample image carries, "" where it carries none."""
+    with Image.open(image) as opened:
+        text = str(opened.info.get("parameters", ""))
+    return text.split("\nNegative prompt:")[0].split("\nSteps:")[0]
+
+
+def try_name(stem: str, *, seed: int, strength: float | None = None) -> str:
+    """Return the name of an image drawn with a finished file; `strength` where there are several."""
+    return f"{stem}-{seed}{'' if strength is None else f'-x{strength:g}'}.png"

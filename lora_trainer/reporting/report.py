@@ -8,7 +8,9 @@ message is escaped where it enters (charts.py). docs/scores.md has the formulas 
 
 from __future__ import annotations
 
+import base64
 import datetime
+import io
 import json
 import math
 import shlex
@@ -17,6 +19,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.events import SEVERITIES
@@ -30,10 +34,16 @@ from lora_trainer.common.wording import (
     step_seconds_text,
 )
 from lora_trainer.config.config import all_settings
-from lora_trainer.reporting.charts import Html, render
-from lora_trainer.reporting.history import Row, RunHistory, mapping, number, read_history, sequence
-from lora_trainer.reporting.report_curves import loss_curve, rate_curve, smoothed_losses
-from lora_trainer.reporting.sample_files import column_name, inside, sample_grid
+from lora_trainer.reporting.charts import Html, loss_curve, rate_curve, render, smoothed_losses
+from lora_trainer.reporting.history import (
+    Row,
+    RunHistory,
+    SampleImage,
+    mapping,
+    number,
+    read_history,
+    sequence,
+)
 from lora_trainer.reporting.score import VALIDATION_FILE, WEIGHTS
 
 REPORT_FILE = "report.html"
@@ -367,3 +377,71 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from flat({str(index): item for index, item in enumerate(entry)}, f"{name} ")
         else:
             yield name, entry
+
+
+# ---- the grid of samples
+
+MAX_COLUMNS = 12
+EMBEDDED_MAX_PX = 384
+SMALL_PX = 128
+_JPEG_QUALITY = 88
+
+
+def sample_grid(history: RunHistory) -> dict[str, Any] | None:
+    """Return the grid's `steps`, `rows` of (prompt, seed, cells) and `left_out`; None when the run made no samples.
+
+    A cell is an image as a data URI; without one, `words` say why, `fault` more exactly.
+    """
+    images = {(image.prompt, image.seed, image.step): image for image in history.samples}
+    if not images:
+        return None
+    all_steps = sorted({step for *_, step in images})
+    last = (
+        min(len(all_steps), MAX_COLUMNS) - 1
+    )  # first and last step among them, evenly spaced by position
+    steps = [
+        all_steps[round(index * (len(all_steps) - 1) / max(1, last))] for index in range(last + 1)
+    ]
+    rows = [
+        (prompt, seed, [_cell(images.get((prompt, seed, step)), history.folder) for step in steps])
+        for prompt, seed in dict.fromkeys((prompt, seed) for prompt, seed, _ in images)
+    ]
+    return {"steps": steps, "rows": rows, "left_out": len(all_steps) - len(steps)}
+
+
+def column_name(step: int) -> str:
+    """Return a step in words; step 0 is the untouched base."""
+    return f"step {step:,}" if step else "base"
+
+
+def _cell(image: SampleImage | None, folder: Path) -> dict[str, str]:
+    if image is None:
+        return {"words": "not sampled", "uri": "", "fault": ""}
+    try:
+        data = inside(folder, image.file).read_bytes()
+        with Image.open(io.BytesIO(data)) as picture:
+            picture.load()
+            words, uri = f"{column_name(image.step)}: {image.prompt}", _data_uri(data, picture)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        # Pillow raises SyntaxError for some damaged PNG chunks.
+        fault = f"{image.file}: {type(error).__name__}"
+        return {"words": "unreadable", "uri": "", "fault": fault}
+    return {"words": words, "uri": uri, "fault": ""}
+
+
+def inside(folder: Path, file: str) -> Path:
+    """Return the path of `file` in `folder`; raises ValueError when it leads out of it."""
+    path = (folder / file).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError(f"{file} is outside of the run folder")
+    return path
+
+
+def _data_uri(data: bytes, picture: Image.Image) -> str:
+    if picture.format == "PNG" and max(picture.size) <= SMALL_PX:
+        return f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
+    reduced = picture.convert("RGB")
+    reduced.thumbnail((EMBEDDED_MAX_PX, EMBEDDED_MAX_PX), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    reduced.save(buffer, format="JPEG", quality=_JPEG_QUALITY, subsampling=0)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"

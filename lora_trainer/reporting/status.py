@@ -205,24 +205,18 @@ class StatusWriter:
             or (last.state, last.exit_code) != (now.state, now.exit_code)
             or abs(now_s - last.heartbeat_s) >= INTERVAL_S
         ):
-            self.status = replace(self.status, heartbeat_s=now_s)
-            self._written = self.status
-            self._write()
-
-    def _write(self) -> None:
-        try:
-            left_s = self.status.left_s if math.isfinite(self.status.left_s) else None
-            content = asdict(self.status) | {"left_s": left_s}
+            self.status = self._written = replace(now, heartbeat_s=now_s)
+            content = asdict(self.status)
             del content["stage"]  # a reader's
-            write_atomic(self.run_folder / STATUS_FILE, json_bytes(content), durable=False)
-        except MachineError as error:
-            if not self._refused:
-                self._refused = True
-                self.events.problem(
-                    f"the status file is out of date: {error.found}",
-                    fix=error.fix,
-                    file=STATUS_FILE,
-                )
+            if not math.isfinite(now.left_s):
+                content["left_s"] = None
+            try:
+                write_atomic(self.run_folder / STATUS_FILE, json_bytes(content), durable=False)
+            except MachineError as error:
+                if not self._refused:
+                    self._refused = True
+                    what = f"the status file is out of date: {error.found}"
+                    self.events.problem(what, fix=error.fix, file=STATUS_FILE)
 
 
 def after(status: RunStatus, event: Event) -> RunStatus:

@@ -113,9 +113,9 @@ class TrackerListener:
         fields = event.fields
         match event.kind:
             case "step":
-                self.attempt(lambda: self._log_scalars(self._step_scalars, fields))
+                self.attempt(lambda: self.tracker.log(self._step(fields), step=fields["step"]))
             case "validation":
-                self.attempt(lambda: self._log_scalars(_validation_scalars, fields))
+                self.attempt(lambda: self.tracker.log(_validation(fields), step=fields["step"]))
             case "sample" if self.name in _IMAGES:
                 self.attempt(lambda: self._log_images(fields))
             case "finished" | "stopped":
@@ -126,11 +126,6 @@ class TrackerListener:
         with suppress(Exception):  # what went wrong with it has been reported
             self.tracker.finish()
 
-    def _log_scalars(
-        self, scalars: Callable[[Mapping[str, Any]], dict[str, float]], fields: Mapping[str, Any]
-    ) -> None:
-        self.tracker.log(scalars(fields), step=fields["step"])
-
     def _log_images(self, fields: Mapping[str, Any]) -> None:
         layout = {"dataformats": "NHWC"} if self.name == "tensorboard" else {}
         for index, image_row in enumerate(fields["images"]):
@@ -139,7 +134,7 @@ class TrackerListener:
             images = {f"samples/{index:02d}": image}
             self.tracker.log_images(images, step=fields["step"], **layout)
 
-    def _step_scalars(self, fields: Mapping[str, Any]) -> dict[str, float]:
+    def _step(self, fields: Mapping[str, Any]) -> dict[str, float]:
         values = {
             "loss/current": fields["loss"],
             "loss/average": self._average.add(measured(fields["loss"])),
@@ -174,7 +169,7 @@ class TrackerListener:
         return True
 
 
-def _validation_scalars(fields: Mapping[str, Any]) -> dict[str, float]:
+def _validation(fields: Mapping[str, Any]) -> dict[str, float]:
     """Return the validation loss, whole and by timestep; sorted by name the tags go from clean to noisy."""
     parts = {f"loss/validation_t{round(time):04d}": loss for time, loss in fields["by_timestep"]}
     return {"loss/validation": fields["loss"], **parts}

@@ -8,6 +8,7 @@ module at a time, for a plain LoRA only the small products of its factors. `lora
 
 from __future__ import annotations
 
+import io
 import math
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from lora_trainer.checkpoint.states import Copy
@@ -42,8 +44,7 @@ from lora_trainer.lora_file.write import (
 )
 from lora_trainer.network.quantize import frozen_weight
 from lora_trainer.reporting.control import Control
-from lora_trainer.reporting.history import RunHistory, read_history
-from lora_trainer.reporting.sample_files import last_samples, thumbnail_jpeg
+from lora_trainer.reporting.history import RunHistory, last_samples, read_history
 from lora_trainer.reporting.score import (
     DEAD_BELOW,
     SANE_UP_TO,
@@ -178,9 +179,20 @@ def _export_info(
 
 
 def _thumbnail(image: Path, events: EventStream) -> bytes | None:
-    """Return the thumbnail of a sample image; None and an event if the image cannot be read."""
+    """Return a sample image as JPEG of at most 256 px a side and 48 kB; None and an event if it cannot be read.
+
+    ComfyUI ignores headers above 8 MiB.
+    """
     try:
-        return thumbnail_jpeg(image)
+        with Image.open(image) as opened:
+            small = opened.convert("RGB")
+        small.thumbnail((256, 256), Image.Resampling.LANCZOS)
+        for quality in (85, 70, 50, 30, 10):
+            buffer = io.BytesIO()
+            small.save(buffer, format="JPEG", quality=quality, optimize=True)
+            if buffer.tell() <= 48_000:
+                break
+        return buffer.getvalue()
     except OSError as error:
         events.problem(
             f"the exported file has no thumbnail: {image.parent.name}/{image.name} cannot be read "

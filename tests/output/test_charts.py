@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lora_trainer.reporting import report_curves as curves
+from lora_trainer.reporting import charts as curves
 from lora_trainer.reporting.history import read_history
 from tests.fakes.run_folder import fake_run
 

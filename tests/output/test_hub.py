@@ -82,7 +82,7 @@ def run(tmp_path: Path) -> Path:
     sample(folder / "samples" / "step-00000200" / "00.png", "zibbo in a hat")
     sample(folder / "samples" / "step-00000200" / "01.png", "from /home/jane/secret\nat night")
     Image.new("RGB", (4, 4)).save(folder / "samples" / "step-00000200" / "02.png")
-    (folder / "samples" / "step-00000300").mkdir()  # it was killed before its first image
+    sample(folder / "samples" / "step-00000300" / "asked-00.png", "somebody's own prompt")
     (folder / "states").mkdir()
     (folder / "states" / "state.safetensors").write_bytes(b"state")
     record = {"token": "hf_abcdefghijklmnopqrst", "base": {"source": BASE}}
