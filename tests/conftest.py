@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -42,3 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv("TOKENIZERS_PARALLELISM", "false")  # else a warning in every forked child
     if "PYTEST_XDIST_WORKER" in os.environ:  # two torch pools on the same cores stop each other
         patch.setenv("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the modules that have long tests: then none is left at the end, when other processes are done."""
+    lines = Path(__file__).with_name("long.txt").read_text(encoding="utf-8").split()
+    long = {line.partition("::")[0] for line in lines}
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in long)

@@ -61,12 +61,10 @@ def write_report(run_folder: Path) -> Path:
 
 def document(history: RunHistory) -> Html:
     """Return the whole page."""
-    is_stopped = history.end is not None and history.end["event"] == "stopped"
     return render(
         REPORT_FILE,
         name=str(history.run.get("name") or history.started.get("name") or history.folder.name),
         verdict=verdict(history),
-        fix=_reason(history.end)[1] if history.end and is_stopped else "",
         about=_about(history),
         figures=list(_key_figures(history)),
         grid=sample_grid(history),
@@ -105,8 +103,8 @@ def _two_decimals(value: float, otherwise: str) -> str:
     return f"{value:.2f}" if math.isfinite(value) else otherwise
 
 
-def verdict(history: RunHistory) -> tuple[str, str]:
-    """Return (finished | stopped | failed | unfinished, one plain sentence)."""
+def verdict(history: RunHistory) -> tuple[str, str, str]:
+    """Return (finished | stopped | failed | unfinished, one plain sentence, the remedy or "")."""
     end, base, last = history.end, history.base_validation, history.last_validation
     compared = ""
     if base is not None and last is not None:
@@ -117,19 +115,14 @@ def verdict(history: RunHistory) -> tuple[str, str]:
             compared = f"{len(history.steps):,} steps; nothing was validated"
         elif base is None:
             compared = f"the validation loss is {loss_text(last.loss)}; the base was not validated"
-        return "finished", f"Finished: {compared}{early}."
+        return "finished", f"Finished: {compared}{early}.", ""
     progress = f"step {history.steps[-1].step if history.steps else 0:,} of {_planned(history)}"
     also = f"; {compared}" if compared else ""
     if end is None:
-        return "unfinished", f"Not finished: the record ends at {progress}{also}."
+        return "unfinished", f"Not finished: the record ends at {progress}{also}.", ""
+    reason, _, fix = str(end.get("reason") or "no reason was recorded").partition(" Fix: ")
     kind = "stopped" if end.get("exit_code") in INTERRUPTED_EXIT_CODES else "failed"
-    return kind, f"{kind.capitalize()} at {progress}: {_reason(end)[0]}{also}."
-
-
-def _reason(end: Row) -> tuple[str, str]:
-    """Return the reason of a stopped run, and its remedy."""
-    sentence, _, fix = str(end.get("reason") or "no reason was recorded").partition(" Fix: ")
-    return sentence.rstrip("."), fix
+    return kind, f"{kind.capitalize()} at {progress}: {reason.rstrip('.')}{also}.", fix
 
 
 def _planned(history: RunHistory) -> str:

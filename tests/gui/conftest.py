@@ -13,9 +13,10 @@
 fixture and share it; it takes 5 to 10 s) has `link`, `url(path)`, `port`, `process`, `said()`,
 `kill()`, `stop()`. What still runs is stopped when the module ends.
 
-`page` is a new tab of a 1280x800 window. `new_page(**context_options)` opens more, each in a browser
-profile of its own: `new_page(color_scheme="dark")`, `new_page(viewport={"width": 390, "height":
-844})`; `page.context.new_page()` opens a second tab of the same profile. A test FAILS at its end
+`page` is a new tab of a 1280x800 window, in a browser profile that the module's tests share, because a new one
+would compile all of Gradio's scripts again. `new_page(**context_options)` opens more, each in a profile of its
+own: `new_page(color_scheme="dark")`, `new_page(viewport={"width": 390, "height": 844})`;
+`page.context.new_page()` opens a second tab of the same profile. A test FAILS at its end
 when any of its tabs had a JavaScript error, wrote an error into the console, asked anything of another
 host, opened an alert or a websocket, or was stopped by the content security policy. Who ends a server
 or cuts the connection adds to the list `expected` a part of the message that this brings about.
@@ -135,35 +136,59 @@ def expected() -> list[str]:
     return []
 
 
-@pytest.fixture
-def new_page(
-    browser: Any, expected: list[str], request: pytest.FixtureRequest
-) -> Iterator[NewPage]:
-    """Return a function that opens a tab in a new profile; fails the test for what they did."""
-    offences: list[str] = []
-    pages = request.node.stash.setdefault(_PAGES, [])
-    contexts: list[Any] = []
+@pytest.fixture(scope="module")
+def offences() -> list[str]:
+    """Return the list of what no page of ours may do; what is in it fails the test that is going on."""
+    return []
 
-    def open_page(**options: Any) -> Any:
+
+@pytest.fixture(scope="module")
+def open_profile(browser: Any, offences: list[str]) -> Callable[..., Any]:
+    """Return a function that opens a browser profile whose tabs are watched."""
+
+    def open_profile(**options: Any) -> Any:
         context = browser.new_context(**{"viewport": LAPTOP, **options})
         context.set_default_timeout(WITHIN_MS)
         watch(context, offences)
-        contexts.append(context)
-        pages.append(context.new_page())
+        return context
+
+    return open_profile
+
+
+@pytest.fixture(scope="module")
+def profile(open_profile: Callable[..., Any]) -> Any:
+    """Return the profile that the module's tests share."""
+    return open_profile()
+
+
+@pytest.fixture
+def new_page(
+    open_profile: Callable[..., Any],
+    offences: list[str],
+    expected: list[str],
+    request: pytest.FixtureRequest,
+) -> Iterator[NewPage]:
+    """Return a function that opens a tab in a new profile; fails the test for what its tabs did."""
+    offences.clear()
+    pages = request.node.stash.setdefault(_PAGES, [])
+
+    def open_page(**options: Any) -> Any:
+        pages.append(open_profile(**options).new_page())
         return pages[-1]
 
     yield open_page
-    for context in contexts:
-        context.close()
+    for tab in [tab for page in pages for tab in page.context.pages]:
+        tab.close()
     allowed = (*LEFT_WHILE_ASKING, *expected)
     unexpected = [said for said in offences if not any(part in said for part in allowed)]
     assert not unexpected, "\n".join(unexpected)
 
 
 @pytest.fixture
-def page(new_page: NewPage) -> Any:
+def page(profile: Any, new_page: NewPage, request: pytest.FixtureRequest) -> Any:
     """Return a new tab of a laptop's size; see the top of this file for what fails a test."""
-    return new_page()
+    request.node.stash[_PAGES].append(profile.new_page())
+    return request.node.stash[_PAGES][-1]
 
 
 def watch(context: Any, offences: list[str]) -> None:

@@ -5,7 +5,7 @@ Nothing that was typed is lost, and a page goes on by itself once what was missi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,41 +62,38 @@ def desk(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Desk
     return Desk(runs=folder / "runs", dataset=folder / "toy", server=server, start=gui_server)
 
 
-FAULTS = pytest.mark.parametrize("fault", [Desk.connection_cut, Desk.server_killed])
-
-
-@FAULTS
 def test_every_page_goes_on_when_what_was_missing_is_back(
-    page: Any, desk: Desk, fault: Callable[..., Any], expected: list[str]
+    page: Any, desk: Desk, expected: list[str]
 ) -> None:
     """The page of a run follows again; a setting and a caption that were typed meanwhile are saved."""
     expected.extend(NO_SERVER)
     work, run = Workplace(runs=desk.runs), desk.runs / "live"
     draft = drafts.new(work, dataset=str(desk.dataset))
-    text, away = f"typed while {fault.__name__}", "The interface does not answer."
     write_status(run)
     desk.open(page, "/run?run=live", "text=Training.")
     settings, captions = page.context.new_page(), page.context.new_page()
     desk.open(settings, f"/settings?draft={draft.id}", ".memory .fit")
     folder = quote(str(desk.dataset))
     desk.open(captions, f"/datasets?folder={folder}", "img[src*='/media/thumb']")
-    rank = settings.locator("[id='set-adapter.rank']")
-    with fault(desk, page):
-        write_status(run, phase="sample", done=1, total=2)
-        page.wait_for_event("requestfailed")
-        rank.fill("8")
-        settings.get_by_text(away).wait_for()
-        captions.get_by_label("Caption of p0.png", exact=True).fill(text)
-        captions.locator(".ds-state", has_text="Not saved").wait_for()
-    page.get_by_text("Making sample images 1 of 2.").wait_for()
+    rank, away = settings.locator("[id='set-adapter.rank']"), "The interface does not answer."
+    for image, (fault, value) in enumerate(((desk.connection_cut, 8), (desk.server_killed, 4)), 1):
+        text = f"typed while {fault.__name__}"
+        with fault(page):
+            write_status(run, phase="sample", done=image, total=3)
+            page.wait_for_event("requestfailed")
+            rank.fill(str(value))
+            settings.get_by_text(away).wait_for()
+            captions.get_by_label("Caption of p0.png", exact=True).fill(text)
+            captions.locator(".ds-state", has_text="Not saved").wait_for()
+        page.get_by_text(f"Making sample images {image} of 3.").wait_for()
+        settings.get_by_text(away).wait_for(state="hidden")
+        until(lambda value=value: drafts.read(work, draft.id).settings == {"adapter.rank": value})
+        assert rank.input_value() == str(value)
+        captions.get_by_role("button", name="Try again").click()
+        captions.locator(".ds-state", has_text="Saved in").wait_for()
+        assert (desk.dataset / "p0.txt").read_text() == text
     write_status(run, state="stopped", exit_code=143)
     page.get_by_text("Stopped at step 12 of 30").wait_for()
-    settings.get_by_text(away).wait_for(state="hidden")
-    until(lambda: drafts.read(work, draft.id).settings == {"adapter.rank": 8})
-    assert rank.input_value() == "8"
-    captions.get_by_role("button", name="Try again").click()
-    captions.locator(".ds-state", has_text="Saved in").wait_for()
-    assert (desk.dataset / "p0.txt").read_text() == text
 
 
 def test_an_upload_that_breaks_off_says_so_and_is_sent_again(

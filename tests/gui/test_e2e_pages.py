@@ -20,7 +20,7 @@ from lora_trainer.config.config import all_settings
 from tests.fakes.gui_server import GuiServer
 from tests.fakes.queues import until
 from tests.fakes.runs import write_dataset
-from tests.gui.conftest import NewPage, StartGui
+from tests.gui.conftest import StartGui
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -43,18 +43,6 @@ def server(gui_server: StartGui, place: Path) -> GuiServer:
 @pytest.fixture
 def work(server: GuiServer, place: Path) -> Workplace:
     return Workplace(runs=place / "runs")
-
-
-def test_only_the_printed_link_opens_the_pages(
-    new_page: NewPage, server: GuiServer, expected: list[str]
-) -> None:
-    expected.append("403 (Forbidden)")
-    stranger, page = new_page(), new_page()
-    stranger.goto(server.url("/"))
-    stranger.get_by_text("Open the link that lora-train-gui printed").wait_for()
-    page.goto(server.link)
-    page.get_by_role("link", name="Machine").first.wait_for()
-    assert "key" not in page.url
 
 
 def test_the_cache_is_cleared_after_a_question(page: Any, server: GuiServer, place: Path) -> None:

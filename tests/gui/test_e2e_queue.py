@@ -42,32 +42,21 @@ class Desk:
         return [item.label for item in found if item.state == "waiting"]
 
 
-@pytest.fixture(scope="module")
-def server(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> GuiServer:
-    return gui_server(tmp_path_factory.mktemp("queue") / "runs")
-
-
 @pytest.fixture
-def desk(
-    server: GuiServer, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Desk]:
+def desk(gui_server: StartGui, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    folder = next(Path(tmp_path_factory.getbasetemp()).glob("queue*"))
-    place = Place(folder=folder)
-    place.let("first").unlink(missing_ok=True)
+    place = Place(folder=tmp_path)
     first = place.add("first", until=str(place.let("first")))
     for name in ("cats", "dogs <img src=x onerror=alert(1)>", "owls"):
         place.add(name)
     with place.worker_process() as worker:
         until(lambda: place.item(first.id).run is not None)
-        yield Desk(server=server, place=place)
+        yield Desk(server=gui_server(place.runs), place=place)
         place.let("first").touch()
         worker.wait()
-    for item in commands.items(place.runs):
-        commands.remove(place.runs, item.id)
 
 
-def test_order_and_removal_by_keyboard_while_what_is_open_in_another_tab_stays_so(
+def test_ordered_and_removed_by_keyboard_started_again_while_what_is_open_in_another_tab_stays_so(
     desk: Desk, page: Any, new_page: NewPage
 ) -> None:
     desk.open(page)
@@ -102,9 +91,7 @@ def test_order_and_removal_by_keyboard_while_what_is_open_in_another_tab_stays_s
     sure.click()
     until(lambda: "owls" not in desk.waiting())
     remove.wait_for(state="detached")
-
-
-def test_one_that_failed_says_why_and_is_started_again(desk: Desk, page: Any) -> None:
+    # One that failed says why, and is started again.
     place = desk.place
     orders = {
         "until": str(place.let("again")),
@@ -113,7 +100,6 @@ def test_one_that_failed_says_why_and_is_started_again(desk: Desk, page: Any) ->
     }
     failing = commands.add(place.runs, [json.dumps(orders)], label="poor", folder=place.folder)
     last = place.add("last", until=str(place.let("last")))  # the worker has to stay the fake one
-    desk.open(page)
     place.let("first").touch()
     until(lambda: place.item(failing.id).state == "running")
     place.let("again").touch()

@@ -14,15 +14,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import psutil
 import pytest
 
 from lora_trainer.families.locate import EMBEDDED_FOLDER
+from lora_trainer.queue import commands
 from lora_trainer.reporting.status import read_status
 from tests.fakes.gui_server import GuiServer
 from tests.fakes.hub_server import TOKEN, hub_server
+from tests.fakes.live_runs import write_status
 from tests.gui.conftest import NO_SERVER, StartGui
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
@@ -40,7 +41,6 @@ SHORT = {
     "sampling.prompts": ["zibbo, a teal creature"],
     "hardware.threads": 1,
 }
-QUICK = {"train.validate_every_steps": 0, "sampling.steps": 2, "hardware.threads": 1}
 LONG = {
     "train.steps": 100_000,
     "train.batch_size": 1,
@@ -116,11 +116,6 @@ def set_in_draft(place: Place, settings: dict[str, Any]) -> None:
     newest.write_text(json.dumps(json.loads(newest.read_text()) | {"settings": settings}))
 
 
-def train(page: Any) -> None:
-    page.get_by_role("button", name=STARTS).click()
-    page.wait_for_url("**/run?run=*", timeout=WITHIN_MS)
-
-
 def state(place: Place, name: str) -> str:
     return read_status(place.runs / name).state
 
@@ -146,25 +141,26 @@ def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_as_typed
         press(page, "A", "Download step 4")
     (lora,) = mine.runs.glob(f"*/{download.value.suggested_filename}")
     assert Path(download.value.path()).read_bytes() == lora.read_bytes()
-    uploads, before = mine.runs / ".gui" / "uploads", lora.parent
+    uploads = mine.runs / ".gui" / "uploads"
     known = set(uploads.iterdir())
+    write_status(
+        lora.parent
+    )  # the queue waits for what trains outside of it: nothing more is trained
     images = sorted((ROOT / "datasets" / "example").glob("zibbo_0*"))
     page.goto(mine.server.url("/train?draft=new"))
     page.get_by_text("Drop your images here").wait_for()
     page.locator("input[name=files]").set_input_files(images)  # 1: the files of "Choose images"
     page.get_by_role("button", name=ON).click(timeout=WITHIN_MS)  # 2
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
-    set_in_draft(mine, QUICK)
     type_length_and_samples(page)
-    train(page)  # 3
-    page.get_by_text("Finished after 5 steps").first.wait_for(timeout=WITHIN_MS)
-    (run,) = parse_qs(urlsplit(page.url).query)["run"]
-    assert run != before.name
+    page.get_by_role("button", name="Add try-out to queue").click()  # 3
+    page.get_by_text("1 before it").wait_for(timeout=WITHIN_MS)
     (folder,) = set(uploads.iterdir()) - known
     assert len(list(folder.iterdir())) == len(images)
-    settings = json.loads((mine.runs / run / "run.json").read_text())["settings"]
-    assert (settings["train.concept"], settings["adapter.rank"]) == ("style", 4)
-    assert settings["sampling.prompts"] == ["zibbo, on a <b> moon"]
+    (item,) = [item for item in commands.items(mine.runs) if item.state == "waiting"]
+    chosen = {"train.concept=style", "adapter.rank=4", 'sampling.prompts=["zibbo, on a <b> moon"]'}
+    assert {word.removeprefix("--set=") for word in item.argv} >= {*chosen, "train.steps=5"}
+    commands.remove(mine.runs, item.id)
 
 
 def type_length_and_samples(page: Any) -> None:
@@ -275,31 +271,32 @@ def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(
     until(lambda: state(place, "example") == "finished", "the training after the download")
 
 
-def test_what_was_filled_in_survives_a_reload_and_a_way_back(page: Any, place: Place) -> None:
+def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_training_waits(
+    page: Any, place: Place, gui_server: StartGui, expected: list[str]
+) -> None:
+    """One training outlives the interface, is stopped from another tab, and goes on."""
+    expected.extend(NO_SERVER)
     page.goto(place.server.link)
-    fill(page, place, name="kept", settings=SHORT)
+    fill(page, place, name="one", settings=LONG)
     page.reload()
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
-    assert page.get_by_label("Name (optional)").input_value() == "kept"
+    assert page.get_by_label("Name (optional)").input_value() == "one", "what was filled in is kept"
     page.get_by_role("button", name="Back").click()
     page.get_by_role("button", name=THERE).click()
     box = page.get_by_label("Folder with your images")
     box.wait_for()
     assert box.input_value() == str(place.images)
+    look = page.get_by_role("button", name="Look at the images")
     box.fill("/no/such/folder")
-    page.get_by_role("button", name="Look at the images").click()
+    look.click()
     page.get_by_text("there is no folder /no/such/folder").wait_for(timeout=WITHIN_MS)
     assert box.input_value() == "/no/such/folder"
-
-
-def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_training_waits(
-    page: Any, place: Place, gui_server: StartGui, expected: list[str]
-) -> None:
-    """One training outlives the interface, is stopped from another tab, and goes on after a second one."""
-    expected.extend(NO_SERVER)
-    page.goto(place.server.link)
-    fill(page, place, name="one", settings=LONG)
-    train(page)
+    box.fill(str(place.images))
+    look.click()
+    page.get_by_role("button", name=ON).click(timeout=WITHIN_MS)
+    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+    page.get_by_role("button", name=STARTS).click()
+    page.wait_for_url("**/run?run=*", timeout=WITHIN_MS)
     until(training(place, "one"), "the first step")
     pid = read_status(place.runs / "one").pid
     assert pid is not None
@@ -320,14 +317,13 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
     fill(page, place, name="two", settings=SHORT)
     page.get_by_role("button", name="Add try-out to queue").click()
     page.get_by_text("1 before it").wait_for(timeout=WITHIN_MS)
-    assert not (place.runs / "two").exists()
+    (second,) = [item for item in commands.items(place.runs) if item.state == "waiting"]
+    commands.remove(place.runs, second.id)
     tabs[0].get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
     until(lambda: state(place, "one") == "stopped", "stopped")
     for tab in tabs:
         tab.get_by_role("button", name="Resume", exact=True).wait_for(timeout=WITHIN_MS)
     until(lambda: not psutil.pid_exists(pid), "no process is left")
-    page.wait_for_url("**/run?run=two", timeout=WITHIN_MS)
-    page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
     at = read_status(place.runs / "one").step
     tabs[1].get_by_role("button", name="Resume", exact=True).click(timeout=WITHIN_MS)
     until(training(place, "one", beyond=at), "a step after the resume")
