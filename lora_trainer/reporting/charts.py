@@ -324,7 +324,7 @@ def loss_curve(history: RunHistory, view: LossView = WHOLE) -> Html:
     top, finite = None, sorted(loss for _, loss in raw if math.isfinite(loss))
     if finite and not view.outliers:  # all that must show, and 98 % of the raw losses
         must_show = (loss for line in lines[1:] for _, loss in line.points if math.isfinite(loss))
-        top = max(finite[math.ceil(0.98 * len(finite)) - 1], *must_show)
+        top = max([finite[math.ceil(0.98 * len(finite)) - 1], *must_show])
     if view.log:  # a line breaks where it is not positive
         lines = [
             replace(line, points=[(x, y if y > 0 else math.nan) for x, y in line.points])

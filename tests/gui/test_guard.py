@@ -196,6 +196,19 @@ def test_others_give_the_password_under_any_name_and_guess_once_a_second(
     assert {"10.1.2.3", "studio.lan", "localhost", "127.0.0.1"} <= who.hosts
     for user in ("", "me"):
         assert through(who, "/config", authorization=basic(right, user))[0] == 200
+    key = opened(f"--runs={tmp_path}").key
+    assert through(who, query=f"key={key}", cookie=f"lora_train_key_{PORT}={key}")[0] == 401
+    for host, origin, status in (
+        ("studio.lan", "", 200),
+        ("evil.example", "", 400),
+        ("studio.lan", "http://evil.example", 403),
+    ):
+        headers = {
+            "host": host,
+            "authorization": basic(right),
+            **({"origin": origin} if origin else {}),
+        }
+        assert through(who, **headers)[0] == status
     for header in ("", "Basic !!!", "Bearer x", "Basic /w=="):
         status, headers, said, _ = through(who, authorization=header)
         assert status == 401 and headers["www-authenticate"].startswith("Basic ")

@@ -116,23 +116,13 @@ def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert parsed == []
     with (folder / "events.jsonl").open("ab") as file:
         file.write(b'{"event": "step", "step": 51, "loss": 0.5}\n{"event": "st')
-    assert reader.read().steps[-1].loss == 0.5
-    assert len(parsed) == 2, "and what has no end is tried"
-
-
-def test_a_row_that_was_whole_before_its_line_ended_and_goes_on_is_none(tmp_path: Path) -> None:
-    reader = HistoryReader(tmp_path)
-    row = b'{"event": "run_started"}'
-    for data, sessions, unreadable in (
-        (row, 1, 0),
-        (row + b"\n", 0, 1),
-        (row, 1, 1),
-        (b"\n", 1, 1),
-    ):
-        with (tmp_path / "events.jsonl").open("ab") as file:
-            file.write(data)
-        history = reader.read()
-        assert (history.sessions, history.unreadable_lines) == (sessions, unreadable)
+    history = reader.read()
+    assert (history.steps[-1].loss, history.unreadable_lines) == (0.5, 1)
+    assert len(parsed) == 1, "what has no end yet is left for later"
+    with (folder / "events.jsonl").open("ab") as file:
+        file.write(b'ep", "step": 52, "loss": 0.25}\n')
+    history = reader.read()
+    assert (history.steps[-1].loss, history.unreadable_lines) == (0.25, 0)
 
 
 def test_a_resume_that_rewrites_the_file_forgets_the_steps_after_it(tmp_path: Path) -> None:
