@@ -148,7 +148,10 @@ def test_stop_saves_force_stop_does_not_and_a_process_that_obeys_neither_is_ende
             run_actions.end(work, "live")
         asked_s = time.time() - later_s
         os.utime(live / "control" / "stop_now", (asked_s, asked_s))
+        write_status(live, pid=trainer.pid, pid_started_s=started_s - 60)
+        run_actions.end(work, "live")  # a number that is used again is another process
         assert trainer.poll() is None
+        write_status(live, pid=trainer.pid, pid_started_s=started_s)
         run_actions.end(work, "live")
         assert trainer.wait() != 0
     assert read_status(live).state == "interrupted"
