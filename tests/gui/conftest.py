@@ -143,7 +143,7 @@ def offences() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def open_profile(browser: Any, offences: list[str]) -> Callable[..., Any]:
+def open_profile(browser: Any, offences: list[str]) -> NewPage:
     """Return a function that opens a browser profile whose tabs are watched."""
 
     def open_profile(**options: Any) -> Any:
@@ -156,28 +156,28 @@ def open_profile(browser: Any, offences: list[str]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def profile(open_profile: Callable[..., Any]) -> Any:
+def profile(open_profile: NewPage) -> Any:
     """Return the profile that the module's tests share."""
     return open_profile()
 
 
 @pytest.fixture
 def new_page(
-    open_profile: Callable[..., Any],
+    open_profile: NewPage,
     offences: list[str],
     expected: list[str],
     request: pytest.FixtureRequest,
 ) -> Iterator[NewPage]:
-    """Return a function that opens a tab in a new profile; fails the test for what its tabs did."""
+    """Return a function that opens a tab, in a new profile unless one is given; fails the test for what tabs did."""
     offences.clear()
     pages = request.node.stash.setdefault(_PAGES, [])
 
-    def open_page(**options: Any) -> Any:
-        pages.append(open_profile(**options).new_page())
+    def open_page(profile: Any = None, **options: Any) -> Any:
+        pages.append((profile or open_profile(**options)).new_page())
         return pages[-1]
 
     yield open_page
-    for tab in [tab for page in pages for tab in page.context.pages]:
+    for tab in {tab for page in pages for tab in page.context.pages}:
         tab.close()
     allowed = (*LEFT_WHILE_ASKING, *expected)
     unexpected = [said for said in offences if not any(part in said for part in allowed)]
@@ -185,10 +185,9 @@ def new_page(
 
 
 @pytest.fixture
-def page(profile: Any, new_page: NewPage, request: pytest.FixtureRequest) -> Any:
+def page(profile: Any, new_page: NewPage) -> Any:
     """Return a new tab of a laptop's size; see the top of this file for what fails a test."""
-    request.node.stash[_PAGES].append(profile.new_page())
-    return request.node.stash[_PAGES][-1]
+    return new_page(profile)
 
 
 def watch(context: Any, offences: list[str]) -> None:

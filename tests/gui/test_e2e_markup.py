@@ -168,9 +168,14 @@ def visible(text: str) -> str:
 # ---- in German
 
 
+@pytest.fixture(scope="module")
+def german_profile(open_profile: NewPage) -> Any:
+    return open_profile(locale="de-DE")
+
+
 @pytest.fixture
-def german(new_page: NewPage, server: GuiServer) -> Any:
-    page = new_page(locale="de-DE")
+def german(german_profile: Any, new_page: NewPage, server: GuiServer) -> Any:
+    page = new_page(german_profile)
     page.goto(server.link)
     return page
 
@@ -183,13 +188,12 @@ def texts(page: Any, server: GuiServer, shown: Shown) -> set[str]:
 
 
 def test_no_text_of_home_train_and_a_run_stays_english(
-    german: Any, new_page: NewPage, server: GuiServer
+    german: Any, page: Any, server: GuiServer
 ) -> None:
-    english = new_page()
-    english.goto(server.link)
+    page.goto(server.link)
     for shown in (HOME, TRAIN, RUN):
         as_written = replace(shown, ready=shown.ready.replace("Passt:", "Fits:"))
-        same = texts(german, server, shown) & texts(english, server, as_written)
+        same = texts(german, server, shown) & texts(page, server, as_written)
         assert same - SAID_IN_BOTH == set(), shown.name
     german.get_by_role("button", name="Anhalten", exact=True).wait_for()
     german.goto(TRAIN.address(server))

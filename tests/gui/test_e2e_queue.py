@@ -18,7 +18,7 @@ from lora_trainer.queue import commands
 from tests.fakes.gui_server import GuiServer
 from tests.fakes.queues import Place, until
 from tests.fakes.runs import ROOT
-from tests.gui.conftest import NewPage, StartGui
+from tests.gui.conftest import StartGui
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -57,10 +57,10 @@ def desk(gui_server: StartGui, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ordered_and_removed_by_keyboard_started_again_while_what_is_open_in_another_tab_stays_so(
-    desk: Desk, page: Any, new_page: NewPage
+    desk: Desk, page: Any
 ) -> None:
     desk.open(page)
-    other = desk.open(new_page())
+    other = desk.open(page.context.new_page())
     command = other.locator("li", has_text="owls").locator("details")
     command.locator("summary").click()
     other.get_by_role("button", name="Remove owls").focus()

@@ -25,7 +25,7 @@ from tests.fakes.lora_library import finished_run
 from tests.fakes.queues import until as eventually
 from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, fake_run
 from tests.fakes.runs import ROOT
-from tests.gui.conftest import NewPage, StartGui
+from tests.gui.conftest import StartGui
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -148,8 +148,9 @@ def test_samples_are_enlarged_walked_through_compared_and_the_best_is_kept(
     assert Path(download.value.path()).stat().st_size == 3_288_000
 
 
-def test_on_a_phone_no_prompt_covers_a_sample(new_page: NewPage, place: Place) -> None:
-    page = place.server.open(new_page(viewport={"width": 390, "height": 844}), f"/run?run={OLD}")
+def test_on_a_phone_no_prompt_covers_a_sample(page: Any, place: Place) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    place.server.open(page, f"/run?run={OLD}")
     row = page.locator("table.sheet tbody tr").first
     row.locator("img").last.wait_for()
     assert page.evaluate("document.querySelector('.sheet-scroll').scrollLeft") > 0, "all steps fit"
