@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lora_trainer.cli import main
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import setting_keys
-from tests.fakes.runs import Toy, python, start, toy
+from tests.fakes.runs import Toy, python, run_cli, start, toy
 
 PLANNED = "--base --config --preset --priority --set"
 WRITTEN = "--force --json --output"
@@ -80,7 +79,7 @@ def lora_file(path: Path) -> Path:
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of a command."""
-    code = main.run([str(argument) for argument in arguments])
+    code = run_cli([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -329,7 +328,7 @@ def test_a_flag_is_a_short_name_of_its_setting(place: Toy, monkeypatch: pytest.M
     monkeypatch.setattr(train, lambda _, *, settings, **__: asked.append(settings))
     flags = {"base": "base.model", "output": "output.folder", "name": "output.name"}
     words = [word for flag in flags for word in (f"--{flag}", f"my-{flag}")]
-    assert main.run([str(place.dataset), *words]) == 0
+    assert run_cli([str(place.dataset), *words]) == 0
     assert asked == [{key: f"my-{flag}" for flag, key in flags.items()}]
 
 

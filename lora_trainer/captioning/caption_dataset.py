@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
 from PIL import Image
 
 from lora_trainer.captioning.caption_files import (
@@ -26,85 +25,28 @@ from lora_trainer.captioning.caption_files import (
     opened,
 )
 from lora_trainer.captioning.catalogue import (
-    DEFAULT,
-    KNOWN,
+    CaptionRequest,
     RequestedModel,
-    Writes,
     find,
     located,
     what_it_writes,
 )
-from lora_trainer.captioning.tagger import Captioner, ModelCaption, OutOfRoom, no_room
-from lora_trainer.common.errors import InputError, RequestError, StoppedBySignal
+from lora_trainer.captioning.tagger import (
+    ModelCaption,
+    OutOfRoom,
+    Tagger,
+    load_tagger,
+    no_room,
+)
+from lora_trainer.common.errors import InputError, StoppedBySignal
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.captions import MAX_CAPTION_CHARACTERS, clean, with_trigger
 from lora_trainer.dataset.images import ImageDecodeError, decode
 from lora_trainer.reporting.control import StopFlag, taking_signals
 
-_NAMES = ", ".join(model.name for model in KNOWN)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class CaptionRequest:
-    """The options of `lora-train caption` that say which captions are written; None where the kind of model decides.
-
-    :param overwrite: replace existing captions too; --undo restores the old ones
-    :param output: folder for the captions [default: beside the images]
-    :param prefix: words before each caption, as typed
-    :param suffix: words after each caption, as typed; include a comma if you want one
-    :param trigger: word to put first in captions that do not contain it
-    :param prompt: instruction for models that take one [default: describe in two sentences]
-    :param max_tokens: longest caption, in tokens [default: 150]
-    :param threshold: for taggers: lowest probability of a tag [default: 0.35]
-    :param character_threshold: for taggers: lowest probability of a character's name [default: 0.85]
-    :param device: device that runs the model
-    """
-
-    model: Annotated[
-        str, Parameter(help=f"{_NAMES}; or the folder or Hub id of a model of the same kinds")
-    ] = DEFAULT
-    overwrite: bool = False
-    images: Annotated[
-        list[str], Parameter(consume_multiple=True, help="only these images of the dataset")
-    ] = field(default_factory=list)
-    output: Path | None = None
-    prefix: str = ""
-    suffix: str = ""
-    trigger: str | None = None
-    prompt: str | None = None
-    max_tokens: int | None = None
-    threshold: float | None = None
-    character_threshold: float | None = None
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-
-    def refuse_unfit(self, writes: Writes) -> None:
-        """Raise RequestError for options that this kind of model has no use for, and for bad numbers."""
-        of_text = {"--prompt": self.prompt, "--max-tokens": self.max_tokens}
-        of_tags = {
-            "--threshold": self.threshold,
-            "--character-threshold": self.character_threshold,
-        }
-        for name, value in (of_text if writes == "tags" else of_tags).items():
-            if value is not None:
-                raise RequestError(
-                    f"{name} is not for {self.model}, which writes {writes}",
-                    fix=f"leave {name} out",
-                )
-        for name, share in of_tags.items():
-            if share is not None and not 0 < share <= 1:
-                raise RequestError(f"{name} {share:g} is no probability", fix="give 0.05 to 0.95")
-        if self.max_tokens is not None and not 1 <= self.max_tokens <= 4096:
-            raise RequestError(
-                f"--max-tokens {self.max_tokens}", fix="give a number from 1 to 4096"
-            )
-
-    def decisive(self, source: str) -> dict[str, object]:
-        """Return the values that decide the text of captions: a call with others is another call."""
-        elsewhere = ("images", "output", "device")
-        values = {name: value for name, value in vars(self).items() if name not in elsewhere}
-        return {**values, "model": source}
+if TYPE_CHECKING:  # it imports torch
+    from lora_trainer.captioning.describer import Describer
 
 
 def caption_dataset(
@@ -181,13 +123,18 @@ class _Work:
                 fix="`lora-train check` names them",
             )
 
-    def run(self, captioner: Captioner, journal: CaptionJournal, stop: StopFlag) -> None:
+    def run(self, captioner: Tagger | Describer, journal: CaptionJournal, stop: StopFlag) -> None:
         """Caption the targets in order, as many at a time as there is memory for."""
         batch = captioner.batch_size
         waiting = deque(enumerate(self.chosen.targets, start=1))
         while waiting:
             if (number := stop()) is not None:
-                raise self._stopped(number)
+                count = f"{self.written} of {len(self.chosen.targets)}"
+                raise StoppedBySignal(
+                    number,
+                    found=f"stopped with {count} captions written",
+                    fix="run the same command again to go on",
+                )
             batch_targets = [waiting.popleft() for _ in range(min(batch, len(waiting)))]
             pictures = [
                 (index, target, picture)
@@ -201,7 +148,6 @@ class _Work:
                     descriptions = captioner.describe([picture for *_, picture in part])
                 if descriptions is None:
                     batch = self._halved(len(part))
-                    captioner.give_back()
                     continue
                 for (index, target, _), description in zip(part, descriptions, strict=True):
                     self._write(index, target, description, journal)
@@ -272,15 +218,10 @@ class _Work:
         self.first_fault = self.first_fault or what
         self.events.problem(what, fix=fix, file=name)
 
-    def _stopped(self, number: int) -> StoppedBySignal:
-        return StoppedBySignal(
-            number,
-            found=f"stopped with {self.written} of {len(self.chosen.targets)} captions written",
-            fix="run the same command again to go on",
-        )
 
-
-def _load(request: CaptionRequest, model: RequestedModel, events: EventStream) -> Captioner:
+def _load(
+    request: CaptionRequest, model: RequestedModel, events: EventStream
+) -> Tagger | Describer:
     def downloading() -> None:
         size = None if model.catalogued is None else model.catalogued.download_gb
         events.emit("downloading", model=model.source, gigabytes=size)
@@ -289,21 +230,7 @@ def _load(request: CaptionRequest, model: RequestedModel, events: EventStream) -
     writes = what_it_writes(folder)
     request.refuse_unfit(writes)  # of a Hub id nobody knew before
     if writes == "tags":
-        from lora_trainer.captioning import tagger
+        return load_tagger(folder, request)
+    from lora_trainer.captioning.describer import load_describer
 
-        return tagger.load_tagger(
-            folder,
-            name=request.model,
-            device=request.device,
-            threshold=request.threshold or tagger.THRESHOLD,
-            character_threshold=request.character_threshold or tagger.CHARACTER_THRESHOLD,
-        )
-    from lora_trainer.captioning import describer
-
-    return describer.load_describer(
-        folder,
-        name=request.model,
-        device=request.device,
-        prompt=request.prompt,
-        max_tokens=request.max_tokens or describer.MAX_TOKENS,
-    )
+    return load_describer(folder, request)

@@ -213,15 +213,6 @@ def _write(file: Path, content: bytes) -> None:
     write_atomic(file, content)
 
 
-@dataclass(frozen=True, kw_only=True)
-class UndoResult:
-    """The files that undoing a call removed, restored, or left alone because they were edited."""
-
-    removed: tuple[str, ...]
-    restored: tuple[str, ...]
-    edited: tuple[str, ...]
-
-
 @contextmanager
 def opened(root: Path, request: Mapping[str, Any]) -> Iterator[CaptionJournal]:
     """Begin a record in `root`, or go on with the last one if that was the same request, interrupted.
@@ -243,29 +234,29 @@ def opened(root: Path, request: Mapping[str, Any]) -> Iterator[CaptionJournal]:
             journal.discard_if_unused()
 
 
-def undo(root: Path) -> UndoResult:
+def undo(root: Path) -> dict[str, list[str]]:
     """Take back the last call that wrote captions in `root`; the record stays, marked as undone.
 
+    Returns the names of the files that were `removed`, `restored`, or left alone as they were `edited` since.
     Raises InputError when there is none, MachineError when the disk refuses.
     """
+    no_call = InputError(f"there are no captions to take back in {root}", fix="check the folder")
     if not (root / FOLDER).is_dir():
-        raise _nothing_to_undo(root)
+        raise no_call
     with _locked(root) as parent:
         last = _last_call(parent)
         if last is None:
-            raise _nothing_to_undo(root)
+            raise no_call
         files_by_outcome: dict[str, list[str]] = {"removed": [], "restored": [], "edited": []}
         for row in reversed(read_jsonl(last / JOURNAL)):
             if "file" in row:
                 files_by_outcome[_take_back(root, last, row)].append(str(row["file"]))
         retry_while_open(lambda: last.rename(last.with_name(f"{last.name}-undone")))
-    return UndoResult(
-        **{name: tuple(sorted(set(files))) for name, files in files_by_outcome.items()}
-    )
+    return {name: sorted(set(files)) for name, files in files_by_outcome.items()}
 
 
 def _take_back(root: Path, folder: Path, row: Mapping[str, Any]) -> str:
-    """Take back one file; return which list of `UndoResult` it belongs to."""
+    """Take back one file; return which list of `undo` it belongs to."""
     try:
         file = _inside(root, row["file"])
         old = None if row["old"] is None else _inside(folder / "old", row["old"]).read_bytes()
@@ -334,7 +325,3 @@ def _new_folder(parent: Path) -> Path:
     except OSError as error:
         raise disk_error(folder, error) from error
     return folder
-
-
-def _nothing_to_undo(root: Path) -> InputError:
-    return InputError(f"there are no captions to take back in {root}", fix="check the folder")

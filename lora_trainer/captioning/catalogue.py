@@ -1,7 +1,7 @@
-"""Captioning models: those known by a short name, and where the files of any of them are.
+"""Captioning models: what is asked of one, those known by a short name, where the files of any of them are.
 
-Input is what the user wrote: a short name, a folder or a Hub id. Output is a folder that holds what
-its kind of model needs. Torch-free. What a model is, its files say: `selected_tags.csv` makes it a
+Input is what the user wrote: options, and a short name, a folder or a Hub id. Output is a folder that holds
+what its kind of model needs. Torch-free. What a model is, its files say: `selected_tags.csv` makes it a
 tagger, `config.json` a language model of transformers.
 """
 
@@ -11,10 +11,12 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from lora_trainer.common.errors import InputError, RequestError, did_you_mean
 from lora_trainer.families.hub_files import cached_snapshot, fetch
@@ -51,6 +53,71 @@ def _known_models() -> tuple[KnownModel, ...]:
 
 
 KNOWN = _known_models()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CaptionRequest:
+    """The options of `lora-train caption` that say which captions are written; None where the kind of model decides.
+
+    :param overwrite: replace existing captions too; --undo restores the old ones
+    :param output: folder for the captions [default: beside the images]
+    :param prefix: words before each caption, as typed
+    :param suffix: words after each caption, as typed; include a comma if you want one
+    :param trigger: word to put first in captions that do not contain it
+    :param prompt: instruction for models that take one [default: describe in two sentences]
+    :param max_tokens: longest caption, in tokens [default: 150]
+    :param threshold: for taggers: lowest probability of a tag [default: 0.35]
+    :param character_threshold: for taggers: lowest probability of a character's name [default: 0.85]
+    :param device: device that runs the model
+    """
+
+    model: Annotated[
+        str,
+        Parameter(
+            help=f"{', '.join(model.name for model in KNOWN)}; or the folder or Hub id of a model of the same kinds"
+        ),
+    ] = DEFAULT
+    overwrite: bool = False
+    images: Annotated[
+        list[str], Parameter(consume_multiple=True, help="only these images of the dataset")
+    ] = field(default_factory=list)
+    output: Path | None = None
+    prefix: str = ""
+    suffix: str = ""
+    trigger: str | None = None
+    prompt: str | None = None
+    max_tokens: int | None = None
+    threshold: float | None = None
+    character_threshold: float | None = None
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+
+    def refuse_unfit(self, writes: Writes) -> None:
+        """Raise RequestError for options that this kind of model has no use for, and for bad numbers."""
+        of_text = {"--prompt": self.prompt, "--max-tokens": self.max_tokens}
+        of_tags = {
+            "--threshold": self.threshold,
+            "--character-threshold": self.character_threshold,
+        }
+        for name, value in (of_text if writes == "tags" else of_tags).items():
+            if value is not None:
+                raise RequestError(
+                    f"{name} is not for {self.model}, which writes {writes}",
+                    fix=f"leave {name} out",
+                )
+        for name, share in of_tags.items():
+            if share is not None and not 0 < share <= 1:
+                raise RequestError(f"{name} {share:g} is no probability", fix="give 0.05 to 0.95")
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= 4096:
+            raise RequestError(
+                f"--max-tokens {self.max_tokens}", fix="give a number from 1 to 4096"
+            )
+
+    def decisive(self, source: str) -> dict[str, object]:
+        """Return the values that decide the text of captions: a call with others is another call."""
+        elsewhere = ("images", "output", "device")
+        values = {name: value for name, value in vars(self).items() if name not in elsewhere}
+        return {**values, "model": source}
 
 
 @dataclass(frozen=True, kw_only=True)

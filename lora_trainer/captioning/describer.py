@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from PIL import Image
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from lora_trainer.captioning.catalogue import weight_files
+from lora_trainer.captioning.catalogue import CaptionRequest, weight_files
 from lora_trainer.captioning.tagger import ModelCaption, OutOfRoom, UnusableModel, no_room
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from lora_trainer.families.base_files.base_folder import count_parameters
@@ -30,7 +30,6 @@ from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory
 from lora_trainer.run.device import CPU, best_device
 
-Device = Literal["auto", "cuda", "cpu"]
 REQUEST = (
     "Describe this image in one or two plain sentences for training an image generator: who or "
     "what is shown, what it does, the surroundings, the light and the style. "
@@ -74,11 +73,8 @@ class Describer:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise OutOfRoom from None
-
-    def give_back(self) -> None:
-        """Free the memory kept for the next images; call it outside the `except` block."""
-        free_memory()
+        free_memory()  # outside of the `except` block, whose error holds the tensors
+        raise OutOfRoom
 
     @torch.inference_mode()
     def _described(self, pictures: list[Image.Image]) -> list[ModelCaption]:
@@ -110,19 +106,18 @@ class Describer:
         )
 
 
-def load_describer(
-    folder: Path, *, name: str, device: Device, prompt: str | None, max_tokens: int
-) -> Describer:
+def load_describer(folder: Path, request: CaptionRequest) -> Describer:
     """Load the model in `folder`.
 
-    Raises InputError for files that do not fit, RequestError for a `prompt` it has no use for, and
+    Raises InputError for files that do not fit, RequestError for a prompt it has no use for, and
     MachineError for a device that is missing or too small.
     """
-    torch_device, dtype = _device(device)
+    name = request.model
+    torch_device, dtype = _device(request.device)
     _refuse_foreign(folder, name)
     with _misfits_named(name):
         processor = _processor(folder)
-        text, is_chat = _request(processor, name, prompt)
+        text, is_chat = _text_beside(processor, request)
     _refuse_too_large(folder, name, torch_device, dtype)
     with _misfits_named(name):
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
@@ -144,7 +139,7 @@ def load_describer(
         processor=processor,
         text=text,
         is_chat=is_chat,
-        max_tokens=max_tokens,
+        max_tokens=request.max_tokens or MAX_TOKENS,
         torch_device=torch_device,
         dtype=dtype,
     )
@@ -173,8 +168,9 @@ def _processor(folder: Path) -> Any:
     return processor
 
 
-def _request(processor: Any, name: str, prompt: str | None) -> tuple[str | None, bool]:
+def _text_beside(processor: Any, request: CaptionRequest) -> tuple[str | None, bool]:
     """Return the text that goes with every image, and whether it is a chat."""
+    name, prompt = request.model, request.prompt
     if hasattr(processor, "task_prompts_without_inputs"):
         if prompt is not None and prompt not in TASKS:
             raise RequestError(
@@ -243,7 +239,7 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _device(device: Device) -> tuple[torch.device, torch.dtype]:
+def _device(device: str) -> tuple[torch.device, torch.dtype]:
     """Return where the model runs, and in which dtype; raises MachineError without the GPU asked for."""
     torch_device, has_bf16 = best_device() if device != "cpu" else (CPU, False)
     if torch_device.type == "cpu":

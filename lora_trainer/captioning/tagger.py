@@ -1,6 +1,7 @@
-"""The interface of captioning models, and tags by the WD taggers.
+"""What captioning models have in common, and tags by the WD taggers.
 
-A captioning model gives texts for upright RGB images, the same for the same image. A WD tagger is an ONNX file
+A captioning model, `Tagger` or `Describer`, describes upright RGB images, `batch_size` at a time, the same way for
+the same image, on its `device`; it raises `OutOfRoom` when memory runs out. A WD tagger is an ONNX file
 that gives every tag of `selected_tags.csv` a probability. Input are upright RGB images, padded to a square with
 white and given as 0 to 255 in the order blue, green, red. Output are tags above a threshold: characters first,
 then the likeliest. Needs onnxruntime and no torch.
@@ -13,12 +14,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from lora_trainer.captioning.catalogue import TAGGER_FILES
+from lora_trainer.captioning.catalogue import TAGGER_FILES, CaptionRequest
 from lora_trainer.common.errors import BROKEN_PACKAGE, InputError, MachineError, package_problem
 
 
@@ -28,24 +29,6 @@ class ModelCaption:
 
     text: str
     cut: bool = False
-
-
-class Captioner(Protocol):
-    """A loaded model. `batch_size` images at a time are worth while on its device."""
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def device(self) -> str: ...
-
-    def describe(self, pictures: Sequence[Image.Image]) -> list[ModelCaption]:
-        """Return a description of each image; raises OutOfRoom when memory runs out."""
-        ...
-
-    def give_back(self) -> None:
-        """Free the memory kept for the next images; call it outside the `except` block."""
-        ...
 
 
 class OutOfRoom(Exception):
@@ -122,9 +105,6 @@ class Tagger:
             for row in probabilities[: len(pictures)]
         ]
 
-    def give_back(self) -> None:
-        """Nothing is kept between images."""
-
     def _probabilities(self, squares: Any) -> Any:
         try:
             return self.session.run(None, {self.session.get_inputs()[0].name: squares})[0]
@@ -139,23 +119,12 @@ class Tagger:
         return [tag.text for tag in likely]
 
 
-def load_tagger(
-    folder: Path,
-    *,
-    name: str,
-    device: Literal["auto", "cuda", "cpu"],
-    threshold: float,
-    character_threshold: float,
-) -> Tagger:
+def load_tagger(folder: Path, request: CaptionRequest) -> Tagger:
     """Load the tagger in `folder`; raises InputError for unusable files, MachineError without
     onnxruntime or the device asked for."""
-    tags = read_tags(
-        folder / TAGGER_FILES[1],
-        name=name,
-        threshold=threshold,
-        character_threshold=character_threshold,
-    )
-    session = _session(folder / TAGGER_FILES[0], name=name, device=device)
+    name = request.model
+    tags = _read_tags(folder / TAGGER_FILES[1], request)
+    session = _session(folder / TAGGER_FILES[0], name=name, device=request.device)
     shape = session.get_inputs()[0].shape
     if len(shape) != 4 or not isinstance(shape[1], int) or shape[1:] != [shape[1], shape[1], 3]:
         raise UnusableModel(name, f"takes {shape}, not square images with three colours last")
@@ -163,19 +132,21 @@ def load_tagger(
     return Tagger(name=name, session=session, tags=tags, side_px=shape[1], fixed_batch=fixed)
 
 
-def read_tags(
-    file: Path, *, name: str, threshold: float, character_threshold: float
-) -> tuple[Tag, ...]:
+def _read_tags(file: Path, request: CaptionRequest) -> tuple[Tag, ...]:
     """Return the general and character tags of a `selected_tags.csv`; raises InputError."""
-    thresholds = {GENERAL: threshold, CHARACTER: character_threshold}
+    thresholds = {
+        GENERAL: request.threshold or THRESHOLD,
+        CHARACTER: request.character_threshold or CHARACTER_THRESHOLD,
+    }
     try:
         with file.open(encoding="utf-8", newline="") as stream:
             rows = [(row["name"], row["category"]) for row in csv.DictReader(stream)]
     except (OSError, ValueError, KeyError, csv.Error) as error:
-        raise UnusableModel(name, f"has no {file.name} that can be read ({error})") from None
+        problem = f"has no {file.name} that can be read ({error})"
+        raise UnusableModel(request.model, problem) from None
     return tuple(
         Tag(
-            text=spelled(tag),
+            text=_spelled(tag),
             column=column,
             is_character=category == CHARACTER,
             threshold=thresholds[category],
@@ -185,7 +156,7 @@ def read_tags(
     )
 
 
-def spelled(tag: str) -> str:
+def _spelled(tag: str) -> str:
     """Return a tag with spaces for underscores, but for the faces drawn with signs, such as `^_^`.
 
     A face has no two letters or digits side by side.

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from signal import SIGINT
 from typing import Any, TextIO
 
-from lora_trainer.captioning.caption_dataset import CaptionRequest, caption_dataset, look
-from lora_trainer.captioning.caption_files import Chosen, UndoResult
+from lora_trainer.captioning.caption_dataset import caption_dataset, look
+from lora_trainer.captioning.caption_files import Chosen
 from lora_trainer.captioning.caption_files import undo as take_back
-from lora_trainer.captioning.catalogue import RequestedModel
+from lora_trainer.captioning.catalogue import CaptionRequest, RequestedModel
 from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.events import Event, EventStream, shown
 from lora_trainer.common.processes import quiet_libraries
@@ -126,14 +126,14 @@ class ProgressPrinter:
         for name, problem, fix in chosen.refused:
             _line(sys.stdout, f"gets no caption: {shown(name)} {problem}. {fix}")
 
-    def undone(self, result: UndoResult) -> None:
+    def undone(self, result: Mapping[str, Sequence[str]]) -> None:
         """Print the captions that `--undo` removed, restored and left alone."""
         if self._as_json:
-            self._row({"event": "undone", **asdict(result)})
+            self._row({"event": "undone", **result})
             return
-        counts = f"captions removed: {len(result.removed)}, put back: {len(result.restored)}"
+        counts = f"captions removed: {len(result['removed'])}, put back: {len(result['restored'])}"
         _line(sys.stdout, counts)
-        for name in result.edited:
+        for name in result["edited"]:
             _line(sys.stdout, f"not touched, because it was edited since: {shown(name)}")
 
     def _row(self, row: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.cli.options import Base, Json, Reply, Sets, overrides
+from lora_trainer.cli.main import Base, Json, Reply, Sets, overrides
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.declare import PRIORITIES
 from lora_trainer.config.layers import TIERS, load_presets, preset_families

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lora_trainer.cli.options import PLANNED, Json, PlanOptions, Reply, Sets, console, overrides
+from lora_trainer.cli.main import PLANNED, Json, PlanOptions, Reply, Sets, console, overrides
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.processes import quiet_libraries, read_dist_env
 from lora_trainer.common.wording import gib

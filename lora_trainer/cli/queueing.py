@@ -17,8 +17,7 @@ from cyclopts import App, Parameter
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from lora_trainer.cli.options import Json, Reply
-from lora_trainer.cli.train_dataset import read
+from lora_trainer.cli.main import Json, Reply, parse_training
 from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.wording import without_secrets
 from lora_trainer.config.running import Config
@@ -27,7 +26,7 @@ from lora_trainer.reporting.control import StopFlag, taking_signals
 from lora_trainer.run.plan_text import add_row
 
 Training = Mapping[str, Any]
-"""The parsed arguments of a training's command, by their names in `train_dataset.train`."""
+"""The parsed arguments of a training's command, by their names in `main.train`."""
 
 Runs = Annotated[
     Path | None, Parameter(help="folder of the run folders and their queue [default: runs]")
@@ -48,7 +47,7 @@ def add(
     :param label: name in the list [default: the name of the run]
     """
     folder = _runs(runs)
-    training = read(words)
+    training = parse_training(words)
     argv = [*_output(training, folder), *words]
     item = commands.add(folder, argv, label=label or _name(training))
     # The worker is a process of its own: the queue goes on after this terminal is closed.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from lora_trainer.cli.options import Json, Reply
+from lora_trainer.cli.main import Json, Reply
 from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.processes import quiet_libraries
 from lora_trainer.config.declare import Precision, Targets

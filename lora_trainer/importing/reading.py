@@ -17,8 +17,7 @@ import yaml
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config, setting_keys
-from lora_trainer.importing.foreign import Foreign
-from lora_trainer.importing.rules import Trainer, apply, flattened
+from lora_trainer.importing.foreign import Foreign, Trainer, apply, flattened
 from lora_trainer.importing.trainers.ai_toolkit import AI_TOOLKIT
 from lora_trainer.importing.trainers.diffusion_pipe import DIFFUSION_PIPE, DIFFUSION_PIPE_DATASET
 from lora_trainer.importing.trainers.musubi import MUSUBI, MUSUBI_DATASET
@@ -53,7 +52,9 @@ def import_file(file: Path) -> Foreign:
     """
     data = read_tables(file)
     trainer, values = recognised(data, file)
-    foreign = Foreign(trainer=trainer.name, values=values, data=data, beside=file.parent)
+    foreign = Foreign(
+        trainer=trainer.name, table=trainer.table, values=values, data=data, beside=file.parent
+    )
     try:
         apply(trainer, foreign)
         _finish(foreign)

@@ -40,7 +40,7 @@ from lora_trainer.importing.reading import import_file
 from lora_trainer.training.loss import ERRORS, loss_delta, loss_weight
 from lora_trainer.training.optimizers import learning_rate
 from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
-from tests.importing.cases_others import CASES
+from tests.importing.corpus import CASES
 
 Numbers = dict[str, Any]
 """`family`, `rate`, `text_encoder_rate` (None: not trained), `rank`, `alpha`, `conv_rank`, `conv_alpha`,

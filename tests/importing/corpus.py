@@ -1,39 +1,47 @@
-"""Settings files as other trainers write them, made by generators.
+"""Settings files as other trainers write them: `corpus/TRAINER/VERSION/`, each a usual file and its variants.
 
-A case is named by trainer and version. Each trainer has a usual file in the layout that it writes (keys are
-facts of its argument list), and cases that change some keys of it. How each is read lies in `readings.json`:
-whole for the first case of a usual file, of the others what is different.
+`usual.*` is in the layout that the trainer writes, with the further files that it names beside it. A row of
+`variants.yaml` is a case: `changes` of the usual file by path (`train/lr`, `datasets/0/flip_x`), keys that are
+`removed`, other files `beside`, and part of the reason for which it is `refused`. How each is read lies in
+`readings.json`: whole for the first case of a usual file, of the others what is different.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-REMOVED = object()
-"""As a change: the key is left out of the file."""
+CORPUS = Path(__file__).with_name("corpus")
+PARSERS: Mapping[str, Callable[[str], Any]] = {
+    ".json": json.loads,
+    ".yaml": yaml.safe_load,
+    ".toml": tomllib.loads,
+}
+WRITERS: Mapping[str, Callable[[Any], str]] = {
+    ".json": lambda value: json.dumps(value, indent=2),
+    ".yaml": lambda value: str(yaml.safe_dump(value, sort_keys=False)),
+    ".toml": lambda value: "\n".join(_toml(value, "")),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One file: its trainer and version, how it is written.
-
-    `refused` is part of the reason for which the file is refused.
-    """
+    """One file: its trainer and version, how it is written, why it is refused if it is."""
 
     trainer: str
     version: str
     name: str
     suffix: str
     data: Any
+    beside: Mapping[str, Any]
     refused: str = ""
-    beside: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -41,59 +49,47 @@ class Case:
 
     def write(self, folder: Path) -> Path:
         """Write the file and those beside it; return the file."""
-        for name, data in self.beside.items():
-            (folder / name).write_text(_text(data, Path(name).suffix), encoding="utf-8")
         file = folder / f"{self.name.replace(' ', '_')}{self.suffix}"
-        file.write_text(_text(self.data, self.suffix), encoding="utf-8")
+        data_by_file = {folder / name: data for name, data in self.beside.items()}
+        for path, data in {**data_by_file, file: self.data}.items():
+            path.write_text(WRITERS[path.suffix](data) + "\n", encoding="utf-8")
         return file
 
 
-def changed(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy with values at paths such as `train/lr` or `datasets/0/flip_x` replaced."""
-    result: Any = copy.deepcopy(data)
-    for path, value in changes.items():
-        *parents, last = path.split("/")
+def _cases() -> Iterator[Case]:
+    for folder in sorted(path.parent for path in CORPUS.glob("*/*/variants.yaml")):
+        files = {file: PARSERS[file.suffix](file.read_text("utf-8")) for file in folder.iterdir()}
+        variants = files.pop(folder / "variants.yaml")
+        usual = next(file for file in files if file.stem == "usual")
+        data = files.pop(usual)
+        beside = {file.name: one for file, one in files.items()}
+        at = variants.get(".at", "")
+        for name, row in variants.items():
+            if name.startswith("."):
+                continue
+            yield Case(
+                trainer=folder.parent.name,
+                version=folder.name,
+                name=name,
+                suffix=usual.suffix,
+                data=_changed(data, at, row.get("changes", {}), row.get("removed", [])),
+                beside={**beside, **row.get("beside", {})},
+                refused=row.get("refused", ""),
+            )
+
+
+def _changed(data: Any, at: str, changes: Mapping[str, Any], removed: list[str]) -> Any:
+    result = copy.deepcopy(data)
+    for path in [*changes, *removed]:
+        *parents, last = f"{at}{path}".split("/")
         place = result
         for part in parents:
             place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
-        if value is REMOVED:
+        if path in removed:
             del place[last]
         else:
-            place[int(last) if isinstance(place, list) else last] = value
-    assert isinstance(result, dict)
+            place[int(last) if isinstance(place, list) else last] = copy.deepcopy(changes[path])
     return result
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usual:
-    """The usual file of a trainer and version, from which cases are made."""
-
-    trainer: str
-    version: str
-    suffix: str
-    data: Mapping[str, Any]
-    beside: Mapping[str, Any] = field(default_factory=dict)
-
-    def case(
-        self,
-        name: str,
-        changes: Mapping[str, Any] | None = None,
-        *,
-        beside: Mapping[str, Any] | None = None,
-        refused: str = "",
-    ) -> Case:
-        parts = {**vars(self), "beside": {**self.beside, **(beside or {})}}
-        parts["data"] = changed(self.data, changes or {})
-        return Case(**parts, name=name, refused=refused)
-
-
-def _text(data: Any, suffix: str) -> str:
-    writers: Mapping[str, Callable[[Any], str]] = {
-        ".json": lambda value: json.dumps(value, indent=2),
-        ".yaml": lambda value: yaml.safe_dump(value, sort_keys=False),
-        ".toml": lambda value: "\n".join(_toml(value, "")),
-    }
-    return writers[suffix](data) + "\n"
 
 
 def _toml(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -108,3 +104,8 @@ def _toml(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
         else:
             yield f"{key} = {json.dumps(value)}"
     yield from later
+
+
+ALL = list(_cases())
+CASES = [case for case in ALL if case.version not in ("sections", "tables", "few")]
+"""Those that the trainers' own code reads: the others have odd or unknown keys."""

@@ -22,12 +22,9 @@ from lora_trainer.importing import reading
 from scripts.trainers.measured import FILE, Numbers, add_images, different, explained, ours
 from tests.fakes.family_bases import base_of
 from tests.fakes.runs import run_cli, write_dataset
-from tests.importing.cases_others import CASES
-from tests.importing.cases_sd_scripts import ODD_FILES
-from tests.importing.corpus import Case
+from tests.importing.corpus import ALL, CASES, Case
 
 READINGS = Path(__file__).with_name("readings.json")
-ALL = [*CASES, *ODD_FILES]
 FIRST = {(case.trainer, case.version): case.id for case in reversed(ALL) if not case.refused}
 """The case of each usual file that is kept whole."""
 SETTLED = (
@@ -119,18 +116,15 @@ def test_the_corpus_is_whole() -> None:
     assert {case.trainer for case in CASES} == trainers
 
 
-@pytest.mark.parametrize(
-    ("trainer", "name"), [("sd-scripts", "subsets"), ("OneTrainer", "flux with clip trained")]
-)
-def test_the_written_file_plans(
-    trainer: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_written_file_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toml, dataset, base = tmp_path / "ours.toml", tmp_path / "set", base_of("flux")
-    case = next(case for case in CASES if (case.trainer, case.name) == (trainer, name))
+    case = next(
+        case for case in CASES if (case.trainer, case.name) == ("musubi-tuner", "two folders")
+    )
     file = case.write(tmp_path)
     assert run_cli(["import", str(file), "--output", str(toml)]) == 0
     values = reading.import_file(file).settings
-    for number, folder in enumerate(values.get("data.folders", ("images",))):
+    for number, folder in enumerate(values["data.folders"]):
         write_dataset(dataset / folder, images=4, first=4 * number)
     capsys.readouterr()
     sets = [f"data.cache_dir={tmp_path / 'cache'}", "base.companion=auto", "base.assistant=null"]

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from lora_trainer.captioning import catalogue, describer
-from lora_trainer.cli import main
 from tests.fakes.captioners import LANGUAGE_KINDS, tiny_captioner, tiny_tagger
 from tests.fakes.odd_pictures import picture
+from tests.fakes.runs import run_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = (
@@ -56,7 +56,7 @@ def caption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
             one.save(tmp_path / "pictures" / f"{number}.png")
         capsys.readouterr()
         line = ["caption", str(tmp_path / "pictures"), "--model", str(model), "--json", *words]
-        code = main.run(line)
+        code = run_cli(line)
         said = capsys.readouterr()
         return code, [json.loads(row) for row in said.out.splitlines()], said.err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -16,17 +17,14 @@ import torch
 from filelock import FileLock, Timeout
 from PIL import Image
 
-from lora_trainer.captioning.caption_dataset import compose
-from lora_trainer.captioning.describer import Describer
-from lora_trainer.captioning.tagger import Tagger
-from lora_trainer.cli import main
-from lora_trainer.common.events import Event
+from lora_trainer.captioning import describer, tagger
 from lora_trainer.common.files import disk_error, write_atomic
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.scan import scan
 from tests.fakes.captioners import tiny_captioner, tiny_tagger
-from tests.fakes.runs import contents
+from tests.fakes.runs import contents, run_cli
 
+Command = Callable[..., tuple[int, str, str]]
 FOLDER = ".captions-before"
 COLOURS = {"a": "red", "b": "blue", "c": "lime", "d": "white"}
 TAGS = {"a": "red", "b": "blue", "c": "green", "d": "blue, green, red"}
@@ -34,7 +32,7 @@ TAGS = {"a": "red", "b": "blue", "c": "green", "d": "blue, green, red"}
 
 
 @pytest.fixture(scope="module")
-def tagger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tags = [("blue", "0"), ("green", "0"), ("red", "0")]
     return tiny_tagger(tmp_path_factory.mktemp("tagger"), tags=tags)
 
@@ -50,16 +48,14 @@ def dataset(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def command(
-    dataset: Path, tagger: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+def command(dataset: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> Command:
     """Return a function that runs the command on the dataset; it returns code, stdout and stderr."""
 
-    def run(*words: str, model: Path = tagger) -> tuple[int, str, str]:
+    def run(*words: str, model: Path = model_folder) -> tuple[int, str, str]:
         capsys.readouterr()
         undo = "--undo" in words
         line = ["caption", str(dataset), *words, *([] if undo else ["--model", str(model)])]
-        return main.run(line), *capsys.readouterr()
+        return run_cli(line), *capsys.readouterr()
 
     return run
 
@@ -73,9 +69,6 @@ def trained(folder: Path, **settings: Any) -> dict[str, str]:
     """Return the captions that `check` and training read."""
     found = scan(folder, settings=DataSettings(**settings))
     return {record.name: record.caption for record in found.records}
-
-
-Command = Callable[..., tuple[int, str, str]]
 
 
 # ---- what is written
@@ -127,23 +120,29 @@ def test_json_is_one_object_a_line(command: Command, dataset: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "around", "written"),
     [
-        (" a cat.\n\x1b[1m ", {}, "a cat. [1m"),
-        ("a cat", {"prefix": "photo of", "suffix": "by night"}, "photo of a cat by night"),
+        (" a cat.\n\x1b[1m ", "", "a cat. [1m"),
+        ("a cat", "--prefix=photo of|--suffix=by night", "photo of a cat by night"),
         (
             "cat, hat",
-            {"prefix": " score_9,  best,", "suffix": ", sky "},
+            "--prefix= score_9,  best,|--suffix=, sky ",
             "score_9, best, cat, hat, sky",
         ),
-        ("A cat. It sleeps.", {"suffix": ", 35 mm"}, "A cat. It sleeps, 35 mm"),
-        ("a cat", {"trigger": "mimi", "prefix": "photo,"}, "mimi, photo, a cat"),
-        ("x" * 20_000, {"trigger": "mimi"}, f"mimi, {'x' * 9_994}"),
+        ("A cat. It sleeps.", "--suffix=, 35 mm", "A cat. It sleeps, 35 mm"),
+        ("a cat", "--trigger=mimi|--prefix=photo,", "mimi, photo, a cat"),
+        ("x" * 20_000, "--trigger=mimi", f"mimi, {'x' * 9_994}"),
     ],
 )
-def test_what_goes_around_a_caption(said: str, around: dict[str, str], written: str) -> None:
-    assert compose(said, **around) == written
+def test_what_goes_around_a_caption(
+    said: str, around: str, written: str, command: Command, dataset: Path, tmp_path: Path
+) -> None:
+    """The model says one thing of images with blue in them."""
+    model = tiny_tagger(tmp_path / "sayer", tags=[(f'"{said}"', "0")])
+    words = [word for word in around.split("|") if word]
+    assert command("--images", "b.png", *words, model=model)[0] == 0
+    assert texts(dataset) == {"b": written}
 
 
-@pytest.mark.parametrize("stem", ["[odd] {x|y}", "Zoë.final", "a" * 200, os.fsdecode(b"\xff\xfe")])
+@pytest.mark.parametrize("stem", ["[odd] {x|y} Zoë.final", "a" * 200, os.fsdecode(b"\xff\xfe")])
 def test_any_name_of_a_file_gets_its_caption(command: Command, dataset: Path, stem: str) -> None:
     (dataset / "a.png").rename(dataset / f"{stem}.png")
     code, _, _ = command()
@@ -171,17 +170,15 @@ def test_captions_that_are_there_stay(command: Command, dataset: Path) -> None:
     assert trained(dataset)["5_hat/e.png"] == "hat", "the name of a folder is a caption"
 
 
-def on_caption(monkeypatch: pytest.MonkeyPatch, act: Callable[[Event], None]) -> None:
-    """Let `act` see each event of the command."""
-    from lora_trainer.cli import caption as caption_command
+def on_image(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
+    """Let `act` do something while the tagger is at an image; it gets how many there were before."""
+    real, count = tagger.Tagger.describe, itertools.count()
 
-    tell = caption_command.ProgressPrinter.__call__
+    def describe(self: tagger.Tagger, pictures: Sequence[Image.Image]) -> Any:
+        act(next(count))
+        return real(self, pictures)
 
-    def told(self: caption_command.ProgressPrinter, event: Event) -> None:
-        tell(self, event)
-        act(event)
-
-    monkeypatch.setattr(caption_command.ProgressPrinter, "__call__", told)
+    monkeypatch.setattr(tagger.Tagger, "describe", describe)
 
 
 @pytest.mark.parametrize("words", [(), ("--overwrite",)])
@@ -190,11 +187,11 @@ def test_a_caption_written_by_hand_meanwhile_wins(
 ) -> None:
     (dataset / "metadata.jsonl").write_text("")
 
-    def write(event: Event) -> None:
-        if event.kind == "caption" and event.fields["index"] == 1:
+    def write(number: int) -> None:
+        if number == 1:
             (dataset / "b.txt").write_text("by hand")
 
-    on_caption(monkeypatch, write)
+    on_image(monkeypatch, write)
     code, _, err = command(*words)
     assert (code, texts(dataset)) == (0, TAGS | {"b": "by hand"})
     assert "b.png got another caption meanwhile" in err
@@ -329,18 +326,13 @@ def test_replacing_goes_on_where_it_was_and_is_one_thing_to_undo(
     command: Command, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described: list[int] = []
-    real = Tagger.describe
 
-    def describe(self: Tagger, pictures: Sequence[Image.Image]) -> Any:
-        described.append(len(pictures))
-        return real(self, pictures)
-
-    def interrupt(event: Event) -> None:
-        if event.kind == "caption" and event.fields["index"] == 2 and len(described) == 2:
+    def interrupt(number: int) -> None:
+        described.append(number)
+        if len(described) == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Tagger, "describe", describe)
-    on_caption(monkeypatch, interrupt)
+    on_image(monkeypatch, interrupt)
     by_hand = {name: f"hand {name}" for name in COLOURS}
     for name, text in by_hand.items():
         (dataset / f"{name}.txt").write_text(text)
@@ -352,7 +344,7 @@ def test_replacing_goes_on_where_it_was_and_is_one_thing_to_undo(
     (dataset / "a.txt").write_text("edited between")
     code, out, _ = command("--overwrite")
     assert (code, texts(dataset)) == (0, TAGS)
-    assert sum(described) == 5, "b was done, a was edited since"
+    assert len(described) == 5, "b was done, a was edited since"
     assert out.splitlines()[-1].startswith("captions written: 4;")
     command("--undo")
     assert texts(dataset) == by_hand | {"a": "edited between"}
@@ -396,16 +388,16 @@ def test_none_at_all_is_an_error(command: Command, dataset: Path) -> None:
 def out_of_memory_above(limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let a language model take four images at a time, with memory for `limit`; return what it got."""
     given: list[int] = []
-    real = Describer._described
+    real = describer.Describer._described
 
-    def described(self: Describer, pictures: list[Image.Image]) -> Any:
+    def described(self: describer.Describer, pictures: list[Image.Image]) -> Any:
         given.append(len(pictures))
         if len(pictures) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(self, pictures)
 
-    monkeypatch.setattr(Describer, "_described", described)
-    monkeypatch.setattr(Describer, "batch_size", 4)
+    monkeypatch.setattr(describer.Describer, "_described", described)
+    monkeypatch.setattr(describer.Describer, "batch_size", 4)
     return given
 
 

@@ -9,14 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.importing import shared
-from lora_trainer.importing.foreign import THERE, Foreign, Sourced
-from lora_trainer.importing.foreign_optimizers import (
-    read_arguments,
-    read_optimizer,
-    read_schedule,
-)
-from lora_trainer.importing.rules import Trainer, flattened, table_of
+from lora_trainer.importing import folder_tables as folders
+from lora_trainer.importing import training_options as training
+from lora_trainer.importing.foreign import THERE, Foreign, Sourced, Trainer, flattened
 
 _TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
 
@@ -24,7 +19,7 @@ _TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a job's one process, and `config.` and `meta.` ones of the rest."""
     config = data.get("config")
-    processes = shared.tables_of(config.get("process")) if isinstance(config, Mapping) else []
+    processes = folders.tables_of(config.get("process")) if isinstance(config, Mapping) else []
     if not processes:
         return None
     rest = {name: value for name, value in data.items() if name != "config"}
@@ -48,30 +43,30 @@ def read(foreign: Foreign) -> None:
 
 
 def _model(foreign: Foreign) -> None:
-    kind, table = foreign.get("type", "sd_trainer"), table_of("ai_toolkit")
+    kind = foreign.get("type", "sd_trainer")
     has_network = {"network.type", "network.linear"} & foreign.values.keys()
     if kind not in _TYPES or not has_network:
         raise RequestError(
             f"type={kind} is a process that is not done here, or it has no network",
             fix="give a job of type sd_trainer or diffusion_trainer with a network",
         )
-    flags: Mapping[str, str] = table["old_flags"]
+    flags: Mapping[str, str] = foreign.table["old_flags"]
     flag = foreign.first_on(*flags)
     name = foreign.word("model.arch", flags[flag] if flag else "sd1")
     key = "model.arch" if foreign.get("model.arch", None) or not flag else flag
-    shared.set_model(foreign, name.partition(":")[0].lower(), key, table["models"])
+    training.set_model(foreign, name.partition(":")[0].lower(), key)
     bits = foreign.word("model.qtype", "qfloat8").partition("|")[0]
     if foreign.on("model.quantize"):
-        precision = table["bits"].get(bits, "int8")
+        precision = foreign.table["bits"].get(bits, "int8")
         foreign.set("memory.base_precision", precision, "model.quantize")
         precisions = ("qfloat8", "float8", "int8", "qint8", "nf4")
         if bits not in precisions and "model.qtype" in foreign.values:
             foreign.is_nearest("model.qtype", f"{bits}: memory.base_precision={precision}")
-    shared.set_precision(foreign, "train.dtype", missing="fp32")
+    training.set_precision(foreign, "train.dtype", missing="fp32")
 
 
 def _network(foreign: Foreign) -> None:
-    key, table = "network.type", table_of("ai_toolkit")
+    key = "network.type"
     rank_key = foreign.first_on("network.rank") or "network.linear"
     rank: Sourced = (foreign.number(rank_key), rank_key)
     is_lokr = foreign.word(key, "lora").lower() == "lokr"
@@ -80,33 +75,31 @@ def _network(foreign: Foreign) -> None:
         if rank[1] not in foreign.values:
             foreign.is_nearest(key, "whole matrices there by default, the highest rank here")
     alpha_key = foreign.first_on("network.linear_alpha") or "network.alpha"
-    shared.read_adapter(foreign, table, rank=rank, alpha_key=alpha_key)
+    training.read_adapter(foreign, rank=rank, alpha_key=alpha_key)
     conv, conv_alpha_key = foreign.number("network.conv"), "network.conv_alpha"
     if conv and not foreign.is_flow:
-        alpha, conv_rank = foreign.get(conv_alpha_key, conv), int(min(shared.FULL_RANK, conv))
-        shared.set_convolutions(foreign, conv_rank, "network.conv", alpha, conv_alpha_key)
+        alpha, conv_rank = foreign.get(conv_alpha_key, conv), int(min(training.FULL_RANK, conv))
+        training.set_convolutions(foreign, conv_rank, "network.conv", alpha, conv_alpha_key)
     else:
         foreign.set("adapter.targets", "transformer")
 
 
 def _optimizer(foreign: Foreign) -> None:
-    table = table_of("ai_toolkit")
-    rate = read_optimizer(foreign, table)
+    rate = training.read_optimizer(foreign)
     if foreign.settings["optimizer.name"] in ("adamw", "adamw8bit", "prodigy"):
         foreign.set("optimizer.epsilon", 1e-6)
-    read_arguments(foreign, "train.optimizer_params.")
+    training.read_arguments(foreign, "train.optimizer_params.")
     word = foreign.word("train.lr_scheduler", "constant")
-    warmup_key = "train.lr_scheduler_params.num_warmup_steps"
     default = 1000.0 if word == "constant_with_warmup" else 0.0
-    warmup = foreign.number(warmup_key, default) or 0.0
-    read_schedule(foreign, table, warmup=warmup, steps=foreign.number("train.steps", 1000))
+    warmup = foreign.number(foreign.table["schedule"]["warmup"], default) or 0.0
+    training.read_schedule(foreign, warmup=warmup, steps=foreign.number("train.steps", 1000))
     if word == "linear":
         foreign.set("optimizer.schedule", "constant", "train.lr_scheduler")
         how = "linear rises there from a third of the rate: constant"
         foreign.is_nearest("train.lr_scheduler", how)
     trained = foreign.flag("train.train_text_encoder")
     rates = [(foreign.first_on("train.lr") or THERE, rate or 0.0)]
-    shared.set_text_encoder(foreign, trained=trained, key="train.train_text_encoder", rates=rates)
+    training.set_text_encoder(foreign, trained=trained, key="train.train_text_encoder", rates=rates)
 
 
 def _length(foreign: Foreign) -> None:
@@ -115,12 +108,12 @@ def _length(foreign: Foreign) -> None:
         foreign.carry("train.steps", "train.steps", int(steps))
     names = ("train.gradient_accumulation", "train.gradient_accumulation_steps")
     times_key = max(names, key=lambda name: foreign.nonzero(name, 1))
-    shared.set_batch(foreign, "train.batch_size", times_key)
+    training.set_batch(foreign, "train.batch_size", times_key)
 
 
 def _objective(foreign: Foreign) -> None:
     gamma_key = foreign.first_on("train.snr_gamma") or "train.min_snr_gamma"
-    shared.set_snr_weights(foreign, gamma_key)
+    training.set_snr_weights(foreign, gamma_key)
     key = "train.diff_output_preservation"
     word = foreign.on(f"{key}_class")
     if foreign.on(key) and word is not None and foreign.on("trigger_word") is not None:
@@ -142,7 +135,7 @@ def _timesteps(foreign: Foreign) -> None:
     key = "train.timestep_type"
     word = foreign.word(key, "sigmoid")
     if not foreign.is_flow:
-        shared.set_timesteps(foreign, "uniform", THERE)
+        training.set_timesteps(foreign, "uniform", THERE)
     else:
         if (low or high != 999) and word != "linear":
             how = (
@@ -151,30 +144,29 @@ def _timesteps(foreign: Foreign) -> None:
             foreign.is_nearest(high_key if high_key in foreign.values else low_key, how)
         sigmoid = word in ("sigmoid", "lognorm_blend")
         shift: Sourced = ("resolution", key) if word.endswith("shift") else (1.0, THERE)
-        shared.set_timesteps(foreign, "sigmoid" if sigmoid else "uniform", key, shift=shift)
+        training.set_timesteps(foreign, "sigmoid" if sigmoid else "uniform", key, shift=shift)
     key = "train.content_or_style"
     bias = foreign.word(key, "balanced")
     if bias != "balanced":
         mean = 0.7 if bias == "content" else -0.7
-        shared.set_timesteps(foreign, "logit_normal", key, mean=(mean, key))
+        training.set_timesteps(foreign, "logit_normal", key, mean=(mean, key))
         foreign.is_nearest(key, f"{bias}: logit_normal with a mean of {mean:g}")
 
 
 def _datasets(foreign: Foreign) -> None:
-    process = shared.tables_of(foreign.data["config"]["process"])[0]
-    tables = shared.tables_of(process.get("datasets"))
+    process = folders.tables_of(foreign.data["config"]["process"])[0]
+    tables = folders.tables_of(process.get("datasets"))
     sizes: dict[tuple[float, float], str] = {}
     for number, table in enumerate(tables):
         key = f"datasets[{number}].resolution"
         resolution = table.get("resolution", 512)  # [512, 768] are two of them
         for size in resolution if isinstance(resolution, list) else [resolution]:
             try:
-                sizes.setdefault(shared.read_size(size), key)
+                sizes.setdefault(folders.read_size(size), key)
             except ValueError as error:
                 foreign.lacks(key, size, str(error))
     paths = set()
-    keys = table_of("ai_toolkit")["folders"]
-    for folder, values in shared.read_folders(foreign, tables, "datasets", keys):
+    for folder, values in folders.read_folders(foreign, tables, "datasets"):
         paths.add(folder.path)
         if values.get("loss_multiplier") == 1:
             folder.settings.pop("weight")
@@ -182,7 +174,7 @@ def _datasets(foreign: Foreign) -> None:
             foreign.set("objective.prior", "base", values.name("prior_reg"))
     if sizes:
         first = next(iter(sizes.values()))
-        shared.set_resolutions(foreign, list(sizes), first)
+        folders.set_resolutions(foreign, list(sizes), first)
         different = {str(table.get("resolution", 512)) for table in tables}
         if len(different) > 1 and len(paths) > 1:
             foreign.is_nearest(first, "all folders are trained at all of these resolutions")

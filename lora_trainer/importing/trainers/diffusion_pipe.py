@@ -10,15 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.importing import shared
-from lora_trainer.importing.foreign import THERE, Foreign, Sourced
-from lora_trainer.importing.foreign_optimizers import (
-    read_arguments,
-    read_optimizer,
-    read_schedule,
-    set_warmup,
-)
-from lora_trainer.importing.rules import Trainer, flattened, table_of
+from lora_trainer.importing import folder_tables as folders
+from lora_trainer.importing import training_options as training
+from lora_trainer.importing.foreign import THERE, Foreign, Sourced, Trainer, flattened
 
 NAME = "diffusion-pipe"
 _PATHS = ("model.checkpoint_path", "model.transformer_path", "model.diffusion_model",
@@ -34,14 +28,14 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a dataset file."""
-    is_one = bool(shared.tables_of(data.get("directory")))
+    is_one = bool(folders.tables_of(data.get("directory")))
     return flattened(data, "dataset.") if is_one else None
 
 
 def read(foreign: Foreign) -> None:
     """Read the settings that depend on several keys, and the named dataset file."""
     model = foreign.word("model.type", "")
-    shared.set_model(foreign, model, "model.type", table_of("diffusion_pipe")["models"])
+    training.set_model(foreign, model, "model.type")
     if "adapter.type" not in foreign.values:
         raise RequestError(
             "there is no [adapter]: whole models are not trained here", fix="add [adapter]"
@@ -57,47 +51,38 @@ def read(foreign: Foreign) -> None:
     elif adapters is not None:
         why = "merge them into the base first: `lora-train merge LORA --into BASE`"
         foreign.lacks("model.merge_adapters", adapters, why)
-    shared.read_adapter(foreign, table_of("diffusion_pipe"))
+    training.read_adapter(foreign)
     foreign.set("adapter.targets", "transformer")
     _optimizer(foreign)
-    shared.named_file(foreign, "dataset", tomllib.loads, flat_dataset, read_dataset)
+    folders.named_file(foreign, "dataset", tomllib.loads, flat_dataset, read_dataset)
     _objective(foreign)
     _timesteps(foreign, model)
     _length(foreign)
 
 
 def _optimizer(foreign: Foreign) -> None:
-    table = table_of("diffusion_pipe")
-    rate = read_optimizer(foreign, table)
-    read_arguments(
-        foreign, "optimizer.", tuple(foreign.under("optimizer.").keys() - {"type", "lr"})
-    )
-    flags = [
-        key
-        for key in ("model.text_encoder_1_lr", "model.text_encoder_2_lr")
-        if key in foreign.values
-    ]
-    rates: list[tuple[str, float]] = [
-        (key, foreign.number(key) or 0.0) for key in flags if foreign.on(key)
-    ]
+    rate = training.read_optimizer(foreign)
+    names = ("model.text_encoder_1_lr", "model.text_encoder_2_lr")
+    flags = [key for key in names if key in foreign.values]
+    rates = [(key, foreign.number(key) or 0.0) for key in flags if foreign.on(key)]
     trained = not foreign.is_flow and bool(rates or not flags)
     if not rates and rate:
         rates = [("optimizer.lr", rate)]
     key = flags[0] if flags else THERE
-    shared.set_text_encoder(foreign, trained=trained, key=key, rates=rates)
-    read_schedule(foreign, table)
+    training.set_text_encoder(foreign, trained=trained, key=key, rates=rates)
+    training.read_schedule(foreign)
 
 
 def _objective(foreign: Foreign) -> None:
-    shared.set_snr_weights(foreign, "model.min_snr_gamma")
-    losses = table_of("diffusion_pipe")["losses"]
+    training.set_snr_weights(foreign, "model.min_snr_gamma")
+    losses = foreign.table["losses"]
     key = foreign.first_on(*losses)
     if key is None:
         foreign.set("objective.loss", "mse")
         return
     loss, how = losses[key]
     foreign.set("objective.loss", loss, key)
-    shared.set_huber(foreign, foreign.nonzero(key, 1.0), key)
+    training.set_huber(foreign, foreign.nonzero(key, 1.0), key)
     foreign.is_nearest(key, f"{foreign.values[key]}: {how}")
 
 
@@ -110,26 +95,25 @@ def _timesteps(foreign: Foreign, model: str) -> None:
         shift = ("resolution", "model.flux_shift")
         if foreign.is_flow and model != "flux":
             token_px = 32 if model == "flux2" else 16
-            shift = shared.shift_by_tokens(foreign, "model.flux_shift", token_px=token_px)
-    drawn: shared.Distribution = "logit_normal" if normal else "uniform"
-    shared.set_timesteps(foreign, drawn, "model.timestep_sample_method", std=std, shift=shift)
+            shift = training.shift_by_tokens(foreign, "model.flux_shift", token_px=token_px)
+    drawn = "logit_normal" if normal else "uniform"
+    training.set_timesteps(foreign, drawn, "model.timestep_sample_method", std=std, shift=shift)
 
 
 def read_dataset(foreign: Foreign) -> None:
     """Read a dataset file, this one by itself or that of a training."""
     around = ({key: value for key, value in foreign.data.items() if key != "directory"}, "dataset.")
-    tables, where = shared.tables_of(foreign.data["directory"]), "dataset.directory"
-    keys = table_of("diffusion_pipe_dataset")["folders"]
+    tables, where = folders.tables_of(foreign.data["directory"]), "dataset.directory"
     sizes: list[Sourced] = []
-    for folder, table in shared.read_folders(foreign, tables, where, keys, around):
+    for folder, table in folders.read_folders(foreign, tables, where, around):
         folder.settings["repeats"] = table.sourced("num_repeats", 1)
         if table.get("cache_shuffle_num"):
             folder.settings.setdefault("shuffle_tags", (True, table.name("cache_shuffle_num")))
             folder.settings["keep_tokens"] = (0, THERE)
         resolutions, key = table.sourced("resolutions", [])
         sizes += [(size, key) for size in resolutions] if isinstance(resolutions, list) else []
-    shared.set_sizes(foreign, sizes)
-    first = shared.FolderTable(around, (tables[0], f"{where}[0]."))
+    folders.set_sizes(foreign, sizes)
+    first = folders.FolderTable(around, (tables[0], f"{where}[0]."))
     buckets = bool(first.get("enable_ar_bucket"))
     foreign.set("data.buckets", buckets, first.name("enable_ar_bucket"))
     limits = {
@@ -158,16 +142,16 @@ def _length(foreign: Foreign) -> None:
         size = pairs[0][1] if pairs else 1
         foreign.is_nearest(key, f"{size} images, whatever their resolution")
     images = size if isinstance(size, int) and not isinstance(size, bool) else 1
-    shared.set_batch(foreign, key, "gradient_accumulation_steps", images=images)
+    training.set_batch(foreign, key, "gradient_accumulation_steps", images=images)
     sides = 1 + len(foreign.settings.get("data.more_resolutions", []))
     epochs, most = foreign.nonzero("epochs", 0), foreign.number("max_steps")
     if most and not (epochs and foreign.dataset and epochs < 100):
         foreign.carry("train.steps", "max_steps", int(most))
     else:
-        shared.set_length(foreign, epochs * sides, "epochs")
+        folders.set_length(foreign, epochs * sides, "epochs")
     warmup = foreign.nonzero("warmup_steps", 0)
     if warmup:
-        set_warmup(foreign, warmup, "warmup_steps", foreign.settings.get("train.steps"))
+        training.set_warmup(foreign, warmup, "warmup_steps", foreign.settings.get("train.steps"))
 
 
 DIFFUSION_PIPE = Trainer(NAME, ("diffusion_pipe", "diffusion_pipe_dataset"), flat, read)

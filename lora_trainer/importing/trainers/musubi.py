@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.importing import shared
-from lora_trainer.importing.foreign import THERE, Foreign, Sourced
-from lora_trainer.importing.rules import Trainer, flattened, table_of
+from lora_trainer.importing import folder_tables as folders
+from lora_trainer.importing import training_options as training
+from lora_trainer.importing.foreign import THERE, Foreign, Sourced, Trainer, flattened
 from lora_trainer.importing.trainers import sd_scripts
-from lora_trainer.importing.trainers.sd_scripts import set_density, set_sampling
 
 NAME = "musubi-tuner"
 NETWORKS = ("lora_qwen_image", "lora_zimage", "lora_flux_2")
@@ -35,7 +34,7 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a dataset file, which names folders as no other trainer's does."""
-    datasets = shared.tables_of(data.get("datasets"))
+    datasets = folders.tables_of(data.get("datasets"))
     signs = {"image_directory", "image_jsonl_file", "video_directory", "video_jsonl_file"}
     return flattened(data) if any(signs & set(one) for one in datasets) else None
 
@@ -56,12 +55,12 @@ def read(foreign: Foreign) -> None:
     foreign.is_flow, foreign.trains_text = True, False
     sd_scripts.read_adapter(foreign)
     sd_scripts.read_rates(foreign)
-    shared.set_text_encoder(foreign, trained=False, key=THERE)
+    training.set_text_encoder(foreign, trained=False, key=THERE)
     foreign.set("objective.weighting", "none")
     foreign.set("objective.loss", "mse")
-    shared.named_file(foreign, "dataset_config", tomllib.loads, flat_dataset, read_dataset)
+    folders.named_file(foreign, "dataset_config", tomllib.loads, flat_dataset, read_dataset)
     _timesteps(foreign, module)
-    shared.set_precision(foreign, "mixed_precision", missing="no")
+    training.set_precision(foreign, "mixed_precision", missing="no")
     sd_scripts.read_output(foreign)
     sd_scripts.read_length(foreign)
 
@@ -69,14 +68,14 @@ def read(foreign: Foreign) -> None:
 def _timesteps(foreign: Foreign, module: str) -> None:
     word = foreign.word("timestep_sampling", "sigma")
     if word == "sigma":
-        set_density(foreign, sign=-1)
+        sd_scripts.set_density(foreign, sign=-1)
     elif word == "logsnr":
         mean = (-foreign.nonzero("logit_mean", 0.0) / 2, "logit_mean")
         std = (foreign.nonzero("logit_std", 1.0) / 2, "logit_std")
-        shared.set_timesteps(foreign, "logit_normal", "timestep_sampling", mean=mean, std=std)
+        training.set_timesteps(foreign, "logit_normal", "timestep_sampling", mean=mean, std=std)
     else:
-        set_sampling(foreign, word, _shift(foreign, word, module))
-    shared.set_timestep_range(foreign, "min_timestep", "max_timestep")
+        sd_scripts.set_sampling(foreign, word, _shift(foreign, word, module))
+    training.set_timestep_range(foreign, "min_timestep", "max_timestep")
     buckets = foreign.number("num_timestep_buckets")
     if buckets and buckets > 1:
         strata = min(256, int(buckets))
@@ -92,7 +91,7 @@ def _shift(foreign: Foreign, word: str, module: str) -> Sourced:
     if word.endswith("_shift") or word.startswith("qinglong"):
         high, most = (0.9, 8192) if "qwen" in word else (1.15, 4096)
         token_px = 32 if module == "lora_flux_2" else 16
-        return shared.shift_by_tokens(foreign, key, word, high=high, most=most, token_px=token_px)
+        return training.shift_by_tokens(foreign, key, word, high=high, most=most, token_px=token_px)
     if word == "shift":
         return foreign.sourced("discrete_flow_shift", 1.0)
     return 1.0, key
@@ -104,15 +103,12 @@ def read_dataset(foreign: Foreign) -> None:
     around = (general if isinstance(general, Mapping) else {}, "general.")
     tables = [
         {key: value for key, value in dataset.items() if value is not None}
-        for dataset in shared.tables_of(foreign.data["datasets"])
+        for dataset in folders.tables_of(foreign.data["datasets"])
     ]
-    keys = table_of("musubi_dataset")["folders"]
     shared_by_all: dict[str, list[Sourced]] = {
-        "resolution": [],
-        "batch_size": [],
-        "enable_bucket": [],
+        name: [] for name in ("resolution", "batch_size", "enable_bucket")
     }
-    for folder, table in shared.read_folders(foreign, tables, "datasets", keys, around):
+    for folder, table in folders.read_folders(foreign, tables, "datasets", around):
         folder.settings["repeats"] = table.sourced("num_repeats", 1)
         if folder.key.endswith("image_jsonl_file"):
             why = "captions in metadata.jsonl of the images' folder are read"
@@ -120,8 +116,8 @@ def read_dataset(foreign: Foreign) -> None:
             folder.path = folder.path.parent
         for name, values in shared_by_all.items():
             values += [table.sourced(name)] if name in table else []
-    if not shared.set_sizes(foreign, shared_by_all["resolution"]):
-        shared.set_resolutions(foreign, [(960, 544)], "resolution, by default there")
+    if not folders.set_sizes(foreign, shared_by_all["resolution"]):
+        folders.set_resolutions(foreign, [(960, 544)], "resolution, by default there")
     batches, buckets = shared_by_all["batch_size"], shared_by_all["enable_bucket"]
     on, name = buckets[0] if buckets else (False, THERE)
     foreign.set("data.buckets", bool(on), name)

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.importing import shared
-from lora_trainer.importing.foreign import Foreign, Sourced
-from lora_trainer.importing.foreign_optimizers import read_optimizer, read_schedule, set_warmup
-from lora_trainer.importing.rules import Trainer, flattened, table_of
+from lora_trainer.importing import folder_tables as folders
+from lora_trainer.importing import training_options as training
+from lora_trainer.importing.foreign import Foreign, Sourced, Trainer, flattened
 
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -26,11 +25,9 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def read(foreign: Foreign) -> None:
     """Read the settings that depend on several keys."""
-    table = table_of("onetrainer")
-    _model(foreign, table)
+    _model(foreign)
     _adapter(foreign)
-    rate = _optimizer(foreign, table)
-    _text_encoders(foreign, table["parts"]["names"], rate)
+    _text_encoders(foreign, _optimizer(foreign))
     _loss(foreign)
     _weights(foreign)
     _timesteps(foreign)
@@ -38,7 +35,7 @@ def read(foreign: Foreign) -> None:
     _output(foreign)
 
 
-def _model(foreign: Foreign, table: Mapping[str, Any]) -> None:
+def _model(foreign: Foreign) -> None:
     method = foreign.get("training_method", "FINE_TUNE")
     if method != "LORA":
         raise RequestError(
@@ -46,15 +43,15 @@ def _model(foreign: Foreign, table: Mapping[str, Any]) -> None:
             fix="choose LORA as training method",
         )
     model = foreign.word("model_type", "STABLE_DIFFUSION_15")
-    shared.set_model(foreign, model, "model_type", table["models"])
+    training.set_model(foreign, model, "model_type")
     skip = int(foreign.nonzero("text_encoder_layer_skip", 0))
     if skip and model.startswith(("STABLE_DIFFUSION_1", "STABLE_DIFFUSION_2")):
         foreign.carry("base.clip_skip", "text_encoder_layer_skip", skip + 1)
-    shared.set_precision(foreign, "train_dtype", missing="FLOAT_16")
+    training.set_precision(foreign, "train_dtype", missing="FLOAT_16")
     for part in ("transformer" if foreign.is_flow else "unet", "prior"):
         key = f"{part}.weight_dtype"
         kept_as = str(foreign.values.get(key))
-        precision = table["weights"].get(kept_as.upper())
+        precision = foreign.table["weights"].get(kept_as.upper())
         if precision:
             foreign.set("memory.base_precision", precision, key)
             if not kept_as.endswith(("_8", "_4")):
@@ -71,9 +68,9 @@ def _adapter(foreign: Foreign) -> None:
     default = 32 if kind == "oft" else 16
     rank: Sourced = (foreign.number(rank_key, default), rank_key)
     if kind == "lokr" and foreign.on("lokr_full_matrix"):
-        rank = (shared.WHOLE, rank_key)
+        rank = (training.WHOLE, rank_key)
         foreign.is_nearest("lokr_full_matrix", "the highest rank stands for a whole matrix")
-    shared.read_adapter(foreign, table_of("onetrainer"), rank=rank)
+    training.read_adapter(foreign, rank=rank)
     names = ("layer_filter_preset", "lora_layer_preset")
     preset_key = next((name for name in names if name in foreign.values), names[0])
     preset = foreign.word(preset_key, "full")
@@ -86,19 +83,20 @@ def _adapter(foreign: Foreign) -> None:
         foreign.is_nearest(filter_key, f"{foreign.values[filter_key]}: {why}")
 
 
-def _optimizer(foreign: Foreign, table: Mapping[str, Any]) -> float | None:
+def _optimizer(foreign: Foreign) -> float | None:
     """Set optimizer, rate and schedule; return the rate of the denoiser."""
     scaler = foreign.word("learning_rate_scaler", "NONE").upper()
     batch = foreign.nonzero("batch_size", 1) if "ACCUMULATION" not in scaler else 1
     times = foreign.nonzero("gradient_accumulation_steps", 1) if "BATCH" not in scaler else 1
-    factor = math.sqrt(max(1.0, batch * times)) if scaler in table["rate_scalers"]["names"] else 1
+    is_scaled = scaler in foreign.table["rate_scalers"]["names"]
+    factor = math.sqrt(max(1.0, batch * times)) if is_scaled else 1
     part = "transformer" if foreign.is_flow else "unet"
     keys = (f"{part}.learning_rate", "prior.learning_rate", "unet_learning_rate", "learning_rate")
-    rate = read_optimizer(foreign, table, rate_keys=keys, factor=factor)
+    rate = training.read_optimizer(foreign, rate_keys=keys, factor=factor)
     if factor != 1 and rate:
         how = f"{scaler}: the rate is {rate:g}, {factor:g} times as high"
         foreign.is_nearest("learning_rate_scaler", how)
-    read_schedule(foreign, table)
+    training.read_schedule(foreign)
     norm = foreign.number("clip_grad_norm", 1.0)
     if foreign.values.get("clip_grad_norm", norm) is None:
         norm = 0.0
@@ -106,7 +104,7 @@ def _optimizer(foreign: Foreign, table: Mapping[str, Any]) -> float | None:
     return rate
 
 
-def _text_encoders(foreign: Foreign, parts: list[str], rate: float | None) -> None:
+def _text_encoders(foreign: Foreign, rate: float | None) -> None:
     """There, every text encoder is trained unless it says no."""
     is_xl = not foreign.is_flow and "_XL_" in foreign.word("model_type", "")
     names = ["text_encoder", "text_encoder_2"] if is_xl else ["text_encoder"]
@@ -119,11 +117,11 @@ def _text_encoders(foreign: Foreign, parts: list[str], rate: float | None) -> No
         if part_rate or rate:
             rates.append((key, part_rate or rate or 0.0))
     flag = flags[(trained or names)[0]]
-    shared.set_text_encoder(foreign, trained=bool(trained), key=flag, rates=rates)
+    training.set_text_encoder(foreign, trained=bool(trained), key=flag, rates=rates)
     if trained and len(trained) < len(names) and foreign.settings["adapter.text_encoder"]:
         other = next(n for n in names if n not in trained)
         foreign.is_nearest(flags[other], "all text encoders are trained, or none")
-    for part in parts:
+    for part in foreign.table["parts"]["names"]:
         foreign.carry_on("data.caption_dropout", f"{part}.dropout_probability")
     key = "transformer.train" if foreign.is_flow else "unet.train"
     if foreign.values.get(key) is False:
@@ -145,11 +143,11 @@ def _loss(foreign: Foreign) -> None:
         how = f"{' + '.join(mixed)}: objective.loss={kind}, the strongest alone"
         foreign.is_nearest(strength_keys[0], how)
     if main == "huber":
-        shared.set_huber(foreign, foreign.nonzero("huber_delta", 1.0), "huber_delta")
+        training.set_huber(foreign, foreign.nonzero("huber_delta", 1.0), "huber_delta")
         how = "objective.loss=huber, twice as large and without a corner"
         foreign.is_nearest("huber_strength", f"{strengths[main]:g}: {how}")
     elif main == "mae":
-        shared.set_huber(foreign, 0.1, "huber_delta")
+        training.set_huber(foreign, 0.1, "huber_delta")
 
 
 def _weights(foreign: Foreign) -> None:
@@ -160,9 +158,9 @@ def _weights(foreign: Foreign) -> None:
         foreign.lacks(key, weight, "a weight that grows with sigma has no equivalent")
         foreign.set("objective.weighting", "none", note="no such weights here")
     elif weight == "MIN_SNR_GAMMA":
-        shared.set_snr_weights(foreign, key, gamma=strength)
+        training.set_snr_weights(foreign, key, gamma=strength)
     elif foreign.on("min_snr_gamma") and weight == "CONSTANT":
-        shared.set_snr_weights(foreign, "min_snr_gamma")
+        training.set_snr_weights(foreign, "min_snr_gamma")
     elif weight in ("P2", "DEBIASED_ESTIMATION") and not foreign.is_flow:
         foreign.set("objective.weighting", "p2" if weight == "P2" else "debiased", key)
         if weight == "P2":
@@ -175,7 +173,7 @@ def _timesteps(foreign: Foreign) -> None:
     key = "timestep_distribution"
     word = foreign.word(key, "UNIFORM").upper()
     weight, bias = foreign.nonzero("noising_weight", 0.0), foreign.nonzero("noising_bias", 0.0)
-    drawn: shared.Distribution = table_of("onetrainer")["distributions"].get(word, "uniform")
+    drawn = foreign.table["distributions"].get(word, "uniform")
     if word in ("INVERTED_PARABOLA", "BETA") or (word == "SIGMOID" and weight):
         how = "sigmoid" if drawn == "logit_normal" else drawn
         foreign.is_nearest(key, f"{word}: {how}")
@@ -184,7 +182,7 @@ def _timesteps(foreign: Foreign) -> None:
     shift: Sourced = (foreign.nonzero("timestep_shift", 1.0), "timestep_shift")
     if foreign.flag("dynamic_timestep_shifting"):
         shift = ("resolution", "dynamic_timestep_shifting")
-    shared.set_timesteps(
+    training.set_timesteps(
         foreign,
         drawn,
         key,
@@ -206,75 +204,72 @@ def _timesteps(foreign: Foreign) -> None:
 def _data(foreign: Foreign) -> None:
     sizes = foreign.word("resolution", "").split(",") if foreign.on("resolution") else []
     if (
-        not shared.set_sizes(foreign, [(part.strip(), "resolution") for part in sizes])
+        not folders.set_sizes(foreign, [(part.strip(), "resolution") for part in sizes])
         and not sizes
     ):
         foreign.set("data.resolution", 512)
     if foreign.on("masked_training"):
         weight = foreign.number("unmasked_weight", 0.1) or 0.0
         background = (min(0.99, weight), "unmasked_weight")
-        shared.set_masks(foreign, "files", "masked_training", background=background)
-    shared.set_batch(foreign, "batch_size", "gradient_accumulation_steps")
-    set_concepts(foreign)
-    shared.set_length(foreign, foreign.number("epochs", 100), "epochs", whole=True)
+        folders.set_masks(foreign, "files", "masked_training", background=background)
+    training.set_batch(foreign, "batch_size", "gradient_accumulation_steps")
+    _concepts(foreign)
+    folders.set_length(foreign, foreign.number("epochs", 100), "epochs", whole=True)
     key = "learning_rate_warmup_steps"
     warmup = foreign.number(key, 200) or 0
     if warmup > 0:
         share = 0.9 if warmup == 1 else warmup
-        set_warmup(foreign, share, key, foreign.settings.get("train.steps"))
+        training.set_warmup(foreign, share, key, foreign.settings.get("train.steps"))
 
 
 def _output(foreign: Foreign) -> None:
     destination = foreign.on("output_model_destination")
     if destination is not None:
-        foreign.carry("output.name", "output_model_destination", shared.path_of(destination).stem)
-    set_samples(foreign)
+        foreign.carry("output.name", "output_model_destination", folders.path_of(destination).stem)
+    _samples(foreign)
 
 
 def _named_list(foreign: Foreign, list_key: str, file_key: str) -> list[Mapping[str, Any]]:
     """Return the tables that stand in the file, or in the file that it names."""
     tables = foreign.data.get(list_key)
     if isinstance(tables, list):
-        return shared.tables_of(tables)
-    tables = shared.named_file(
+        return folders.tables_of(tables)
+    tables = folders.named_file(
         foreign,
         file_key,
         json.loads,
-        lambda data: isinstance(data, list) and data == shared.tables_of(data),
+        lambda data: isinstance(data, list) and data == folders.tables_of(data),
     )
     foreign.values |= flattened({list_key: tables}) if tables else {}
     return tables or []
 
 
-def set_concepts(foreign: Foreign) -> None:
+def _concepts(foreign: Foreign) -> None:
     """Set the concepts as folders of the dataset."""
-    folders: list[shared.ImageFolder] = []
-    keys = table_of("onetrainer")["folders"]
-    for number, concept in enumerate(_named_list(foreign, "concepts", "concept_file_name")):
-        where = f"concepts[{number}]."
-        values = shared.FolderTable((flattened(concept), where))
-        kind = str(values.get("type", "STANDARD")).upper()
-        if values.get("enabled") is False or kind == "VALIDATION":
-            why = "is off there"
-            if kind == "VALIDATION":
-                why = "is validated with only: keep it outside of the DATASET"
-            for name in foreign.under(where):
-                foreign.stays(f"{where}{name}", why)
-        elif folder := shared.read_folder(foreign, values, keys, where):
-            if kind == "PRIOR_PREDICTION":
-                folder.regularisation = True
-                foreign.set("objective.prior", "base", values.name("type"))
-            _concept_fields(foreign, folder, values)
-            folders.append(folder)
-    shared.set_folders(foreign, folders)
+    concepts = map(flattened, _named_list(foreign, "concepts", "concept_file_name"))
+    for folder, values in folders.read_folders(foreign, concepts, "concepts", skip=_not_trained):
+        if _type_of(values) == "PRIOR_PREDICTION":
+            folder.regularisation = True
+            foreign.set("objective.prior", "base", values.name("type"))
+        _concept_fields(foreign, folder, values)
+
+
+def _type_of(concept: folders.FolderTable) -> str:
+    return str(concept.get("type", "STANDARD")).upper()
+
+
+def _not_trained(concept: folders.FolderTable) -> str:
+    if _type_of(concept) == "VALIDATION":
+        return "is validated with only: keep it outside of the DATASET"
+    return "is off there" if concept.get("enabled") is False else ""
 
 
 def _concept_fields(
-    foreign: Foreign, folder: shared.ImageFolder, values: shared.FolderTable
+    foreign: Foreign, folder: folders.ImageFolder, values: folders.FolderTable
 ) -> None:
     times, name = values.sourced("balancing", 1.0)
     by_repeats = str(values.get("balancing_strategy", "REPEATS")).upper() == "REPEATS"
-    if by_repeats and isinstance(times, int | float) and times >= 1:
+    if by_repeats and isinstance(times, int | float) and 1 <= times < math.inf:
         folder.settings["repeats"] = (round(times), name)
         if times != round(times):
             foreign.is_nearest(name, f"{times:g}: {round(times)} repeats")
@@ -307,7 +302,7 @@ def _concept_fields(
         foreign.lacks(path, values.get("text.prompt_path"), why)
 
 
-def set_samples(foreign: Foreign) -> None:
+def _samples(foreign: Foreign) -> None:
     """Set prompts, and for all of them the settings of the first sample."""
     samples = [
         (f"samples[{number}].", one)
@@ -319,7 +314,7 @@ def set_samples(foreign: Foreign) -> None:
     texts = [str(one["prompt"]) for _, one in samples]
     foreign.set("sampling.prompts", texts, *(f"{where}prompt" for where, _ in samples))
     where = samples[0][0]
-    for name, setting in table_of("onetrainer")["samples"].items():
+    for name, setting in foreign.table["samples"].items():
         if foreign.get(f"{where}{name}", None) is not None:
             foreign.carry(setting, f"{where}{name}")
 

@@ -1,26 +1,37 @@
 """sd-scripts (kohya-ss): TOML files of a training, of a dataset, and the options its GUIs save.
 
 What its arguments mean together: the base's kind, adapter, optimizer and length. Its defaults are set where
-the file leaves them out and they change the result.
+the file leaves them out and they change the result. In dataset files, `[general]`, `[[datasets]]` and
+`[[datasets.subsets]]`, the inner key wins; subsets become subfolders of the one folder they lie in, what they
+have of their own `data.folders`. Where there is one subset only, its folder is the dataset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.declare import CHUNK_TOKENS
-from lora_trainer.importing import shared
-from lora_trainer.importing.foreign import THERE, Foreign, Sourced, as_number
-from lora_trainer.importing.foreign_optimizers import read_optimizer, read_schedule
-from lora_trainer.importing.rules import Trainer, table_of
-from lora_trainer.importing.trainers import sd_scripts_dataset
+from lora_trainer.importing import folder_tables as folders
+from lora_trainer.importing import training_options as training
+from lora_trainer.importing.foreign import (
+    THERE,
+    Foreign,
+    Sourced,
+    Trainer,
+    as_number,
+    flattened,
+    rules_of,
+    table_of,
+)
 
 NAME = "sd-scripts"
 DEFAULT_STEPS = 1600
 _FLOW_KEYS = ("ae", "clip_g", "t5xxl", "clip_l", "model_prediction_type", "timestep_sampling",
               "discrete_flow_shift", "training_shift", "guidance_scale", "sigmoid_scale")  # fmt: skip
+_TELLING = {"network_module", "pretrained_model_name_or_path", "train_data_dir", "dataset_config"}
 _OTHER_MODULES = ("lumina", "hunyuan", "anima", "lllite", "leco")
 _AS_TEXT_OFF = ("", "0", "0.0", "false", "none")
 
@@ -29,13 +40,8 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a training file, whose sections mean nothing."""
     values = without_sections(data)
     known_keys = values.keys() & SD_SCRIPTS.keys.keys()
-    telling = {
-        "network_module",
-        "pretrained_model_name_or_path",
-        "train_data_dir",
-        "dataset_config",
-    }
-    return values if len(known_keys) * 2 > len(values) or telling & known_keys else None
+    is_one = len(known_keys) * 2 > len(values) or known_keys & _TELLING
+    return values if is_one else None
 
 
 def without_sections(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,9 +57,9 @@ def read_training(foreign: Foreign) -> None:
     _base(foreign)
     read_adapter(foreign)
     _text_encoder(foreign, read_rates(foreign))
-    _dataset(foreign)
-    read_objective(foreign)
-    shared.set_precision(foreign, "mixed_precision", missing="no")
+    _read_training_dataset(foreign)
+    _objective(foreign)
+    training.set_precision(foreign, "mixed_precision", missing="no")
     read_output(foreign)
     read_length(foreign)
 
@@ -76,7 +82,7 @@ def _base(foreign: Foreign) -> None:
 def read_adapter(foreign: Foreign) -> None:
     """Set kind, rank, layers and dropouts of the adapter."""
     module = foreign.word("network_module", "networks.lora")
-    arguments = shared.expand(foreign, "network_args")
+    arguments = training.expand(foreign, "network_args")
     is_lycoris = module.startswith("lycoris") or (
         "algo" in arguments and "network_module" not in foreign.values
     )
@@ -84,9 +90,9 @@ def read_adapter(foreign: Foreign) -> None:
     word = "lora_fa" if module.endswith("lora_fa") else word
     algorithm = str(arguments.get("algo", "lora")) if is_lycoris else word
     key = "network_module" if "network_module" in foreign.values else "network_args.algo"
-    shared.read_adapter(foreign, table_of("sd_scripts"), kind=(algorithm, key))
+    training.read_adapter(foreign, kind=(algorithm, key))
     foreign.carry_on("adapter.dropout", "network_dropout")  # the network's own argument wins
-    for name, setting in table_of("sd_scripts")["of_adapter"].items():
+    for name, setting in foreign.table["of_adapter"].items():
         if name not in arguments:
             continue
         if str(arguments[name]).lower() in _AS_TEXT_OFF:
@@ -102,9 +108,9 @@ def _targets(foreign: Foreign, arguments: Mapping[str, Any], *, is_lycoris: bool
     if is_lycoris and preset.startswith("attn-only"):
         foreign.set("adapter.targets", "attention", "network_args.preset")
     elif conv not in (None, "", 0, "0") and not foreign.is_flow:
-        whole = _is_number(conv) and as_number(conv) > shared.FULL_RANK
-        alpha, rank = arguments.get("conv_alpha", 1), shared.FULL_RANK if whole else conv
-        shared.set_convolutions(foreign, rank, key, alpha, "network_args.conv_alpha")
+        whole = _is_number(conv) and as_number(conv) > training.FULL_RANK
+        alpha, rank = arguments.get("conv_alpha", 1), training.FULL_RANK if whole else conv
+        training.set_convolutions(foreign, rank, key, alpha, "network_args.conv_alpha")
     elif is_lycoris and conv is None and preset in ("full", "unet-only", "unet-convblock-only"):
         everything = "transformer" if foreign.is_flow else "all"
         foreign.set("adapter.targets", everything, "network_args.preset")
@@ -117,12 +123,10 @@ def read_rates(foreign: Foreign) -> float | None:
     flags = {"use_8bit_adam": "AdamW8bit", "use_lion_optimizer": "Lion"}
     flag = foreign.first_on(*flags)
     name = flags[flag] if flag else foreign.word("optimizer_type", "AdamW")
-    table = table_of("sd_scripts")
-    shared.expand(foreign, "optimizer_args")
-    rate = read_optimizer(foreign, table, name=(name, flag or "optimizer_type"))
-    shared.expand(foreign, "lr_scheduler_args")
-    warmup = foreign.nonzero("lr_warmup_steps", 0)
-    read_schedule(foreign, table, warmup=warmup, steps=_planned_steps(foreign))
+    training.expand(foreign, "optimizer_args")
+    rate = training.read_optimizer(foreign, name=(name, flag or "optimizer_type"))
+    training.expand(foreign, "lr_scheduler_args")
+    training.read_schedule(foreign, steps=_planned_steps(foreign))
     return rate
 
 
@@ -140,29 +144,18 @@ def _text_encoder(foreign: Foreign, rate: float | None) -> None:
     rates = [as_number(part) for part in parts if _is_number(part)]
     off = foreign.first_on("network_train_unet_only", "cache_text_encoder_outputs")
     if off or (rates and not any(rates)):
-        shared.set_text_encoder(foreign, trained=False, key=off or key)
+        training.set_text_encoder(foreign, trained=False, key=off or key)
     else:
-        text_rate = (key, rates[0]) if rates else ("learning_rate", rate)
+        rate_key, text_rate = (key, rates[0]) if rates else ("learning_rate", rate)
         source = key if rates else "network_train_unet_only"
-        own_rates = [(text_rate[0], text_rate[1])] if text_rate[1] else []
-        shared.set_text_encoder(foreign, trained=True, key=source, rates=own_rates)
+        own_rates = [(rate_key, text_rate)] if text_rate else []
+        training.set_text_encoder(foreign, trained=True, key=source, rates=own_rates)
         if len(set(rates)) > 1:
             foreign.lacks(key, rates[1:], "all text encoders have one rate, the first")
     stop, steps = foreign.number("stop_text_encoder_training"), _planned_steps(foreign)
     if stop and stop > 0 and steps and foreign.settings.get("adapter.text_encoder"):
         share = min(1.0, stop / steps)
         foreign.set("train.text_encoder_until", share, "stop_text_encoder_training")
-
-
-def _dataset(foreign: Foreign) -> None:
-    sd_scripts_dataset.read_training_options(foreign)
-    length = foreign.number("max_token_length")
-    if length and not foreign.is_flow:
-        foreign.carry("data.caption_tokens", "max_token_length", int(length))
-    elif not foreign.is_flow:
-        foreign.set("data.caption_tokens", CHUNK_TOKENS, "max_token_length")
-    if foreign.on("resolution") and "data.resolution" not in foreign.settings:
-        shared.set_sizes(foreign, [(foreign.values["resolution"], "resolution")])
 
 
 def read_output(foreign: Foreign) -> None:
@@ -182,13 +175,13 @@ def read_length(foreign: Foreign) -> None:
     times_key = "gradient_accumulation_steps"
     size = foreign.settings.get("train.batch_size")
     if size is None:
-        shared.set_batch(foreign, "train_batch_size", times_key)
+        training.set_batch(foreign, "train_batch_size", times_key)
     elif foreign.nonzero(times_key, 1) > 1:  # the dataset file's batch stands in for the training's
         source = foreign.sources["train.batch_size"]
         times = int(foreign.nonzero(times_key, 1))
         foreign.set("train.batch_size", int(size) * times, source, times_key)
         foreign.set("memory.micro_batch", int(size), source)
-    shared.set_length(foreign, foreign.number("max_train_epochs"), "max_train_epochs")
+    folders.set_length(foreign, foreign.number("max_train_epochs"), "max_train_epochs")
     steps = foreign.number("max_train_steps")
     if foreign.on("max_train_epochs"):
         return
@@ -206,16 +199,16 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def read_objective(foreign: Foreign) -> None:
+def _objective(foreign: Foreign) -> None:
     """Set weights, loss and timesteps."""
-    shared.set_snr_weights(foreign, "min_snr_gamma")
+    training.set_snr_weights(foreign, "min_snr_gamma")
     _loss(foreign)
     module = str(foreign.values.get("network_module"))
     is_sd3 = "training_shift" in foreign.values or module.endswith("sd3")
     if is_sd3 or not foreign.is_flow:
-        shared.set_timestep_range(foreign, "min_timestep", "max_timestep")
+        training.set_timestep_range(foreign, "min_timestep", "max_timestep")
     if not foreign.is_flow:
-        shared.set_timesteps(foreign, "uniform", THERE)
+        training.set_timesteps(foreign, "uniform", THERE)
         return
     if is_sd3:
         set_density(foreign, sign=1, shift=foreign.sourced("training_shift", 1.0))
@@ -233,7 +226,7 @@ def _loss(foreign: Foreign) -> None:
     if ours is None:
         how = f"{kind}: smooth_l1 with objective.huber_delta=0.01, which is close"
         foreign.is_nearest("loss_type", how)
-        shared.set_huber(foreign, 0.01, "loss_type")
+        training.set_huber(foreign, 0.01, "loss_type")
     elif ours != "mse":
         delta, scale = foreign.nonzero("huber_c", 0.1), foreign.number("huber_scale", 1.0)
         schedule = foreign.word("huber_schedule", "snr")
@@ -251,23 +244,23 @@ def set_density(foreign: Foreign, *, sign: float, shift: Sourced = (1.0, THERE))
     FLUX's sigmas are drawn at descending indices (`sign` -1): a mean above 0 is less noise there.
     """
     scheme = foreign.word("weighting_scheme", "none")
-    drawn: shared.Distribution = "logit_normal" if scheme == "logit_normal" else "uniform"
+    drawn = "logit_normal" if scheme == "logit_normal" else "uniform"
     if scheme == "mode":
         drawn = "mode"
         if sign < 0:
             how = "mode: its ends are swapped there, which matters little"
             foreign.is_nearest("weighting_scheme", how)
     mean, std = foreign.nonzero("logit_mean", 0.0), foreign.sourced("logit_std", 1.0)
-    shared.set_timesteps(
+    training.set_timesteps(
         foreign, drawn, "weighting_scheme", mean=(sign * mean, "logit_mean"), std=std, shift=shift
     )
 
 
 def set_sampling(foreign: Foreign, word: str, shift: Sourced) -> None:
     """Set the timesteps of a word of `timestep_sampling` that draws a sigmoid, or all alike."""
-    drawn: shared.Distribution = "uniform" if word == "uniform" else "sigmoid"
+    drawn = "uniform" if word == "uniform" else "sigmoid"
     std = foreign.sourced("sigmoid_scale", 1.0)
-    shared.set_timesteps(foreign, drawn, "timestep_sampling", std=std, shift=shift)
+    training.set_timesteps(foreign, drawn, "timestep_sampling", std=std, shift=shift)
 
 
 def _flux(foreign: Foreign) -> None:
@@ -280,7 +273,7 @@ def _flux(foreign: Foreign) -> None:
         if sampling not in ("uniform", "sigmoid", "shift") and not by_size:
             foreign.is_nearest("timestep_sampling", f"{sampling}: sigmoid without a shift")
         if by_size and foreign.values.get("model_type") == "chroma":
-            shift = shared.shift_by_tokens(foreign, "timestep_sampling", sampling)
+            shift = training.shift_by_tokens(foreign, "timestep_sampling", sampling)
         elif sampling != "shift":
             shift = ("resolution" if by_size else 1.0, "timestep_sampling")
         set_sampling(foreign, sampling, shift)
@@ -291,10 +284,222 @@ def _flux(foreign: Foreign) -> None:
         foreign.is_nearest("model_prediction_type", f"{kind}: raw, the velocity as it is")
 
 
+# ---- the dataset
+
+SUBSET_FIELDS: Mapping[str, str] = table_of("sd_scripts_dataset")["fields"]
+"""Their key -> ours in `data` and in `data.folders.NAME`."""
+_CLASS_TOKENS = (
+    "is used there for images without a caption file; name the folder N_WORDS for that, or give data.trigger, "
+    "which also goes into captions that lack it"
+)
+
+
+def flat_dataset(data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return flat keys of a dataset file of sd-scripts, as other trainers' do not name folders so."""
+    datasets = folders.tables_of(data.get("datasets"))
+    keys = {key for one in datasets for key in one}
+    is_one = "subsets" in keys or (keys and keys <= _keys("datasets[]."))
+    return flattened(data) if is_one else None
+
+
+def _keys(prefix: str) -> set[str]:
+    """Return the keys of the tables of a dataset file under a prefix."""
+    rules = rules_of("sd_scripts_dataset")
+    names = {key.removeprefix(prefix) for key in rules if key.startswith(prefix)}
+    return {name for name in names if "." not in name}
+
+
+def _read_training_dataset(foreign: Foreign) -> None:
+    """Read a training file's options about the dataset, and the dataset file that it names."""
+    values = folders.FolderTable((foreign.values, ""))
+    has_file = foreign.on("dataset_config") is not None
+    data = folders.named_file(foreign, "dataset_config", tomllib.loads, flat_dataset)
+    if data is not None:
+        read_dataset(foreign, data)
+    folder = foreign.on("train_data_dir")
+    if folder and foreign.dataset is None:
+        foreign.dataset = str(folders.path_of(folder))
+        foreign.stays("train_data_dir", "is the DATASET of the command")
+    if not has_file and "data.buckets" not in foreign.settings:
+        for field, (value, key) in caption_fields(foreign, values).items():
+            if key == THERE or field == "caption_lines":
+                foreign.set(f"data.{field}", value, key)
+            else:
+                foreign.carry(f"data.{field}", key, value)
+        foreign.set("data.buckets", foreign.flag("enable_bucket"), "enable_bucket")
+        if extension := foreign.first_on("caption_extension", "caption_extention"):
+            folders.add_extension(foreign, values[extension], extension)
+        _set_held_out(foreign, values)
+    for name, kind in (("masked_loss", "files"), ("alpha_mask", "alpha")):
+        if foreign.on(name):
+            folders.set_masks(foreign, kind, name, background=(0.0, name))
+    if control := foreign.on("conditioning_data_dir"):
+        why = "masks belong in a folder masks/ beside the images, under their names"
+        foreign.lacks("conditioning_data_dir", control, why)
+    if folder := foreign.on("reg_data_dir"):
+        foreign.set("data.regularisation_dir", str(folders.path_of(folder)), "reg_data_dir")
+    weight = foreign.number("prior_loss_weight")
+    if weight and weight > 0:
+        foreign.carry("objective.prior_weight", "prior_loss_weight")
+    length = foreign.number("max_token_length")
+    if not foreign.is_flow:
+        if foreign.on("weighted_captions"):
+            foreign.set("data.emphasis", True, "weighted_captions")
+        if length:
+            foreign.carry("data.caption_tokens", "max_token_length", int(length))
+        else:
+            foreign.set("data.caption_tokens", CHUNK_TOKENS, "max_token_length")
+    size = foreign.on("resolution")
+    if size and "data.resolution" not in foreign.settings:
+        folders.set_sizes(foreign, [(size, "resolution")])
+
+
+def read_dataset(foreign: Foreign, data: Mapping[str, Any] | None = None) -> None:
+    """Read a dataset file; raises RequestError where it names no folder of images."""
+    tables = foreign.data if data is None else data
+    subset_folders: list[folders.ImageFolder] = []
+    sizes: list[Sourced] = []
+    general = tables.get("general", {})
+    if not isinstance(general, Mapping):
+        raise RequestError("general is no table", fix="write [general] above its keys")
+    datasets = _tables(tables, "datasets")
+    dataset_keys, subset_keys = _keys("datasets[]."), _keys("datasets[].subsets[].")
+    # sd-scripts' documentation has examples with keys above all tables.
+    top = {key: value for key, value in tables.items() if key in dataset_keys}
+    for number, dataset in enumerate(datasets):
+        where = f"datasets[{number}]."
+        layers = [(top, ""), (general, "general."), (dataset, where)]
+        values = folders.FolderTable(*layers)
+        is_same = _image_dirs(dataset) == _image_dirs(datasets[0])
+        if "resolution" in (dataset if number else values) and is_same:
+            sizes.append(values.sourced("resolution"))
+        if number == 0:
+            _read_shared(foreign, values)
+        for key in dataset_keys - subset_keys - {"subsets", *(["resolution"] if is_same else [])}:
+            if not number or key not in dataset:
+                continue
+            if dataset[key] == datasets[0].get(key):
+                foreign.stays(f"{where}{key}", "the first of the datasets says the same")
+            else:
+                why = "all images are trained as the first of the datasets says"
+                foreign.lacks(f"{where}{key}", dataset[key], why)
+        layers = [
+            ({key: value for key, value in layer.items() if key in subset_keys}, prefix)
+            for layer, prefix in layers
+        ]
+        for index, subset in enumerate(_tables(dataset, "subsets")):
+            inner = f"{where}subsets[{index}]."
+            folder = _subset(foreign, folders.FolderTable(*layers, (subset, inner)), inner)
+            subset_folders += [] if folder is None else [folder]
+    if not subset_folders:
+        raise RequestError(
+            "the file names no subset to train", fix="give [[datasets.subsets]] an image_dir"
+        )
+    folders.set_sizes(foreign, sizes)
+    folders.set_folders(foreign, subset_folders)
+    if "data.validation_fraction" not in foreign.settings:
+        foreign.set("data.validation_fraction", 0.0)
+
+
+def caption_fields(foreign: Foreign, values: folders.FolderTable) -> dict[str, Sourced]:
+    """Return what is done to captions and images, by field of ours."""
+    fields = {
+        field: values.sourced(key)
+        for key, field in SUBSET_FIELDS.items()
+        if values.get(key) not in (None, "")
+    }
+    if values.get("enable_wildcard"):  # there it also draws one of a file's lines
+        fields["caption_lines"] = ("one", values.name("enable_wildcard"))
+    touched = values.get("shuffle_caption") or values.get("caption_tag_dropout_rate")
+    if touched and "keep_tokens" not in fields:
+        fields["keep_tokens"] = (0, THERE)
+    mark = str(values.get("keep_tokens_separator") or "")
+    for key in ("caption_prefix", "caption_suffix"):
+        text, source = values.get(key), values.name(key)
+        if not isinstance(text, str) or not text:
+            continue
+        if mark and mark in text:
+            # There the mark in it says that it is not shuffled; here it never is, and the mark would stay.
+            fields[SUBSET_FIELDS[key]] = (" ".join(text.replace(mark, " ").split()), source)
+            how = f"{text}: without the mark {mark}, as it is never shuffled here"
+            foreign.is_nearest(source, how)
+            if fields.get("keep_tokens", (1, ""))[0]:
+                fields["keep_tokens"] = (0, values.name("keep_tokens_separator"))
+        elif touched:
+            how = "stays where it is; there its tags are shuffled with the others"
+            foreign.is_nearest(source, how)
+    return fields
+
+
+def _read_shared(foreign: Foreign, values: folders.FolderTable) -> None:
+    """Read the keys of a dataset that its subsets do not have."""
+    if values.get("batch_size") is not None:
+        foreign.carry("train.batch_size", values.name("batch_size"), values["batch_size"])
+    buckets = bool(values.get("enable_bucket", False))
+    foreign.set("data.buckets", buckets, values.name("enable_bucket"))
+    if values.get("prior_loss_weight"):
+        weight, name = values.sourced("prior_loss_weight")
+        foreign.carry("objective.prior_weight", name, weight)
+    _set_held_out(foreign, values)
+
+
+def _set_held_out(foreign: Foreign, values: folders.FolderTable) -> None:
+    share, name = values.sourced("validation_split")
+    if isinstance(share, bool) or not isinstance(share, int | float):
+        return
+    if 0 < share <= 0.5:
+        foreign.set("data.validation_fraction", float(share), name)
+    elif share > 0.5:
+        foreign.lacks(name, share, "at most half of the images can be held out")
+
+
+def _image_dirs(dataset: Mapping[str, Any]) -> set[str]:
+    return {str(subset.get("image_dir")) for subset in _tables(dataset, "subsets")}
+
+
+def _subset(
+    foreign: Foreign, values: folders.FolderTable, where: str
+) -> folders.ImageFolder | None:
+    """Return a subset as a folder, None for one that is not trained on."""
+    key = next((key for key in ("image_dir", "metadata_file") if values.get(key)), "")
+    if not isinstance(values.get(key), str):
+        raise RequestError(
+            f"{where.removesuffix('.')} names no folder of images", fix="give it an image_dir"
+        )
+    path = folders.path_of(values[key])
+    folder = folders.ImageFolder(
+        path=path if key == "image_dir" else path.parent, key=values.name(key)
+    )
+    if values.get("conditioning_data_dir"):
+        why = "control images are not trained; masks belong in a folder masks/ beside the images"
+        control, name = values.sourced("conditioning_data_dir")
+        foreign.lacks(name, control, why)
+    share, name = values.sourced("validation_split")
+    if name.startswith(where) and share == 1.0:
+        why = "is validated with only and not trained: keep it outside of the DATASET"
+        foreign.lacks(folder.key, str(folder.path), why)
+        foreign.stays(name, "the folder is not trained")
+        return None
+    # The name of a folder means nothing there beside a dataset file.
+    folder.settings = {"repeats": (1, THERE), **caption_fields(foreign, values)}
+    if values.get("alpha_mask"):
+        name = values.name("alpha_mask")
+        folders.set_masks(foreign, "alpha", name, background=(0.0, name))
+    folder.regularisation = bool(values.get("is_reg"))
+    folders.add_extension(foreign, *values.sourced("caption_extension"))
+    if values.get("class_tokens"):
+        foreign.lacks(values.name("class_tokens"), values["class_tokens"], _CLASS_TOKENS)
+    return folder
+
+
+def _tables(data: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
+    value = data.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(table, Mapping) for table in value):
+        raise RequestError(f"{key} is no list of tables", fix=f"write [[{key}]] above each")
+    return value
+
+
 SD_SCRIPTS = Trainer(NAME, ("sd_scripts_dataset", "sd_scripts"), flat, read_training)
 SD_SCRIPTS_DATASET = Trainer(
-    f"{NAME} (a dataset file)",
-    ("sd_scripts_dataset",),
-    sd_scripts_dataset.flat_dataset,
-    sd_scripts_dataset.read_dataset,
+    f"{NAME} (a dataset file)", ("sd_scripts_dataset",), flat_dataset, read_dataset
 )

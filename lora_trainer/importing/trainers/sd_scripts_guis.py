@@ -7,14 +7,14 @@ has `args` and `dataset`, which become one training and one dataset file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.importing import shared
-from lora_trainer.importing.foreign import Foreign
-from lora_trainer.importing.rules import Trainer, flattened, rules_of, table_of
-from lora_trainer.importing.trainers import sd_scripts, sd_scripts_dataset
+from lora_trainer.importing import folder_tables as folders
+from lora_trainer.importing import training_options as training
+from lora_trainer.importing.foreign import Foreign, Trainer, flattened, rules_of
+from lora_trainer.importing.trainers import sd_scripts
 
 _SIGNS = {
     "num_cpu_threads_per_process", "LoRA_type", "additional_parameters", "max_data_loader_n_workers",
@@ -42,17 +42,15 @@ def read(foreign: Foreign) -> None:
     for key in list(foreign.values):
         if key.startswith(_OTHER_MODELS) and not key.endswith("_checkbox"):
             _drop(foreign, key, "is of a model that is not chosen")
-    table = table_of("kohya_gui")
-    zero_is_none = table["zero_is_none"]["keys"].split()
-    _model(foreign, table["of_model"], zero_is_none)
-    _network(foreign, table)
+    _model(foreign)
+    _network(foreign)
     _rates_and_length(foreign)
     _noise_and_samples(foreign)
     arguments, rules = set(foreign.called), rules_of("sd_scripts")
     for key in list(foreign.values):
-        argument = table["renamed"].get(key, key)
+        argument = foreign.table["renamed"].get(key, key)
         if argument in rules and key not in foreign.called and argument not in arguments:
-            _take(foreign, key, argument, zero_is_none)
+            _take(foreign, key, argument)
             arguments |= {argument} & foreign.values.keys()
     _add_typed(foreign.values, foreign.word("additional_parameters", ""))
     sd_scripts.read_training(foreign)
@@ -73,30 +71,30 @@ def _drop(foreign: Foreign, key: str, why: str) -> None:
         foreign.stays(key, why)
 
 
-def _take(foreign: Foreign, key: str, argument: str, zero_is_none: Sequence[str]) -> None:
+def _take(foreign: Foreign, key: str, argument: str) -> None:
     """Make a key an argument, unless its value means that it is not given."""
     value = foreign.values[key]
-    if value in ("", None) or (argument in zero_is_none and value in (0, "0", False)):
+    zero_is_none = argument in foreign.table["zero_is_none"]["keys"].split()
+    if value in ("", None) or (zero_is_none and value in (0, "0", False)):
         _drop(foreign, key, "is not given")
     else:
         _rename(foreign, key, argument, value)
 
 
-def _model(
-    foreign: Foreign, boxes: Mapping[str, Mapping[str, str]], zero_is_none: Sequence[str]
-) -> None:
+def _model(foreign: Foreign) -> None:
     """Take the settings that count only while a model's box is ticked."""
-    for box, table in boxes.items():
+    for box, table in foreign.table["of_model"].items():
         is_ticked = foreign.values.get(box)
         for key, argument in table.items():
             if not is_ticked:
                 _drop(foreign, key, f"is of {box}, which is not ticked")
             elif key in foreign.values:
-                _take(foreign, key, argument, zero_is_none)
+                _take(foreign, key, argument)
         _drop(foreign, box, "the base's files say what it is")
 
 
-def _network(foreign: Foreign, table: Mapping[str, Any]) -> None:
+def _network(foreign: Foreign) -> None:
+    table = foreign.table
     kind = str(foreign.values["LoRA_type"])
     module, algorithm = table["kinds"].get(kind, ("networks.lora", ""))
     if kind not in table["kinds"]:
@@ -162,7 +160,7 @@ def _noise_and_samples(foreign: Foreign) -> None:
 def _add_typed(values: dict[str, Any], text: str) -> None:
     """Add the arguments typed as text, which win."""
     name = ""
-    for part in shared.split_words(text):
+    for part in training.split_words(text):
         if part.startswith("--"):
             name, equals, value = part[2:].partition("=")
             values[name] = value if equals else True
@@ -216,7 +214,7 @@ def read_pages(foreign: Foreign) -> None:
     foreign.is_flow = any(name in values for name in ("ae", "t5xxl", "clip_l"))
     subsets = [
         {key: value for key, value in one.items() if key != "name"}
-        for one in shared.tables_of(foreign.data.get("subsets"))
+        for one in folders.tables_of(foreign.data.get("subsets"))
     ]
     if subsets:
         options = _together(foreign.data, "dataset")
@@ -226,7 +224,7 @@ def read_pages(foreign: Foreign) -> None:
                 values[f"datasets[0].{prefix}{key}"] = value
                 foreign.called[f"datasets[0].{prefix}{key}"] = f"{prefix}{key}"
         dataset = {"datasets": [{**options, "subsets": subsets}]}
-        sd_scripts_dataset.read_dataset(foreign, dataset)
+        sd_scripts.read_dataset(foreign, dataset)
     sd_scripts.read_training(foreign)
 
 

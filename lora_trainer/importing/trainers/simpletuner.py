@@ -12,14 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.importing import shared
-from lora_trainer.importing.foreign import THERE, Foreign
-from lora_trainer.importing.foreign_optimizers import (
-    read_arguments,
-    read_optimizer,
-    read_schedule,
-)
-from lora_trainer.importing.rules import Trainer, flattened, table_of
+from lora_trainer.importing import folder_tables as folders
+from lora_trainer.importing import training_options as training
+from lora_trainer.importing.foreign import THERE, Foreign, Trainer, flattened
 
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -33,18 +28,17 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def flat_backends(data: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return flat keys of a file of data backends, which is a list."""
-    tables = shared.tables_of(data.get(LIST))
+    tables = folders.tables_of(data.get(LIST))
     signs = {"instance_data_dir", "dataset_type", "caption_strategy"}
     return flattened({"data_backends": tables}) if any(signs & set(one) for one in tables) else None
 
 
 def read(foreign: Foreign) -> None:
     """Read the settings that depend on several options, and the named files."""
-    table = table_of("simpletuner")
-    _model(foreign, table)
+    _model(foreign)
     _adapter(foreign)
-    _optimizer(foreign, table)
-    shared.set_snr_weights(foreign, "snr_gamma")
+    _optimizer(foreign)
+    training.set_snr_weights(foreign, "snr_gamma")
     if foreign.word("loss_type", "l2") in ("huber", "smooth_l1"):
         delta = min(1.0, foreign.nonzero("huber_c", 0.1))
         foreign.set("objective.huber_delta", delta, "huber_c")
@@ -53,16 +47,16 @@ def read(foreign: Foreign) -> None:
     _samples(foreign)
 
 
-def _model(foreign: Foreign, table: Mapping[str, Any]) -> None:
+def _model(foreign: Foreign) -> None:
     family = foreign.word("model_family", "")
-    shared.set_model(foreign, family, "model_family", table["models"])
+    training.set_model(foreign, family, "model_family")
     kind = foreign.get("model_type", "full")
     if kind != "lora":
         raise RequestError(
             f"model_type={kind}: whole models are not trained here",
             fix="give a file with model_type lora",
         )
-    flavours = table["flavours"][family]
+    flavours = foreign.table["flavours"][family]
     flavour = foreign.word("model_flavour", next(iter(flavours)))
     if not foreign.carry_on("base.model", "pretrained_model_name_or_path"):
         if flavour not in flavours:
@@ -73,58 +67,57 @@ def _model(foreign: Foreign, table: Mapping[str, Any]) -> None:
         foreign.set("base.model", flavours[flavour], "model_flavour", "model_family")
     precision = foreign.word("mixed_precision", "bf16")
     if precision in ("no", "fp16", "bf16"):
-        shared.set_precision(foreign, "mixed_precision", missing="bf16")
+        training.set_precision(foreign, "mixed_precision", missing="bf16")
     else:
         foreign.lacks("mixed_precision", precision, "is fp32, bf16 or fp16 here")
 
 
 def _adapter(foreign: Foreign) -> None:
     is_lycoris = foreign.get("lora_type", "standard") == "lycoris"
-    lycoris = read_file(foreign, "lycoris_config") if is_lycoris else None
-    spec = table_of("simpletuner")
+    lycoris = folders.named_file(foreign, "lycoris_config", json.loads) if is_lycoris else None
     if isinstance(lycoris, Mapping):
         foreign.values |= flattened(lycoris, "lycoris_config.")
         key = "lycoris_config.linear_dim"
-        whole = (shared.WHOLE, key) if lycoris.get("full_matrix") else None
-        shared.read_adapter(foreign, spec["lycoris"], rank=whole)
+        whole = (training.WHOLE, key) if lycoris.get("full_matrix") else None
+        training.read_adapter(foreign, spec=foreign.table["lycoris"]["adapter"], rank=whole)
     else:
-        shared.read_adapter(foreign, spec, kind=("lora", "lora_type"))
+        training.read_adapter(foreign, kind=("lora", "lora_type"))
     foreign.set("adapter.targets", "transformer")
 
 
-def _optimizer(foreign: Foreign, table: Mapping[str, Any]) -> None:
+def _optimizer(foreign: Foreign) -> None:
     # SimpleTuner's own defaults are a batch of 4 and the single accumulation below.
     at_once = foreign.nonzero("train_batch_size", 4) * foreign.nonzero(
         "gradient_accumulation_steps", 1
     )
     factors = {"lr_scale_sqrt": math.sqrt(max(1, at_once)), "lr_scale": at_once}
     name = next((name for name in factors if foreign.flag(name)), "")
-    rate = read_optimizer(foreign, table, factor=factors.get(name, 1))
+    rate = training.read_optimizer(foreign, factor=factors.get(name, 1))
     if name and rate:
         foreign.is_nearest(name, f"the rate is {rate:g}, {factors[name]:g} times as high")
     ours = foreign.settings["optimizer.name"]
     if ours.startswith(("adamw", "paged")):
-        for name, setting in table["adam_options"].items():
+        for name, setting in foreign.table["adam_options"].items():
             is_free = setting == "optimizer.weight_decay" or setting not in foreign.settings
             if is_free and foreign.on(name) is not None:
                 foreign.carry(setting, name)
     if isinstance(foreign.on("optimizer_config"), str):
         foreign.values["optimizer_config"] = foreign.values["optimizer_config"].replace(",", " ")
-        shared.expand(foreign, "optimizer_config")
-    read_arguments(foreign, "optimizer_config.")
+        training.expand(foreign, "optimizer_config")
+    training.read_arguments(foreign, "optimizer_config.")
     warmup = foreign.nonzero("lr_warmup_steps", 0)
     schedule = foreign.values.get("lr_scheduler")
     # There the warm-up's steps are the length of these schedules' waves, so none are left to warm up.
     waves = schedule in ("cosine", "sine", "cosine_with_restarts")
     steps = foreign.number("max_train_steps")
-    read_schedule(foreign, table, warmup=0 if waves else warmup, steps=steps)
+    training.read_schedule(foreign, warmup=0 if waves else warmup, steps=steps)
     if waves and "lr_scheduler" not in foreign.nearest:
         how = f"one fall, there waves of lr_warmup_steps={warmup:g} steps without a warm-up"
         foreign.is_nearest("lr_scheduler", f"{schedule}: {how}")
     trained = foreign.flag("train_text_encoder")
     key = foreign.first_on("text_encoder_lr", "learning_rate") or THERE
     rates = [(key, foreign.number("text_encoder_lr", rate) or 0.0)]
-    shared.set_text_encoder(foreign, trained=trained, key="train_text_encoder", rates=rates)
+    training.set_text_encoder(foreign, trained=trained, key="train_text_encoder", rates=rates)
     norm, method = foreign.number("max_grad_norm", 2.0), "grad_clip_method"
     if foreign.get(method, "value") == "norm":
         foreign.set("train.max_grad_norm", norm, "max_grad_norm")
@@ -137,7 +130,7 @@ def _optimizer(foreign: Foreign, table: Mapping[str, Any]) -> None:
 
 def _timesteps(foreign: Foreign) -> None:
     if not foreign.is_flow:
-        shared.set_timesteps(foreign, "uniform", THERE)
+        training.set_timesteps(foreign, "uniform", THERE)
         return
     uniform = foreign.flag("flow_use_uniform_schedule")
     beta = foreign.flag("flow_use_beta_schedule")
@@ -147,7 +140,7 @@ def _timesteps(foreign: Foreign) -> None:
         how = "sigmoid: both draw the middle more often"
         foreign.is_nearest("flow_use_beta_schedule", how)
     scale = 1.0 if uniform or beta else foreign.nonzero("flow_sigmoid_scale", 1.0)
-    shared.set_timesteps(
+    training.set_timesteps(
         foreign,
         "uniform" if uniform else "sigmoid",
         "flow_use_uniform_schedule" if uniform or beta else "flow_sigmoid_scale",
@@ -160,7 +153,7 @@ def _timesteps(foreign: Foreign) -> None:
 
 def _samples(foreign: Foreign) -> None:
     prompts = [foreign.values["validation_prompt"]] if foreign.on("validation_prompt") else []
-    library = read_file(foreign, "user_prompt_library")
+    library = folders.named_file(foreign, "user_prompt_library", json.loads)
     if isinstance(library, Mapping):
         prompts += [one for one in library.values() if isinstance(one, str)]
     if prompts:
@@ -178,63 +171,63 @@ def read_data(foreign: Foreign) -> None:
     foreign.set("data.caption_dropout", min(1.0, share), "caption_dropout_probability")
     size = foreign.nonzero("resolution", 1024)
     _resolution(foreign, size, foreign.values.get("resolution_type"), "resolution")
-    tables = read_file(foreign, "data_backend_config")
+    tables = folders.named_file(foreign, "data_backend_config", json.loads)
     if isinstance(tables, list):
-        backends = shared.tables_of(tables)
+        backends = folders.tables_of(tables)
         foreign.values |= flattened({"data_backends": backends})
         read_backends(foreign, backends)
-    shared.set_batch(foreign, "train_batch_size", "gradient_accumulation_steps", default=4)
+    training.set_batch(foreign, "train_batch_size", "gradient_accumulation_steps", default=4)
     steps = foreign.number("max_train_steps")
     if steps:
         foreign.carry("train.steps", "max_train_steps", int(steps))
     else:
-        shared.set_length(foreign, foreign.number("num_train_epochs", 1), "num_train_epochs")
+        folders.set_length(foreign, foreign.number("num_train_epochs", 1), "num_train_epochs")
 
 
 def _resolution(foreign: Foreign, size: float, kind: Any, key: str) -> None:
     side = math.sqrt(max(0, size)) * 1000 if kind == "area" or size <= 16 else size
     if key in foreign.values:
-        shared.set_resolutions(foreign, [(side, side)], key)
+        folders.set_resolutions(foreign, [(side, side)], key)
     else:
         foreign.set("data.resolution", max(64, round(side / 64) * 64))
 
 
 def read_backends(foreign: Foreign, backends: Sequence[Mapping[str, Any]] = ()) -> None:
     """Set the backends that hold images, this file's or those of a training, as folders of the dataset."""
-    tables = backends or shared.tables_of(foreign.data.get(LIST))
-    folders: list[shared.ImageFolder] = []
-    moving = ""
-    keys = table_of("simpletuner")["folders"]
-    for number, one in enumerate(tables):
-        table = shared.FolderTable((one, f"data_backends[{number}]."))
-        path, kind = table.get("instance_data_dir"), str(table.get("dataset_type", "image"))
-        is_folder = isinstance(path, str) and path and kind == "image"
-        if table.get("disabled") or not is_folder:
-            for name in table.names.values():
-                foreign.stays(name, "is no folder of images that is trained")
-            if kind in ("video", "audio") and not table.get("disabled"):
-                moving = kind
-            continue
-        folder = shared.read_folder(foreign, table, keys, f"data_backends[{number}].")
-        assert folder is not None
+    tables = backends or folders.tables_of(foreign.data.get(LIST))
+    is_first = True
+    for folder, table in folders.read_folders(foreign, tables, "data_backends", skip=_not_trained):
         del folder.settings["repeats"]
         repeats, name = table.sourced("repeats", 0)
         if isinstance(repeats, int) and not isinstance(repeats, bool) and repeats >= 0:
             # Repeats are further views there: 0 shows each image once (documentation/DATALOADER.md).
             folder.settings["repeats"] = (repeats + 1, name)
         _captions(foreign, folder, table)
-        if not folders:
+        if is_first:
             _sizes(foreign, table)
-        folders.append(folder)
-    if moving and not folders:
+        is_first = False
+    kinds = [str(one.get("dataset_type")) for one in tables if not one.get("disabled")]
+    moving = [kind for kind in kinds if kind in ("video", "audio")]
+    if moving and is_first:
         raise RequestError(
-            f"dataset_type={moving}: only images are trained here",
+            f"dataset_type={moving[-1]}: only images are trained here",
             fix="give a data backend of images",
         )
-    shared.set_folders(foreign, folders)
 
 
-def _sizes(foreign: Foreign, table: shared.FolderTable) -> None:
+def _not_trained(backend: folders.FolderTable) -> str:
+    path = backend.get("instance_data_dir")
+    is_folder = (
+        isinstance(path, str) and path and str(backend.get("dataset_type", "image")) == "image"
+    )
+    return (
+        ""
+        if is_folder and not backend.get("disabled")
+        else "is no folder of images that is trained"
+    )
+
+
+def _sizes(foreign: Foreign, table: folders.FolderTable) -> None:
     """Set resolution and buckets as the first backend has them."""
     size, name = table.sourced("resolution")
     if isinstance(size, int | float) and not isinstance(size, bool) and 0 < size <= 100_000:
@@ -243,7 +236,7 @@ def _sizes(foreign: Foreign, table: shared.FolderTable) -> None:
     foreign.set("data.buckets", not square, table.name("crop"), table.name("crop_aspect"))
 
 
-def _captions(foreign: Foreign, folder: shared.ImageFolder, table: shared.FolderTable) -> None:
+def _captions(foreign: Foreign, folder: folders.ImageFolder, table: folders.FolderTable) -> None:
     """Set where the captions of one backend come from."""
     strategy, name = table.sourced("caption_strategy", "filename")
     prompt, prompt_name = table.sourced("instance_prompt")
@@ -259,11 +252,6 @@ def _captions(foreign: Foreign, folder: shared.ImageFolder, table: shared.Folder
     elif strategy in ("parquet", "csv"):
         why = f"name the table metadata.{strategy} and put it beside the images"
         foreign.lacks(name, strategy, why)
-
-
-def read_file(foreign: Foreign, option: str) -> Any:
-    """Return the contents of a JSON file that an option names, None where it is not there."""
-    return shared.named_file(foreign, option, json.loads, lambda _: True)
 
 
 SIMPLETUNER = Trainer("SimpleTuner", ("simpletuner",), flat, read)
