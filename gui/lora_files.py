@@ -20,9 +20,9 @@ from typing import Any
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import disk_error, read_json_object
 from lora_trainer.common.wording import against_base, one_line, public_source
+from lora_trainer.lora_file.base_layers import recognise
 from lora_trainer.lora_file.embedding import embedding_path
-from lora_trainer.lora_file.fitting_base import recognise
-from lora_trainer.lora_file.names import key_format
+from lora_trainer.lora_file.key_formats import key_format
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.reporting.history import mapping, number
 from lora_trainer.reporting.status import read_status

@@ -23,7 +23,7 @@ from lora_trainer.common.files import disk_error, json_bytes, read_json_object, 
 from lora_trainer.common.wording import public_text
 from lora_trainer.families.recognise import a1111_version
 from lora_trainer.lora_file.inspect import Inspection, inspect_file
-from lora_trainer.lora_file.stream import whole_or_absent
+from lora_trainer.lora_file.tensor_file import whole_or_absent
 from lora_trainer.reporting.charts import Html, tag
 from lora_trainer.run.hub_upload import WRITE_REFUSED
 

@@ -43,7 +43,7 @@ from lora_trainer.common.files import (
     write_file,
 )
 from lora_trainer.lora_file.read_tensors import tensor_bytes, tensor_info
-from lora_trainer.lora_file.stream import header_bytes, ordered
+from lora_trainer.lora_file.tensor_file import header_bytes, ordered
 
 
 def rename_durably(source: Path, target: Path) -> None:

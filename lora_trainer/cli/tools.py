@@ -20,11 +20,11 @@ from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.processes import quiet_libraries
 from lora_trainer.config.declare import Precision, Targets
 from lora_trainer.families.base import FileFormat
-from lora_trainer.lora_file.fitting_base import check_usable
-from lora_trainer.lora_file.formats import FormatRequest
+from lora_trainer.lora_file.base_layers import check_usable
+from lora_trainer.lora_file.key_formats import FormatRequest
 
 if TYPE_CHECKING:
-    from lora_trainer.tools.convert import AdapterTarget, ToolResult
+    from lora_trainer.tools.adapters import AdapterTarget, ToolResult
 
 Energy = Annotated[
     float | None,
@@ -88,7 +88,7 @@ def convert(
         # Refused from its header, before torch is imported, which takes seconds.
         check_usable(file, names=None)
     quiet_libraries()
-    from lora_trainer.tools.convert import beside, convert
+    from lora_trainer.tools.adapters import beside, convert
 
     target = _target(output or beside(file, format), format, options)
     return _answer(convert(file, target, base=options.base), as_json=json)
@@ -113,8 +113,8 @@ def merge(
     :param rank: reduce the sum to this rank [default: keep it exact]
     """
     quiet_libraries()
+    from lora_trainer.tools.base_weights import bake
     from lora_trainer.tools.merge import merge, parse_weighted
-    from lora_trainer.tools.merge_base import bake
 
     inputs = [parse_weighted(text) for text in files]
     if into is None:
@@ -150,9 +150,9 @@ def resize(
     :param ratio: keep singular values of at least the largest / RATIO
     """
     quiet_libraries()
-    from lora_trainer.tools.resize import ResizeLimits, resize
+    from lora_trainer.tools.merge import RankLimits, resize
 
-    limits = ResizeLimits(rank=rank, ratio=ratio, energy=energy)
+    limits = RankLimits(rank=rank, ratio=ratio, energy=energy)
     target = _target(output, format, options)
     return _answer(resize(file, limits, target, base=options.base), as_json=json)
 
@@ -254,7 +254,7 @@ def publish(
 
 
 def _target(output: Path, format: FormatRequest, options: AdapterOptions) -> AdapterTarget:
-    from lora_trainer.tools.convert import AdapterTarget
+    from lora_trainer.tools.adapters import AdapterTarget
 
     precision, force = options.precision, options.force
     return AdapterTarget(path=output, format=format, precision=precision, force=force)

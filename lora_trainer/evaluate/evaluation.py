@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from lora_trainer.cache.cache_plan import SampleSource
-from lora_trainer.common.errors import InputError
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.config import all_settings, flatten
@@ -26,23 +26,23 @@ from lora_trainer.dataset.buckets import cut
 from lora_trainer.dataset.caption_lengths import new_word
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.records import ImageRecord
-from lora_trainer.evaluate.features import pixels
-from lora_trainer.families.base import DENOISER, Geometry, Sampler
-from lora_trainer.lora.adapter import Adapter, denoiser_layers, layer_shapes
-from lora_trainer.lora.adapter_kinds import add_new_tokens
+from lora_trainer.families.base import Geometry, Sampler
+from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_lora
-from lora_trainer.lora_file.embedding import embedding_path, read_embedding
-from lora_trainer.lora_file.header import holds_adapter
-from lora_trainer.lora_file.names import LayerNames
+from lora_trainer.lora_file.base_layers import LayerNames
+from lora_trainer.lora_file.embedding import trained_vectors
 from lora_trainer.lora_file.read import read_contents
 from lora_trainer.lora_file.read_tensors import read_tensors
+from lora_trainer.lora_file.tensor_file import holds_adapter
 from lora_trainer.run.build import (
     Networks,
     arrange,
     build_dataloader,
     build_model,
     fill_caches,
+    layer_names,
     load_networks,
+    new_tokens,
     open_cache,
     texts_as,
 )
@@ -65,12 +65,19 @@ SAMPLE_STEPS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossProbe:
-    """A model, the strength control of its adapter, and the micro-batch that fits."""
+class Evaluation:
+    """A prepared validation: a model, the strength control of its adapter, and the dataset's cache entries.
 
+    `sources` are the entries of the records by sample id.
+    """
+
+    plan: Plan
     model: Model
     dial: LoraStrength
-    at_once: int
+    weights: WeightFigures
+    feeder: TrainingDataLoader
+    sampler: Sampler
+    sources: Mapping[str, SampleSource]
 
     @torch.no_grad()
     def losses(self, batches: Sequence[Sequence[Sample]], *, strength: float) -> list[float]:
@@ -88,7 +95,8 @@ class LossProbe:
         return fmean(changes), fmean(errors)
 
     def _split(self, samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
-        return split(samples, cap=self.at_once, group_key=self.model.batch_group_key)
+        at_once = self.plan.config.memory.micro_batch
+        return split(samples, cap=at_once, group_key=self.model.batch_group_key)
 
     def _drift(self, samples: Sequence[Sample]) -> Tensor:
         """Return the squared change and the squared error of each sample, fp32 [2, B]."""
@@ -107,18 +115,6 @@ class LossProbe:
             [each.square().flatten(1).mean(1) for each in (adapted - base, base - true)]
         ).cpu()
 
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """A prepared validation; `sources` are the records' cache entries by sample id."""
-
-    plan: Plan
-    probe: LossProbe
-    weights: WeightFigures
-    feeder: TrainingDataLoader
-    sampler: Sampler
-    sources: Mapping[str, SampleSource]
-
     def batches(self, records: Sequence[ImageRecord]) -> list[tuple[Sample, ...]]:
         """Return a batch of images for each quantile of the timesteps; the noise depends on image content only."""
         chosen = sorted(records, key=lambda record: record.content_hash)[:MAX_PICTURES]
@@ -129,9 +125,9 @@ class Evaluation:
     def samples(self, prompts: Sequence[str], *, strength: float) -> list[Image.Image]:
         """Draw an image for each prompt, with the seeds of a training's sample images."""
         settings, key = self.plan.config.sampling, texts_as(self.plan).key
-        model, read = self.probe.model, self.feeder.entries.read
+        model, read = self.model, self.feeder.entries.read
         side = self.plan.config.data.resolution
-        with self.probe.dial.at(strength), torch.no_grad():
+        with self.dial.at(strength), torch.no_grad():
             return [
                 self.sampler.image(
                     model.embed(read(key(prompt))),
@@ -194,6 +190,12 @@ class Evaluation:
         ]
 
 
+def pixels(image: Image.Image, *, side_px: int) -> Tensor:
+    """Return the central square of an image, float32 [1, 3, side, side] in [0, 1]."""
+    square = ImageOps.fit(image.convert("RGB"), (side_px, side_px), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(square, dtype=np.float32)).permute(2, 0, 1)[None] / 255
+
+
 def plan_of(subject: EvaluatedLora, dataset: Path) -> Plan:
     """Prepare the dataset as the adapter's training did; raises as `prepare` does."""
     settings = subject.settings
@@ -232,21 +234,15 @@ def build_evaluation(
     networks = load_networks(plan)
     _add_words(subject.file, plan, networks)
     inside = networks.by_component
-    names = LayerNames(
-        plan.family,
-        {
-            **{name: layer_shapes(network) for name, network in inside.items()},
-            DENOISER: denoiser_layers(plan.family, plan.facts.architecture),
-        },
-    )
-    tensors = read_tensors(subject.file, names=names)
+    tensors = read_tensors(subject.file, names=layer_names(plan, networks.text))
     weights = weight_figures(inside, tensors)
     dial = attach_lora(inside, tensors)
     arrange(plan, networks)
     model = replace(build_model(plan, networks, Adapter(layers={}, rank=0, alpha=0.0)), masks=None)
     return Evaluation(
         plan=plan,
-        probe=LossProbe(model=model, dial=dial, at_once=plan.config.memory.micro_batch),
+        model=model,
+        dial=dial,
         weights=weights,
         feeder=build_dataloader(job, cache_needs, cache),
         sampler=plan.family.build_sampler(
@@ -260,25 +256,11 @@ def build_evaluation(
 
 def _add_words(file: Path, plan: Plan, networks: Networks) -> None:
     """Add the new tokens that were trained with the adapter to the text encoders; raises InputError."""
-    word = new_word(plan.config)
-    if word is None or networks.text is None:
-        return
-    file_path = embedding_path(file)
-    if not file_path.is_file():
-        raise InputError(
-            f"{file.name} was trained with new tokens for {word.text!r}, but their file is missing",
-            fix=f"put {file_path.name} into {file_path.parent}",
-        )
-    trained_vectors = read_embedding(file_path).vectors
-    words = add_new_tokens(
-        networks.text,
-        word.tokens,
-        start=plan.config.adapter.new_tokens_from,
-        seed=plan.config.train.seed,
-    )
+    word, words = new_word(plan.config), new_tokens(plan.config, networks.text)
+    trained = trained_vectors(file, word) if words and word is not None else {}
     for component, vectors in words.items():
         vectors.requires_grad_(False)
-        vectors.copy_(torch.from_numpy(trained_vectors[plan.family.text.new_token_keys[component]]))
+        vectors.copy_(torch.from_numpy(trained[plan.family.text.new_token_keys[component]]))
 
 
 KEPT_SECTIONS = ("base.", "data.", "objective.", "adapter.", "sampling.")

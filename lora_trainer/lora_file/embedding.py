@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from lora_trainer.common.errors import InputError, TrainingStopped
 from lora_trainer.common.files import disk_error
 from lora_trainer.families.base import NewWord, TensorInfo
-from lora_trainer.lora_file.header import numbers, open_checked, refuse
 from lora_trainer.lora_file.metadata import header_settings
-from lora_trainer.lora_file.stream import ordered, write_tensors
+from lora_trainer.lora_file.tensor_file import numbers, open_checked, ordered, refuse, write_tensors
 
 FOLDER = "embeddings"
 KEYS = ("emb_params", "clip_l", "clip_g")
@@ -76,6 +75,19 @@ def read_embedding(path: Path) -> Embedding:
     except InputError as error:
         fix = "give a file with emb_params or clip_l, or export it again"
         raise InputError(error.found, fix=fix) from None
+
+
+def trained_vectors(adapter: Path, word: NewWord) -> Vectors:
+    """Return the vectors that were trained with an adapter, where they belong or beside it; raises InputError."""
+    file = embedding_path(adapter)
+    if not file.is_file():
+        file = adapter.with_name(file.name)
+    if not file.is_file():
+        raise InputError(
+            f"{adapter.name} was trained with new tokens for {word.text!r}, but their file is missing",
+            fix=f"put {file.name} beside it",
+        )
+    return read_embedding(file).vectors
 
 
 def bundled(keys: Iterable[str]) -> list[str]:

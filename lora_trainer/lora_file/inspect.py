@@ -1,30 +1,54 @@
 """An adapter file at a glance: key format, model family, kind, rank, alpha, norms, metadata, problems.
 
-Input is a safetensors file from any trainer, output an Inspection. Torch-free. Each problem says
-where a reader of the file would stumble and how to mend it.
+Input is a safetensors file from any trainer, output an Inspection. Torch-free. Each problem, whose texts are in
+`problems.json`, says where a reader of the file would stumble and how to mend it.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from hashlib import sha256
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lora_trainer.common.errors import InputError
+from lora_trainer.common.events import Severity
+from lora_trainer.families.recognise import stated_family
 from lora_trainer.lora.adapter_size import BASED
-from lora_trainer.lora_file.embedding import KEYS, WORD, read_embedding
-from lora_trainer.lora_file.fitting_base import recognise
-from lora_trainer.lora_file.header import numbers, refuse
+from lora_trainer.lora_file.base_layers import Fit, recognise, sized
+from lora_trainer.lora_file.embedding import (
+    BUNDLED,
+    KEYS,
+    WORD,
+    bundled,
+    read_embedding,
+    trained_words,
+)
+from lora_trainer.lora_file.key_formats import SCALED, KeyFormat, key_format, kind_of_others
 from lora_trainer.lora_file.module_update import Update
-from lora_trainer.lora_file.names import KeyFormat, key_format, kind_of_others
-from lora_trainer.lora_file.problems import Body, Problem, find_problems, problem
-from lora_trainer.lora_file.read import Contents, open_contents
+from lora_trainer.lora_file.read import DIFFUSERS_METADATA, FOLDED, Contents, open_contents
+from lora_trainer.lora_file.tensor_file import numbers, refuse
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that readers of the file will stumble over; `kind` is for scripts."""
+
+    kind: str
+    severity: Severity
+    what: str
+    advice: str
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,17 +110,17 @@ def inspect_file(path: Path) -> Inspection:
                 path, f"holds {_describe(contents)}, but no LoRA{kind_of_others(contents.unknown)}"
             )
         fit = recognise(whole, contents.metadata)
-        body, norms = _read(contents)
+        tensors = _read(contents)
     return Inspection(
         family=fit.family,
         format=key_format(whole),
         rank=_spread(rank for part in whole.values() for rank in part.ranks),
-        alpha=_spread([*body.alphas.values(), *contents.strengths.alphas()]),
+        alpha=_spread([*tensors.alphas.values(), *contents.strengths.alphas()]),
         modules=len(whole),
         metadata=contents.metadata,
-        problems=tuple(find_problems(contents, body, fit)),
+        problems=tuple(_problems(contents, tensors, fit)),
         kinds=tuple(sorted({str(part.kind) for part in whole.values()})),
-        norms=norms,
+        norms=tensors.norms,
     )
 
 
@@ -112,7 +136,7 @@ def _embedding(path: Path) -> Inspection:
         alpha=None,
         modules=0,
         metadata=embedding.metadata,
-        problems=(problem("embedding", word=named, stem=path.stem),),
+        problems=(_problem("embedding", word=named, stem=path.stem),),
         kinds=("embedding",),
         embeddings={key: (vec.shape[0], vec.shape[1]) for key, vec in embedding.vectors.items()},
     )
@@ -131,8 +155,22 @@ def _describe(contents: Contents) -> str:
     return f"{len(names):,} tensors such as {names[0]!r}" if names else "no tensors"
 
 
-def _read(contents: Contents) -> tuple[Body, dict[str, float]]:
-    """Return the facts in a file's tensors, and the norm of its update by block."""
+@dataclass(frozen=True, kw_only=True)
+class _TensorFacts:
+    """The facts that are in a file's tensors and not in its header.
+
+    `not_finite` has the keys of tensors with NaN or infinity, `misshapen` the reason by module where the tensors
+    do not fit together, `norms` the norm of the update by block; `sha256` is the hash of all tensor bytes.
+    """
+
+    alphas: dict[str, float]
+    not_finite: list[str]
+    misshapen: dict[str, str]
+    norms: dict[str, float]
+    sha256: str
+
+
+def _read(contents: Contents) -> _TensorFacts:
     digest, alphas, not_finite, misshapen = sha256(), dict[str, float](), [], dict[str, str]()
     squares: dict[str, float] = {}
     for entry in contents.opened.entries.values():
@@ -156,23 +194,26 @@ def _read(contents: Contents) -> tuple[Body, dict[str, float]]:
         if norm is not None:
             block = block_of(module)
             squares[block] = squares.get(block, 0.0) + norm**2
-    body = Body(
-        alphas=alphas,
-        not_finite=tuple(not_finite),
-        misshapen=misshapen,
-        sha256=digest.hexdigest(),
-    )
     norms = {
         block: math.sqrt(squares[block])
         for block in sorted(squares, key=_natural)
         if math.isfinite(squares[block])
     }
-    return body, norms
+    return _TensorFacts(
+        alphas=alphas,
+        not_finite=not_finite,
+        misshapen=misshapen,
+        norms=norms,
+        sha256=digest.hexdigest(),
+    )
 
 
 def _natural(block: str) -> tuple[str, int]:
     name, _, number = block.rpartition(".")
     return (name, int(number)) if number.isdigit() else (block, 0)
+
+
+# ---- norms
 
 
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
@@ -263,3 +304,122 @@ def block_of(module: str) -> str:
         return f"{prefix}mid_block"
     match = _BLOCK.search(name)
     return f"{prefix}{match['name']}.{match['number']}" if match else f"{prefix}other"
+
+
+# ---- problems
+
+
+def _problem(kind: str, **facts: Any) -> Problem:
+    """Return a problem of `problems.json` with these facts in its texts."""
+    texts = {key: text.format(**facts) for key, text in _texts()[kind].items()}
+    return Problem(kind, **texts)
+
+
+@cache
+def _texts() -> dict[str, Any]:
+    file = resources.files("lora_trainer.lora_file").joinpath("problems.json")
+    texts: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    return texts
+
+
+def _several(kind: str, names: Collection[str], **facts: Any) -> Iterator[Problem]:
+    """Yield a problem that some modules or tensors have, if there are any."""
+    if names:
+        yield _problem(kind, count=len(names), first=next(iter(names)), **facts)
+
+
+def _problems(contents: Contents, tensors: _TensorFacts, fit: Fit) -> Iterator[Problem]:
+    """Yield every fault and oddity of a file; `fit` is the base that its tensors are for."""
+    yield from _several("not-finite", tensors.not_finite)
+    stated_hash = contents.metadata.get("modelspec.hash_sha256")
+    if stated_hash is not None and stated_hash.lower().removeprefix("0x") != tensors.sha256:
+        yield _problem("hash-differs")
+    yield from _factor_problems(contents, tensors)
+    if fit.others:
+        yield _problem("family-unsure", family=fit.family, others=" and ".join(fit.others))
+    for misfit in fit.misfits[:1]:
+        yield from _several(
+            "shapes-differ",
+            [each.module for each in fit.misfits],
+            family=fit.family,
+            size=sized(misfit.size),
+            expected=sized(misfit.expected),
+        )
+    parts = contents.parts.values()
+    dora = [part.entries["magnitude"].key for part in parts if "magnitude" in part.entries]
+    if any(key.endswith("dora_scale") for key in dora):
+        yield from _several("dora", dora)
+    if words := bundled(contents.unknown):
+        yield _problem("bundled-embeddings", words=", ".join(map(repr, words)))
+    yield from _several(
+        "unknown-keys", [key for key in contents.unknown if not key.startswith(BUNDLED)]
+    )
+    yield from _alpha_problems(contents, tensors)
+    yield from _metadata_problems(contents, tensors, fit.family)
+    if trained := trained_words(contents.metadata):
+        yield _problem("needs-embedding", count=trained.tokens, text=trained.text)
+
+
+def _factor_problems(contents: Contents, tensors: _TensorFacts) -> Iterator[Problem]:
+    roles = {name: part.entries.keys() for name, part in sorted(contents.parts.items())}
+    for have, lack in (("down", "up"), ("up", "down")):
+        alone = [name for name, keys in roles.items() if have in keys and lack not in keys]
+        yield from _several(f"{have}-without-{lack}", alone)
+    broken = [name for name, keys in roles.items() if not {"down", "up"} & keys]
+    yield from _several(
+        "factors-missing", [name for name in broken if not contents.parts[name].complete]
+    )
+    unequal = [
+        name
+        for name, part in contents.whole.items()
+        if len(part.ranks) > 1
+        and part.kind != "glora"  # LyCORIS before 2.0 has a GLoRA's pairs swapped
+    ]
+    yield from _several("rank-differs", unequal)
+    others = {name: why for name, why in tensors.misshapen.items() if name not in unequal}
+    yield from _several("misshapen", others, why=next(iter(others.values()), ""))
+    if key_format(contents.whole) == "mixed":
+        yield _problem("mixed-formats")
+
+
+def _alpha_problems(contents: Contents, tensors: _TensorFacts) -> Iterator[Problem]:
+    # The alpha of an OFT is no strength; that of a LoKr counts only beside a decomposed factor.
+    scaled = [name for name, part in contents.whole.items() if part.kind in SCALED and part.ranks]
+    missing = [name for name in scaled if "alpha" not in contents.parts[name].entries]
+    if not contents.strengths.stated and FOLDED not in contents.metadata:
+        usual = tensors.alphas or key_format(contents.whole) == "kohya"
+        for each in _several("missing-alpha", missing):
+            yield each if usual else replace(each, severity="note")
+    if tensors.alphas and DIFFUSERS_METADATA in contents.metadata:
+        yield _problem("alpha-twice", entry=DIFFUSERS_METADATA)
+
+
+def _metadata_problems(contents: Contents, tensors: _TensorFacts, family: str) -> Iterator[Problem]:
+    parts, metadata = contents.whole.values(), contents.metadata
+    in_tensors = {"ss_network_dim": {float(rank) for part in parts for rank in part.ranks}}
+    # The alpha of an OFT is a limit on its rotations, that of an rsLoRA is alpha sqrt(rank) of the training.
+    rslora = "rs_lora" in metadata.get("ss_network_args", "")
+    if not rslora and all(part.kind != "oft" for part in parts):
+        in_tensors["ss_network_alpha"] = {*tensors.alphas.values(), *contents.strengths.alphas()}
+    for key, values in sorted(in_tensors.items()):
+        stated_number = _number(metadata, key)
+        if stated_number is None or not values:
+            continue
+        if not any(math.isclose(stated_number, value, rel_tol=1e-2) for value in values):
+            listed = ", ".join(f"{value:g}" for value in sorted(values))
+            yield _problem(
+                "metadata-disagrees", entry=key, stated=f"{stated_number:g}", tensors=listed
+            )
+    stated_name = stated_family(metadata)
+    if stated_name and stated_name != family:
+        disagrees = _problem(
+            "metadata-disagrees", entry="ss_base_model_version", stated=stated_name, tensors=family
+        )
+        yield replace(disagrees, advice="A1111 lists the file under the former")
+
+
+def _number(metadata: Mapping[str, str], key: str) -> float | None:
+    try:
+        return float(metadata[key])
+    except (KeyError, ValueError):
+        return None

@@ -25,7 +25,7 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.common.wording import public_source, public_text
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
 from lora_trainer.families.base import Prediction
-from lora_trainer.lora_file.header import json_object
+from lora_trainer.lora_file.tensor_file import json_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,6 +390,11 @@ def stated_base(metadata: Mapping[str, str]) -> str | None:
     """Return the base model that the header of a file of ours names, None where it names none."""
     source = header_settings(metadata).get("base.model")
     return source if isinstance(source, str) else None
+
+
+def made_for(base: str) -> str:
+    """Return the entry of settings that names a base model, and nothing else."""
+    return json.dumps({"base.model": base})
 
 
 def usage_hint(trigger: str) -> str:

@@ -8,14 +8,14 @@ LyCORIS (Yeh et al. 2023, arXiv 2309.14859) unless said. Torch-free.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from lora_trainer.lora.adapter_size import AdapterKind, rotated_size, update_size
-from lora_trainer.lora_file.names import Role
+from lora_trainer.lora_file.key_formats import Role
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -278,16 +278,9 @@ def _check_sizes(update: Update) -> None:
 # ---- rows of joined layers
 
 
-_OUTPUTS: Mapping[AdapterKind, Set[str]] = {
-    "lora": {"up"},
-    "loha": {"w1_a", "w2_a"},
-    "glora": {"b1"},
-    "full": {"difference"},
-    "ia3": {"by_output"},
-    "norm": {"difference"},
-    "oft_in": set(),
-}
-"""Arrays whose first dimension counts the outputs."""
+_BESIDE = frozenset({"magnitude", "bias"})
+_OUTPUTS = frozenset({"up", "w1_a", "w2_a", "b1", "difference", "by_output"}) | _BESIDE
+"""Arrays whose first dimension counts the outputs; those of a LoKr or OFT count some of them."""
 
 
 def take_rows(update: Update, begin: int, end: int) -> Update:
@@ -299,16 +292,11 @@ def take_rows(update: Update, begin: int, end: int) -> Update:
         raise NoRows("has a magnitude for each input of joined layers (DoRA), which they share")
     if update.kind == "oft":
         return _oft_rows(update, begin, end)
-    changed = {
-        name: array[begin:end]
-        for name, array in update.arrays.items()
-        if name in ("magnitude", "bias")
-    }
-    if update.kind == "lokr":
-        return _lokr_rows(replace(update, arrays={**update.arrays, **changed}), begin, end)
-    for name in _OUTPUTS[update.kind] & update.arrays.keys():
-        changed[name] = update.arrays[name][begin:end]
+    names = (_BESIDE if update.kind == "lokr" else _OUTPUTS) & update.arrays.keys()
+    changed = {name: update.arrays[name][begin:end] for name in names}
     rows = replace(update, arrays={**update.arrays, **changed})
+    if update.kind == "lokr":
+        return _lokr_rows(rows, begin, end)
     return _without_zeros(rows) if update.kind == "lora" else rows
 
 
@@ -358,9 +346,8 @@ def _lokr_rows(update: Update, begin: int, end: int) -> Update:
 def swap_halves(update: Update) -> Update:
     """Return the update with the two halves of its rows exchanged; raises NoRows where it cannot."""
     out = update_size(update.kind, shapes_of(update.arrays))[0]
-    if update.kind not in ("lora", "loha", "full", "glora", "norm", "ia3") or out % 2:
+    if update.kind in ("lokr", "oft", "oft_in") or out % 2:
         raise NoRows(f"is a {update.kind} whose rows are in another order in this base")
     order = np.r_[out // 2 : out, 0 : out // 2]
-    names = (_OUTPUTS[update.kind] | {"magnitude", "bias"}) & update.arrays.keys()
-    changed = {name: update.arrays[name][order] for name in names}
+    changed = {name: update.arrays[name][order] for name in _OUTPUTS & update.arrays.keys()}
     return replace(update, arrays={**update.arrays, **changed})

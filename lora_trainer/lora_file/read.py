@@ -18,7 +18,9 @@ import numpy as np
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter_size import AdapterKind, update_size
-from lora_trainer.lora_file.header import (
+from lora_trainer.lora_file.key_formats import BESIDE, NEEDED, PART_MARK, Role, parse_key
+from lora_trainer.lora_file.module_update import Update, normal_form
+from lora_trainer.lora_file.tensor_file import (
     PEFT_FILE,
     Array,
     HeaderEntry,
@@ -28,32 +30,6 @@ from lora_trainer.lora_file.header import (
     open_checked,
     refuse,
 )
-from lora_trainer.lora_file.module_update import Update, normal_form
-from lora_trainer.lora_file.names import PART_MARK, Role, parse_key
-
-_BESIDE: frozenset[Role] = frozenset({"alpha", "magnitude", "bias", "up_bias", "rescale", "scaled"})
-_NEEDED: Mapping[AdapterKind, tuple[frozenset[Role], ...]] = {
-    "lora": (frozenset({"down", "up"}), frozenset({"down", "up", "mid"})),
-    "loha": (
-        frozenset({"w1_a", "w1_b", "w2_a", "w2_b"}),
-        frozenset({"w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2"}),
-    ),
-    "lokr": tuple(
-        frozenset({*first, *second})
-        for first in (("w1",), ("w1_a", "w1_b"))
-        for second in (("w2",), ("w2_a", "w2_b"), ("w2_a", "w2_b", "t2"))
-    ),
-    "oft": (frozenset({"blocks"}),),
-    "oft_in": (frozenset({"skew"}),),
-    "glora": (frozenset({"a1", "a2", "b1", "b2"}), frozenset({"a1", "a2", "b1", "b2", "bm"})),
-    "ia3": (frozenset({"factor", "on_input"}),),
-    "full": (frozenset({"difference"}), frozenset()),
-    "norm": (frozenset({"difference"}),),
-}
-_ORDER: tuple[AdapterKind, ...] = (
-    "loha", "lokr", "oft", "oft_in", "glora", "ia3", "norm", "full", "lora",
-)  # fmt: skip
-"""Of two kinds in one module the one that is not the mere companion of the other (a magnitude, a bias)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +42,13 @@ class ModuleFactors:
     @property
     def complete(self) -> bool:
         """Whether the factors of its kind are all there, and no others."""
-        have = self.entries.keys() - _BESIDE
+        have = self.entries.keys() - BESIDE
         # LyCORIS trains the bias of a layer alone too, where its weight stays.
         if self.kind == "full" and not have:
             return "bias" in self.entries
         if self.kind == "norm":
             have |= self.entries.keys() & {"difference"}
-        return self.kind is not None and have in _NEEDED[self.kind]
+        return self.kind is not None and any(have == {*each.split()} for each in NEEDED[self.kind])
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -245,7 +221,7 @@ def _kind(kinds: set[AdapterKind], roles: Mapping[Role, HeaderEntry]) -> Adapter
         return "lora"
     if not kinds and "bias" in roles:
         return "full"
-    return next((kind for kind in _ORDER if kind in kinds), None)
+    return next((kind for kind in NEEDED if kind in kinds), None)
 
 
 DIFFUSERS_METADATA = "lora_adapter_metadata"

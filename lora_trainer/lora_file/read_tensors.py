@@ -21,17 +21,12 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.config.declare import Precision
 from lora_trainer.families.base import TensorInfo
 from lora_trainer.lora.tensors import ModuleTensors
+from lora_trainer.lora_file.base_layers import LayerNames, LayerRows
 from lora_trainer.lora_file.embedding import BUNDLED
-from lora_trainer.lora_file.header import refuse
+from lora_trainer.lora_file.key_formats import KeyFormat, key_format, kind_of_others
 from lora_trainer.lora_file.module_update import NoRows, Update, swap_halves, take_rows
-from lora_trainer.lora_file.names import (
-    KeyFormat,
-    LayerNames,
-    LayerRows,
-    key_format,
-    kind_of_others,
-)
 from lora_trainer.lora_file.read import Contents, ModuleFactors, open_contents
+from lora_trainer.lora_file.tensor_file import refuse
 
 SLOT_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,

@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,16 +23,27 @@ from lora_trainer.config.declare import Precision
 from lora_trainer.families.base import Family, FileFormat, TensorInfo
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import DTYPES, AdapterTensors, ModuleTensors, split_key
+from lora_trainer.lora_file.base_layers import LayerNames
 from lora_trainer.lora_file.embedding import embedding_path
-from lora_trainer.lora_file.formats import AdapterContents
+from lora_trainer.lora_file.key_formats import (
+    ALPHA,
+    BIAS,
+    SCALED,
+    STRONG,
+    AdapterContents,
+    file_endings,
+)
 from lora_trainer.lora_file.metadata import ExportInfo, metadata
-from lora_trainer.lora_file.names import ALPHA, BIAS, SCALED, STRONG, LayerNames, file_endings
 from lora_trainer.lora_file.read import FOLDED
 from lora_trainer.lora_file.read_tensors import open_adapter, tensor_bytes, tensor_info
-from lora_trainer.lora_file.stream import Body, ordered, write_tensors
+from lora_trainer.lora_file.tensor_file import Body, ordered, write_tensors
 
 _FLAT = frozenset({"w1_b", "w2_b"})
 """Factors that readers multiply as matrices: a convolution's kernel is flattened into the rows."""
+
+
+class Unwritable(TrainingStopped):
+    """Values that are not finite, or do not fit the precision of the file."""
 
 
 def contents_of(tensors: AdapterTensors) -> AdapterContents:
@@ -69,9 +79,7 @@ def write_export(
     alpha = common_alpha(tensors.values())
     form = FileForm(family=family, format=format, precision=precision, lora_alpha=alpha)
     try:
-        write_modules(
-            path, tensors, form, entries=lambda _: metadata(info), in_memory=True, force=True
-        )
+        write_modules(path, tensors, form, entries=lambda _: metadata(info), force=True)
     except RequestError as error:  # the run's folder is gone, which nobody asked for here
         raise MachineError(error.found, fix=error.fix) from None
 
@@ -82,24 +90,18 @@ def write_modules(
     form: FileForm,
     *,
     entries: Callable[[float | None], Mapping[str, str]],
-    in_memory: bool = False,
     force: bool,
 ) -> None:
     """Write an adapter; the file appears at `path` when it has been read back and compared with the modules.
 
     `entries` gives the header's entries but the hashes, for the alpha that most modules state. Modules are looked
-    up several times, one at a time; `in_memory` keeps what the file has of them. Raises as `write_tensors` and
-    `FileForm.tensors`, and TrainingStopped for a file that does not hold the adapter.
+    up several times, one at a time. Raises as `write_tensors` and `FileForm.tensors`, and TrainingStopped for a
+    file that does not hold the adapter.
     """
-
-    def of_module(key: str) -> dict[str, Tensor]:
-        return form.tensors(key, modules[key])
-
-    tensors_of = cache(of_module) if in_memory else of_module
     infos, module_of = dict[str, TensorInfo](), dict[str, str]()
     alphas = Counter[float | None]()
     for key in modules:
-        tensors = tensors_of(key)
+        tensors = form.tensors(key, modules[key])
         if module_of.keys() & tensors.keys():
             raise ValueError("two modules share one name in the file")
         infos |= {name: tensor_info(tensor) for name, tensor in tensors.items()}
@@ -115,7 +117,7 @@ def write_modules(
         for name in ordered(infos):
             if module_of[name] != last:
                 last = module_of[name]
-                tensors = tensors_of(last)
+                tensors = form.tensors(last, modules[last])
             yield tensor_bytes(tensors[name])
 
     write_tensors(
@@ -187,8 +189,7 @@ class FileForm:
     def tensors(self, key: str, module: ModuleTensors) -> dict[str, Tensor]:
         """Return the file's tensors of one module by name, rounded, on the CPU.
 
-        Raises TrainingStopped for values that are not finite or do not fit the precision, InputError for rows of
-        a Kronecker product.
+        Raises Unwritable for values, InputError for rows of a Kronecker product.
         """
         if module.rows is not None:
             raise InputError(
@@ -265,14 +266,14 @@ def _magnitude(tensor: Tensor, module: ModuleTensors, role: str, format: FileFor
 
 def _rounded(tensor: Tensor, *, key: str, precision: Precision) -> Tensor:
     if not tensor.isfinite().all():
-        raise TrainingStopped(
+        raise Unwritable(
             f"the adapter of {key} holds values that are not finite numbers",
             fix="resume from an earlier state with a lower optimizer.learning_rate",
         )
     rounded = tensor.to(DTYPES[precision]).contiguous()
     if not rounded.isfinite().all():
         largest, limit = tensor.abs().max(), torch.finfo(rounded.dtype).max
-        raise TrainingStopped(
+        raise Unwritable(
             f"the adapter of {key} reaches {largest:.3g}, {precision} ends at {limit:.3g}",
             fix="export with --set output.precision=fp32",
         )

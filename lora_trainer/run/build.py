@@ -33,7 +33,7 @@ from lora_trainer.lora.adapter import Adapter, denoiser_layers, inject, layer_sh
 from lora_trainer.lora.adapter_kinds import add_new_tokens
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
 from lora_trainer.lora.tensors import DTYPES
-from lora_trainer.lora_file.names import LayerNames
+from lora_trainer.lora_file.base_layers import LayerNames
 from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.network.block_swap import Streamed, offload, stream_blocks
 from lora_trainer.network.compiling import apply_attention
@@ -212,7 +212,7 @@ def _assistant(prepared: Prepared, denoiser: nn.Module) -> LoraStrength | None:
     file = prepared.config.base.assistant
     if file is None:
         return None
-    names = LayerNames(prepared.family, _layers(prepared, None))
+    names = layer_names(prepared, None)
     return attach_assistant(denoiser, read_tensors(Path(file).expanduser(), names=names))
 
 
@@ -229,15 +229,7 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
     alpha = config.adapter.alpha
     starts = config.train.init_from if state is None else None
     # As they are without an adapter.
-    layers = _layers(prepared, networks.text) if starts is not None else {}
-    new_tokens: dict[str, nn.Parameter] = {}
-    if networks.text is not None and (word := new_word(config)):
-        new_tokens = add_new_tokens(
-            networks.text,
-            word.tokens,
-            start=config.adapter.new_tokens_from,
-            seed=config.train.seed,
-        )
+    names = layer_names(prepared, networks.text) if starts is not None else None
     adapter = inject(
         inside,
         modules=modules,
@@ -246,27 +238,33 @@ def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | 
         alpha=float(config.adapter.rank if alpha == "auto" else alpha),
         seed=config.train.seed,
         averaged=config.train.ema_decay is not None,
-        new_tokens=new_tokens,
+        new_tokens=new_tokens(config, networks.text),
         keep_best=config.output.keep_best,
     )
-    if starts is not None:
-        names = LayerNames(family, layers)
+    if starts is not None and names is not None:
         adapter.load_tensors(read_tensors(Path(starts).expanduser(), names=names))
     return adapter
 
 
-def _layers(
-    prepared: Prepared, text: TextEncoder | None
-) -> dict[str, Mapping[str, tuple[int, ...]]]:
-    """Return the shapes of all layers by component, those of loaded text encoders by their own names."""
-    family = prepared.family
-    return {
+def layer_names(prepared: Prepared, text: TextEncoder | None) -> LayerNames:
+    """Return all layers of the base for adapter files, those of loaded text encoders by their own names."""
+    family, loaded = prepared.family, text.networks if text else {}
+    layers: dict[str, Mapping[str, tuple[int, ...]]] = {
         DENOISER: denoiser_layers(family, prepared.facts.architecture),
         **family.text.layers,
-        **{
-            name: layer_shapes(network) for name, network in (text.networks if text else {}).items()
-        },
+        **{name: layer_shapes(network) for name, network in loaded.items()},
     }
+    return LayerNames(family, layers)
+
+
+def new_tokens(config: RunConfig, text: TextEncoder | None) -> dict[str, nn.Parameter]:
+    """Add vectors of the new word to the text encoders; return them by component, none without a word."""
+    word = new_word(config)
+    if text is None or word is None:
+        return {}
+    return add_new_tokens(
+        text, word.tokens, start=config.adapter.new_tokens_from, seed=config.train.seed
+    )
 
 
 def arrange(prepared: Prepared, networks: Networks) -> Streamed | None:

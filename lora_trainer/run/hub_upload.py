@@ -22,9 +22,9 @@ from lora_trainer.common.errors import LoraTrainError, MachineError, RequestErro
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import read_json_object
 from lora_trainer.common.wording import public_text
+from lora_trainer.lora_file.base_layers import check_usable
 from lora_trainer.lora_file.embedding import embedding_path
-from lora_trainer.lora_file.fitting_base import check_usable
-from lora_trainer.lora_file.names import key_format
+from lora_trainer.lora_file.key_formats import key_format
 from lora_trainer.reporting.history import last_samples, sample_prompt
 
 if TYPE_CHECKING:

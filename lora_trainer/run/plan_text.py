@@ -22,7 +22,7 @@ from lora_trainer.config.config import all_settings, flatten
 from lora_trainer.config.running import RunConfig
 from lora_trainer.families.base import FileFormat
 from lora_trainer.hardware.machine import tier_problem
-from lora_trainer.lora_file.formats import format_notes, planned_contents
+from lora_trainer.lora_file.key_formats import format_notes, planned_contents
 from lora_trainer.planning.memory import HostPrediction, MemoryItem
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan

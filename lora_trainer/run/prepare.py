@@ -45,7 +45,7 @@ from lora_trainer.families.hub_files import OnBytes, unheard
 from lora_trainer.families.locate import EMBEDDED, describe, identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
 from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.lora_file.formats import format_for, planned_contents
+from lora_trainer.lora_file.key_formats import format_for, planned_contents
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput, known_oom
 

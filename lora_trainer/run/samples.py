@@ -51,9 +51,9 @@ from lora_trainer.families.base import BaseFacts, Conditioning, Family, Sampler
 from lora_trainer.families.locate import locate, with_caption_tokens, with_choices
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.lora.tensors import DTYPES
-from lora_trainer.lora_file.embedding import embedding_path, read_embedding, trained_words
-from lora_trainer.lora_file.header import file_of, holds_adapter
+from lora_trainer.lora_file.embedding import trained_vectors, trained_words
 from lora_trainer.lora_file.read import read_contents
+from lora_trainer.lora_file.tensor_file import file_of, holds_adapter
 from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.reporting.control import Control
@@ -409,14 +409,7 @@ def _taught(pipeline: Any, family: Family, file: Path) -> Callable[[str], str]:
     word = trained_words(read_contents(file).metadata)
     if word is None:
         return lambda prompt: prompt
-    expected_file = embedding_path(file)
-    beside = expected_file if expected_file.is_file() else file.with_name(expected_file.name)
-    if not beside.is_file():
-        raise InputError(
-            f"{file.name} was trained with new tokens for {word.text!r}, but their file is missing",
-            fix=f"put {expected_file.name} beside it",
-        )
-    vectors = read_embedding(beside).vectors
+    vectors = trained_vectors(file, word)
     for component, key in family.text.new_token_keys.items():
         network = getattr(pipeline, component)
         tokenizer = getattr(pipeline, component.replace("text_encoder", "tokenizer"))

@@ -1,41 +1,59 @@
-"""Opening adapter files of any trainer with the right names: family, modules, kernels, precision.
+"""Adapter files opened with the right names and written anew, as all tools do; `convert` does only that.
 
-Input is a file and, where it is not the public release, the base it was made for; output an
-OpenAdapter whose modules are read one at a time, checked for numbers that are none.
+Input is a file and, where it is not the public release, the base it was made for; modules are read one at a time,
+when looked up, and checked for numbers that are none. Output is a file in the names of kohya, of diffusers or of
+ComfyUI, with the same bytes that an export of the live adapter would have. It appears when it is whole and every
+module has been read back. Where a format states no strength, it is multiplied into the tensors, in fp32 if their own
+precision would round it.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lora_trainer import families
-from lora_trainer.common.errors import LoraTrainError, RequestError
+from lora_trainer.common.errors import InputError, LoraTrainError, RequestError, TrainingStopped
+from lora_trainer.config.declare import Precision
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base import DENOISER, Family
+from lora_trainer.families.base import DENOISER, Family, FileFormat
 from lora_trainer.families.locate import EMBEDDED, describe
 from lora_trainer.lora.adapter import denoiser_layers
-from lora_trainer.lora.tensors import ModuleTensors
-from lora_trainer.lora_file.fitting_base import Fit, check_usable, released_names
-from lora_trainer.lora_file.metadata import stated_base
-from lora_trainer.lora_file.names import LayerNames
-from lora_trainer.lora_file.read import Contents
+from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors
+from lora_trainer.lora_file.base_layers import Fit, LayerNames, check_usable, released_names
+from lora_trainer.lora_file.key_formats import (
+    AdapterContents,
+    FormatRequest,
+    format_for,
+    format_notes,
+)
+from lora_trainer.lora_file.metadata import kohya_entries, stated_base
+from lora_trainer.lora_file.read import DIFFUSERS_METADATA, FOLDED, Contents
 from lora_trainer.lora_file.read_tensors import OpenAdapter, open_adapter
+from lora_trainer.lora_file.tensor_file import HASHES, file_of, refuse_existing
+from lora_trainer.lora_file.write import (
+    FileForm,
+    Unwritable,
+    common_alpha,
+    contents_of,
+    write_modules,
+)
 
+SUFFIX = ".safetensors"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weighted:
-    """An adapter file and the weight on its update."""
-
-    file: Path
-    weight: float
+Weighted = tuple[Path, float]
+"""An adapter file and the weight on its update."""
+Parts = Sequence[tuple[ModuleTensors, float]]
+"""The modules of several adapters that change one layer, and the weight on the update of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +68,7 @@ class WeightedSources:
         """The layers that any of the adapters changes, as "component.module", sorted."""
         return tuple(sorted({key for source in self.sources for key in source}))
 
-    def modules(self, key: str) -> list[tuple[ModuleTensors, float]]:
+    def modules(self, key: str) -> Parts:
         """Return (module, weight) of each adapter that changes a layer."""
         pairs = zip(self.sources, self.weights, strict=True)
         return [(source[key], weight) for source, weight in pairs if key in source]
@@ -84,19 +102,25 @@ def open_weighted(
     """Open adapter files until `stack` closes; raises RequestError for none, and as `open_source`."""
     if not inputs:
         raise RequestError("there is nothing to merge", fix="give at least one adapter file")
-    opened = (open_source(each.file, base=base, names=names) for each in inputs)
+    opened = (open_source(file, base=base, names=names) for file, _ in inputs)
     sources = [stack.enter_context(each) for each in opened]
-    return WeightedSources(sources=sources, weights=[each.weight for each in inputs])
+    return WeightedSources(sources=sources, weights=[weight for _, weight in inputs])
 
 
 def _names_of(contents: Contents, fit: Fit) -> LayerNames:
     """Return the names in the release that the file's modules fit, else in the base that our metadata name."""
     if fit.exact and fit.names is not None:
         return fit.names
-    family = families.family(fit.family)
-    architecture = _stated_architecture(contents.metadata, family)
-    if architecture is not None:
-        return _names_in(family, architecture)
+    family, source = families.family(fit.family), stated_base(contents.metadata)
+    # A file is no reason to look into any folder: only the embedded base and Hub ids are.
+    if source is not None and (source == EMBEDDED or _HUB_ID.fullmatch(source)):
+        try:
+            facts = describe(BaseSettings(model=source))
+        except LoraTrainError:
+            pass  # it is not on this machine, and the public release is what there is
+        else:
+            if facts.family == family.name:
+                return _names_in(family, facts.architecture)
     return fit.names or released_names(family.name, 0)
 
 
@@ -106,16 +130,182 @@ def _names_in(family: Family, architecture: Mapping[str, Any]) -> LayerNames:
     return LayerNames(family, {DENOISER: denoiser_layers(family, architecture), **text})
 
 
-def _stated_architecture(metadata: Mapping[str, str], family: Family) -> Mapping[str, Any] | None:
-    """Return the configuration of the base that our own metadata name, if it is on this machine.
+@dataclass(frozen=True, kw_only=True)
+class ToolResult:
+    """The file or folder that a tool wrote: `facts` about it are lines for people, `values` for scripts.
 
-    A file is no reason to look into any folder: only the embedded base and Hub ids are.
+    `notes` are for both, such as losses that readers will have.
     """
-    source = stated_base(metadata)
-    if source is None or not (source == EMBEDDED or _HUB_ID.fullmatch(source)):
-        return None
-    try:
-        facts = describe(BaseSettings(model=source))
-    except LoraTrainError:
-        return None  # the public release is what there is
-    return facts.architecture if facts.family == family.name else None
+
+    file: Path
+    family: str
+    facts: tuple[str, ...]
+    notes: tuple[str, ...]
+    values: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        file = str(self.file)
+        return {"file": file, "family": self.family, "notes": self.notes, **self.values}
+
+    def text(self) -> str:
+        """Return the file, the facts and the notes, a line each."""
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n".join([f"wrote {self.file}", *self.facts, *notes])
+
+    def with_more(self, *facts: str, notes: Iterable[str] = (), **values: Any) -> ToolResult:
+        """Return the result with more facts and values at the end, and more notes at the start."""
+        return replace(
+            self,
+            facts=(*self.facts, *facts),
+            notes=(*notes, *self.notes),
+            values={**self.values, **values},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterTarget:
+    """The adapter file that a tool is to write; `precision` None: that of its input."""
+
+    path: Path
+    format: FormatRequest = "auto"
+    precision: Precision | None = None
+    force: bool = False
+
+    def check(self) -> None:
+        """Raise RequestError where the file cannot be written, before any work is done."""
+        name, stem = self.path.name, self.path.stem
+        if self.path.suffix != SUFFIX:
+            fault = f"--output {name} does not end with {SUFFIX}"
+            raise RequestError(fault, fix=f"call it {stem}{SUFFIX}")
+        refuse_existing(self.path, force=self.force)
+
+    def write(
+        self,
+        modules: AdapterTensors,
+        *,
+        family: Family,
+        default: Precision,
+        entries: Mapping[str, str],
+        exact: bool = False,
+    ) -> ToolResult:
+        """Write an adapter; `entries` are the header's, but for hashes, rank and alpha.
+
+        Without a precision it is `default`; with `exact` it is fp32 instead where `default` would round, and
+        a note says so. Modules are looked up several times, one at a time. Raises RequestError with the reason
+        where the format cannot hold the adapter, for values beyond the precision and for an output that
+        exists, unless `force`, and MachineError when the disk refuses.
+        """
+        contents = contents_of(modules)
+        try:
+            format = format_for(family, self.format, contents)
+        except RequestError as error:
+            raise RequestError(_as_option(error.found), fix=_as_option(error.fix)) from None
+        notes = [_as_option(note) for note in format_notes(format, contents)]
+        form = FileForm(
+            family=family,
+            format=format,
+            precision=self.precision or default,
+            lora_alpha=common_alpha(modules.values()),
+        )
+        rounds = exact and self.precision is None and default != "fp32"
+        if rounds and not _is_exact(form, modules):
+            form = replace(form, precision="fp32")
+            notes.insert(
+                0, f"written in fp32, as {default} would round it; --precision {default} rounds"
+            )
+        rank = Counter(module.rank for module in modules.values()).most_common(1)[0][0]
+
+        def with_strength(alpha: float | None) -> dict[str, str]:
+            # As far as the float32 in the tensors is meant.
+            stated_alpha = str(float(f"{rank if alpha is None else alpha:.7g}"))
+            strength = {"ss_network_dim": str(rank), "ss_network_alpha": stated_alpha}
+            return {**_network(contents), **entries, **strength}
+
+        try:
+            write_modules(self.path, modules, form, entries=with_strength, force=self.force)
+        except Unwritable as error:
+            raise RequestError(error.found, fix="write it with --precision fp32") from None
+        except TrainingStopped as error:
+            raise InputError(error.found, fix="report this as a bug; nothing was written") from None
+        count, precision = len(modules), form.precision
+        return ToolResult(
+            file=self.path,
+            family=family.name,
+            facts=(f"{family.name}, {format} format, {precision}, {count} modules",),
+            notes=tuple(notes),
+            values={"format": format, "precision": precision, "modules": count, "rank": rank},
+        )
+
+
+def _is_exact(form: FileForm, modules: AdapterTensors) -> bool:
+    """Say whether the precision of a form holds every value as fp32 would."""
+    fp32 = replace(form, precision="fp32")
+    for key, module in modules.items():
+        try:
+            rounded = form.tensors(key, module)
+        except Unwritable:
+            return False
+        exact = fp32.tensors(key, module)
+        if not all(torch.equal(rounded[name].float(), exact[name]) for name in exact):
+            return False
+    return True
+
+
+def _as_option(text: str) -> str:
+    plain = text.replace("--set output.format=", "output.format=")
+    return plain.replace("output.format=", "--format ")
+
+
+# ---- header entries
+
+
+_NOT_CARRIED = frozenset({*HASHES, DIFFUSERS_METADATA, FOLDED})
+"""Header entries about the tensors of the old file; peft's settings would be a second strength."""
+_MODULE, _ARGUMENTS = "ss_network_module", "ss_network_args"
+
+
+def carried(metadata: Mapping[str, str], *, resized: bool) -> dict[str, str]:
+    """Return the entries of an adapter made from one other, of another rank if `resized`."""
+    left_out = {*_NOT_CARRIED, _MODULE, _ARGUMENTS} if resized else _NOT_CARRIED
+    return {key: value for key, value in metadata.items() if key not in left_out}
+
+
+def _network(contents: AdapterContents) -> dict[str, str]:
+    """Return with which of kohya's networks an adapter of this kind is read."""
+    others = sorted(contents.kinds - {"lora"})
+    arguments = dict[str, str]()
+    if others or contents.dora:
+        arguments["algo"] = kohya_entries()["algorithms"][others[0] if others else "lora"]
+    if contents.dora:
+        arguments |= {"dora_wd": "True", "wd_on_output": "True"}
+    return {
+        _MODULE: "lycoris.kohya" if arguments else "networks.lora",
+        _ARGUMENTS: json.dumps(arguments),
+    }
+
+
+# ---- convert
+
+
+def beside(file: Path, format: FileFormat) -> Path:
+    """Return the name of a converted file where none is asked for; raises InputError as `file_of`."""
+    file = file_of(file)
+    return file.with_name(f"{file.stem}-{format}{SUFFIX}")
+
+
+def convert(file: Path, target: AdapterTarget, *, base: str | None = None) -> ToolResult:
+    """Write `file` in another format; `base` is the model it was made for, the family's release by default.
+
+    Raises RequestError with the reason where the format cannot hold the adapter, InputError for a file
+    that cannot be used and MachineError when the disk refuses; nothing is written then.
+    """
+    target.check()
+    with open_source(file_of(file), base=base) as source:
+        return target.write(
+            source,
+            family=source.names.family,
+            default=source.precision,
+            entries=carried(source.metadata, resized=False),
+            exact=True,
+        )

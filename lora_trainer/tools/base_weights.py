@@ -1,13 +1,16 @@
-"""The weights of a base model, tensor by tensor: a diffusers folder or a single-file checkpoint.
+"""The weights of a base model, tensor by tensor, and `merge --into`: a base written anew with adapters in them.
 
-Input is the value of `--base`, output the location of every layer's weight, read when looked up. No
-network is built.
+Input is a diffusers folder, a Hub id or a checkpoint in one file, output the location of every layer's weight, read
+when looked up; no network is built. Merging writes a base model of the same layout, shard by shard: weights keep their
+dtype, and tensors that no adapter changes are copied byte for byte.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +20,9 @@ import torch
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.common.errors import InputError
+from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.files import disk_error, retry_while_open, sync_folder
+from lora_trainer.common.wording import public_text
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import (
     DENOISER,
@@ -29,13 +34,27 @@ from lora_trainer.families.base import (
 from lora_trainer.families.base_files.base_folder import AGAIN, BESIDE_WEIGHTS, unread_quantisation
 from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.families.locate import describe, locate
-from lora_trainer.lora.tensors import split_key
-from lora_trainer.lora_file.fitting_base import released_names
-from lora_trainer.lora_file.header import Opened, open_checked
-from lora_trainer.lora_file.names import LayerNames
-from lora_trainer.lora_file.read_tensors import SLOT_DTYPES
+from lora_trainer.lora.low_rank import fits
+from lora_trainer.lora.tensors import split_key, update
+from lora_trainer.lora_file.base_layers import LayerNames, released_names
+from lora_trainer.lora_file.read_tensors import SLOT_DTYPES, tensor_bytes
+from lora_trainer.lora_file.tensor_file import (
+    HASHES,
+    Body,
+    Opened,
+    open_checked,
+    refuse_existing,
+    temporary_beside,
+    write_tensors,
+)
+from lora_trainer.tools.adapters import (
+    SUFFIX,
+    ToolResult,
+    Weighted,
+    WeightedSources,
+    open_weighted,
+)
 
-SUFFIX = ".safetensors"
 WEIGHT = ".weight"
 TEXT_MODEL = "text_model."
 """transformers 5 leaves it out of the names of some CLIP encoders; here all go without."""
@@ -199,3 +218,238 @@ def open_file(path: Path, stack: ExitStack) -> Opened:
             fix="use the fp16, bf16 or fp32 version of this base model",
         )
     return file
+
+
+# ---- merging into a base
+
+
+INDEX = "model_index.json"
+_WEIGHTS = frozenset(
+    {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".msgpack", ".h5", ".onnx", ".gguf"}
+)
+_AVERAGED = "model_ema."
+Changed = tuple[str, WeightPlace]
+"""The weight or bias of a layer that changes, and where in a tensor it lies."""
+Changes = Mapping[tuple[Path, str], Sequence[Changed]]
+"""By folder and tensor the layers that change; variants of a file have the same tensors."""
+
+
+def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = False) -> ToolResult:
+    """Write a base model with adapters in its weights; `output` is a folder or a file, as the base is.
+
+    Raises RequestError for an output that exists or lies in the base and for values beyond a weight's
+    dtype, InputError for files that cannot be used or do not fit the base, and MachineError when the
+    disk refuses; nothing is left behind then.
+    """
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_base(base))
+        _refuse_output(opened, output, force=force)
+        _refuse_replacing(inputs, opened, output)
+        adapters = open_weighted(inputs, stack, names=opened.names())
+        _check_fit(adapters, opened)
+        write = _write_single if opened.single else _write_folder
+        notes = write(opened, adapters, output, force=force)
+        family, layers = opened.family.name, len(adapters.layers)
+        return ToolResult(
+            file=output,
+            family=family,
+            facts=(f"a {family} base model, {layers} layers changed",),
+            notes=tuple(notes),
+            values={"layers": layers},
+        )
+
+
+def _refuse_output(base: BaseWeights, output: Path, *, force: bool) -> None:
+    if base.single:
+        if output.suffix != SUFFIX:
+            raise RequestError(
+                f"the base is one file, --output {output.name} does not end with {SUFFIX}",
+                fix=f"call it {output.name}{SUFFIX}",
+            )
+        refuse_existing(output, force=force)
+        return
+    if output.suffix == SUFFIX:
+        raise RequestError(
+            f"the base is a folder, --output {output.name} names a file",
+            fix="give --output the name of a folder",
+        )
+    if not output.parent.is_dir():
+        raise RequestError(f"the folder {output.parent} does not exist", fix="create it first")
+    if output.resolve().is_relative_to(base.path.resolve()):
+        raise RequestError(f"{output} lies in the base model", fix="give another --output")
+    replaceable = force and (output / INDEX).is_file()
+    if output.exists() and not replaceable:
+        fault = "is no diffusers folder, --force will not replace it" if force else "exists already"
+        raise RequestError(f"{output} {fault}", fix="give another --output")
+
+
+def _refuse_replacing(inputs: Sequence[Weighted], base: BaseWeights, output: Path) -> None:
+    """Raise RequestError where the result would take the place of one of its inputs."""
+    target = output.resolve()
+    for path in (base.path, *(file for file, _ in inputs)):
+        if path.resolve().is_relative_to(target):
+            raise RequestError(
+                f"{path} would be replaced by the result", fix="give another --output"
+            )
+
+
+def _check_fit(adapters: WeightedSources, base: BaseWeights) -> None:
+    """Read every module once before anything is written; raises InputError naming the first misfit."""
+    for key in adapters.layers:
+        out, *inputs = base.tensors[f"{key}{WEIGHT}"].shape
+        fan_in = math.prod(inputs)
+        for source in adapters.sources:
+            module, fault = source.get(key), ""
+            if (
+                module is not None
+                and "bias" in module.tensors
+                and f"{key}.bias" not in base.tensors
+            ):
+                fault = f"the bias of {key}, which has none in the base"
+            elif module is not None and not fits(module, out=out, fan_in=fan_in):
+                fault = f"{key}, whose weight is {out}x{fan_in} in the base, in another size"
+            if fault:
+                raise InputError(
+                    f"{source.name} changes {fault}",
+                    fix="give the base model that the adapter was made for",
+                )
+
+
+def _changes(base: BaseWeights, adapters: WeightedSources) -> Changes:
+    changes: dict[tuple[Path, str], list[Changed]] = {}
+    for key in adapters.layers:
+        has_bias = any("bias" in module.tensors for module, _ in adapters.modules(key))
+        for name in (f"{key}{WEIGHT}", f"{key}.bias")[: 1 + has_bias]:
+            location = base.tensors[name]
+            tensor = location.at.tensor.removeprefix(TEXT_MODEL)
+            source = (location.file.path.parent, tensor)
+            changes.setdefault(source, []).append((name, location.at))
+    return changes
+
+
+def _write_single(
+    base: BaseWeights, adapters: WeightedSources, output: Path, *, force: bool
+) -> list[str]:
+    file = next(iter(base.tensors.values())).file
+    names = [file.path.stem, *(Path(source.name).stem for source in adapters.sources)]
+    merged_from = {"modelspec.merged_from": public_text(", ".join(names))}
+    _rewrite(file, output, adapters, _changes(base, adapters), entries=merged_from, force=force)
+    averaged = any(name.startswith(_AVERAGED) for name in file.entries)
+    return [f"{_AVERAGED}*, the averaged weights, are without the adapters"] if averaged else []
+
+
+def _write_folder(
+    base: BaseWeights, adapters: WeightedSources, output: Path, *, force: bool
+) -> list[str]:
+    temporary = temporary_beside(output)
+    try:
+        temporary.mkdir()
+        changes = _changes(base, adapters)
+        left_out = _fill(base.path, temporary, adapters, changes, top=True)
+        _replace(temporary, output, force=force)
+    except OSError as error:
+        raise disk_error(output, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return [f"{name} was left out: it would lack the adapters" for name in left_out]
+
+
+def _fill(
+    folder: Path, target: Path, adapters: WeightedSources, changes: Changes, *, top: bool = False
+) -> list[str]:
+    """Copy a folder, weights of changed components with the changes; return the files left out.
+
+    Weights in other formats than safetensors would be without them, as would checkpoints beside the
+    components' folders. All shards and variants (such as fp16) of a component are changed.
+    """
+    left_out = []
+    changed = any(folder == changed_folder for changed_folder, _ in changes)
+    for entry in sorted(folder.iterdir()):
+        new = target / entry.name
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            new.mkdir()
+            left_out += _fill(entry, new, adapters, changes)
+        elif changed and entry.suffix == SUFFIX:
+            with ExitStack() as stack:
+                _rewrite(open_file(entry, stack), new, adapters, changes)
+        elif entry.suffix in _WEIGHTS and (top or changed):
+            left_out.append(entry.relative_to(folder.parent).as_posix())
+        else:
+            _copy(entry, new)
+    return left_out
+
+
+def _rewrite(
+    file: Opened,
+    new: Path,
+    adapters: WeightedSources,
+    changes: Changes,
+    *,
+    entries: Mapping[str, str] | None = None,
+    force: bool = False,
+) -> None:
+    """Write a file again with changed weights, tensors in their order, one at a time."""
+    folder, metadata = file.path.parent, {**file.metadata, **(entries or {})}
+
+    def bodies() -> Iterator[Body]:
+        for name, entry in file.entries.items():
+            layers = changes.get((folder, name.removeprefix(TEXT_MODEL)))
+            if layers is None:
+                yield file.read(entry)
+            else:
+                yield tensor_bytes(_merged(name, read_tensor(file, name), layers, adapters))
+
+    hashes = [key for key in HASHES if key in metadata]
+    write_tensors(new, file.entries, bodies(), metadata=metadata, hashes=hashes, force=force)
+
+
+def _copy(file: Path, new: Path) -> None:
+    """Copy the contents of a file, links followed, onto the disk."""
+    shutil.copyfile(file, new)
+    with new.open("rb+") as copied:
+        os.fsync(copied.fileno())
+
+
+def _replace(temporary: Path, output: Path, *, force: bool) -> None:
+    """Give a finished folder its name; one that was there goes only when the new one is in its place."""
+    old = temporary.with_name(f"{temporary.name}-old"[-200:])
+    if output.exists() and force:
+        retry_while_open(lambda: output.rename(old))
+    try:
+        retry_while_open(lambda: temporary.rename(output))
+    except OSError:
+        if old.exists():
+            old.rename(output)
+        raise
+    sync_folder(output.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _merged(
+    name: str, weight: Tensor, changes: Sequence[Changed], adapters: WeightedSources
+) -> Tensor:
+    """Return a tensor of the base with all changes, in its dtype; raises RequestError beyond its range."""
+    # A copy, because DoRA and OFT go by the weights of the base, whatever else is merged.
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    merged = weight.to(wide, copy=True)
+    for key, at in changes:
+        rows = slice(None) if at.rows is None else slice(*at.rows)
+        layer, _, part = key.rpartition(".")
+        for module, strength in adapters.modules(layer):
+            # The update of DoRA, OFT, GLoRA or IA3 is computed from the base's weight in diffusers' order.
+            if part == "bias" and "bias" in module.tensors:
+                change = module.tensors["bias"].to(wide)
+            elif part == "weight" and (module.kind != "full" or "difference" in module.tensors):
+                change = update(module, rows_at(at, weight))
+            else:
+                continue
+            merged[rows] += strength * in_place_order(at, change)
+    largest, limit = float(merged.abs().max()), torch.finfo(weight.dtype).max
+    if not largest <= limit:  # fp8 would be clipped without a word
+        raise RequestError(
+            f"{name} would reach {largest:.3g}, its dtype ends at {limit:.3g}",
+            fix="merge with a lower weight, or into the bf16 or fp32 version of the base model",
+        )
+    return merged.to(weight.dtype)

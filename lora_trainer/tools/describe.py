@@ -12,10 +12,9 @@ from pathlib import Path
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.wording import public_text
-from lora_trainer.lora_file.fitting_base import check_usable
-from lora_trainer.lora_file.header import open_checked
+from lora_trainer.lora_file.base_layers import check_usable
 from lora_trainer.lora_file.metadata import usage_hint
-from lora_trainer.lora_file.stream import write_tensors
+from lora_trainer.lora_file.tensor_file import open_checked, write_tensors
 from lora_trainer.run.hub_upload import LOGIN, check_upload, push
 
 MAX_TEXT_CHARACTERS = 20_000

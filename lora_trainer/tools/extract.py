@@ -14,16 +14,19 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from lora_trainer import __version__
 from lora_trainer.common.errors import InputError, RequestError
+from lora_trainer.common.wording import public_source, public_text
 from lora_trainer.config.declare import Targets
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import DENOISER
 from lora_trainer.families.locate import describe
 from lora_trainer.lora.low_rank import approximated
 from lora_trainer.lora.tensors import split_key
+from lora_trainer.lora_file.metadata import SETTINGS_ENTRY, made_for
+from lora_trainer.tools.adapters import AdapterTarget, ToolResult
 from lora_trainer.tools.base_weights import WEIGHT, BaseWeights, WeightLocation, open_base
-from lora_trainer.tools.convert import AdapterTarget, ToolResult, extracted
-from lora_trainer.tools.resize import RankCutter, ResizeLimits, percent
+from lora_trainer.tools.merge import RankCutter, RankLimits, percent
 
 
 def extract(
@@ -42,7 +45,7 @@ def extract(
     """
     if rank is None and energy is None:
         raise RequestError("nothing says how much to keep", fix="give --rank, --energy or both")
-    limits = ResizeLimits(rank=rank, energy=energy)
+    limits = RankLimits(rank=rank, energy=energy)
     limits.check()
     target.check()
     with ExitStack() as stack:
@@ -64,18 +67,11 @@ def extract(
             cutter.modules,
             family=second.family,
             default="fp16",
-            entries=lambda summary: extracted(
-                tuned,
-                base,
-                family=second.family,
-                facts=describe(BaseSettings(model=second.source)),
-                title=target.path.stem,
-                summary=summary,
-            ),
+            entries=_entries(tuned, base, second, title=public_text(target.path.stem)),
         )
     share = unreached / (unreached + cutter.reached)
     return written.with_more(
-        f"rank {cutter.new_ranks()}",
+        f"rank {cutter.ranks()}",
         cutter.text("these layers' energy"),
         f"{percent(share)} of the whole difference is out of reach: other layers, norms, biases, "
         "embeddings",
@@ -83,6 +79,24 @@ def extract(
         **cutter.values(),
         unreached=share,
     )
+
+
+def _entries(tuned: str, base: str, opened: BaseWeights, *, title: str) -> dict[str, str]:
+    """Return the header entries of the difference between two base models; `opened` is the second."""
+    names = opened.family.adapter_names(describe(BaseSettings(model=opened.source)))
+    source = public_source(base)
+    return {
+        "ss_base_model_version": names.kohya,
+        "ss_sd_model_name": source,
+        "ss_output_name": title,
+        "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.architecture": names.modelspec,
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": title,
+        "modelspec.description": f"{public_source(tuned)} minus {source}",
+        "lora_train.version": __version__,
+        SETTINGS_ENTRY: made_for(source),
+    }
 
 
 def _compare(

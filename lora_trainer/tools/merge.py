@@ -1,51 +1,69 @@
-"""`merge`: several adapters of one family into one, exactly or cut to a rank.
+"""Sums of adapters: `merge` adds several up, exactly or cut to a rank, `resize` cuts one.
 
-Input are files with weights, output a file whose update is the weighted sum of theirs. Exactly: the
-factors side by side, so that ranks add up, in fp32 where their own precision would round the
-weights. Cut: the best LoRA of a rank, by singular values.
+Input are files with weights, output a file whose update is the weighted sum of theirs. Exactly: the factors side by
+side, so that ranks add up, in fp32 where their own precision would round the weights. Cut: the best LoRA of a rank,
+or of the rank that a share of the energy or a ratio to the largest singular value needs, and how much of the update
+was kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from statistics import median
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.lora.low_rank import NotLowRank, kind_name, lora
-from lora_trainer.lora.tensors import ModuleTensors
-from lora_trainer.lora_file.read_tensors import OpenAdapter
-from lora_trainer.tools.adapters import Weighted, WeightedSources, open_weighted
-from lora_trainer.tools.convert import AdapterTarget, ToolResult, merged
-from lora_trainer.tools.resize import (
-    Parts,
-    RankCutter,
-    ResizeLimits,
-    percent,
-    summed,
-    with_bias,
+from lora_trainer.common.wording import public_text
+from lora_trainer.lora.low_rank import (
+    LowRankUpdate,
+    NotLowRank,
+    Singular,
+    added,
+    approximated,
+    kind_name,
+    lora,
+    product,
+    singular,
 )
+from lora_trainer.lora.tensors import ModuleTensors, needs_weight, update
+from lora_trainer.lora_file.key_formats import SCALED
+from lora_trainer.lora_file.metadata import SETTINGS_ENTRY, made_for, stated_base
+from lora_trainer.tools.adapters import (
+    AdapterTarget,
+    Parts,
+    ToolResult,
+    Weighted,
+    WeightedSources,
+    carried,
+    open_weighted,
+)
+from lora_trainer.tools.base_weights import open_base
 
 _BAKE = "merge it into its base model with --into"
+WeightOf = Callable[[str, ModuleTensors], Tensor]
+"""Returns the base's weight of a layer for a module whose update depends on it; raises RequestError."""
 
 
 def parse_weighted(text: str) -> Weighted:
     """Read FILE or FILE:WEIGHT; raises RequestError for a weight that is no number or 0."""
     name, colon, number = text.rpartition(":")
     if not colon or Path(text).exists():
-        return Weighted(file=Path(text), weight=1.0)
+        return Path(text), 1.0
     try:
         weight = float(number)
     except ValueError:
-        return Weighted(file=Path(text), weight=1.0)  # a colon of the path
+        return Path(text), 1.0  # a colon of the path
     if not math.isfinite(weight) or weight == 0:
         raise RequestError(f"{text} has weight {number}", fix="give a number other than 0")
-    return Weighted(file=Path(name), weight=weight)
+    return Path(name), weight
 
 
 def merge(
@@ -62,31 +80,56 @@ def merge(
     Raises RequestError where no exact sum exists or the format cannot hold it, InputError for files
     that cannot be used or belong to different families; nothing is written then.
     """
-    if rank is not None and rank < 1:
-        raise RequestError(f"--rank {rank} is no rank", fix="give a whole number above 0")
+    cutter = RankCutter(limits=RankLimits(rank=rank))
+    if rank is not None:
+        cutter.limits.check()
     target.check()
     with ExitStack() as stack:
         adapters = open_weighted(inputs, stack, base=base)
-        sources = adapters.sources
-        _refuse_other_families(sources)
-        total = _Sum(adapters=adapters)
-        energy = 1.0
-        modules: Mapping[str, ModuleTensors] = total
+        first, *others = adapters.sources
+        for other in others:
+            if other.names.family is not first.names.family:
+                raise InputError(
+                    f"{first.name} is for {first.names.family.name}, {other.name} for "
+                    f"{other.names.family.name}",
+                    fix="merge adapters of one family",
+                )
         if rank is not None:
-            cutter = RankCutter(limits=ResizeLimits(rank=rank))
-            cutter.cut_all(adapters, total, weight_of=_no_weight, keeps=False)
-            energy, modules = cutter.energy, cutter.modules
-        files = [(Path(source.name).stem, source.metadata) for source in sources]
-        precisions = {source.precision for source in sources}
+            cutter.cut_all(adapters, weight_of=_no_weight)
+        precisions = {source.precision for source in adapters.sources}
         written = target.write(
-            modules,
-            family=sources[0].names.family,
+            _Sum(adapters=adapters) if rank is None else cutter.modules,
+            family=first.names.family,
             default=precisions.pop() if len(precisions) == 1 else "fp32",
-            entries=lambda summary: merged(files, summary, title=target.path.stem),
+            entries=_entries_of_sum(adapters, title=target.path.stem),
             exact=rank is None,
         )
+    energy = cutter.energy
     share = "the whole sum" if energy == 1 else f"{percent(energy)} of the sum's energy"
     return written.with_more(f"rank {written.values['rank']} holds {share}", energy=energy)
+
+
+def _entries_of_sum(adapters: WeightedSources, *, title: str) -> dict[str, str]:
+    """Return the header entries that all adapters share, and the names of their files."""
+    headers = [source.metadata for source in adapters.sources]
+    common = {
+        key: value
+        for key, value in headers[0].items()
+        if all(other.get(key) == value for other in headers)
+    }
+    bases = {stated_base(metadata) for metadata in headers}
+    if len(bases) == 1 and (base := bases.pop()) is not None:
+        common.setdefault(SETTINGS_ENTRY, made_for(base))
+    names = (public_text(Path(source.name).stem) for source in adapters.sources)
+    return {
+        **carried(common, resized=True),
+        "ss_output_name": public_text(title),
+        "modelspec.title": public_text(title),
+        "modelspec.merged_from": ", ".join(names),
+    }
+
+
+# ---- exact sums
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,30 +145,36 @@ class _Sum(Mapping[str, ModuleTensors]):
         return len(self.adapters.layers)
 
     def __getitem__(self, key: str) -> ModuleTensors:
-        parts = self.adapters.modules(key)
-        if len(parts) == 1:
-            return _scaled(key, *parts[0])
-        if all(module.kind in ("full", "norm") for module, _ in parts):
-            return _differences(key, parts)
-        # U1 D1 + U2 D2 = [U1 U2] [D1; D2], so ranks add up.
-        if all(module.kind == "lora" and not module.dora for module, _ in parts):
-            scales = {module.scale * weight for module, weight in parts}
-            if len(scales) == 1:  # nothing needs to be multiplied in, and rounded
-                units = [(replace(module, scale=1.0), 1.0) for module, _ in parts]
-                return with_bias(self._exactly(key, units, scale=scales.pop()), parts)
-        return with_bias(self._exactly(key, parts), parts)
+        kernel = self.adapters.sources[0].kernel(key)
+        return _exact_sum(key, self.adapters.modules(key), kernel=kernel)
 
-    def _exactly(self, key: str, parts: Parts, *, scale: float = 1.0) -> ModuleTensors:
-        """Return the sum as factors side by side; raises RequestError where a part is no product of factors."""
-        try:
-            total = summed(key, parts, kernel=self.adapters.sources[0].kernel(key))
-        except NotLowRank as error:
-            raise _no_sum(key, str(error)) from None
-        return lora(up=total.up, down=total.down, inputs=total.inputs, scale=scale)
+
+def _exact_sum(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> ModuleTensors:
+    """Return a weighted sum of modules; raises RequestError where none is exact."""
+    if len(parts) == 1:
+        return _scaled(key, *parts[0])
+    if all(module.kind in ("full", "norm") for module, _ in parts):
+        return _differences([_scaled(key, module, weight) for module, weight in parts])
+    scale, units = 1.0, parts
+    if all(module.kind == "lora" and not module.dora for module, _ in parts):
+        scales = {module.scale * weight for module, weight in parts}
+        if len(scales) == 1:  # nothing needs to be multiplied in, and rounded
+            scale = scales.pop()
+            units = [(replace(module, scale=1.0), 1.0) for module, _ in parts]
+    try:
+        # U1 D1 + U2 D2 = [U1 U2] [D1; D2], so ranks add up.
+        total = _side_by_side(key, units, kernel=kernel)
+    except NotLowRank as error:
+        raise _no_sum(key, str(error)) from None
+    return _with_bias(lora(up=total.up, down=total.down, inputs=total.inputs, scale=scale), parts)
 
 
 def _no_sum(key: str, reason: str) -> RequestError:
     return RequestError(f"{key} cannot be added up: {reason}", fix=_BAKE)
+
+
+def _no_weight(key: str, module: ModuleTensors) -> NoReturn:
+    raise _no_sum(key, f"what {kind_name(module)} changes depends on the base's weights")
 
 
 def _scaled(key: str, module: ModuleTensors, weight: float) -> ModuleTensors:
@@ -138,47 +187,239 @@ def _scaled(key: str, module: ModuleTensors, weight: float) -> ModuleTensors:
             "be written",
             fix=_BAKE,
         )
-    tensors = module.tensors
-    if "bias" in tensors:
-        module = replace(module, tensors={**tensors, "bias": tensors["bias"].float() * weight})
-    if module.kind in ("full", "norm", "ia3"):
-        names = {"difference", "by_output", "by_input"} & tensors.keys()
-        changed = {name: tensors[name].float() * weight for name in names}
-        return replace(module, tensors={**module.tensors, **changed})
+    names, scale = {"bias", "difference", "by_output", "by_input"}, module.scale
     if module.kind == "lokr" and {"w1", "w2"} <= module.tensors.keys():
-        # Readers ignore the strength of a LoKr whose factors are both whole.
-        return replace(
-            module, tensors={**module.tensors, "w1": module.tensors["w1"].float() * weight}
-        )
-    return replace(module, scale=module.scale * weight)
+        names.add("w1")  # readers ignore the strength of a LoKr whose factors are both whole
+    elif module.kind in SCALED:
+        scale *= weight
+    changed = {
+        name: module.tensors[name].float() * weight for name in names & module.tensors.keys()
+    }
+    return replace(module, tensors={**module.tensors, **changed}, scale=scale)
 
 
-def _differences(key: str, parts: Parts) -> ModuleTensors:
+def _differences(modules: Sequence[ModuleTensors]) -> ModuleTensors:
     """Return the sum of whole differences, of weights or of norms."""
-    scaled = [_scaled(key, module, weight) for module, weight in parts]
-    kinds = {module.kind for module in scaled}
-    names = {name for module in scaled for name in module.tensors}
+    names = {name for module in modules for name in module.tensors}
     return replace(
-        scaled[0],
-        kind=kinds.pop(),
+        modules[0],
+        kind={module.kind for module in modules}.pop(),
         tensors={
             name: torch.stack(
-                [module.tensors[name].float() for module in scaled if name in module.tensors]
+                [module.tensors[name].float() for module in modules if name in module.tensors]
             ).sum(0)
             for name in sorted(names)
         },
     )
 
 
-def _no_weight(key: str, module: ModuleTensors) -> NoReturn:
-    raise _no_sum(key, f"what {kind_name(module)} changes depends on the base's weights")
+def _side_by_side(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> LowRankUpdate:
+    """Return a sum of updates as thin factors; raises NotLowRank, and InputError where sizes differ."""
+    updates = [(product(module, kernel=kernel), weight) for module, weight in parts]
+    sizes = {(part.up.shape[0], part.down.shape[1]) for part, _ in updates}
+    if len(sizes) > 1:
+        raise InputError(
+            f"the adapters were made for different base models: {key} is "
+            + " and ".join(f"{out}x{fan_in}" for out, fan_in in sorted(sizes)),
+            fix="merge adapters of the same base model",
+        )
+    return added(updates)
 
 
-def _refuse_other_families(sources: Sequence[OpenAdapter]) -> None:
-    first, *others = sources
-    for other in others:
-        if other.names.family is not first.names.family:
-            raise InputError(
-                f"{first.name} is for {first.names.family.name}, {other.name} for {other.names.family.name}",
-                fix="merge adapters of one family",
+def _with_bias(module: ModuleTensors, parts: Parts) -> ModuleTensors:
+    """Return a module with the weighted sum of the biases of the modules that it was made from."""
+    biases = [part.tensors["bias"].float() * w for part, w in parts if "bias" in part.tensors]
+    if not biases:
+        return module
+    return replace(module, tensors={**module.tensors, "bias": torch.stack(biases).sum(0)})
+
+
+# ---- lower ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLimits:
+    """How much of each module to keep: at most `rank`, and of these the ranks that `ratio` or `energy` needs.
+
+    `ratio` keeps singular values of at least the largest divided by it (kohya's sv_ratio), `energy`
+    the fewest whose squares add up to that share (kohya's sv_fro counts its root).
+    """
+
+    rank: int | None = None
+    ratio: float | None = None
+    energy: float | None = None
+
+    def check(self) -> None:
+        """Raise RequestError for limits that are none, or contradict each other."""
+        if self.rank is None and self.ratio is None and self.energy is None:
+            raise RequestError(
+                "nothing says how much to keep", fix="give --rank, --ratio or --energy"
             )
+        if self.ratio is not None and self.energy is not None:
+            raise RequestError("--ratio and --energy are two answers", fix="give one of them")
+        if self.rank is not None and self.rank < 1:
+            raise RequestError(f"--rank {self.rank} is no rank", fix="give a number above 0")
+        if self.ratio is not None and not (1 <= self.ratio < math.inf):
+            raise RequestError(f"--ratio {self.ratio:g} is none", fix="give 1 or more, such as 10")
+        if self.energy is not None and not (0 < self.energy <= 1):
+            raise RequestError(
+                f"--energy {self.energy:g} is no share", fix="give a number up to 1, such as 0.95"
+            )
+
+    def rank_of(self, decomposed: Singular) -> int:
+        """Return the rank that a module gets."""
+        most = len(decomposed.values)
+        ranks = [most, self.rank or most]
+        if self.ratio is not None:
+            ranks.append(decomposed.rank_for_ratio(self.ratio))
+        if self.energy is not None:
+            ranks.append(decomposed.rank_for_energy(self.energy) or most)
+        return min(ranks)
+
+
+@dataclass(kw_only=True)
+class RankCutter:
+    """Cuts updates to the ranks that the limits allow, one layer after the other.
+
+    `modules` has the results, which are small beside the layers that they change, `cuts` of each layer the ranks
+    before and after and the share of the squared norm of its update that was kept; `reached` is the energy of all
+    updates so far, before they were cut.
+    """
+
+    limits: RankLimits
+    modules: dict[str, ModuleTensors] = field(default_factory=dict)
+    cuts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reached: float = 0.0
+    _kept: float = 0.0
+
+    @property
+    def energy(self) -> float:
+        """The share of the energy of all updates that was kept."""
+        return self._kept / self.reached if self.reached > 0 else 1.0
+
+    def text(self, whole: str) -> str:
+        """Say how much of `whole` was kept, and in which layer least."""
+        key, cut = min(self.cuts.items(), key=lambda item: item[1]["energy"])
+        least = percent(cut["energy"])
+        rest = "" if least == percent(1.0) else f", least {least} in {key}"
+        return f"kept {percent(self.energy)} of {whole}{rest}"
+
+    def ranks(self, which: str = "new_rank") -> str:
+        """Return the ranks of the results, or before (`old_rank`): smallest, largest and usual."""
+        ordered = sorted(cut[which] for cut in self.cuts.values())
+        if ordered[0] == ordered[-1]:
+            return str(ordered[0])
+        return f"{ordered[0]} to {ordered[-1]} (median {median(ordered):g})"
+
+    def values(self) -> dict[str, Any]:
+        """Return what scripts are told: each layer's cut, and the kept share of all layers' squared norm."""
+        return {"cuts": self.cuts, "energy": self.energy}
+
+    def cut_all(
+        self, adapters: WeightedSources, *, weight_of: WeightOf, keeps: bool = False
+    ) -> None:
+        """Cut every layer's sum but those of norms, which have no rank.
+
+        `keeps` leaves LoRAs of one file as they are that keep all of their values.
+        """
+        for key in adapters.layers:
+            parts, kernel = adapters.modules(key), adapters.sources[0].kernel(key)
+            if all(module.kind == "norm" for module, _ in parts):
+                self.modules[key] = _exact_sum(key, parts, kernel=kernel)
+                continue
+            decomposed = self._decomposed(key, parts, kernel=kernel, weight_of=weight_of)
+            module = parts[0][0]
+            is_whole = self.limits.rank_of(decomposed) >= min(module.rank, len(decomposed.values))
+            if keeps and is_whole and module.kind == "lora" and not module.dora:
+                self._add(key, module, decomposed, old_rank=module.rank, energy=1.0)
+            else:
+                self.cut(key, decomposed, old_rank=module.rank, parts=parts)
+
+    def cut(self, key: str, decomposed: Singular, *, old_rank: int, parts: Parts = ()) -> None:
+        """Keep the best LoRA of an update, with the biases of its `parts`."""
+        rank = self.limits.rank_of(decomposed)
+        module = _with_bias(decomposed.lora(rank), parts)
+        self._add(key, module, decomposed, old_rank=old_rank, energy=decomposed.kept(rank))
+
+    def _add(
+        self, key: str, module: ModuleTensors, decomposed: Singular, *, old_rank: int, energy: float
+    ) -> None:
+        self.modules[key] = module
+        self.cuts[key] = {"old_rank": old_rank, "new_rank": module.rank, "energy": energy}
+        self.reached += decomposed.energy
+        self._kept += energy * decomposed.energy
+
+    def _decomposed(
+        self, key: str, parts: Parts, *, kernel: tuple[int, ...], weight_of: WeightOf
+    ) -> Singular:
+        """Return the singular values of a sum of updates: exactly of thin factors, else the largest."""
+        if not any(needs_weight(module) for module, _ in parts):
+            try:
+                return singular(_side_by_side(key, parts, kernel=kernel))
+            except NotLowRank:
+                pass
+        changes = [
+            weight * update(module, weight_of(key, module) if needs_weight(module) else None)
+            for module, weight in parts
+        ]
+        change = sum(changes[1:], changes[0])
+        if change.dim() == 2 and kernel:
+            change = change.reshape(change.shape[0], -1, *kernel)
+        return approximated(change, enough=self.limits.rank_of, limit=self.limits.rank, seed=key)
+
+
+def percent(share: float) -> str:
+    """Return a share for people."""
+    return f"{100 * share:.4g} %"
+
+
+def resize(
+    file: Path, limits: RankLimits, target: AdapterTarget, *, base: str | None = None
+) -> ToolResult:
+    """Write `file` with lower ranks; format and precision are the file's own where they can be.
+
+    Modules that keep all their values stay as they are, alpha included; all other kinds become LoRA,
+    approximated by the largest singular values of their whole update, and norms stay. Raises
+    RequestError where an update depends on weights and `base` is not named (DoRA, OFT, GLoRA, IA3), or
+    for limits that are none, and InputError for a file that cannot be used; nothing is written then.
+    """
+    limits.check()
+    target.check()
+    cutter = RankCutter(limits=limits)
+    with ExitStack() as stack:
+        adapters = open_weighted([(file, 1.0)], stack, base=base)
+        (source,) = adapters.sources
+        cutter.cut_all(adapters, weight_of=_weight_of(base, stack), keeps=True)
+        family = source.names.family
+        for each in family.formats.written:
+            if target.format == "auto" and each == source.format:
+                target = replace(target, format=each)
+        written = target.write(
+            cutter.modules,
+            family=family,
+            default=source.precision,
+            entries=carried(source.metadata, resized=True),
+        )
+    facts = []
+    if cutter.cuts:  # none where all modules are norms
+        ranks = f"rank {cutter.ranks('old_rank')} -> {cutter.ranks()}"
+        facts = [ranks, cutter.text("the energy")]
+    return written.with_more(*facts, **cutter.values())
+
+
+def _weight_of(base: str | None, stack: ExitStack) -> WeightOf:
+    """Return what reads a layer's weight from a base, which is opened when the first one is asked for."""
+    open_weights = cache(lambda: stack.enter_context(open_base(str(base))))
+
+    def weight(key: str, module: ModuleTensors) -> Tensor:
+        if base is None:
+            raise RequestError(
+                f"{key} cannot be resized: what {kind_name(module)} changes depends on the base's weights",
+                fix="name the base model it was made for with --base, a folder or a checkpoint",
+            )
+        places = open_weights().places
+        if key not in places:
+            raise RequestError(f"{base} has no weight of {key}", fix="name its own base")
+        return places[key].weight()
+
+    return weight

@@ -13,13 +13,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.families.base import FileFormat
 from lora_trainer.lora.tensors import AdapterTensors, update
-from lora_trainer.lora_file.formats import format_for
+from lora_trainer.lora_file.key_formats import format_for
 from lora_trainer.lora_file.write import contents_of
 from scripts.readers.networks import DENOISERS, Base, base_of
 from tests.fakes.adapters import adapter_for, draw_lokr, exported
@@ -98,7 +98,8 @@ def _outcome(reader: Reader, base: Base, format: FileFormat, kind: str) -> str:
         return "not written"
     with TemporaryDirectory() as folder:
         file = Path(folder) / "a.safetensors"
-        file.write_bytes(exported(tensors, name=base.family.name, format=format))
+        # Without a header, by which a program might know the file.
+        save_file(load(exported(tensors, name=base.family.name, format=format)), file)
         keys = len(load_file(file))
         reading = reader(file, base)
     if reading.refused is not None:

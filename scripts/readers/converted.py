@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.tools.convert import AdapterTarget, convert
+from lora_trainer.tools.adapters import AdapterTarget, convert
 from scripts.readers.cases import TOLERANCE, arguments
 from scripts.readers.comfyui import CLASSES, TEXTS, UNUSED, model_of
 from scripts.readers.networks import base_of

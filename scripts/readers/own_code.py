@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.tools.convert import AdapterTarget, convert
+from lora_trainer.tools.adapters import AdapterTarget, convert
 from scripts.readers.cases import TOLERANCE, arguments
 from scripts.readers.stand_ins import stand_in
 from tests.lora_files.files import build

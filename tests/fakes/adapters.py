@@ -1,25 +1,34 @@
-"""Random adapters of every kind, and what they make of a network."""
+"""Random adapters of every kind, their files, what they add to the weights of a base, and the commands on them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lora_trainer import families
+from lora_trainer.cli import main
 from lora_trainer.config.config import flatten
 from lora_trainer.config.running import Config
-from lora_trainer.lora.tensors import ModuleTensors
-from lora_trainer.lora_file import write
+from lora_trainer.lora.tensors import ModuleTensors, update
 from lora_trainer.lora_file.metadata import ExportInfo, SubsetSummary
+from lora_trainer.lora_file.write import write_export
+from lora_trainer.tools.adapters import open_source
+from lora_trainer.tools.base_weights import open_base
+from tests.fakes.family_bases import CPU, base_of, denoiser_of, facts_of
+from tests.fakes.ldm_file import write_checkpoint
 from tests.lora_files.kinds import factors
 
 RANK, ALPHA = 4, 1.5
+Deltas = Mapping[str, Tensor]
 
 
 class Draws:
@@ -179,25 +188,117 @@ def export(
 ) -> None:
     """Write an adapter of a family as a training does; `changes` are those of `export_info`."""
     family, info = families.family(name), export_info(**changes)
-    write.write_export(path, tensors, family=family, info=info, format=format, precision=precision)
+    write_export(path, tensors, family=family, info=info, format=format, precision=precision)
 
 
-def exported(
+def exported(tensors: Mapping[str, ModuleTensors], **options: Any) -> bytes:
+    """Return the file of an adapter; `options` are those of `export`."""
+    with TemporaryDirectory() as folder:
+        export(Path(folder) / "a.safetensors", tensors, **options)
+        return (Path(folder) / "a.safetensors").read_bytes()
+
+
+def saved(
+    path: Path,
+    name: str,
     tensors: Mapping[str, ModuleTensors],
     *,
-    name: str = "sd15",
-    format: Any = "kohya",
+    format: Any = None,
     precision: Any = "fp32",
-    metadata: Mapping[str, str] = MappingProxyType({}),
-) -> bytes:
-    """Return the file of an adapter of a family, which has been read back."""
-    form = write.FileForm(
-        family=families.family(name),
-        format=format,
+    **entries: str,
+) -> Path:
+    """Write an adapter as a training of the family would export it, by default in its first format."""
+    family, facts = families.family(name), facts_of(name)
+    export(
+        path,
+        tensors,
+        name=name,
+        format=format or family.formats.written[0],
         precision=precision,
-        lora_alpha=write.common_alpha(tensors.values()),
+        base_model_version=family.adapter_names(facts).kohya,
+        architecture=family.adapter_names(facts).modelspec,
+        prediction=facts.prediction,
     )
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "a.safetensors"
-        write.write_modules(file, tensors, form, entries=lambda _: metadata, force=False)
-        return file.read_bytes()
+    if entries:
+        save_file(load_file(path), path, metadata={**entries_of(path), **entries})
+    return path
+
+
+def tool(command: str, *words: object, **options: object) -> dict[str, Any]:
+    """Run a command in this process; return what it prints with --json, or raise its error."""
+    line = [command, *map(str, words), "--json"]
+    for name, value in options.items():
+        if value is True:
+            line.append(f"--{name}")
+        elif value is not None and value is not False:
+            line.append(f"--{name}={value}")
+    answer = main.app(line, exit_on_error=False, print_error=False)
+    printed: dict[str, Any] = json.loads(json.dumps(answer, allow_nan=False))
+    return printed
+
+
+def weighted(files: Mapping[Path, float]) -> list[str]:
+    """Return the words of `merge` for files with weights."""
+    return [f"{file}:{weight}" for file, weight in files.items()]
+
+
+@cache
+def networks_of(name: str) -> Mapping[str, nn.Module]:
+    """Return the denoiser and the trainable text encoders of a family's tiny base by component."""
+    family = families.family(name)
+    texts: Mapping[str, nn.Module] = {}
+    if family.text.trainable:
+        loaded = family.load_text_encoder(facts_of(name), dtype=torch.float32, device=CPU)
+        texts = loaded.networks
+    return {"denoiser": denoiser_of(name), **texts}
+
+
+def adapter_of(
+    name: str, *, text: bool = False, every: int = 1, **options: Any
+) -> dict[str, ModuleTensors]:
+    """Return a random adapter on the layers that the family trains, or on every second, third and so on.
+
+    `options` are those of `adapter_for`.
+    """
+    family, found = families.family(name), dict[str, ModuleTensors]()
+    for component, network in networks_of(name).items():
+        if component == "denoiser" or text:
+            targets = "all" if component == "denoiser" else "text_encoder"
+            layers = family.lora_targets(network, targets)
+            found |= adapter_for(component, network, layers, **options)
+    return dict(list(found.items())[::every])
+
+
+def checkpoint(path: Path, name: str, base: Path | None = None, **options: Any) -> Path:
+    """Write a tiny base, or another folder of its family, as a checkpoint in one file."""
+    return write_checkpoint(base or base_of(name), path, families.family(name).texts, **options)
+
+
+def entries_of(file: Path | str) -> dict[str, str]:
+    """Return the entries of a header."""
+    with safe_open(file, framework="np") as opened:
+        return dict(opened.metadata() or {})
+
+
+def body_of(file: Path) -> bytes:
+    """Return the bytes of all tensors of a file."""
+    data = file.read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :]
+
+
+def deltas(file: Path | str, base: Path | str) -> dict[str, Tensor]:
+    """Return what a file adds to each weight of a base, float64 [out, in, ...]."""
+    with open_base(str(base)) as weights, open_source(Path(file), names=weights.names()) as source:
+        return {key: update(source[key], weights.places[key].weight().double()) for key in source}
+
+
+def distance(found: Deltas, wanted: Deltas) -> float:
+    """Return the largest |found - wanted| / |wanted| of a layer; infinite for other layers."""
+    if found.keys() != wanted.keys():
+        return float("inf")
+    return max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted)
+
+
+def energy(found: Deltas) -> float:
+    """Return the squared norm of all layers together."""
+    return sum(float(each.square().sum()) for each in found.values())

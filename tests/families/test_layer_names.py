@@ -18,8 +18,7 @@ from lora_trainer import families
 from lora_trainer.families.base import DENOISER
 from lora_trainer.families.layer_tables import released_layers
 from lora_trainer.lora.adapter import denoiser_layers
-from lora_trainer.lora_file.fitting_base import released_names
-from lora_trainer.lora_file.names import LayerNames
+from lora_trainer.lora_file.base_layers import LayerNames, released_names
 from lora_trainer.lora_file.read_tensors import read_tensors
 from tests.fakes.original_names import ORIGINAL
 

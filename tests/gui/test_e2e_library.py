@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import pytest
 from safetensors.numpy import load_file
 
-from lora_trainer.lora_file.header import open_checked
+from lora_trainer.lora_file.tensor_file import open_checked
 from tests.fakes.lora_library import finished_run, lora
 from tests.fakes.runs import Toy, toy
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from lora_trainer.common.errors import InputError
 from lora_trainer.lora.tensors import update
 from lora_trainer.tools.adapters import open_source
+from tests.fakes.adapters import tool
 from tests.fakes.family_bases import base_of, denoiser_of
-from tests.fakes.tool_files import tool
 
 BASE = "flux"
 LAYERS = ["attn.to_q", "attn.to_k"]

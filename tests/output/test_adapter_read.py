@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -16,11 +15,10 @@ from torch import Tensor
 from lora_trainer.common.errors import InputError
 from lora_trainer.families import family
 from lora_trainer.lora.tensors import ModuleTensors
-from lora_trainer.lora_file.names import LayerNames
+from lora_trainer.lora_file.base_layers import LayerNames
 from lora_trainer.lora_file.read_tensors import read_tensors
 from lora_trainer.tools.adapters import open_source
-from tests.fakes.adapters import Draws
-from tests.fakes.tool_files import tool
+from tests.fakes.adapters import Draws, tool
 
 BLOCK = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 Q, V, OUT = f"{BLOCK}.to_q", f"{BLOCK}.to_v", f"{BLOCK}.to_out.0"
@@ -100,23 +98,19 @@ def test_layers_of_this_base_are_found_by_every_spelling() -> None:
             assert [each.key for each in names.find(spelling)] == [f"{component}.{layer}"]
 
 
-def test_modules_are_read_one_at_a_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    contents, read = resolve_name("lora_trainer.lora_file.read:Contents"), list[str]()
-    real = contents.array
+def test_nothing_is_read_before_it_is_asked_for(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a tensor was read")
 
-    def counting(self: Any, entry: Any) -> Any:
-        read.append(entry.key)
-        return real(self, entry)
-
-    monkeypatch.setattr(contents, "array", counting)
+    keys = [f"denoiser.{module.removeprefix('unet.')}" for module in (Q, V)]
+    monkeypatch.setattr("lora_trainer.lora_file.read.Contents.array", refuse)
     with open_source(write(file, {**pair(V), **pair(Q)}, a="b")) as source:
-        assert (len(source), source.metadata["a"]) == (2, "b")
-        keys = [f"denoiser.{module.removeprefix('unet.')}" for module in (Q, V)]
-        assert list(source) == keys
+        assert (list(source), len(source), source.metadata["a"]) == (keys, 2, "b")
         assert keys[0] in source and "denoiser.other" not in source
-        assert read == [], "nothing before it is asked for"
-        next(iter(source.values()))
-        assert len(read) == 2
+        with pytest.raises(AssertionError):
+            source[keys[0]]
 
 
 # ---- refused

@@ -1,4 +1,4 @@
-"""Exported bytes: names, strength, what is refused, what is read back before publishing."""
+"""Exported files: names, strength, refusals, what is read back before publishing, what diffusers makes of them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from safetensors.torch import load
 from torch import Tensor
 
 from lora_trainer.common.errors import MachineError, TrainingStopped
-from lora_trainer.lora.tensors import ModuleTensors
+from lora_trainer.families import family
+from lora_trainer.lora.tensors import ModuleTensors, update
 from lora_trainer.lora_file.write import prune_exports
 from tests.fakes.adapters import (
     ALPHA,
-    RANK,
+    adapter_for,
+    draw_lokr,
     draw_module,
     export,
     exported,
+    networks_of,
     small_adapter,
     with_magnitude,
 )
-from tests.fakes.tool_files import tool
+from tests.fakes.family_bases import CPU, facts_of
 
 CONV = "denoiser.mid_block.resnets.0.conv1"
 LINEAR = "denoiser.mid_block.attentions.0.transformer_blocks.0.attn2.to_k"
@@ -108,15 +111,6 @@ def test_lycoris_names_and_matrices() -> None:
     comfy = load(exported(to_q, name="zimage", format="comfyui"))
     stem = "diffusion_model.layers.0.attention.to_q"
     assert ends(comfy, stem) == {"lokr_w1", "lokr_w2_a", "lokr_w2_b"}, "diffusers refuses an alpha"
-
-
-def test_our_own_inspection_finds_nothing_wrong(tmp_path: Path) -> None:
-    path = tmp_path / "zibbo.safetensors"
-    for format in ("kohya", "diffusers"):
-        export(path, small_adapter(), format=format, precision="fp16")
-        seen = tool("inspect", path)
-        assert (seen["format"], seen["modules"], seen["problems"]) == (format, 3, [])
-        assert (seen["rank"], seen["alpha"]) == (RANK, ALPHA if format == "kohya" else None)
 
 
 def test_two_modules_may_not_share_a_name() -> None:
@@ -281,3 +275,74 @@ def test_prune_keeps_the_newest_steps_and_everything_else(tmp_path: Path) -> Non
     rolling[99_999_999].mkdir()
     with pytest.raises(MachineError, match="zi.bo-step99999999"):
         prune_exports(tmp_path, name="zi+bo", keep_last=1)
+
+
+def adapter(name: str, kind: str) -> dict[str, ModuleTensors]:
+    """Return an adapter on the text encoders and on every layer of the denoiser, convolutions too.
+
+    As LoCon and rank patterns make them: every module has its own rank and its own alpha.
+    """
+    tensors = dict[str, ModuleTensors]()
+    for component, network in networks_of(name).items():
+        targets = "all" if component == "denoiser" else "text_encoder"
+        for number, layer in enumerate(family(name).lora_targets(network, targets)):
+            shape = tuple(network.get_parameter(f"{layer}.weight").shape)
+            rank, scale = 1 + number % 5, 0.3 + number % 3
+            if kind == "lokr":
+                module = draw_lokr(shape, rank=1, scale=3.0, seed=number)
+                tensors[f"{component}.{layer}"] = module
+            else:
+                options: dict[str, Any] = {"rank": rank, "scale": scale, "dora": kind == "dora"}
+                tensors |= adapter_for(component, network, [layer], **options)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "format"),
+    [
+        ("sd15", "lora", "kohya"),
+        ("sd15", "dora", "diffusers"),
+        ("flux", "dora", "diffusers"),  # loaded by another mixin, with the prefix `transformer`
+        ("zimage", "lokr", "comfyui"),  # an alpha beside it would be refused
+    ],
+)
+def test_diffusers_gives_each_layer_the_update_that_was_trained(
+    name: str, kind: str, format: str, tmp_path: Path
+) -> None:
+    tensors, file = adapter(name, kind), tmp_path / "a.safetensors"
+    if kind != "lora":
+        tensors = dict(list(tensors.items())[::4])
+    file.write_bytes(exported(tensors, name=name, format=format))
+    pipeline: Any = family(name).plain_pipeline(facts_of(name), dtype=torch.float32, device=CPU)
+    pipeline.load_lora_weights(tmp_path, weight_name=file.name)
+    for key, module in tensors.items():
+        component, _, path = key.partition(".")
+        own = {"denoiser": "unet" if name == "sd15" else "transformer"}.get(component, component)
+        layer = getattr(pipeline, own).get_submodule(path)
+        layer.merge()
+        weight = networks_of(name)[component].get_parameter(f"{path}.weight")
+        change = update(module, weight).reshape(weight.shape)
+        assert change.abs().max() > 0.001
+        merged = layer.get_base_layer().weight
+        torch.testing.assert_close(merged, weight + change, rtol=1e-5, atol=1e-5)
+
+
+def test_names_are_those_that_readers_were_seen_to_take() -> None:
+    """As docs/formats.md has them."""
+    names: dict[tuple[str, Any, str], str] = {
+        ("sd15", "kohya", "mid_block.resnets.0.conv1"): "lora_unet_mid_block_resnets_0_conv1",
+        ("sd15", "diffusers", "mid_block.resnets.0.conv1"): "unet.mid_block.resnets.0.conv1",
+        (
+            "sdxl",
+            "kohya",
+            "up_blocks.0.attentions.1.proj_in",
+        ): "lora_unet_output_blocks_1_1_proj_in",
+        ("zimage", "comfyui", "layers.0.attn.to_q"): "diffusion_model.layers.0.attn.to_q",
+        ("qwen", "kohya", "img_mlp.net.2"): "lora_unet_img_mlp_net_2",
+    }
+    for name in ("sd3", "flux", "flux2", "chroma"):
+        names[name, "comfyui", "attn.to_q"] = "transformer.attn.to_q"
+    for name in ("flux", "zimage"):
+        names[name, "diffusers", "attn.to_q"] = "transformer.attn.to_q"
+    for (name, format, layer), expected in names.items():
+        assert family(name).lora_key_name(format, "denoiser", layer) == expected

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import save
 from safetensors.torch import save_file
 
 from lora_trainer.common.errors import InputError
-from tests.fakes.tool_files import tool
+from tests.fakes.adapters import body_of, tool
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
@@ -125,21 +123,6 @@ def test_metadata_decide_only_where_the_tensors_do_not(file: Path) -> None:
         assert seen["family"] == expected, module
 
 
-def test_alphas_of_every_dtype_and_a_range_of_them(file: Path) -> None:
-    alphas = (torch.tensor(2.5).bfloat16(), torch.tensor(2.5).half(), torch.tensor(3))
-    tensors = {
-        f"lora_unet_{number}.{name}": tensor
-        for number, alpha in enumerate(alphas)
-        for name, tensor in {
-            "lora_down.weight": torch.ones(1, 1),
-            "lora_up.weight": torch.ones(1, 1),
-            "alpha": alpha,
-        }.items()
-    }
-    save_file(tensors, file)
-    assert tool("inspect", file)["alpha"] == {"min": 2.5, "max": 3.0}
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
 def test_every_number_of_a_narrow_dtype_is_read(dtype: torch.dtype, file: Path) -> None:
     """As the norm of each byte's number: fp8 in two forms, and bf16, which numpy has not."""
@@ -163,32 +146,6 @@ def test_every_number_of_a_narrow_dtype_is_read(dtype: torch.dtype, file: Path) 
 
 
 # ---- norms
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    rank=st.integers(1, 9),
-    sides=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    seed=st.integers(0, 99),
-    dtype=st.sampled_from([np.float16, np.float32, np.float64]),
-)
-def test_norms_are_those_of_the_matrices(
-    rank: int,
-    sides: tuple[int, int],
-    seed: int,
-    dtype: Any,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    draw = np.random.default_rng(seed)
-    tensors = {
-        "unet.a.lora_down.weight": draw.normal(size=(rank, sides[0], 3, 3)).astype(dtype),
-        "unet.a.lora_up.weight": draw.normal(size=(sides[1], rank)).astype(dtype),
-        "unet.a.alpha": np.array(2.0, np.float32),
-    }
-    up, down = (tensors[f"unet.a.lora_{side}.weight"].astype(float) for side in ("up", "down"))
-    expected = 2 / rank * np.linalg.norm(up @ down.reshape(rank, -1))
-    seen = inspected(tmp_path_factory.getbasetemp() / "norms.safetensors", tensors)
-    assert seen["norms"] == {"other": pytest.approx(expected, rel=1e-6)}
 
 
 def test_norms_add_up_by_block_in_their_order(file: Path) -> None:
@@ -279,14 +236,8 @@ def test_factors_without_their_partner_or_of_another_rank(file: Path) -> None:
 
 
 def test_a_flipped_bit_is_seen_where_the_file_states_its_hash(file: Path) -> None:
-    plain = saved(file, A).read_bytes()
-    body = plain[8 + struct.unpack("<Q", plain[:8])[0] :]
-    assert (
-        kinds(
-            inspected(file, A, metadata={"modelspec.hash_sha256": f"0x{sha256(body).hexdigest()}"})
-        )
-        == []
-    )
+    stated = {"modelspec.hash_sha256": f"0x{sha256(body_of(saved(file, A))).hexdigest()}"}
+    assert kinds(inspected(file, A, metadata=stated)) == []
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert kinds(tool("inspect", file)) == ["hash-differs"]

@@ -13,8 +13,7 @@ import pytest
 
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.lora_file.metadata import file_hashes
-from tests.fakes.adapters import export, export_info, small_adapter
-from tests.fakes.tool_files import entries_of
+from tests.fakes.adapters import entries_of, export, export_info, small_adapter
 
 Header = Callable[..., dict[str, str]]
 """Returns the entries of an exported file, by changes of `export_info`."""

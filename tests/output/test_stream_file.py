@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.families.base import TensorInfo
-from lora_trainer.lora_file.stream import ordered, write_tensors
+from lora_trainer.lora_file.tensor_file import ordered, write_tensors
+from tests.fakes.adapters import body_of, entries_of
 
 MODELSPEC_HASH, MODEL_HASH, LEGACY_HASH = HASHES = (
     "modelspec.hash_sha256",
@@ -39,16 +39,6 @@ def written(path: Path, arrays: Arrays, metadata: dict[str, str], **options: Any
     bodies = (arrays[name].tobytes() for name in infos)
     write_tensors(path, infos, bodies, metadata=metadata, **options)
     return path
-
-
-def metadata_of(path: Path) -> dict[str, str]:
-    with safe_open(path, framework="np") as opened:
-        return dict(opened.metadata())
-
-
-def body_of(path: Path) -> bytes:
-    data = path.read_bytes()
-    return data[8 + int.from_bytes(data[:8], "little") :]
 
 
 ARRAYS = {
@@ -86,7 +76,7 @@ def test_the_library_reads_what_was_written(
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
         assert found[name].dtype == array.dtype and np.array_equal(found[name], array)
-    entries = metadata_of(file)
+    entries = entries_of(file)
     assert {key: entries.pop(key) for key in HASHES}
     assert entries == metadata
 
@@ -96,7 +86,7 @@ def test_the_tensors_lie_as_the_library_lays_them(tmp_path: Path) -> None:
     file, theirs = written(tmp_path / "a", ARRAYS, {"name": "a\udc80b"}), tmp_path / "theirs"
     theirs.write_bytes(save(ARRAYS))
     assert body_of(file) == body_of(theirs)
-    assert metadata_of(file)["name"] == "a?b"
+    assert entries_of(file)["name"] == "a?b"
 
 
 def test_hashes_are_those_readers_compute(tmp_path: Path) -> None:
@@ -104,7 +94,7 @@ def test_hashes_are_those_readers_compute(tmp_path: Path) -> None:
     large = {"x": np.random.default_rng(0).random(300_000, dtype=np.float32)}
     training = {"ss_steps": "9"}
     file = written(tmp_path / "a.safetensors", large, {**training, "other": "x"})
-    found, digest = metadata_of(file), sha256(body_of(file)).hexdigest()
+    found, digest = entries_of(file), sha256(body_of(file)).hexdigest()
     assert (found[MODEL_HASH], found[MODELSPEC_HASH]) == (digest, f"0x{digest}")
     as_kohya = written(tmp_path / "b.safetensors", large, training, hashes=[]).read_bytes()
     legacy = sha256(as_kohya[0x100000:0x110000]).hexdigest()[:8]

@@ -21,8 +21,8 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.families.locate import locate
-from lora_trainer.lora_file.header import open_checked
 from lora_trainer.lora_file.inspect import inspect_file
+from lora_trainer.lora_file.tensor_file import open_checked
 from tests.fakes.family_bases import base_of
 from tests.fakes.runs import Toy, events, python, run_cli, toy
 

@@ -13,17 +13,17 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
 from lora_trainer.common.errors import RequestError
-from tests.fakes.adapters import draw_module
-from tests.fakes.family_bases import base_of
-from tests.fakes.tool_files import (
+from tests.fakes.adapters import (
     adapter_of,
     deltas,
     distance,
+    draw_module,
     entries_of,
     networks_of,
     saved,
     tool,
 )
+from tests.fakes.family_bases import base_of
 
 WAYS = [
     (name, own, through)

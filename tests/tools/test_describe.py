@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from lora_trainer.common.errors import InputError, MachineError, RequestError
-from tests.fakes.tool_files import entries_of, tool
+from tests.fakes.adapters import body_of, entries_of, tool
 
 MODULE = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"
 METADATA = {
@@ -36,21 +36,16 @@ def adapter(path: Path, **more: str) -> Path:
     return path
 
 
-def body(path: Path) -> bytes:
-    data = path.read_bytes()
-    return data[8 + int.from_bytes(data[:8], "little") :]
-
-
 def numbers(path: Path) -> dict[str, tuple[tuple[int, ...], bytes]]:
     return {key: (each.shape, each.tobytes()) for key, each in load_file(path).items()}
 
 
 def test_tensors_stay_the_same_bits_and_other_entries_as_they_are(tmp_path: Path) -> None:
     file = adapter(tmp_path / "a.safetensors")
-    before, tensors = body(file), numbers(file)
+    before, tensors = body_of(file), numbers(file)
     done = tool("describe", file, title="new \u00fc", tags="a, b")
     assert done == {"file": str(file), "changed": ["modelspec.tags", "modelspec.title"]}
-    assert body(file) == before
+    assert body_of(file) == before
     new = {"modelspec.title": "new \u00fc", "modelspec.tags": "a, b"}
     assert entries_of(file) == {**METADATA, **new}
     assert numbers(file) == tensors
@@ -101,7 +96,7 @@ def test_what_cannot_be_leaves_everything_as_it_was(
         tool("describe", file, title="x" * 20_001)
     with pytest.raises(InputError, match="not a safetensors file"):
         tool("describe", other, title="x")
-    monkeypatch.setattr("lora_trainer.lora_file.stream._body_sha256", lambda *_, **__: "other")
+    monkeypatch.setattr("lora_trainer.lora_file.tensor_file._body_sha256", lambda *_, **__: "other")
     with pytest.raises(MachineError, match="other bytes"):
         tool("describe", file, title="x")
     assert file.read_bytes() == before

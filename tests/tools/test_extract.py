@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from tests.fakes.family_bases import base_of, copy_of
-from tests.fakes.tool_files import (
+from tests.fakes.adapters import (
     adapter_of,
     checkpoint,
     deltas,
@@ -22,6 +21,7 @@ from tests.fakes.tool_files import (
     saved,
     tool,
 )
+from tests.fakes.family_bases import base_of, copy_of
 
 RANK = 3
 LOW_RANK = "lora_trainer.lora.low_rank"
@@ -55,23 +55,13 @@ def test_a_known_lora_comes_back_in_every_family(name: str, tmp_path: Path) -> N
     assert not tool("inspect", done["file"])["problems"]
 
 
-@pytest.mark.parametrize(("name", "which"), [("sd15", "tuned"), ("sd2", "base"), ("sdxl", "both")])
-def test_checkpoints_and_folders_can_be_compared(name: str, which: str, tmp_path: Path) -> None:
-    base, file = base_of(name), known(tmp_path / "known.safetensors", name, text=True)
-    tuned = tuned_by(file, base)
-    if which != "base":
-        tuned = checkpoint(tmp_path / "tuned.safetensors", name, base=tuned)
-    first = checkpoint(tmp_path / "base.safetensors", name) if which != "tuned" else base
-    done = extracted(tuned, first, tmp_path, precision="fp32")
-    assert distance(deltas(done["file"], base), deltas(file, base)) < 1e-5
-    assert (done["unreached"], done["notes"]) == (0, [])
-
-
 @pytest.mark.parametrize(
-    ("name", "layout"), [("sd15", "folders"), ("sd15", "mixed"), ("sd2", "checkpoints")]
+    ("name", "layout"), [("sd15", "folders"), ("sd2", "mixed"), ("sdxl", "checkpoints")]
 )
-def test_what_no_lora_reaches_is_measured(name: str, layout: str, tmp_path: Path) -> None:
-    base, file = base_of(name), known(tmp_path / "known.safetensors", name)
+def test_what_no_lora_reaches_is_measured_in_folders_and_checkpoints(
+    name: str, layout: str, tmp_path: Path
+) -> None:
+    base, file = base_of(name), known(tmp_path / "known.safetensors", name, text=True)
     tuned = tuned_by(file, base)
     moves = {
         "mid_block.resnets.0.norm1.weight": 2.0,  # a norm
@@ -98,7 +88,8 @@ def test_what_no_lora_reaches_is_measured(name: str, layout: str, tmp_path: Path
         one = checkpoint(tmp_path / "tuned.safetensors", name, base=tuned)
     if layout == "checkpoints":
         other = checkpoint(tmp_path / "base.safetensors", name)
-    done = extracted(one, other, tmp_path)
+    done = extracted(one, other, tmp_path, precision="fp32")
+    assert distance(deltas(done["file"], base), deltas(file, base)) < 1e-5
     reached = energy(deltas(file, base))
     assert done["unreached"] == pytest.approx(out_of_reach / (out_of_reach + reached), rel=1e-4)
 

@@ -1,16 +1,28 @@
-"""The formulas of a LoRA's score: limits, order, and that one broken part sinks the whole."""
+"""The parts of a LoRA's score: formulas, norms of updates beside their weights, images as vectors."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
+from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image, ImageFilter, ImageOps
+from torch import nn
 
+from lora_trainer.common.errors import InputError
+from lora_trainer.evaluate import validate
+from lora_trainer.lora.adapter_size import AdapterKind
+from lora_trainer.lora.tensors import update
 from lora_trainer.reporting import score as s
+from lora_trainer.run.saving import weight_figures
+from tests.fakes.adapters import draw_module, with_magnitude
 
 SHARES = st.floats(0, 1)
 
@@ -93,3 +105,123 @@ def test_the_nearest_of_a_few_is_the_mean_over_all_choices(found: list[float], c
 def test_energy_distance_of_two_points_and_two_others() -> None:
     # 0, 2 against 10, 14 on a line: 2 x mean(10, 14, 8, 12) - 2 - 4.
     assert s.energy_distance([10, 14, 8, 12], [2], [4]) == 16
+
+
+def layer(shape: tuple[int, ...]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if len(shape) == 2:
+            return nn.Sequential(nn.Linear(shape[1], shape[0])).requires_grad_(False)
+        return nn.Sequential(nn.Conv2d(shape[1], shape[0], shape[2])).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("lora", (6, 4, 3, 3)), ("loha", (8, 6)), ("lokr", (6, 4, 3, 3)), ("oft", (8, 6))],
+)
+def test_norms_are_those_of_the_whole_matrices(kind: AdapterKind, shape: tuple[int, ...]) -> None:
+    base, module = layer(shape), draw_module(shape, kind=kind)
+    weight = base[0].weight  # type: ignore[index]  # a Sequential
+    found = weight_figures({"denoiser": base}, {"denoiser.0": module})
+    expected = float(update(module, weight).norm() / weight.norm())
+    assert found.relative_norms == {"denoiser.0": pytest.approx(expected, rel=1e-5)}
+    assert found.finite
+
+
+def test_the_rank_used_is_that_of_the_update_or_why_it_has_none() -> None:
+    module, base = draw_module((16, 12), rank=4), layer((16, 12))
+    one = {**module.tensors, "up": module.tensors["up"].clone()}
+    one["up"][:, 1:] = 0
+    for each, low, high in ((replace(module, tensors=one), 0.2499, 0.2501), (module, 0.5, 1)):
+        figures = weight_figures({"denoiser": base}, {"denoiser.0": each})
+        assert low < figures.ranks_used["denoiser.0"] <= high
+    weight = base[0].weight  # type: ignore[index]  # a Sequential
+    dora = with_magnitude(module, weight)
+    figures = weight_figures({"denoiser": base}, {"denoiser.0": dora})
+    assert figures.ranks_used == {} and "DoRA" in figures.why_not
+
+
+def test_what_is_dead_exploded_or_no_number_is_named() -> None:
+    base, module = layer((8, 6)), draw_module((8, 6))
+
+    def figures(factor: float) -> list[list[str]]:
+        tensors = {**module.tensors, "up": module.tensors["up"] * factor}
+        found = weight_figures({"denoiser": base}, {"denoiser.0": replace(module, tensors=tensors)})
+        return [found.dead, found.exploded, [] if found.finite else ["not finite"]]
+
+    assert figures(0.0) == [["denoiser.0"], [], []]
+    assert figures(1.0) == [[], [], []]
+    assert figures(1e3) == [[], ["denoiser.0"], []]
+    assert figures(math.nan) == [[], ["denoiser.0"], ["not finite"]]
+
+
+COLOURS = ("red", "green", "blue", "yellow", "purple", "orange")
+
+
+def picture(colour: str, *, seed: int = 0, size_px: tuple[int, int] = (64, 64)) -> Image.Image:
+    image = Image.new("RGB", size_px, colour)
+    draw = random.Random(seed)
+    for _ in range(40):
+        spot = (draw.randrange(size_px[0]), draw.randrange(size_px[1]))
+        image.putpixel(spot, (255, 255, 255))
+    return image
+
+
+def test_alike_pictures_are_near_and_their_layout_counts() -> None:
+    left = Image.new("RGB", (64, 64), "white")
+    left.paste("red", (0, 0, 32, 64))
+    soft = picture("red", size_px=(96, 128)).filter(ImageFilter.GaussianBlur(1))
+    images = [picture("red"), soft, picture("blue"), left, left, ImageOps.mirror(left)]
+    encoded = validate.find_features().encode(images)
+    red, soft_red, blue, one, same, mirrored = encoded
+    near, far = validate.distances(red[None], torch.stack([soft_red, blue]))[0].tolist()
+    assert near < 0.5 * far
+    assert red.shape == (168,)
+    assert torch.equal(one, same)
+    assert (one - mirrored).norm() > 0.3
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(30, 8, generator=generator) for _ in range(2))
+    assert abs(validate.set_distance(first, second)) < 0.2
+    assert validate.set_distance(first, second + 1) > 1
+
+
+def test_a_clip_model_in_a_folder_is_used_by_name(tmp_path: Path) -> None:
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 32, "patch_size": 16}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "projection_dim": 8}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = CLIPVisionConfig(**sizes, **layers)
+        CLIPVisionModelWithProjection(config).save_pretrained(tmp_path)
+    found = validate.find_features(str(tmp_path))
+    encoded = found.encode([picture(colour) for colour in COLOURS[:3]])
+    assert "CLIP" in found.name and encoded.shape == (3, 8)
+    assert torch.allclose(encoded.norm(dim=1), torch.ones(3))
+
+
+def test_a_clip_model_that_is_not_here_or_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nor in the local Hub cache"):
+        validate.find_features("nobody/nothing")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        validate.find_features(str(tmp_path))
+
+
+def test_copies_of_trained_pictures_are_told_from_new_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randn(12, 16, generator=generator)
+    captions = [f"image {index}" for index in range(12)]
+    album = validate.ReferenceImages(
+        features=pictures, captions=captions, trained=[index < 8 for index in range(12)]
+    )
+    prompts = [f"image {index}" for index in range(8, 12)]
+    new = torch.randn(4, 16, generator=generator)
+    copies = pictures[:4] + 0.1 * new
+    told_new, told_copied = (validate.copy_ratio(found, prompts, album) for found in (new, copies))
+    assert told_new is not None and told_copied is not None
+    assert 0.8 < told_new < 1.25
+    assert told_copied < 0.85
+    own = validate.copy_ratio(pictures[8:] + 0.1 * new, prompts, album)
+    assert own is not None and own < 1.25, "the image whose caption is the prompt is left out"
+    alone = validate.ReferenceImages(features=pictures, captions=captions, trained=[True] * 12)
+    assert validate.copy_ratio(new, prompts, alone) is None

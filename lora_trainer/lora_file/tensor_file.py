@@ -1,15 +1,21 @@
-"""The header of a safetensors file that nobody vouches for: safetensors checks it, within limits of this program.
+"""Safetensors files: headers of strangers checked, tensors read and written one at a time, whole or absent.
 
-Input is a path or bytes, output the tensors in file order and the metadata; InputError names the fault.
-Torch-free.
+A file that nobody vouches for is checked by safetensors itself and within limits of this program. A file is
+written from the names and sizes of its tensors, then their bytes in the same order, and appears under its name
+when all of it is on the disk. Hashes of the tensor bytes have a fixed length, so the header keeps room for them
+and gets them last. Torch-free.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import file_digest, sha256
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -17,8 +23,9 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 from safetensors import SafetensorError, deserialize, safe_open
 
-from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import TensorInfo
+from lora_trainer.common.errors import InputError, MachineError, RequestError
+from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open, sync_folder
+from lora_trainer.families.base import Header, TensorInfo
 from lora_trainer.families.base_files.base_folder import (
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
@@ -26,7 +33,6 @@ from lora_trainer.families.base_files.base_folder import (
     MAX_TENSORS,
     could_fill_memory,
 )
-from lora_trainer.lora_file.stream import ELEMENT_BYTES
 
 Array = np.ndarray[Any, Any]
 _NUMPY = {
@@ -91,7 +97,7 @@ def open_checked(source: Path | bytes) -> Iterator[Opened]:
                 fix="give the path of an adapter file",
             )
         with path.open("rb") as file:
-            yield _opened(path, file, lambda: _check_file(path))
+            yield _opened(path, file, lambda: safe_open(path, framework="numpy"))
     except OSError as error:
         raise InputError(
             f"cannot read {path}: {error.strerror or error}", fix="give the path of an adapter file"
@@ -122,11 +128,6 @@ def refuse(
 ) -> NoReturn:
     """Raise InputError about a file, its path or its name; `fault` is the predicate of the sentence."""
     raise InputError(f"{file} {fault}", fix=fix)
-
-
-def _check_file(path: Path) -> None:
-    with safe_open(path, framework="numpy"):
-        pass
 
 
 def _opened(path: Path, file: BinaryIO, check: Callable[[], object]) -> Opened:
@@ -202,3 +203,146 @@ def numbers(data: bytearray, entry: HeaderEntry) -> Array:
         case _:
             values = np.frombuffer(data, _NUMPY[entry.dtype])
     return values.reshape(entry.shape)
+
+
+# ---- writing
+
+
+Body = bytes | bytearray | memoryview
+HASHES = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
+"""Header entries that readers of adapters look for; all follow from the tensor bytes."""
+_LEGACY_START, _LEGACY_END = 0x100000, 0x110000
+ELEMENT_BYTES = {
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+    **dict.fromkeys(("F32", "U32", "I32"), 4),
+    **dict.fromkeys(("BF16", "F16", "U16", "I16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+}
+"""Bytes of a number, in the order in which safetensors itself writes: wide ones first, so that all are aligned."""
+
+
+def ordered(tensors: Header) -> dict[str, TensorInfo]:
+    """Sort as safetensors does: by dtype, the widest first, then by name."""
+    order = list(ELEMENT_BYTES)
+    return dict(sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])))
+
+
+def header_bytes(tensors: Header, metadata: Mapping[str, str]) -> bytes:
+    """Return the length prefix and the JSON header, padded so that tensors stay aligned.
+
+    safetensors itself orders metadata by chance.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    offset = 0
+    for name, info in tensors.items():
+        end = offset + _size_bytes(info)
+        entries[name] = {
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    # Text from elsewhere may hold lone surrogates, which are no UTF-8.
+    text = json.dumps(entries, ensure_ascii=False).encode("utf-8", "replace")
+    padded = text + b" " * (-len(text) % 8)
+    return len(padded).to_bytes(8, "little") + padded
+
+
+def _size_bytes(info: TensorInfo) -> int:
+    return math.prod(info.shape) * ELEMENT_BYTES[info.dtype]
+
+
+def refuse_existing(path: Path, *, force: bool) -> None:
+    """Raise RequestError where a result cannot go: no folder for it, or something is there already."""
+    if not path.parent.is_dir():
+        raise RequestError(f"the folder {path.parent} does not exist", fix="create it first")
+    if path.is_dir():
+        raise RequestError(f"{path} is a folder", fix="give --output a file name")
+    if path.exists() and not force:
+        raise RequestError(f"{path} exists already", fix="give another --output, or --force")
+
+
+def write_tensors(
+    path: Path,
+    tensors: Header,
+    bodies: Iterable[Body],
+    *,
+    metadata: Mapping[str, str],
+    hashes: Collection[str] | None = HASHES,
+    force: bool = False,
+    check: Callable[[Path], None] = lambda _: None,
+) -> None:
+    """Write a safetensors file of these tensors; `bodies` are their bytes, taken one at a time.
+
+    `hashes` names the entries of `HASHES` that the header gets; None keeps those in `metadata`. `check` gets the
+    whole file under another name, and what it raises keeps it from getting its own. Whatever interrupts it,
+    `path` holds all of the new file or the file that was there before. Raises RequestError for a file that
+    exists, unless `force`, and MachineError when the disk refuses or gives other bytes back.
+    """
+    stale = () if hashes is None else HASHES
+    others = {key: value for key, value in metadata.items() if key not in stale}
+
+    def header(sha256_hex: str, start: bytes) -> bytes:
+        # kohya's legacy hash: 64 KiB at 1 MiB of the file as it would be with the ss_ entries alone.
+        training = {key: value for key, value in others.items() if key.startswith("ss_")}
+        as_kohya = header_bytes(tensors, training) + start
+        legacy = sha256(as_kohya[_LEGACY_START:_LEGACY_END]).hexdigest()[:8]
+        entries = dict(zip(HASHES, (f"0x{sha256_hex}", sha256_hex, legacy), strict=True))
+        return header_bytes(tensors, others | {key: entries[key] for key in hashes or ()})
+
+    digest = sha256()
+    with whole_or_absent(path, force=force) as file:
+        room = header(digest.hexdigest(), b"")
+        file.write(room)
+        for (name, info), body in zip(tensors.items(), bodies, strict=True):
+            view, size_bytes = memoryview(body).cast("B"), _size_bytes(info)
+            if len(view) != size_bytes:
+                raise ValueError(f"{name} has {len(view)} bytes, planned were {size_bytes}")
+            digest.update(view)
+            file.write(view)
+        file.seek(len(room))
+        whole = header(digest.hexdigest(), file.read(_LEGACY_END))
+        assert len(whole) == len(room)
+        file.seek(0)
+        file.write(whole)
+        file.flush()
+        if _body_sha256(file, start=len(room)) != digest.hexdigest():
+            raise MachineError(
+                f"{path} reads back with other bytes than were written",
+                fix="check the disk or choose another folder with --output",
+            )
+        check(Path(file.name))
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return a name in the folder of `path` that no other write has."""
+    return path.with_name(
+        f"{TEMPORARY_PREFIX}{os.getpid()}-{time.monotonic_ns()}-{path.name}"[:200]
+    )
+
+
+@contextmanager
+def whole_or_absent(path: Path, *, force: bool) -> Iterator[BinaryIO]:
+    """Give a file to write that appears as `path` once it is on the disk; raises as `write_tensors`."""
+    temporary, published = temporary_beside(path), False
+    try:
+        refuse_existing(path, force=force)
+        with temporary.open("xb+") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        refuse_existing(path, force=force)  # it may have come into being meanwhile
+        retry_while_open(lambda: temporary.replace(path))
+        published = True
+        sync_folder(path.parent)
+    except OSError as error:
+        raise disk_error(path, error) from error
+    finally:
+        if not published:
+            with suppress(OSError):  # the first disk error is reported, not one on cleaning up
+                temporary.unlink(missing_ok=True)
+
+
+def _body_sha256(file: BinaryIO, *, start: int) -> str:
+    file.seek(start)
+    return file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # files have readinto

@@ -1,8 +1,8 @@
-"""The spellings of adapter files: the role of a tensor by the end of its key, a layer by the rest.
+"""The layers of a base by every spelling of any trainer's files, and the base that a file's layers fit.
 
-Input is a key, or a family and its layers; output is plain names. Torch-free. The same rules serve
-inspecting, reading and converting: dots and underscores count as one, known prefixes fall away, and a
-family has tables of its layers' other names.
+Dots and underscores count as one, known prefixes fall away, and a family has tables of its layers' other names.
+A file is for the family that has all of its layers in their sizes, compared with all public releases; metadata and
+habits of trainers decide only between families that do not differ in them. Torch-free.
 """
 
 from __future__ import annotations
@@ -11,169 +11,19 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from pathlib import Path
 
-from lora_trainer.families.base import DENOISER, Family, FileFormat
-from lora_trainer.lora.adapter_size import AdapterKind
+from lora_trainer import families
+from lora_trainer.common.errors import InputError
+from lora_trainer.families.base import DENOISER, Family
+from lora_trainer.families.layer_tables import released_layers
+from lora_trainer.families.recognise import adapter_family, stated_version
+from lora_trainer.lora_file.key_formats import PART_MARK, kind_of_others
+from lora_trainer.lora_file.read import Contents, ModuleFactors, read_contents
+from lora_trainer.lora_file.tensor_file import refuse
 
-Role = str
-"""What a tensor is to its module: `down`, `alpha`, `w1_a` and others, see `_ENDS`."""
 Shape = tuple[int, ...]
-
-ENDINGS: Mapping[AdapterKind, Mapping[Role, str]] = {
-    "lora": {
-        "down": ".lora_down.weight",
-        "up": ".lora_up.weight",
-        "magnitude": ".dora_scale",
-    },
-    "loha": {
-        **{role: f".hada_{role}" for role in ("w1_a", "w1_b", "w2_a", "w2_b")},
-        "magnitude": ".dora_scale",
-    },
-    "lokr": {
-        **{role: f".lokr_{role}" for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")},
-        "magnitude": ".dora_scale",
-    },
-    "oft": {"blocks": ".oft_blocks", "rescale": ".rescale"},
-    "oft_in": {"skew": ".oft_R.weight", "scaled": ".oft_R.scaled_oft"},
-    "glora": {role: f".{role}.weight" for role in ("a1", "a2", "b1", "b2")},
-    "ia3": {"factor": ".weight", "on_input": ".on_input"},
-    "full": {"difference": ".diff"},
-    "norm": {"difference": ".w_norm", "bias": ".b_norm"},
-}
-"""Ends of keys as kohya and LyCORIS write them, by kind and role; files with dotted names of
-ComfyUI's own use them too, but for the two factors of a LoRA."""
-BIAS = ".diff_b"
-"""The change of a bias, beside any kind but a norm."""
-PEFT_ENDINGS: Mapping[Role, str] = {
-    "down": ".lora_A.weight",
-    "up": ".lora_B.weight",
-    "magnitude": ".lora_magnitude_vector",
-}
-ALPHA = ".alpha"
-SCALED: frozenset[AdapterKind] = frozenset({"lora", "loha", "lokr", "glora"})
-"""Kinds whose alpha is a strength."""
-STRONG = frozenset({"up", "w1", "w1_a", "a1", "b1"})
-"""The factors that take the strength that a file does not state: each product has one of these."""
-
-_NAME = r"(?:\.(?!weight|bias|alpha)\w+)?"
-"""peft's name of an adapter, such as `.default`."""
-_LOHA: tuple[Role, ...] = ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")
-_LOKR: tuple[Role, ...] = ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
-_GLORA: tuple[Role, ...] = ("a1", "a2", "b1", "b2", "bm")
-
-
-def _factor(side: str, letter: str, role: Role) -> str:
-    """Return the end of a LoRA factor's key in the names of kohya, of peft and of diffusers before it."""
-    return (
-        rf"(?:\.lora_{side}|\.lora_{letter}|[._]lora(?P<digit_{role}>\d?)\.{side}"
-        rf"|\.lora_linear_layer\.{side})(?:\.(?P<part_{role}>\d+)|{_NAME})"
-    )
-
-
-_ENDS: tuple[tuple[AdapterKind | None, Role, str], ...] = (
-    (None, "alpha", r"\.(?:lora_)?alpha"),
-    ("lora", "down", _factor("down", "A", "down") + r"\.weight"),
-    ("lora", "up", _factor("up", "B", "up") + r"\.weight"),
-    ("lora", "up_bias", _factor("up", "B", "up_bias") + r"\.bias"),
-    ("lora", "mid", r"\.lora_mid\.weight"),
-    ("lora", "magnitude", r"\.(?:dora_scale|lora_magnitude_vector)(?:\.\w+)*"),
-    *(("loha", role, rf"\.hada_{role}{_NAME}") for role in _LOHA),
-    *(("lokr", role, rf"\.lokr_{role}{_NAME}") for role in _LOKR),
-    ("oft", "blocks", r"\.oft_blocks"),
-    ("oft", "rescale", r"\.rescale"),
-    ("oft_in", "skew", rf"\.oft_R{_NAME}\.weight"),
-    ("oft_in", "scaled", rf"\.oft_R{_NAME}\.scaled_oft"),
-    *(("glora", role, rf"\.{role}\.weight") for role in _GLORA),
-    ("ia3", "on_input", r"\.on_input"),
-    ("full", "difference", r"\.diff"),
-    (None, "bias", r"\.diff_b"),
-    ("norm", "difference", r"\.w_norm"),
-    ("norm", "bias", r"\.b_norm"),
-)
-"""Ends of keys in files of all trainers, by kind and role."""
-# The lookahead is for speed: nearly all characters of a key begin no end.
-_KEY = re.compile(
-    r"(?P<module>.+?)(?=\.|_lora)(?:"
-    + "|".join(f"(?P<end{number}>{end})" for number, (_, _, end) in enumerate(_ENDS))
-    + ")"
-)
-PART_MARK = "#"
-"""Between the name of a joined layer and the number of the part that a pair of factors is for."""
-
-
-_OTHER_KINDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), kind)
-    for pattern, kind in (
-        (
-            r"(?:unet|text_encoder):\d+:(?:up|down)",
-            "LoRAs that number their layers instead of naming them",
-        ),
-        (r".+\.lora_(?:up|down)", "LoRAs in Nunchaku's form, made for its quantised networks"),
-        (r".+\.(?:[pq]_layer\.weight|lambda_layer)", "T-LoRAs, whose rank goes with the timestep"),
-        (r".+\.(?:scale_weight|weight_scale|scale_input)", "LoRAs whose fp8 factors have scales"),
-        (
-            r".+\.modules_to_save\..+",
-            "LoRAs with whole layers beside them (peft's modules_to_save)",
-        ),
-        (r".+\.reshape_weight|.+_norm\.scale", "control LoRAs, which need an image as a condition"),
-        (r"control_model\..+|lora_controlnet", "control LoRAs, which need an image as a condition"),
-        (r"\d+\.linear\d?\..+|\d+\.linear\d", "hypernetworks"),
-        (r"emb_params|clip_[lg]|string_to_param.*", "embeddings, the vectors of new words"),
-    )
-)
-
-
-def kind_of_others(keys: Iterable[str]) -> str:
-    """Return of which files these keys are as a note in brackets, "" where that is not known."""
-    for pattern, kind in _OTHER_KINDS:
-        if any(pattern.fullmatch(key) for key in keys):
-            return f" (as in {kind})"
-    return ""
-
-
-def parse_key(key: str) -> tuple[str, AdapterKind | None, Role] | None:
-    """Return (module as spelt, kind, role) of a tensor, None for a tensor of no adapter.
-
-    The kind of an alpha is that of the tensors beside it. A magnitude is said to be a LoRA's, whatever
-    it stands beside. Factors in a list (`lora_down.0`) are of a part of the module: `module#0`.
-    """
-    match = _KEY.fullmatch(key)
-    if match is None:
-        return None
-    assert match.lastgroup is not None
-    kind, role, _ = _ENDS[int(match.lastgroup.removeprefix("end"))]
-    module: str = match["module"]
-    if role in ("down", "up", "up_bias"):
-        module += match[f"digit_{role}"] or ""
-        part = match[f"part_{role}"]
-        module += f"{PART_MARK}{part}" if part else ""
-    return module, kind, role
-
-
-# ---- formats
-
-
-KeyFormat = Literal["kohya", "diffusers", "peft", "comfyui", "mixed", "unknown"]
-
-_FORMATS: tuple[tuple[KeyFormat, re.Pattern[str]], ...] = (
-    ("kohya", re.compile(r"(?:lora|lycoris)_[a-z0-9]+_[^.]+")),
-    ("comfyui", re.compile(r"(?:diffusion_model|text_encoders)\..+")),
-    ("peft", re.compile(r"base_model\.model\..+")),
-    ("diffusers", re.compile(r"(?:unet|transformer|text_encoder(?:_\d)?)\..+")),
-)
-
-
-def key_format(modules: Iterable[str]) -> KeyFormat:
-    """Return the key format all modules share; bare names without a prefix are of no format."""
-    formats: set[KeyFormat] = {
-        next((name for name, pattern in _FORMATS if pattern.fullmatch(module)), "unknown")
-        for module in modules
-    }
-    return formats.pop() if len(formats) == 1 else "mixed"
-
-
-# ---- layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,25 +204,6 @@ def _spread(layers: tuple[LayerRows, ...], size: tuple[int, int]) -> tuple[Layer
     )
 
 
-# ---- writing
-
-
-def file_endings(format: FileFormat, kind: AdapterKind, *, component: str) -> Mapping[Role, str]:
-    """Return the ends of keys that a file of this format has for this kind.
-
-    transformers loads the text encoders' layers and wants magnitudes with `.weight`, diffusers loads the
-    others and wants them without.
-    """
-    if format == "kohya" or kind != "lora":
-        return ENDINGS[kind]
-    if format == "comfyui":
-        # ComfyUI knows the magnitude by LyCORIS's name only.
-        return {**PEFT_ENDINGS, "magnitude": ENDINGS["lora"]["magnitude"]}
-    if component == DENOISER:
-        return PEFT_ENDINGS
-    return {**PEFT_ENDINGS, "magnitude": f"{PEFT_ENDINGS['magnitude']}.weight"}
-
-
 def _joined(
     names: Sequence[str], shapes: Mapping[str, Shape], *, swapped: Set[str]
 ) -> tuple[LayerRows, ...]:
@@ -385,3 +216,170 @@ def _joined(
         joined.append(LayerRows(key=f"{DENOISER}.{name}", rows=(start, end)))
         start = end
     return tuple(joined)
+
+
+# ---- the base that a file fits
+
+
+_NUMBER = re.compile(r"\d+")
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misfit:
+    """A module whose size is not that of its layer, (out, fan in) each."""
+
+    module: str
+    size: Size
+    expected: Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The family of a file, and the other families that its layers fit as well.
+
+    `names` finds the layers of the release that fits best, None where no release has the file's layers;
+    `exact` says that all sizes are those of it, `misfits` are the modules of another size, none where
+    the whole file is of another size.
+    """
+
+    family: str
+    others: tuple[str, ...] = ()
+    names: LayerNames | None = None
+    misfits: tuple[Misfit, ...] = ()
+    exact: bool = False
+
+
+@lru_cache(maxsize=32)
+def released_names(family: str, release: int) -> LayerNames:
+    """Return the layers of one public release of a family, to be found by any trainer's spelling."""
+    seam = families.family(family)
+    return LayerNames(seam, {DENOISER: released_layers(family)[release], **seam.text.layers})
+
+
+def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -> Fit:
+    """Return the family that a file's modules fit, `unknown` where names, sizes and metadata tell none."""
+    stated_name = stated_version(metadata)
+    fitting: dict[str, LayerNames] = {}
+    if any(_is_denoiser(name) for name in parts):
+        for family in families.MODULES:
+            names = next(
+                (each for each in _releases(family, parts) if not any(find_misfits(parts, each))),
+                None,
+            )
+            if names is not None:
+                fitting[family] = names
+    # Metadata may be wrong, so it decides only between families that all have the file's layers.
+    if fitting:
+        chosen = stated_name if stated_name in fitting else _preferred(parts, fitting)
+        others = () if chosen == stated_name else tuple(name for name in fitting if name != chosen)
+        return Fit(family=chosen, others=others, names=fitting[chosen], exact=True)
+    family = adapter_family(
+        {name: part.down_shape for name, part in parts.items()}, metadata=metadata
+    )
+    if family not in families.MODULES:
+        return Fit(family=family)
+    return _closest(parts, family)
+
+
+def _closest(parts: Mapping[str, ModuleFactors], family: str) -> Fit:
+    """Return the release of a family that has all the names and most of the sizes."""
+    by_release = [(names, tuple(find_misfits(parts, names))) for names in _releases(family, parts)]
+    if not by_release:
+        return Fit(family=family)
+    names, misfits = min(by_release, key=lambda each: len(each[1]))
+    # A base of another width has none of the sizes: that is no error of the file.
+    sized_modules = sum(part.size != (0, 0) for part in parts.values())
+    return Fit(family=family, names=names, misfits=misfits if len(misfits) < sized_modules else ())
+
+
+def check_usable(path: Path, *, names: LayerNames | None) -> tuple[Contents, Fit]:
+    """Read a file's header and find the base it fits; raises InputError saying why it cannot be used.
+
+    `names` finds the layers of the base that was asked for, None: the family tells which that is.
+    """
+    contents = read_contents(path)
+    parts = {name: part for name, part in contents.parts.items() if part.kind is not None}
+    if not parts:
+        refuse(path, f"holds no adapter{kind_of_others(contents.unknown)}")
+    fit = recognise(parts, contents.metadata)
+    if names is None and fit.family not in families.MODULES:
+        raise InputError(
+            f"{path.name} is an adapter of family {fit.family}; known are {', '.join(families.MODULES)}",
+            fix="name the base model it was made for with --base",
+        )
+    misfits = fit.misfits if names is None else tuple(find_misfits(parts, names))
+    if misfits:
+        first = misfits[0]
+        raise InputError(
+            f"{path.name} changes {first.module!r} in the size {sized(first.size)}, the layer is "
+            f"{sized(first.expected)}",
+            fix="give an adapter made for this base model, or name its base with --base",
+        )
+    return contents, fit
+
+
+def sized(size: Size) -> str:
+    """Return (out, fan in) in words, `?` for a side that the tensors do not tell."""
+    return "x".join(str(number) if number else "?" for number in size)
+
+
+def find_misfits(parts: Mapping[str, ModuleFactors], names: LayerNames) -> Iterable[Misfit]:
+    """Yield the modules whose size is not that of the layers that they stand for."""
+    for module, part in parts.items():
+        expected = _expected_size(module, part, names)
+        if expected is None:
+            continue
+        if any(
+            side not in (0, layer_side)
+            for side, layer_side in zip(part.size, expected, strict=True)
+        ):
+            yield Misfit(module=module, size=part.size, expected=expected)
+
+
+def _expected_size(module: str, part: ModuleFactors, names: LayerNames) -> Size | None:
+    """Return (out, fan in) of the layers that a module stands for; None where a shape is not known."""
+    layers = names.find(module) or names.find(module, size=part.size)
+    shapes: list[Shape] = [names.shape(layer.key) for layer in layers]
+    if not shapes or not all(shapes):
+        return None
+    return sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
+
+
+def _releases(family: str, parts: Mapping[str, ModuleFactors]) -> Iterator[LayerNames]:
+    """Yield the layers of each public release of a family that has a layer for every module."""
+    for release in range(len(released_layers(family))):
+        names = released_names(family, release)
+        if all(names.find(module, size=part.size) for module, part in parts.items()):
+            yield names
+
+
+def _is_denoiser(module: str) -> bool:
+    """Say whether a module may be of a denoiser: text encoders alone are those of many families."""
+    return re.match(r"(?:lora_|lycoris_)?te\d?_|text_encoder|clip_[lg]\.|t5", module) is None
+
+
+def _preferred(parts: Mapping[str, ModuleFactors], fitting: Mapping[str, LayerNames]) -> str:
+    """Return the family that trains all kinds of layers that its blocks have, else the first.
+
+    Trainers that change whole blocks change all that is in them: of two families that differ by layers
+    the file has not, the one is meant that lacks them.
+    """
+    for family, names in fitting.items():
+        changed = {
+            _kind_of(layer.key)
+            for module, part in parts.items()
+            for layer in names.find(module, size=part.size)
+        }
+        kinds = {
+            _kind_of(f"{DENOISER}.{layer}")
+            for layer, shape in names.layers[DENOISER].items()
+            if len(shape) > 1 and "blocks." in layer
+        }
+        if kinds and kinds <= changed:
+            return family
+    return next(iter(fitting))
+
+
+def _kind_of(key: str) -> str:
+    return _NUMBER.sub("#", key)

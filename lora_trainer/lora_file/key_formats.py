@@ -1,0 +1,294 @@
+"""How adapter files spell their keys: ends of keys by kind and role, prefixes by format, and what a format can hold.
+
+Input is a key, or the contents of an adapter, planned or trained; output plain names, or a RequestError before any
+work is done. Torch-free. The same ends serve inspecting, reading, converting and exporting.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lora_trainer.common.errors import RequestError
+from lora_trainer.config.learning import AdapterSettings
+from lora_trainer.families.base import DENOISER, Family, FileFormat
+from lora_trainer.lora.adapter_size import KIND_NAMES, AdapterKind
+
+Role = str
+"""What a tensor is to its module: `down`, `alpha`, `w1_a` and others, see `ENDINGS`."""
+
+ENDINGS: Mapping[AdapterKind, Mapping[Role, str]] = {
+    "lora": {
+        "down": ".lora_down.weight",
+        "up": ".lora_up.weight",
+        "mid": ".lora_mid.weight",
+        "magnitude": ".dora_scale",
+    },
+    "loha": {
+        **{role: f".hada_{role}" for role in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
+        "magnitude": ".dora_scale",
+    },
+    "lokr": {
+        **{role: f".lokr_{role}" for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
+        "magnitude": ".dora_scale",
+    },
+    "oft": {"blocks": ".oft_blocks", "rescale": ".rescale"},
+    "oft_in": {"skew": ".oft_R.weight", "scaled": ".oft_R.scaled_oft"},
+    "glora": {role: f".{role}.weight" for role in ("a1", "a2", "b1", "b2", "bm")},
+    "ia3": {"factor": ".weight", "on_input": ".on_input"},
+    "full": {"difference": ".diff"},
+    "norm": {"difference": ".w_norm", "bias": ".b_norm"},
+}
+"""Ends of keys as kohya and LyCORIS write them, by kind and role; files with dotted names of
+ComfyUI's own use them too, but for the two factors of a LoRA."""
+NEEDED: Mapping[AdapterKind, tuple[str, ...]] = {
+    "loha": ("w1_a w1_b w2_a w2_b", "w1_a w1_b w2_a w2_b t1 t2"),
+    "lokr": tuple(
+        f"{first} {second}"
+        for first in ("w1", "w1_a w1_b")
+        for second in ("w2", "w2_a w2_b", "w2_a w2_b t2")
+    ),
+    "oft": ("blocks",),
+    "oft_in": ("skew",),
+    "glora": ("a1 a2 b1 b2", "a1 a2 b1 b2 bm"),
+    "ia3": ("factor on_input",),
+    "norm": ("difference",),
+    "full": ("difference",),
+    "lora": ("down up", "down up mid"),
+}
+"""The factors that make a module of a kind whole: one of these sets of roles. Of two kinds in one module the
+first counts: the other is its mere companion (a magnitude, a bias)."""
+BESIDE: frozenset[Role] = frozenset({"alpha", "magnitude", "bias", "up_bias", "rescale", "scaled"})
+"""Roles that may stand beside the factors."""
+BIAS = ".diff_b"
+"""The change of a bias, beside any kind but a norm."""
+PEFT_ENDINGS: Mapping[Role, str] = {
+    "down": ".lora_A.weight",
+    "up": ".lora_B.weight",
+    "magnitude": ".lora_magnitude_vector",
+}
+ALPHA = ".alpha"
+SCALED: frozenset[AdapterKind] = frozenset({"lora", "loha", "lokr", "glora"})
+"""Kinds whose alpha is a strength."""
+STRONG = frozenset({"up", "w1", "w1_a", "a1", "b1"})
+"""The factors that take the strength that a file does not state: each product has one of these."""
+
+_NAME = r"(?:\.(?!weight|bias|alpha)\w+)?"
+"""peft's name of an adapter, such as `.default`."""
+
+
+def _factor(side: str, letter: str, role: Role) -> str:
+    """Return the end of a LoRA factor's key in the names of kohya, of peft and of diffusers before it."""
+    return (
+        rf"(?:\.lora_{side}|\.lora_{letter}|[._]lora(?P<digit_{role}>\d?)\.{side}"
+        rf"|\.lora_linear_layer\.{side})(?:\.(?P<part_{role}>\d+)|{_NAME})"
+    )
+
+
+_OTHER_ENDS: Mapping[tuple[AdapterKind | None, Role], str] = {
+    (None, "alpha"): r"\.(?:lora_)?alpha",
+    (None, "bias"): re.escape(BIAS),
+    ("lora", "down"): _factor("down", "A", "down") + r"\.weight",
+    ("lora", "up"): _factor("up", "B", "up") + r"\.weight",
+    ("lora", "up_bias"): _factor("up", "B", "up_bias") + r"\.bias",
+    ("lora", "magnitude"): r"\.(?:dora_scale|lora_magnitude_vector)(?:\.\w+)*",
+    ("oft_in", "skew"): rf"\.oft_R{_NAME}\.weight",
+    ("oft_in", "scaled"): rf"\.oft_R{_NAME}\.scaled_oft",
+}
+"""Ends that have other spellings than those in `ENDINGS`, of all trainers."""
+_ENDS: Mapping[tuple[AdapterKind | None, Role], str] = {
+    # A magnitude has one name beside every kind, an IA3's factor that of any weight.
+    (kind, role): re.escape(end) + (_NAME if kind in ("loha", "lokr") else "")
+    for kind, ends in ENDINGS.items()
+    for role, end in ends.items()
+    if role not in ("magnitude", "factor")
+} | _OTHER_ENDS
+# The lookahead is for speed: nearly all characters of a key begin no end.
+_KEY = re.compile(
+    r"(?P<module>.+?)(?=\.|_lora)(?:"
+    + "|".join(f"(?P<end{number}>{end})" for number, end in enumerate(_ENDS.values()))
+    + ")"
+)
+_MEANINGS = tuple(_ENDS)
+PART_MARK = "#"
+"""Between the name of a joined layer and the number of the part that a pair of factors is for."""
+
+
+_OTHER_KINDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), kind)
+    for pattern, kind in (
+        (
+            r"(?:unet|text_encoder):\d+:(?:up|down)",
+            "LoRAs that number their layers instead of naming them",
+        ),
+        (r".+\.lora_(?:up|down)", "LoRAs in Nunchaku's form, made for its quantised networks"),
+        (r".+\.(?:[pq]_layer\.weight|lambda_layer)", "T-LoRAs, whose rank goes with the timestep"),
+        (r".+\.(?:scale_weight|weight_scale|scale_input)", "LoRAs whose fp8 factors have scales"),
+        (
+            r".+\.modules_to_save\..+",
+            "LoRAs with whole layers beside them (peft's modules_to_save)",
+        ),
+        (r".+\.reshape_weight|.+_norm\.scale", "control LoRAs, which need an image as a condition"),
+        (r"control_model\..+|lora_controlnet", "control LoRAs, which need an image as a condition"),
+        (r"\d+\.linear\d?\..+|\d+\.linear\d", "hypernetworks"),
+        (r"emb_params|clip_[lg]|string_to_param.*", "embeddings, the vectors of new words"),
+    )
+)
+
+
+def kind_of_others(keys: Iterable[str]) -> str:
+    """Return of which files these keys are as a note in brackets, "" where that is not known."""
+    for pattern, kind in _OTHER_KINDS:
+        if any(pattern.fullmatch(key) for key in keys):
+            return f" (as in {kind})"
+    return ""
+
+
+def parse_key(key: str) -> tuple[str, AdapterKind | None, Role] | None:
+    """Return (module as spelt, kind, role) of a tensor, None for a tensor of no adapter.
+
+    The kind of an alpha is that of the tensors beside it. A magnitude is said to be a LoRA's, whatever
+    it stands beside. Factors in a list (`lora_down.0`) are of a part of the module: `module#0`.
+    """
+    match = _KEY.fullmatch(key)
+    if match is None:
+        return None
+    assert match.lastgroup is not None
+    kind, role = _MEANINGS[int(match.lastgroup.removeprefix("end"))]
+    module: str = match["module"]
+    if role in ("down", "up", "up_bias"):
+        module += match[f"digit_{role}"] or ""
+        part = match[f"part_{role}"]
+        module += f"{PART_MARK}{part}" if part else ""
+    return module, kind, role
+
+
+# ---- formats
+
+
+KeyFormat = Literal["kohya", "diffusers", "peft", "comfyui", "mixed", "unknown"]
+
+_FORMATS: tuple[tuple[KeyFormat, re.Pattern[str]], ...] = (
+    ("kohya", re.compile(r"(?:lora|lycoris)_[a-z0-9]+_[^.]+")),
+    ("comfyui", re.compile(r"(?:diffusion_model|text_encoders)\..+")),
+    ("peft", re.compile(r"base_model\.model\..+")),
+    ("diffusers", re.compile(r"(?:unet|transformer|text_encoder(?:_\d)?)\..+")),
+)
+
+
+def key_format(modules: Iterable[str]) -> KeyFormat:
+    """Return the key format all modules share; bare names without a prefix are of no format."""
+    formats: set[KeyFormat] = {
+        next((name for name, pattern in _FORMATS if pattern.fullmatch(module)), "unknown")
+        for module in modules
+    }
+    return formats.pop() if len(formats) == 1 else "mixed"
+
+
+def file_endings(format: FileFormat, kind: AdapterKind, *, component: str) -> Mapping[Role, str]:
+    """Return the ends of keys that a file of this format has for this kind.
+
+    transformers loads the text encoders' layers and wants magnitudes with `.weight`, diffusers loads the
+    others and wants them without.
+    """
+    if format == "kohya" or kind != "lora":
+        return ENDINGS[kind]
+    if format == "comfyui":
+        # ComfyUI knows the magnitude by LyCORIS's name only.
+        return {**PEFT_ENDINGS, "magnitude": ENDINGS["lora"]["magnitude"]}
+    if component == DENOISER:
+        return PEFT_ENDINGS
+    return {**PEFT_ENDINGS, "magnitude": f"{PEFT_ENDINGS['magnitude']}.weight"}
+
+
+# ---- what a format can hold
+
+
+FormatRequest = Literal["auto"] | FileFormat
+# Measured by scripts/readers, see docs/formats.md.
+_DORA = (
+    "diffusers drops the magnitudes of DoRA from files in this format, ComfyUI and Forge divide by the "
+    "norms of the base's weights instead of the changed ones, A1111 and InvokeAI by norms along the "
+    "wrong axis, which ruins the image; output.format=diffusers keeps DoRA exact in diffusers"
+)
+_DORA_IN_DIFFUSERS = (
+    "only diffusers reads DoRA in this format; ComfyUI and Forge drop the magnitudes, InvokeAI refuses "
+    "the file"
+)
+_TEXT_IN_COMFYUI = "only ComfyUI finds the text encoders' layers under these names"
+_MISSED: Mapping[AdapterKind, str] = {
+    "loha": "diffusers cannot load a LoHa, InvokeAI only those of U-Nets; ComfyUI can",
+    "lokr": "diffusers and InvokeAI load the LoKr of some families only; ComfyUI can",
+    "oft": "diffusers, Forge and InvokeAI cannot load an OFT; ComfyUI and A1111 can",
+    "oft_in": "of the programs checked, only OneTrainer loads an OFT of inputs",
+    "glora": "diffusers cannot load a GLoRA; ComfyUI, Forge and A1111 can",
+    "ia3": "diffusers, ComfyUI and Forge cannot load an IA3; A1111 can",
+    "full": "diffusers cannot load whole differences; ComfyUI, Forge and A1111 can",
+    "norm": "diffusers cannot load changes of norms; ComfyUI, Forge and A1111 can",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterContents:
+    """The contents of an adapter that decide its format: kinds, DoRA, trained text encoders, biases.
+
+    `input_dora`: DoRA magnitudes of some layers are per input, as in OneTrainer's files.
+    """
+
+    kinds: frozenset[AdapterKind]
+    dora: bool
+    text: bool
+    bias: bool = False
+    input_dora: bool = False
+
+
+def planned_contents(adapter: AdapterSettings) -> AdapterContents:
+    """Return the contents of the adapter that these settings train."""
+    return AdapterContents(
+        kinds=frozenset({adapter.kind}), dora=adapter.dora, text=adapter.text_encoder
+    )
+
+
+def format_for(family: Family, requested: FormatRequest, contents: AdapterContents) -> FileFormat:
+    """Return the format of a file; `auto` is the family's first format that can hold the adapter.
+
+    Raises RequestError with the reason where the family or the kind does not allow the requested format.
+    """
+    refused = {format: _refusal(format, contents) for format in family.formats.written}
+    possible = [format for format, reason in refused.items() if reason is None]
+    if not possible:
+        reasons = "; ".join(f"{format}: {reason}" for format, reason in refused.items())
+        raise RequestError(
+            f"no file format of {family.name} can hold this adapter ({reasons})",
+            fix="make a LoRA of it with `lora-train resize --rank`, or train with --set adapter.kind=lora",
+        )
+    if requested == "auto":
+        return possible[0]
+    reason = refused.get(requested) or family.formats.refused.get(requested)
+    if requested in possible:
+        return requested
+    raise RequestError(
+        f"output.format={requested} is not possible for {family.name}: {reason or 'no program reads it'}",
+        fix=f"use --set output.format={possible[0]}",
+    )
+
+
+def format_notes(format: FileFormat, contents: AdapterContents) -> tuple[str, ...]:
+    """Return a sentence per loss that programs have when they read such a file."""
+    dora = (_DORA_IN_DIFFUSERS if format == "diffusers" else _DORA,) if contents.dora else ()
+    text = (_TEXT_IN_COMFYUI,) if contents.text and format == "comfyui" else ()
+    return (*dora, *text, *(_MISSED[kind] for kind in sorted(contents.kinds) if kind in _MISSED))
+
+
+def _refusal(format: FileFormat, contents: AdapterContents) -> str | None:
+    others = sorted(contents.kinds - {"lora"})
+    if format == "diffusers" and others:
+        name = KIND_NAMES[others[0]]
+        return f"{name} is not written in it, because diffusers cannot load it again under its own names"
+    if format == "diffusers" and contents.bias:
+        return "changes of biases are not written in it, because diffusers has no names for them"
+    if format == "diffusers" and contents.input_dora:
+        return "DoRA's input magnitudes are not written in it, because peft reads output magnitudes only"
+    return None
