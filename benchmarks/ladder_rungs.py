@@ -25,11 +25,12 @@ from lora_trainer.families.base import DENOISER
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.reporting.status import StatusWriter
+from lora_trainer.training.actions import Progress
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from lora_trainer.training.optimizers import build_optimizer
-from lora_trainer.training.training import Progress, Training
+from lora_trainer.training.step import Training
 
 
 class Rung(Protocol):

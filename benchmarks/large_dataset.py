@@ -152,7 +152,7 @@ def _epoch(prepared: Any, wanted: Any, cache: Any) -> int:
     from lora_trainer.cache.cache_plan import Entries
     from lora_trainer.run.build import texts_as
     from lora_trainer.training.dataloader import TrainingDataLoader
-    from lora_trainer.training.timesteps import table_levels
+    from lora_trainer.training.noise import table_levels
 
     config = prepared.config
     samples = [sample for record in prepared.trained for sample in record.sample_ids()]

@@ -38,14 +38,12 @@ from trainee import Case, feeder, frozen_network, training  # noqa: E402 - after
 
 from lora_trainer.common.events import EventStream  # noqa: E402 - after sys.path
 from lora_trainer.common.processes import DistEnv
+from lora_trainer.training.actions import Progress
 from lora_trainer.training.distributed.process_group import ProcessGroup, joined  # noqa: E402 - after sys.path
 from lora_trainer.training.guards import GuardState  # noqa: E402 - after sys.path
 from lora_trainer.training.loop import run  # noqa: E402 - after sys.path
 from lora_trainer.training.optimizers import build_optimizer  # noqa: E402 - after sys.path
-from lora_trainer.training.training import (
-    Progress,  # noqa: E402 - after sys.path
-    Training,  # noqa: E402 - after sys.path
-)
+from lora_trainer.training.step import Training
 
 CPU = torch.device("cpu")
 WORKERS = ("alone", "other", "first", "second")

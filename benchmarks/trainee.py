@@ -33,12 +33,12 @@ from lora_trainer.config.running import Config
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.dataset.buckets import Bucket, place
 from lora_trainer.families.base import BaseFacts, Family, Geometry
-from lora_trainer.training.batch import Batch, collate
+from lora_trainer.training.actions import Action
 from lora_trainer.training.dataloader import TrainingDataLoader
-from lora_trainer.training.loss import Model
+from lora_trainer.training.loss import Batch, Model, collate
+from lora_trainer.training.noise import Levels, flow_levels, table_levels
 from lora_trainer.training.optimizers import learning_rate
-from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
-from lora_trainer.training.training import Action, Training
+from lora_trainer.training.step import Training
 
 IMAGES = 16
 SEED = 3

@@ -19,6 +19,7 @@ from tests.fakes.runs import Toy, contents, events, last_state, problems, toy, t
 from tests.fakes.trainee import compiled_calls
 
 SETTINGS: dict[str, Any] = {
+    "adapter__kind": "oft",
     "adapter__targets": "attention",
     "data__validation_fraction": 0.0,
     "hardware__compile": "blocks",

@@ -67,7 +67,7 @@ def leaking(free_mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("lora_trainer.training.pace.BLOCK_STEPS", 1)
     monkeypatch.setattr(loop, "device_memory", measure)
-    monkeypatch.setattr("lora_trainer.run.device.free_ram_bytes", lambda: free_mib * 2**20)
+    monkeypatch.setattr("lora_trainer.training.pace.free_ram_bytes", lambda: free_mib * 2**20)
 
 
 def test_slow_steps_and_growing_memory_are_explained_once(
@@ -98,10 +98,3 @@ def test_what_nothing_explains_is_said_and_memory_that_lasts_is_a_note(
     (slow,), (growing,) = told(place, SLOW), told(place, GROWING)
     assert "no cause was found" in slow["what"]
     assert "after the end" in growing["what"] and growing["severity"] == "note"
-
-
-def test_steps_as_they_were_say_nothing(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_from(STEPS, monkeypatch)
-    processors(1000.0, monkeypatch)
-    assert place.train(steps=STEPS, **QUIET) == 0
-    assert not told(place, SLOW) and not told(place, GROWING)

@@ -19,14 +19,14 @@ from lora_trainer.run import run_folder
 BEFORE: dict[str, Any] = {key: "before" for key in setting_keys()}
 PATIENCE = "train.stop_after_validations"
 """Free by itself, but with it the validations decide something."""
-BEFORE |= {"train.lower_on_plateau": False, "output.keep_best": False, PATIENCE: None}
+BEFORE |= {"output.keep_best": False, PATIENCE: None}
 OTHERS = (
     set(setting_keys())
     - run_folder.FREE_SETTINGS
     - run_folder.ROUNDING_SETTINGS
     - run_folder.FORBIDDEN_SETTINGS
 )
-OTHERS = sorted(OTHERS - {"train.lower_on_plateau"})  # see below
+OTHERS = sorted(OTHERS)
 MACHINE = {"torch": "2.13.0", "threads": 1, "deterministic": True}
 
 
@@ -136,7 +136,7 @@ def test_a_device_that_is_not_deterministic_never_promises_the_bits() -> None:
     )
 
 
-@pytest.mark.parametrize("watching", ["train.lower_on_plateau", "output.keep_best", PATIENCE])
+@pytest.mark.parametrize("watching", ["output.keep_best", PATIENCE])
 def test_when_and_what_is_validated_matters_where_it_decides_something(watching: str) -> None:
     before = BEFORE | {watching: 3}
     for key in ("train.validate_every_steps", "output.weights"):
@@ -196,6 +196,7 @@ def test_what_came_after_the_state_is_dropped_and_a_torn_line_too(tmp_path: Path
     ("key", "value", "exactness"),
     [
         ("train.tighten_on_spike", True, "CHANGED"),
+        ("train.lower_on_plateau", True, "CHANGED"),
         ("train.tighten_on_spike", False, "EXACT"),
         ("memory.base_matmul", "int8", "SAME-STREAM"),
         ("memory.base_matmul", "dequantized", "EXACT"),

@@ -16,8 +16,9 @@ from lora_trainer.config.config import build_config
 from lora_trainer.families import family
 from lora_trainer.network.quantize import QuantizedLinear
 from lora_trainer.run import device, prepare
+from lora_trainer.training.actions import Progress
 from lora_trainer.training.loop import run
-from lora_trainer.training.training import Progress, Training
+from lora_trainer.training.step import Training
 from tests.fakes.family_bases import base_of, facts_at, side_of
 from tests.fakes.runs import SIZES_PX, toy
 

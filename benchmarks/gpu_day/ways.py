@@ -30,9 +30,9 @@ from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.out_of_memory import free_memory
 from lora_trainer.network.quantize import quantize
+from lora_trainer.training.actions import Progress
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
-from lora_trainer.training.training import Progress
 
 COMPARED, WARM = 4, 2
 """Steps that are compared, and those that follow before the timed ones."""

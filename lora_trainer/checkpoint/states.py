@@ -162,7 +162,7 @@ class LoopValues:
     """The values that the loop itself must know after a kill; a new key of the state is a new field here.
 
     `of` fills them, called by training/actions.py, and run/build.py restores them. A value of the loop that they
-    do not reach yet travels in `Progress` (training/training.py), one of the guards in `GuardState`, which has its
+    do not reach yet travels in `Progress` (training/actions.py), one of the guards in `GuardState`, which has its
     own rules.
 
     Give a new field a default: what an older state without it stands for. Values are None, bool, int,

@@ -335,9 +335,12 @@ RETIRED_SETTINGS: Mapping[str, tuple[RetiredEffect, tuple[object, ...]]] = {
     "hardware.cuda_graphs": ("rounding", ("auto", False)),
     "adapter.init": ("refused", ("default",)),
     "train.tighten_on_spike": ("result", (False,)),
+    "train.lower_on_plateau": ("result", (False,)),
 }
 """Settings of earlier versions: read from old runs and settings files without effect. Each with what of a run is
 another without it, and the values for which nothing is."""
+RETIRED_VALUES = (("hardware.compile", "auto"),)
+"""Values that settings had in earlier versions; as if they were not there."""
 
 
 def refuse_removed(values: Mapping[str, Any]) -> None:
@@ -359,8 +362,12 @@ def retired_in(values: Mapping[str, Any], effect: RetiredEffect) -> list[str]:
 
 
 def without_retired(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without those of RETIRED_SETTINGS."""
-    return {key: value for key, value in values.items() if key not in RETIRED_SETTINGS}
+    """Return settings without those of RETIRED_SETTINGS and RETIRED_VALUES."""
+    return {
+        key: value
+        for key, value in values.items()
+        if key not in RETIRED_SETTINGS and (key, value) not in RETIRED_VALUES
+    }
 
 
 def check_keys(values: Mapping[str, Any]) -> None:

@@ -168,11 +168,6 @@ class TrainSettings(Section, Generic[A_co]):
         headline=True,
     )
     max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: never", ge=0.0, le=1e6)
-    lower_on_plateau: bool = setting(
-        False,
-        "halve the learning rate after three validations without a lower loss, three times at most",
-        not_for={**WITHOUT_VALIDATION, "train.validate_every_steps": (0,)},
-    )
     ema_decay: float | None = enforced_setting(
         None,
         "keep a running average of the adapter with this decay, faster at first; 0.99-0.999 is usual",

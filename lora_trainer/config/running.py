@@ -95,9 +95,8 @@ class HardwareSettings(Section, Generic[A_co]):
         le=1024,
         only_for=CARD,
     )
-    compile: A_co | Literal["none", "blocks"] = setting(
-        "auto",
-        "fuse the blocks' kernels (torch.compile); auto: with priority speed, if this run gets faster",
+    compile: Literal["none", "blocks"] = setting(
+        "none", "blocks: fuse the kernels of the base's blocks (torch.compile)"
     )
     process_timeout_s: float = setting(
         120.0,

@@ -52,11 +52,10 @@ from lora_trainer.run.prepare import Request, prepare_with_base
 from lora_trainer.run.run_folder import RunFolder, TrainingJob, read_run
 from lora_trainer.run.samples import file_and_base
 from lora_trainer.run.saving import WeightFigures, weight_figures
-from lora_trainer.training.batch import Sample, split
-from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.loss import Model, add_noise, target
-from lora_trainer.training.timesteps import Level
+from lora_trainer.training.noise import Level
 
 QUANTILES = 16
 MAX_PICTURES = 16

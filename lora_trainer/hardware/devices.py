@@ -35,7 +35,7 @@ class DeviceKind:
     pins: copies from pinned host memory run in parallel to computation.
     pins_in_place: existing memory can be pinned (cudaHostRegister).
     streams: copies and kernels can be queued on several streams; else the host waits for each copy.
-    compiles: `auto` may choose torch.compile (inductor).
+    compiles: the report of a machine names triton, with which torch.compile makes kernels.
     fused_skips: torch's fused AdamW skips the update when `found_inf` is set.
     blocks_convolutions: a convolution copies its input and its output into another layout.
     runtime_bytes: memory of a process before its first tensor.

@@ -152,7 +152,6 @@ def _finish(foreign: Foreign) -> None:
     presets = [("data.validation_fraction", 0.0, "nothing is held out there")]
     if "optimizer.name" in foreign.settings:
         presets.append(("data.caption_dropout", 0.0, "it is not there"))
-        presets.append(("train.lower_on_plateau", False, "it is not there"))
     for key, value, note in presets:
         if key not in foreign.settings:
             foreign.set(key, value, note=note)

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lora_trainer.common.errors import RequestError
+from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
-from lora_trainer.families.base import DENOISER, Family
+from lora_trainer.families.base import DENOISER, Family, TextEncoder
 from lora_trainer.lora.adapter_size import first_match
 from lora_trainer.lora.dropout import SampleMasks, drops
 from lora_trainer.lora.inject import AdaptedLayer, adapt
@@ -285,15 +287,6 @@ def _named_parameters(
         yield f"{_NEW_TOKENS}{component}", vectors
 
 
-def layer_names(network: nn.Module) -> list[str]:
-    """Return the names of all layers that could have an adapter, in module order."""
-    return [
-        name
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d)
-    ]
-
-
 def layer_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight that an adapter file could change, by layer, in module order."""
     return {
@@ -388,3 +381,56 @@ def _flat_shape(tensor: Tensor, name: str = "") -> tuple[int, ...]:
     if name == "blocks" or tensor.dim() == 3:
         return tuple(tensor.shape)
     return (tensor.shape[0], tensor.numel() // tensor.shape[0])
+
+
+# ---- new tokens
+
+
+class ExtendedTable(nn.Module):
+    """Replaces a network's token table; token numbers -1, -2, ... are rows 0, 1, ... of `vectors`."""
+
+    def __init__(self, base_table: nn.Embedding, vectors: nn.Parameter) -> None:
+        super().__init__()
+        self.known, self.vectors = base_table, vectors
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """Return [..., width] in the dtype of the base's table for token numbers [...]."""
+        # Both lookups run for all positions, with indices clamped into range, and `where` chooses: masks
+        # of varying size would make the host wait for the device.
+        base_rows: Tensor = self.known(numbers.clamp(min=0))
+        new = functional.embedding((-1 - numbers).clamp(min=0), self.vectors)
+        return torch.where((numbers < 0).unsqueeze(-1), new.to(base_rows.dtype), base_rows)
+
+
+def add_new_tokens(
+    text: TextEncoder, count: int, *, start: str | None, seed: int
+) -> dict[str, nn.Parameter]:
+    """Extend the tables of `text` by `count` vectors of its new word; return them, [count, width] each.
+
+    They start at the vectors of the word `start`, repeated in turn, or at random vectors with the table's
+    standard deviation. Raises RequestError for a `start` without tokens.
+
+    Vectors trained beside a frozen table are pivotal tuning: Gal et al. 2022 (arXiv 2208.01618) learn the vectors
+    of a word; Roich et al. 2021 (arXiv 2106.05744) first find such a pivot and then tune the generator around it.
+    """
+    numbers = {} if start is None else text.numbers(start)
+    vectors = {}
+    for component, network in text.networks.items():
+        base_table = network.get_input_embeddings()  # type: ignore[operator]  # transformers' own
+        assert isinstance(base_table, nn.Embedding)
+        rows = base_table.weight
+        if start is None:
+            generator = torch.Generator().manual_seed(draw_seed(seed, Stream.NEW_TOKENS, component))
+            drawn = torch.randn(count, rows.shape[1], generator=generator)
+            values = drawn.to(rows.device) * rows.float().std()
+        elif of_start := numbers[component]:
+            chosen = [of_start[index % len(of_start)] for index in range(count)]
+            values = rows[torch.tensor(chosen, device=rows.device)].float().clone()
+        else:
+            raise RequestError(
+                f"adapter.new_tokens_from={start!r} has no tokens", fix="use a word such as person"
+            )
+        vectors[component] = nn.Parameter(values)  # float32 whatever the dtype of the table
+        table = ExtendedTable(base_table, vectors[component])
+        network.set_input_embeddings(table)  # type: ignore[operator]  # transformers' own
+    return vectors

@@ -22,19 +22,18 @@ from lora_trainer.common.errors import RequestError
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.base import DENOISER
-from lora_trainer.lora.adapter_kinds import RotatedLayer
 from lora_trainer.lora.adapter_size import AdapterKind, Width, block_size, layer_width
 from lora_trainer.lora.dropout import SampleMasks, gated, gates
-from lora_trainer.lora.fused import CUSTOM, FusedLinear, LeanConv2d
+from lora_trainer.lora.layers import CUSTOM, FusedLinear, LeanConv2d, LeanDora, RotatedLayer
 from lora_trainer.lora.tensors import ModuleTensors, split_key
 from lora_trainer.network.quantize import frozen_weight
 
 _NAME = "default"
-_ATTRIBUTES: Mapping[str, Mapping[str, str]] = {
-    "loha": {name: f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b")},
-    "lokr": {name: f"lokr_{name}" for name in ("w1", "w2", "w2_a", "w2_b")},
+_FACTORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "loha": ("hada", ("w1_a", "w1_b", "w2_a", "w2_b")),
+    "lokr": ("lokr", ("w1", "w2", "w2_a", "w2_b")),
 }
-"""peft's attribute of each tensor, in the order in which they are trained and saved."""
+"""Prefix of peft's attributes, and the tensors in the order in which they are trained and saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +119,8 @@ def adapt(
         return {key: _rotate(network, key, layer, widths[key].rank) for key, layer in keys.items()}
     for rank in dict.fromkeys(width.rank for width in widths.values()):
         names = [split_key(key)[1] for key, width in widths.items() if width.rank == rank]
-        vars(network).pop(
-            "peft_config", None
-        )  # peft warns of a second adapter, and this is the same
+        # peft warns of a second adapter, and this is the same.
+        vars(network).pop("peft_config", None)
         inject_adapter_in_model(_peft_config(settings, names, rank), network, adapter_name=_NAME)
     layers = {
         key: _peft_layer(network, key, layer, widths[key], settings, seed=seed)
@@ -153,13 +151,6 @@ def _drop(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -
     else:
         down.register_forward_pre_hook(lambda _, inputs: (gated(inputs[0], before), *inputs[1:]))
         down.register_forward_hook(lambda _, _inputs, output: gated(output, after))
-
-
-def draw(seed: int, key: str, name: str) -> torch.Generator:
-    """Return the CPU generator of one tensor of one layer."""
-    component, module = split_key(key)
-    counters = (module if component == DENOISER else key, *(() if name == "down" else (name,)))
-    return torch.Generator().manual_seed(draw_seed(seed, Stream.ADAPTER_INIT, *counters))
 
 
 def _kernel(key: str, layer: nn.Module, kind: AdapterKind) -> int:
@@ -209,19 +200,18 @@ def _peft_layer(
     if settings.kind == "lora":
         parameters = {"down": layer.lora_A[_NAME].weight, "up": layer.lora_B[_NAME].weight}
     else:
-        parameter_dicts = {
-            name: getattr(layer, attribute)
-            for name, attribute in _ATTRIBUTES[settings.kind].items()
-        }
-        parameters = {
-            name: values[_NAME] for name, values in parameter_dicts.items() if _NAME in values
-        }
+        prefix, names = _FACTORS[settings.kind]
+        factors = {name: getattr(layer, f"{prefix}_{name}") for name in names}
+        parameters = {name: values[_NAME] for name, values in factors.items() if _NAME in values}
     # Programs that read LoKr files ignore alpha if both factors are full matrices, so training does too.
     if parameters.keys() == {"w1", "w2"}:
         width = Width(rank=width.rank, scale=1.0)
     layer.scaling[_NAME] = width.scale
+    component, module = split_key(key)
     for name, parameter in parameters.items():
-        _initialise(parameter, settings.kind, name, draw(seed, key, name))
+        counters = (module if component == DENOISER else key, *(() if name == "down" else (name,)))
+        seeded = torch.Generator().manual_seed(draw_seed(seed, Stream.ADAPTER_INIT, *counters))
+        _initialise(parameter, settings.kind, name, seeded)
     if settings.dora:
         parameters["magnitude"] = _learn_norms(layer)
     return AdaptedLayer(
@@ -249,17 +239,6 @@ def _initialise(parameter: nn.Parameter, kind: str, name: str, generator: torch.
     parameter.data = values.to(parameter.device)
 
 
-class _LeanDora(DoraLinearLayer):
-    """peft's DoRA without its product with an identity [in, in], which FSDP needs.
-
-    The identity takes close to 1 GB in the largest layers.
-    """
-
-    def get_lora_weight(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> Tensor:
-        product: Tensor = lora_B.weight @ lora_A.weight
-        return product
-
-
 def _learn_norms(layer: Any) -> nn.Parameter:
     """Create DoRA's trained magnitudes, equal to the norms of the frozen weight.
 
@@ -269,7 +248,7 @@ def _learn_norms(layer: Any) -> nn.Parameter:
     weight = frozen_weight(layer.get_base_layer()).float()
     magnitude: Tensor = norms.get_weight_norm(weight, torch.zeros_like(weight), scaling=1.0)
     if type(norms) is DoraLinearLayer:
-        norms = _LeanDora(fan_in_fan_out=False)  # type: ignore[no-untyped-call]
+        norms = LeanDora(fan_in_fan_out=False)  # type: ignore[no-untyped-call]
         layer.lora_magnitude_vector[_NAME] = norms
     norms.weight = nn.Parameter(magnitude)
     parameter: nn.Parameter = norms.weight

@@ -24,7 +24,7 @@ from lora_trainer.config.running import RunConfig
 from lora_trainer.measuring.bench import QUIET
 from lora_trainer.run.prepare import Prepared, Request, prepare
 from lora_trainer.run.train import train
-from lora_trainer.training.training import Progress
+from lora_trainer.training.actions import Progress
 
 WARMUP_STEPS = 3
 """Steps before the profiler starts, as the first ones choose kernels and fill the allocator."""

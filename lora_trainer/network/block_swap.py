@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.declare import BUFFERS, streamed_indices
-from lora_trainer.network.gradient_checkpointing import is_checkpointed
 from lora_trainer.network.pinned_memory import CopyStream, Done, pinned, whole_pages
 
 ALIGNMENT_BYTES = 256
@@ -112,21 +111,6 @@ def base_tensors(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
         yield from base_tensors(child)
 
 
-def pin(memories: Sequence[Tensor], *, device: torch.device, owner: object) -> None:
-    """Pin host memory in place for copies to a device, one piece after the other, until the system refuses.
-
-    It stays pinned as long as `owner` lives; no copy may be under way when it ends.
-    """
-    undone = [undo for memory in memories if (undo := pinned().in_place(memory, device=device))]
-
-    def unpin() -> None:
-        while undone:
-            undone.pop()()
-
-    # Not at exit: CUDA may be shut down by then, and the process's memory is freed anyway.
-    weakref.finalize(owner, unpin).atexit = False
-
-
 def repeated_blocks(network: nn.Module) -> dict[str, nn.Module]:
     """Return the network's repeated blocks by name, in module order, as diffusers declares them."""
     kinds: Any = network._repeated_blocks or network._no_split_modules
@@ -173,21 +157,30 @@ class Streamed:
         self._parents = [
             weakref.ref(network.get_submodule(".".join(name.split(".")[:-2]))) for name in names
         ]
-        for index, block in enumerate(blocks):
-            self._require_recomputation(index, block)
+        for index in range(len(blocks)):
+            self._require_recomputation(index)
         self._blocks = [PackedBlock(block) for block in blocks]
         self._host: list[Tensor] = []
         for packed in self._blocks:
             # One block at a time: the base and its packed copy never exist together as a whole.
             self._host.append(whole_pages(packed.bytes))
             packed.take_in(self._host[-1])
-        pin(self._host, device=device, owner=self)
+        # One piece after the other, until the system refuses; pinned as long as this object lives.
+        for memory in self._host:
+            if unpin := pinned().in_place(memory, device=device):
+                # Not at exit: CUDA may be shut down by then, and the process's memory is freed anyway.
+                weakref.finalize(self, unpin).atexit = False
         self._host_views = [
             block.views(part) for block, part in zip(self._blocks, self._host, strict=True)
         ]
         self._move_the_rest(network)
         self._copies = CopyStream(device)
-        self._buffers = [self._buffer() for _ in range(min(BUFFERS, len(names)))]
+        largest = max(block.bytes for block in self._blocks)
+        self._buffers = []
+        for _ in range(min(BUFFERS, len(names))):
+            memory = torch.empty(largest, dtype=torch.uint8, device=device)
+            views = [block.views(memory) for block in self._blocks]
+            self._buffers.append(_Buffer(memory=memory, views=views))
         self._order, self._last = list(range(len(names))), 0
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before, index))
@@ -203,12 +196,12 @@ class Streamed:
 
     # ---- before a block runs: in the forward pass, and again when the backward pass recomputes it
 
-    def _before(self, index: int, module: nn.Module, _: tuple[Any, ...]) -> None:
+    def _before(self, index: int, _: nn.Module, _inputs: tuple[Any, ...]) -> None:
         # The id of the running backward pass, -1 outside one: under checkpointing this hook also runs
         # during recomputation, where the next block needed is the previous one.
         backward = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled() and not backward:
-            self._require_recomputation(index, module)
+            self._require_recomputation(index)
         buffer = self._buffer_of(index)
         if buffer is None:  # the order was predicted wrongly: this block waits for its whole copy
             buffer = self._load(index)
@@ -219,7 +212,11 @@ class Streamed:
         # and the copy stream waits for all work queued so far.
         self._buffers.remove(buffer)
         self._buffers.append(buffer)
-        following = self._previous(index) if backward else self._next(index)
+        if backward:
+            position = self._order.index(index) - 1
+            following = self._order[position] if position >= 0 else None
+        else:
+            following = self._next(index)
         if following is not None and self._buffer_of(following) is None:
             self._load(following)
 
@@ -254,15 +251,11 @@ class Streamed:
         # device; without them the next forward pass starts with the first block.
         return None if torch.is_grad_enabled() else order[0]
 
-    def _previous(self, index: int) -> int | None:
-        position = self._order.index(index) - 1
-        return self._order[position] if position >= 0 else None
-
     # ---- setting up
 
-    def _require_recomputation(self, index: int, block: nn.Module) -> None:
+    def _require_recomputation(self, index: int) -> None:
         parent = self._parents[index]()
-        if parent is None or not is_checkpointed(parent, block):
+        if not getattr(parent, "gradient_checkpointing", False):
             raise RequestError(
                 f"memory.streamed_blocks needs every block recomputed, and {self.names[index]} is not",
                 fix="use --set memory.gradient_checkpointing=full",
@@ -277,12 +270,6 @@ class Streamed:
         finally:
             for block, views in zip(self._blocks, self._host_views, strict=True):
                 block.hold(views)
-
-    def _buffer(self) -> _Buffer:
-        memory = torch.empty(
-            max(block.bytes for block in self._blocks), dtype=torch.uint8, device=self.device
-        )
-        return _Buffer(memory=memory, views=[block.views(memory) for block in self._blocks])
 
 
 def offload(network: nn.Module, device: torch.device) -> None:

@@ -40,9 +40,9 @@ class CompilationFailed(Exception):
 class CompiledBlocks:
     """The compiled blocks of a network, active inside `used` until `is_off`, after a failure and for good.
 
-    Only passes of the latent `shapes` run compiled (None: all, one at a time). They are fixed before the first
-    step, because compiled code rounds differently: if they depended on the order in which shapes come up, an
-    interrupted run would end with other weights.
+    The caller runs only passes of the latent `shapes` compiled (None: all, one at a time). They are fixed before
+    the first step, because compiled code rounds differently: if they depended on the order in which shapes come
+    up, an interrupted run would end with other weights.
     """
 
     def __init__(
@@ -52,12 +52,18 @@ class CompiledBlocks:
         shapes: Collection[LatentShape] | None = None,
         backend: str | Backend = "inductor",
     ) -> None:
-        _quiet_tracing()
-        self._shapes, self.is_off = shapes, False
+        # Two warnings that torch's tracer causes itself, by reading every attribute of an object.
+        for message in (r"The \.grad attribute", r".*torch\.autograd\.function\.Function"):
+            warnings.filterwarnings("ignore", message=message)
+        self.shapes, self.is_off = shapes, False
         self.is_told = False
         """Whether the user knows that passes of other shapes do not run compiled."""
         self._blocks = list(repeated_blocks(network).values())
-        kinds = {_kind(block) for block in self._blocks}
+        # Blocks of one class with parameters of the same shapes compile to the same code.
+        kinds = {
+            (type(block), *((name, value.shape) for name, value in block.named_parameters()))
+            for block in self._blocks
+        }
         _expect_graphs(max(1, len(shapes or ())) * len(kinds) * GRAPHS_PER_SHAPE)
         # `fullgraph` makes torch raise where it would otherwise split a block into several graphs, which
         # take longer to compile and gain little.
@@ -65,10 +71,6 @@ class CompiledBlocks:
             torch.compile(block.forward, backend=backend, dynamic=False, fullgraph=True)
             for block in self._blocks
         ]
-
-    def leaves_out(self, shape: LatentShape) -> bool:
-        """Say whether a pass runs uncompiled although blocks are compiled."""
-        return not self.is_off and self._shapes is not None and shape not in self._shapes
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -102,18 +104,6 @@ def compiler_version(device: torch.device) -> str:
     except OSError:
         return "none"
     return completed.stdout.partition("\n")[0]
-
-
-def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for blocks that compile to the same code."""
-    shapes = tuple((name, value.shape) for name, value in block.named_parameters())
-    return type(block), shapes
-
-
-def _quiet_tracing() -> None:
-    """Suppress two warnings that torch's tracer causes itself, by reading every attribute of an object."""
-    for message in (r"The \.grad attribute", r".*torch\.autograd\.function\.Function"):
-        warnings.filterwarnings("ignore", message=message)
 
 
 def _expect_graphs(count: int) -> None:

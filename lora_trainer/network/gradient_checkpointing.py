@@ -48,11 +48,6 @@ def apply_checkpointing(network: nn.Module, kind: Checkpointing) -> None:
         network.enable_gradient_checkpointing(BlockRunner(network, kind))  # type: ignore[operator]
 
 
-def is_checkpointed(parent: nn.Module, block: nn.Module) -> bool:
-    """Say whether `parent`, the module that calls `block`, lets it be recomputed."""
-    return bool(getattr(parent, "gradient_checkpointing", False))
-
-
 class BlockRunner:
     """The function through which a diffusers network calls its blocks while gradients are computed."""
 
@@ -168,23 +163,14 @@ SavePolicy = Callable[[Any, tuple[Any, ...]], bool]
 """Says whether the result of a kernel, called with these arguments, is saved."""
 
 
-def keeps_product(checkpointing: Checkpointing, *, fan_in: int, out: int) -> bool:
-    """Return whether a recomputed block keeps a frozen layer's output; `fan_in` counts a convolution's kernel.
-
-    The FLOPs to recompute one byte of output grow with `fan_in`: `light` keeps all such outputs,
-    `selective` only those of layers with more inputs than outputs.
-    """
-    if checkpointing == "light":
-        return fan_in >= LEAST_SHAPE * out
-    return checkpointing == "selective" and fan_in > out
-
-
 @dataclass(frozen=True, kw_only=True)
 class SelectivePolicy:
-    """Saves results of attention and of the frozen products for which `keeps_product` holds.
+    """Saves results of attention and of frozen products that take much to recompute.
 
-    Products of adapters are never saved. `rank` is the largest rank of the network's adapters: a factor
-    with a side no longer than that is taken for an adapter's.
+    The FLOPs to recompute one byte of a product grow with its `fan_in` (a convolution's kernel counts): `light`
+    keeps all such outputs, `selective` only those of layers with more inputs than outputs. Products of adapters
+    are never saved. `rank` is the largest rank of the network's adapters: a factor with a side no longer than
+    that is taken for an adapter's.
     """
 
     checkpointing: Checkpointing
@@ -196,17 +182,16 @@ class SelectivePolicy:
             return False
         if kernel in _FACTORS:
             weight = arguments[_FACTORS[kernel]]
-            return self._keeps(weight, *weight.shape)
-        if kernel is _ATEN.convolution.default:
+            fan_in, out = weight.shape
+        elif kernel is _ATEN.convolution.default:
             weight = arguments[1]
-            return self._keeps(weight, weight[0].numel(), weight.shape[0])
-        return _is_attention(kernel)
-
-    def _keeps(self, weight: Tensor, fan_in: int, out: int) -> bool:
-        """Say whether a product with `weight` is saved; a weight with a gradient belongs to an adapter."""
+            fan_in, out = weight[0].numel(), weight.shape[0]
+        else:
+            return _is_attention(kernel)
+        # A weight with a gradient belongs to an adapter.
         if weight.requires_grad or min(fan_in, out) <= self.rank:
             return False
-        return keeps_product(self.checkpointing, fan_in=fan_in, out=out)
+        return fan_in > out or (self.checkpointing == "light" and fan_in >= LEAST_SHAPE * out)
 
 
 @cache

@@ -32,7 +32,7 @@ from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
 from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwise
 from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import RunTime, RunTimeInputs, disk_bytes, run_length
-from lora_trainer.planning.speedups import choose_compile
+from lora_trainer.planning.speedups import obstacle_to_compiling
 
 PLANNER = "planner"
 SAVES_PER_RUN = 5
@@ -82,7 +82,7 @@ def plan(inputs: PlanInput) -> Plan:
     planner.decide_optimizer()
     planner.decide_length()
     memory_choice = planner.decide_memory()
-    planner.decide_compiling(memory_choice)
+    planner.decide_compiling()
     return planner.finish(memory_choice, planner.decide_samples(memory_choice.load))
 
 
@@ -315,14 +315,11 @@ class _Planner:
             self.decide(key, value, reason)
         return memory_choice
 
-    def decide_compiling(self, memory_choice: MemoryChoice) -> None:
-        """Decide whether blocks are compiled: after memory, as the cost depends on the micro-batches."""
-        setting = self.config.hardware.compile
-        value, reason = choose_compile(
-            self.inputs, self.config, gpu=self.gpu, memory_choice=memory_choice
-        )
-        if setting != value:
-            self.decide("hardware.compile", value, reason)
+    def decide_compiling(self) -> None:
+        """Leave compiling out where it is impossible: after memory, which chooses the checkpointing."""
+        obstacle = obstacle_to_compiling(self.config, self.inputs.costs)
+        if obstacle and self.config.hardware.compile == "blocks":
+            self.decide("hardware.compile", "none", f"instead of blocks: {obstacle}")
 
     def decide_samples(self, load: Load) -> RunTimeInputs:
         """Draw sample images less often than the run saves, if they would take much of its time."""

@@ -29,8 +29,7 @@ from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.caption_lengths import new_word
 from lora_trainer.families.base import DENOISER, WEIGHTS, Conditioning, TextEncoder
 from lora_trainer.hardware.machine import GIB
-from lora_trainer.lora.adapter import Adapter, denoiser_layers, inject, layer_shapes
-from lora_trainer.lora.adapter_kinds import add_new_tokens
+from lora_trainer.lora.adapter import Adapter, add_new_tokens, denoiser_layers, inject, layer_shapes
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
 from lora_trainer.lora.tensors import DTYPES
 from lora_trainer.lora_file.base_layers import LayerNames
@@ -42,13 +41,13 @@ from lora_trainer.network.quantize import quantize
 from lora_trainer.run.device import CPU, oom_as_error, planned_device
 from lora_trainer.run.prepare import Prepared
 from lora_trainer.run.run_folder import TrainingJob
+from lora_trainer.training.actions import Progress
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
+from lora_trainer.training.noise import Levels, flow_levels, table_levels
 from lora_trainer.training.optimizers import averaged_weights, build_optimizer, restore_optimizer
-from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
-from lora_trainer.training.training import Progress
 
 
 def open_cache(prepared: Prepared, events: EventStream) -> Cache:

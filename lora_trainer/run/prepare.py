@@ -50,7 +50,7 @@ from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput, known_oom
 
 if TYPE_CHECKING:  # it imports torch
-    from lora_trainer.training.training import Action
+    from lora_trainer.training.actions import Action
 
 PLANNED_BY = (
     "memory.",

@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # these import torch
     from lora_trainer.checkpoint.states import TrainingState
     from lora_trainer.common.events import EventStream
     from lora_trainer.run.prepare import Prepared
+    from lora_trainer.training.actions import Action
     from lora_trainer.training.distributed.process_group import ProcessGroup
-    from lora_trainer.training.training import Action
 
 
 RUN_FILE = "run.json"
@@ -67,7 +67,7 @@ FREE_SETTINGS = frozenset(
     }
 )  # fmt: skip
 # With one of the first settings, validations influence training; then the second may not change either.
-_WATCHING = ("train.lower_on_plateau", "train.stop_after_validations", "output.keep_best")
+_WATCHING = ("train.stop_after_validations", "output.keep_best")
 _WATCHED = frozenset({"train.validate_every_steps", "output.weights"})
 # Settings that change only rounding: a resume may change them; all random draws stay the same, not all bits.
 ROUNDING_SETTINGS = frozenset(

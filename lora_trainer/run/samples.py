@@ -61,7 +61,7 @@ from lora_trainer.reporting.history import try_name
 from lora_trainer.run.build import TrainComponents, encoder_arguments, texts_as
 from lora_trainer.run.device import CPU, best_device
 from lora_trainer.run.run_folder import RUN_FILE, TrainingJob, read_run
-from lora_trainer.training.training import Progress
+from lora_trainer.training.actions import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

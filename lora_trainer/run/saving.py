@@ -59,8 +59,7 @@ from lora_trainer.reporting.score import (
 )
 from lora_trainer.run.build import Networks, TrainComponents
 from lora_trainer.run.run_folder import BEST_RECORD, TrainingJob
-from lora_trainer.training.actions import SaveAction
-from lora_trainer.training.training import Progress
+from lora_trainer.training.actions import Progress, SaveAction
 
 
 def exporter(

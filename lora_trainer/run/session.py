@@ -45,9 +45,11 @@ from lora_trainer.run.run_folder import EVENTS_FILE, TrainingJob, cut_events
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.run.saving import BestExport, exporter, save_action, validate_at_the_end
 from lora_trainer.training.actions import (
+    Action,
     CompareAction,
     FixedLosses,
     LearningAction,
+    Progress,
     ValidateAction,
 )
 from lora_trainer.training.dataloader import TrainingDataLoader
@@ -55,14 +57,7 @@ from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import GuardState, LearningContext, look_step
 from lora_trainer.training.loop import run
 from lora_trainer.training.optimizers import learning_rate
-from lora_trainer.training.training import (
-    Action,
-    FreezeAfter,
-    OomFallback,
-    PlainWay,
-    Progress,
-    Training,
-)
+from lora_trainer.training.step import FreezeAfter, OomFallback, PlainWay, Training
 
 LEARNING_PICTURES, LEARNING_QUANTILES = 2, 4
 PLAIN: Checkpointing = "full"
@@ -266,7 +261,6 @@ def validate_action(
         chosen=parts.chosen,
         every_steps=config.train.validate_every_steps,
         events=job.events,
-        watch_plateaus=config.train.lower_on_plateau,
         watch_best=config.output.keep_best or config.train.stop_after_validations is not None,
         on_best=parts.adapter.keep_as_best if parts.adapter.best else lambda: None,
     )

@@ -36,7 +36,14 @@ from lora_trainer.reporting.report import write_report
 from lora_trainer.reporting.status import StatusWriter
 from lora_trainer.reporting.trackers import start_trackers
 from lora_trainer.run.build import plan_cache, refuse_small_cache
-from lora_trainer.run.device import Notices, oom_history_memo, pinning, planned_device, setup_torch
+from lora_trainer.run.device import (
+    CPU,
+    card_of,
+    oom_history_memo,
+    pinning,
+    planned_device,
+    setup_torch,
+)
 from lora_trainer.run.hub_upload import check_upload
 from lora_trainer.run.machine_report import doctor_json
 from lora_trainer.run.plan_text import plan_json, run_warnings
@@ -60,6 +67,7 @@ from lora_trainer.run.session import train_job
 from lora_trainer.training.cores import shared_cores
 from lora_trainer.training.distributed.process_group import ProcessGroup, isolate_accelerate, joined
 from lora_trainer.training.loop import report_lag
+from lora_trainer.training.pace import Notices
 
 DOWNLOAD_TOLD_EVERY_S = 1.0
 
@@ -122,13 +130,14 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
             cache_needs=cache_needs,
         )
         _announce(job, resumption)
-        record = _run_record(job, request, environment)
+        record, device = _run_record(job, request, environment), planned_device(prepared)
+        gpu = None if device == CPU else card_of(prepared, device)
         write_atomic(folder.path / RUN_FILE, json_bytes(record))
         with (
             _end_recorded(folder, events),
             in_use(prepared.cache_root),
             shared_cores(events),
-            Notices(prepared=prepared, events=events),
+            Notices(config=prepared.config, gpu=gpu, events=events),
         ):
             file = train_job(job)
         events.emit("phase", phase="report", message="report.html", done=0, total=0)

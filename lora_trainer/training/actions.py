@@ -1,4 +1,4 @@
-"""The actions between steps, except sample images: validation loss, check for learning, saving.
+"""The actions between steps: what one is, and all but sample images: validation loss, check for learning, saving.
 
 Saving is the last action of a step: a state on disk then means that everything logged up to that step
 has happened, and a resume repeats nothing.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -26,11 +26,38 @@ from lora_trainer.checkpoint.states import (
 from lora_trainer.checkpoint.writer import Export, StateWriter
 from lora_trainer.common.events import EventStream
 from lora_trainer.lora.adapter import Adapter
-from lora_trainer.training.batch import Sample, split
+from lora_trainer.training.dataloader import Sample, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
 from lora_trainer.training.guards import LEAST_CHANGE, GuardState, LearningContext, Unstable
 from lora_trainer.training.loss import Model
-from lora_trainer.training.training import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Optimizer steps finished, images they used, and the guard state.
+
+    `ending` is set when no further step follows in this process. `stopping` is set as well when a stop was
+    requested: then only the actions that a resume needs are due.
+    """
+
+    step: int
+    images: int
+    guard: GuardState
+    ending: bool = False
+    stopping: bool = False
+
+
+class Action(Protocol):
+    """Something that runs between steps; `due` is called before the first step and after every step."""
+
+    what: ClassVar[str]
+    """The result of the action as a noun phrase, to begin a message with: "the validation"."""
+
+    def due(self, progress: Progress) -> bool:
+        """Say whether the action runs at this step; must be cheap."""
+
+    def __call__(self, progress: Progress) -> GuardState | None:
+        """Run the action; a returned guard state replaces that of `progress`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +97,6 @@ class ValidateAction:
     fixed: FixedLosses
     every_steps: int
     events: EventStream
-    watch_plateaus: bool = False
     watch_best: bool = False
     on_best: Callable[[], None] = lambda: None
     chosen: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -96,15 +122,13 @@ class ValidateAction:
             images=len(self.fixed.batches[0]),
             seconds=time.monotonic() - began_s,
         )
+        if not self.watch_best:
+            return progress.guard
         # The same on all processes, as all have the same losses.
-        guard = progress.guard
-        if self.watch_plateaus:
-            guard = guard.after_validation(mean)
-        if self.watch_best:
-            guard = guard.with_best(mean, step=progress.step)
-            if guard.best.step == progress.step > 0:
-                with self.chosen():
-                    self.on_best()
+        guard = progress.guard.with_best(mean, step=progress.step)
+        if guard.best.step == progress.step > 0:
+            with self.chosen():
+                self.on_best()
         return guard
 
 

@@ -3,14 +3,15 @@
 Step k takes samples [kB, (k+1)B) of the endless concatenation of shuffled epochs, whatever their
 bucket. Order, flip, caption, dropout, latent draw, timestep and noise of a sample come from (seed,
 stream, epoch, sample), so the split into micro-batches, a resume or another prefetch depth cannot
-change them.
+change them. The samples hold every random draw already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -20,14 +21,74 @@ from lora_trainer.cache.cache_plan import Entries, SampleSource
 from lora_trainer.cache.keys import CacheKey
 from lora_trainer.common.processes import DistEnv, share
 from lora_trainer.common.randomness import Stream, draw_choice, draw_seed, draw_uniform, shuffled
+from lora_trainer.config.declare import LossName
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.dataset.caption_rules import is_dropped, variant_of
 from lora_trainer.dataset.records import epoch_order, sample_id
 from lora_trainer.families.base import Conditioning, Prediction
-from lora_trainer.training.batch import Sample
-from lora_trainer.training.loss import draw_noise, loss_delta, loss_weight
-from lora_trainer.training.timesteps import TIMESTEPS, Level, Levels
+from lora_trainer.training.noise import (
+    TIMESTEPS,
+    Level,
+    Levels,
+    draw_noise,
+    loss_delta,
+    loss_weight,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One sample ready for the device: latents and noise float32 [C, H, W], conditioning of batch 1.
+
+    `input_noise` is the noise in the input where it is not the noise to predict (noise perturbation).
+    `loss` and `delta` choose the error function (loss.py). `mask_weights` [1, H, W] weigh the error by
+    position, with a mean of 1; None where all positions count alike. `dropout_seed` names the masks of the
+    adapter's dropout. `as_base`: the target is the base model's prediction without the adapter.
+    """
+
+    sample: str
+    latents: Tensor
+    noise: Tensor
+    level: Level
+    weight: float
+    conditioning: Conditioning
+    input_noise: Tensor | None = None
+    loss: LossName = "mse"
+    delta: float = 1.0
+    dropout_seed: int = 0
+    mask_weights: Tensor | None = None
+    as_base: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the latents, (C, H, W)."""
+        return tuple(self.latents.shape)
+
+
+def split(
+    samples: Sequence[Sample],
+    *,
+    cap: int,
+    images_at_once: Mapping[tuple[int, int], int] = MappingProxyType({}),
+    group_key: Callable[[Conditioning], int] = lambda _: 0,
+) -> list[tuple[Sample, ...]]:
+    """Split samples by shape, then into micro-batches of at most `cap`; order within a shape is kept.
+
+    `images_at_once` are lower caps by (height, width) of the latents: those of large buckets. Samples whose
+    conditioning has different `group_key`s are split too.
+    """
+    # A dict keeps its order: micro-batches, and with them the order in which gradients are summed, are those of the
+    # samples.
+    by_shape: dict[tuple[tuple[int, ...], int], list[Sample]] = {}
+    for sample in samples:
+        key = (sample.shape, group_key(sample.conditioning))
+        by_shape.setdefault(key, []).append(sample)
+    micro_batches: list[tuple[Sample, ...]] = []
+    for (shape, _), alike in by_shape.items():
+        size = min(cap, images_at_once.get((shape[-2], shape[-1]), cap))
+        micro_batches += [tuple(alike[at : at + size]) for at in range(0, len(alike), size)]
+    return micro_batches
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""The guards of a training as a pure state machine: out of memory, bad gradients, plateaus, no learning.
+"""The guards of a training as a pure state machine: out of memory, bad gradients, no learning.
 
 No torch, no clock, no files: the loop reports an event and gets the next state back. The state is part of
 the resume state, so a resumed run decides as the uninterrupted run would have. Steps with non-finite
 gradients are skipped; after five in a row training goes back to the last good state at half the learning
-rate; after three such rollbacks it stops. A validation loss that stops falling lowers the learning rate.
+rate; after three such rollbacks it stops.
 
 Three checks say whether the run learns at all: a gradient norm that is exactly zero, weights that are still
 exactly zero, and losses of the same images with the same noise that have not changed. None can be fooled by
@@ -18,17 +18,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lora_trainer.common.errors import TrainingStopped
-
-PATIENCE = 3
-MIN_IMPROVEMENT = 0.002
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plateau:
-    """The best validation loss, and the number of validations since then that were not clearly better."""
-
-    best: float | None = None
-    stale: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +61,6 @@ Without the doubling a device that is full now and then would be filled again ev
 MAX_SKIPPED_IN_ROW = 5
 MAX_ROLLBACKS = 3
 LOWER_RATE = 0.5
-MIN_SCALE = 0.125
-"""Plateaus lower the factor no further than this: three halvings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +83,6 @@ class GuardState:
     skipped: int = 0
     rollbacks: int = 0
     lr_scale: float = 1.0
-    plateau: Plateau = Plateau()
     best: BestValidation = BestValidation()
     learning: Learning = Learning()
 
@@ -104,9 +90,9 @@ class GuardState:
     def from_plain(cls, values: Mapping[str, Any]) -> GuardState:
         """Return the guard state of its fields as plain values; groups that an older state lacks are as new.
 
-        Values that only older versions had (`ungraphed`, `trend`) are ignored.
+        Values that only older versions had (`ungraphed`, `trend`, `plateau`) are ignored.
         """
-        groups = {"plateau": Plateau, "best": BestValidation, "learning": Learning}
+        groups = {"best": BestValidation, "learning": Learning}
         nested = {name: group(**values.get(name, {})) for name, group in groups.items()}
         names = {field.name for field in fields(cls)}
         return cls(**{name: values[name] for name in names & values.keys()} | nested)
@@ -123,22 +109,6 @@ class GuardState:
                 state,
             )
         return state
-
-    def after_validation(self, loss: float) -> GuardState:
-        """Return the state after a validation loss; halve the learning rate when it has stopped falling.
-
-        It has after PATIENCE validations without an improvement of MIN_IMPROVEMENT; then counting restarts.
-        """
-        # A validation that is not finite is no plateau; the guard of the gradients answers to it.
-        if not math.isfinite(loss):
-            return self
-        plateau = self.plateau
-        if plateau.best is None or loss < plateau.best * (1 - MIN_IMPROVEMENT):
-            return replace(self, plateau=Plateau(best=loss))
-        stale = (plateau.stale + 1) % PATIENCE
-        lower = not stale and self.lr_scale > MIN_SCALE
-        lr_scale = self.lr_scale * LOWER_RATE if lower else self.lr_scale
-        return replace(self, plateau=replace(plateau, stale=stale), lr_scale=lr_scale)
 
     def with_best(self, loss: float, *, step: int) -> GuardState:
         """Return the state after the validation loss of a step, counted as the lowest so far or as no better."""

@@ -38,8 +38,7 @@ from lora_trainer.common.errors import (
 from lora_trainer.hardware.device_calls import kind_of, may_copy_ahead
 from lora_trainer.network.out_of_memory import device_memory, free_memory, is_lost, is_out_of_memory
 from lora_trainer.network.pinned_memory import AsyncRead
-from lora_trainer.training.batch import Sample
-from lora_trainer.training.fallbacks import fallback_for, lost_device, use_less_memory
+from lora_trainer.training.actions import Action, Progress
 from lora_trainer.training.guards import (
     ZERO_STEPS,
     GuardState,
@@ -48,8 +47,15 @@ from lora_trainer.training.guards import (
     Unstable,
 )
 from lora_trainer.training.optimizers import effective_rate, set_learning_rate
-from lora_trainer.training.step import compute_gradients_with_oom_retry, optimizer_step
-from lora_trainer.training.training import Action, PartialOptimizerStep, Progress, Training
+from lora_trainer.training.step import (
+    PartialOptimizerStep,
+    Training,
+    compute_gradients_with_oom_retry,
+    fallback_for,
+    lost_device,
+    optimizer_step,
+    use_less_memory,
+)
 
 CUDA_REPORT_LAG = 2  # steps; reading a loss at once would make the host wait for the device
 
@@ -71,8 +77,18 @@ def run(training: Training, start: Progress) -> Progress:
                 raise unstable.stopped() from None
             good = training.restore()
             guard = good.guard.after_rollback(unstable)
+            key, old, new = (
+                "optimizer.learning_rate factor",
+                unstable.state.lr_scale,
+                guard.lr_scale,
+            )
             reason = f"back to step {good.step}: {unstable.reason}"
-            _tell_lower_rate(training, unstable.state, guard, reason=reason)
+            training.tell_change(key, old, new, reason=reason)
+            training.events.problem(
+                f"{key}: {old:g} -> {new:g}, {reason}",
+                fix="nothing if this is rare; else lower optimizer.learning_rate",
+                code="TRN-01",
+            )
             progress = replace(good, guard=guard, ending=False)
             continue
         except PartialOptimizerStep as error:
@@ -149,7 +165,8 @@ def _train(training: Training, start: Progress) -> Progress:
                 "data_wait_s": waited_s,
                 "lr": effective_rate(training.optimizer, rate),
                 "epoch": training.feeder.epochs_after(step),
-                "latents": _latent_positions(samples),
+                # Steps of as many positions take about as long, by which the pace of a run is judged.
+                "latents": sum(sample.shape[-2] * sample.shape[-1] for sample in samples),
             }
             reports.add(fields, loss, grad_norm, reached=reached)
             progress = reports.judge(progress, but_last=report_lag(training.model.device))
@@ -215,10 +232,7 @@ def _due(training: Training, progress: Progress, *, but: Collection[Action] = ()
 def _act(training: Training, due: Sequence[Action], progress: Progress) -> Progress:
     """Run the due actions in order; each sees the guard state that the action before it returned."""
     for action in due:
-        guard = _with_room(training, action, progress)
-        reason = f"the validation loss has stopped falling at step {progress.step}"
-        _tell_lower_rate(training, progress.guard, guard, reason=reason)
-        progress = replace(progress, guard=guard)
+        progress = replace(progress, guard=_with_room(training, action, progress))
     return progress
 
 
@@ -265,26 +279,6 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
     )
     # An answer to another error stays in force: the next step must not try the failed feature again.
     return replace(guard, micro_batch=planned)
-
-
-def _tell_lower_rate(training: Training, old: GuardState, new: GuardState, *, reason: str) -> None:
-    if old.lr_scale == new.lr_scale:
-        return
-    key = "optimizer.learning_rate factor"
-    training.tell_change(key, old.lr_scale, new.lr_scale, reason=reason)
-    training.events.problem(
-        f"{key}: {old.lr_scale:g} -> {new.lr_scale:g}, {reason}",
-        fix="nothing if this is rare; else lower optimizer.learning_rate",
-        code="TRN-01",
-    )
-
-
-def _latent_positions(samples: Sequence[Sample]) -> int:
-    """Return the latent positions (height x width, summed over the images) that a step computes.
-
-    Steps of as many positions take about as long, which is how the pace of a run is judged.
-    """
-    return sum(sample.shape[-2] * sample.shape[-1] for sample in samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,9 +353,11 @@ def judge_step(reports: _Reports, report: _Report, guard: GuardState) -> GuardSt
         **device_memory(training.model.device),
         seconds=seconds,
     )
-    # A loss is not scaled: no other scale makes it finite.
-    if not finite and math.isfinite(loss) and _is_searching(training.scaler):
-        scale = training.scaler.get_scale()
+    # torch's scaler starts at a high scale and halves it at each overflow; that search is normal. Below 1 it has
+    # failed: the gradients overflow by themselves. A loss is not scaled: no other scale makes it finite.
+    scaler = training.scaler
+    overflowed = not finite and math.isfinite(loss) and scaler.is_enabled()
+    if overflowed and (scale := scaler.get_scale()) >= 1.0:
         reason = "fp16 gradients overflowed"
         training.tell_change("loss scale", 2 * scale, scale, reason=reason)
         return guard
@@ -396,12 +392,3 @@ def _check_learning(
     if learning.zero_gradients >= ZERO_STEPS:
         raise context.without_gradients(step, loss=loss)
     raise context.without_movement(step)
-
-
-def _is_searching(scaler: torch.amp.GradScaler) -> bool:
-    """Say whether an overflow is part of the normal search for the fp16 loss scale.
-
-    torch's scaler starts at a high scale and halves it at each overflow. Below 1 the search has failed:
-    the gradients overflow by themselves, and the guards have to count the step.
-    """
-    return bool(scaler.is_enabled() and scaler.get_scale() >= 1.0)

@@ -1,4 +1,4 @@
-"""The loss of a diffusion model as the papers write it: noise, target, error, and their weights.
+"""The loss of a diffusion model as the papers write it: noise, target, error; and the batches it is computed on.
 
 `Model.losses_of` is the formula without its weight w(t), and every loss of training and validation is computed
 there; `forward_backward` (step.py) multiplies by the weights of the batch, which validation leaves out:
@@ -12,34 +12,28 @@ arXiv 2006.11239, eq. 4 and 14; for flow matching alpha = 1 - sigma, Lipman et a
 To add an error function E, write it below, name it in `ERRORS`, and add its name to `LossName`, and to
 `WITH_DELTA` if it has a delta (both in config/declare.py); then run scripts/write_schema.py. `smooth_l1` is
 Huber's error over its delta.
-
-SNR is alpha^2 / sigma^2 = signal / (1 - signal), with alpha-bar of Ho et al. as `signal`. The papers define SNR
-weights for the loss of predicted noise. The loss of v is (SNR + 1) / SNR times as large, so a weight for v
-is SNR / (SNR + 1) = signal times the weight for noise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lora_trainer.config.declare import LossName
-from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.families.base import Conditioning, Prediction
-from lora_trainer.lora.dropout import SampleMasks
-from lora_trainer.training.batch import Batch, Sample, collate
+from lora_trainer.hardware.device_calls import may_copy_ahead
+from lora_trainer.lora.dropout import SampleMasks, halves
+from lora_trainer.network.pinned_memory import pinned, pinned_copy
+from lora_trainer.training.dataloader import Sample
 
 # ---- the error of one element: (difference d, delta) -> error, all of the same shape or broadcast to it
-
-
-def _squared(difference: Tensor, delta: Tensor) -> Tensor:
-    return difference.square()
 
 
 def _pseudo_huber(difference: Tensor, delta: Tensor) -> Tensor:
@@ -72,7 +66,7 @@ def _log_cosh(difference: Tensor, delta: Tensor) -> Tensor:
 
 
 ERRORS: Mapping[LossName, Callable[[Tensor, Tensor], Tensor]] = {
-    "mse": _squared,
+    "mse": lambda difference, _: difference.square(),
     "huber": _pseudo_huber,
     "smooth_l1": _smooth_l1,
     "log_cosh": _log_cosh,
@@ -125,6 +119,110 @@ def sample_losses(
 
 def _per_sample(value: Tensor, like: Tensor) -> Tensor:
     return value.view(-1, *[1] * (like.dim() - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Samples of one shape as few tensors, on the host (`collate`) or on the device (`on`).
+
+    Latents and noises are float32 [B, C, H, W], `mask_weights` [B, 1, H, W] or None. `input_noise` is None
+    where it is the noise to predict. The numbers of the samples (alpha, sigma, weight, delta) are one float32
+    tensor [4, B], so that they are one copy to the device; timesteps [B] are apart, because some bases count
+    them in whole numbers. `as_base` int64 [N] are the rows whose target is the base's prediction,
+    `base_conditioning` is stacked of these rows alone: a text by itself has no padding, and some families
+    compute something else where there is padding. `dropout_seeds` int64 [B, 2] are the halves of the
+    samples' seeds.
+    """
+
+    latents: Tensor
+    noise: Tensor
+    input_noise: Tensor | None
+    timesteps: Tensor
+    numbers: Tensor
+    dropout_seeds: Tensor
+    mask_weights: Tensor | None
+    as_base: Tensor | None
+    conditioning: Conditioning
+    base_conditioning: Conditioning
+    loss: LossName
+    precision: torch.dtype
+
+    def on(self, device: torch.device) -> Batch:
+        """Copy to a device, floating conditioning in `precision`; the host does not wait for pinned tensors."""
+        ahead = may_copy_ahead(device)
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Mapping):  # cast on the device: host and bus stay out of it
+                values = {name: moved(tensor) for name, tensor in value.items()}
+                return {
+                    name: t.to(self.precision) if t.is_floating_point() else t
+                    for name, t in values.items()
+                }
+            return value.to(device, non_blocking=ahead) if isinstance(value, Tensor) else value
+
+        return replace(self, **{name: moved(value) for name, value in vars(self).items()})
+
+
+def collate(samples: Sequence[Sample], *, device: torch.device, precision: torch.dtype) -> Batch:
+    """Stack samples of one shape in host memory, from where `Batch.on` copies them to `device`.
+
+    For a device with memory of its own the host memory is pinned, because only then the copy runs beside
+    the computation.
+    """
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        # Joined straight into pinned memory: torch.cat and a pinned copy after it would copy twice.
+        shape = (sum(map(len, tensors)), *tensors[0].shape[1:])
+        out = pinned().empty(shape, dtype=tensors[0].dtype, device=device)
+        return torch.cat(list(tensors), out=out)
+
+    def stacked(tensors: Iterable[Tensor]) -> Tensor:
+        return joined([tensor.unsqueeze(0) for tensor in tensors])
+
+    def listed(values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+        return pinned_copy(torch.tensor(values, dtype=dtype), device=device)
+
+    def conditioning_of(some: Sequence[Sample]) -> Conditioning:
+        return {
+            name: joined(padded_alike([sample.conditioning[name] for sample in some]))
+            for name in (some[0].conditioning if some else ())
+        }
+
+    numbers = [(s.level.alpha, s.level.sigma, s.weight, s.delta) for s in samples]
+    # Noise is perturbed by a setting of the run: in all of its samples or in none.
+    perturbed = [s.input_noise for s in samples if s.input_noise is not None]
+    mask_weights = None
+    if any(s.mask_weights is not None for s in samples):
+        # Images without a mask count everywhere alike.
+        ones = samples[0].latents.new_ones(1, *samples[0].latents.shape[1:])
+        masks = (ones if s.mask_weights is None else s.mask_weights for s in samples)
+        mask_weights = stacked(masks)
+    rows = [row for row, sample in enumerate(samples) if sample.as_base]
+    return Batch(
+        latents=stacked(s.latents for s in samples),
+        noise=stacked(s.noise for s in samples),
+        input_noise=stacked(perturbed) if perturbed else None,
+        timesteps=listed([s.level.timestep for s in samples]),
+        numbers=listed([*zip(*numbers, strict=True)], torch.float32),
+        dropout_seeds=listed([halves(s.dropout_seed) for s in samples], torch.int64),
+        mask_weights=mask_weights,
+        as_base=listed(rows, torch.int64) if rows else None,
+        conditioning=conditioning_of(samples),
+        base_conditioning=conditioning_of([samples[row] for row in rows]),
+        loss=samples[0].loss,
+        precision=precision,
+    )
+
+
+def padded_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of batch 1 alike in length: texts get zeros on dimension 1, as their masks do."""
+    if tensors[0].dim() < 2:
+        return list(tensors)
+    longest = max(tensor.shape[1] for tensor in tensors)
+    return [
+        F.pad(t, (0, 0) * (t.dim() - 2) + (0, longest - t.shape[1])) if t.shape[1] < longest else t
+        for t in tensors
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,96 +295,3 @@ class Model:
             )
         # Out of place: in epsilon prediction `targets` is the batch's noise, which the input may share.
         return targets.index_copy(0, rows, base_prediction.to(targets.dtype))
-
-
-# ---- what the dataloader draws and weighs; torch is needed for the noise only
-
-
-def draw_noise(
-    shape: tuple[int, int, int],
-    generator: torch.Generator,
-    *,
-    offset: float,
-    octaves: int,
-    discount: float,
-) -> Tensor:
-    """Draw one sample's float32 noise [C, H, W].
-
-    `offset` adds a constant per channel (Guttenberg 2023, "Diffusion with offset noise"); `octaves`
-    adds coarser noise, each `discount` times weaker, rescaled to unit variance (Whitaker 2023,
-    "Multi-resolution noise"). With both 0 the base noise is the same draw, so runs with and without
-    them can be compared.
-    """
-    channels, height, width = shape
-    noise = torch.randn(shape, generator=generator)
-    for octave in range(1, octaves + 1):
-        size = (math.ceil(height / 2**octave), math.ceil(width / 2**octave))
-        coarse = torch.randn((1, channels, *size), generator=generator)
-        noise += discount**octave * F.interpolate(coarse, size=(height, width), mode="bilinear")[0]
-        if size == (1, 1):  # a constant: coarser octaves would add the same again
-            break
-    if octaves:
-        # Before the offset: dividing by the deviation after it would shrink the offset too.
-        noise /= noise.std()
-    if offset:
-        noise += offset * torch.randn((channels, 1, 1), generator=generator)
-    return noise
-
-
-MAX_DEBIASED_SNR = 1000.0
-"""Debiased weights, 1 / sqrt(SNR), use an SNR clamped to [1 / this, this]. sd-scripts clamps at the top
-only; at zero-terminal SNR the weight would then be infinite."""
-MIN_WEIGHED_SIGMA = 1e-3
-"""Lowest sigma of the weight sigma^-2 (`sigma_sqrt`): that of a sampler's table of 1000 steps."""
-
-
-def loss_weight(
-    settings: ObjectiveSettings, *, signal: float | None, sigma: float, prediction: Prediction
-) -> float:
-    """Return the weight of a sample's loss; `signal` is None for flow matching. Finite at SNR 0 too.
-
-    min_snr: Hang et al. 2023, arXiv 2303.09556; soft_min_snr: Crowson et al. 2024, arXiv 2401.11605;
-    debiased: Yu et al. 2023, arXiv 2310.08442; p2: Choi et al. 2022, arXiv 2204.00227, with k = 1;
-    sigma_sqrt and cosmap, for flow matching: Esser et al. 2024, arXiv 2403.03206.
-    """
-    kind, gamma = settings.chosen_weighting, settings.min_snr_gamma
-    if kind == "none":
-        return 1.0
-    if signal is None and kind == "sigma_sqrt":
-        return max(sigma, MIN_WEIGHED_SIGMA) ** -2
-    if signal is None and kind == "cosmap":
-        return 2.0 / (math.pi * (1.0 - 2.0 * sigma + 2.0 * sigma * sigma))
-    assert signal is not None, f"{kind} is a weighting by SNR"
-    snr = signal / (1.0 - signal) if signal < 1.0 else math.inf
-    match kind:
-        case "min_snr" if gamma is not None:
-            # The usual form, min(SNR, gamma) / SNR, is 0 / 0 at zero-terminal SNR.
-            weight = gamma / snr if snr > gamma else 1.0
-        case "soft_min_snr" if gamma is not None:
-            weight = gamma / (snr + gamma)
-        case "debiased":
-            weight = 1.0 / math.sqrt(min(max(snr, 1.0 / MAX_DEBIASED_SNR), MAX_DEBIASED_SNR))
-        case "p2":
-            weight = math.pow(1.0 + snr, -settings.p2_gamma)
-        case _:
-            raise AssertionError(f"{kind} is no weighting by SNR")
-    # At a fixed noisy input an error of v is the error of the noise divided by alpha (Salimans & Ho 2022,
-    # arXiv 2202.00512, appendix D), so its square weighs alpha-bar as much.
-    return weight * signal if prediction == "v_prediction" else weight
-
-
-def loss_delta(settings: ObjectiveSettings, *, time: float, alpha: float, sigma: float) -> float:
-    """Return the delta of a sample's error function at a noise level; `time` is in [0, 1].
-
-    The schedules are those of sd-scripts (Khrapov et al. 2024, arXiv 2403.16728): exponential and snr fall
-    from 1 without noise to `huber_delta` at pure noise. Error functions without a delta ignore it.
-    """
-    lowest = settings.huber_delta
-    match settings.huber_schedule:
-        case "constant":
-            return lowest
-        case "exponential":
-            return float(lowest**time)
-        case "snr":
-            # The paper's 1 / (1 + sigma / alpha), rearranged because alpha is 0 at pure noise.
-            return (1.0 - lowest) * (alpha / (alpha + sigma)) ** 2 + lowest

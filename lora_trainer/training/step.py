@@ -1,27 +1,160 @@
-"""The two halves of an optimizer step: accumulate the gradients, then clip them and update the weights.
+"""An optimizer step and the answers to one that failed; `Training` holds everything that a step needs.
 
-The first half, `compute_gradients_with_oom_retry`, runs one forward and one backward pass per micro-batch, the
-images that go through the network together, with compiled blocks or without, which changes rounding only. It
-may be repeated: it changes no weight, and the samples already hold their random draws. A step that fails is
-repeated as fallbacks.py says.
+A step has two halves. The first, `compute_gradients_with_oom_retry`, runs one forward and one backward pass per
+micro-batch, the images that go through the network together. It may be repeated: it changes no weight, and the
+samples already hold their random draws. The second may not be repeated: an optimizer that runs out of memory has
+updated some weights only, so it raises PartialOptimizerStep and the loop goes back to the last good state.
 
-The second half may not be repeated: an optimizer that runs out of memory has updated some weights only, so
-it raises PartialOptimizerStep and the loop goes back to the last good state.
+Each answer to a failed first half keeps the result, up to rounding, and is remembered in the guard state, so a
+resumed run does not try again what failed. Compiled blocks affect the speed only: when they fail they are switched
+off. Out of memory, the micro-batch is halved; at one image the next remedy of the plan is applied.
+
+The plain way is one retry, with every optional feature off, after an error that is not a lack of memory.
+Selective checkpointing, block swap and compiled blocks all give the same result as the plain way, but a GPU,
+a driver or a library version may not support them. So an error in a first pass switches all of them off, for
+the rest of the run and for every run that resumes it. A second error ends the run and names both reasons.
+
+A pass counts as first until this process has finished an optimizer step with a pass of the same key: same
+latent shape, number of images and remedies in force. An action counts as first until it has run once.
+An error after that does not come from an unsupported feature, and ends the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.common.errors import first_line
-from lora_trainer.network.out_of_memory import is_out_of_memory
-from lora_trainer.training.batch import Batch, Sample, split
-from lora_trainer.training.fallbacks import count_fitting, fallback_for, tell_unplanned
-from lora_trainer.training.guards import GuardState
-from lora_trainer.training.training import PartialOptimizerStep, Training
+from lora_trainer.common.errors import RESUME, LoraTrainError, first_line
+from lora_trainer.common.events import EventStream
+from lora_trainer.config.constraints import typed
+from lora_trainer.network.compiling import CompilationFailed, CompiledBlocks
+from lora_trainer.network.out_of_memory import free_memory, is_lost, is_out_of_memory
+from lora_trainer.training.actions import Action, Progress
+from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
+from lora_trainer.training.distributed.process_group import ProcessGroup
+from lora_trainer.training.guards import GuardState, NoFallbackLeft, Unstable
+from lora_trainer.training.loss import Batch, Model
+from lora_trainer.training.optimizers import LearningRate
+
+First = Hashable
+"""A key that says which passes count as alike, or the class of an action."""
+Fallback = Callable[[], GuardState]
+"""Applies one answer and returns the guard state to go on with. It holds no tensor; call it outside the
+`except` block, whose traceback keeps alive the tensors that have to be freed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreezeAfter:
+    """Parameters (a text encoder's, say) that are trained before `end_step` (0-based) and frozen from then on.
+
+    A frozen parameter gets no gradient, and optimizers skip parameters without one: neither weight decay nor
+    momentum moves it. Freezing depends on the step number alone, so a resumed run does the same.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    end_step: int
+
+    def enter(self, step: int) -> None:
+        """Set `requires_grad` of the parameters for this step (0-based)."""
+        for parameter in self.parameters:
+            parameter.requires_grad_(step < self.end_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OomFallback:
+    """An out-of-memory fallback: a setting's change that needs less memory for the same result.
+
+    `apply` changes the networks in place; a remedy is never taken back.
+    """
+
+    key: str
+    old: Any
+    new: Any
+    apply: Callable[[], object]
+
+
+@dataclass(kw_only=True)
+class PlainWay:
+    """The plain way to compute the same training, without the features that make it fit and fast.
+
+    `changes` switch those features off; `remedies` are the out-of-memory fallbacks that remain afterwards.
+    `tried` holds the keys of the present step's passes, `proven` the keys that have worked; `first_error`
+    is the error that put the plain way in force in this process, empty before.
+    """
+
+    changes: Sequence[OomFallback] = ()
+    remedies: Sequence[OomFallback] = ()
+    tried: frozenset[First] = frozenset()
+    proven: set[First] = field(default_factory=set)
+    first_error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Everything the loop needs.
+
+    `batch_size` counts the images of one optimizer step over all processes. `micro_batch` is the planned
+    cap of images in one pass; `images_at_once` are caps by (height, width) of the latents.
+    `scaler` is enabled for fp16 only. `max_grad_norm` 0 means no clipping.
+    `stop()` returns a signal number once the run should end, else None.
+    `remedies` are applied in order when the device is out of memory; a resumed run begins with the
+    remedies it had applied before.
+    `restore()` puts adapter and optimizer back to the last good state and returns its progress; without
+    it, instability ends the run.
+    `stages`: parts of the adapter whose training stops before the last step. `stop_after_validations`: end
+    after so many validations without a lower loss.
+    `afterwards` are called in order after each optimizer step with the number of finished steps; they may
+    change weights (a norm limit does) but must leave the bits of weights they do not mean to change.
+    `from_zero` are the parameters initialised to zero: while all are zero the adapter has no effect.
+    """
+
+    model: Model
+    parameters: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    scaler: torch.amp.GradScaler
+    feeder: TrainingDataLoader
+    steps: int
+    batch_size: int
+    micro_batch: int
+    prefetch_steps: int
+    max_grad_norm: float
+    events: EventStream
+    actions: Sequence[Action]
+    stop: Callable[[], int | None]
+    ranks: ProcessGroup = field(default_factory=ProcessGroup)
+    images_at_once: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    remedies: Sequence[OomFallback] = ()
+    plain: PlainWay = field(default_factory=PlainWay)
+    restore: Callable[[], Progress] | None = None
+    stages: Sequence[FreezeAfter] = ()
+    stop_after_validations: int | None = None
+    afterwards: Sequence[Callable[[int], None]] = ()
+    from_zero: Sequence[nn.Parameter] = ()
+    compiled: CompiledBlocks | None = None
+
+    def tell_change(self, key: str, old: object, new: object, *, reason: str) -> None:
+        """Emit that a value of the plan has changed."""
+        self.events.emit("change", key=key, old=old, new=new, reason=reason)
+
+
+class PartialOptimizerStep(Exception):
+    """An optimizer step ran out of memory: some weights and moments may be updated, others not."""
+
+    def __init__(self, guard: GuardState, *, reason: str) -> None:
+        super().__init__(reason)
+        self.guard, self.reason = guard, reason
+
+
+# ---- the first half: gradients
 
 
 def compute_gradients_with_oom_retry(
@@ -52,14 +185,15 @@ def compute_gradients_with_oom_retry(
             # Summed on the device: reading a loss here would make the host wait for its pass.
             loss = torch.zeros((), device=model.device)
             for micro_batch in micro_batches:
-                batch = model.collate(micro_batch)
-                tell_unplanned(training, batch)
-                loss += forward_backward(training, batch)
+                loss += forward_backward(training, model.collate(micro_batch))
         except Exception as error:  # noqa: BLE001 - raised again where there is no fallback
             images = max(map(len, micro_batches))
             fall_back = fallback_for(training, guard, error, firsts=passes, images=images)
         else:
-            return loss, count_fitting(training, guard)
+            larger = guard.after_fitting(planned=training.micro_batch)
+            reason = f"{guard.patience_steps} steps in a row fitted"
+            _tell_micro_batch(training, guard, larger, reason=reason)
+            return loss, larger
         # Outside the except block, whose traceback would keep alive the tensors that have to be freed.
         guard = fall_back()
         # Passes before the failed one have added their gradients already.
@@ -73,10 +207,13 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
     then, so the caller zeroes them and repeats the step.
     """
     model = training.model
+    compiled: AbstractContextManager[None] = nullcontext()
     batch = batch.on(model.device)
+    if training.compiled is not None and _is_planned(training, training.compiled, batch):
+        compiled = training.compiled.used()
     # The masks stay set during `backward`: checkpointing runs the forward pass again there and has to
     # meet the same ones.
-    with training.compilation(batch), model.dropping(batch):
+    with compiled, model.dropping(batch):
         # Divided by the whole step's images, not by this micro-batch's: the sum over all passes and
         # processes is then the batch mean, and splitting a step differently changes rounding only.
         _, _, weights, _ = batch.numbers
@@ -84,6 +221,27 @@ def forward_backward(training: Training, batch: Batch) -> Tensor:
         # fp16 gradients would vanish without the scale; for other dtypes the scaler does nothing.
         training.scaler.scale(loss).backward()
     return loss.detach()
+
+
+def _is_planned(training: Training, blocks: CompiledBlocks, batch: Batch) -> bool:
+    """Say whether a batch runs compiled; emit a note, once a run, for a shape that the plan does not have."""
+    if blocks.is_off:
+        return False
+    count, _, height, width = batch.latents.shape
+    if blocks.shapes is None or (height, width, count) in blocks.shapes:
+        return True
+    if not blocks.is_told:  # shapes change with every step, the reason does not
+        blocks.is_told = True
+        training.events.problem(
+            f"{_UNCOMPILED.key} is not used for {count} latents of {width}x{height} at once and for other "
+            "shapes that the plan did not include",
+            fix="nothing; with fewer buckets or a lower memory.micro_batch there are fewer shapes",
+            severity="note",
+        )
+    return False
+
+
+# ---- the second half: the optimizer
 
 
 def optimizer_step(training: Training, loss: Tensor, guard: GuardState, *, step: int) -> Tensor:
@@ -132,3 +290,146 @@ def _clip_and_step(training: Training, loss: Tensor) -> Tensor:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm.detach()
+
+
+# ---- the answers to a step that failed
+
+_UNCOMPILED = OomFallback(key="hardware.compile", old="blocks", new="none", apply=lambda: None)
+"""The change of the setting when compiled blocks are switched off."""
+_OUR_OWN = (LoraTrainError, PartialOptimizerStep, Unstable)
+"""Errors that this package raises on purpose: another way to compute does not cure them."""
+
+
+def fallback_for(
+    training: Training, guard: GuardState, error: Exception, *, firsts: Set[First], images: int
+) -> Fallback:
+    """Return the answer to an error; raises it again, or NoFallbackLeft, where there is none.
+
+    `firsts` are the keys of the passes, or the class of the action, in which `error` was raised, `images`
+    is the size of the largest pass.
+    """
+    if isinstance(error, CompilationFailed):
+        return partial(_stop_compiling, training, guard, reason=str(error))
+    if isinstance(error, RuntimeError) and is_out_of_memory(error):
+        return partial(use_less_memory, training, guard, images=images, reason=first_line(error))
+    if isinstance(error, _OUR_OWN):
+        raise error
+    if is_lost(error):
+        raise lost_device(training, guard, error) from error
+    plain = training.plain
+    if firsts <= plain.proven:
+        raise error
+    if guard.plain:  # without a first error it was saved in the state that a resume began with
+        every_way = f"with every optional feature off: {_line(error)}"
+        raise NoFallbackLeft(
+            f"training failed twice: {plain.first_error}; and {every_way}"
+            if plain.first_error
+            else f"training failed {every_way}",
+            fix=f"{RESUME} once the cause is gone; include problems.jsonl if you report it",
+            guard=guard,
+        ) from error
+    if not _changes(training, guard):
+        raise error
+    return partial(go_plainly, training, guard, reason=_line(error))
+
+
+def _stop_compiling(training: Training, guard: GuardState, *, reason: str) -> GuardState:
+    """Do without compiled blocks from now on, and report it."""
+    assert training.compiled is not None
+    training.compiled.is_off = True
+    training.tell_change(_UNCOMPILED.key, _UNCOMPILED.old, _UNCOMPILED.new, reason=reason)
+    training.events.problem(
+        f"the run continues without compiled blocks, which affect only its speed: {reason}",
+        fix=f"nothing; start with {_settings([_UNCOMPILED])} to skip the attempt",
+        severity="note",
+    )
+    return replace(guard, uncompiled=True)
+
+
+def use_less_memory(
+    training: Training, guard: GuardState, *, images: int, reason: str
+) -> GuardState:
+    """Apply the next remedy after a pass of `images` did not fit; raises NoFallbackLeft without one."""
+    training.events.emit("out_of_memory", images_at_once=images, reason=reason)
+    training.optimizer.zero_grad(set_to_none=True)
+    free_memory()
+    remedies = training.plain.remedies if guard.plain else training.remedies
+    smaller = guard.after_out_of_memory(images=images, remedies=len(remedies))
+    for remedy in remedies[guard.remedies : smaller.remedies]:
+        remedy.apply()
+        training.tell_change(remedy.key, remedy.old, remedy.new, reason=reason)
+    _tell_micro_batch(training, guard, smaller, reason=reason)
+    return smaller
+
+
+def go_plainly(training: Training, guard: GuardState, *, reason: str) -> GuardState:
+    """Switch to the plain way and report it."""
+    changes = _changes(training, guard)
+    # `guard.remedies` counts into the list of remedies in force. The plain way has a list of its own; a
+    # run that needed every remedy to fit needs all of these too.
+    all_taken = 0 < len(training.remedies) <= guard.remedies
+    remedies = len(training.plain.remedies) if all_taken else 0
+    uncompiled = guard.uncompiled or _UNCOMPILED in changes
+    guard = replace(guard, plain=True, uncompiled=uncompiled, remedies=remedies)
+    if training.compiled is not None:
+        training.compiled.is_off = True
+    training.optimizer.zero_grad(set_to_none=True)
+    free_memory()
+    for change in changes:
+        try:
+            change.apply()
+        except RuntimeError as error:
+            raise NoFallbackLeft(
+                f"{reason}; and {change.key}={typed(change.new)} was not possible: {_line(error)}",
+                fix=f"run the same command with --resume {_settings(changes)}",
+                guard=guard,
+            ) from error
+        training.tell_change(change.key, change.old, change.new, reason=reason)
+    training.plain.first_error = reason
+    training.events.problem(
+        f"an error, not for lack of memory: {reason}. It is tried again, and the run continues, with every "
+        f"optional feature off: {', '.join(f'{c.key}={typed(c.new)}' for c in changes)}",
+        fix=f"nothing; to start a run this way add {_settings(changes)}",
+    )
+    return guard
+
+
+def lost_device(training: Training, guard: GuardState, error: BaseException) -> NoFallbackLeft:
+    """Return the error that ends a process whose device is lost; only a new process can use it again."""
+    settings = "" if guard.plain else _settings(_changes(training, guard))
+    again = f"; if it happens again add {settings}" if settings else ""
+    return NoFallbackLeft(
+        f"the device cannot be used by this process any more: {_line(error)}",
+        fix=f"{RESUME}{again}",
+        guard=guard,
+    )
+
+
+def _changes(training: Training, guard: GuardState) -> Sequence[OomFallback]:
+    """Return the changes that lead to the plain way; empty when the run is on it already.
+
+    A change from "none" only adds recomputation. By itself that makes nothing plainer, but it gives the
+    memory that the other changes cost.
+    """
+    changes = list(training.plain.changes)
+    if training.compiled is not None and not training.compiled.is_off:
+        changes.append(_UNCOMPILED)
+    return changes if guard.remedies or any(change.old != "none" for change in changes) else []
+
+
+def _tell_micro_batch(training: Training, old: GuardState, new: GuardState, *, reason: str) -> None:
+    if new.micro_batch != old.micro_batch:
+        training.tell_change("memory.micro_batch", old.micro_batch, new.micro_batch, reason=reason)
+
+
+def _settings(changes: Sequence[OomFallback]) -> str:
+    return " ".join(
+        f"--set {change.key}={typed(change.new)}" for change in changes if "." in change.key
+    )
+
+
+def _line(error: BaseException) -> str:
+    """Return an error's type, first line and source position (file:line) in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    origin = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {first_line(error)}{origin}"

@@ -50,7 +50,6 @@ SCENARIOS: Mapping[str, Mapping[str, Any]] = {
         "data__caption_dropout": 0.3,
     },
     "guards, flips": {
-        "train__lower_on_plateau": True,
         "train__validate_every_steps": 2,
         "data__flip": True,
         "data__shuffle_tags": True,

@@ -37,9 +37,9 @@ from lora_trainer.dataset.buckets import buckets_for, place
 from lora_trainer.families.base import BaseFacts
 from lora_trainer.importing.foreign import Foreign
 from lora_trainer.importing.reading import import_file
-from lora_trainer.training.loss import ERRORS, loss_delta, loss_weight
+from lora_trainer.training.loss import ERRORS
+from lora_trainer.training.noise import Levels, flow_levels, loss_delta, loss_weight, table_levels
 from lora_trainer.training.optimizers import learning_rate
-from lora_trainer.training.timesteps import Levels, flow_levels, table_levels
 from tests.importing.corpus import CASES
 
 Numbers = dict[str, Any]

@@ -23,9 +23,9 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
-from lora_trainer.training.batch import Sample, collate, split
-from lora_trainer.training.dataloader import TrainingDataLoader
-from lora_trainer.training.timesteps import Level, flow_levels
+from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split
+from lora_trainer.training.loss import collate
+from lora_trainer.training.noise import Level, flow_levels
 from tests.fakes.training import (
     CPU,
     SQUARE,

@@ -21,7 +21,7 @@ from lora_trainer.families.base import (
     Layout,
     TextEncoder,
 )
-from lora_trainer.training.batch import padded_alike
+from lora_trainer.training.loss import padded_alike
 
 CPU = torch.device("cpu")
 

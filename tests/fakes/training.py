@@ -28,15 +28,13 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings, OptimizerSettings
 from lora_trainer.families.base import DENOISER, BaseFacts, Layout, Prediction
 from lora_trainer.lora.adapter import Adapter, inject
-from lora_trainer.training.actions import SaveAction
-from lora_trainer.training.batch import Sample
-from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.actions import Progress, SaveAction
+from lora_trainer.training.dataloader import Sample, TrainingDataLoader
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loss import Model
+from lora_trainer.training.noise import table_levels
 from lora_trainer.training.optimizers import build_optimizer, learning_rate, restore_optimizer
-from lora_trainer.training.step import compute_gradients_with_oom_retry
-from lora_trainer.training.timesteps import table_levels
-from lora_trainer.training.training import OomFallback, Progress, Training
+from lora_trainer.training.step import OomFallback, Training, compute_gradients_with_oom_retry
 from tests.fakes.tiny_base import write_tiny_base
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.families.base import TextEncoder
-from lora_trainer.training.batch import padded_alike
+from lora_trainer.training.loss import padded_alike
 from tests.fakes.family_bases import CPU, base_of, facts_of
 from tests.fakes.family_bases import encoder_of as tiny_encoder
 

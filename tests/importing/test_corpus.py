@@ -31,7 +31,6 @@ SETTLED = (
     "adapter.rank", "adapter.text_encoder", "optimizer.name", "optimizer.weight_decay",
     "optimizer.schedule", "objective.weighting", "objective.loss", "objective.timestep_sampling",
     "data.caption_dropout", "data.validation_fraction", "train.batch_size", "train.max_grad_norm",
-    "train.lower_on_plateau",
 )  # fmt: skip
 """What presets here would choose otherwise: a training file settles each of these."""
 

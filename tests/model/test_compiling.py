@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +21,19 @@ from tests.fakes.family_bases import CPU, conditioning_of, denoiser_of, facts_of
 from tests.fakes.runs import python
 from tests.fakes.trainee import compiled_calls
 
-COMBINATIONS: dict[str, dict[str, Any]] = {
-    "flux, int8, streamed": {"kept": "int8", "checkpointing": "offloaded", "streamed": 2},
-    "sd15, oft": {"kind": "oft", "checkpointing": "full"},
-}
 
+def test_gradients_of_traced_blocks_are_the_same() -> None:
+    """Traced and differentiated as for the compiler, whose code is not made here: that takes minutes.
 
-@pytest.mark.parametrize("name", COMBINATIONS)
-def test_gradients_of_traced_blocks_are_the_same(name: str) -> None:
-    """Traced and differentiated as for the compiler, whose code is not made here: that takes minutes."""
-    options = COMBINATIONS[name]
-    chosen, facts = family(name.partition(",")[0]), facts_of(name.partition(",")[0])
+    With an int8 base and streamed blocks; OFT: test_compile_end_to_end.py.
+    """
+    chosen, facts = family("flux"), facts_of("flux")
     denoiser = denoiser_of(chosen.name)
-    if kept := options.get("kept"):
-        quantize(denoiser, kept, device=CPU, skip=chosen.traits.quantization_skip)
-    settings = AdapterSettings.model_validate({"rank": 2, "kind": options.get("kind", "lora")})
+    quantize(denoiser, "int8", device=CPU, skip=chosen.traits.quantization_skip)
     adapter = inject(
         {DENOISER: denoiser},
         modules={DENOISER: chosen.lora_targets(denoiser, "attention")},
-        settings=settings,
+        settings=AdapterSettings(rank=2),
         alpha=2.0,
         seed=3,
     )
@@ -48,9 +41,8 @@ def test_gradients_of_traced_blocks_are_the_same(name: str) -> None:
     with torch.no_grad():
         for parameter in adapter.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    apply_checkpointing(denoiser, options.get("checkpointing", "none"))
-    if count := options.get("streamed"):
-        stream_blocks(denoiser, count=count, device=CPU)
+    apply_checkpointing(denoiser, "offloaded")
+    stream_blocks(denoiser, count=2, device=CPU)
     told = conditioning_of(chosen, facts, ["a cat"])
     noisy = torch.randn(1, facts.latent_channels, 8, 8, generator=generator)
 
@@ -117,7 +109,7 @@ def test_running_out_of_memory_is_not_the_compilers_fault() -> None:
 
 
 SCRIPT = """
-import json, torch
+import torch
 from torch._dynamo.utils import counters
 from lora_trainer.network.compiling import CompiledBlocks
 from tests.model.test_compiling import Network
@@ -133,27 +125,17 @@ def gradients(compiled):
     return torch.stack([p.grad for p in network.parameters()])
 
 torch.set_num_threads(1)
-plain, runs = gradients(False), []
-for _ in range(2):
-    torch.compiler.reset()
-    counters.clear()
-    found = gradients(True)
-    hit = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-    close = torch.allclose(found, plain, rtol=1e-4, atol=1e-5)
-    runs.append([found.tolist(), close, counters["inductor"]["fxgraph_cache_miss"], hit])
-print(json.dumps(runs))
+plain, found = gradients(False), gradients(True)
+print(torch.allclose(found, plain, rtol=1e-4, atol=1e-5), counters["inductor"]["fxgraph_cache_miss"])
 """
 
 
 @pytest.mark.timeout(300)  # a C++ compiler on a loaded machine
-def test_what_was_compiled_once_is_found_again_and_computes_the_same_bits(
+def test_the_compiler_s_own_code_computes_the_same_and_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    first, second = json.loads(python(SCRIPT, timeout_s=250).stdout.splitlines()[-1])
-    gradients, close, missed, _ = first
-    assert close and missed > 0
-    again, _, missed, hit = second
-    assert missed == 0 and hit > 0
-    assert again == gradients
+    close, compiled = python(SCRIPT, timeout_s=250).stdout.split()[-2:]
+    assert close == "True" and int(compiled) > 0
+    assert any(tmp_path.iterdir())

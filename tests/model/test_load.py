@@ -175,11 +175,8 @@ def test_identities_are_per_part_and_by_content(tmp_path: Path) -> None:
     ("file", "part"),
     [
         ("unet/config.json", "denoiser"),
-        ("unet/diffusion_pytorch_model.safetensors", "denoiser"),
-        ("vae/config.json", "vae"),
         ("vae/diffusion_pytorch_model.safetensors", "vae"),
         ("text_encoder/config.json", "text_encoder"),
-        ("text_encoder/model.safetensors", "text_encoder"),
         ("tokenizer/tokenizer.json", "text_encoder"),
         ("scheduler/scheduler_config.json", None),
     ],

@@ -153,7 +153,7 @@ def test_a_step_after_one_that_ran_out_of_memory_is_right(
     monkeypatch.setattr("lora_trainer.network.block_swap.CopyStream", LateCopies)
     at = trainee("sd15")
     expected = at.gradients()
-    streamed(at)
+    streamed(at, checkpointing="offloaded")
     for block in list(repeated_blocks(at.denoiser).values())[::3]:
         with failing(block, in_pass=wanted), pytest.raises(torch.OutOfMemoryError):
             at.gradients()

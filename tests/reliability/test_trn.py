@@ -29,8 +29,7 @@ from lora_trainer.common.events import read_jsonl
 from lora_trainer.reporting import status
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.training import loop
-from lora_trainer.training.batch import Sample
-from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.dataloader import Sample, TrainingDataLoader
 from lora_trainer.training.loss import Model
 from tests.fakes.runs import STEPS, Toy, events, last_state, toy, trajectory
 from tests.fakes.training import at_start, build_feeder, build_training, distance

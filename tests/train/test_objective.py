@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -21,9 +21,9 @@ from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.declare import LossName
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.families.base import Prediction
-from lora_trainer.training.batch import Sample
+from lora_trainer.training.dataloader import Sample
 from lora_trainer.training.loss import Model
-from lora_trainer.training.timesteps import Level
+from lora_trainer.training.noise import Level
 from tests.fakes.training import CPU, build_feeder
 
 SCHEDULER = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
@@ -83,17 +83,27 @@ def losses(
 
 def test_noise_and_targets_are_those_of_the_scheduler() -> None:
     latents, drawn = pair()
-    noisy = SCHEDULER.add_noise(latents, drawn, TIMESTEPS)
     velocity = SCHEDULER.get_velocity(latents, drawn, TIMESTEPS)
     targets: dict[Prediction, Tensor] = {"epsilon": drawn, "v_prediction": velocity}
     batch = samples(latents, drawn, [at(signal) for signal in SIGNAL[TIMESTEPS].tolist()])
+    # With a perturbation the input has another noise than the target.
+    other = torch.randn(drawn.shape, generator=generator(1))
+    perturbed = [replace(s, input_noise=extra) for s, extra in zip(batch, other, strict=True)]
     for prediction, wanted in targets.items():
+        for each, its_noise in ((batch, drawn), (perturbed, other)):
+            noisy = SCHEDULER.add_noise(latents, its_noise, TIMESTEPS)
 
-        def answer(given: Tensor, wanted: Tensor = wanted) -> Tensor:
-            torch.testing.assert_close(given, noisy)
-            return wanted + 1.0
+            def answer(given: Tensor, wanted: Tensor = wanted, noisy: Tensor = noisy) -> Tensor:
+                torch.testing.assert_close(given, noisy)
+                return wanted + 1.0
 
-        assert losses(batch, answer, prediction).tolist() == pytest.approx([1.0] * 5, rel=1e-5)
+            assert losses(each, answer, prediction).tolist() == pytest.approx([1.0] * 5, rel=1e-5)
+
+
+def test_a_perturbation_adds_a_share_of_other_noise() -> None:
+    sample = drawn(at(0.5), shape="wide", input_perturbation=0.3)
+    assert sample.input_noise is not None
+    assert float((sample.input_noise - sample.noise).std()) == pytest.approx(0.3, rel=0.05)
 
 
 def test_flow_noise_and_target_are_those_of_the_flow_scheduler() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer.common.errors import TrainingStopped
-from lora_trainer.training.batch import split
+from lora_trainer.training.actions import Progress
+from lora_trainer.training.dataloader import split
 from lora_trainer.training.guards import GuardState
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
-from lora_trainer.training.training import OomFallback, Progress
+from lora_trainer.training.step import Training
 from tests.fakes.trainee import same
 from tests.fakes.training import (
     SQUARE,
@@ -65,39 +66,32 @@ def holding(images: int) -> Callable[[Model], Model]:
 # ---- the micro-batch
 
 
+DROPPING: dict[str, Any] = {
+    "adapter_settings": {"dropout": 0.2, "rank_dropout": 0.2, "module_dropout": 0.2},
+    "averaged": True,
+}
+
+
+def averaging(tiny: TinyTraining) -> Training:
+    return replace(tiny.training, afterwards=[partial(tiny.adapter.update_average, decay=0.9)])
+
+
 def test_nothing_changes_but_the_micro_batch() -> None:
+    """The step is done again with the dropout masks it had, and taken into the average once."""
     feeder = build_feeder(UNEVEN)
     assert [len(group) for group in split(feeder.prepare(1), cap=4)] in ([1, 3], [3, 1])
-    tiny = build_training(feeder, steps=4, adapt=holding(2))
-    end = run(tiny.training, at_start(micro_batch=4))
+    tiny = build_training(feeder, steps=4, adapt=holding(2), **DROPPING)
+    end = run(averaging(tiny), at_start(micro_batch=4))
     assert tiny.of_kind("change") == [
         {"key": "memory.micro_batch", "old": 4, "new": 2, "reason": MESSAGE}
     ]
     assert (end.step, end.images, end.guard.micro_batch) == (4, 16, 2)
     assert end.guard.patience_steps == 100
     assert end.guard.fitting_steps == 4, "the step that was done again counts as the others"
-    other = build_training(build_feeder(UNEVEN), steps=4)
-    run(other.training, at_start(micro_batch=2))
-    assert same(tiny.weights, other.weights)
+    other = build_training(build_feeder(UNEVEN), steps=4, **DROPPING)
+    run(averaging(other), at_start(micro_batch=2))
+    assert same(*([*each.adapter.state().values()] for each in (tiny, other)))
     assert tiny.losses == other.losses
-
-
-def test_dropout_and_the_average_are_those_of_a_step_that_fitted() -> None:
-    """The step is done again with the masks it had, and taken into the average once."""
-    found = []
-    for holds, micro_batch in ((2, 4), (4, 2)):
-        tiny = build_training(
-            build_feeder(UNEVEN),
-            steps=4,
-            adapt=holding(holds),
-            adapter_settings={"dropout": 0.2, "rank_dropout": 0.2, "module_dropout": 0.2},
-            averaged=True,
-        )
-        average = partial(tiny.adapter.update_average, decay=0.9)
-        run(replace(tiny.training, afterwards=[average]), at_start(micro_batch=micro_batch))
-        assert len(changes(tiny)) == (1 if micro_batch == 4 else 0)
-        found.append(list(tiny.adapter.state().values()))
-    assert same(*found)
 
 
 def test_it_grows_back_once_enough_steps_have_fitted() -> None:
@@ -107,61 +101,6 @@ def test_it_grows_back_once_enough_steps_have_fitted() -> None:
     assert changes(tiny) == [("memory.micro_batch", 1, 2), ("memory.micro_batch", 2, 4)]
     assert end.guard.micro_batch == 4
     assert len(tiny.losses) == 12
-
-
-# ---- remedies
-
-
-@dataclass
-class Device:
-    """A device that holds one image once `relief` remedies have been taken, and none before."""
-
-    relief: int
-    taken: list[str] = field(default_factory=list)
-
-    def adapt(self, model: Model) -> Model:
-        def predict(denoiser: nn.Module, noisy: Tensor, *rest: Any) -> Tensor:
-            if len(noisy) > 1 or len(self.taken) < self.relief:
-                raise full()
-            return model.predict(denoiser, noisy, *rest)
-
-        return replace(model, predict=predict)
-
-    def remedies(self, *names: str) -> list[OomFallback]:
-        return [
-            OomFallback(
-                key=name, old="no", new="yes", apply=lambda name=name: self.taken.append(name)
-            )
-            for name in names
-        ]
-
-
-def test_at_one_image_remedies_are_taken_in_their_order() -> None:
-    device = Device(relief=2)
-    tiny = build_training(
-        build_feeder(),
-        steps=2,
-        adapt=device.adapt,
-        remedies=device.remedies("first", "second", "third"),
-    )
-    end = run(tiny.training, at_start(micro_batch=4))
-    assert device.taken == ["first", "second"]
-    assert changes(tiny)[-2:] == [("first", "no", "yes"), ("second", "no", "yes")]
-    assert end.guard.remedies == 2
-    other = build_training(build_feeder(), steps=2)
-    run(other.training, at_start(micro_batch=1))
-    assert same(tiny.weights, other.weights)
-
-
-def test_without_a_remedy_left_it_stops_with_the_weights_untouched() -> None:
-    device = Device(relief=2)
-    remedies = device.remedies("only")
-    tiny = build_training(build_feeder(), steps=2, adapt=device.adapt, remedies=remedies)
-    before = tiny.weights
-    with pytest.raises(TrainingStopped, match="one image at a time"):
-        run(tiny.training, at_start(micro_batch=4))
-    assert same(tiny.weights, before)
-    assert tiny.losses == []
 
 
 # ---- in the optimizer

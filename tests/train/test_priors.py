@@ -14,8 +14,8 @@ from lora_trainer.cache.cache_plan import SampleSource
 from lora_trainer.cache.keys import CacheKey
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
-from lora_trainer.training.batch import Sample, collate
-from lora_trainer.training.dataloader import TrainingDataLoader
+from lora_trainer.training.dataloader import Sample, TrainingDataLoader
+from lora_trainer.training.loss import collate
 from tests.fakes.training import (
     CPU,
     MIXED,
@@ -23,12 +23,9 @@ from tests.fakes.training import (
     TEXT_WIDTH,
     TOKENS,
     TinyTraining,
-    add_gradients,
     awaken,
     build_feeder,
     build_training,
-    distance,
-    gradients,
 )
 
 BASE_TARGET = ObjectiveSettings(prior="base", prior_weight=2.0)
@@ -173,18 +170,6 @@ def test_a_sample_of_a_class_comes_again_with_the_same_draws() -> None:
 
 
 # ---- any split is one step
-
-
-def test_a_step_may_be_split_anyhow() -> None:
-    found = []
-    for split in (8, 3):
-        feeder = everything()
-        training = build_training(feeder, steps=1, adapter_settings={"dropout": 0.3})
-        awaken(training.adapter)
-        for step in range(2):
-            add_gradients(training.training, feeder.prepare(step), cap=split)
-        found.append(gradients(training.adapter))
-    assert distance(found[1], found[0]) < 1e-5
 
 
 def test_a_stream_may_be_cut_into_any_batches() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lora_trainer.checkpoint.states import TrainingState, load_newest
+from lora_trainer.checkpoint import writer
+from lora_trainer.checkpoint.states import TrainingState, load_newest, write_state
 from lora_trainer.checkpoint.writer import StateWriter
-from lora_trainer.common.errors import TrainingStopped
-from lora_trainer.training.actions import SaveAction
-from lora_trainer.training.guards import GuardState
+from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped
+from lora_trainer.training.actions import Progress, SaveAction
 from lora_trainer.training.loop import run
 from lora_trainer.training.loss import Model
-from lora_trainer.training.training import Progress
 from tests.fakes.trainee import same
 from tests.fakes.training import (
     SQUARE,
@@ -111,26 +111,6 @@ def test_after_five_it_goes_on_from_the_last_save_at_half_the_rate(tmp_path: Pat
     assert found.on_disk().loop.guard["lr_scale"] == 0.5
 
 
-def test_before_the_first_save_it_goes_back_to_the_start(tmp_path: Path) -> None:
-    found = voyage(tmp_path, Weather(storm(1, 5)), every=0)
-    start = found.tiny.weights
-    seen: list[list[Tensor]] = []
-
-    @dataclass
-    class Look:
-        def due(self, progress: Progress) -> bool:
-            return progress.step == 1
-
-        def __call__(self, progress: Progress) -> None:
-            seen.append(found.tiny.weights)
-
-    end = found.run(actions=[Look()])
-    assert (end.step, end.guard.rollbacks) == (12, 1)
-    assert [step for step, _ in found.rates] == [*range(1, 6), *range(1, 13)]
-    assert same(seen[0], start), "its only step was skipped"
-    assert not same(seen[1], start)
-
-
 def test_each_time_lower_then_the_end_with_the_last_good_values(tmp_path: Path) -> None:
     found = voyage(tmp_path, Weather(storm(7, 10_000)), steps=40)
     with pytest.raises(TrainingStopped, match=r"3 times at ever lower.*last good values") as ended:
@@ -217,21 +197,90 @@ class _Infinite(Model):
 # ---- plateaus in the loop
 
 
-@dataclass
-class Flat:
-    """A validation whose loss never changes."""
-
-    def due(self, progress: Progress) -> bool:
-        return progress.step % 2 == 0
-
-    def __call__(self, progress: Progress) -> GuardState:
-        return progress.guard.after_validation(1.0)
+# ---- the last save of a run: tried whatever became of those before, and never called saved when it is not
 
 
-def test_a_plateau_lowers_the_rate(tmp_path: Path) -> None:
-    whole = voyage(tmp_path / "whole", Weather(frozenset()), steps=14)
-    whole.run(actions=[Flat()])
-    assert [rate for _, rate in whole.rates] == pytest.approx([1.0] * 6 + [0.5] * 6 + [0.25] * 2)
-    changes = whole.tiny.of_kind("change")
-    assert [change["new"] for change in changes] == [0.5, 0.25]
-    assert "validation" in changes[0]["reason"]
+FULL = MachineError("cannot write: No space left on device (0 bytes free)", fix="free some space")
+STEPS = 5
+
+
+def training() -> TinyTraining:
+    return build_training(build_feeder([SQUARE] * 2, batch_size=1), steps=STEPS)
+
+
+def trained(
+    tiny: TinyTraining,
+    folder: Path,
+    *,
+    stop: Callable[[], int | None] = lambda: None,
+    adapt: Callable[[SaveAction], SaveAction] = lambda action: action,
+) -> Progress:
+    """Train and save after every step."""
+    action = saves(tiny, folder, every_steps=1)
+    with action.writer:
+        return run(
+            replace(tiny.training, actions=[adapt(action)], stop=stop), at_start(micro_batch=1)
+        )
+
+
+def disk(monkeypatch: pytest.MonkeyPatch, *, refuses: set[int]) -> list[int]:
+    """Let the disk refuse the states of these steps; return a list that grows by every step tried."""
+    tried: list[int] = []
+
+    def write(folder: Path, frozen: Any, *, keep: int) -> Path:
+        tried.append(frozen.state.step)
+        if frozen.state.step in refuses:
+            raise FULL
+        return write_state(folder, frozen, keep=keep)
+
+    monkeypatch.setattr(writer, "write_state", write)
+    return tried
+
+
+def test_at_the_end_it_is_tried_and_refused_it_is_no_reason_to_lose_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, tried = training(), disk(monkeypatch, refuses={2, 3, 4, 5})
+    assert trained(tiny, tmp_path).step == STEPS
+    assert tried == [1, 2, 3, 4, 5]
+    problems = [row["what"] for row in tiny.of_kind("problem")]
+    assert len(problems) == 4 and "the last save" in problems[-1]
+    found = load_newest(tmp_path, events=None)
+    assert found is not None and found.step == 1
+
+
+def test_a_stop_whose_save_is_refused_is_not_called_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = training()
+    disk(monkeypatch, refuses={2})
+    steps = iter([None, 15])
+    with pytest.raises(MachineError, match="No space left"):
+        trained(tiny, tmp_path, stop=lambda: next(steps))
+
+
+def full(times: int) -> Callable[[SaveAction], SaveAction]:
+    """Return how saving changes where copying the state finds the device full so many times."""
+    calls: list[int] = []
+
+    class Full(SaveAction):
+        def state(self, progress: Progress) -> Any:
+            calls.append(progress.step)
+            if len(calls) <= times:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super().state(progress)
+
+    return lambda action: Full(**vars(action))
+
+
+def test_a_stop_on_a_full_device_is_tried_again_and_then_no_stop_but_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # seconds in a long test session
+    with pytest.raises(StoppedBySignal, match="the state is saved"):
+        trained(training(), tmp_path / "once", stop=lambda: 15, adapt=full(1))
+    found = load_newest(tmp_path / "once", events=None)
+    assert found is not None and found.step == 1
+    with pytest.raises(TrainingStopped, match="the saved state of step 1 is missing"):
+        trained(training(), tmp_path / "always", stop=lambda: 15, adapt=full(99))
+    assert load_newest(tmp_path / "always", events=None) is None

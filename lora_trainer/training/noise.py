@@ -1,9 +1,13 @@
-"""The noise level at which a sample is trained: a pure function of one uniform random number.
+"""The noise of a sample: its level, its values, and how much an error at that level counts.
 
-A level fixes alpha and sigma in noisy = alpha x + sigma noise, and the timestep that the denoiser gets.
-Bases that predict noise or v have a table of 1000 levels (Ho et al. 2020, arXiv 2006.11239); flow matching
-has a continuum (Lipman et al. 2022, arXiv 2210.02747; alpha = 1 - sigma, timestep = 1000 sigma).
-Torch-free.
+A level is a pure function of one uniform random number. It fixes alpha and sigma in noisy = alpha x + sigma
+noise, and the timestep that the denoiser gets. Bases that predict noise or v have a table of 1000 levels (Ho et
+al. 2020, arXiv 2006.11239); flow matching has a continuum (Lipman et al. 2022, arXiv 2210.02747; alpha =
+1 - sigma, timestep = 1000 sigma).
+
+SNR is alpha^2 / sigma^2 = signal / (1 - signal), with alpha-bar of Ho et al. as `signal`. The papers define SNR
+weights for the loss of predicted noise. The loss of v is (SNR + 1) / SNR times as large, so a weight for v
+is SNR / (SNR + 1) = signal times the weight for noise.
 """
 
 from __future__ import annotations
@@ -14,8 +18,12 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from lora_trainer.config.learning import ObjectiveSettings
+from lora_trainer.families.base import Prediction
 
 TIMESTEPS = 1000
 Size = tuple[int, int]
@@ -142,3 +150,96 @@ def _mode(uniform: float, *, scale: float) -> float:
 def _midpoint(uniform: float) -> float:
     """Clamp a draw off 0 and 1, where the normal quantile is infinite; at 0 there is no noise to learn."""
     return min(max(uniform, 2.0**-40), 1.0 - 2.0**-40)
+
+
+# ---- the values of the noise, and how much an error counts
+
+
+def draw_noise(
+    shape: tuple[int, int, int],
+    generator: torch.Generator,
+    *,
+    offset: float,
+    octaves: int,
+    discount: float,
+) -> Tensor:
+    """Draw one sample's float32 noise [C, H, W].
+
+    `offset` adds a constant per channel (Guttenberg 2023, "Diffusion with offset noise"); `octaves`
+    adds coarser noise, each `discount` times weaker, rescaled to unit variance (Whitaker 2023,
+    "Multi-resolution noise"). With both 0 the base noise is the same draw, so runs with and without
+    them can be compared.
+    """
+    channels, height, width = shape
+    noise = torch.randn(shape, generator=generator)
+    for octave in range(1, octaves + 1):
+        size = (math.ceil(height / 2**octave), math.ceil(width / 2**octave))
+        coarse = torch.randn((1, channels, *size), generator=generator)
+        noise += discount**octave * F.interpolate(coarse, size=(height, width), mode="bilinear")[0]
+        if size == (1, 1):  # a constant: coarser octaves would add the same again
+            break
+    if octaves:
+        # Before the offset: dividing by the deviation after it would shrink the offset too.
+        noise /= noise.std()
+    if offset:
+        noise += offset * torch.randn((channels, 1, 1), generator=generator)
+    return noise
+
+
+MAX_DEBIASED_SNR = 1000.0
+"""Debiased weights, 1 / sqrt(SNR), use an SNR clamped to [1 / this, this]. sd-scripts clamps at the top
+only; at zero-terminal SNR the weight would then be infinite."""
+MIN_WEIGHED_SIGMA = 1e-3
+"""Lowest sigma of the weight sigma^-2 (`sigma_sqrt`): that of a sampler's table of 1000 steps."""
+
+
+def loss_weight(
+    settings: ObjectiveSettings, *, signal: float | None, sigma: float, prediction: Prediction
+) -> float:
+    """Return the weight of a sample's loss; `signal` is None for flow matching. Finite at SNR 0 too.
+
+    min_snr: Hang et al. 2023, arXiv 2303.09556; soft_min_snr: Crowson et al. 2024, arXiv 2401.11605;
+    debiased: Yu et al. 2023, arXiv 2310.08442; p2: Choi et al. 2022, arXiv 2204.00227, with k = 1;
+    sigma_sqrt and cosmap, for flow matching: Esser et al. 2024, arXiv 2403.03206.
+    """
+    kind, gamma = settings.chosen_weighting, settings.min_snr_gamma
+    if kind == "none":
+        return 1.0
+    if signal is None and kind == "sigma_sqrt":
+        return max(sigma, MIN_WEIGHED_SIGMA) ** -2
+    if signal is None and kind == "cosmap":
+        return 2.0 / (math.pi * (1.0 - 2.0 * sigma + 2.0 * sigma * sigma))
+    assert signal is not None, f"{kind} is a weighting by SNR"
+    snr = signal / (1.0 - signal) if signal < 1.0 else math.inf
+    match kind:
+        case "min_snr" if gamma is not None:
+            # The usual form, min(SNR, gamma) / SNR, is 0 / 0 at zero-terminal SNR.
+            weight = gamma / snr if snr > gamma else 1.0
+        case "soft_min_snr" if gamma is not None:
+            weight = gamma / (snr + gamma)
+        case "debiased":
+            weight = 1.0 / math.sqrt(min(max(snr, 1.0 / MAX_DEBIASED_SNR), MAX_DEBIASED_SNR))
+        case "p2":
+            weight = math.pow(1.0 + snr, -settings.p2_gamma)
+        case _:
+            raise AssertionError(f"{kind} is no weighting by SNR")
+    # At a fixed noisy input an error of v is the error of the noise divided by alpha (Salimans & Ho 2022,
+    # arXiv 2202.00512, appendix D), so its square weighs alpha-bar as much.
+    return weight * signal if prediction == "v_prediction" else weight
+
+
+def loss_delta(settings: ObjectiveSettings, *, time: float, alpha: float, sigma: float) -> float:
+    """Return the delta of a sample's error function at a noise level; `time` is in [0, 1].
+
+    The schedules are those of sd-scripts (Khrapov et al. 2024, arXiv 2403.16728): exponential and snr fall
+    from 1 without noise to `huber_delta` at pure noise. Error functions without a delta ignore it.
+    """
+    lowest = settings.huber_delta
+    match settings.huber_schedule:
+        case "constant":
+            return lowest
+        case "exponential":
+            return float(lowest**time)
+        case "snr":
+            # The paper's 1 / (1 + sigma / alpha), rearranged because alpha is 0 at pure noise.
+            return (1.0 - lowest) * (alpha / (alpha + sigma)) ** 2 + lowest

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lora_trainer.hardware.devices import RESERVED_BYTES
+from lora_trainer.hardware.machine import spill_margin_bytes
 from lora_trainer.network import pinned_memory
 from lora_trainer.network.block_swap import repeated_blocks, stream_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
+from lora_trainer.network.out_of_memory import NEARLY_FULL_BYTES, is_out_of_memory
+from lora_trainer.planning.memory import RUNTIME_BYTES
+from lora_trainer.run import device
+from lora_trainer.run.device import cap_allocator
 from tests.fakes.family_bases import CPU
 from tests.fakes.pinning import pinning_driver
 from tests.fakes.trainee import block_sizes, same, trainee
@@ -109,3 +115,110 @@ def test_pages_are_not_shared() -> None:
     assert all(start % 4096 == 0 for start, _ in ends)
     for (start, size), (after, _) in zip(ends, ends[1:], strict=False):
         assert start + -(-size // 4096) * 4096 <= after
+
+
+# ---- which errors mean that a device is full: the libraries' own words, and two that mean it on a full gpu only
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("HIP is full"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+    ids=str,
+)
+def test_what_libraries_say_of_a_full_device(error: RuntimeError) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("text", ["shapes do not match", "CUDA error: device-side assert"])
+def test_other_errors_are_none(text: str) -> None:
+    assert not is_out_of_memory(RuntimeError(text))
+
+
+AMBIGUOUS = pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "GET was unable to find an engine to execute this computation",
+    ],
+)
+
+
+@AMBIGUOUS
+@pytest.mark.parametrize(
+    ("free_bytes", "full"),
+    [
+        (NEARLY_FULL_BYTES - 1, True),
+        (2 * GIB, False),
+        ("no GPU", False),
+        ("lost", False),
+    ],
+)
+def test_a_missing_workspace_counts_on_a_card_that_is_nearly_full(
+    text: str, free_bytes: int | str, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mem_get_info(_: torch.device) -> tuple[int, int]:
+        if isinstance(free_bytes, str):
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return free_bytes, 8 * GIB
+
+    device = None if free_bytes == "no GPU" else torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    assert is_out_of_memory(RuntimeError(text)) is full
+
+
+# ---- the bound on the allocator: what was asked for, what the driver really has, or none
+
+
+GIB = 2**30
+CARD = torch.device("cuda", 0)
+CONTEXT = RUNTIME_BYTES["cuda"]
+MARGIN = spill_margin_bytes(24 * GIB)
+
+
+@pytest.fixture
+def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    set_to: list[float] = []
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=24 * GIB)
+    )
+
+    def bound(fraction: float, device: torch.device) -> None:
+        assert device.index is not None, "torch refuses a device without one"
+        set_to.append(fraction)
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", bound)
+    return set_to
+
+
+@pytest.mark.parametrize(
+    ("spills", "limit_gib", "allowed"),
+    [
+        (False, 8, 8 * GIB - CONTEXT),  # the context counts in what is asked for
+        (False, None, None),  # where the driver refuses, no bound is needed
+        (False, 40, 24 * GIB),  # a bound above the card is the card
+        (True, None, 20 * GIB - MARGIN - CONTEXT),  # where it spills there always is one
+        (True, 22, 20 * GIB - MARGIN - CONTEXT),
+    ],
+)
+def test_the_bound_on_the_allocator(
+    spills: bool,
+    limit_gib: int | None,
+    allowed: int | None,
+    fractions: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "driver_spills", lambda: spills)
+    limit_bytes = None if limit_gib is None else limit_gib * GIB
+    assert cap_allocator(limit_bytes=limit_bytes, free_bytes=20 * GIB, device=CARD) == allowed
+    assert fractions == ([] if allowed is None else [allowed / (24 * GIB)])

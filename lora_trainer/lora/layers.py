@@ -1,9 +1,14 @@
-"""LoRA on frozen layers; on a linear layer as one autograd operation, y = W x + b + s B A x.
+"""The layers that an adapter puts in place of frozen ones: LoRA computed with its layer, DoRA, OFT.
 
 peft runs A and B beside the layer in float32: with a 16-bit base each layer saves a float32 copy of its
-input for the backward pass, and adds and casts outputs four times. Here A x and B (A x) are computed in the
-dtype of the layer, the product with W is added in place, and the backward pass computes A x again. Only
-the input itself is saved, and layers with the same input share it. A, B and their gradients stay float32.
+input for the backward pass, and adds and casts outputs four times. Here a linear layer is one autograd operation,
+y = W x + b + s B A x: A x and B (A x) are computed in the dtype of the layer, the product with W is added in place,
+and the backward pass computes A x again. Only the input itself is saved, and layers with the same input share it.
+A, B and their gradients stay float32.
+
+OFT (Qiu et al. 2023, arXiv 2306.07280) rotates the outputs of a frozen layer in groups of channels. peft's OFT
+rotates the inputs, which no image program supports; this is the diagonal OFT of LyCORIS, ComfyUI and Forge
+(`oft_blocks`).
 """
 
 from __future__ import annotations
@@ -13,13 +18,15 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import Conv2d, Linear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lora_trainer.lora.dropout import Mask, gated
-from lora_trainer.network.quantize import QuantizedLinear, Restore, frozen_parts
+from lora_trainer.lora.tensors import rotation
+from lora_trainer.network.quantize import QuantizedLinear, Restore, frozen_parts, frozen_weight
 
 
 class FusedLinear(Linear):
@@ -175,6 +182,65 @@ class LeanConv2d(Conv2d):
 
 CUSTOM: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: FusedLinear, nn.Conv2d: LeanConv2d}
 """The adapter class that peft uses for each class of layers, instead of its own."""
+
+
+class LeanDora(DoraLinearLayer):
+    """peft's DoRA without its product with an identity [in, in], which FSDP needs.
+
+    The identity takes close to 1 GB in the largest layers.
+    """
+
+    def get_lora_weight(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> Tensor:
+        product: Tensor = lora_B.weight @ lora_A.weight
+        return product
+
+
+class RotatedLayer(nn.Module):
+    """y = R^T W x + bias, R of one rotation per group of output channels; starts at the identity.
+
+    Wraps a Linear (channels last) or a Conv2d (channels second). `blocks` is float32
+    [out / size, size, size]; the rotation is done in float32 whatever the layer's dtype.
+    """
+
+    def __init__(self, base_layer: nn.Module, *, out: int, size: int) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        device = frozen_weight(base_layer).device
+        self.blocks = nn.Parameter(torch.zeros(out // size, size, size, device=device))
+        self.enabled = True
+        self.channel_dim = 1 if isinstance(base_layer, nn.Conv2d) else -1
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen layer's weight, because networks read its dtype and device."""
+        return frozen_weight(self.base_layer)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen layer's bias."""
+        bias: Tensor | None = self.base_layer.bias  # type: ignore[assignment]  # Linear or Conv2d
+        return bias
+
+    def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        plain: Tensor = self.base_layer(inputs, *args, **kwargs)
+        if not self.enabled:
+            return plain
+        matrices = rotation(self.blocks)
+        outputs = _rotated(matrices, plain.float().movedim(self.channel_dim, -1))
+        # The rotation applies to W x only, and the layer's output already contains the bias: subtract the
+        # rotated bias and add the bias itself.
+        if self.bias is not None:
+            bias = self.bias.float()
+            outputs = outputs + (bias - _rotated(matrices, bias))
+        return outputs.movedim(-1, self.channel_dim).to(plain.dtype)
+
+
+def _rotated(matrices: Tensor, values: Tensor) -> Tensor:
+    """Rotate the last dimension, [..., count x size]: `tensors.rotate` of outputs, not weights."""
+    count, size, _ = matrices.shape
+    grouped = values.unflatten(-1, (count, size))
+    # `@` would copy the matrices for every row, and autograd would save the copies.
+    return torch.einsum("...kn,knm->...km", grouped, matrices).flatten(-2)
 
 
 def _product(a: Tensor, b: Tensor, *, scale: float) -> Tensor:
