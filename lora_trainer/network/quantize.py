@@ -39,7 +39,13 @@ def quantize(
     they are stored afterwards. Raises MachineError when nf4's library is missing.
     """
     if kind == "nf4":
-        _require_bitsandbytes()
+        try:
+            import bitsandbytes  # noqa: F401 - only whether it can be imported
+        except BROKEN_PACKAGE as error:
+            raise MachineError(
+                f"memory.base_precision=nf4 needs bitsandbytes, {package_problem(error)}",
+                fix="pip install -U bitsandbytes, or use --set memory.base_precision=int8",
+            ) from None
     for name in quantizable(network, skip=skip):
         layer = network.get_submodule(name)
         assert isinstance(layer, nn.Linear)
@@ -208,16 +214,6 @@ def _decode_nf4(stored: Stored, *, shape: tuple[int, ...], dtype: torch.dtype) -
     )
     weight: Tensor = dequantize_4bit(stored["codes"], state)
     return weight.reshape(shape)
-
-
-def _require_bitsandbytes() -> None:
-    try:
-        import bitsandbytes  # noqa: F401 - only whether it can be imported
-    except BROKEN_PACKAGE as error:
-        raise MachineError(
-            f"memory.base_precision=nf4 needs bitsandbytes, {package_problem(error)}",
-            fix="pip install -U bitsandbytes, or use --set memory.base_precision=int8",
-        ) from None
 
 
 _CODECS: Mapping[Quantization, tuple[Callable[[Tensor], Stored], Callable[..., Tensor]]] = {

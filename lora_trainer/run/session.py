@@ -20,7 +20,6 @@ from lora_trainer.common.processes import made_to_stay
 from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.running import RunConfig
 from lora_trainer.families.base import DENOISER
-from lora_trainer.hardware.device_calls import kind_of
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.write import final_export_name
@@ -54,7 +53,7 @@ from lora_trainer.training.actions import (
 )
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.guards import GuardState, LearningContext, look_step
+from lora_trainer.training.guards import GuardState, look_step
 from lora_trainer.training.loop import run
 from lora_trainer.training.optimizers import learning_rate
 from lora_trainer.training.step import FreezeAfter, OomFallback, PlainWay, Training
@@ -286,13 +285,8 @@ def learning_action(
         fixed=FixedLosses(batches=batches, model=parts.model, ranks=job.ranks),
         step=step,
         so_far=rate_sums[0] / rate_sums[1] if rate_sums[1] else 0.0,
-        about=LearningContext(
-            device=kind_of(parts.model.device).name,
-            rate=settings.learning_rate,
-            rate_sum=rate_sums[0],
-            loss_scale=None,
-            alpha_over_rank=parts.adapter.alpha / parts.adapter.rank,
-        ),
+        rate=settings.learning_rate,
+        alpha_over_rank=parts.adapter.alpha / parts.adapter.rank,
         events=job.events,
     )
 

@@ -28,7 +28,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.training.dataloader import Sample, split
 from lora_trainer.training.distributed.process_group import ProcessGroup
-from lora_trainer.training.guards import LEAST_CHANGE, GuardState, LearningContext, Unstable
+from lora_trainer.training.guards import LEAST_CHANGE, GuardState, Unstable, no_effect
 from lora_trainer.training.loss import Model
 
 
@@ -137,15 +137,16 @@ class LearningAction:
     """Compares, once in a run, the losses of a few training images with their losses before the first step.
 
     `step` is the step of the comparison, None in a run too short for one. `so_far` is the sum of the
-    learning rates up to it as a share of the sum over the run. Raises TrainingStopped when the losses are
-    the same and will be at the end.
+    learning rates up to it as a share of the sum over the run, `rate` the learning rate of the settings. Raises
+    TrainingStopped when the losses are the same and will be at the end.
     """
 
     what: ClassVar = "the check that the adapter learns"
     fixed: FixedLosses
     step: int | None
     so_far: float
-    about: LearningContext
+    rate: float
+    alpha_over_rank: float
     events: EventStream
 
     def due(self, progress: Progress) -> bool:
@@ -161,7 +162,9 @@ class LearningAction:
         change = guard.learning.least_change(losses, so_far=self.so_far)
         self.events.emit("learned", step=progress.step, change=change)
         if change < LEAST_CHANGE:
-            raise self.about.without_effect(progress.step, change=change)
+            raise no_effect(
+                progress.step, change=change, rate=self.rate, alpha_over_rank=self.alpha_over_rank
+            )
         return None
 
 

@@ -221,66 +221,63 @@ def look_step(*, steps: int, batch_size: int) -> int | None:
     return step if 2 * step <= steps else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class LearningContext:
-    """The facts from which the cause is guessed when a run learns nothing: each method returns the error.
+def no_gradients(
+    step: int, *, loss: float, device: str, loss_scale: float | None, reached: bool
+) -> TrainingStopped:
+    """Return the error of a run whose gradients have been zero for ZERO_STEPS, with its likely cause.
 
-    `rate` is the highest learning rate, `rate_sum` the sum of the rates of the steps so far; `loss_scale`
-    is that of fp16, None without. `reached` is true if some trained parameter had a gradient.
+    `loss_scale` is that of fp16, None without. `reached` is true if some trained parameter had a gradient.
     """
-
-    device: str
-    rate: float
-    rate_sum: float
-    loss_scale: float | None
-    reached: bool = True
-    alpha_over_rank: float = 1.0
-
-    def without_gradients(self, step: int, *, loss: float) -> TrainingStopped:
-        """Return the error of a run whose gradients have been zero for ZERO_STEPS."""
-        symptom = f"the gradients of {ZERO_STEPS} steps, up to step {step}, are all zero"
-        if not self.reached:
-            cause = "no trained layer takes part in a step"
-            fix = "train other adapter.targets; new tokens need data.trigger in the captions"
-        elif loss < TINY_LOSS:
-            cause = "no sample counts, as the weights of the loss are zero or vanish"
-            fix = "widen objective.min_timestep and objective.max_timestep, or use --set objective.weighting=none"
-        elif self.loss_scale is not None:
-            cause = f"they are too small for fp16 at a loss scale of {self.loss_scale:g}"
-            fix = "use --set train.precision=bf16, or fp32"
-        elif self.device == "mps":
-            cause, fix = "this torch loses them on Apple's MPS", _NOT_MPS
-        else:
-            cause = "the trained layers do not change what the base predicts"
-            fix = "train other adapter.targets, and check that the base alone makes usable sample images"
-        return _nothing_learned(symptom, cause, fix)
-
-    def without_movement(self, step: int) -> TrainingStopped:
-        """Return the error of a run whose weights are still zero at a step."""
-        symptom = f"after {step} steps with gradients the adapter is as it began"
-        if self.rate_sum < 1e-30:
-            cause = f"the learning rate, {self.rate:g}, is too small to change 32-bit weights"
-            fix = "use --set optimizer.learning_rate=1e-4, or leave it out for the preset's"
-        elif self.device == "mps":
-            cause, fix = "this torch does not update weights on Apple's MPS", _NOT_MPS
-        else:
-            cause = "the optimizer does not change its weights"
-            fix = "use --set optimizer.name=adamw; if it is that already, please report it"
-        return _nothing_learned(symptom, cause, fix)
-
-    def without_effect(self, step: int, *, change: float) -> TrainingStopped:
-        """Return the error of a run whose losses have not changed by a step."""
-        symptom = (
-            f"after {step} steps the loss is as it was at the start, and the whole run would change it by "
-            f"less than {max(0.01, 100 * change):.2g} %"
+    symptom = f"the gradients of {ZERO_STEPS} steps, up to step {step}, are all zero"
+    if not reached:
+        cause = "no trained layer takes part in a step"
+        fix = "train other adapter.targets; new tokens need data.trigger in the captions"
+    elif loss < TINY_LOSS:
+        cause = "no sample counts, as the weights of the loss are zero or vanish"
+        fix = "widen objective.min_timestep and objective.max_timestep, or use --set objective.weighting=none"
+    elif loss_scale is not None:
+        cause = f"they are too small for fp16 at a loss scale of {loss_scale:g}"
+        fix = "use --set train.precision=bf16, or fp32"
+    elif device == "mps":
+        cause, fix = "this torch loses them on Apple's MPS", _NOT_MPS
+    else:
+        cause = "the trained layers do not change what the base predicts"
+        fix = (
+            "train other adapter.targets, and check that the base alone makes usable sample images"
         )
-        if self.alpha_over_rank < 0.01:
-            cause = f"the adapter's update is scaled by only {self.alpha_over_rank:g} (adapter.alpha / adapter.rank)"
-            fix = "leave adapter.alpha out; it then equals adapter.rank"
-        else:
-            cause = f"the learning rate, {self.rate:g}, is far too low"
-            fix = "leave optimizer.learning_rate out for the preset's, which suits most images"
-        return _nothing_learned(symptom, cause, fix)
+    return _nothing_learned(symptom, cause, fix)
+
+
+def no_movement(step: int, *, rate: float, rate_sum: float, device: str) -> TrainingStopped:
+    """Return the error of a run whose weights are still zero at a step, with its likely cause.
+
+    `rate` is the highest learning rate, `rate_sum` the sum of the rates of the steps so far.
+    """
+    symptom = f"after {step} steps with gradients the adapter is as it began"
+    if rate_sum < 1e-30:
+        cause = f"the learning rate, {rate:g}, is too small to change 32-bit weights"
+        fix = "use --set optimizer.learning_rate=1e-4, or leave it out for the preset's"
+    elif device == "mps":
+        cause, fix = "this torch does not update weights on Apple's MPS", _NOT_MPS
+    else:
+        cause = "the optimizer does not change its weights"
+        fix = "use --set optimizer.name=adamw; if it is that already, please report it"
+    return _nothing_learned(symptom, cause, fix)
+
+
+def no_effect(step: int, *, change: float, rate: float, alpha_over_rank: float) -> TrainingStopped:
+    """Return the error of a run whose losses have not changed by a step, with its likely cause."""
+    symptom = (
+        f"after {step} steps the loss is as it was at the start, and the whole run would change it by "
+        f"less than {max(0.01, 100 * change):.2g} %"
+    )
+    if alpha_over_rank < 0.01:
+        cause = f"the adapter's update is scaled by only {alpha_over_rank:g} (adapter.alpha / adapter.rank)"
+        fix = "leave adapter.alpha out; it then equals adapter.rank"
+    else:
+        cause = f"the learning rate, {rate:g}, is far too low"
+        fix = "leave optimizer.learning_rate out for the preset's, which suits most images"
+    return _nothing_learned(symptom, cause, fix)
 
 
 def _nothing_learned(symptom: str, cause: str, fix: str) -> TrainingStopped:

@@ -42,9 +42,10 @@ from lora_trainer.training.actions import Action, Progress
 from lora_trainer.training.guards import (
     ZERO_STEPS,
     GuardState,
-    LearningContext,
     NoFallbackLeft,
     Unstable,
+    no_gradients,
+    no_movement,
 )
 from lora_trainer.training.optimizers import effective_rate, set_learning_rate
 from lora_trainer.training.step import (
@@ -378,17 +379,13 @@ def _check_learning(
 ) -> GuardState:
     """Update the check that the adapter learns at all with a finite step; raises TrainingStopped."""
     step, learning = report.fields["step"], guard.learning.after_gradient(norm)
-    stands_still = report.left_zero is not None and report.left_zero.read() == [0.0]
-    if learning.zero_gradients < ZERO_STEPS and not stands_still:
-        return replace(guard, learning=learning)
-    scaler, rate = training.scaler, training.learning_rate
-    context = LearningContext(
-        device=kind_of(training.model.device).name,
-        rate=max(map(rate, range(training.steps))),
-        rate_sum=sum(map(rate, range(step))),
-        loss_scale=float(scaler.get_scale()) if scaler.is_enabled() else None,
-        reached=report.reached,
-    )
+    device, scaler = kind_of(training.model.device).name, training.scaler
     if learning.zero_gradients >= ZERO_STEPS:
-        raise context.without_gradients(step, loss=loss)
-    raise context.without_movement(step)
+        loss_scale = float(scaler.get_scale()) if scaler.is_enabled() else None
+        raise no_gradients(
+            step, loss=loss, device=device, loss_scale=loss_scale, reached=report.reached
+        )
+    if report.left_zero is not None and report.left_zero.read() == [0.0]:
+        rates = [training.learning_rate(index) for index in range(training.steps)]
+        raise no_movement(step, rate=max(rates), rate_sum=sum(rates[:step]), device=device)
+    return replace(guard, learning=learning)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -134,23 +135,32 @@ def test_zeros_in_a_row_count_and_the_noise_level_that_changed_most() -> None:
     assert learning.least_change([1.0, 0.4999, 9.0], so_far=0.1) == pytest.approx(2e-3)
 
 
-ABOUT = guards.LearningContext(device="cpu", rate=1e-4, rate_sum=1e-2, loss_scale=None)
-MPS = replace(ABOUT, device="mps")
+def zeros(**changes: Any) -> TrainingStopped:
+    usual: dict[str, Any] = {"loss": 0.1, "device": "cpu", "loss_scale": None, "reached": True}
+    return guards.no_gradients(25, **{**usual, **changes})
+
+
+def still(**changes: Any) -> TrainingStopped:
+    return guards.no_movement(25, **{"rate": 1e-4, "rate_sum": 1e-2, "device": "cpu", **changes})
+
+
+def idle(alpha_over_rank: float) -> TrainingStopped:
+    return guards.no_effect(9, change=1e-7, rate=1e-4, alpha_over_rank=alpha_over_rank)
 
 
 @pytest.mark.parametrize(
     ("stopped", "cause", "setting"),
     [
-        (replace(ABOUT, reached=False).without_gradients(25, loss=0.1), "takes part", "targets"),
-        (ABOUT.without_gradients(25, loss=1e-25), "weights of the loss", "objective."),
-        (replace(ABOUT, loss_scale=8.0).without_gradients(25, loss=0.1), "fp16", "=bf16"),
-        (MPS.without_gradients(25, loss=0.1), "MPS", "hardware.device"),
-        (ABOUT.without_gradients(25, loss=0.1), "do not change what the base", "targets"),
-        (replace(ABOUT, rate=1e-50, rate_sum=0.0).without_movement(25), "1e-50", "learning_rate"),
-        (MPS.without_movement(25), "MPS", "hardware.device=cpu"),
-        (ABOUT.without_movement(25), "optimizer does not change", "optimizer.name"),
-        (ABOUT.without_effect(9, change=1e-7), "0.0001, is far too low", "learning_rate"),
-        (replace(ABOUT, alpha_over_rank=1e-6).without_effect(9, change=1e-7), "1e-06", "alpha"),
+        (zeros(reached=False), "takes part", "targets"),
+        (zeros(loss=1e-25), "weights of the loss", "objective."),
+        (zeros(loss_scale=8.0), "fp16", "=bf16"),
+        (zeros(device="mps"), "MPS", "hardware.device"),
+        (zeros(), "do not change what the base", "targets"),
+        (still(rate=1e-50, rate_sum=0.0), "1e-50", "learning_rate"),
+        (still(device="mps"), "MPS", "hardware.device=cpu"),
+        (still(), "optimizer does not change", "optimizer.name"),
+        (idle(1.0), "0.0001, is far too low", "learning_rate"),
+        (idle(1e-6), "1e-06", "alpha"),
     ],
 )
 def test_a_run_that_learns_nothing_names_its_cause(
