@@ -192,18 +192,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for pinnable_gib in (0.5, 9):
         hardware = replace(MACHINES["24"], pinnable_bytes=int(pinnable_gib * GIB))
         yield f"{pinnable_gib} pinnable", {"base": FLUX, "hardware": hardware, "overrides": asked}
-    how = {"hardware": MACHINES["24"], "priority": "speed", "overrides": LONG}
-    yield "nothing to compile with", how
     yield f"{QWEN}, too little RAM", {"base": QWEN, "hardware": machine(12, ram_gib=12)}
-    yield (
-        "17 buckets",
-        {
-            "hardware": MACHINES["80"],
-            "priority": "speed",
-            "overrides": LONG,
-            "buckets": tuple((64 * (4 + k), 512) for k in range(17)),
-        },
-    )
     for words, facts in (
         *(("flow", FLOW), ("v-prediction", V_PREDICTION), ("miniature", mini_facts())),
         *((f"text of {n}", with_parts(text_encoder=n)) for n in (2_000_000_000, 2_000_000_001)),
