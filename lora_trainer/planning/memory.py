@@ -31,7 +31,6 @@ from lora_trainer.planning.optimizer_facts import (
     state_bytes,
 )
 
-RUNTIME_BYTES: Mapping[str, int] = {name: kind.runtime_bytes for name, kind in KINDS.items()}
 SHARED_SLACK = 0.05
 """Memory that malloc, or Metal's allocator, keeps after tensors are freed, as a share of all tensors."""
 # Activations that a CLIP text encoder keeps for one prompt of 77 tokens, over its weights' bytes: 34
@@ -336,10 +335,11 @@ def _sampling(load: Load, costs: BaseCosts) -> Iterator[MemoryItem]:
 
 def _outside(load: Load) -> Iterator[MemoryItem]:
     """Yield the device memory outside of tensors, taken in every phase."""
-    if not KINDS[load.device].own_memory:
-        yield MemoryItem("runtime", RUNTIME_BYTES[load.device], "Python, torch and libraries")
+    kind = KINDS[load.device]
+    if not kind.own_memory:
+        yield MemoryItem("runtime", kind.runtime_bytes, "Python, torch and libraries")
         return
-    yield MemoryItem("runtime", RUNTIME_BYTES[load.device], "context and kernels of the GPU")
+    yield MemoryItem("runtime", kind.runtime_bytes, "context and kernels of the GPU")
     note = "matrix products, convolutions, attention"
     yield MemoryItem("library workspaces", load.beside.library_bytes, note)
     if load.beside.desktop_bytes:

@@ -193,15 +193,3 @@ def test_priorities_get_as_far_or_farther(family: str, tier: str) -> None:
     assert how_far("speed") == pytest.approx(balanced, rel=0.05)
     farther = 1.0 if (family, tier) == ("sd15", "cpu") else 1.5
     assert how_far("quality") >= farther * balanced
-
-
-def test_another_batch_brings_its_rate_along() -> None:
-    """Whoever sets it: fewer updates of sqrt as large a rate, unless that is set as well."""
-    preset = planned("sd15", "cpu", "balanced")[0]
-    made = planned("sd15", "cpu", "balanced", train__batch_size=32)[0]
-    rate, of_preset = (one.config.optimizer.learning_rate for one in (made, preset))
-    assert rate == pytest.approx(of_preset * (32 / 8) ** 0.5, rel=1e-3)
-    assert made.steps * rate**2 == pytest.approx(preset.steps * of_preset**2, rel=0.02)
-    assert "8" in made.origins["optimizer.learning_rate"].reason
-    both = {"train__batch_size": 32, "optimizer__learning_rate": 1e-3}
-    assert planned("sd15", "cpu", "balanced", **both)[0].config.optimizer.learning_rate == 1e-3

@@ -130,17 +130,6 @@ def test_cuda_numbers_cards_as_they_are_listed_unless_somebody_chose_an_order(
     assert result.gpus[0].name == CARD.name and "CUDA_DEVICE_ORDER" not in result.gpu_reason
 
 
-def test_torch_without_cuda_makes_a_real_card_useless_and_says_so() -> None:
-    without = TorchBuild(version="2.13.0+cpu", kind="cpu")
-    here = replace(with_cards(CARD), torch=without)
-    assert here.accelerator().value is None
-    assert "torch 2.13.0+cpu is built without CUDA" in here.accelerator().reason
-    build = TorchBuild(version="2.13.0+cu130", kind="cuda", toolkit="13.0")
-    assert replace(here, torch=build).accelerator().value == here.gpus[0]
-    card = assume_card(here, vram_gib=12).accelerator().value
-    assert card is not None and card.total_bytes == card.free_bytes == 12 * GIB
-
-
 # ---- processor and memory
 
 

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lora_trainer.hardware.devices import RESERVED_BYTES
+from lora_trainer.hardware.devices import KINDS, RESERVED_BYTES
 from lora_trainer.hardware.machine import spill_margin_bytes
 from lora_trainer.network import pinned_memory
 from lora_trainer.network.block_swap import repeated_blocks, stream_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.out_of_memory import NEARLY_FULL_BYTES, is_out_of_memory
-from lora_trainer.planning.memory import RUNTIME_BYTES
 from lora_trainer.run import device
 from lora_trainer.run.device import cap_allocator
 from tests.fakes.family_bases import CPU
@@ -182,7 +181,7 @@ def test_a_missing_workspace_counts_on_a_card_that_is_nearly_full(
 
 GIB = 2**30
 CARD = torch.device("cuda", 0)
-CONTEXT = RUNTIME_BYTES["cuda"]
+CONTEXT = KINDS["cuda"].runtime_bytes
 MARGIN = spill_margin_bytes(24 * GIB)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from lora_trainer import families
 from lora_trainer.common.errors import LoraTrainError
-from lora_trainer.config.config import value_of
+from lora_trainer.config.config import flatten
 from lora_trainer.planning.plan_input import OomRecord
 from tests.fakes.nvml import GIB
 from tests.fakes.plans import (
@@ -225,9 +225,10 @@ def record(how: dict[str, Any]) -> dict[str, Any]:
         "step": [*rounded(*made.seconds_per_step), made.time_note],
         "limit": made.memory.limit_bytes,
     }
+    values = flatten(made.config)
     for key, origin in made.origins.items():
         if origin.layer == "planner":
-            found[key] = [value_of(made.config, key), origin.reason]
+            found[key] = [values[key], origin.reason]
     memories = [("device", made.memory)]
     if made.host is not None:
         memories.append(("host", made.host))

@@ -123,16 +123,3 @@ def test_copies_are_those_that_a_save_keeps(name: str, tmp_path: Path) -> None:
 def exported(adapter: Adapter, copy: Any) -> Any:
     copied(adapter.tensors(), copy)
     return lambda: "a file"
-
-
-def test_copies_of_paged_states_are_not_pinned() -> None:
-    """Two moments of a byte each lie in the driver's memory; torch takes them for tensors of the host."""
-    odd = PAGED_ELEMENTS + 1
-    pinned, plain = (
-        copied_bytes({(odd,): 1}, "paged_adamw8bit", pinned=pinned) for pinned in (True, False)
-    )
-    scales = 4 * -(-odd // 256)
-    rounded = 2 * (pinned_bytes(4 * odd) - 4 * odd) + 2 * (pinned_bytes(scales) - scales)
-    assert pinned - plain == rounded
-    average = copied_bytes({(odd,): 1}, "adamw", pinned=False, copies=True)
-    assert average - copied_bytes({(odd,): 1}, "adamw", pinned=False) == 4 * odd
