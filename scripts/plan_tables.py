@@ -41,7 +41,7 @@ What `lora-train plan` chooses and predicts on three GPUs, before anything is do
 are free, 20 images as large as is trained (18 trained, 2 held out), everything left to the presets and the plan.
 
 No GPU was at hand: the predictions follow from the networks' own arithmetic, checked against published
-measurements (tests/planning/test_memory.py, tests/planning/test_step_time.py); on these GPUs they are **not yet
+measurements (tests/planning/test_memory.py); on these GPUs they are **not yet
 measured**. Times are estimates: a step is given as a range, a whole run by the middle of its range (half to
 twice as long is possible).
 
