@@ -17,7 +17,6 @@ from lora_trainer.checkpoint.states import LoopValues, TrainingState
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.learning import AdapterSettings, OptimizerSettings
-from lora_trainer.hardware.devices import pinned_bytes
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS, copied_bytes, state_bytes
 from lora_trainer.run.saving import copied
@@ -80,8 +79,15 @@ def test_bitsandbytes_pages_what_is_counted_as_paged(
 
 
 def test_pinned_memory_comes_in_powers_of_two() -> None:
-    sizes = (1, 4096, 4097, 2**20, 2**20 + 4)
-    assert [pinned_bytes(size) for size in sizes] == [4096, 4096, 8192, 2**20, 2**21]
+    """Of masters, states and export."""
+    for elements, size in (
+        (1, 4096),
+        (1024, 4096),
+        (1025, 8192),
+        (2**18, 2**20),
+        (2**18 + 1, 2**21),
+    ):
+        assert copied_bytes({(elements,): 1}, "lion", pinned=True) == 3 * size
 
 
 def adapted() -> Adapter:
