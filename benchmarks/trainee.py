@@ -32,7 +32,8 @@ from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.running import Config
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.dataset.buckets import Bucket, place
-from lora_trainer.families.base import BaseFacts, Family, Geometry
+from lora_trainer.families.base import Family
+from lora_trainer.families.facts import BaseFacts, Geometry
 from lora_trainer.training.actions import Action
 from lora_trainer.training.dataloader import TrainingDataLoader
 from lora_trainer.training.loss import Batch, Model, collate

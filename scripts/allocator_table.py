@@ -24,7 +24,8 @@ from lora_trainer import families
 from lora_trainer.config.layers import resolve
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.dataset.buckets import buckets_for, place
-from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.families.base import Family
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import GIB, Hardware, tier
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.plan import Plan, plan

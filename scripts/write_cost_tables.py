@@ -35,7 +35,8 @@ from lora_trainer.costs.sample_cost import (
     configuration,
     entry,
 )
-from lora_trainer.families.base import BaseFacts, Family, Layout
+from lora_trainer.families.base import Family
+from lora_trainer.families.facts import BaseFacts, Layout
 from lora_trainer.families.flow import FlowFamily
 
 VERSION = 3

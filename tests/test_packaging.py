@@ -46,7 +46,6 @@ SHIPPED_DATA = (
     "lora_trainer/dataset/*.toml",
     "lora_trainer/families/*.json",
     "lora_trainer/families/*.toml",
-    "lora_trainer/families/base_files/*.json",
     "lora_trainer/lora_file/*.json",
     "lora_trainer/reporting/*.css",
     "lora_trainer/reporting/*.html",

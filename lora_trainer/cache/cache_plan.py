@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lora_trainer.cache.keys import CacheKey, latent_key, mask_key, text_key
 from lora_trainer.cache.store import Cache
-from lora_trainer.common.caption_markup import plainly, weighted_parts, words_of
+from lora_trainer.common.caption_markup import NewWord, plainly, weighted_parts, words_of
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config.declare import Precision
@@ -27,7 +27,8 @@ from lora_trainer.dataset.caption_rules import variants
 from lora_trainer.dataset.captions import of_class
 from lora_trainer.dataset.masks import Mask
 from lora_trainer.dataset.records import ImageRecord
-from lora_trainer.families.base import BaseFacts, Conditioning, Geometry, NewWord, TextEncoder
+from lora_trainer.families.base import TextEncoder
+from lora_trainer.families.facts import BaseFacts, Conditioning, Geometry
 
 RESIDENT_LIMIT_BYTES = 1 << 30  # entries kept in RAM; a small dataset is read from disk once
 

@@ -24,7 +24,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from lora_trainer.captioning.catalogue import CaptionRequest, weight_files
 from lora_trainer.captioning.tagger import ModelCaption, OutOfRoom, UnusableModel, no_room
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
-from lora_trainer.families.base_files.base_folder import count_parameters
+from lora_trainer.families.base_files.weight_files import count_parameters
 from lora_trainer.hardware.device_calls import free_and_total_bytes
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory

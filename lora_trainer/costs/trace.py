@@ -19,7 +19,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from lora_trainer.costs.sample_cost import SampleCost, Workload
-from lora_trainer.families.base import BaseFacts, Conditioning, Family, Geometry
+from lora_trainer.families.base import Family
+from lora_trainer.families.facts import BaseFacts, Conditioning, Geometry
 from lora_trainer.lora.adapter_layers import CUSTOM
 from lora_trainer.network.gradient_checkpointing import BlockRunner, apply_checkpointing
 from lora_trainer.network.live_storages import FusedKernels, KernelsOf, LiveStorages, storage_key

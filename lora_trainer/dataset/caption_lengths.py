@@ -19,7 +19,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from lora_trainer.common.caption_markup import weighted_parts, words_of
+from lora_trainer.common.caption_markup import NewWord, weighted_parts, words_of
 from lora_trainer.common.events import Finding
 from lora_trainer.common.files import sha256_file
 from lora_trainer.common.memo import MemoTable
@@ -28,7 +28,8 @@ from lora_trainer.config.running import Config
 from lora_trainer.dataset.caption_rules import variants
 from lora_trainer.dataset.captions import clean, of_class
 from lora_trainer.dataset.records import ImageRecord, finding
-from lora_trainer.families.base import BaseFacts, Family, NewWord
+from lora_trainer.families.base import Family
+from lora_trainer.families.facts import BaseFacts
 
 CLIP_TOKENS = 77
 _AT_ONCE = 4096

@@ -39,7 +39,7 @@ from lora_trainer.dataset.inspect_image import (
 )
 from lora_trainer.dataset.listing import ImageFile, list_dataset
 from lora_trainer.dataset.records import Dataset, ImageRecord, finding, finding_of_all
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import GIB
 
 REGULARISATION = "regularisation:"

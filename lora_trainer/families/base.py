@@ -4,7 +4,7 @@ No module outside this folder names a family. Importing a family does not import
 data, and its methods import the heavy libraries.
 
 A new family is a module NAME.py with a `FAMILY`, of a subclass of `FlowFamily` (flow.py) or `UNetFamily`
-(unet.py) rather than of `Family`; its line in `MODULES` (__init__.py), how its files are told apart
+(unet.py) rather than of `Family`; its name in `MODULES` (__init__.py), how its files are told apart
 (signatures.toml), the names of its layers in others' files where they differ (transformer_names.toml), its
 releases (releases.toml), and presets/NAME.json. scripts/write_layer_tables.py writes its rows in
 layer_tables.json, scripts/write_cost_tables.py those in costs/cost_tables.json. docs/adding-a-family.md goes
@@ -15,45 +15,46 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-# `X as X` is a re-export to mypy: families import the whole interface from this module.
-from lora_trainer.common.caption_markup import NewWord as NewWord
-from lora_trainer.common.caption_markup import Weighted
+from lora_trainer.common.caption_markup import NewWord, Weighted
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.processes import give_back_heap
 from lora_trainer.config.declare import Targets
-from lora_trainer.families.base_files.base_folder import level_count, tokenizer_of, whole_number
-from lora_trainer.families.base_files.network_files import load_base_vae
-from lora_trainer.families.facts import AUTOENCODER_KL as AUTOENCODER_KL
-from lora_trainer.families.facts import BY_TWO_PASSES as BY_TWO_PASSES
-from lora_trainer.families.facts import DENOISER as DENOISER
-from lora_trainer.families.facts import PARTS as PARTS
-from lora_trainer.families.facts import AdapterFormats as AdapterFormats
-from lora_trainer.families.facts import AdapterNames as AdapterNames
-from lora_trainer.families.facts import Assumption as Assumption
-from lora_trainer.families.facts import BaseFacts as BaseFacts
-from lora_trainer.families.facts import BaseRelease as BaseRelease
-from lora_trainer.families.facts import Conditioning as Conditioning
-from lora_trainer.families.facts import FileFormat as FileFormat
-from lora_trainer.families.facts import Geometry as Geometry
-from lora_trainer.families.facts import Guidance as Guidance
-from lora_trainer.families.facts import Header as Header
-from lora_trainer.families.facts import Layout as Layout
-from lora_trainer.families.facts import Licence as Licence
-from lora_trainer.families.facts import NetworkTraits as NetworkTraits
-from lora_trainer.families.facts import OtherNames as OtherNames
-from lora_trainer.families.facts import Part as Part
-from lora_trainer.families.facts import PartFacts as PartFacts
-from lora_trainer.families.facts import Prediction as Prediction
-from lora_trainer.families.facts import TensorInfo as TensorInfo
-from lora_trainer.families.facts import TextInputs as TextInputs
-from lora_trainer.families.facts import WeightPlace as WeightPlace
-from lora_trainer.families.facts import released
+from lora_trainer.families.base_files.base_parts import (
+    level_count,
+    load_base_vae,
+    part_file,
+    part_files,
+    part_folder,
+    read_json,
+    tokenizer_of,
+    whole_number,
+)
+from lora_trainer.families.base_files.weight_files import AGAIN
+from lora_trainer.families.facts import (
+    BY_TWO_PASSES,
+    DENOISER,
+    AdapterFormats,
+    AdapterNames,
+    BaseFacts,
+    Conditioning,
+    FileFormat,
+    Guidance,
+    Header,
+    Layout,
+    NetworkTraits,
+    OtherNames,
+    Part,
+    PartFacts,
+    TextInputs,
+    WeightPlace,
+)
+from lora_trainer.families.releases import BaseRelease, released, text_key
 
 if TYPE_CHECKING:
     import torch
@@ -238,6 +239,10 @@ class Family(ABC):
     )
     """Conditioning of a prompt -> the pipeline's argument for it."""
     scale_argument = "guidance_scale"
+    comfyui_prefix = "transformer."
+    """ComfyUI maps diffusers' own keys of to_q, to_k and to_v to rows of its fused weight."""
+    first_text_number = "1"
+    """Number of `text_encoder` in kohya's names, where other programs write one."""
     video_vae = False
     """Whether the VAE reads videos; an image is a video of one frame, [B, C, 1, H, W]."""
 
@@ -286,6 +291,7 @@ class Family(ABC):
             distilled=release.distilled,
             zero_terminal_snr=release.zero_terminal_snr,
             download_bytes=release.download_bytes,
+            assumed=release.assumed,
         )
 
     def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
@@ -312,20 +318,59 @@ class Family(ABC):
     def detect_file(self, header: Header) -> frozenset[Part]:
         """Return the parts a single-file checkpoint of this family holds; empty: not of this family."""
 
-    @abstractmethod
     def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         """Read facts from configs and safetensors headers; raises InputError naming a missing part."""
+        config = read_json(part_folder(layout, "denoiser", self.denoiser_folder) / "config.json")
+        # Files of other programs may leave the class out.
+        architecture = {"_class_name": self.denoiser_class, **config}
+        # Counting opens weights only: a missing configuration would else be noticed when networks are loaded.
+        for file in (file for files in self.parts(layout).values() for file in files):
+            if not file.is_file():
+                raise InputError(f"base model file {file} is missing", fix=AGAIN)
+        plain = BaseRelease(
+            ids=(source,),
+            architecture=architecture,
+            vae=read_json(part_folder(layout, "vae", "vae") / "config.json"),
+            scheduler=read_json(layout.folder / "scheduler" / "scheduler_config.json"),
+            parameters=self.count_parts(layout, architecture),
+            max_tokens=self.published[0].max_tokens,
+        )
+        return self.facts_of(self.described(plain, layout), source=source, layout=layout)
+
+    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+        """Return what a base's folder says with what its files and names add; InputError for a relative."""
+        return plain
 
     @abstractmethod
+    def count_parts(self, layout: Layout, architecture: Mapping[str, Any]) -> Mapping[Part, int]:
+        """Count the parameters of each part in its files; raises InputError where they do not fit."""
+
+    def file_release(self, file: Path, header: Header) -> BaseRelease:
+        """Return the release a single file is made like; raises InputError when none has its sizes."""
+        return self.published[0]
+
+    @abstractmethod
+    def count_denoiser(self, header: Header) -> int:
+        """Count the parameters of the denoiser in a single file."""
+
     def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
-        """Return facts of the public release that a single file with this header has the sizes of.
+        """Return the facts of a single file without its companion: its release's, and its own denoiser's size."""
+        release = self.file_release(file, header)
+        sizes = {**release.parameters, "denoiser": self.count_denoiser(header)}
+        return self.facts_of(replace(release, parameters=sizes), source=release.ids[0])
 
-        Variant, prediction type and denoiser size are the file's own; InputError when no release fits.
-        """
-
-    @abstractmethod
     def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
         """Return the files of each of `PARTS`; their hash is the part's identity."""
+        folders: dict[Part, str] = {"denoiser": self.denoiser_folder, "vae": "vae"}
+        files: dict[str, tuple[Path, ...]] = {
+            part: part_files(part_folder(layout, part, folder), part_file(layout, part))
+            for part, folder in folders.items()
+        }
+        return {**files, "text_encoder": self.text_files(layout)}
+
+    @abstractmethod
+    def text_files(self, layout: Layout) -> tuple[Path, ...]:
+        """Return the files of the text encoders and tokenizers."""
 
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
         """Return where a single-file checkpoint keeps each "component.module"; empty where that is unknown."""
@@ -412,13 +457,20 @@ class Family(ABC):
 
     # ---- files
 
-    @abstractmethod
     def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
         """Return the name of a module in a file of that format, of `file_formats`.
 
         `component` is `denoiser`, `text_encoder`, ...; `module` the name in the network that
         `load_denoiser` or `load_text_encoder` gives.
         """
+        if component != DENOISER:
+            return text_key(
+                format, component, module, roles=self.text.roles, number=self.first_text_number
+            )
+        if format == "kohya":
+            return f"lora_unet_{module}".replace(".", "_")
+        prefix = self.comfyui_prefix if format == "comfyui" else f"{self.denoiser_folder}."
+        return prefix + module
 
     @abstractmethod
     def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:

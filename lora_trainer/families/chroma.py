@@ -11,19 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.families.base import (
-    AdapterNames,
-    BaseFacts,
-    Conditioning,
-)
-from lora_trainer.families.flow import (
-    FlowFamily,
-    pack,
-    position_ids,
-    unpack,
-)
+from lora_trainer.families.facts import AdapterNames, BaseFacts, Conditioning
+from lora_trainer.families.flow import FlowFamily, pack, position_ids, unpack
 from lora_trainer.families.flux import ENDINGS
-from lora_trainer.families.text.text_layers import BY_ROLE
+from lora_trainer.families.releases import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 
 if TYPE_CHECKING:

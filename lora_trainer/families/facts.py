@@ -7,21 +7,17 @@ The methods of `BaseFacts` that return tensors import torch and diffusers when t
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.declare import Precision
-from lora_trainer.families.base_files.unet_layers import UNET_CLASS, unet_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-RELEASES = Path(__file__).with_name("releases.toml")
 Prediction = Literal["epsilon", "v_prediction", "flow"]
 Part = Literal["denoiser", "vae", "text_encoder"]
 PARTS: tuple[Part, ...] = ("denoiser", "vae", "text_encoder")
@@ -39,18 +35,6 @@ AROUND = 2
 FileFormat = Literal["kohya", "diffusers", "comfyui"]
 INDEXED_BLOCK = r"\w+\.\d+(?=\.)"
 """Block pattern of networks whose blocks are in lists at the top: `transformer_blocks.0.`"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Licence:
-    """The licence of a public release: its name, what it allows in a few words, whether it is gated.
-
-    `is_gated`: the Hub gives the files only to who is signed in and has accepted the terms on the release's page.
-    """
-
-    name: str
-    allows: str
-    is_gated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,67 +221,6 @@ class Geometry:
     target_px: tuple[int, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BaseRelease:
-    """A public release that can be planned without a download (releases.toml), or a base as its folder states it.
-
-    `ids` are Hub ids. `vae` has the keys that `Family.latent_shape` reads, `scheduler` those that
-    `BaseFacts.flow_shift` reads. Without a `licence` the release has one of its owner's own. `checkpoints` are
-    well-known ones made from it, with which its LoRAs work too.
-    """
-
-    ids: tuple[str, ...]
-    architecture: Mapping[str, Any]
-    vae: Mapping[str, Any]
-    scheduler: Mapping[str, Any] = field(default_factory=dict)
-    parameters: Mapping[Part, int]
-    max_tokens: int
-    download_bytes: int = 0
-    licence: Licence | None = None
-    checkpoints: tuple[str, ...] = ()
-    variant: str = ""
-    distilled: bool = False
-    prediction: Prediction = "flow"
-    zero_terminal_snr: bool = False
-
-
-@cache
-def release_tables() -> Mapping[str, Any]:
-    """Return the contents of releases.toml."""
-    tables: Mapping[str, Any] = tomllib.loads(RELEASES.read_text(encoding="utf-8"))
-    return tables
-
-
-@cache
-def released(family: str) -> tuple[BaseRelease, ...]:
-    """Return the public releases of a family, from releases.toml."""
-    tables = release_tables()
-    shared = dict(tables["families"][family])
-    releases = []
-    for row in shared.pop("releases"):
-        # Tables of the family and of the release are joined, plain values replaced.
-        values = shared | {
-            key: {**shared.get(key, {}), **value} if isinstance(value, dict) else value
-            for key, value in row.items()
-        }
-        vae = dict(tables["vaes"][values["vae"]])
-        sizes = {**values["parameters"], "vae": vae.pop("parameters")}
-        licence = tables["licences"].get(values.get("licence"))
-        values |= {
-            "ids": tuple(values["ids"]),
-            "checkpoints": tuple(values.get("checkpoints", ())),
-            "vae": vae,
-            "architecture": {
-                key: None if value == "none" else value
-                for key, value in values["architecture"].items()
-            },
-            "parameters": {part: sizes[part] for part in PARTS},
-            "licence": Licence(**licence) if licence else None,
-        }
-        releases.append(BaseRelease(**values))
-    return tuple(releases)
-
-
 Conditioning = Mapping[str, "Tensor"]
 """Named tensors beside the noisy latents; each tensor's first dimension is the batch.
 
@@ -443,3 +366,99 @@ class BaseFacts:
         low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
         mu = low + (high - low) * (tokens - first) / (last - first)
         return mu if scheduler.get("time_shift_type", "exponential") == "linear" else math.exp(mu)
+
+
+# ---- the numbers of a U-Net, from its configuration as diffusers writes it
+
+UNET_CLASS = "UNet2DConditionModel"
+# diffusers leaves keys out of old configurations; these are its own defaults.
+DEFAULTS: Mapping[str, Any] = {  # the keys that fix the network
+    "in_channels": 4,
+    "out_channels": 4,
+    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+    "block_out_channels": (320, 640, 1280, 1280),
+    "layers_per_block": 2,
+    "transformer_layers_per_block": 1,
+    "cross_attention_dim": 1280,
+    "attention_head_dim": 8,
+    "norm_num_groups": 32,
+    "use_linear_projection": False,
+    "time_embedding_dim": None,
+    "conv_in_kernel": 3,
+    "conv_out_kernel": 3,
+    "addition_embed_type": None,
+    "addition_time_embed_dim": None,
+    "projection_class_embeddings_input_dim": None,
+}
+# Any other value in these keys changes the network in a way that is not described here.
+REQUIRED: Mapping[str, Any] = {
+    "mid_block_type": "UNetMidBlock2DCrossAttn",
+    "only_cross_attention": False,
+    "dual_cross_attention": False,
+    "num_attention_heads": None,
+    "encoder_hid_dim_type": None,
+    "class_embed_type": None,
+    "num_class_embeds": None,
+    "resnet_time_scale_shift": "default",
+    "time_embedding_type": "positional",
+    "time_cond_proj_dim": None,
+    "reverse_transformer_layers_per_block": None,
+    "attention_type": "default",
+    "cross_attention_norm": None,
+}
+BLOCK_TYPES = ("CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
+# diffusers calls the number of heads attention_head_dim.
+PER_LEVEL = ("layers_per_block", "transformer_layers_per_block", "attention_head_dim")
+TIME_IDS = 6
+"""Numbers that `text_time` embeds beside the pooled text: original size, crop corner, target size."""
+
+
+def unet_numbers(architecture: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `DEFAULTS` in a configuration, those of each level as lists.
+
+    Bases of equal values have equal networks. Raises InputError for a network of another kind.
+    """
+    config = {**DEFAULTS, **architecture}
+    wrong = [
+        f"{key}={config[key]!r}"
+        for key in REQUIRED
+        if key in config and config[key] != REQUIRED[key]
+    ]
+    blocks = dict.fromkeys([*config["down_block_types"], *config["up_block_types"]])
+    wrong += [f"block type {name}" for name in blocks if name not in BLOCK_TYPES]
+    if config["addition_embed_type"] not in (None, "text_time"):
+        wrong.append(f"addition_embed_type={config['addition_embed_type']!r}")
+    if wrong:
+        raise InputError(
+            f"the U-Net has {', '.join(wrong)}, which is not supported",
+            fix="use a base model of a supported family",
+        )
+    levels = len(config["block_out_channels"])
+    numbers = {
+        key: list(config[key]) if isinstance(config[key], tuple) else config[key]
+        for key in DEFAULTS
+    }
+    for key in PER_LEVEL:
+        if not isinstance(numbers[key], list):
+            numbers[key] = [numbers[key]] * levels
+    # diffusers allows a width per block; a text has one, so all are equal.
+    if isinstance(numbers["cross_attention_dim"], list):
+        numbers["cross_attention_dim"] = numbers["cross_attention_dim"][0]
+    # UNet2DConditionModel._set_time_proj: four times the first level's channels.
+    numbers["time_embedding_dim"] = numbers["time_embedding_dim"] or 4 * int(
+        numbers["block_out_channels"][0]
+    )
+    if numbers["addition_embed_type"] is None:  # these keys then say nothing
+        numbers |= dict.fromkeys(
+            ("addition_time_embed_dim", "projection_class_embeddings_input_dim")
+        )
+    return numbers
+
+
+def pooled_width(numbers: Mapping[str, Any]) -> int:
+    """Return the width of the pooled text that `text_time` embeds, 0 without it."""
+    if numbers["addition_embed_type"] is None:
+        return 0
+    width = int(numbers["projection_class_embeddings_input_dim"])
+    return width - TIME_IDS * int(numbers["addition_time_embed_dim"])

@@ -7,67 +7,49 @@ folder with `transformer`, `vae`, a scheduler, and one or more text encoders, ea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lora_trainer.common.errors import InputError
 from lora_trainer.config.declare import Targets
-from lora_trainer.families.base import (
+from lora_trainer.families.base import Family, TextEncoder, of_diffusers
+from lora_trainer.families.base_files.base_parts import (
+    check_companion,
+    components,
+    denoiser_names,
+    denoiser_parameters,
+    elements,
+    encoder_parameters,
+    holds_vae,
+    load_denoiser_file,
+    load_encoder_file,
+    part_file,
+    part_files,
+    part_folder,
+    text_file,
+    tokenizer_files,
+    tokenizer_of,
+    vae_names,
+    weights,
+    whole,
+)
+from lora_trainer.families.base_files.weight_files import count_parameters, read_header
+from lora_trainer.families.facts import (
     AUTOENCODER_KL,
-    DENOISER,
+    INDEXED_BLOCK,
     AdapterFormats,
     BaseFacts,
-    BaseRelease,
-    Family,
-    FileFormat,
     Header,
     Layout,
     NetworkTraits,
     OtherNames,
     Part,
-    PartFacts,
-    TextEncoder,
     TextInputs,
-    of_diffusers,
 )
-from lora_trainer.families.base_files.base_folder import (
-    AGAIN,
-    components,
-    count_parameters,
-    part_file,
-    part_files,
-    part_folder,
-    read_header,
-    read_json,
-    text_file,
-    tokenizer_files,
-    tokenizer_of,
-    variant,
-    weights,
-    whole,
-)
-from lora_trainer.families.base_files.network_files import (
-    check_companion,
-    denoiser_names,
-    denoiser_parameters,
-    encoder_parameters,
-    holds_vae,
-    load_encoder_file,
-    load_transformer,
-    vae_names,
-)
-from lora_trainer.families.facts import INDEXED_BLOCK
-from lora_trainer.families.layer_tables import other_names
 from lora_trainer.families.recognise import fits, signature_tables
-from lora_trainer.families.text.text_layers import TextNetwork, text_key
-from lora_trainer.families.text.transformers_encoder import (
-    TransformersEncoder,
-    load_tokenizer,
-)
+from lora_trainer.families.releases import TextNetwork, other_names
+from lora_trainer.families.text.transformers_encoder import TransformersEncoder, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -152,8 +134,6 @@ class FlowFamily(Family):
     )
     vae_files = True
     """Whether the VAE is read from single files."""
-    comfyui_prefix = "transformer."
-    """ComfyUI maps diffusers' own keys of to_q, to_k and to_v to rows of its fused weight."""
     swapped_layers: frozenset[str] = frozenset()
     """Layers whose original code has shift before scale, where diffusers has the reverse."""
     denoiser_folder = "transformer"
@@ -187,34 +167,9 @@ class FlowFamily(Family):
         native_px, token_px = self.native_latents * vae_factor, vae_factor * self.patch
         return native_px, max(token_px, native_px // 16 // token_px * token_px)
 
-    def max_tokens(self, layout: Layout) -> int:
-        """Return the token limit of a prompt, special tokens included."""
-        return self.published[0].max_tokens
-
     def encoders(self, layout: Layout) -> Mapping[str, TextNetwork]:
         """Return the text encoders that a base has, by component."""
         return self.text_folders
-
-    def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
-        """Return (variant, distilled) of a base; ("", False) for a family of one release."""
-        return "", False
-
-    def architecture(self, layout: Layout) -> Mapping[str, Any]:
-        """Return the denoiser's configuration; override it where a single file may differ from its companion."""
-        return read_json(part_folder(layout, "denoiser", "transformer") / "config.json")
-
-    def scheduler(self, layout: Layout) -> Mapping[str, Any]:
-        """Return the scheduler's configuration; override it where a single file needs another scheduler."""
-        return read_json(layout.folder / "scheduler" / "scheduler_config.json")
-
-    def file_release(self, file: Path, header: Header) -> BaseRelease:
-        """Return the release a single file has the sizes of; raises InputError when none has them."""
-        return self.published[0]
-
-    def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
-        facts = self.releases[self.file_release(file, header).ids[0]]
-        denoiser = PartFacts(parameters=denoiser_parameters(header))
-        return replace(facts, parts={**facts.parts, "denoiser": denoiser})
 
     def detect(self, folder: Path) -> bool:
         classes = components(folder)
@@ -233,61 +188,42 @@ class FlowFamily(Family):
             parts.add("vae")
         return frozenset(parts)
 
-    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
-        architecture = self.architecture(layout)
-        files = self.parts(layout)
-        # Counting opens weights only: a missing configuration would else be noticed when networks are loaded.
-        for file in (file for each in files.values() for file in each):
-            if not file.is_file():
-                raise InputError(f"base model file {file} is missing", fix=AGAIN)
-        if (single := part_file(layout, "denoiser")) is not None:
-            check_companion(single, architecture, self.published)
-        variant, distilled = self.release(architecture, layout)
-        release = BaseRelease(
-            ids=(source,),
-            architecture=architecture,
-            vae=read_json(part_folder(layout, "vae", "vae") / "config.json"),
-            scheduler=self.scheduler(layout),
-            parameters={
-                "denoiser": self._count(layout, "denoiser", files),
-                "vae": self._count(layout, "vae", files),
-                "text_encoder": sum(
-                    self._count_text(layout, name) for name in self.encoders(layout)
-                ),
-            },
-            max_tokens=self.max_tokens(layout),
-            variant=variant,
-            distilled=distilled,
-        )
-        return self.facts_of(release, source=source, layout=layout)
-
-    def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
+    def text_files(self, layout: Layout) -> tuple[Path, ...]:
         encoders = self.encoders(layout)
         texts = [part_files(layout.folder / name, text_file(layout, name)) for name in encoders]
         tokenizers = [tokenizer_files(layout.folder / tokenizer_of(name)) for name in encoders]
-        return {
-            "denoiser": part_files(
-                part_folder(layout, "denoiser", "transformer"), part_file(layout, "denoiser")
-            ),
-            "vae": part_files(part_folder(layout, "vae", "vae"), part_file(layout, "vae")),
-            "text_encoder": tuple(file for files in (*texts, *tokenizers) for file in files),
-        }
+        return tuple(file for files in (*texts, *tokenizers) for file in files)
 
-    def _count(self, layout: Layout, part: Part, files: Mapping[str, tuple[Path, ...]]) -> int:
-        if (single := part_file(layout, part)) is None:
-            return count_parameters(file for file in files[part] if file.suffix != ".json")
-        header = read_header(single)
-        if part == "denoiser":
-            return denoiser_parameters(header)
-        # A video VAE's file in Wan's names (`conv1`, `conv2`) would be counted in part by those of AutoencoderKL.
-        names = header if self.video_vae else vae_names(header).values()
-        return sum(math.prod(header[name].shape) for name in names)
+    def count_denoiser(self, header: Header) -> int:
+        return denoiser_parameters(header)
 
-    def _count_text(self, layout: Layout, component: str) -> int:
-        file = text_file(layout, component)
-        if file is None:
-            return count_parameters(weights(layout.folder / component), unread=self.unread_text)
-        return encoder_parameters(file, self.text.roles[component], unread=self.unread_text)
+    def count_parts(self, layout: Layout, architecture: Mapping[str, Any]) -> Mapping[Part, int]:
+        counts: dict[Part, int] = {}
+        folders: dict[Part, str] = {"denoiser": self.denoiser_folder, "vae": "vae"}
+        for part, folder in folders.items():
+            if (single := part_file(layout, part)) is None:
+                counts[part] = count_parameters(weights(part_folder(layout, part, folder)))
+                continue
+            header = read_header(single)
+            # A video VAE's file in Wan's names (`conv1`, `conv2`) would be counted in part by those of AutoencoderKL.
+            names = header if self.video_vae else vae_names(header).values()
+            counts[part] = (
+                self.count_denoiser(header) if part == "denoiser" else elements(header, names)
+            )
+        texts = {name: text_file(layout, name) for name in self.encoders(layout)}
+        counts["text_encoder"] = sum(
+            count_parameters(weights(layout.folder / name), unread=self.unread_text)
+            if file is None
+            else encoder_parameters(file, self.text.roles[name], unread=self.unread_text)
+            for name, file in texts.items()
+        )
+        return counts
+
+    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
+        facts = super().facts(layout, source=source)
+        if (single := part_file(layout, "denoiser")) is not None:
+            check_companion(single, facts.architecture, self.published)
+        return facts
 
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
@@ -313,7 +249,7 @@ class FlowFamily(Family):
         encoder = self.text_folders[component]
         kind = getattr(transformers, encoder.network)
         if file is None:
-            network = whole(kind, folder, dtype=dtype, variant=variant(folder))
+            network = whole(kind, folder, dtype=dtype)
         else:
             network = load_encoder_file(
                 kind, file, folder, role=encoder.role, unread=self.unread_text, dtype=dtype
@@ -343,23 +279,16 @@ class FlowFamily(Family):
         single = part_file(layout, "denoiser")
         if single is None:
             folder = part_folder(layout, "denoiser", "transformer")
-            network = self.built(lambda: whole(kind, folder, dtype=dtype, variant=variant(folder)))
+            network = self.built(lambda: whole(kind, folder, dtype=dtype))
         else:
             # Not under torch.device("meta"): accelerate's context leaves buffers real, and a
             # buffer that no file holds would stay without values.
             with init_empty_weights():
                 network = self.empty_denoiser(facts.architecture)
-            load_transformer(single, network, class_name=self.denoiser_class, dtype=dtype)
+            load_denoiser_file(single, network, denoiser_names(read_header(single)), dtype=dtype)
         return network.requires_grad_(False).eval().to(device)
 
     # ---- files
-
-    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
-        if component != DENOISER:
-            return text_key(format, component, module, roles=self.text.roles, number=1)
-        if format == "kohya":
-            return f"lora_unet_{module}".replace(".", "_")
-        return (self.comfyui_prefix if format == "comfyui" else "transformer.") + module
 
     def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
         return other_names(self.name, shapes, swapped=self.swapped_layers)

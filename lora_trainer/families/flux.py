@@ -10,21 +10,21 @@ An example of a family; how to add one is said at the top of base.py, step by st
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import (
+from lora_trainer.families.base_files.base_parts import denoiser_names, part_file
+from lora_trainer.families.base_files.weight_files import read_header
+from lora_trainer.families.facts import (
     AdapterNames,
     BaseFacts,
-    BaseRelease,
     Conditioning,
     Guidance,
     Header,
     Layout,
 )
-from lora_trainer.families.base_files.base_folder import part_file, read_header
-from lora_trainer.families.base_files.network_files import denoiser_names
 from lora_trainer.families.flow import (
     JOINT_ATTENTION,
     JOINT_FEED_FORWARD,
@@ -34,8 +34,8 @@ from lora_trainer.families.flow import (
     target_endings,
     unpack,
 )
-from lora_trainer.families.text.text_layers import BY_ROLE
-from lora_trainer.families.text.transformers_encoder import PooledT5Encoder
+from lora_trainer.families.releases import BY_ROLE, BaseRelease
+from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,6 +49,18 @@ _GUIDANCE = frozenset(
     {"guidance_in.in_layer.weight", "time_text_embed.guidance_embedder.linear_1.weight"}
 )
 LATENT_CHANNELS = 16
+
+
+class PooledT5Encoder(TransformersEncoder):
+    """CLIP (`text_encoder`) for one pooled vector, T5 (`text_encoder_2`) for the tokens."""
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Return `text` [B, max_tokens, channels], padding included, and `pooled` [B, channels]."""
+        return {
+            "text": self.run("text_encoder_2", tokens["text_encoder_2"])[0],
+            # Before CLIP's projection, as FluxPipeline._get_clip_prompt_embeds.
+            "pooled": self.run("text_encoder", tokens["text_encoder"]).pooler_output,
+        }
 
 
 class Flux(FlowFamily):
@@ -71,37 +83,26 @@ class Flux(FlowFamily):
         # Dev and schnell differ in no name and no shape but the embedder of the guidance scale.
         return self.published[0 if _reads_guidance(file) else 1]
 
-    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
-        facts = super().facts(layout, source=source)
-        _require_text_to_image(int(facts.architecture["in_channels"]), source=source)
-        return facts
-
-    def architecture(self, layout: Layout) -> Mapping[str, Any]:
-        """Return the folder's configuration with `guidance_embeds` of the single file.
+    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+        """Return the release by the network's guidance input.
 
         A dev file may have a schnell folder as companion, or the reverse.
         """
-        config, single = super().architecture(layout), part_file(layout, "denoiser")
-        return config if single is None else {**config, "guidance_embeds": _reads_guidance(single)}
-
-    def scheduler(self, layout: Layout) -> Mapping[str, Any]:
-        config, single = super().scheduler(layout), part_file(layout, "denoiser")
-        # A companion of the other release brings its shift along: dev's grows
-        # with the image, schnell's is 1, none at all.
-        if single is None or _reads_guidance(single) == super().architecture(layout).get(
-            "guidance_embeds", False
-        ):
-            return config
-        return self.published[0 if _reads_guidance(single) else 1].scheduler
-
-    def max_tokens(self, layout: Layout) -> int:
-        return self._release(self.architecture(layout)).max_tokens
-
-    def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
-        return (release := self._release(architecture)).variant, release.distilled
-
-    def _release(self, architecture: Mapping[str, Any]) -> BaseRelease:
-        return self.published[0 if architecture.get("guidance_embeds", False) else 1]
+        _require_text_to_image(int(plain.architecture["in_channels"]), source=plain.ids[0])
+        in_folder = bool(plain.architecture.get("guidance_embeds", False))
+        single = part_file(layout, "denoiser")
+        embeds = in_folder if single is None else _reads_guidance(single)
+        release = self.published[0 if embeds else 1]
+        return replace(
+            plain,
+            architecture={**plain.architecture, "guidance_embeds": embeds},
+            # A companion of the other release brings its shift along: dev's grows
+            # with the image, schnell's is 1, none at all.
+            scheduler=plain.scheduler if embeds == in_folder else release.scheduler,
+            max_tokens=release.max_tokens,
+            variant=release.variant,
+            distilled=release.distilled,
+        )
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         return AdapterNames(kohya="flux1", modelspec=f"flux-1-{facts.variant}/lora")

@@ -7,50 +7,32 @@ FLUX.2-dev has the same architecture and names but another text encoder.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import (
+from lora_trainer.families.base import Sampler
+from lora_trainer.families.base_files.base_parts import denoiser_shapes, part_file, read_json
+from lora_trainer.families.facts import (
     AdapterNames,
     BaseFacts,
-    BaseRelease,
     Conditioning,
     Guidance,
     Header,
     Layout,
-    Sampler,
 )
-from lora_trainer.families.base_files.base_folder import part_file, read_json
-from lora_trainer.families.base_files.network_files import denoiser_shapes
 from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, target_endings
-from lora_trainer.families.text.text_layers import BY_ROLE
-from lora_trainer.families.text.transformers_encoder import (
-    QWEN3_UNREAD,
-    Qwen3Encoder,
-    qwen3_config,
-)
+from lora_trainer.families.releases import BY_ROLE, BaseRelease
+from lora_trainer.families.text.transformers_encoder import QWEN3_UNREAD, Qwen3Encoder, qwen3_config
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-ENDINGS = target_endings(
-    # Single-stream blocks: one matrix joins q, k, v and the MLP's input, another both outputs.
-    (*JOINT_ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out"),
-    transformer=tuple(
-        f"{stream}.{name}"
-        for stream in ("ff", "ff_context")
-        for name in ("linear_in", "linear_out")
-    ),  # the modulation lies outside the blocks
-)
 SIZES = ("num_layers", "num_single_layers", "num_attention_heads", "joint_attention_dim")
 """Keys of the configuration that differ between the sizes of klein."""
-
-
-def _variant(size: str, *, distilled: bool) -> str:
-    return "-".join(word for word in ("klein", "" if distilled else "base", size) if word)
 
 
 def _is_distilled(file_name: str) -> bool:
@@ -77,7 +59,15 @@ class Flux2(FlowFamily):
     unread_text = QWEN3_UNREAD
     native_latents = 64
     patch = 1  # `normalised` folds the squares into channels: the denoiser has one token per latent
-    endings = ENDINGS
+    endings = target_endings(
+        # Single-stream blocks: one matrix joins q, k, v and the MLP's input, another both outputs.
+        (*JOINT_ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out"),
+        transformer=tuple(
+            f"{stream}.{name}"
+            for stream in ("ff", "ff_context")
+            for name in ("linear_in", "linear_out")
+        ),  # the modulation lies outside the blocks
+    )
     vae_files = False
     negative_prompt = False  # the pipeline guides against the empty prompt
     # The last norm: diffusers has scale before shift, the original code the reverse.
@@ -108,8 +98,12 @@ class Flux2(FlowFamily):
             fix="give FLUX.2 klein 4B or 9B, or a fine-tune of one",
         )
 
-    def architecture(self, layout: Layout) -> Mapping[str, Any]:
-        config, text = super().architecture(layout), qwen3_config(layout.folder)
+    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+        """Return variant and whether it is distilled, by the pipeline's index or by a single file's name.
+
+        A single file has no index: "klein" in its name without "base" means distilled.
+        """
+        config, text = plain.architecture, qwen3_config(layout.folder)
         width = len(KleinEncoder.layers) * text["hidden_size"]
         if width != config["joint_attention_dim"]:
             raise InputError(
@@ -122,18 +116,12 @@ class Flux2(FlowFamily):
                 "a FLUX.2 VAE cannot be read from a single file",
                 fix="give a folder with its config.json and weights: --set base.vae=FOLDER",
             )
-        return config
-
-    def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
-        """Return (variant, distilled), distilled by the pipeline's index or by a single file's name.
-
-        A single file has no index: "klein" in its name without "base" means distilled.
-        """
         distilled = bool(read_json(layout.folder / "model_index.json").get("is_distilled", False))
         single = part_file(layout, "denoiser")
         if single is not None and "klein" in single.name.lower():
             distilled = _is_distilled(single.name)
-        return _variant(self._size(architecture), distilled=distilled), distilled
+        words = ("klein", "" if distilled else "base", self._size(config))
+        return replace(plain, variant="-".join(filter(None, words)), distilled=distilled)
 
     def _size(self, architecture: Mapping[str, Any]) -> str:
         """Return "4b" or "9b", "" for another size."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -104,12 +103,9 @@ def fetch(
             for name in files
             if not isinstance(try_to_load_from_cache(source, name, revision=listed.sha), str)
         )
-        counter = _Counter(partial(on_bytes, source), missing_bytes)
-        counter.add(0)
+        bar = _counting_bar(partial(on_bytes, source), missing_bytes)
         return Path(
-            snapshot_download(
-                source, revision=revision, allow_patterns=files, tqdm_class=counter.bar_class()
-            )
+            snapshot_download(source, revision=revision, allow_patterns=files, tqdm_class=bar)
         )
     # A subclass of RepositoryNotFoundError, so it has to come first.
     except GatedRepoError:
@@ -146,42 +142,31 @@ def fetch(
         ) from None
 
 
-@dataclass
-class _Counter:
-    """Counts the bytes of a download where the Hub's library would draw its bars."""
+def _counting_bar(report: Callable[[int, int], None], all_bytes: int) -> type[Any]:
+    """Return a bar that draws nothing and reports (bytes here, all bytes) where the Hub's library would draw."""
+    from huggingface_hub.utils.tqdm import tqdm
 
-    report: Callable[[int, int], None]
-    all_bytes: int
-    here_bytes: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    here_bytes, lock = 0, threading.Lock()
+    if all_bytes:  # else all is here, and the Hub's library only looks
+        report(0, all_bytes)
 
-    def add(self, bytes_: int) -> None:
-        with self._lock:
-            if not self.all_bytes:  # all is here, and the Hub's library only looks
-                return
-            # A part that the Hub sends twice, after a broken connection, is not more than there is.
-            self.here_bytes = min(self.here_bytes + bytes_, self.all_bytes)
-            self.report(self.here_bytes, self.all_bytes)
+    class Bar(tqdm):  # one for the files and two for their bytes
+        def __init__(self, *arguments: Any, name: str | None = None, **options: Any) -> None:
+            super().__init__(  # type: ignore[no-untyped-call]  # the Hub's bars have no types
+                *arguments, name=name, **{**options, "disable": True}
+            )
+            # The other bar of bytes counts those of the network, fewer where files share parts.
+            self._counts = name == "huggingface_hub.snapshot_download"
 
-    def bar_class(self) -> type[Any]:
-        """Return a bar that draws nothing; the library makes one for the files and two for their bytes."""
-        from huggingface_hub.utils.tqdm import tqdm
+        def update(self, n: float | None = 1) -> None:
+            nonlocal here_bytes
+            if self._counts and all_bytes:
+                with lock:
+                    # A part that the Hub sends twice, after a broken connection, is not more than there is.
+                    here_bytes = min(here_bytes + int(n or 0), all_bytes)
+                    report(here_bytes, all_bytes)
 
-        counter = self
-
-        class Bar(tqdm):
-            def __init__(self, *arguments: Any, name: str | None = None, **options: Any) -> None:
-                super().__init__(  # type: ignore[no-untyped-call]  # the Hub's bars have no types
-                    *arguments, name=name, **{**options, "disable": True}
-                )
-                # The other bar of bytes counts those of the network, fewer where files share parts.
-                self._counts = name == "huggingface_hub.snapshot_download"
-
-            def update(self, n: float | None = 1) -> None:
-                if self._counts:
-                    counter.add(int(n or 0))
-
-        return Bar
+    return Bar
 
 
 def _reason(error: Exception) -> str:

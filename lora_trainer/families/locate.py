@@ -8,38 +8,36 @@ follows from configs and headers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError, RequestError, first_line
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base import BaseFacts, Family, Layout, Part
-from lora_trainer.families.base_files import gguf_file
-from lora_trainer.families.base_files.base_folder import AGAIN, SUFFIXES, read_header
-from lora_trainer.families.base_files.open_companion import (
-    OpenCompanion,
-    is_makeable,
-    open_companion,
+from lora_trainer.families.base import Family
+from lora_trainer.families.base_files.weight_files import (
+    AGAIN,
+    GGUF,
+    SUFFIXES,
+    read_header,
+    require_gguf,
 )
+from lora_trainer.families.facts import BaseFacts, Layout, Part
 from lora_trainer.families.hub_files import (
-    ALL_ENCODERS,
-    TEXT_SUFFIXES,
     OnBytes,
     cached_snapshot,
     download,
-    fetch,
     unheard,
 )
 from lora_trainer.families.single_files import (
-    companion_of,
+    Checkpoint,
     encoder_files,
-    facts_of_file,
+    is_makeable,
     known_release,
-    recognised,
+    open_checkpoint,
 )
 
 EMBEDDED = "embedded"
@@ -53,11 +51,11 @@ def describe(settings: BaseSettings) -> BaseFacts:
     Raises InputError for a source that cannot be a base and MachineError for one not on this machine.
     """
     source = settings.model
-    layout, family = _find(settings)
+    layout, family, checkpoint = _find(settings)
     if layout is not None:
         return _facts(layout, family, source=source)
-    if family is not None and (file := Path(source).expanduser()).is_file():
-        return facts_of_file(settings, file, family)
+    if checkpoint is not None:
+        return checkpoint.facts_alone()
     return known_release(source, name=f"base model {source!r}")
 
 
@@ -67,7 +65,7 @@ def locate(settings: BaseSettings, *, on_bytes: OnBytes = unheard) -> BaseFacts:
     Raises InputError for an unusable source and MachineError when the Hub cannot be reached.
     """
     source = settings.model
-    layout, family = _find(settings)
+    layout, family, _ = _find(settings)
     if layout is not None:
         try:
             return _facts(layout, family, source=source)
@@ -75,7 +73,7 @@ def locate(settings: BaseSettings, *, on_bytes: OnBytes = unheard) -> BaseFacts:
             if not _from_hub(settings):
                 raise
             # A cached repository that cannot be read is an interrupted download: finish it below.
-    layout, family = _find(settings, on_bytes=on_bytes)
+    layout, family, _ = _find(settings, on_bytes=on_bytes)
     assert layout is not None
     return _facts(layout, family, source=source)
 
@@ -149,102 +147,75 @@ def _identity(files: tuple[Path, ...], memo: HashMemo) -> str:
 
 def _find(
     settings: BaseSettings, *, on_bytes: OnBytes | None = None
-) -> tuple[Layout | None, Family | None]:
-    """Return the layout, None if not on this machine, and the family if a file header tells it."""
+) -> tuple[Layout | None, Family | None, Checkpoint | None]:
+    """Return the layout, None if not on this machine, the family if the files tell it, and a single file."""
     source = settings.model
     path = Path(source).expanduser()
     if path.suffix in SUFFIXES or (path.is_file() and path.suffix not in _PICKLES):
-        return _find_file(settings, path, on_bytes=on_bytes)
+        checkpoint = open_checkpoint(settings, path)
+        return _find_beside(checkpoint, on_bytes=on_bytes), checkpoint.family, checkpoint
     folder = _folder(source, revision=settings.revision, on_bytes=on_bytes)
     if folder is None:
-        return None, None
+        return None, None, None
     if settings.vae is None and not settings.text_encoders:
-        return Layout(folder=folder), None
+        return Layout(folder=folder), None, None
     family = families.detect(folder)
     files: dict[Part, Path] = {}
     if settings.vae is not None:
         files["vae"] = _find_vae(settings, family, on_bytes=on_bytes)
     text = encoder_files(settings, family, {}, None, folder=folder)
-    return Layout(folder=folder, files=files, text=text), family
+    return Layout(folder=folder, files=files, text=text), family, None
 
 
-def _find_file(
-    settings: BaseSettings, file: Path, *, on_bytes: OnBytes | None
-) -> tuple[Layout | None, Family]:
-    family, parts = recognised(file)
-    header = read_header(file)
-    files: dict[Part, Path] = dict.fromkeys(parts, file)
+def _find_beside(checkpoint: Checkpoint, *, on_bytes: OnBytes | None) -> Layout | None:
+    """Return the layout of a checkpoint and its companion, None if that is not on this machine."""
+    settings, family = checkpoint.settings, checkpoint.family
+    files: dict[Part, Path] = dict.fromkeys(checkpoint.parts, checkpoint.file)
     if settings.vae is not None:
         files["vae"] = _find_vae(settings, family, on_bytes=on_bytes)
-    release = family.facts_from_file(file, header) if settings.companion == "auto" else None
-    companion = companion_of(settings, family, release) if release else settings.companion
-    # The companion's folder may bring other widths, so the encoders are matched again once it is known.
-    text = encoder_files(settings, family, header, file, folder=None)
-    # `-` binds before `|`. Text encoders are left out of the download one by one, by component, because a
-    # base's own file often has some of them only (CLIP without T5).
-    without = frozenset[str](files) - {"text_encoder"} | text.keys()
-    if "text_encoder" in files:
-        without |= {ALL_ENCODERS, *family.text.roles}
-    makeable = open_companion(release, without) if release else None
-    if makeable is not None:
-        folder = _open_folder(
-            makeable, cached_snapshot(companion, revision=None), on_bytes=on_bytes
-        )
-    else:
-        try:
-            folder = _folder(companion, revision=None, on_bytes=on_bytes, without=without)
-        except MachineError as error:
-            if release is None or not is_makeable(family.name):
-                raise
-            raise MachineError(
-                error.found,
-                fix=f"{error.fix}, or give its VAE and text encoders as files with base.vae and "
-                "base.text_encoders",
-            ) from None
+    folder = _companion_folder(checkpoint, on_bytes=on_bytes)
     if folder is None:
-        return None, family
+        return None
     companion_family = families.detect(folder)
     # Families are single instances of their modules.
     if companion_family is not family:
         raise InputError(
-            f"base.companion {companion} is of family {companion_family.name}, {file.name} is {family.name}",
+            f"base.companion {checkpoint.companion} is of family {companion_family.name}, "
+            f"{checkpoint.file.name} is {family.name}",
             fix=f"name a {family.name} folder, or leave base.companion at auto",
         )
-    text = encoder_files(settings, family, header, file, folder=folder)
+    # The folder may bring other widths, so the encoders are matched again now that it is known.
+    text = checkpoint.encoders(folder=folder)
     if on_bytes is not None:
         for component_file in {*files.values(), *text.values()}:
             # A plan reads GGUF headers without the package gguf; a training
             # fails here, before anything is cached.
-            if component_file.suffix == gguf_file.SUFFIX:
-                gguf_file.require_gguf(component_file)
-    return Layout(folder=folder, files=files, text=text), family
+            if component_file.suffix == GGUF:
+                require_gguf(component_file)
+    return Layout(folder=folder, files=files, text=text)
 
 
-def _open_folder(
-    companion: OpenCompanion, cached_folder: Path | None, *, on_bytes: OnBytes | None
-) -> Path | None:
+def _companion_folder(checkpoint: Checkpoint, *, on_bytes: OnBytes | None) -> Path | None:
     """Return a checkpoint's companion folder: as made before, from the Hub's cache, or with `on_bytes` made now.
 
     The folder made before comes first: with another one of the same content a resume would find another
     text encoder.
     """
-    if companion.is_made():
-        return companion.folder
-    return companion.make(_fetch_tokenizers) if on_bytes is not None else cached_folder
-
-
-def _fetch_tokenizers(source: str, folders: tuple[str, ...]) -> Path:
-    def choose(names: Iterable[str]) -> list[str]:
-        paths = [PurePosixPath(name) for name in names]
-        return [str(p) for p in paths if str(p.parent) in folders and p.suffix in TEXT_SUFFIXES]
-
-    return fetch(
-        source,
-        revision=None,
-        choose=choose,
-        model_kind="tokenizer",
-        instead="name a diffusers folder of this base with --set base.companion=FOLDER",
-    )
+    source, makeable = checkpoint.companion, checkpoint.open_companion
+    if makeable is not None:
+        if makeable.is_made():
+            return makeable.folder
+        return cached_snapshot(source, revision=None) if on_bytes is None else makeable.make()
+    try:
+        return _folder(source, revision=None, on_bytes=on_bytes, without=checkpoint.present)
+    except MachineError as error:
+        if checkpoint.settings.companion != "auto" or not is_makeable(checkpoint.family.name):
+            raise
+        raise MachineError(
+            error.found,
+            fix=f"{error.fix}, or give its VAE and text encoders as files with base.vae and "
+            "base.text_encoders",
+        ) from None
 
 
 def _find_vae(settings: BaseSettings, family: Family, *, on_bytes: OnBytes | None) -> Path:

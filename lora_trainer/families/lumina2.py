@@ -12,25 +12,40 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.families.base import (
-    AdapterFormats,
-    AdapterNames,
-    BaseFacts,
-    Conditioning,
-)
+from lora_trainer.families.facts import AdapterFormats, AdapterNames, BaseFacts, Conditioning
 from lora_trainer.families.flow import FlowFamily, target_endings
-from lora_trainer.families.text.text_layers import BY_ROLE
-from lora_trainer.families.text.transformers_encoder import LUMINA_SYSTEM_PROMPT, Gemma2Encoder
+from lora_trainer.families.releases import BY_ROLE
+from lora_trainer.families.text.transformers_encoder import MaskedEncoder
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-ENDINGS = target_endings(
-    tuple(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
-    transformer=tuple(f"feed_forward.linear_{number}" for number in (1, 2, 3)),
-    modulation=("norm1.linear",),
+SYSTEM_PROMPT = (
+    "You are an assistant designed to generate superior images with the superior degree of image-text "
+    "alignment based on textual prompts or user prompts. <Prompt Start> "
 )
+"""diffusers' pipeline puts it before a prompt; the base was trained with it."""
+
+
+class Gemma2Encoder(MaskedEncoder):
+    """Gemma 2 on the prompt after the system prompt; an empty prompt is encoded alone, as in training.
+
+    The pipeline pads to 256. The network cuts each text at its own length, so the result is the same.
+    """
+
+    padding_side = "right"  # the tokenizer's own is left; the pipeline sets right
+
+    def template(self, prompt: str) -> str:
+        return SYSTEM_PROMPT + prompt if prompt else ""
+
+    def prompt_room(self) -> int:
+        text = SYSTEM_PROMPT.rstrip(" ")
+        return self.max_tokens - len(self.tokenizers[self.last](text).input_ids)
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        states, mask = self.states(tokens)
+        return {"text": states[-2] * mask[..., None], "text_mask": mask}
 
 
 class Lumina2(FlowFamily):
@@ -53,7 +68,11 @@ class Lumina2(FlowFamily):
     text_width = "cap_feat_dim"
     masked_text = True
     text_arguments = {"text": "prompt_embeds", "text_mask": "prompt_attention_mask"}
-    endings = ENDINGS
+    endings = target_endings(
+        tuple(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+        transformer=tuple(f"feed_forward.linear_{number}" for number in (1, 2, 3)),
+        modulation=("norm1.linear",),
+    )
     metadata = AdapterNames(kohya="lumina2", modelspec="lumina-2/lora")  # as sd-scripts writes it
 
     def built(self, build: Callable[[], nn.Module]) -> nn.Module:
@@ -94,7 +113,7 @@ class Lumina2(FlowFamily):
         self, pipeline: Any, facts: BaseFacts, prompt: str, negative: str, *, guidance_scale: float
     ) -> Mapping[str, Any]:
         """Return the plain pipeline's arguments; it puts no system prompt before a negative prompt."""
-        negative = LUMINA_SYSTEM_PROMPT + negative if negative else ""
+        negative = SYSTEM_PROMPT + negative if negative else ""
         return super().pipeline_arguments(
             pipeline, facts, prompt, negative, guidance_scale=guidance_scale
         )

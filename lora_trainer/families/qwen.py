@@ -14,46 +14,55 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import (
+from lora_trainer.families.base_files.base_parts import components, denoiser_names, part_file
+from lora_trainer.families.base_files.weight_files import read_header
+from lora_trainer.families.facts import (
     AdapterFormats,
     AdapterNames,
-    BaseFacts,
     Conditioning,
     Header,
     Layout,
     Part,
+    VaePeak,
 )
-from lora_trainer.families.base_files.base_folder import components, part_file, read_header
-from lora_trainer.families.base_files.network_files import denoiser_names
-from lora_trainer.families.facts import VaePeak
 from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, pack, target_endings, unpack
 from lora_trainer.families.recognise import fits, signature_tables
-from lora_trainer.families.text.text_layers import BY_ROLE
-from lora_trainer.families.text.transformers_encoder import (
-    QWEN_VL_UNREAD,
-    QwenVLEncoder,
-    text_config,
-)
+from lora_trainer.families.releases import BY_ROLE, BaseRelease
+from lora_trainer.families.text.transformers_encoder import MaskedEncoder, text_config
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-LATENT_CHANNELS = 16
-ENDINGS = target_endings(
-    JOINT_ATTENTION,
-    transformer=("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
-    modulation=("img_mod.1", "txt_mod.1"),
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, "
+    "text, spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}"
+    "<|im_end|>\n<|im_start|>assistant\n"
 )
-# The last block drops its text output: these layers change nothing and would get no gradient.
-UNUSED_IN_LAST_BLOCK = (
-    "attn.add_q_proj",
-    "attn.to_add_out",
-    "txt_mlp.net.0.proj",
-    "txt_mlp.net.2",
-)
+TEMPLATE_TOKENS = 34
+"""Template tokens before the prompt: the language model reads them, the denoiser does not get them."""
+UNREAD = ("visual.", "model.visual.", "lm_head.")
+"""Prefixes of the vision tower and the language head, in old and new names: 1.2 of 8.3 billion parameters."""
 OTHER_MODELS = ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope", "zero_cond_t")
 """Settings of the denoiser that only editing and layered models switch on."""
+
+
+class QwenVLEncoder(MaskedEncoder):
+    """The language model of Qwen2.5-VL; the template's beginning is dropped from the text."""
+
+    free_tokens = TEMPLATE_TOKENS
+    padding_side = "right"  # because `embed` drops the template's tokens at the front
+
+    def template(self, prompt: str) -> str:
+        return TEMPLATE.format(prompt)
+
+    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        states, mask = self.states(tokens)
+        mask = mask[:, TEMPLATE_TOKENS:]
+        return {
+            "text": states[-1][:, TEMPLATE_TOKENS:] * mask[..., None],
+            "text_mask": mask,
+        }
 
 
 class QwenImage(FlowFamily):
@@ -64,13 +73,23 @@ class QwenImage(FlowFamily):
     denoiser_class = "QwenImageTransformer2DModel"
     text_networks = (BY_ROLE["qwen25_7b"],)
     text_encoder_class = QwenVLEncoder
-    unread_text = QWEN_VL_UNREAD
+    unread_text = UNREAD
     masked_text = True
     text_arguments = {"text": "prompt_embeds", "text_mask": "prompt_embeds_mask"}
     scale_argument = "true_cfg_scale"  # the pipeline ignores `guidance_scale`
     video_vae = True
-    endings = ENDINGS
-    unused_in_last_block = UNUSED_IN_LAST_BLOCK
+    endings = target_endings(
+        JOINT_ATTENTION,
+        transformer=("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+        modulation=("img_mod.1", "txt_mod.1"),
+    )
+    # The last block drops its text output: these layers change nothing and would get no gradient.
+    unused_in_last_block = (
+        "attn.add_q_proj",
+        "attn.to_add_out",
+        "txt_mlp.net.0.proj",
+        "txt_mlp.net.2",
+    )
     vae_files = False  # not in the names that other families' VAEs have: see `detect_file`
     comfyui_prefix = "diffusion_model."
     traits = replace(
@@ -100,29 +119,20 @@ class QwenImage(FlowFamily):
         is_vae = any(fits(header, marks) for marks in signature_tables()["qwen_image_vae"])
         return frozenset({"vae"}) if is_vae else super().detect_file(header)
 
-    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
-        facts = super().facts(layout, source=source)
-        foreign = [name for name in OTHER_MODELS if facts.architecture.get(name)]
+    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+        """Return the release with a single file's own number of blocks: some releases are pruned."""
+        foreign = [name for name in OTHER_MODELS if plain.architecture.get(name)]
         if foreign:
             raise InputError(
-                f"the denoiser of {source} has {', '.join(foreign)}: an editing or layered model",
+                f"the denoiser of {plain.ids[0]} has {', '.join(foreign)}: an editing or layered model",
                 fix="give a text-to-image release such as Qwen/Qwen-Image",
             )
         text_config(layout.folder, kind="qwen2_5_vl")  # raises for another text encoder
-        return facts
+        single = part_file(layout, "denoiser")
+        return plain if single is None else _as_deep(plain, read_header(single))
 
-    def architecture(self, layout: Layout) -> Mapping[str, Any]:
-        """Return the configuration with a single file's own number of blocks: some releases are pruned."""
-        configured, single = super().architecture(layout), part_file(layout, "denoiser")
-        if single is None:
-            return configured
-        return {**configured, "num_layers": _count_blocks(read_header(single))}
-
-    def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
-        facts = super().facts_from_file(file, header)
-        return replace(
-            facts, architecture={**facts.architecture, "num_layers": _count_blocks(header)}
-        )
+    def file_release(self, file: Path, header: Header) -> BaseRelease:
+        return _as_deep(self.published[0], header)
 
     def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
         # diffusers spells the key so. It has an entry for each halving of the image's
@@ -177,10 +187,11 @@ class QwenImage(FlowFamily):
 FAMILY = QwenImage()
 
 
-def _count_blocks(header: Header) -> int:
-    """Count the denoiser's blocks; pruned releases have fewer than 60."""
+def _as_deep(release: BaseRelease, header: Header) -> BaseRelease:
+    """Return a release with the number of a file's blocks; pruned releases have fewer than 60."""
     pattern = re.compile(r"transformer_blocks\.(\d+)\.")
-    return len({match[1] for name in denoiser_names(header) if (match := pattern.match(name))})
+    blocks = {match[1] for name in denoiser_names(header) if (match := pattern.match(name))}
+    return replace(release, architecture={**release.architecture, "num_layers": len(blocks)})
 
 
 def _statistics(vae: Any, *, like: Tensor) -> tuple[Tensor, Tensor]:

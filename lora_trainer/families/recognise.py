@@ -1,7 +1,8 @@
 """What a file is: the family of an adapter by module names, widths and metadata, any weight file by its tensors.
 
-Names of modules are compared with `_` for `.`, which makes kohya's, diffusers' and ComfyUI's spelling equal. Some
-families that this program cannot train are recognised too. Torch-free; the input is a file's header.
+signatures.toml has the rules. Names of modules are compared with `_` for `.`, which makes kohya's, diffusers' and
+ComfyUI's spelling equal. Some families that this program cannot train are recognised too. Torch-free; the input
+is a file's header.
 """
 
 from __future__ import annotations
@@ -12,55 +13,27 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lora_trainer.families.facts import Header
 
 UNKNOWN = "unknown"
-Shapes = Mapping[str, tuple[int, ...]]
-"""Module name -> shape of its down matrix, [rank, in, ...]."""
-
-_UNET = re.compile(
-    r"(?:(?:down|up)_blocks_\d+|mid_block)_(?:attentions|resnets|downsamplers|upsamplers)_"
-    r"|(?:input|output)_blocks_\d+_\d|middle_block_\d"
-)
-_CROSS_ATTENTION = re.compile(r"transformer_blocks_\d+_attn2(?:_processor)?_to_[kv]$")
-_TEXT_WIDTHS = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
-_DEEP = re.compile(r"_transformer_blocks_[1-9]")
-"""Only SDXL's U-Net has more than one transformer block in a row."""
-_SECOND_ENCODER = re.compile(r"lora_te2_|text_encoder_2_")
 _IN_A1111 = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}
 
-_FLUX = re.compile(r"(?:double|single)_blocks_\d+_|single_transformer_blocks_\d+_")
-_HUNYUAN_WIDTH = 3584
-_FLUX2_WIDTHS = {4096, 6144}  # klein 9B, dev; klein 4B has the width of FLUX.1
-_JOINT = re.compile(r"(?:^|lora_unet_|transformer_|model_)transformer_blocks_(\d+)_attn_")
-"""Blocks that attend to image and text at once: SD 3, FLUX.1 without its single blocks, Qwen-Image."""
-_SD3_WIDTHS = {1536, 2432}
-_FLUX_DOUBLE_BLOCKS = 19
-_SINGLE_STREAM = re.compile(r"(?:^|_)layers_\d+_(?:attention_(?:qkv|out)$|feed_forward_w[123]$)")
-_LUMINA2_WIDTH = 2304
 
+def adapter_family(shapes: Mapping[str, tuple[int, ...]], *, metadata: Mapping[str, str]) -> str:
+    """Return the family of an adapter, `unknown` where names, widths and metadata leave it open.
 
-@cache
-def _patterns(table: Literal["modules", "versions"]) -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Return (family, pattern) of the table `adapters` in signatures.toml, in its order."""
-    rows = signature_tables()["adapters"][table]
-    return tuple((family, re.compile(pattern)) for family, pattern in rows)
-
-
-def adapter_family(shapes: Shapes, *, metadata: Mapping[str, str]) -> str:
-    """Return the family of an adapter, `unknown` where names, widths and metadata leave it open."""
-    modules = {module.replace(".", "_"): shape for module, shape in shapes.items()}
-    metadata_family = stated_version(metadata)
-    if any(_UNET.search(name) for name in modules):
-        return _unet_family(modules) or metadata_family or _small_unet(modules)
-    return (
-        _transformer_family(modules, metadata_family)
-        or _text_family(modules)
-        or metadata_family
-        or UNKNOWN
-    )
+    `shapes` are those of the modules' down matrices, [rank, in, ...]. Tensors weigh more than metadata.
+    """
+    widths = {name.replace(".", "_"): shape[1:2] for name, shape in shapes.items()}
+    stated = stated_version(metadata)
+    for names, pattern, *width in signature_tables()["adapters"]["modules"]:
+        fitting = re.compile(_in_full(pattern)).search
+        if any(fitting(name) and width in ([], [*own]) for name, own in widths.items()):
+            candidates: list[str] = names.split()
+            return stated if stated and stated in candidates else candidates[0]
+    return stated or UNKNOWN
 
 
 def stated_family(metadata: Mapping[str, str]) -> str | None:
@@ -81,89 +54,13 @@ def a1111_version(family: str) -> str | None:
 
 def _version(text: str) -> str | None:
     normal = text.lower().replace("_", "-")
-    return next((family for family, start in _patterns("versions") if start.match(normal)), None)
+    rows = signature_tables()["adapters"]["versions"]
+    return next((family for family, start in rows if re.match(start, normal)), None)
 
 
-# ---- U-Nets
-
-
-def _unet_family(modules: Shapes) -> str | None:
-    widths = _widths(modules, _CROSS_ATTENTION)
-    candidates = {_TEXT_WIDTHS[width] for width in widths & _TEXT_WIDTHS.keys()}
-    if len(candidates) == 1:
-        return candidates.pop()
-    deep = any(_DEEP.search(name) or _SECOND_ENCODER.search(name) for name in modules)
-    return "sdxl" if deep else None
-
-
-def _small_unet(modules: Shapes) -> str:
-    """Return sd15 for any U-Net with cross-attention: miniature bases have text embeddings of any width."""
-    return "sd15" if _widths(modules, _CROSS_ATTENTION) else UNKNOWN
-
-
-# ---- transformers
-
-
-def _transformer_family(modules: Shapes, metadata_family: str | None) -> str | None:
-    for family, pattern in _patterns("modules"):
-        if any(pattern.search(name) for name in modules):
-            return family
-    if any(_FLUX.search(name) for name in modules):
-        return _flux_family(modules, metadata_family)
-    if any(_JOINT.search(name) for name in modules):
-        return _joint_family(modules, metadata_family)
-    if any(_SINGLE_STREAM.search(name) for name in modules):
-        # Lumina 2 has the same module names as Z-Image; only its width differs.
-        return metadata_family or (
-            "lumina2" if _LUMINA2_WIDTH in _widths(modules, _SINGLE_STREAM) else "zimage"
-        )
-    return None
-
-
-def _flux_family(modules: Shapes, metadata_family: str | None) -> str:
-    """Return flux, flux2 or chroma for a network with FLUX.1's block names.
-
-    FLUX.2's MLP is 3 times as wide as its tokens, FLUX.1's 4 times. Chroma's blocks equal FLUX.1's in
-    every name and width, so only metadata distinguishes them.
-    """
-    if _widths(modules, _FLUX) & _FLUX2_WIDTHS:
-        return "flux2"
-    if _HUNYUAN_WIDTH in _widths(modules, _FLUX):
-        return "hunyuan"
-    outer, inner = (
-        _widths(modules, re.compile(r"qkv$|linear1$")),
-        _widths(modules, re.compile(r"img_mlp_2$")),
-    )
-    joined = _widths(modules, re.compile(r"single_blocks_\d+_linear2$"))
-    if any(wide == 3 * width for width in outer for wide in inner) or any(
-        wide == 4 * width for width in outer for wide in joined
-    ):
-        return "flux2"
-    return metadata_family if metadata_family in ("flux2", "chroma") else "flux"
-
-
-def _joint_family(modules: Shapes, metadata_family: str | None) -> str:
-    if _widths(modules, _JOINT) & _SD3_WIDTHS:
-        return "sd3"
-    numbers = [int(match[1]) for name in modules if (match := _JOINT.search(name))]
-    if metadata_family:
-        return metadata_family
-    # FLUX.1 and Qwen-Image are both 3072 wide; FLUX.1 has 19 joint blocks, Qwen-Image 60.
-    if 3072 in _widths(modules, _JOINT):
-        return "qwen" if max(numbers) >= _FLUX_DOUBLE_BLOCKS else "flux"
-    return "sd3"
-
-
-def _text_family(modules: Iterable[str]) -> str | None:
-    """Return the family of an adapter of text encoders alone: SD 3 has three encoders, SDXL two."""
-    if any(re.search(r"lora_te3_|text_encoder_3_", name) for name in modules):
-        return "sd3"
-    return "sdxl" if any(_SECOND_ENCODER.search(name) for name in modules) else None
-
-
-def _widths(modules: Shapes, pattern: re.Pattern[str]) -> set[int]:
-    """Return the input widths of the modules whose name matches the pattern."""
-    return {shape[1] for name, shape in modules.items() if len(shape) > 1 and pattern.search(name)}
+def _in_full(text: str) -> str:
+    """Return marks or a pattern with the table's abbreviations written out."""
+    return text.format(**signature_tables()["abbreviations"])
 
 
 # ---- weight files, by the marks of signatures.toml, which says how they are written
@@ -220,9 +117,7 @@ def first_fit(tensors: Header, table: str) -> str | None:
 
 def fits(tensors: Header, marks: str) -> bool:
     """Return whether a file with these tensors has all marks, as signatures.toml writes them."""
-    return all(
-        _has(tensors, mark) for mark in marks.format(**signature_tables()["abbreviations"]).split()
-    )
+    return all(_has(tensors, mark) for mark in _in_full(marks).split())
 
 
 def _has(tensors: Header, mark: str) -> bool:

@@ -6,9 +6,9 @@ therefore read from the base's own configs.
 
 from __future__ import annotations
 
-from lora_trainer.families.base import AdapterNames
 from lora_trainer.families.base_files.unet_file import UNetTraits
-from lora_trainer.families.text.clip import ClipPart, ClipSize
+from lora_trainer.families.facts import AdapterNames
+from lora_trainer.families.text.clip import ClipPart
 from lora_trainer.families.unet import UNetFamily
 
 
@@ -16,13 +16,7 @@ class StableDiffusion1(UNetFamily):
     """The family of Stable Diffusion 1.1 to 1.5 and everything fine-tuned from them."""
 
     name = "sd15"
-    texts = (
-        ClipPart(
-            role="clip_l",
-            checkpoint="cond_stage_model.transformer.",
-            released=ClipSize(layers=12, width=768, inner=3072),
-        ),
-    )
+    texts = (ClipPart(role="clip_l", checkpoint="cond_stage_model.transformer."),)
     metadata = AdapterNames(kohya="sd_v1", modelspec="stable-diffusion-v1/lora")
 
     def owns(self, traits: UNetTraits) -> bool:

@@ -11,7 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import pstdev
 
-from lora_trainer.families.base import (
+from lora_trainer.families.base_files.base_parts import part_file
+from lora_trainer.families.base_files.unet_file import UNET, UNetTraits, read_numbers
+from lora_trainer.families.base_files.weight_files import GGUF
+from lora_trainer.families.facts import (
     AdapterNames,
     Assumption,
     BaseFacts,
@@ -19,10 +22,8 @@ from lora_trainer.families.base import (
     Layout,
     Prediction,
 )
-from lora_trainer.families.base_files import gguf_file
-from lora_trainer.families.base_files.base_folder import part_file
-from lora_trainer.families.base_files.unet_file import UNET, UNetTraits, read_numbers
-from lora_trainer.families.text.clip import ClipPart, ClipSize
+from lora_trainer.families.releases import BaseRelease
+from lora_trainer.families.text.clip import ClipPart
 from lora_trainer.families.unet import UNetFamily
 
 NATIVE_PX: Mapping[Prediction, int] = {"epsilon": 512, "v_prediction": 768}
@@ -37,13 +38,7 @@ class StableDiffusion2(UNetFamily):
     """The family of Stable Diffusion 2.0 and 2.1 and everything fine-tuned from them."""
 
     name = "sd2"
-    texts = (
-        ClipPart(
-            role="clip_h",
-            checkpoint="cond_stage_model.model.",
-            released=ClipSize(layers=23, width=1024, inner=4096),
-        ),
-    )
+    texts = (ClipPart(role="clip_h", checkpoint="cond_stage_model.model."),)
 
     def owns(self, traits: UNetTraits) -> bool:
         """Return whether projections around attention are linear and no vector stands beside the timestep."""
@@ -62,13 +57,12 @@ class StableDiffusion2(UNetFamily):
         # The companion is of the other kind, so its native size does not apply either.
         return replace(facts, prediction=prediction, resolution_px=NATIVE_PX[prediction])
 
-    def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
-        facts = super().facts_from_file(file, header)
-        prediction = checkpoint_prediction(file)
+    def file_release(self, file: Path, header: Header) -> BaseRelease:
+        release, prediction = super().file_release(file, header), checkpoint_prediction(file)
         if prediction is None:
-            return replace(facts, assumed=_assumed(file, facts.prediction))
-        release = next(facts for facts in self.releases.values() if facts.prediction == prediction)
-        return replace(release, parts=facts.parts, zero_terminal_snr=facts.zero_terminal_snr)
+            return replace(release, assumed=_assumed(file, release.prediction))
+        trained = next(each for each in self.published if each.prediction == prediction)
+        return replace(trained, zero_terminal_snr=release.zero_terminal_snr)
 
     def adapter_names(self, facts: BaseFacts) -> AdapterNames:
         if facts.prediction == "v_prediction":
@@ -88,7 +82,7 @@ def _assumed(file: Path, prediction: Prediction) -> Assumption:
 def checkpoint_prediction(file: Path) -> Prediction | None:
     """Return a checkpoint's prediction type from the deviation of one weight, None without that weight."""
     # Its tensors are read by the package gguf, which facts have to do without.
-    if file.suffix == gguf_file.SUFFIX:
+    if file.suffix == GGUF:
         return None
     values = next(
         (

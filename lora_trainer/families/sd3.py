@@ -14,27 +14,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import (
+from lora_trainer.families.base import TextEncoder
+from lora_trainer.families.base_files.base_parts import (
+    ENCODER_PREFIX,
+    components,
+    denoiser_parameters,
+    holds_vae,
+    part_file,
+    text_file,
+)
+from lora_trainer.families.facts import (
     AdapterNames,
     BaseFacts,
-    BaseRelease,
     Conditioning,
     Header,
     Layout,
     OtherNames,
     Part,
-    TextEncoder,
-)
-from lora_trainer.families.base_files.base_folder import (
-    components,
-    part_file,
-    read_header,
-    text_file,
-)
-from lora_trainer.families.base_files.network_files import (
-    ENCODER_PREFIX,
-    denoiser_parameters,
-    holds_vae,
 )
 from lora_trainer.families.flow import (
     JOINT_ATTENTION,
@@ -42,8 +38,8 @@ from lora_trainer.families.flow import (
     FlowFamily,
     target_endings,
 )
+from lora_trainer.families.releases import BY_ROLE, CLIP_L_PROJECTED, BaseRelease, TextNetwork
 from lora_trainer.families.text.clip import read_padding_as_text
-from lora_trainer.families.text.text_layers import BY_ROLE, CLIP_L_PROJECTED, TextNetwork
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 
 if TYPE_CHECKING:
@@ -53,14 +49,6 @@ if TYPE_CHECKING:
 CLIP_TOKENS = 77
 T5 = "text_encoder_3"
 T5_TOKENS = 256
-ENDINGS = target_endings(
-    (*JOINT_ATTENTION, *(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))),
-    transformer=JOINT_FEED_FORWARD,
-    modulation=("norm1.linear", "norm1_context.linear"),
-)
-# The last block drops its text output. Its text query therefore changes nothing, and ComfyUI stores shift
-# and scale of its text modulation in the other order, so an adapter of it would do the wrong thing there.
-UNUSED_IN_LAST_BLOCK = ("attn.add_q_proj", "norm1_context.linear")
 LATENT_CHANNELS = 16
 TEXT_NETWORKS = (CLIP_L_PROJECTED, BY_ROLE["clip_g"], BY_ROLE["t5xxl"])
 """CLIP-L's projection is the identity, which files of it leave out."""
@@ -102,8 +90,14 @@ class StableDiffusion3(FlowFamily):
     denoiser_class = "SD3Transformer2DModel"
     text_networks = TEXT_NETWORKS
     text_encoder_class = SD3TextEncoder
-    endings = ENDINGS
-    unused_in_last_block = UNUSED_IN_LAST_BLOCK
+    endings = target_endings(
+        (*JOINT_ATTENTION, *(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))),
+        transformer=JOINT_FEED_FORWARD,
+        modulation=("norm1.linear", "norm1_context.linear"),
+    )
+    # The last block drops its text output. Its text query therefore changes nothing, and ComfyUI stores shift
+    # and scale of its text modulation in the other order, so an adapter of it would do the wrong thing there.
+    unused_in_last_block = ("attn.add_q_proj", "norm1_context.linear")
     traits = replace(
         FlowFamily.traits,
         precisions=("bf16", "fp16", "fp32"),  # ComfyUI runs it in fp16 as it is, without a clamp
@@ -111,25 +105,35 @@ class StableDiffusion3(FlowFamily):
 
     # ---- facts
 
-    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
-        """Read facts; only its name marks a distilled release, so a renamed one counts as undistilled."""
-        facts = super().facts(layout, source=source)
-        if facts.architecture["in_channels"] != facts.latent_channels:
+    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+        """Return the release; only its name marks a distilled one, so a renamed one counts as undistilled."""
+        source, (channels, _) = plain.ids[0], self.latent_shape(plain.vae)
+        single, architecture = part_file(layout, "denoiser"), plain.architecture
+        if single is not None:
+            nearest = self._nearest(plain.parameters["denoiser"])
+            # One companion serves all releases; a network of another size is the companion's.
+            if math.isclose(
+                plain.parameters["denoiser"], nearest.parameters["denoiser"], rel_tol=0.02
+            ):
+                architecture = {**architecture, **nearest.architecture}
+        if architecture["in_channels"] != channels:
             raise InputError(
-                f"the denoiser of {source} takes {facts.architecture['in_channels']} channels, its VAE "
-                f"gives {facts.latent_channels}",
+                f"the denoiser of {source} takes {architecture['in_channels']} channels, its VAE "
+                f"gives {channels}",
                 fix="give a text-to-image base, no inpainting or control model",
             )
-        turbo = "turbo" in Path(source).name.lower()
-        release = facts.variant + ("-turbo" if turbo else "")
-        with_t5 = T5 in self.encoders(layout)
+        variant = "medium" if architecture.get("dual_attention_layers") else "large"
+        if architecture.get("qk_norm") is None:
+            variant = "3-medium"
+        turbo, with_t5 = "turbo" in Path(source).name.lower(), T5 in self.encoders(layout)
         return replace(
-            facts, distilled=turbo, variant=release if with_t5 else f"{release} without T5"
+            plain,
+            architecture=architecture,
+            # The longest limit counts: each CLIP truncates the same prompt at its own 77 tokens.
+            max_tokens=T5_TOKENS if with_t5 else CLIP_TOKENS,
+            variant=variant + ("-turbo" if turbo else "") + ("" if with_t5 else " without T5"),
+            distilled=turbo,
         )
-
-    def max_tokens(self, layout: Layout) -> int:
-        # The longest limit counts: each CLIP truncates the same prompt at its own 77 tokens.
-        return T5_TOKENS if T5 in self.encoders(layout) else CLIP_TOKENS
 
     def prompt_shapes(
         self, architecture: Mapping[str, Any], *, text_tokens: int
@@ -137,24 +141,9 @@ class StableDiffusion3(FlowFamily):
         """Return the shapes of `text` and `pooled`: each text is padded to the limits of its encoders."""
         return super().prompt_shapes(architecture, text_tokens=CLIP_TOKENS + T5_TOKENS)
 
-    def architecture(self, layout: Layout) -> Mapping[str, Any]:
-        configured, single = super().architecture(layout), part_file(layout, "denoiser")
-        if single is None:
-            return configured
-        count = denoiser_parameters(read_header(single))
-        nearest = self._nearest(count)
-        # One companion serves all releases; a network of another size is the companion's.
-        is_released = math.isclose(count, nearest.parameters["denoiser"], rel_tol=0.02)
-        return {**configured, **nearest.architecture} if is_released else configured
-
     def _nearest(self, parameters: int) -> BaseRelease:
         """Return the release whose denoiser has about as many parameters."""
         return min(self.published, key=lambda each: abs(each.parameters["denoiser"] - parameters))
-
-    def release(self, architecture: Mapping[str, Any], layout: Layout) -> tuple[str, bool]:
-        if architecture.get("qk_norm") is None:
-            return "3-medium", False
-        return ("medium" if architecture.get("dual_attention_layers") else "large"), False
 
     def detect_file(self, header: Header) -> frozenset[Part]:
         parts = set(super().detect_file(header))

@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import (
+from lora_trainer.families.base import AdapterTargets
+from lora_trainer.families.base_files.base_parts import components
+from lora_trainer.families.base_files.unet_file import UNetTraits, ldm_module
+from lora_trainer.families.facts import (
     DENOISER,
     AdapterNames,
-    AdapterTargets,
     BaseFacts,
     FileFormat,
     Layout,
+    unet_numbers,
 )
-from lora_trainer.families.base_files.base_folder import components
-from lora_trainer.families.base_files.unet_file import UNetTraits
-from lora_trainer.families.base_files.unet_layers import ldm_module, unet_numbers
+from lora_trainer.families.releases import BaseRelease
 from lora_trainer.families.text import clip
 from lora_trainer.families.unet import UNetFamily
 
@@ -46,19 +47,11 @@ class StableDiffusionXL(UNetFamily):
         modelspec="stable-diffusion-xl-v1-base/lora",
     )
     texts = (
+        clip.ClipPart(role="clip_l", checkpoint="conditioner.embedders.0.transformer."),
         clip.ClipPart(
-            role="clip_l",
-            embedding="clip_l",
-            checkpoint="conditioner.embedders.0.transformer.",
-            released=clip.ClipSize(layers=12, width=768, inner=3072),
-        ),
-        clip.ClipPart(
-            component="text_encoder_2",
             role="clip_g",
-            network="CLIPTextModelWithProjection",
-            embedding="clip_g",
             checkpoint="conditioner.embedders.1.model.",
-            released=clip.ClipSize(layers=32, width=1280, inner=5120),
+            component="text_encoder_2",
         ),
     )
     text_encoder_class = clip.ClipPairEncoder
@@ -78,34 +71,32 @@ class StableDiffusionXL(UNetFamily):
                 f"{layout.folder} is a refiner: it has no first text encoder, and adapters are not trained on it",
                 fix=f"give the base model, such as {BASE}",
             )
-        facts = super().facts(layout, source=source)
-        self._check(facts, layout)
-        # Some velocity fine-tunes were published with the scheduler of SDXL base, which states epsilon.
-        release = self.releases.get(source)
-        if release is None or release.prediction == "epsilon":
-            return facts
-        return replace(
-            facts,
-            prediction=release.prediction,
-            zero_terminal_snr=release.zero_terminal_snr,
-        )
+        return super().facts(layout, source=source)
 
-    def _check(self, facts: BaseFacts, layout: Layout) -> None:
+    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         """Raise InputError for relatives of SDXL: other blocks (adapter files have no names for them) or EDM."""
+        release, source = super().described(plain, layout), plain.ids[0]
         keys = ("layers_per_block", "down_block_types", "up_block_types")
-        unet, released = facts.network_numbers(), unet_numbers(self.published[0].architecture)
-        if any(unet[key] != released[key] for key in keys):
+        unet, own = map(unet_numbers, (release.architecture, self.published[0].architecture))
+        if any(unet[key] != own[key] for key in keys):
             raise InputError(
-                f"the U-Net of {facts.source} has resnets {unet[keys[0]]} in {unet[keys[1]]}, SDXL's "
-                f"{released[keys[0]]} in {released[keys[1]]}",
+                f"the U-Net of {source} has resnets {unet[keys[0]]} in {unet[keys[1]]}, SDXL's "
+                f"{own[keys[0]]} in {own[keys[1]]}",
                 fix=f"use SDXL or a fine-tune of it, such as {BASE}",
             )
-        scheduler = str(facts.scheduler.get("_class_name", ""))
+        scheduler = str(release.scheduler.get("_class_name", ""))
         if scheduler.startswith("EDM"):
             raise InputError(
                 f"{layout.folder / 'scheduler'} is {scheduler}: training with EDM's noise levels is not supported",
                 fix=f"use SDXL or a fine-tune of it, such as {BASE}",
             )
+        # Some velocity fine-tunes were published with the scheduler of SDXL base, which states epsilon.
+        known = self.releases.get(source)
+        if known is None or known.prediction == "epsilon":
+            return release
+        return replace(
+            release, prediction=known.prediction, zero_terminal_snr=known.zero_terminal_snr
+        )
 
     def clip_skips(self, layout: Layout | None) -> Mapping[int, int]:
         """Return one layer: SDXL always reads the layer before the last, which 2 means in other programs."""

@@ -1,77 +1,120 @@
-"""Single files of a base: kind and parts of a checkpoint, files of its text encoders, parts that are missing.
+"""Single files of a base: kind and parts of a checkpoint, files of its text encoders, the companion of missing parts.
 
-Files are recognised by their tensors, whatever their names (recognise.py). Torch-free: everything follows
-from headers.
+Files are recognised by their tensors, whatever their names (recognise.py). Who has a checkpoint of a gated
+release, its VAE and its text encoders as files needs of the gated repository nothing but configurations, which
+are public facts (open_companions.json, read off the repositories' config.json), and tokenizers, which lie in
+open repositories too: that companion is made in the user's cache. Torch-free: everything follows from headers.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path, PurePosixPath
+from tempfile import mkdtemp
+from typing import Any
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError
+from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, user_cache_folder
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base import BaseFacts, Family, Header, Part
-from lora_trainer.families.base_files.base_folder import (
-    SUFFIXES,
-    read_header,
-    read_json,
-    refuse_quantised,
-)
-from lora_trainer.families.base_files.network_files import ENCODER_PREFIX
-from lora_trainer.families.base_files.open_companion import DOWNLOAD_BYTES, open_companion
+from lora_trainer.families.base import Family
+from lora_trainer.families.base_files.base_parts import ENCODER_PREFIX, read_json, tokenizer_of
+from lora_trainer.families.base_files.weight_files import SUFFIXES, read_header, refuse_quantised
+from lora_trainer.families.facts import BaseFacts, Header, Part
+from lora_trainer.families.hub_files import ALL_ENCODERS, TEXT_SUFFIXES, fetch
 from lora_trainer.families.recognise import (
     first_fit,
     other_model,
     signature_tables,
     text_encoder_in,
 )
-from lora_trainer.families.text.text_layers import BY_ROLE
+from lora_trainer.families.releases import BY_ROLE
 
 LORA = "a LoRA"
+TOKENIZER_BYTES = 3_700_000
+"""CLIP's vocabulary and merges twice, T5's SentencePiece model: the files from open repositories."""
 
 
-def facts_of_file(settings: BaseSettings, file: Path, family: Family) -> BaseFacts:
-    """Return facts of a checkpoint whose companion is not on this machine, from its header.
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint in one file, its parts, and the settings that name the files of its other parts."""
 
-    Sizes are counted in the files that are there; missing parts have the sizes of the release that the
-    checkpoint is made like, in the precision in which the companion is published.
-    """
-    header = read_header(file)
-    _, parts = recognised(file)
-    facts = family.facts_from_file(file, header)
-    source = companion_of(settings, family, facts)
-    companion = known_release(source, name=f"base.companion {source}")
-    roles = family.text.roles
-    text = encoder_files(settings, family, header, file, folder=None)
-    encoders = roles if "text_encoder" in parts else text
-    present = {*parts, *encoders, *({"vae"} if settings.vae is not None else ())}
-    makeable = open_companion(facts, present)
-    if makeable is not None and settings.companion == "auto":
+    settings: BaseSettings
+    file: Path
+    header: Header
+    family: Family
+    parts: frozenset[Part]
+
+    @cached_property
+    def own_facts(self) -> BaseFacts:
+        """Facts of the release that the checkpoint is made like, with its own denoiser's size."""
+        return self.family.facts_from_file(self.file, self.header)
+
+    @cached_property
+    def companion(self) -> str:
+        """Source of the missing parts; auto: the default release where its encoders fit."""
+        if self.settings.companion != "auto":
+            return self.settings.companion
+        default = next(iter(self.family.releases.values()))
+        # Equal encoders need one companion for all releases: it is downloaded once.
+        fits = default.parts["text_encoder"] == self.own_facts.parts["text_encoder"]
+        return (default if fits else self.own_facts).source
+
+    @cached_property
+    def present(self) -> frozenset[str]:
+        """The parts, and the components of the text encoders, that the user's files hold.
+
+        Text encoders count by component, because a base's own file often has some of them only (CLIP without T5).
+        """
+        vae = set() if self.settings.vae is None else {"vae"}
+        whole = {ALL_ENCODERS, *self.family.text.roles} if "text_encoder" in self.parts else set()
+        return (self.parts - {"text_encoder"}) | vae | whole | self.encoders(folder=None).keys()
+
+    @cached_property
+    def open_companion(self) -> OpenCompanion | None:
+        """How to make the companion, None where a repository with weights is needed or named."""
+        is_auto = self.settings.companion == "auto"
+        return open_companion(self.own_facts, self.present) if is_auto else None
+
+    def encoders(self, *, folder: Path | None) -> dict[str, Path]:
+        """Return component -> file of the text encoders, as `encoder_files` does."""
+        return encoder_files(self.settings, self.family, self.header, self.file, folder=folder)
+
+    def facts_alone(self) -> BaseFacts:
+        """Return facts without the companion, which is not on this machine.
+
+        Sizes are counted in the files that are there; missing parts have the sizes of the release that the
+        checkpoint is made like, in the precision in which the companion is published.
+        """
+        facts, source = replace(self.own_facts, source=self.settings.model), self.companion
+        companion = known_release(source, name=f"base.companion {source}")
+        if self.open_companion is not None:
+            missing = f"tokenizers of {' and '.join(self.open_companion.sources)}"
+            return replace(facts, download_bytes=TOKENIZER_BYTES, missing=missing)
+        roles = self.family.text.roles
+        encoders = [role for name, role in roles.items() if name in self.present]
+        lacking = [role for name, role in roles.items() if name not in self.present]
+        absent = [] if "vae" in self.present else ["the VAE"]
+        sizes = {part: each.parameters for part, each in companion.parts.items()}
+        # The precision in which the companion is published: 2 bytes for bf16, 4 for float32.
+        bytes_each = round(companion.download_bytes / sum(sizes.values()))
+        if lacking:
+            absent.append(", ".join(lacking) if encoders else "the text encoders")
+            sizes["text_encoder"] = sum(BY_ROLE[role].parameters for role in encoders)
+        if "vae" not in self.present:
+            sizes["vae"] = 0
+        absent_bytes = max(companion.download_bytes - bytes_each * sum(sizes.values()), 0)
         return replace(
             facts,
-            source=settings.model,
-            download_bytes=DOWNLOAD_BYTES,
-            missing=f"tokenizers of {' and '.join(makeable.sources)}",
+            download_bytes=absent_bytes if absent else 0,
+            missing=f"{', '.join([*absent, 'configurations and tokenizers'])} of {source}",
         )
-    absent = [] if "vae" in present else ["the VAE"]
-    if lacking := [role for name, role in roles.items() if name not in encoders]:
-        absent.append(", ".join(lacking) if encoders else "the text encoders")
-    sizes = {part: each.parameters for part, each in companion.parts.items()}
-    # The precision in which the companion is published: 2 bytes for bf16, 4 for float32.
-    bytes_each = round(companion.download_bytes / sum(sizes.values()))
-    if lacking:
-        sizes["text_encoder"] = sum(BY_ROLE[roles[component]].parameters for component in encoders)
-    if "vae" not in present:
-        sizes["vae"] = 0
-    absent_bytes = max(companion.download_bytes - bytes_each * sum(sizes.values()), 0)
-    return replace(
-        facts,
-        source=settings.model,
-        download_bytes=absent_bytes if absent else 0,
-        missing=f"{', '.join([*absent, 'configurations and tokenizers'])} of {source}",
-    )
 
 
 def known_release(source: str, *, name: str) -> BaseFacts:
@@ -83,17 +126,6 @@ def known_release(source: str, *, name: str) -> BaseFacts:
             fix="start the training once to download it, or give a local diffusers folder",
         )
     return facts
-
-
-def companion_of(settings: BaseSettings, family: Family, facts: BaseFacts) -> str:
-    """Return the source of a checkpoint's missing parts; auto: the default release where its encoders fit."""
-    if settings.companion != "auto":
-        return settings.companion
-    default = next(iter(family.releases.values()))
-    # Equal encoders need one companion for all releases: it is downloaded once.
-    if default.parts["text_encoder"] == facts.parts["text_encoder"]:
-        return default.source
-    return facts.source
 
 
 def encoder_files(
@@ -175,8 +207,8 @@ def _encoder_width(role: str, component: str, folder: Path | None) -> int:
     return width if isinstance(width, int) else 0
 
 
-def recognised(file: Path) -> tuple[Family, frozenset[Part]]:
-    """Return family and parts of a checkpoint file; raises InputError that names the kind of any other file."""
+def open_checkpoint(settings: BaseSettings, file: Path) -> Checkpoint:
+    """Return the checkpoint in a file; raises InputError that names the kind of any other file."""
     if not file.is_file():
         raise InputError(
             f"base model {file} does not exist",
@@ -204,7 +236,8 @@ def recognised(file: Path) -> tuple[Family, frozenset[Part]]:
         )
     refuse_quantised(file, header)
     if family_and_parts is not None:
-        return family_and_parts
+        family, parts = family_and_parts
+        return Checkpoint(settings=settings, file=file, header=header, family=family, parts=parts)
     if part := first_fit(header, "lone_parts"):
         raise InputError(
             f"{file.name} is {part} alone, not a base model; {allowed}",
@@ -227,3 +260,116 @@ def _other_or_lora(header: Header, *, family: str, file: Path) -> str | None:
     if any(mark in name for name in header for mark in signature_tables()["lora"]):
         return LORA
     return other_model(header, family=family, file_name=file.name)
+
+
+# ---- companions that are made
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenCompanion:
+    """How the companion of a checkpoint is made, in `folder`."""
+
+    folder: Path
+    configs: Mapping[str, Mapping[str, Any]]
+    """The folder's JSON files."""
+    tokenizers: Mapping[str, Mapping[str, str]]
+    """Folder of a tokenizer -> repository, folder there and class."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The open repositories with the tokenizers."""
+        return tuple(sorted({each["source"] for each in self.tokenizers.values()}))
+
+    def is_made(self) -> bool:
+        """Whether the folder is there with all its files."""
+        return all((self.folder / name).is_file() for name in self.configs) and all(
+            any((self.folder / name).glob("*")) for name in self.tokenizers
+        )
+
+    def make(self) -> Path:
+        """Make the folder and return it; raises the errors of `fetch` and MachineError."""
+        folder, tokenizers = self.folder, self.tokenizers
+        repositories = {source: self._fetched(source) for source in self.sources}
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            making = Path(mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder.parent))
+            for component, config in self.configs.items():
+                file = making / component
+                file.parent.mkdir(exist_ok=True)
+                # The same bytes on Windows: a part's identity, and with it
+                # the cache, is a hash of these files too.
+                file.write_text(json.dumps(config, indent=2), encoding="utf-8", newline="\n")
+            for name, tokenizer in tokenizers.items():
+                shutil.copytree(
+                    repositories[tokenizer["source"]] / tokenizer["folder"], making / name
+                )
+            shutil.rmtree(folder, ignore_errors=True)  # one that lacks a file
+            try:
+                os.replace(making, folder)  # noqa: PTH105 - whole or absent
+            except OSError:
+                if not self.is_made():  # another process was first
+                    raise
+                shutil.rmtree(making, ignore_errors=True)
+        except OSError as error:
+            raise disk_error(folder, error) from error
+        return folder
+
+    def _fetched(self, source: str) -> Path:
+        """Download the tokenizers of a repository; return its local folder."""
+        folders = {each["folder"] for each in self.tokenizers.values() if each["source"] == source}
+
+        def choose(names: Iterable[str]) -> list[str]:
+            paths = [PurePosixPath(name) for name in names]
+            return [str(p) for p in paths if str(p.parent) in folders and p.suffix in TEXT_SUFFIXES]
+
+        return fetch(
+            source,
+            revision=None,
+            choose=choose,
+            model_kind="tokenizer",
+            instead="name a diffusers folder of this base with --set base.companion=FOLDER",
+        )
+
+
+def open_companion(facts: BaseFacts, present: Iterable[str]) -> OpenCompanion | None:
+    """Return how to make a checkpoint's companion, None where a repository with weights is needed anyway.
+
+    `present` are the parts, and the components of the text encoders, that the user's files hold.
+    """
+    table = _table()
+    parts: Mapping[str, str] = table["families"].get(facts.family, {})
+    encoders = {name: part for name, part in parts.items() if name.startswith("text_encoder")}
+    if not encoders or not {*present} >= {"vae", *encoders}:
+        return None
+    tokenizers = {tokenizer_of(name): table["tokenizers"][part] for name, part in encoders.items()}
+    networks = {"transformer": facts.architecture, "vae": table["configs"][parts["vae"]]}
+    texts = {name: table["configs"][part] for name, part in encoders.items()}
+    index = {
+        "_class_name": parts["pipeline"],
+        "scheduler": ["diffusers", facts.scheduler["_class_name"]],
+        **{name: ["diffusers", config["_class_name"]] for name, config in networks.items()},
+        **{name: ["transformers", config["architectures"][0]] for name, config in texts.items()},
+        **{name: ["transformers", each["class"]] for name, each in tokenizers.items()},
+    }
+    configs = {
+        "model_index.json": index,
+        "scheduler/scheduler_config.json": facts.scheduler,
+        **{f"{name}/config.json": config for name, config in (networks | texts).items()},
+    }
+    # The hash in the name: a folder made from other configurations is never taken for this one.
+    content = json.dumps([facts.source, configs, tokenizers])
+    digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+    name = f"{facts.source.replace('/', '--')}-{digest}"
+    return OpenCompanion(
+        folder=user_cache_folder() / "companions" / name, configs=configs, tokenizers=tokenizers
+    )
+
+
+def is_makeable(family: str) -> bool:
+    """Whether companions of a family can be made for those who have all weights as files."""
+    return family in _table()["families"]
+
+
+@cache
+def _table() -> Mapping[str, Any]:
+    return read_json(Path(__file__).with_name("open_companions.json"))

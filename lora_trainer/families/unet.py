@@ -19,63 +19,57 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import (
-    AUTOENCODER_KL,
-    DENOISER,
-    AdapterFormats,
-    AdapterTargets,
-    BaseFacts,
-    BaseRelease,
-    Conditioning,
-    Family,
-    FileFormat,
-    Header,
-    Layout,
-    NetworkTraits,
-    OtherNames,
-    Part,
-    PartFacts,
-    Prediction,
-    TextEncoder,
-    TextInputs,
-    WeightPlace,
-)
-from lora_trainer.families.base_files.base_folder import (
+from lora_trainer.families.base import AdapterTargets, Family, TextEncoder
+from lora_trainer.families.base_files.base_parts import (
     components,
+    elements,
+    fill,
+    holds_vae,
     level_count,
+    load_denoiser_file,
     part_file,
-    part_files,
     part_folder,
     read_json,
     tokenizer_files,
     weights,
     whole_number,
 )
-from lora_trainer.families.base_files.network_files import holds_vae
 from lora_trainer.families.base_files.unet_file import (
+    UNET,
     V_PREDICTION,
     ZERO_TERMINAL_SNR,
     UNetTraits,
+    checkpoint_names,
     clip_size,
     config_traits,
     count_text,
     count_unet,
     count_vae,
-    elements,
     header_traits,
-    load_unet,
     training_marks,
     unet_names,
     weight_places,
 )
-from lora_trainer.families.base_files.unet_layers import (
+from lora_trainer.families.base_files.weight_files import AGAIN, read_header, read_tensors
+from lora_trainer.families.facts import (
+    AUTOENCODER_KL,
     UNET_CLASS,
-    checkpoint_names,
+    AdapterFormats,
+    BaseFacts,
+    Conditioning,
+    Header,
+    Layout,
+    NetworkTraits,
+    OtherNames,
+    Part,
+    Prediction,
+    TextInputs,
+    WeightPlace,
     pooled_width,
     unet_numbers,
 )
+from lora_trainer.families.releases import BaseRelease, text_layers
 from lora_trainer.families.text import clip
-from lora_trainer.families.text.text_layers import text_key, text_layers
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +138,10 @@ class UNetFamily(Family):
             trainable=True,
             prompt_weights=True,
             chunks=True,
-            new_token_keys={part.component: part.embedding for part in self.texts},
+            new_token_keys={
+                part.component: part.role if len(self.texts) > 1 else "emb_params"
+                for part in self.texts
+            },
         )
 
     # ---- to implement besides the members of `Family`
@@ -186,26 +183,11 @@ class UNetFamily(Family):
         step_px = vae_factor * 2 ** (level_count(architecture) - 1)
         return whole_number(architecture, "sample_size") * vae_factor, step_px
 
-    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
-        # Files of other programs may leave the class out.
-        config = read_json(part_folder(layout, "denoiser", "unet") / "config.json")
-        unet = {"_class_name": UNET_CLASS, **config}
-        vae = read_json(part_folder(layout, "vae", "vae") / "config.json")
-        scheduler = read_json(layout.folder / "scheduler" / "scheduler_config.json")
+    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
         text = read_json(layout.folder / self.texts[0].component / "config.json")
-        for part in self.texts:
-            tokenizer_files(layout.folder / part.tokenizer)  # raises where there is none
-        marks = training_marks(part_file(layout, "denoiser"))
-        release = BaseRelease(
-            ids=(source,),
-            architecture=unet,
-            vae=vae,
-            scheduler=scheduler,
-            parameters={
-                "denoiser": count_unet(layout, unet, self.published),
-                "vae": count_vae(layout, vae),
-                "text_encoder": sum(count_text(layout, part) for part in self.texts),
-            },
+        marks, scheduler = training_marks(part_file(layout, "denoiser")), plain.scheduler
+        return replace(
+            plain,
             max_tokens=whole_number(text, "max_position_embeddings"),
             prediction="v_prediction"
             if V_PREDICTION in marks
@@ -213,37 +195,38 @@ class UNetFamily(Family):
             zero_terminal_snr=ZERO_TERMINAL_SNR in marks
             or bool(scheduler.get("rescale_betas_zero_snr", False)),
         )
-        return self.facts_of(release, source=source, layout=layout)
+
+    def count_denoiser(self, header: Header) -> int:
+        return elements(header, unet_names(header).values())
+
+    def count_parts(self, layout: Layout, architecture: Mapping[str, Any]) -> Mapping[Part, int]:
+        return {
+            "denoiser": count_unet(layout, architecture, self.published),
+            "vae": count_vae(layout),
+            "text_encoder": sum(count_text(layout, part) for part in self.texts),
+        }
 
     def clip_skips(self, layout: Layout | None) -> Mapping[int, int]:
         """Return by `base.clip_skip` the layer of the text encoder that it means, counted from the last (1)."""
         return {skip: skip for skip in range(1, clip_size(layout, self.texts[0]).layers + 1)}
 
-    def facts_from_file(self, file: Path, header: Header) -> BaseFacts:
-        facts, marks = next(iter(self.releases.values())), training_marks(file)
-        denoiser = PartFacts(parameters=elements(header, unet_names(header).values()))
+    def file_release(self, file: Path, header: Header) -> BaseRelease:
+        release, marks = self.published[0], training_marks(file)
         return replace(
-            facts,
-            parts={**facts.parts, "denoiser": denoiser},
-            prediction="v_prediction" if V_PREDICTION in marks else facts.prediction,
-            zero_terminal_snr=facts.zero_terminal_snr or ZERO_TERMINAL_SNR in marks,
+            release,
+            prediction="v_prediction" if V_PREDICTION in marks else release.prediction,
+            zero_terminal_snr=release.zero_terminal_snr or ZERO_TERMINAL_SNR in marks,
         )
 
-    def parts(self, layout: Layout) -> Mapping[str, tuple[Path, ...]]:
+    def text_files(self, layout: Layout) -> tuple[Path, ...]:
         single = part_file(layout, "text_encoder")
         folders = [layout.folder / part.component for part in self.texts]
         tokenizers = [layout.folder / part.tokenizer for part in self.texts]
-        return {
-            "denoiser": part_files(
-                part_folder(layout, "denoiser", "unet"), part_file(layout, "denoiser")
-            ),
-            "vae": part_files(part_folder(layout, "vae", "vae"), part_file(layout, "vae")),
-            "text_encoder": (
-                *((single,) if single else (file for each in folders for file in weights(each))),
-                *(folder / "config.json" for folder in folders),
-                *(file for folder in tokenizers for file in tokenizer_files(folder)),
-            ),
-        }
+        return (
+            *((single,) if single else (file for each in folders for file in weights(each))),
+            *(folder / "config.json" for folder in folders),
+            *(file for folder in tokenizers for file in tokenizer_files(folder)),
+        )
 
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
         return weight_places(header, self.texts)
@@ -295,9 +278,23 @@ class UNetFamily(Family):
         from accelerate import init_empty_weights
 
         with init_empty_weights():
-            network = self.empty_denoiser(facts.architecture)
-        load_unet(facts.located, network, dtype=dtype)
-        return network.eval().requires_grad_(False).to(device)
+            network: Any = self.empty_denoiser(facts.architecture)
+        layout = facts.located
+        tensors: dict[str, Tensor] = {}
+        if single := part_file(layout, "denoiser"):
+            names = unet_names(read_header(single))
+            load_denoiser_file(single, network, names, dtype=dtype, prefix=UNET)
+        else:
+            folder = part_folder(layout, "denoiser", "unet")
+            # Read in pieces: a float32 base must not lie in memory beside its bf16 copy.
+            for file in weights(folder):
+                own_names = {name: name for name in read_header(file)}
+                tensors |= read_tensors(file, own_names, dtype=dtype)
+            network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
+            ours = "its config.json"
+            fill(network, tensors, file=folder, part="denoiser", config=ours, fix=AGAIN)
+        loaded: nn.Module = network.eval().requires_grad_(False).to(device)
+        return loaded
 
     # ---- training
 
@@ -324,11 +321,9 @@ class UNetFamily(Family):
 
     # ---- files
 
-    def lora_key_name(self, format: FileFormat, component: str, module: str) -> str:
-        if component != DENOISER:
-            number = 1 if len(self.texts) > 1 else ""
-            return text_key(format, component, module, roles=self.text.roles, number=number)
-        return f"lora_unet_{module}".replace(".", "_") if format == "kohya" else f"unet.{module}"
+    @property
+    def first_text_number(self) -> str:  # type: ignore[override]  # follows from the encoders
+        return "1" if len(self.texts) > 1 else ""
 
     def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
         return OtherNames(

@@ -12,32 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lora_trainer.families.base import (
+from lora_trainer.families.base_files.base_parts import part_file
+from lora_trainer.families.facts import (
     AdapterNames,
     Assumption,
     BaseFacts,
-    BaseRelease,
     Conditioning,
     Header,
     Layout,
 )
-from lora_trainer.families.base_files.base_folder import part_file
 from lora_trainer.families.flow import FlowFamily, target_endings
-from lora_trainer.families.text.text_layers import BY_ROLE
-from lora_trainer.families.text.transformers_encoder import (
-    QWEN3_UNREAD,
-    Qwen3Encoder,
-    qwen3_config,
-)
+from lora_trainer.families.releases import BY_ROLE, BaseRelease
+from lora_trainer.families.text.transformers_encoder import QWEN3_UNREAD, Qwen3Encoder, qwen3_config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-ENDINGS = target_endings(
-    tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
-    transformer=tuple(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
-    modulation=("adaLN_modulation.0",),
-)
 SHIFTS: Mapping[str, float] = {"base": 6.0, "turbo": 3.0, "de-turbo": 3.0}
 """The scheduler's shift by release: De-Turbo is a Turbo that was trained back to a base."""
 RELEASED = re.compile(r"z[-_ ]?image([-_ ]?base)?([-_ ](bf16|fp16|fp32|fp8\w*))?")
@@ -72,7 +62,11 @@ class ZImage(FlowFamily):
     text_width = "cap_feat_dim"
     masked_text = True
     text_multiple = 32  # diffusers' SEQ_MULTI_OF
-    endings = ENDINGS
+    endings = target_endings(
+        tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+        transformer=tuple(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
+        modulation=("adaLN_modulation.0",),
+    )
     comfyui_prefix = "diffusion_model."
     metadata = AdapterNames(kohya="zimage", modelspec="Z-Image/lora")
 
@@ -83,35 +77,35 @@ class ZImage(FlowFamily):
         # False is 0, the base; True is 1, the Turbo.
         return self.published[named_release == "turbo"]
 
-    def facts(self, layout: Layout, *, source: str) -> BaseFacts:
-        """Read facts; base and Turbo have equal tensors, so names and the scheduler's shift decide.
+    def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
+        """Return the release; base and Turbo have equal tensors, so names and the scheduler's shift decide.
 
         A folder is a Turbo by its name or by its scheduler's shift. A single file is the release in its
         name and gets that release's shift; without a release in its name it counts as its companion's.
         """
         qwen3_config(layout.folder)  # raises for another text encoder
-        facts = super().facts(layout, source=source)
-        single = part_file(layout, "denoiser")
-        named_release = _release_in_name((single or Path(source)).name)
-        companion_release = "turbo" if facts.scheduler.get("shift") == SHIFTS["turbo"] else "base"
+        single, assumed, scheduler = part_file(layout, "denoiser"), None, plain.scheduler
+        named_release = _release_in_name((single or Path(plain.ids[0])).name)
+        companion_release = "turbo" if scheduler.get("shift") == SHIFTS["turbo"] else "base"
         if single is None and named_release == "base":
-            named_release = (
-                None  # a folder named "Z-Image" still brings its own scheduler: trust that
-            )
+            # A folder named "Z-Image" still brings its own scheduler: trust that.
+            named_release = None
         distilled = (named_release or companion_release) == "turbo"
-        facts = replace(facts, variant="turbo" if distilled else "base", distilled=distilled)
-        if single is None:
-            return facts
-        if named_release is not None:
-            return replace(facts, scheduler={**facts.scheduler, "shift": SHIFTS[named_release]})
-        other = self.published[companion_release == "base"]
-        return replace(
-            facts,
-            assumed=Assumption(
+        if single is not None and named_release is not None:
+            scheduler = {**scheduler, "shift": SHIFTS[named_release]}
+        elif single is not None:
+            other = self.published[companion_release == "base"]
+            assumed = Assumption(
                 sentence=f"nothing in {single.name} tells Z-Image from Z-Image-Turbo: it is taken for "
                 f"{'a Turbo' if distilled else 'the base'}, as its companion is",
                 setting=f"if that is wrong, use --set base.companion={other.ids[0]}",
-            ),
+            )
+        return replace(
+            plain,
+            scheduler=scheduler,
+            variant="turbo" if distilled else "base",
+            distilled=distilled,
+            assumed=assumed,
         )
 
     # ---- training

@@ -13,7 +13,8 @@ from typing import Literal
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families.base import DENOISER, Family, FileFormat
+from lora_trainer.families.base import Family
+from lora_trainer.families.facts import DENOISER, FileFormat
 from lora_trainer.lora.adapter_size import KIND_NAMES, AdapterKind
 
 Role = str

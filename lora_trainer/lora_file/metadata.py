@@ -24,7 +24,7 @@ from lora_trainer.common.files import sha256_bytes
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.common.wording import public_source, public_text
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
-from lora_trainer.families.base import Prediction
+from lora_trainer.families.facts import Prediction
 from lora_trainer.lora_file.tensor_file import json_object
 
 

@@ -25,14 +25,14 @@ from safetensors import SafetensorError, deserialize, safe_open
 
 from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open, sync_folder
-from lora_trainer.families.base import Header, TensorInfo
-from lora_trainer.families.base_files.base_folder import (
+from lora_trainer.families.base_files.weight_files import (
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
     MAX_KEY_LENGTH,
     MAX_TENSORS,
     could_fill_memory,
 )
+from lora_trainer.families.facts import Header, TensorInfo
 
 Array = np.ndarray[Any, Any]
 _NUMPY = {

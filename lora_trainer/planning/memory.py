@@ -19,7 +19,7 @@ from typing import Literal
 from lora_trainer.common.wording import GIB
 from lora_trainer.config.declare import SCHEDULE_FREE, Checkpointing
 from lora_trainer.costs.base_costs import ELEMENT_BYTES, BaseCosts
-from lora_trainer.families.base_files.base_folder import READ_BYTES
+from lora_trainer.families.base_files.weight_files import READ_BYTES
 from lora_trainer.hardware.devices import KINDS, RESERVED_BYTES
 from lora_trainer.lora.adapter_size import rebuilt_elements, total_elements
 from lora_trainer.planning.load import Load, runs_wide

@@ -24,7 +24,7 @@ from lora_trainer.config.declare import (
 )
 from lora_trainer.config.layers import Origin, is_preset
 from lora_trainer.config.running import Config, RunConfig
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.load import Load
 from lora_trainer.planning.memory import HostPrediction, Prediction

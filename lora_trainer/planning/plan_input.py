@@ -22,7 +22,8 @@ from lora_trainer.config.declare import Precision, settled
 from lora_trainer.config.layers import Resolved
 from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.families.base import Family
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.load import Load

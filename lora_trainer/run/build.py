@@ -27,7 +27,8 @@ from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.declare import QUANTIZATIONS, SCHEDULE_FREE, BasePrecision
 from lora_trainer.config.running import RunConfig
 from lora_trainer.dataset.caption_lengths import new_word
-from lora_trainer.families.base import DENOISER, WEIGHTS, Conditioning, TextEncoder
+from lora_trainer.families.base import WEIGHTS, TextEncoder
+from lora_trainer.families.facts import DENOISER, Conditioning
 from lora_trainer.hardware.machine import GIB
 from lora_trainer.lora.adapter import Adapter, add_new_tokens, denoiser_layers, inject, layer_shapes
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant

@@ -40,7 +40,8 @@ from lora_trainer.dataset.inspect_image import BAD_MASK
 from lora_trainer.dataset.quality import DatasetReport, inspect_images
 from lora_trainer.dataset.records import Dataset, ImageRecord, hold_out, regularisation_count
 from lora_trainer.dataset.scan import cache_folder, read_dataset
-from lora_trainer.families.base import BaseFacts, Family
+from lora_trainer.families.base import Family
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.families.hub_files import OnBytes, unheard
 from lora_trainer.families.locate import EMBEDDED, describe, identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier

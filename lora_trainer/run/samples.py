@@ -47,7 +47,8 @@ from lora_trainer.config.config import build_config
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.config.running import Config, SamplingSettings
-from lora_trainer.families.base import BaseFacts, Conditioning, Family, Sampler
+from lora_trainer.families.base import Family, Sampler
+from lora_trainer.families.facts import BaseFacts, Conditioning
 from lora_trainer.families.locate import locate, with_caption_tokens, with_choices
 from lora_trainer.hardware.machine import GIB, free_ram_bytes
 from lora_trainer.lora.tensors import DTYPES

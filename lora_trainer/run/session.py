@@ -19,7 +19,7 @@ from lora_trainer.common.events import read_events
 from lora_trainer.common.processes import made_to_stay
 from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.running import RunConfig
-from lora_trainer.families.base import DENOISER
+from lora_trainer.families.facts import DENOISER
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.tensors import split_key
 from lora_trainer.lora_file.write import final_export_name

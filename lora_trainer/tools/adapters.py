@@ -25,7 +25,8 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError, TrainingStopped
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base import DENOISER, Family, FileFormat
+from lora_trainer.families.base import Family
+from lora_trainer.families.facts import DENOISER, FileFormat
 from lora_trainer.families.locate import EMBEDDED, describe
 from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors

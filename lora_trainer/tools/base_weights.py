@@ -24,16 +24,11 @@ from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.files import disk_error, retry_while_open, sync_folder
 from lora_trainer.common.wording import public_text
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base import (
-    DENOISER,
-    BaseFacts,
-    Family,
-    Header,
-    WeightPlace,
-)
-from lora_trainer.families.base_files.base_folder import AGAIN, BESIDE_WEIGHTS, unread_quantisation
-from lora_trainer.families.layer_tables import released_layers
+from lora_trainer.families.base import Family
+from lora_trainer.families.base_files.weight_files import AGAIN, BESIDE_WEIGHTS, unread_quantisation
+from lora_trainer.families.facts import DENOISER, BaseFacts, Header, WeightPlace
 from lora_trainer.families.locate import describe, locate
+from lora_trainer.families.releases import released_layers
 from lora_trainer.lora.low_rank import fits
 from lora_trainer.lora.tensors import split_key, update
 from lora_trainer.lora_file.base_layers import LayerNames, released_names

@@ -26,7 +26,7 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.dataset.caption_rules import is_dropped, variant_of
 from lora_trainer.dataset.records import epoch_order, sample_id
-from lora_trainer.families.base import Conditioning, Prediction
+from lora_trainer.families.facts import Conditioning, Prediction
 from lora_trainer.training.noise import (
     TIMESTEPS,
     Level,

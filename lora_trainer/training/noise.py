@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lora_trainer.config.learning import ObjectiveSettings
-from lora_trainer.families.base import Prediction
+from lora_trainer.families.facts import Prediction
 
 TIMESTEPS = 1000
 Size = tuple[int, int]

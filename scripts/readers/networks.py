@@ -19,7 +19,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from lora_trainer import families
 from lora_trainer.families.base import Family
-from lora_trainer.families.base_files.unet_layers import ldm_module
+from lora_trainer.families.base_files.unet_file import ldm_module
 
 SD3_HEAD = 64
 """ComfyUI takes the width of SD3 as 64 times its depth."""

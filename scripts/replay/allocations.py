@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from lora_trainer.config.declare import BUFFERS, QUANTIZATIONS, Precision, streamed_indices
 from lora_trainer.costs.trace import TracedNetwork, add_adapters, empty_conditioning
-from lora_trainer.families.base import AUTOENCODER_KL, BaseFacts, Family
+from lora_trainer.families.base import Family
+from lora_trainer.families.facts import AUTOENCODER_KL, BaseFacts
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.live_storages import FusedKernels, LiveStorages, outputs_of

@@ -34,7 +34,7 @@ from lora_trainer.config.config import build_config
 from lora_trainer.config.layers import resolve as resolve_settings
 from lora_trainer.config.running import Config
 from lora_trainer.dataset.buckets import buckets_for, place
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.importing.foreign import Foreign
 from lora_trainer.importing.reading import import_file
 from lora_trainer.training.loss import ERRORS

@@ -10,8 +10,7 @@ import re
 from functools import cache
 
 from lora_trainer import families
-from lora_trainer.families.layer_tables import released_layers
-from lora_trainer.families.text.text_layers import BY_ROLE
+from lora_trainer.families.releases import BY_ROLE, released_layers
 from tests.fakes.original_names import NORMS, ORIGINAL
 
 Shapes = dict[str, tuple[int, ...]]

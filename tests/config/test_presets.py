@@ -20,7 +20,7 @@ from lora_trainer.config.declare import PRIORITIES
 from lora_trainer.config.layers import TIERS, preset_families
 from lora_trainer.families import DEFAULT_FAMILY, MODULES, known_base
 from lora_trainer.families import family as load_family
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.plan import Plan
 from lora_trainer.planning.run_time import run_length

@@ -13,14 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.families.base import (
-    BaseFacts,
-    Conditioning,
-    Family,
-    Geometry,
-    Layout,
-    TextEncoder,
-)
+from lora_trainer.families.base import Family, TextEncoder
+from lora_trainer.families.facts import BaseFacts, Conditioning, Geometry, Layout
 from lora_trainer.training.loss import padded_alike
 
 CPU = torch.device("cpu")

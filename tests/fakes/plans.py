@@ -10,7 +10,7 @@ from lora_trainer.config.layers import Origin, resolve
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families import family, known_base
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import Hardware, tier
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.load import Load

@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families import family
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.facts import BaseFacts
 
 MINI_UNET: Mapping[str, Any] = {
     "_class_name": "UNet2DConditionModel",

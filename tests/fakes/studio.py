@@ -26,13 +26,8 @@ from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import placing
 from lora_trainer.dataset.scan import scan
-from lora_trainer.families.base import (
-    BaseFacts,
-    Conditioning,
-    Geometry,
-    Layout,
-    TextEncoder,
-)
+from lora_trainer.families.base import TextEncoder
+from lora_trainer.families.facts import BaseFacts, Conditioning, Geometry, Layout
 from lora_trainer.families.locate import identified
 from tests.fakes.training import CPU, tiny_base
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lora_trainer import families
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families.base import DENOISER, BaseFacts, Conditioning, Family
+from lora_trainer.families.base import Family
+from lora_trainer.families.facts import DENOISER, BaseFacts, Conditioning
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.network.block_swap import base_tensors, repeated_blocks
 from lora_trainer.network.compiling import CompiledBlocks

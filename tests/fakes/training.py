@@ -26,7 +26,7 @@ from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import AdapterSettings, ObjectiveSettings, OptimizerSettings
-from lora_trainer.families.base import DENOISER, BaseFacts, Layout, Prediction
+from lora_trainer.families.facts import DENOISER, BaseFacts, Layout, Prediction
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.training.actions import Progress, SaveAction
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader

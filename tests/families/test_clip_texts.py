@@ -14,10 +14,10 @@ import transformers
 from torch import Tensor, nn
 
 from lora_trainer import families
-from lora_trainer.common.caption_markup import weighted_parts
+from lora_trainer.common.caption_markup import NewWord, weighted_parts
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base import BaseFacts, NewWord
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.families.locate import describe
 from tests.fakes.bases.parts import clip_tokenizer
 from tests.fakes.family_bases import CPU, copy_of, facts_at, pipeline_of

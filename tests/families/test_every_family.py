@@ -20,7 +20,7 @@ from lora_trainer import families
 from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families.base import DENOISER
+from lora_trainer.families.facts import DENOISER
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.dropout import halves
 from lora_trainer.lora_file.write import final_export_name

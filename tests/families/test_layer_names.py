@@ -15,8 +15,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lora_trainer import families
-from lora_trainer.families.base import DENOISER
-from lora_trainer.families.layer_tables import released_layers
+from lora_trainer.families.facts import DENOISER
+from lora_trainer.families.releases import released_layers
 from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora_file.base_layers import LayerNames, released_names
 from lora_trainer.lora_file.read_tensors import read_tensors

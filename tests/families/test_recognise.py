@@ -12,7 +12,7 @@ from torch import nn
 
 from lora_trainer import families
 from lora_trainer.config.declare import TARGETS
-from lora_trainer.families.base import DENOISER, BaseFacts
+from lora_trainer.families.facts import DENOISER, BaseFacts
 from lora_trainer.families.recognise import adapter_family
 
 Shapes = Mapping[str, tuple[int, ...]]

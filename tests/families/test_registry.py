@@ -20,15 +20,9 @@ from lora_trainer.config.declare import TARGETS
 from lora_trainer.config.layers import preset_families
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.families.base import (
-    DENOISER,
-    BaseFacts,
-    Conditioning,
-    Family,
-    FileFormat,
-    TextEncoder,
-)
-from lora_trainer.families.base_files.base_folder import read_header
+from lora_trainer.families.base import Family, TextEncoder
+from lora_trainer.families.base_files.weight_files import read_header
+from lora_trainer.families.facts import DENOISER, BaseFacts, Conditioning, FileFormat
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.adapter_size import adapter_tensors, total_elements
 from tests.fakes.family_bases import (

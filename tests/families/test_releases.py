@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 from lora_trainer import families
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.network.live_storages import LiveStorages
 
 SOURCES = [
@@ -24,7 +24,7 @@ SOURCES = [
     for name in families.MODULES
     for release in families.family(name).published
 ]
-COMPANIONS = Path(families.__file__).parent / "base_files/open_companions.json"
+COMPANIONS = Path(families.__file__).parent / "open_companions.json"
 OPEN = json.loads(COMPANIONS.read_text(encoding="utf-8"))["configs"]
 TEXTS: Mapping[str, Mapping[str, Any]] = {
     "CLIP-L": OPEN["clip_l"],

@@ -23,8 +23,8 @@ from torch import Tensor
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base import BaseFacts
-from lora_trainer.families.base_files.base_folder import read_header
+from lora_trainer.families.base_files.weight_files import read_header
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.families.locate import describe, with_choices
 from tests.checkpoint_files import layouts
 from tests.checkpoint_files.cases import Case
@@ -416,7 +416,7 @@ def test_a_file_is_mapped_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
             held.append(weakref.ref(tensor))
             return tensor
 
-    module = "lora_trainer.families.base_files.base_folder"
+    module = "lora_trainer.families.base_files.weight_files"
     monkeypatch.setattr(f"{module}.safe_open", Counting)
     monkeypatch.setattr(f"{module}.READ_BYTES", part_bytes)
     network_of(facts_of("sdxl"), torch.bfloat16)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import Geometry
+from lora_trainer.families.facts import Geometry
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.family_bases import (
     CPU,

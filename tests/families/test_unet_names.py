@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_trainer import families
-from lora_trainer.families.base_files.unet_layers import ldm_module
+from lora_trainer.families.base_files.unet_file import ldm_module
 
 
 def check_names(config: Mapping[str, Any]) -> None:

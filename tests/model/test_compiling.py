@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families import family
-from lora_trainer.families.base import DENOISER
+from lora_trainer.families.facts import DENOISER
 from lora_trainer.lora.adapter import inject
 from lora_trainer.network.block_swap import stream_blocks
 from lora_trainer.network.compiling import CompilationFailed, CompiledBlocks

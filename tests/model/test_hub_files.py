@@ -12,7 +12,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.families.hub_files import wanted
 from lora_trainer.families.locate import describe, identified, locate
 from tests.fakes.bases.parts import t5_tokenizer

@@ -18,7 +18,7 @@ from lora_trainer import families
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config.declare import weight_bytes
 from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families.base import DENOISER
+from lora_trainer.families.facts import DENOISER
 from lora_trainer.lora.adapter import inject
 from lora_trainer.lora.tensors import update
 from lora_trainer.network import quantize as quantizing

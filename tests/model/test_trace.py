@@ -25,7 +25,7 @@ from lora_trainer.costs.trace import (
     trace_step,
     traced_network,
 )
-from lora_trainer.families.base import Conditioning, Geometry
+from lora_trainer.families.facts import Conditioning, Geometry
 from lora_trainer.lora.adapter import inject
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.live_storages import LiveStorages, MetaAnswers, storage_key

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.facts import BaseFacts
 from lora_trainer.families.locate import locate
 from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.lora_file.tensor_file import open_checked
@@ -158,7 +158,7 @@ READ_BASES = """
 import sys
 from pathlib import Path
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base_files.base_folder import read_header
+from lora_trainer.families.base_files.weight_files import read_header
 def peak_kib():
     # ru_maxrss would be that of the process that started this one, where that was larger.
     status = Path("/proc/self/status").read_text()

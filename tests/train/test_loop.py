@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lora_trainer.checkpoint.states import LoopValues, load_newest
 from lora_trainer.common.errors import MachineError, StoppedBySignal, TrainingStopped
 from lora_trainer.config.learning import ObjectiveSettings, OptimizerSettings
-from lora_trainer.families.base import Conditioning
+from lora_trainer.families.facts import Conditioning
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.training.actions import Progress
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader, split

@@ -10,7 +10,7 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling
 
 from lora_trainer.config.layers import TIERS
-from lora_trainer.families.base import BaseFacts
+from lora_trainer.families.facts import BaseFacts
 from scripts.timestep_table import (
     PAGE,
     REFERENCES,

@@ -14,7 +14,8 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,34 +23,37 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base_files.base_folder import (
-    AGAIN,
+from lora_trainer.families.base_files.base_parts import (
     COMPANION,
     converted,
-    count_parameters,
-    fill,
+    elements,
     part_file,
     part_folder,
-    read_header,
+    part_names,
     read_json,
-    read_tensors,
+    vae_names,
+    vae_shape,
     weights,
 )
-from lora_trainer.families.base_files.network_files import part_names, vae_names, vae_shape
-from lora_trainer.families.base_files.unet_layers import DEFAULTS, unet_numbers
+from lora_trainer.families.base_files.weight_files import (
+    AGAIN,
+    count_parameters,
+    read_header,
+)
 from lora_trainer.families.facts import (
+    DEFAULTS,
     DENOISER,
-    BaseRelease,
     Header,
     Layout,
     TensorInfo,
     WeightPlace,
+    unet_numbers,
 )
+from lora_trainer.families.releases import BaseRelease
 from lora_trainer.families.text.clip import TEXT_MODEL, ClipPart, ClipSize
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
 UNET = "model.diffusion_model."
 UNET_MODULES = (
@@ -182,9 +186,10 @@ def count_unet(
     return count
 
 
-def count_vae(layout: Layout, config: Mapping[str, Any]) -> int:
+def count_vae(layout: Layout) -> int:
     """Count a VAE's parameters; raises InputError for a separate VAE whose latents differ from the base's."""
     single, folder = part_file(layout, "vae"), part_folder(layout, "vae", "vae")
+    config = read_json(folder / "config.json")
     if folder != layout.folder / "vae":
         _check_scale(folder, config, base_config=read_json(layout.folder / "vae" / "config.json"))
     if single is None:
@@ -264,34 +269,6 @@ def clip_parameters(part: ClipPart, config: Mapping[str, Any]) -> int:
     return positions * width + int(config["num_hidden_layers"]) * layer + 2 * width + projection
 
 
-def elements(header: Header, names: Iterable[str]) -> int:
-    """Count the numbers in the named tensors of a file."""
-    return sum(math.prod(header[name].shape) for name in names)
-
-
-# ---- loading
-
-
-def load_unet(layout: Layout, network: Any, *, dtype: torch.dtype) -> nn.Module:
-    """Fill a U-Net on `meta` with its weights in `dtype`; raises InputError when the weights do not fit."""
-    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
-
-    tensors: dict[str, Tensor] = {}
-    single = part_file(layout, "denoiser")
-    if single is None:
-        folder = part_folder(layout, "denoiser", "unet")
-        for file in weights(folder):
-            tensors |= read_tensors(file, {name: name for name in read_header(file)}, dtype=dtype)
-        network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
-        ours = "its config.json"
-        return fill(network, tensors, file=folder, part="denoiser", config=ours, fix=AGAIN)
-    tensors = read_tensors(single, unet_names(read_header(single)), dtype=dtype)
-    if "input_blocks.0.0.weight" in tensors:
-        prefixed = {UNET + name: tensor for name, tensor in tensors.items()}
-        tensors = converted(single, lambda: convert_ldm_unet_checkpoint(prefixed, network.config))
-    return fill(network, tensors, file=single, part="denoiser")
-
-
 # ---- where a checkpoint keeps its weights
 
 WEIGHT = ".weight"
@@ -361,3 +338,88 @@ def weight_places(header: Header, texts: Iterable[ClipPart]) -> dict[str, Weight
             rows = converted(file, convert)
         add(text.component, text.checkpoint, rows)
     return places
+
+
+# ---- names of layers in checkpoints, without torch
+
+_ENDS: Mapping[str, str] = {
+    "conv_in": "input_blocks.0.0",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+}
+_RESNET: Mapping[str, str] = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+_MIDDLE = ("resnets.0", "attentions.0", "resnets.1")
+
+
+def ldm_module(module: str, *, architecture: Mapping[str, Any]) -> str:
+    """Return the checkpoint's name of diffusers' module; raises KeyError for a module of another U-Net."""
+    return _renamed(module, dict(_blocks(unet_numbers(architecture))))
+
+
+def _renamed(module: str, blocks: Mapping[str, str]) -> str:
+    """Rename by the tables of blocks, of layers outside blocks and of layers in resnets."""
+    if module in _ENDS:
+        return _ENDS[module]
+    parts = module.split(".")
+    # The longest matching block wins: a downsampler is a whole block.
+    for count in range(len(parts), 0, -1):
+        block, inner = ".".join(parts[:count]), ".".join(parts[count:])
+        if block in blocks:
+            renamed = _RESNET[inner] if inner and "resnets" in block else inner
+            return f"{blocks[block]}.{renamed}" if renamed else blocks[block]
+    raise KeyError(module)
+
+
+def checkpoint_names(
+    modules: Iterable[str], *, architecture: Mapping[str, Any]
+) -> dict[str, tuple[str, ...]]:
+    """Return checkpoint name -> (diffusers' module,), without modules that no release has."""
+    blocks = dict(_blocks(unet_numbers(architecture)))
+    modules_by_name: dict[str, tuple[str, ...]] = {}
+    for module in modules:
+        with suppress(KeyError):
+            modules_by_name[_renamed(module, blocks)] = (module,)
+    return modules_by_name
+
+
+def _blocks(numbers: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (diffusers' name, checkpoint's name) of every resnet, transformer and sampler."""
+    last = len(numbers["layers_per_block"]) - 1
+    number = 1  # 0 is conv_in
+    for level, (resnets, kind) in enumerate(
+        zip(numbers["layers_per_block"], numbers["down_block_types"], strict=True)
+    ):
+        for index in range(resnets):
+            yield f"down_blocks.{level}.resnets.{index}", f"input_blocks.{number}.0"
+            if kind.startswith("CrossAttn"):
+                yield f"down_blocks.{level}.attentions.{index}", f"input_blocks.{number}.1"
+            number += 1
+        if level < last:
+            yield f"down_blocks.{level}.downsamplers.0.conv", f"input_blocks.{number}.0.op"
+            number += 1
+    for middle, name in enumerate(_MIDDLE):
+        yield f"mid_block.{name}", f"middle_block.{middle}"
+    number = 0
+    for up, (resnets, kind) in enumerate(
+        zip(reversed(numbers["layers_per_block"]), numbers["up_block_types"], strict=True)
+    ):
+        attention = kind.startswith("CrossAttn")
+        for index in range(resnets + 1):  # one more than on the way down
+            yield f"up_blocks.{up}.resnets.{index}", f"output_blocks.{number}.0"
+            if attention:
+                yield f"up_blocks.{up}.attentions.{index}", f"output_blocks.{number}.1"
+            number += 1
+        if up < last:  # in the same block as the level's last resnet, behind its transformer
+            sampler = f"output_blocks.{number - 1}.{1 + attention}.conv"
+            yield f"up_blocks.{up}.upsamplers.0.conv", sampler

@@ -22,20 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lora_trainer.common.caption_markup import Weighted, words_of
-from lora_trainer.families.base import WEIGHTS, Conditioning, Layout, NewWord, TextEncoder
-from lora_trainer.families.base_files.base_folder import (
+from lora_trainer.common.caption_markup import NewWord, Weighted, words_of
+from lora_trainer.families.base import WEIGHTS, TextEncoder
+from lora_trainer.families.base_files.base_parts import (
     converted,
     fill,
     part_file,
-    read_header,
-    read_tensors,
     tokenizer_of,
-    variant,
     whole,
 )
-from lora_trainer.families.facts import AROUND
-from lora_trainer.families.text.text_layers import text_layers
+from lora_trainer.families.base_files.weight_files import read_header, read_tensors
+from lora_trainer.families.facts import AROUND, Conditioning, Layout
+from lora_trainer.families.releases import BY_ROLE, text_layers
 
 if TYPE_CHECKING:
     import torch
@@ -156,21 +154,26 @@ class ClipSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipPart:
-    """One CLIP text encoder of a family; `released` is the size of the public releases'.
+    """One CLIP text encoder of a family.
 
-    `component` is its folder and its name in adapter keys, `role` ComfyUI's name of it, `network` its
-    transformers class.
-    `checkpoint` is the prefix of its weights in single-file checkpoints; a prefix that ends with
-    `model.` means OpenCLIP's layout, with `transformer.` transformers'. `embedding` is the key of its
-    vectors in embedding files.
+    `role` is ComfyUI's name of it, `component` its folder and its name in adapter keys, `checkpoint` the
+    prefix of its weights in single-file checkpoints; a prefix that ends with `model.` means OpenCLIP's layout,
+    with `transformer.` transformers'.
     """
 
-    component: str = "text_encoder"
-    network: str = "CLIPTextModel"
-    checkpoint: str
     role: str
-    released: ClipSize
-    embedding: str = "emb_params"
+    checkpoint: str
+    component: str = "text_encoder"
+
+    @property
+    def network(self) -> str:
+        """The class of transformers."""
+        return BY_ROLE[self.role].network
+
+    @property
+    def released(self) -> ClipSize:
+        """The size of the public releases' encoder."""
+        return ClipSize(width=BY_ROLE[self.role].width, **BY_ROLE[self.role].sizes)
 
     @property
     def tokenizer(self) -> str:
@@ -311,7 +314,7 @@ def load_network(
     kind, folder = getattr(transformers, part.network), layout.folder / part.component
     single = part_file(layout, "text_encoder")
     if single is None:
-        network = whole(kind, folder, dtype=dtype, variant=variant(folder))
+        network = whole(kind, folder, dtype=dtype)
     else:
         config = kind.config_class.from_pretrained(folder, local_files_only=True)
         network = _load_from_file(single, kind, config, prefix=part.checkpoint, dtype=dtype)

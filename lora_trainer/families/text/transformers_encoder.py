@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base import Conditioning, TextEncoder
-from lora_trainer.families.base_files.base_folder import AGAIN, check_chat_template, read_json
+from lora_trainer.families.base import TextEncoder
+from lora_trainer.families.base_files.base_parts import check_chat_template, read_json
+from lora_trainer.families.base_files.weight_files import AGAIN
+from lora_trainer.families.facts import Conditioning
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,37 +30,19 @@ if TYPE_CHECKING:
 SPIECE = "spiece.model"
 QWEN3_UNREAD = ("lm_head.",)
 """The language head, which scores words: 0.6 of the 8.2 billion parameters of Qwen3-8B."""
-QWEN_VL_TEMPLATE = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, "
-    "text, spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}"
-    "<|im_end|>\n<|im_start|>assistant\n"
-)
-QWEN_VL_TEMPLATE_TOKENS = 34
-"""Template tokens before the prompt: the language model reads them, the denoiser does not get them."""
-QWEN_VL_UNREAD = ("visual.", "model.visual.", "lm_head.")
-"""Prefixes of the vision tower and the language head, in old and new names: 1.2 of 8.3 billion parameters."""
-LUMINA_SYSTEM_PROMPT = (
-    "You are an assistant designed to generate superior images with the superior degree of image-text "
-    "alignment based on textual prompts or user prompts. <Prompt Start> "
-)
-"""diffusers' pipeline puts it before a prompt; the base was trained with it."""
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer of the class that its own files declare, without network access."""
     from transformers import AutoTokenizer
 
-    if has_spiece_only(folder):
+    # As in Chroma's releases.
+    if (folder / SPIECE).is_file() and not (folder / "tokenizer.json").is_file():
         return load_spiece_tokenizer(folder)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         folder, local_files_only=True
     )
     return tokenizer
-
-
-def has_spiece_only(folder: Path) -> bool:
-    """Return whether a tokenizer has SentencePiece's file and no tokenizer.json, as in Chroma's releases."""
-    return (folder / SPIECE).is_file() and not (folder / "tokenizer.json").is_file()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,18 +109,6 @@ class TransformersEncoder(TextEncoder):
         """Return the prompt tokens that fit beside special tokens and the empty template."""
         template_tokens = len(self.tokenizers[self.last](self.template("")).input_ids)
         return self.max_tokens + self.free_tokens - template_tokens
-
-
-class PooledT5Encoder(TransformersEncoder):
-    """CLIP (`text_encoder`) for one pooled vector, T5 (`text_encoder_2`) for the tokens."""
-
-    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
-        """Return `text` [B, max_tokens, channels], padding included, and `pooled` [B, channels]."""
-        return {
-            "text": self.run("text_encoder_2", tokens["text_encoder_2"])[0],
-            # Before CLIP's projection, as FluxPipeline._get_clip_prompt_embeds.
-            "pooled": self.run("text_encoder", tokens["text_encoder"]).pooler_output,
-        }
 
 
 class MaskedEncoder(TransformersEncoder):
@@ -220,44 +192,6 @@ class Qwen3Encoder(MaskedEncoder):
         }
 
 
-class QwenVLEncoder(MaskedEncoder):
-    """The language model of Qwen2.5-VL; the template's beginning is dropped from the text."""
-
-    free_tokens = QWEN_VL_TEMPLATE_TOKENS
-    padding_side = "right"  # because `embed` drops the template's tokens at the front
-
-    def template(self, prompt: str) -> str:
-        return QWEN_VL_TEMPLATE.format(prompt)
-
-    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
-        states, mask = self.states(tokens)
-        mask = mask[:, QWEN_VL_TEMPLATE_TOKENS:]
-        return {
-            "text": states[-1][:, QWEN_VL_TEMPLATE_TOKENS:] * mask[..., None],
-            "text_mask": mask,
-        }
-
-
-class Gemma2Encoder(MaskedEncoder):
-    """Gemma 2 on the prompt after the system prompt; an empty prompt is encoded alone, as in training.
-
-    The pipeline pads to 256. The network cuts each text at its own length, so the result is the same.
-    """
-
-    padding_side = "right"  # the tokenizer's own is left; the pipeline sets right
-
-    def template(self, prompt: str) -> str:
-        return LUMINA_SYSTEM_PROMPT + prompt if prompt else ""
-
-    def prompt_room(self) -> int:
-        text = LUMINA_SYSTEM_PROMPT.rstrip(" ")
-        return self.max_tokens - len(self.tokenizers[self.last](text).input_ids)
-
-    def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
-        states, mask = self.states(tokens)
-        return {"text": states[-2] * mask[..., None], "text_mask": mask}
-
-
 # ---- T5's vocabulary from SentencePiece's own file, where it was published without tokenizer.json
 #
 # `spiece.model` is a protocol buffer (sentencepiece_model.proto of github.com/google/sentencepiece). transformers
@@ -273,18 +207,11 @@ _UNIGRAM = 1
 _VARINT, _EIGHT_BYTES, _SIZED, _FOUR_BYTES = 0, 1, 2, 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class SentencePieces:
-    """A unigram vocabulary: (piece, log probability) by token id, the id of `unk`, and the compiled
-    character normalisation (b"": none)."""
+def read_pieces(file: Path) -> tuple[list[tuple[str, float]], int, bytes]:
+    """Return (piece, log probability) by token id, the id of `unk`, and the compiled normalisation (b"": none).
 
-    pieces: tuple[tuple[str, float], ...]
-    unknown: int
-    characters: bytes
-
-
-def read_pieces(file: Path) -> SentencePieces:
-    """Read SentencePiece's file; raises InputError for any other file and for other kinds of model."""
+    Raises InputError for any other file than SentencePiece's and for other kinds of model.
+    """
     pieces, unknown, kind, characters = [], 0, _UNIGRAM, b""
     try:
         for field, value in _fields(file.read_bytes()):
@@ -309,7 +236,7 @@ def read_pieces(file: Path) -> SentencePieces:
             f"{file} holds {len(pieces)} pieces of a model of kind {kind}, not a unigram vocabulary",
             fix="give a base model with the T5 tokenizer it was made with",
         )
-    return SentencePieces(pieces=tuple(pieces), unknown=unknown, characters=characters)
+    return pieces, unknown, characters
 
 
 def load_spiece_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -317,10 +244,10 @@ def load_spiece_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer, models, normalizers
     from transformers import AutoTokenizer
 
-    pieces = read_pieces(folder / SPIECE)
-    tokenizer = Tokenizer(models.Unigram(list(pieces.pieces), unk_id=pieces.unknown))
-    if pieces.characters:
-        tokenizer.normalizer = normalizers.Precompiled(pieces.characters)
+    pieces, unknown, characters = read_pieces(folder / SPIECE)
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=unknown))
+    if characters:
+        tokenizer.normalizer = normalizers.Precompiled(characters)
     # AutoTokenizer adds special tokens and settings from the folder's JSON files to the written vocabulary.
     with tempfile.TemporaryDirectory(prefix="lora-train-") as whole:
         for settings in folder.glob("*.json"):

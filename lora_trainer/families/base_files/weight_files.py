@@ -1,0 +1,328 @@
+"""Weight files: the header and the tensors of safetensors and GGUF, and which quantisation is not read.
+
+A header is read without torch. GGUF's format is that of ggml (docs/gguf.md), with ComfyUI-GGUF's
+`comfy.gguf.orig_shape.NAME` for tensors that were reshaped before quantisation; the package gguf is needed to
+load such a file, not to plan with it. Every function raises InputError naming the file.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from importlib.util import find_spec
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from lora_trainer.common.errors import InputError, MachineError
+from lora_trainer.families.facts import Header, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+MAX_HEADER_BYTES = 16_000_000
+"""Largest header read of a safetensors file; the format allows 100 MB, the largest base models need 1 MB."""
+MAX_TENSORS = 100_000
+_TOO_MANY = f"it names more than {MAX_TENSORS:,} tensors"
+MAX_DIMENSIONS = 16
+MAX_KEY_LENGTH = 1_000
+READ_BYTES = 2**28
+"""How much of a file is mapped at a time while its tensors are read."""
+AGAIN = "download the base model again"
+_NO_PARAMETERS = ("position_ids", "running_mean", "running_var", "num_batches_tracked")
+GGUF = ".gguf"
+SUFFIXES = frozenset({".safetensors", ".sft", GGUF})
+"""Suffixes of single files; `.sft` is safetensors under the name that FLUX.1's first release used."""
+_WEIGHT_SCALES = ("scale_weight", "weight_scale")
+"""Names of an fp8 weight's scale, a number or one per row, beside it (ComfyUI's former and present names)."""
+BESIDE_WEIGHTS = (*_WEIGHT_SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant")
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+_QUANTISED = (
+    ("bitsandbytes (NF4, INT8)", (".absmax", ".quant_map", ".SCB")),
+    ("NVFP4", (".weight_scale_2",)),
+    ("SVDQuant (Nunchaku) or GPTQ", (".qweight", ".wscales")),
+    ("fp8 in blocks", (".weight_scale_inv",)),
+)
+"""Kinds of quantisation that are not read -> endings of the tensors that give them away."""
+
+
+def read_header(file: Path) -> Header:
+    """Return the weights in a safetensors or GGUF file, without the scales of fp8 weights.
+
+    Raises InputError for a truncated or foreign file.
+    """
+    is_gguf = file.suffix == GGUF
+    try:
+        tensors = read_gguf_header(file) if is_gguf else _safetensors_header(file)
+        _check_count(tensors)
+        if any(len(name) > MAX_KEY_LENGTH for name in tensors):
+            raise ValueError(f"a tensor's name of more than {MAX_KEY_LENGTH:,} characters")
+        if any(len(info.shape) > MAX_DIMENSIONS for info in tensors.values()):
+            raise ValueError(f"a tensor of more than {MAX_DIMENSIONS} dimensions")
+        if any(length < 0 for info in tensors.values() for length in info.shape):
+            raise ValueError("a tensor of negative size")
+    except (
+        OSError, ValueError, SafetensorError, struct.error, MemoryError, OverflowError, AttributeError, KeyError,
+        TypeError, IndexError, RecursionError,
+    ) as error:  # fmt: skip
+        kind = "GGUF" if is_gguf else "safetensors"
+        fault, fix = f"is not a whole {kind} file", AGAIN
+        if "unknown variant" in str(error):  # a dtype that safetensors does not know
+            fault = "has numbers of a type that is not read"
+            fix = "get a bf16, fp16 or fp8 version of this model"
+        raise InputError(f"{file} {fault} ({error})", fix=fix) from None
+    return {
+        name: info
+        for name, info in tensors.items()
+        # Scales are no layers: they would count as parameters, and no network has them.
+        if name.rpartition(".")[2] not in BESIDE_WEIGHTS
+    }
+
+
+def _safetensors_header(file: Path) -> dict[str, TensorInfo]:
+    with file.open("rb") as stream:
+        # The first 8 bytes are the header's length: any other file gives an absurd number here.
+        length = int.from_bytes(stream.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {length:,} bytes")
+        if could_fill_memory(stream.read(length)):
+            raise ValueError(_TOO_MANY)
+    with safe_open(file, framework="numpy") as mapped:  # checks that the file is whole
+        names = mapped.keys()
+        _check_count(names)
+        entries = {name: mapped.get_slice(name) for name in names}
+        return {
+            name: TensorInfo(dtype=entry.get_dtype(), shape=tuple(entry.get_shape()))
+            for name, entry in entries.items()
+        }
+
+
+def could_fill_memory(header: bytes) -> bool:
+    """Return whether a safetensors header has more brackets or commas than `MAX_TENSORS` tensors need.
+
+    A tensor's entry has three brackets and, with `MAX_DIMENSIONS`, at most 19 commas. Counted before
+    the header is parsed, which takes many times its bytes.
+    """
+    brackets = header.count(b"{") + header.count(b"[")
+    return brackets > 4 * MAX_TENSORS or header.count(b",") > 20 * MAX_TENSORS
+
+
+def _check_count(names: Collection[str]) -> None:
+    if len(names) > MAX_TENSORS:
+        raise ValueError(_TOO_MANY)
+
+
+def refuse_quantised(file: Path, header: Header) -> None:
+    """Raise InputError for weights in a quantisation that is not read: taken as numbers they are noise."""
+    if kind := unread_quantisation(file, header):
+        raise InputError(
+            f"{file.name} is quantised {kind}; readable are fp32, bf16, fp16, fp8 plain or with a scale per "
+            "tensor or row, and GGUF",
+            fix="use such a version of this model; lora-train quantises it again where memory asks for it",
+        )
+
+
+def unread_quantisation(file: Path, header: Header) -> str:
+    """Return the quantisation of weights that is not read, to follow "quantised"; empty if all are read."""
+    for kind, endings in _QUANTISED:
+        if first := next((name for name in header if name.endswith(endings)), None):
+            return f"as {kind} ({first})"
+    readable = GGUF_TYPES if file.suffix == GGUF else _FLOATS
+    for name, info in header.items():
+        # Norms, biases and buffers keep their type in quantised files and say nothing.
+        if len(info.shape) > 1 and name.endswith("weight") and info.dtype not in readable:
+            return f"({name} is {info.dtype})"
+    return ""
+
+
+def read_tensors(file: Path, names: Mapping[str, str], *, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return tensors cast to `dtype`, wanted name -> tensor; `names` maps it to the name in the file.
+
+    An fp8 weight is multiplied by its scale in float32; tensors stored in `dtype` are views of the mapped
+    file. Pages of a mapped file that were read count as memory of the process until the mapping is closed.
+    The file is mapped anew for every `READ_BYTES`, so a float32 base does not lie in memory beside its bf16
+    copy. Raises InputError for a broken file.
+    """
+    if file.suffix == GGUF:
+        return read_gguf_tensors(file, names, read_header(file), dtype=dtype)
+    tensors: dict[str, Tensor] = {}
+    unread = deque(names.items())
+    try:
+        while unread:
+            with safe_open(file, framework="pt") as mapped:
+                read_bytes, present = 0, set(mapped.keys())
+                while unread and read_bytes < READ_BYTES:
+                    name, stored_name = unread.popleft()
+                    stored = mapped.get_tensor(stored_name)
+                    read_bytes += stored.nbytes
+                    # Of a name that does not end in "weight" nothing is removed; it has no scale.
+                    stem = stored_name.removesuffix("weight")
+                    scale_name = next(
+                        (f"{stem}{end}" for end in _WEIGHT_SCALES if f"{stem}{end}" in present), ""
+                    )
+                    if scale_name and stem != stored_name:
+                        stored = _scaled(file, stored_name, stored, mapped.get_tensor(scale_name))
+                    tensors[name] = stored.to(dtype)
+                    del stored  # a tensor of the file keeps the whole mapping open
+    except SafetensorError as error:
+        raise InputError(f"{file} is not a whole safetensors file ({error})", fix=AGAIN) from None
+    return tensors
+
+
+def _scaled(file: Path, name: str, stored: Tensor, scale: Tensor) -> Tensor:
+    """Return an fp8 weight times its scale, float32; the scale is one number or one per row."""
+    rows = scale.float().flatten()
+    if len(rows) not in (1, len(stored)):
+        raise InputError(
+            f"{file} has {len(rows):,} scales for the {len(stored):,} rows of {name}; readable is one "
+            "per tensor or row",
+            fix="use the bf16 or fp16 version of this model",
+        )
+    return stored.float() * rows.reshape(-1, *[1] * (stored.dim() - 1))
+
+
+def count_parameters(files: Iterable[Path], *, unread: tuple[str, ...] = ()) -> int:
+    """Count the parameters in safetensors files; position ids and batch statistics are none.
+
+    `unread` are prefixes of tensors that loading leaves out.
+    """
+    return sum(
+        math.prod(info.shape)
+        for file in files
+        for name, info in read_header(file).items()
+        if not name.endswith(_NO_PARAMETERS) and not name.startswith(unread)
+    )
+
+
+# ---- GGUF
+
+_TYPES: Mapping[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
+    20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136),
+}  # fmt: skip
+"""Number of each type that diffusers can read -> its name, numbers and bytes of one block."""
+GGUF_TYPES = frozenset(name for name, _, _ in _TYPES.values())
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+"""Number of each type of value -> its code in struct."""
+_STRING, _ARRAY = 8, 9
+_MOST = 1_000_000
+"""Most entries of a list: a broken length must not fill the memory."""
+
+
+class _Cursor:
+    """Reads values of a GGUF header; struct.error past its end, ValueError for impossible lengths."""
+
+    def __init__(self, data: mmap) -> None:
+        self.data, self.at = data, 0
+
+    def number(self, code: str) -> Any:
+        (value,) = struct.unpack_from(f"<{code}", self.data, self.at)
+        self.at += struct.calcsize(f"<{code}")
+        return value
+
+    def count(self) -> int:
+        count = int(self.number("Q"))
+        if count > _MOST:
+            raise ValueError(f"a list of {count:,} entries")
+        return count
+
+    def text(self) -> str:
+        length = self.count()
+        if self.at + length > len(self.data):
+            raise ValueError("a text beyond the header's end")
+        self.at += length
+        return self.data[self.at - length : self.at].decode("utf-8")
+
+    def value(self) -> Any:
+        return self._of_kind(int(self.number("I")))
+
+    def _of_kind(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            return self.number(_SCALARS[kind])
+        inner = int(self.number("I"))
+        # The format nests without limit, and a broken file could exhaust the stack.
+        if inner == _ARRAY:
+            raise ValueError("a list of lists")
+        return [self._of_kind(inner) for _ in range(self.count())]
+
+
+def read_gguf_header(file: Path) -> dict[str, TensorInfo]:
+    """Return a GGUF file's tensors.
+
+    Raises OSError, struct.error, KeyError or ValueError (UnicodeDecodeError too) for a broken file.
+    """
+    # Mapped, not read: nobody knows the length of the header before its end.
+    with (
+        file.open("rb") as stream,
+        mmap(stream.fileno(), 0, access=ACCESS_READ) as mapped,
+    ):
+        tensors, needed_bytes = _parsed(_Cursor(mapped))
+        # A download that stopped early has a whole header; the last tensor of a whole file may be padded.
+        if len(mapped) < needed_bytes:
+            raise ValueError(f"{len(mapped):,} bytes, its header says {needed_bytes:,}")
+        return tensors
+
+
+def _parsed(cursor: _Cursor) -> tuple[dict[str, TensorInfo], int]:
+    """Return the tensors, and the bytes that the file must have."""
+    if cursor.data[:4] != b"GGUF" or struct.unpack_from("<I", cursor.data, 4)[0] not in (2, 3):
+        raise ValueError("it is no GGUF of version 2 or 3")
+    cursor.at = 8
+    tensor_count, value_count = cursor.count(), cursor.count()
+    values = {cursor.text(): cursor.value() for _ in range(value_count)}
+    tensors, end = dict[str, TensorInfo](), 0
+    for _ in range(tensor_count):
+        name = cursor.text()
+        dimensions = int(cursor.number("I"))
+        if dimensions > 8:
+            raise ValueError(f"a tensor of {dimensions} dimensions")
+        # ggml lists the fastest dimension first, torch last.
+        shape = tuple(int(cursor.number("Q")) for _ in range(dimensions))[::-1]
+        kind, offset = int(cursor.number("I")), int(cursor.number("Q"))
+        dtype, numbers, size = _TYPES.get(kind, (f"type {kind}", 1, 0))
+        # Offsets count from the start of the tensors' data; a quantised tensor is whole blocks of numbers.
+        end = max(end, offset + math.prod(shape) // numbers * size)
+        original = values.get(f"comfy.gguf.orig_shape.{name}", shape)
+        if math.prod(original) != math.prod(shape):
+            raise ValueError(f"{name} has the shapes {list(shape)} and {list(original)}")
+        tensors[name] = TensorInfo(dtype=dtype, shape=tuple(map(int, original)))
+    alignment = max(1, int(values.get("general.alignment", 32)))
+    # The data start at the next multiple of the alignment behind the header (-(-a // b) rounds up).
+    return tensors, -(-cursor.at // alignment) * alignment + end
+
+
+def require_gguf(file: Path) -> None:
+    """Raise MachineError when the package that reads GGUF is not installed."""
+    if find_spec("gguf") is None:
+        raise MachineError(
+            f"{file.name} is a GGUF, which the package gguf reads, and that is not installed",
+            fix="pip install gguf, or give the base model as .safetensors",
+        )
+
+
+def read_gguf_tensors(
+    file: Path, names: Mapping[str, str], shapes: Mapping[str, TensorInfo], *, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return tensors dequantised to `dtype`; `names` maps the wanted name to the one in the file."""
+    require_gguf(file)
+    from diffusers.models.model_loading_utils import load_gguf_checkpoint
+    from diffusers.quantizers.gguf.utils import GGUFParameter, dequantize_gguf_tensor
+
+    stored = load_gguf_checkpoint(str(file))
+    tensors: dict[str, Tensor] = {}
+    for name, stored_name in names.items():
+        # Taken out, so that packed weights do not lie in memory beside their dequantised copies.
+        tensor = stored.pop(stored_name)
+        if isinstance(tensor, GGUFParameter):
+            tensor = dequantize_gguf_tensor(tensor)
+        tensors[name] = tensor.reshape(shapes[stored_name].shape).to(dtype)
+    return tensors
