@@ -130,9 +130,7 @@ class LayerNames:
         return ()
 
     def _text_layer(self, spelling: str, size: tuple[int, int] | None) -> tuple[LayerRows, ...]:
-        flat = _flat(spelling)
-        if flat.startswith("base_model_model_"):
-            flat = flat.removeprefix("base_model_model_")
+        flat = _flat(spelling).removeprefix("base_model_model_")
         match = _TEXT_PREFIX.match(flat)
         rest = [flat] if match is None else [flat[match.end() :], flat]
         hits = {
@@ -146,20 +144,12 @@ class LayerNames:
             return tuple(hits.values()) if len(hits) == 1 else ()
         if match is not None:
             role = match["role"] or match["bare"]
-            if role and (layer_of_role := self._by_role(role, hits)):
-                return (layer_of_role,)
-            number = int(match["flat"] or match["number"] or 1)
+            name, number = _ROLE_NAMES.get(role, role), int(match["flat"] or match["number"] or 1)
             for component, layer in hits.items():
-                if self._numbers[component] == number and not role:
+                own_role = self.family.text.roles.get(component)
+                if own_role == name if role else self._numbers[component] == number:
                     return (layer,)
         return tuple(hits.values())[:1]
-
-    def _by_role(self, role: str, hits: Mapping[str, LayerRows]) -> LayerRows | None:
-        name = _ROLE_NAMES.get(role, role)
-        for component, layer in hits.items():
-            if self.family.text.roles.get(component) == name:
-                return layer
-        return None
 
     def _fits(self, layer: LayerRows, size: tuple[int, int] | None) -> bool:
         shape = self.shape(layer.key)
@@ -223,6 +213,7 @@ def _joined(
 
 
 _NUMBER = re.compile(r"\d+")
+_TEXT_MODULE = re.compile(r"(?:lora_|lycoris_)?te\d?_|text_encoder|clip_[lg]\.|t5")
 Size = tuple[int, int]
 
 
@@ -262,32 +253,24 @@ def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -
     """Return the family that a file's modules fit, `unknown` where names, sizes and metadata tell none."""
     stated_name = stated_version(metadata)
     fitting: dict[str, LayerNames] = {}
-    if any(_is_denoiser(name) for name in parts):
-        for family in families.MODULES:
-            names = next(
-                (each for each in _releases(family, parts) if not any(find_misfits(parts, each))),
-                None,
-            )
-            if names is not None:
+    # Layers of text encoders alone are those of many families.
+    for family in families.MODULES if not all(map(_TEXT_MODULE.match, parts)) else ():
+        for names in _releases(family, parts):
+            if not any(find_misfits(parts, names)):
                 fitting[family] = names
+                break
     # Metadata may be wrong, so it decides only between families that all have the file's layers.
     if fitting:
         chosen = stated_name if stated_name in fitting else _preferred(parts, fitting)
         others = () if chosen == stated_name else tuple(name for name in fitting if name != chosen)
         return Fit(family=chosen, others=others, names=fitting[chosen], exact=True)
-    family = adapter_family(
-        {name: part.down_shape for name, part in parts.items()}, metadata=metadata
-    )
-    if family not in families.MODULES:
-        return Fit(family=family)
-    return _closest(parts, family)
-
-
-def _closest(parts: Mapping[str, ModuleFactors], family: str) -> Fit:
-    """Return the release of a family that has all the names and most of the sizes."""
-    by_release = [(names, tuple(find_misfits(parts, names))) for names in _releases(family, parts)]
+    shapes = {name: part.down_shape for name, part in parts.items()}
+    family = adapter_family(shapes, metadata=metadata)
+    releases = _releases(family, parts) if family in families.MODULES else ()
+    by_release = [(names, tuple(find_misfits(parts, names))) for names in releases]
     if not by_release:
         return Fit(family=family)
+    # The release that has all the names and most of the sizes.
     names, misfits = min(by_release, key=lambda each: len(each[1]))
     # A base of another width has none of the sizes: that is no error of the file.
     sized_modules = sum(part.size != (0, 0) for part in parts.values())
@@ -328,23 +311,12 @@ def sized(size: Size) -> str:
 def find_misfits(parts: Mapping[str, ModuleFactors], names: LayerNames) -> Iterable[Misfit]:
     """Yield the modules whose size is not that of the layers that they stand for."""
     for module, part in parts.items():
-        expected = _expected_size(module, part, names)
-        if expected is None:
-            continue
-        if any(
-            side not in (0, layer_side)
-            for side, layer_side in zip(part.size, expected, strict=True)
-        ):
-            yield Misfit(module=module, size=part.size, expected=expected)
-
-
-def _expected_size(module: str, part: ModuleFactors, names: LayerNames) -> Size | None:
-    """Return (out, fan in) of the layers that a module stands for; None where a shape is not known."""
-    layers = names.find(module) or names.find(module, size=part.size)
-    shapes: list[Shape] = [names.shape(layer.key) for layer in layers]
-    if not shapes or not all(shapes):
-        return None
-    return sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
+        layers = names.find(module) or names.find(module, size=part.size)
+        shapes = [names.shape(layer.key) for layer in layers]
+        if shapes and all(shapes):
+            out, fan_in = sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
+            if part.size[0] not in (0, out) or part.size[1] not in (0, fan_in):
+                yield Misfit(module=module, size=part.size, expected=(out, fan_in))
 
 
 def _releases(family: str, parts: Mapping[str, ModuleFactors]) -> Iterator[LayerNames]:
@@ -353,11 +325,6 @@ def _releases(family: str, parts: Mapping[str, ModuleFactors]) -> Iterator[Layer
         names = released_names(family, release)
         if all(names.find(module, size=part.size) for module, part in parts.items()):
             yield names
-
-
-def _is_denoiser(module: str) -> bool:
-    """Say whether a module may be of a denoiser: text encoders alone are those of many families."""
-    return re.match(r"(?:lora_|lycoris_)?te\d?_|text_encoder|clip_[lg]\.|t5", module) is None
 
 
 def _preferred(parts: Mapping[str, ModuleFactors], fitting: Mapping[str, LayerNames]) -> str:

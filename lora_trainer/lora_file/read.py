@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,8 +148,17 @@ class Contents:
 def open_contents(source: Path | bytes) -> Iterator[Contents]:
     """Open and check a safetensors file; raises InputError naming the fault."""
     with open_checked(source) as opened:
-        name = source.name if isinstance(source, Path) else opened.path.name
-        yield _contents(opened, name=name)
+        parts, unknown = _modules(opened)
+        strengths = read_strengths(opened.metadata, opened.path)
+        if reason := strengths.unsupported:
+            refuse(opened.path, reason, fix="merge it into its base where it was made")
+        yield Contents(
+            name=source.name if isinstance(source, Path) else opened.path.name,
+            opened=opened,
+            parts=parts,
+            unknown=tuple(unknown),
+            strengths=strengths,
+        )
 
 
 def read_contents(source: Path | bytes) -> Contents:
@@ -158,14 +167,15 @@ def read_contents(source: Path | bytes) -> Contents:
         return contents
 
 
-def _contents(opened: Opened, *, name: str) -> Contents:
+def _modules(opened: Opened) -> tuple[dict[str, ModuleFactors], list[str]]:
+    """Return a file's modules as they are spelt there, and the keys of no adapter."""
     parts: dict[str, dict[Role, HeaderEntry]] = {}
     kinds: dict[str, set[AdapterKind]] = {}
-    unknown: list[HeaderEntry] = []
+    others, unknown = list[HeaderEntry](), list[str]()
     for entry in opened.entries.values():
         parsed = parse_key(entry.key)
         if parsed is None:
-            unknown.append(entry)
+            others.append(entry)
             continue
         module, kind, role = parsed
         if role in parts.setdefault(module, {}):
@@ -175,44 +185,26 @@ def _contents(opened: Opened, *, name: str) -> Contents:
         parts[module][role] = entry
         if kind is not None:
             kinds.setdefault(module, set()).add(kind)
-    strengths = read_strengths(opened.metadata, opened.path)
-    if reason := strengths.unsupported:
-        refuse(opened.path, reason, fix="merge it into its base where it was made")
-    unknown_keys = [entry.key for entry in unknown if not _take_factor(entry, parts)]
-    _share_beside(parts)
-    return Contents(
-        name=name,
-        opened=opened,
-        parts={
-            module: ModuleFactors(kind=_kind(kinds.get(module, set()), roles), entries=roles)
-            for module, roles in parts.items()
-        },
-        unknown=tuple(unknown_keys),
-        strengths=strengths,
-    )
-
-
-def _take_factor(entry: HeaderEntry, parts: Mapping[str, dict[Role, HeaderEntry]]) -> bool:
-    """Give an IA3 its factor, whose key ends like that of any weight; say whether it is one."""
-    module, dot, last = entry.key.rpartition(".")
-    if last != "weight" or not dot or "on_input" not in parts.get(module, {}):
-        return False
-    parts[module]["factor"] = entry
-    return True
-
-
-def _share_beside(parts: dict[str, dict[Role, HeaderEntry]]) -> None:
-    """Give every part of a joined layer the alpha that stands beside the whole."""
-    pieces = [module for module in parts if PART_MARK in module]
-    for module in pieces:
-        whole = parts.get(module.partition(PART_MARK)[0], {})
-        parts[module] = {
-            **{role: whole[role] for role in whole if role == "alpha"},
-            **parts[module],
-        }
-    for whole_name in {module.partition(PART_MARK)[0] for module in pieces}:
-        if parts.get(whole_name, {}).keys() == {"alpha"}:
-            del parts[whole_name]
+    for entry in others:
+        # An IA3's factor has a key that ends like that of any weight.
+        module, _, last = entry.key.rpartition(".")
+        if last == "weight" and "on_input" in parts.get(module, {}):
+            parts[module]["factor"] = entry
+        else:
+            unknown.append(entry.key)
+    # The alpha beside a joined layer as a whole is that of each of its parts.
+    wholes = {module: module.partition(PART_MARK)[0] for module in parts if PART_MARK in module}
+    for module, whole in wholes.items():
+        if "alpha" in parts.get(whole, {}):
+            parts[module].setdefault("alpha", parts[whole]["alpha"])
+    for whole in set(wholes.values()):
+        if parts.get(whole, {}).keys() == {"alpha"}:
+            del parts[whole]
+    modules = {
+        module: ModuleFactors(kind=_kind(kinds.get(module, set()), roles), entries=roles)
+        for module, roles in parts.items()
+    }
+    return modules, unknown
 
 
 def _kind(kinds: set[AdapterKind], roles: Mapping[Role, HeaderEntry]) -> AdapterKind | None:
@@ -290,23 +282,17 @@ class Strengths:
 
 def read_strengths(metadata: Mapping[str, str], path: Path) -> Strengths:
     """Take the settings from the header, else from the file that peft writes beside its own."""
-    if text := metadata.get(DIFFUSERS_METADATA):
-        return Strengths(settings=_by_component(json_object(text)))
-    try:
-        text = path.with_name(PEFT_CONFIG).read_text("utf-8") if path.name == PEFT_FILE else ""
-    except (OSError, UnicodeError):
-        text = ""
-    return Strengths(settings={"": json_object(text)} if text else {})
-
-
-def _by_component(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Sort "unet.lora_alpha" and the like under this program's components."""
     by_component: dict[str, dict[str, Any]] = {}
-    for name, value in flat.items():
-        part, _, setting = name.rpartition(".")
-        component = part if part.startswith("text_encoder") else DENOISER
-        by_component.setdefault(component, {})[setting] = value
-    return by_component
+    if text := metadata.get(DIFFUSERS_METADATA):
+        # "unet.lora_alpha" and the like
+        for name, value in json_object(text).items():
+            part, _, setting = name.rpartition(".")
+            component = part if part.startswith("text_encoder") else DENOISER
+            by_component.setdefault(component, {})[setting] = value
+    elif path.name == PEFT_FILE:
+        with suppress(OSError, UnicodeError):
+            by_component[""] = json_object(path.with_name(PEFT_CONFIG).read_text("utf-8"))
+    return Strengths(settings=by_component)
 
 
 def _alpha(settings: Mapping[str, Any]) -> Any:
