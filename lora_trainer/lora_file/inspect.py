@@ -106,21 +106,22 @@ def inspect_file(path: Path) -> Inspection:
         if not contents.parts and contents.unknown and set(contents.unknown) <= set(KEYS):
             return _embedding(path)
         if not whole:
-            refuse(
-                path, f"holds {_describe(contents)}, but no LoRA{kind_of_others(contents.unknown)}"
-            )
+            keys = [*contents.unknown]
+            keys += [each.key for part in contents.parts.values() for each in part.entries.values()]
+            tensors = f"{len(keys):,} tensors such as {keys[0]!r}" if keys else "no tensors"
+            refuse(path, f"holds {tensors}, but no LoRA{kind_of_others(contents.unknown)}")
         fit = recognise(whole, contents.metadata)
-        tensors = _read(contents)
+        facts = _read(contents)
     return Inspection(
         family=fit.family,
         format=key_format(whole),
         rank=_spread(rank for part in whole.values() for rank in part.ranks),
-        alpha=_spread([*tensors.alphas.values(), *contents.strengths.alphas()]),
+        alpha=_spread([*facts.alphas.values(), *contents.strengths.alphas()]),
         modules=len(whole),
         metadata=contents.metadata,
-        problems=tuple(_problems(contents, tensors, fit)),
+        problems=tuple(_problems(contents, facts, fit)),
         kinds=tuple(sorted({str(part.kind) for part in whole.values()})),
-        norms=tensors.norms,
+        norms=facts.norms,
     )
 
 
@@ -145,14 +146,6 @@ def _embedding(path: Path) -> Inspection:
 def _spread(values: Iterable[float]) -> Spread | None:
     numbers = list(values)
     return Spread(low=min(numbers), high=max(numbers)) if numbers else None
-
-
-def _describe(contents: Contents) -> str:
-    names = [
-        *contents.unknown,
-        *(entry.key for part in contents.parts.values() for entry in part.entries.values()),
-    ]
-    return f"{len(names):,} tensors such as {names[0]!r}" if names else "no tensors"
 
 
 @dataclass(frozen=True, kw_only=True)

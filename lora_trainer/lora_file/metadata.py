@@ -120,14 +120,6 @@ def kohya_entries() -> dict[str, dict[str, Any]]:
     return table
 
 
-def _as_set(info: ExportInfo) -> dict[str, Any]:
-    """Return kohya's entries that are settings of ours as they are, and those of options that are not here."""
-    table = kohya_entries()
-    flow = table["flow_settings"] if info.prediction == "flow" else {}
-    names = {**table["settings"], **flow}
-    return {**{key: info.settings[name] for key, name in names.items()}, **table["unused"]}
-
-
 def _network(info: ExportInfo) -> dict[str, Any]:
     arguments = _network_arguments(info)
     vae = info.settings["base.vae"]
@@ -286,15 +278,13 @@ def _dataset(info: ExportInfo) -> dict[str, Any]:
         "tag_frequency": tags,
         "subsets": subsets,
     }
+    counts = ("num_train_images", "num_reg_images", "min_bucket_reso", "max_bucket_reso")
     folders = {
         s.folder: {"n_repeats": s.repeats, "img_count": len(s.captions)} for s in info.subsets
     }
     return {
         "ss_resolution": (side, side),
-        "ss_num_train_images": info.images_per_epoch,
-        "ss_num_reg_images": info.regularisation_per_epoch,
-        "ss_min_bucket_reso": shortest_px,
-        "ss_max_bucket_reso": longest_px,
+        **{f"ss_{name}": dataset[name] for name in counts},
         "ss_dataset_dirs": _dumps(folders),
         "ss_reg_dataset_dirs": _dumps({}),
         "ss_tag_frequency": _dumps(tags),
@@ -346,9 +336,21 @@ _SOURCES = ("base.model", "base.vae", "base.companion", "base.assistant", "train
 
 def metadata(info: ExportInfo) -> dict[str, str]:
     """Return all header entries but the hashes, which need the tensors; every value is text."""
-    public: ExportInfo = _public(replace(info, settings=_without_folders(info.settings)))
-    sections = (_as_set, _network, _training, _timesteps, _dataset, _modelspec, _lora_train)
-    values = {key: value for section in sections for key, value in section(public).items()}
+    sources = {key: public_source(info.settings[key]) for key in _SOURCES if info.settings.get(key)}
+    public: ExportInfo = _public(replace(info, settings={**info.settings, **sources}))
+    settings, table = public.settings, kohya_entries()
+    # Kohya's entries that are settings of ours as they are, and those of options that are not here.
+    names = table["settings"] | (table["flow_settings"] if info.prediction == "flow" else {})
+    values = {key: settings[name] for key, name in names.items()} | table["unused"]
+    for section in (_network, _training, _timesteps, _dataset, _modelspec):
+        values |= section(public)
+    values |= {
+        "lora_train.version": __version__,
+        SETTINGS_ENTRY: _dumps_sorted(
+            {key: value for key, value in settings.items() if key not in MACHINE_SETTINGS}
+        ),
+        "lora_train.base_identity": public.base_identity,
+    }
     return {key: str(value) for key, value in sorted(values.items())}
 
 
@@ -400,20 +402,6 @@ def made_for(base: str) -> str:
 def usage_hint(trigger: str) -> str:
     """Return the sentence that tells how a trigger is used, an empty one for no trigger."""
     return f"Put '{trigger}' into the prompt." if trigger else ""
-
-
-def _lora_train(info: ExportInfo) -> dict[str, Any]:
-    settings = {key: value for key, value in info.settings.items() if key not in MACHINE_SETTINGS}
-    return {
-        "lora_train.version": __version__,
-        SETTINGS_ENTRY: _dumps_sorted(settings),
-        "lora_train.base_identity": info.base_identity,
-    }
-
-
-def _without_folders(settings: Mapping[str, Any]) -> dict[str, Any]:
-    public_sources = {key: public_source(settings[key]) for key in _SOURCES if settings.get(key)}
-    return {**settings, **public_sources}
 
 
 def _public(value: Any) -> Any:
