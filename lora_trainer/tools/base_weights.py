@@ -239,11 +239,15 @@ def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = F
     with ExitStack() as stack:
         opened = stack.enter_context(open_base(base))
         _refuse_output(opened, output, force=force)
-        _refuse_replacing(inputs, opened, output)
+        for path in (opened.path, *(file for file, _ in inputs)):
+            if path.resolve().is_relative_to(output.resolve()):
+                raise RequestError(
+                    f"{path} would be replaced by the result", fix="give another --output"
+                )
         adapters = open_weighted(inputs, stack, names=opened.names())
-        _check_fit(adapters, opened)
+        changes = _changes(opened, adapters)
         write = _write_single if opened.single else _write_folder
-        notes = write(opened, adapters, output, force=force)
+        notes = write(opened, adapters, changes, output, force=force)
         family, layers = opened.family.name, len(adapters.layers)
         return ToolResult(
             file=output,
@@ -278,68 +282,56 @@ def _refuse_output(base: BaseWeights, output: Path, *, force: bool) -> None:
         raise RequestError(f"{output} {fault}", fix="give another --output")
 
 
-def _refuse_replacing(inputs: Sequence[Weighted], base: BaseWeights, output: Path) -> None:
-    """Raise RequestError where the result would take the place of one of its inputs."""
-    target = output.resolve()
-    for path in (base.path, *(file for file, _ in inputs)):
-        if path.resolve().is_relative_to(target):
-            raise RequestError(
-                f"{path} would be replaced by the result", fix="give another --output"
-            )
+def _changes(base: BaseWeights, adapters: WeightedSources) -> Changes:
+    """Return the tensors that change; every module is read once, before anything is written.
 
-
-def _check_fit(adapters: WeightedSources, base: BaseWeights) -> None:
-    """Read every module once before anything is written; raises InputError naming the first misfit."""
+    Raises InputError naming the first module that does not fit.
+    """
+    changes: dict[tuple[Path, str], list[Changed]] = {}
     for key in adapters.layers:
-        out, *inputs = base.tensors[f"{key}{WEIGHT}"].shape
-        fan_in = math.prod(inputs)
+        weight, bias = f"{key}{WEIGHT}", f"{key}.bias"
+        out, *inputs = base.tensors[weight].shape
+        fan_in, names = math.prod(inputs), {weight}
         for source in adapters.sources:
-            module, fault = source.get(key), ""
-            if (
-                module is not None
-                and "bias" in module.tensors
-                and f"{key}.bias" not in base.tensors
-            ):
+            if (module := source.get(key)) is None:
+                continue
+            fault = ""
+            if "bias" in module.tensors:
+                names.add(bias)
+            if bias in names - base.tensors.keys():
                 fault = f"the bias of {key}, which has none in the base"
-            elif module is not None and not fits(module, out=out, fan_in=fan_in):
+            elif not fits(module, out=out, fan_in=fan_in):
                 fault = f"{key}, whose weight is {out}x{fan_in} in the base, in another size"
             if fault:
                 raise InputError(
                     f"{source.name} changes {fault}",
                     fix="give the base model that the adapter was made for",
                 )
-
-
-def _changes(base: BaseWeights, adapters: WeightedSources) -> Changes:
-    changes: dict[tuple[Path, str], list[Changed]] = {}
-    for key in adapters.layers:
-        has_bias = any("bias" in module.tensors for module, _ in adapters.modules(key))
-        for name in (f"{key}{WEIGHT}", f"{key}.bias")[: 1 + has_bias]:
+        for name in names:
             location = base.tensors[name]
             tensor = location.at.tensor.removeprefix(TEXT_MODEL)
-            source = (location.file.path.parent, tensor)
-            changes.setdefault(source, []).append((name, location.at))
+            place = (location.file.path.parent, tensor)
+            changes.setdefault(place, []).append((name, location.at))
     return changes
 
 
 def _write_single(
-    base: BaseWeights, adapters: WeightedSources, output: Path, *, force: bool
+    base: BaseWeights, adapters: WeightedSources, changes: Changes, output: Path, *, force: bool
 ) -> list[str]:
     file = next(iter(base.tensors.values())).file
     names = [file.path.stem, *(Path(source.name).stem for source in adapters.sources)]
     merged_from = {"modelspec.merged_from": public_text(", ".join(names))}
-    _rewrite(file, output, adapters, _changes(base, adapters), entries=merged_from, force=force)
+    _rewrite(file, output, adapters, changes, entries=merged_from, force=force)
     averaged = any(name.startswith(_AVERAGED) for name in file.entries)
     return [f"{_AVERAGED}*, the averaged weights, are without the adapters"] if averaged else []
 
 
 def _write_folder(
-    base: BaseWeights, adapters: WeightedSources, output: Path, *, force: bool
+    base: BaseWeights, adapters: WeightedSources, changes: Changes, output: Path, *, force: bool
 ) -> list[str]:
     temporary = temporary_beside(output)
     try:
         temporary.mkdir()
-        changes = _changes(base, adapters)
         left_out = _fill(base.path, temporary, adapters, changes, top=True)
         _replace(temporary, output, force=force)
     except OSError as error:

@@ -106,9 +106,12 @@ def _compare(
     for key in layers:
         _cut(key, _difference(key, tuned.places[key], base.places[key]), cutter)
     reached = {f"{key}{WEIGHT}" for key in layers}
-    return math.fsum(
-        _energy(_difference(key, tuned.tensors[key], base.tensors[key]))
+    differences = (
+        _difference(key, tuned.tensors[key], base.tensors[key])
         for key in tuned.tensors.keys() & base.tensors.keys() - reached
+    )
+    return math.fsum(
+        float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in differences
     )
 
 
@@ -128,23 +131,22 @@ def _layers(tuned: BaseWeights, base: BaseWeights, targets: Targets) -> list[str
     Text encoders are compared as far as both bases have them. Raises InputError for denoisers that
     have other layers than each other.
     """
-    _refuse_other_layers(tuned, base)
-    layers = (split_key(key)[1] for key in base.places if _denoises(key))
-    names = base.family.lora_targets(_skeleton(layers), targets)
-    keys = [f"{DENOISER}.{name}" for name in names]
+    names, others = (
+        {split_key(key)[1] for key in each.places if split_key(key)[0] == DENOISER}
+        for each in (base, tuned)
+    )
+    for has, lacks, only in ((tuned, base, others - names), (base, tuned, names - others)):
+        if only:
+            raise InputError(
+                f"{has.source} has {len(only)} layers that {lacks.source} lacks, first "
+                f"{DENOISER}.{min(only)}",
+                fix="give two models of one architecture; a pruned or distilled one has fewer layers",
+            )
+    targeted = base.family.lora_targets(_skeleton(names), targets)
+    keys = [f"{DENOISER}.{name}" for name in targeted]
     for component, modules in base.family.text.layers.items():
         keys += [f"{component}.{name}" for name in modules]
     return [key for key in keys if key in base.places and key in tuned.places]
-
-
-def _refuse_other_layers(tuned: BaseWeights, base: BaseWeights) -> None:
-    for has, lacks in ((tuned, base), (base, tuned)):
-        only = sorted(key for key in has.places.keys() - lacks.places.keys() if _denoises(key))
-        if only:
-            raise InputError(
-                f"{has.source} has {len(only)} layers that {lacks.source} lacks, first {only[0]}",
-                fix="give two models of one architecture; a pruned or distilled one has fewer layers",
-            )
 
 
 def _skeleton(names: Iterable[str]) -> nn.Module:
@@ -161,10 +163,6 @@ def _skeleton(names: Iterable[str]) -> nn.Module:
     blocks = root._modules.get("transformer_blocks") or nn.Module()
     root.config = {"num_layers": len(list(blocks.children()))}  # type: ignore[assignment]
     return root
-
-
-def _denoises(key: str) -> bool:
-    return split_key(key)[0] == DENOISER
 
 
 def _not_compared(tuned: BaseWeights, base: BaseWeights) -> tuple[str, ...]:
@@ -196,7 +194,3 @@ def _difference(key: str, tuned: WeightLocation, base: WeightLocation) -> Tensor
 
 def _sized(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "a number"
-
-
-def _energy(difference: Tensor) -> float:
-    return float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
