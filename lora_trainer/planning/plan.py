@@ -17,6 +17,7 @@ from lora_trainer.config.config import build_run_config, flatten, value_of, with
 from lora_trainer.config.constraints import unmet_needs
 from lora_trainer.config.declare import (
     FLOW_WEIGHTINGS,
+    KEEP_ATTENTION,
     SCHEDULE_FREE,
     SNR_WEIGHTINGS,
     Precision,
@@ -24,6 +25,7 @@ from lora_trainer.config.declare import (
 )
 from lora_trainer.config.layers import Origin, is_preset
 from lora_trainer.config.running import Config, RunConfig
+from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.load import Load
@@ -32,9 +34,12 @@ from lora_trainer.planning.memory_choice import MemoryChoice, MemoryChooser
 from lora_trainer.planning.optimizer_facts import RATE, SCHEDULE, needed_otherwise
 from lora_trainer.planning.plan_input import PlanInput
 from lora_trainer.planning.run_time import RunTime, RunTimeInputs, disk_bytes, run_length
-from lora_trainer.planning.speedups import obstacle_to_compiling
 
 PLANNER = "planner"
+MOST_SHAPES = 16
+"""Most shapes that are compiled; further shapes run as usual."""
+PixelShape = tuple[int, int, int]
+"""(width, height) in pixels, images at once."""
 SAVES_PER_RUN = 5
 VALIDATIONS_PER_RUN = 10
 LARGE_TEXT_ENCODER = 2_000_000_000
@@ -317,7 +322,7 @@ class _Planner:
 
     def decide_compiling(self) -> None:
         """Leave compiling out where it is impossible: after memory, which chooses the checkpointing."""
-        obstacle = obstacle_to_compiling(self.config, self.inputs.costs)
+        obstacle = _obstacle_to_compiling(self.config, self.inputs.costs)
         if obstacle and self.config.hardware.compile == "blocks":
             self.decide("hardware.compile", "none", f"instead of blocks: {obstacle}")
 
@@ -363,3 +368,51 @@ def _check_resolution(
             f"{key}={resolution_px} is not a multiple of {step_px} ({facts.family})",
             fix=f"use {allowed}",
         )
+
+
+# ---- compiled blocks
+
+
+def _obstacle_to_compiling(config: Config, costs: BaseCosts) -> str:
+    """Return the first reason against compiling, empty without one; each was tried on every family."""
+    adapter, objective = config.adapter, config.objective
+    kind = "DoRA" if adapter.dora else adapter.kind
+    drops = adapter.dropout or adapter.rank_dropout or adapter.module_dropout
+    reasons = {
+        f"peft's {kind} layers cannot be compiled in one piece": kind in ("DoRA", "loha", "lokr"),
+        "adapter dropout differs by layer, so each block would be compiled separately": drops,
+        "text lengths vary with this base, and each length would be compiled separately": (
+            costs.texts_vary
+        ),
+        "the base's own prediction is computed for a varying number of samples, each compiled separately": (
+            objective.prior == "base" or objective.preservation_weight
+        ),
+        "base.assistant computes its part in hooks, which cannot be compiled": config.base.assistant,
+        "this gradient checkpointing keeps results of single kernels, which compiled code merges": (
+            config.memory.gradient_checkpointing in KEEP_ATTENTION
+        ),
+        "memory.attention=xformers cannot be compiled": config.memory.attention == "xformers",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def pass_shapes(
+    images_at_once: Mapping[tuple[int, int], int], *, batch_size: int, processes: int = 1
+) -> list[PixelShape]:
+    """Return the shapes that passes may have, full micro-batches first.
+
+    A step draws images from all buckets, so any smaller number of images of a bucket occurs too; with a
+    single bucket only the rest of the division does.
+    """
+    counts = {size: set(range(1, cap + 1)) for size, cap in images_at_once.items()}
+    # Equal shares of one bucket: each step has the same full micro-batches and the same rest.
+    if len(counts) == 1 and batch_size % processes == 0:
+        ((size, cap),) = images_at_once.items()
+        counts[size] = {cap, batch_size // processes % cap} - {0}
+    missing = {
+        (*size, count): images_at_once[size] - count
+        for size, batch_counts in counts.items()
+        for count in batch_counts
+    }
+    # The shapes that are compiled first are those that most steps have: full ones, and large ones.
+    return sorted(missing, key=lambda shape: (missing[shape], -shape[0] * shape[1], shape))

@@ -26,8 +26,8 @@ from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.planning.optimizer_facts import OPTIMIZERS
+from lora_trainer.planning.plan import MOST_SHAPES, pass_shapes
 from lora_trainer.planning.run_time import VALIDATION_QUANTILES
-from lora_trainer.planning.speedups import MOST_SHAPES, pass_shapes
 from lora_trainer.run.build import (
     TrainComponents,
     build_components,

@@ -15,10 +15,9 @@ from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
-from lora_trainer.planning.plan import plan
+from lora_trainer.planning.plan import pass_shapes, plan
 from lora_trainer.planning.plan_input import known_oom, remember_oom
 from lora_trainer.planning.run_time import run_length
-from lora_trainer.planning.speedups import pass_shapes
 from tests.fakes.nvml import GIB
 from tests.fakes.plans import (
     CARD,
