@@ -109,15 +109,6 @@ class Hardware:
     pinnable_bytes: int | None = None
     """Memory a process may pin; None: the system sets no limit."""
 
-    @property
-    def ram_usable_bytes(self) -> int:
-        """Host memory that a plan may use."""
-        return usable_ram_bytes(total_bytes=self.ram_total_bytes, free_bytes=self.ram_free_bytes)
-
-    def pinnable_by_each(self, *, sharing: int) -> int | None:
-        """Return the bytes that each of `sharing` processes may pin, None without a limit."""
-        return None if self.pinnable_bytes is None else self.pinnable_bytes // sharing
-
     def accelerator(self, *, sharing: int = 1) -> Accelerator:
         """Return the GPU to plan for, or None with the reason why training uses the processor.
 

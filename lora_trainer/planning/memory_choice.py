@@ -1,9 +1,8 @@
 """The planner's memory part: the search for a load that fits, and why it was chosen. No torch.
 
 Input is the settings so far, the base, the machine and the buckets; output a `MemoryChoice`: the load with the
-lowest price, which never takes more memory than the settings ask for, its predictions, and a decision with its
-reason for every setting that was changed or filled in. When no load fits, the error names the nearest setting that
-would.
+lowest price, which takes at most the memory that the settings ask for, and a decision with its reason for every
+setting that was changed. When no load fits, the error names the nearest setting that would.
 """
 
 from __future__ import annotations
@@ -266,8 +265,12 @@ class MemoryChooser(Evaluator):
         best: dict[BasePrecision, _Candidate] = {}
         for load in self._fitting(ideal_load, choices):
             seconds, precision = self.time(load).seconds, load.base_precision
+            bits = FEWER_BITS.get(self.priority)
             order = (
-                price(self.priority, precision, seconds),
+                # Quality: a pair, so that seconds decide only between equal precisions.
+                (RANK.get(precision, 0), seconds)
+                if bits is None
+                else (seconds * bits.get(precision, 1.0),),
                 # Equal prices: fewer moving parts first, so that estimates do not decide between equal runs.
                 load.streamed_blocks,
                 CHECKPOINTING.index(load.checkpointing),
@@ -451,14 +454,15 @@ class MemoryChooser(Evaluator):
         more = f" (full checkpointing: {everything_s / plain_s - 1:.0%})"
         return reason if load == everything else reason + more
 
-    @property
-    def _shares_memory(self) -> str:
+    def _why_all_on_device(self, what: str) -> str:
+        if self.has_host:
+            return f"{what} fit on the device"
         where = "this GPU shares the machine's memory"
         return "this run is on the processor" if self.gpu is None else where
 
     def _why_streaming(self, load: Load) -> str:
         if not load.streamed_blocks:
-            return "all blocks fit on the device" if self.has_host else self._shares_memory
+            return self._why_all_on_device("all blocks")
         # The question is not what one block less would take, but why blocks are streamed at all.
         whole = self._peak(replace(load, streamed_blocks=0))
         return f"all {len(self.costs.blocks)} blocks on the GPU would take {whole}"
@@ -472,17 +476,9 @@ class MemoryChooser(Evaluator):
 
     def _why_offload(self, load: Load) -> str:
         if not load.text_offload:
-            return "text encoders fit on the device" if self.has_host else self._shares_memory
+            return self._why_all_on_device("text encoders")
         whole = self.predict(replace(load, text_offload=False)).phases["texts"]
         return f"text encoders would take {gib(whole)}, {self.limit}"
-
-
-def price(priority: str, precision: BasePrecision, seconds: float) -> tuple[float, ...]:
-    """Return the key by which base precisions are compared, the lowest wins; `seconds` are of a step."""
-    if priority in FEWER_BITS:
-        return (seconds * FEWER_BITS[priority].get(precision, 1.0),)
-    # Quality: a pair, so that seconds decide only between equal precisions.
-    return (RANK.get(precision, 0), seconds)
 
 
 def _most(fits: Callable[[int], bool], *, least: int, most: int) -> int:

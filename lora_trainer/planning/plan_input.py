@@ -24,7 +24,7 @@ from lora_trainer.config.running import Config, RunConfig
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.families.base import Family
 from lora_trainer.families.facts import BaseFacts
-from lora_trainer.hardware.machine import Hardware
+from lora_trainer.hardware.machine import Hardware, usable_ram_bytes
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.planning.load import Load
 from lora_trainer.planning.memory import HostPrediction, Prediction, predict, predict_host
@@ -77,12 +77,14 @@ class PlanInput:
     @property
     def pinnable_bytes(self) -> int | None:
         """Host memory that each process of this training may pin, in bytes; None: no limit."""
-        return self.hardware.pinnable_by_each(sharing=self.sharing)
+        limit_bytes = self.hardware.pinnable_bytes
+        return None if limit_bytes is None else limit_bytes // self.sharing
 
     @property
     def ram_bytes(self) -> int:
         """The machine's memory that each process may use."""
-        return self.hardware.ram_usable_bytes // self.sharing
+        total_bytes, free_bytes = self.hardware.ram_total_bytes, self.hardware.ram_free_bytes
+        return usable_ram_bytes(total_bytes=total_bytes, free_bytes=free_bytes) // self.sharing
 
 
 _TABLE = "out of memory"

@@ -135,7 +135,7 @@ def pinning(prepared: Prepared, events: EventStream) -> Iterator[None]:
             severity="note",
         )
 
-    limit_bytes = prepared.hardware.pinnable_by_each(sharing=prepared.sharing)
+    limit_bytes = prepared.pinnable_bytes
     with counted(limit_bytes=limit_bytes, on_refusal=report):
         yield
 
