@@ -190,23 +190,33 @@ def _glora(tensors: Arrays) -> Arrays:
     return {**tensors, "a1": _matrix(tensors["a1"]), "a2": _matrix(tensors["a2"])}
 
 
+_RANK_AXES: Mapping[Role, int] = {
+    "blocks": -1,
+    **dict.fromkeys(("up", "w1_a", "w2_a", "a1", "b1"), 1),
+    **dict.fromkeys(("down", "w1_b", "w2_b", "a2", "b2"), 0),
+}
+
+
+def ranks_of(shapes: Mapping[Role, tuple[int, ...]]) -> frozenset[int]:
+    """Return the ranks that factors state by their shapes, one where they agree; of an OFT, the size of a block.
+
+    Raises IndexError for factors with too few dimensions.
+    """
+    # In LyCORIS's Tucker forms w_a is [r, out], in the plain ones [out, r].
+    tucker = {f"w{core[1]}_a": 0 for core in ("t1", "t2") if core in shapes}
+    axes = {**_RANK_AXES, **tucker}
+    return frozenset(shapes[role][axis] for role, axis in axes.items() if role in shapes)
+
+
 def _rank(kind: AdapterKind, tensors: Arrays, *, alpha: float | None) -> int:
-    if kind == "oft":
-        return int(tensors["blocks"].shape[-1])
     if kind == "oft_in":
         return rotated_size(tensors["skew"].shape[1])
-    pairs = (("up", "down"), ("w1_a", "w1_b"), ("w2_a", "w2_b"), ("a1", "a2"), ("b1", "b2"))
-    ranks = {
-        rank
-        for first, second in pairs
-        if first in tensors
-        for rank in (tensors[first].shape[1], tensors[second].shape[0])
-    }
+    ranks = ranks_of(shapes_of(tensors))
     if not ranks:  # two whole LoKr factors: LyCORIS states the rank as alpha
         return max(1, round(alpha)) if alpha is not None and math.isfinite(alpha) else 1
     if len(ranks) > 1 or 0 in ranks:
         raise ValueError(f"has factors of different rank ({', '.join(map(str, sorted(ranks)))})")
-    return int(ranks.pop())
+    return int(next(iter(ranks)))
 
 
 def _scale(

@@ -19,7 +19,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.families.facts import DENOISER
 from lora_trainer.lora.adapter_size import AdapterKind, update_size
 from lora_trainer.lora_file.key_formats import BESIDE, NEEDED, PART_MARK, Role, parse_key
-from lora_trainer.lora_file.module_update import Update, normal_form
+from lora_trainer.lora_file.module_update import Update, normal_form, ranks_of
 from lora_trainer.lora_file.tensor_file import (
     PEFT_FILE,
     Array,
@@ -56,23 +56,8 @@ class ModuleFactors:
 
         A LoKr of two whole factors has none, nor has an update that is no product.
         """
-        # In LyCORIS's Tucker forms w_a is [r, out], in the plain ones [out, r].
-        tucker = {"t1", "t2"} & self.entries.keys()
-        axes = {
-            "up": 1,
-            "down": 0,
-            "w1_b": 0,
-            "w2_b": 0,
-            "blocks": -1,
-            "a2": 0,
-            "b2": 0,
-            "w1_a": 0 if tucker and self.kind == "loha" else 1,
-            "w2_a": 0 if tucker else 1,
-        }
         shapes = {role: entry.shape for role, entry in self.entries.items()}
-        return frozenset(
-            shapes[role][axis] for role, axis in axes.items() if len(shapes.get(role, ())) > 1
-        )
+        return ranks_of({role: shape for role, shape in shapes.items() if len(shape) > 1})
 
     @property
     def size(self) -> tuple[int, int]:
