@@ -28,8 +28,7 @@ from scripts.readers.comfyui import CLASSES, TEXTS, UNUSED, model_of
 from scripts.readers.networks import base_of
 from scripts.readers.stand_ins import stand_in
 from scripts.readers.trees import Tree, clip_name
-from tests.lora_files.files import Expected, build, some
-from tests.lora_files.trainers import CASES, Case
+from tests.lora_files.trainers import CASES, Case, Expected, build, some
 
 SIZES: Mapping[str, Mapping[str, int]] = {
     "flux": {"depth": 19, "depth_single_blocks": 38, "hidden_size": 3072},

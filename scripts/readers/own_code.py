@@ -27,8 +27,7 @@ from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.tools.adapters import AdapterTarget, convert
 from scripts.readers.cases import TOLERANCE, arguments
 from scripts.readers.stand_ins import stand_in
-from tests.lora_files.files import build
-from tests.lora_files.trainers import CASES, Case
+from tests.lora_files.trainers import CASES, Case, build
 
 KINDS = ("ia3", "oft", "oft_in")
 
