@@ -124,9 +124,8 @@ class OpenAdapter(Mapping[str, ModuleTensors]):
         They have the file's dtype, and float64 where they had to be computed.
         """
         spelling, layer = self._places[key]
-        if (
-            self._last is None or self._last[0] != spelling
-        ):  # joined layers come one after the other
+        # Joined layers come one after the other.
+        if self._last is None or self._last[0] != spelling:
             self._last = (spelling, self._contents.update(spelling))
         update = self._last[1]
         try:
@@ -139,7 +138,16 @@ class OpenAdapter(Mapping[str, ModuleTensors]):
                 f"{self.name} cannot be used with one weight for each layer: {spelling!r} {error}",
                 fix="use it in the program it was made with, which keeps these layers in one weight",
             ) from None
-        module = _tensors(update)
+        module = ModuleTensors(
+            kind=update.kind,
+            tensors={
+                name: _tensor(array, update.dtypes.get(name))
+                for name, array in sorted(update.arrays.items())
+            },
+            rank=update.rank,
+            scale=update.scale,
+            rows=update.rows,
+        )
         for role, tensor in module.tensors.items() if self.must_be_finite else ():
             if not tensor.float().isfinite().all():
                 raise InputError(
@@ -207,36 +215,15 @@ def _places(
             if layer.key in places:
                 twice = f"names one module twice, {spelling!r} and {places[layer.key][0]!r}"
                 refuse(name, twice, fix=_OTHER_KIND)
-            _check_rows(name, spelling, part, layer)
+            # A slice would pass over rows that a joined layer does not have.
+            if layer.rows is not None and layer.rows[0] >= layer.rows[1]:
+                fault = f"joins layers in {spelling!r} whose sizes are not known"
+                refuse(name, fault, fix=_OTHER_BASE)
+            if layer.rows is not None and 0 < part.size[0] < layer.rows[1]:
+                fault = f"has {part.size[0]} outputs in {spelling!r}, the layers that it joins have more"
+                refuse(name, fault, fix=_OTHER_BASE)
             places[layer.key] = (spelling, layer)
     return places
-
-
-def _check_rows(name: str, spelling: str, part: ModuleFactors, layer: LayerRows) -> None:
-    """Raise InputError for rows that a joined layer does not have, which a slice would pass over."""
-    if layer.rows is None:
-        return
-    if layer.rows[0] >= layer.rows[1]:
-        refuse(name, f"joins layers in {spelling!r} whose sizes are not known", fix=_OTHER_BASE)
-    if part.size[0] and layer.rows[1] > part.size[0]:
-        refuse(
-            name,
-            f"has {part.size[0]} outputs in {spelling!r}, the layers that it joins have more",
-            fix=_OTHER_BASE,
-        )
-
-
-def _tensors(update: Update) -> ModuleTensors:
-    return ModuleTensors(
-        kind=update.kind,
-        tensors={
-            name: _tensor(array, update.dtypes.get(name))
-            for name, array in sorted(update.arrays.items())
-        },
-        rank=update.rank,
-        scale=update.scale,
-        rows=update.rows,
-    )
 
 
 def _tensor(array: np.ndarray[Any, Any], file_dtype: str | None) -> Tensor:
