@@ -71,6 +71,7 @@ class Evaluation:
     `sources` are the entries of the records by sample id.
     """
 
+    subject: EvaluatedLora
     plan: Plan
     model: Model
     dial: LoraStrength
@@ -200,17 +201,13 @@ def plan_of(subject: EvaluatedLora, dataset: Path) -> Plan:
     """Prepare the dataset as the adapter's training did; raises as `prepare` does."""
     settings = subject.settings
     plan = prepare_with_base(Request(dataset=dataset, overrides=settings))
-    changes_text = _changes_text(subject.file, plan)
+    spellings = LayerNames(plan.family, plan.family.text.layers)
+    parts = read_contents(subject.file).parts
+    changes_text = any(spellings.find(name, size=part.size) for name, part in parts.items())
     if changes_text != plan.config.adapter.text_encoder:
         settings = {**settings, "adapter.text_encoder": changes_text}
         plan = prepare_with_base(Request(dataset=dataset, overrides=settings))
     return plan
-
-
-def _changes_text(file: Path, plan: Plan) -> bool:
-    spellings = LayerNames(plan.family, plan.family.text.layers)
-    parts = read_contents(file).parts
-    return any(spellings.find(name, size=part.size) for name, part in parts.items())
 
 
 def build_evaluation(
@@ -240,15 +237,14 @@ def build_evaluation(
     arrange(plan, networks)
     model = replace(build_model(plan, networks, Adapter(layers={}, rank=0, alpha=0.0)), masks=None)
     return Evaluation(
+        subject=subject,
         plan=plan,
         model=model,
         dial=dial,
         weights=weights,
         feeder=build_dataloader(job, cache_needs, cache),
         sampler=plan.family.build_sampler(
-            plan.facts,
-            denoiser=networks.denoiser,
-            device=model.device,
+            plan.facts, denoiser=networks.denoiser, device=model.device
         ),
         sources=cache_needs.sources,
     )

@@ -31,7 +31,6 @@ from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.dataset.captions import has_trigger
 from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.evaluate.evaluation import (
-    EvaluatedLora,
     Evaluation,
     build_evaluation,
     evaluated_lora_of,
@@ -82,13 +81,13 @@ def validate(
     unrelated = _unrelated(plan.config.data.triggers, records)
     with pinning(plan, events):
         scene = build_evaluation(subject, plan, prompts=(*prompts, *unrelated), events=events)
-        notes = list(_notes(subject, scene, features))
+        notes = list(_notes(scene, features))
         findings = Validation(file=subject.file.name, notes=notes)
         measure_weights(scene.weights, findings)
         if scene.weights.finite:
-            _measure_losses(subject, scene, findings)
+            _measure_losses(scene, findings)
             _say(events, "samples")
-            _measure_samples(subject, scene, features, prompts, findings)
+            _measure_samples(scene, features, prompts, findings)
             _say(events, "unrelated prompts")
             _measure_drift(scene, unrelated, findings)
         else:
@@ -99,7 +98,8 @@ def validate(
     return findings
 
 
-def _notes(subject: EvaluatedLora, scene: Evaluation, features: Features) -> Iterator[str]:
+def _notes(scene: Evaluation, features: Features) -> Iterator[str]:
+    subject = scene.subject
     yield f"image features: {features.name}"
     if not subject.has_settings:
         yield "the file does not say which images it was trained on, so all count as held out"
@@ -116,11 +116,11 @@ def _notes(subject: EvaluatedLora, scene: Evaluation, features: Features) -> Ite
         yield "no image is held out, so gain and strength are measured on trained images"
 
 
-def _measure_losses(subject: EvaluatedLora, scene: Evaluation, findings: Validation) -> None:
+def _measure_losses(scene: Evaluation, findings: Validation) -> None:
     """Measure gain, strength and generalisation."""
     plan = scene.plan
     # Without the training's settings nobody knows which images were held out, so all of them are measured.
-    has_held_out = bool(subject.has_settings and plan.held_out)
+    has_held_out = bool(scene.subject.has_settings and plan.held_out)
     unseen = plan.held_out if has_held_out else (*plan.held_out, *plan.trained)
     batches = scene.batches(unseen)
     by_strength = {s: scene.losses(batches, strength=s) for s in STRENGTHS}
@@ -150,11 +150,7 @@ def _measure_losses(subject: EvaluatedLora, scene: Evaluation, findings: Validat
 
 
 def _measure_samples(
-    subject: EvaluatedLora,
-    scene: Evaluation,
-    features: Features,
-    prompts: Sequence[str],
-    findings: Validation,
+    scene: Evaluation, features: Features, prompts: Sequence[str], findings: Validation
 ) -> None:
     """Measure similarity and memorisation."""
     plan = scene.plan
@@ -186,7 +182,7 @@ def _measure_samples(
         why = "the base's samples are already as near as the dataset itself"
         findings.leave_out(why, "similarity")
     before, after = (
-        copy_ratio(images, prompts, album) if subject.has_settings else None
+        copy_ratio(images, prompts, album) if scene.subject.has_settings else None
         for images in (base, adapted)
     )
     if before is None or after is None:
@@ -268,11 +264,8 @@ def latent_features() -> Features:
     side_px = facts.resolution_px
 
     def encode(images: Sequence[Image.Image]) -> Tensor:
-        return torch.stack([pooled(_latent(image)) for image in images])
-
-    def _latent(image: Image.Image) -> Tensor:
-        (latent,) = encoder.encode_images(pixels(image, side_px=side_px) * 2 - 1)
-        return latent.mean
+        squares = (pixels(image, side_px=side_px) * 2 - 1 for image in images)
+        return torch.stack([pooled(encoder.encode_images(each)[0].mean) for each in squares])
 
     return Features(name="latents of the embedded base's VAE", encode=encode)
 

@@ -364,7 +364,9 @@ def _fill(
         elif entry.suffix in _WEIGHTS and (top or changed):
             left_out.append(entry.relative_to(folder.parent).as_posix())
         else:
-            _copy(entry, new)
+            shutil.copyfile(entry, new)  # links are followed
+            with new.open("rb+") as copied:
+                os.fsync(copied.fileno())
     return left_out
 
 
@@ -390,13 +392,6 @@ def _rewrite(
 
     hashes = [key for key in HASHES if key in metadata]
     write_tensors(new, file.entries, bodies(), metadata=metadata, hashes=hashes, force=force)
-
-
-def _copy(file: Path, new: Path) -> None:
-    """Copy the contents of a file, links followed, onto the disk."""
-    shutil.copyfile(file, new)
-    with new.open("rb+") as copied:
-        os.fsync(copied.fileno())
 
 
 def _replace(temporary: Path, output: Path, *, force: bool) -> None:
