@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.captioning.catalogue import KNOWN
+from lora_trainer.captioning.captioners import KNOWN
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.wording import one_line
 

@@ -120,7 +120,7 @@ def test_the_quick_commands_start_without_torch() -> None:
 
 ABOUT_RELEASES = (
     ROOT / "lora_trainer" / "importing" / "trainers",
-    ROOT / "lora_trainer" / "captioning" / "catalogue.py",
+    ROOT / "lora_trainer" / "captioning" / "captioners.py",
     ROOT / "scripts" / "readers",
     ROOT / "scripts" / "trainers",
     ROOT / "scripts" / "allocator_table.py",

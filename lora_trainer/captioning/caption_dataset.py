@@ -24,19 +24,17 @@ from lora_trainer.captioning.caption_files import (
     content_of,
     opened,
 )
-from lora_trainer.captioning.catalogue import (
+from lora_trainer.captioning.captioners import (
     CaptionRequest,
-    RequestedModel,
-    find,
-    located,
-    what_it_writes,
-)
-from lora_trainer.captioning.tagger import (
     ModelCaption,
     OutOfRoom,
+    RequestedModel,
     Tagger,
+    download,
+    find,
     load_tagger,
     no_room,
+    what_it_writes,
 )
 from lora_trainer.common.errors import InputError, StoppedBySignal
 from lora_trainer.common.events import EventStream
@@ -222,11 +220,11 @@ class _Work:
 def _load(
     request: CaptionRequest, model: RequestedModel, events: EventStream
 ) -> Tagger | Describer:
-    def downloading() -> None:
+    folder = model.folder
+    if folder is None:
         size = None if model.catalogued is None else model.catalogued.download_gb
         events.emit("downloading", model=model.source, gigabytes=size)
-
-    folder = located(model, on_download=downloading)
+        folder = download(model)
     writes = what_it_writes(folder)
     request.refuse_unfit(writes)  # of a Hub id nobody knew before
     if writes == "tags":

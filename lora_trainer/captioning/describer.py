@@ -21,8 +21,14 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from lora_trainer.captioning.catalogue import CaptionRequest, weight_files
-from lora_trainer.captioning.tagger import ModelCaption, OutOfRoom, UnusableModel, no_room
+from lora_trainer.captioning.captioners import (
+    CaptionRequest,
+    ModelCaption,
+    OutOfRoom,
+    UnusableModel,
+    no_room,
+    weight_files,
+)
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from lora_trainer.families.base_files.weight_files import count_parameters
 from lora_trainer.hardware.device_calls import free_and_total_bytes

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from lora_trainer.captioning.caption_dataset import caption_dataset, look
 from lora_trainer.captioning.caption_files import Chosen
 from lora_trainer.captioning.caption_files import undo as take_back
-from lora_trainer.captioning.catalogue import CaptionRequest, RequestedModel
+from lora_trainer.captioning.captioners import CaptionRequest, RequestedModel
 from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.events import Event, EventStream, shown
 from lora_trainer.common.processes import quiet_libraries

@@ -20,10 +20,14 @@ from lora_trainer.config.config import build_config, setting_keys
 from lora_trainer.importing.foreign import Foreign, Trainer, apply, flattened
 from lora_trainer.importing.trainers.ai_toolkit import AI_TOOLKIT
 from lora_trainer.importing.trainers.diffusion_pipe import DIFFUSION_PIPE, DIFFUSION_PIPE_DATASET
-from lora_trainer.importing.trainers.musubi import MUSUBI, MUSUBI_DATASET
 from lora_trainer.importing.trainers.onetrainer import ONETRAINER
 from lora_trainer.importing.trainers.sd_scripts import SD_SCRIPTS, SD_SCRIPTS_DATASET
-from lora_trainer.importing.trainers.sd_scripts_guis import KOHYA_GUI, LORA_EASY
+from lora_trainer.importing.trainers.sd_scripts_relatives import (
+    KOHYA_GUI,
+    LORA_EASY,
+    MUSUBI,
+    MUSUBI_DATASET,
+)
 from lora_trainer.importing.trainers.simpletuner import LIST, SIMPLETUNER, SIMPLETUNER_BACKENDS
 
 TRAINERS: tuple[Trainer, ...] = (

@@ -330,7 +330,7 @@ MAY_ASK = {
     "lora_trainer/hardware/device_calls.py": "the calls of torch that differ by device",
     "lora_trainer/training/guards.py": "names a kind as the likely cause of learning nothing",
     "lora_trainer/network/pinned_memory.py": "copies on a stream or behind an event, where there are streams",
-    "lora_trainer/captioning/tagger.py": "onnxruntime's providers, not torch's devices",
+    "lora_trainer/captioning/captioners.py": "onnxruntime's providers, not torch's devices",
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lora_trainer.captioning import catalogue, describer
+from lora_trainer.captioning import captioners, describer
 from tests.fakes.captioners import LANGUAGE_KINDS, tiny_captioner, tiny_tagger
 from tests.fakes.odd_pictures import picture
 from tests.fakes.runs import run_cli
@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         if kind not in made:
             whole, made[kind] = tiny_captioner(kind, folder / f"whole {kind}"), folder / kind
             made[kind].mkdir()
-            for name in catalogue.wanted_files([file.name for file in whole.iterdir()]):
+            for name in captioners.wanted_files([file.name for file in whole.iterdir()]):
                 shutil.copy(whole / name, made[kind])
         return made[kind]
 
@@ -268,9 +268,9 @@ def test_a_tagger_that_cannot_be_run_is_refused(
 
 def test_known_models_are_in_the_docs(caption: Callable[..., Any]) -> None:
     rows = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8").splitlines()
-    names = {model.name for model in catalogue.KNOWN}
-    assert catalogue.DEFAULT in names and len(names) == len(catalogue.KNOWN)
-    for model in catalogue.KNOWN:
+    names = {model.name for model in captioners.KNOWN}
+    assert captioners.DEFAULT in names and len(names) == len(captioners.KNOWN)
+    for model in captioners.KNOWN:
         row = (
             f"| `{model.name}` | {model.source} | {model.writes} | {model.licence} "
             f"| {model.download_gb:g} | {model.memory_gib:g} | {model.good_for} |"
@@ -290,9 +290,9 @@ def test_of_a_repository_only_what_is_read_is_wanted() -> None:
         *("model.fp16.safetensors", "modeling_own.py", "onnx/model.safetensors"),
         *("pytorch_model.bin", "tf_model.h5"),
     }
-    assert catalogue.wanted_files([*read, *others]) == sorted(read)
+    assert captioners.wanted_files([*read, *others]) == sorted(read)
     tagger = ["config.json", "model.onnx", "selected_tags.csv"]
-    assert catalogue.wanted_files([*reversed(tagger), "model.safetensors", "x.msgpack"]) == tagger
+    assert captioners.wanted_files([*reversed(tagger), "model.safetensors", "x.msgpack"]) == tagger
 
 
 def test_a_folder_that_lacks_something_says_what(

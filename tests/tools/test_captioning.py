@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock, Timeout
 from PIL import Image
 
-from lora_trainer.captioning import describer, tagger
+from lora_trainer.captioning import captioners, describer
 from lora_trainer.common.files import disk_error, write_atomic
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.scan import scan
@@ -172,13 +172,13 @@ def test_captions_that_are_there_stay(command: Command, dataset: Path) -> None:
 
 def on_image(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
     """Let `act` do something while the tagger is at an image; it gets how many there were before."""
-    real, count = tagger.Tagger.describe, itertools.count()
+    real, count = captioners.Tagger.describe, itertools.count()
 
-    def describe(self: tagger.Tagger, pictures: Sequence[Image.Image]) -> Any:
+    def describe(self: captioners.Tagger, pictures: Sequence[Image.Image]) -> Any:
         act(next(count))
         return real(self, pictures)
 
-    monkeypatch.setattr(tagger.Tagger, "describe", describe)
+    monkeypatch.setattr(captioners.Tagger, "describe", describe)
 
 
 @pytest.mark.parametrize("words", [(), ("--overwrite",)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
@@ -83,13 +84,11 @@ def read_adapter(foreign: Foreign) -> None:
     """Set kind, rank, layers and dropouts of the adapter."""
     module = foreign.word("network_module", "networks.lora")
     arguments = training.expand(foreign, "network_args")
-    is_lycoris = module.startswith("lycoris") or (
-        "algo" in arguments and "network_module" not in foreign.values
-    )
+    key = "network_module" if "network_module" in foreign.values else "network_args.algo"
+    is_lycoris = module.startswith("lycoris") or (key in foreign.values and key != "network_module")
     word = module.rpartition(".")[2].partition("_")[0]
     word = "lora_fa" if module.endswith("lora_fa") else word
     algorithm = str(arguments.get("algo", "lora")) if is_lycoris else word
-    key = "network_module" if "network_module" in foreign.values else "network_args.algo"
     training.read_adapter(foreign, kind=(algorithm, key))
     foreign.carry_on("adapter.dropout", "network_dropout")  # the network's own argument wins
     for name, setting in foreign.table["of_adapter"].items():
@@ -108,8 +107,8 @@ def _targets(foreign: Foreign, arguments: Mapping[str, Any], *, is_lycoris: bool
     if is_lycoris and preset.startswith("attn-only"):
         foreign.set("adapter.targets", "attention", "network_args.preset")
     elif conv not in (None, "", 0, "0") and not foreign.is_flow:
-        whole = _is_number(conv) and as_number(conv) > training.FULL_RANK
-        alpha, rank = arguments.get("conv_alpha", 1), training.FULL_RANK if whole else conv
+        is_whole = any(rank > training.FULL_RANK for rank in _numbers(conv))
+        alpha, rank = arguments.get("conv_alpha", 1), training.FULL_RANK if is_whole else conv
         training.set_convolutions(foreign, rank, key, alpha, "network_args.conv_alpha")
     elif is_lycoris and conv is None and preset in ("full", "unet-only", "unet-convblock-only"):
         everything = "transformer" if foreign.is_flow else "all"
@@ -139,9 +138,7 @@ def _planned_steps(foreign: Foreign) -> float | None:
 def _text_encoder(foreign: Foreign, rate: float | None) -> None:
     """There, text encoders are trained unless something says no."""
     key = "text_encoder_lr"
-    text_rates = foreign.values.get(key)
-    parts = text_rates if isinstance(text_rates, list) else [text_rates]
-    rates = [as_number(part) for part in parts if _is_number(part)]
+    rates = _numbers(foreign.values.get(key))
     off = foreign.first_on("network_train_unet_only", "cache_text_encoder_outputs")
     if off or (rates and not any(rates)):
         training.set_text_encoder(foreign, trained=False, key=off or key)
@@ -191,12 +188,13 @@ def read_length(foreign: Foreign) -> None:
         foreign.set("train.steps", DEFAULT_STEPS)
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        as_number(value)
-    except ValueError:
-        return False
-    return True
+def _numbers(value: Any) -> list[float]:
+    """Return the numbers of a list, or of a single one; what is none is left out."""
+    numbers = []
+    for part in value if isinstance(value, list) else [value]:
+        with suppress(ValueError):
+            numbers.append(as_number(part))
+    return numbers
 
 
 def _objective(foreign: Foreign) -> None:
@@ -363,6 +361,7 @@ def read_dataset(foreign: Foreign, data: Mapping[str, Any] | None = None) -> Non
     if not isinstance(general, Mapping):
         raise RequestError("general is no table", fix="write [general] above its keys")
     datasets = _tables(tables, "datasets")
+    image_dirs = [{str(one.get("image_dir")) for one in _tables(d, "subsets")} for d in datasets]
     dataset_keys, subset_keys = _keys("datasets[]."), _keys("datasets[].subsets[].")
     # sd-scripts' documentation has examples with keys above all tables.
     top = {key: value for key, value in tables.items() if key in dataset_keys}
@@ -370,14 +369,13 @@ def read_dataset(foreign: Foreign, data: Mapping[str, Any] | None = None) -> Non
         where = f"datasets[{number}]."
         layers = [(top, ""), (general, "general."), (dataset, where)]
         values = folders.FolderTable(*layers)
-        is_same = _image_dirs(dataset) == _image_dirs(datasets[0])
+        is_same = image_dirs[number] == image_dirs[0]
         if "resolution" in (dataset if number else values) and is_same:
             sizes.append(values.sourced("resolution"))
         if number == 0:
             _read_shared(foreign, values)
-        for key in dataset_keys - subset_keys - {"subsets", *(["resolution"] if is_same else [])}:
-            if not number or key not in dataset:
-                continue
+        own_keys = dataset.keys() & dataset_keys - subset_keys - {"subsets"} if number else set()
+        for key in own_keys - ({"resolution"} if is_same else set()):
             if dataset[key] == datasets[0].get(key):
                 foreign.stays(f"{where}{key}", "the first of the datasets says the same")
             else:
@@ -451,10 +449,6 @@ def _set_held_out(foreign: Foreign, values: folders.FolderTable) -> None:
         foreign.set("data.validation_fraction", float(share), name)
     elif share > 0.5:
         foreign.lacks(name, share, "at most half of the images can be held out")
-
-
-def _image_dirs(dataset: Mapping[str, Any]) -> set[str]:
-    return {str(subset.get("image_dir")) for subset in _tables(dataset, "subsets")}
 
 
 def _subset(
