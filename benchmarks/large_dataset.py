@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from plots import bars  # noqa: E402 - after sys.path
 
-from lora_trainer.common.memo import FILE_NAME  # noqa: E402 - after sys.path
+from lora_trainer.common.files import MEMO_FILE  # noqa: E402 - after sys.path
 
 SIZES_PX = ((64, 64), (80, 48), (48, 80), (72, 56), (56, 72))
 WORDS = ("red", "old", "small", "stone", "garden", "window", "river", "cat", "house", "lamp")
@@ -53,7 +53,7 @@ def main() -> None:
     print(f"dataset: {time.monotonic() - began:.1f} s", flush=True)
     cold = _child(asked.folder, "--may-encode")
     print(f"first time, entries written included: {cold}", flush=True)
-    (asked.folder / "cache" / FILE_NAME).unlink(missing_ok=True)
+    (asked.folder / "cache" / MEMO_FILE).unlink(missing_ok=True)
     read_again = _child(asked.folder)
     print(f"every entry read: {read_again}", flush=True)
     warm = [_child(asked.folder) for _ in range(asked.rounds)]

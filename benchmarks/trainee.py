@@ -23,15 +23,13 @@ from torch import nn
 
 from lora_trainer import families
 from lora_trainer.cache.cache_plan import Entries, SampleSource
-from lora_trainer.cache.keys import latent_key, text_key
-from lora_trainer.cache.store import Cache
+from lora_trainer.cache.store import Cache, CacheKey
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import build_config
 from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.running import Config
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.dataset.buckets import Bucket, place
 from lora_trainer.families.base import Family
 from lora_trainer.families.facts import BaseFacts, Geometry
 from lora_trainer.training.actions import Action
@@ -131,7 +129,7 @@ def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
         return rng.standard_normal(shape, dtype=np.float32)
 
     def text(words: str) -> Any:
-        key = text_key(text=words, encoder_identity="none", max_tokens=0, content="fp32")
+        key = CacheKey.of("text", text=words)
         arrays = {
             name: np.ones(shape, np.int64) if name.endswith("mask") else normal(*shape)
             for name, shape in _prompt(case).items()
@@ -144,13 +142,7 @@ def feeder(case: Case, folder: Path, events: EventStream) -> TrainingDataLoader:
     for index in range(IMAGES):
         whole = Geometry(original_px=size_px, corner_px=(0, 0), target_px=size_px)
         told = facts.geometry_conditioning(whole)
-        plain = latent_key(
-            content_hash=str(index),
-            encoder_identity="none",
-            placement=place(width_px, height_px, buckets=[Bucket(width_px, height_px)]),
-            flip=False,
-            alpha_background=None,
-        )
+        plain = CacheKey.of("latents", image=str(index), size=f"{width_px}x{height_px}")
         latent_size = (height_px // facts.vae_factor, width_px // facts.vae_factor)
         shape = (facts.latent_channels, *latent_size)
         drawn = {"mean": normal(*shape), "std": np.full(shape, 0.1, np.float32)}

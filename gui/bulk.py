@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lora_trainer.common.errors import RequestError
-from lora_trainer.dataset.captions import with_trigger
+from lora_trainer.dataset.caption_rules import with_trigger
 
 Kind = Literal["prepend", "append", "replace", "remove_tag", "trigger"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

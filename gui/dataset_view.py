@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.dataset.caption_lengths import TokenCounter
-from lora_trainer.dataset.captions import TRIGGER_PLACEHOLDER, has_trigger
+from lora_trainer.dataset.caption_rules import TRIGGER_PLACEHOLDER, TokenCounter, has_trigger
 from lora_trainer.dataset.listing import ImageFile
 from lora_trainer.reporting.history import mapping, number, sequence
 

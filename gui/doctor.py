@@ -60,7 +60,7 @@ def hub() -> Hub:
 
 def cache_state() -> CacheState:
     """Measure the cache that trainings use unless they name another one."""
-    folder = cache_in(build_config({}))
+    folder = cache_in(build_config({}).data)
     sizes = [size for _, size in entries(folder)]
     return CacheState(folder=folder, files=len(sizes), bytes=sum(sizes))
 

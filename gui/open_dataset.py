@@ -15,7 +15,7 @@ from typing import Any
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.config.config import build_config
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.caption_lengths import TokenCounter
+from lora_trainer.dataset.caption_rules import TokenCounter
 from lora_trainer.dataset.captions import same_name, split_name
 from lora_trainer.dataset.listing import EXCLUDED_FOLDER, ImageFile, Listing, list_dataset
 from lora_trainer.reporting.history import mapping

@@ -93,7 +93,7 @@ def test_every_module_says_what_it_is_for() -> None:
 def light_modules() -> list[str]:
     """Return the modules behind the commands that must answer at once."""
     names = """cli.main lora.adapter_size lora_file.inspect cli.look_around queue.commands run.machine_report
-        run.plan_text run.prepare run.run_folder tools.describe cache.background cache.keys cache.store"""
+        run.plan_text run.prepare run.run_folder tools.describe cache.background cache.store"""
     modules = [f"lora_trainer.{name}" for name in names.split()]
     for room in TORCH_FREE_ROOMS:
         folder = ROOT / "lora_trainer" / room

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lora_trainer.cache.keys import text_key
-from lora_trainer.cache.store import Cache, in_use
+from lora_trainer.cache.store import Cache, CacheKey, in_use
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.hardware.machine import Hardware
 from lora_trainer.run import run_folder
@@ -119,7 +118,7 @@ def test_fix_removes_what_killed_trainings_left_and_nothing_else(
 ) -> None:
     cache = CappedFolder(root=tmp_path / "cache", limit_bytes=2**30)
     store = Cache(folder=cache, on_problem=lambda what, *, fix, file=None, code="": None)
-    keys = [text_key(text=text, encoder_identity="e", max_tokens=77, content="c") for text in "abc"]
+    keys = [CacheKey.of("text", text=text) for text in "abc"]
     for key in keys:
         store.write(key, {"a": np.ones(4, np.float32)})
     whole, spoilt, aside = map(store.path, keys)

@@ -6,7 +6,7 @@ sources of the samples. Planning reads and encodes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -15,17 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lora_trainer.cache.keys import CacheKey, latent_key, mask_key, text_key
-from lora_trainer.cache.store import Cache
+from lora_trainer.cache.store import Cache, CacheKey
 from lora_trainer.common.caption_markup import NewWord, plainly, weighted_parts, words_of
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.inputs import OWN_FOLDER, DataSettings
 from lora_trainer.dataset.buckets import Placement
-from lora_trainer.dataset.caption_rules import variants
-from lora_trainer.dataset.captions import of_class
-from lora_trainer.dataset.masks import Mask
+from lora_trainer.dataset.caption_rules import class_texts, variants
 from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.families.base import TextEncoder
 from lora_trainer.families.facts import BaseFacts, Conditioning, Geometry
@@ -143,9 +140,10 @@ class TextEntries:
 
     def key(self, text: str) -> CacheKey:
         """Return the name of a text's entry."""
-        return text_key(
+        return CacheKey.of(
+            "text",
             text=text,
-            encoder_identity=self.encoder_identity,
+            encoder=self.encoder_identity,
             max_tokens=self.text_tokens,
             content=self._content(text),
         )
@@ -206,19 +204,27 @@ def needs(
         data = folders[folder_key]
         drawn = variants(record.written, settings=data, seed=seed)
         keys = [(text, texts_as.key(text)) for text in drawn]
-        classes = _of_class(drawn, texts_as, data)
+        classes = [
+            None if text is None else (text, texts_as.key(text))
+            for text in class_texts(drawn, settings=data)
+        ]
         texts |= {key.digest: (text, key) for text, key in (*keys, *filter(None, classes))}
         views: list[SampleSource] = []
         for placement in record.placements:
-            flips = (False, True) if data.flip else (False,)
-            jobs = [_latent_job(record, placement, flip, facts, data) for flip in flips]
-            masks = [_mask_job(job, record.mask) for job in jobs if record.mask is not None]
-            images |= {job.key.digest: job for job in (*jobs, *masks)}
+            jobs = [
+                ImageJob(
+                    record=record, placement=placement, flip=flip, factor=facts.vae_factor, key=key
+                )
+                for flip in ((False, True) if data.flip else (False,))
+                for key in _image_keys(record, placement, flip, facts, data)
+            ]
+            images |= {job.key.digest: job for job in jobs}
+            key_of = {(job.key.kind, job.flip): job.key for job in jobs}
             view = SampleSource(
-                plain=jobs[0].key,
-                mirrored=jobs[1].key if data.flip else None,
-                mask=masks[0].key if masks else None,
-                mirrored_mask=masks[1].key if masks and data.flip else None,
+                plain=key_of["latents", False],
+                mirrored=key_of.get(("latents", True)),
+                mask=key_of.get(("masks", False)),
+                mirrored_mask=key_of.get(("masks", True)),
                 texts=tuple(key for _, key in keys),
                 of_class=tuple(pair and pair[1] for pair in classes),
                 regularisation=record.regularisation,
@@ -235,17 +241,6 @@ def needs(
     return Needs(images=images, texts=texts, sources=sources)
 
 
-def _of_class(
-    texts: Sequence[str], texts_as: TextEntries, settings: DataSettings
-) -> list[tuple[str, CacheKey] | None]:
-    """Return each text with the class in place of the trigger, and its key; empty if not asked for."""
-    word = settings.class_word
-    if word is None or settings.trigger is None:
-        return []
-    class_texts = [of_class(text, trigger=settings.trigger, class_word=word) for text in texts]
-    return [None if text is None else (text, texts_as.key(text)) for text in class_texts]
-
-
 def _geometry(record: ImageRecord, placement: Placement, *, flip: bool) -> Geometry:
     """Return the crop within the image as it is seen: diffusers' SDXL script mirrors, then crops."""
     bucket = placement.bucket
@@ -257,25 +252,31 @@ def _geometry(record: ImageRecord, placement: Placement, *, flip: bool) -> Geome
     )
 
 
-def _latent_job(
+def _image_keys(
     record: ImageRecord, placement: Placement, flip: bool, facts: BaseFacts, settings: DataSettings
-) -> ImageJob:
-    key = latent_key(
-        content_hash=record.content_hash,
-        encoder_identity=facts.parts["vae"].identity,
-        placement=placement,
-        flip=flip,
-        alpha_background=settings.alpha_background if record.transparent else None,
-    )
-    return ImageJob(record=record, placement=placement, flip=flip, factor=facts.vae_factor, key=key)
+) -> Iterator[CacheKey]:
+    """Yield the key of an image's latents and, if it has a mask, that of the mask at their size.
 
-
-def _mask_job(latent: ImageJob, mask: Mask) -> ImageJob:
-    key = mask_key(
-        content_hash=mask.content_hash,
-        of_alpha=mask.of_alpha,
-        placement=latent.placement,
-        flip=latent.flip,
-        factor=latent.factor,
+    The background is "" for an opaque image. The mask's hash is of its file, or of the image whose transparency it is.
+    """
+    place: dict[str, str | int] = {
+        "bucket": str(placement.bucket),
+        "scaled": f"{placement.scaled_width_px}x{placement.scaled_height_px}",
+        "crop": f"{placement.left_px},{placement.top_px}",
+        "flip": int(flip),
+    }
+    yield CacheKey.of(
+        "latents",
+        image=record.content_hash,
+        encoder=facts.parts["vae"].identity,
+        background=settings.alpha_background if record.transparent else "",
+        **place,
     )
-    return replace(latent, key=key)
+    if record.mask is not None:
+        yield CacheKey.of(
+            "masks",
+            mask=record.mask.content_hash,
+            channel="alpha" if record.mask.of_alpha else "brightness",
+            factor=facts.vae_factor,
+            **place,
+        )

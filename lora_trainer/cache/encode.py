@@ -22,14 +22,12 @@ from PIL import Image
 
 from lora_trainer.cache.background import MOST_AHEAD, Later, prefetch_map, write_behind
 from lora_trainer.cache.cache_plan import ImageJob, Needs, TextEntries
-from lora_trainer.cache.keys import CacheKey
-from lora_trainer.cache.store import Cache, missing
+from lora_trainer.cache.store import Cache, CacheKey, missing
 from lora_trainer.common.errors import RESUME, InputError, MachineError, StoppedBySignal, first_line
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.buckets import cut
-from lora_trainer.dataset.images import decode
-from lora_trainer.dataset.masks import decode_mask, mask_values
+from lora_trainer.dataset.buckets import cut, mask_values
+from lora_trainer.dataset.images import decode, decode_mask
 from lora_trainer.families.base import ImageEncoder, TextEncoder
 from lora_trainer.network.out_of_memory import free_memory, is_out_of_memory
 

@@ -12,10 +12,13 @@ nobody does; the system releases the lock when the process ends, also by a kill.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import re
 import shutil
+import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,26 +26,116 @@ from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load as parse_safetensors
+from safetensors.numpy import save as build_safetensors
 
-from lora_trainer.cache.keys import Arrays, CacheKey, Damaged, build, parse
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import (
+    MEMO_FILE,
     TEMPORARY_PREFIX,
     CappedFolder,
+    MemoTable,
     disk_error,
     retry_while_open,
     write_atomic,
 )
-from lora_trainer.common.memo import FILE_NAME, MemoTable
 from lora_trainer.common.processes import gc_disabled
 
+FORMAT_VERSION = 3
+"""Part of every key: raise it when decoding, cutting or the layout of entries changes."""
+DTYPES = (np.float32, np.int64)
+"""Numbers of the encoders, and tokens and masks."""
+# One metadata key holding JSON: safetensors writes several keys in random order, and equal entries
+# should be equal files.
+_METADATA_KEY = "lora-train cache entry"
 DAMAGED_FOLDER = "damaged"
 _LEFTOVER_AGE_S = 3600.0
 _TOUCH_AFTER_NS = 3600 * 10**9
+
+
+Kind = Literal["latents", "text", "masks"]
+Arrays = dict[str, NDArray[np.float32]]
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+class CacheKey(NamedTuple):
+    """Everything the arrays of one entry depend on: the fields as canonical JSON, and a digest of all.
+
+    The digest is the SHA-256 of format version, kind and fields. The fields are text because a dictionary in each of
+    200,000 keys takes 100 MB.
+    """
+
+    kind: Kind
+    digest: str
+    fields: str
+
+    @classmethod
+    def of(cls, kind: Kind, **fields: str | int) -> CacheKey:
+        """Return the key of an entry; raises ValueError or TypeError for a value that JSON cannot hold."""
+        text = _ENCODER.encode(fields)
+        name = f'{{"fields":{text},"format":{FORMAT_VERSION},"kind":{_ENCODER.encode(kind)}}}'
+        return cls(kind, hashlib.sha256(name.encode()).hexdigest(), text)
+
+
+class Damaged(Exception):
+    """The bytes are not a whole entry of the wanted key; the message says how."""
+
+
+def _build(key: CacheKey, arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """Return the bytes of an entry; raises TypeError for other arrays than float32 and int64."""
+    wrong = {name: str(array.dtype) for name, array in arrays.items() if array.dtype not in DTYPES}
+    if wrong or not arrays:
+        raise TypeError(f"cache entries are float32 or int64 arrays, got {wrong or 'none'}")
+    # safetensors reads the memory behind a transposed array as if it were in order.
+    ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    header = _ENCODER.encode(_header(key, ordered))
+    return build_safetensors(ordered, metadata={_METADATA_KEY: header})
+
+
+def parse(data: bytes, *, digest: str) -> Arrays:
+    """Return the arrays of a whole entry of that key; raises Damaged for anything else."""
+    try:
+        (header_bytes,) = struct.unpack_from("<Q", data)
+        metadata = json.loads(data[8 : 8 + header_bytes])["__metadata__"]
+        header = json.loads(metadata[_METADATA_KEY])
+        arrays = parse_safetensors(data)
+        key, whole = header["key"], _header(CacheKey.of(header["kind"], **header["fields"]), arrays)
+    except (
+        SafetensorError,
+        struct.error,
+        ValueError,
+        LookupError,
+        TypeError,
+        RecursionError,
+    ) as error:
+        raise Damaged(f"unreadable header: {type(error).__name__}") from None
+    if key != digest:
+        raise Damaged("it holds another entry")
+    if header != whole:
+        raise Damaged("its checksum does not match")
+    return arrays
+
+
+def _header(key: CacheKey, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    digest = hashlib.sha256(key.digest.encode())
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(_ENCODER.encode([name, array.dtype.name, list(array.shape)]).encode())
+        little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+        digest.update(little.reshape(-1).view(np.uint8).data)
+    return {
+        "format_version": FORMAT_VERSION,
+        "kind": key.kind,
+        "key": key.digest,
+        "fields": json.loads(key.fields),
+        "sha256": digest.hexdigest(),
+    }
 
 
 class ProblemListener(Protocol):
@@ -106,7 +199,7 @@ class Cache:
             pass
         except OSError:  # times are for owners
             with suppress(OSError):
-                (self.folder.root / FILE_NAME).unlink()
+                (self.folder.root / MEMO_FILE).unlink()
         return None
 
     def touch(self, key: CacheKey, stat: os.stat_result) -> None:
@@ -128,7 +221,7 @@ class Cache:
 
     def write(self, key: CacheKey, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Store float32 and int64 arrays; raises MachineError, TypeError for another dtype."""
-        data = build(key, arrays)
+        data = _build(key, arrays)
         path = self.path(key)
         if not path.parent.is_dir():
             self.folder.create()
@@ -221,7 +314,7 @@ def missing(keys: Iterable[CacheKey], cache: Cache) -> frozenset[str]:
         memo.save()
     except MachineError as error:
         fix = "nothing to do; the entries are read again at the next start"
-        cache.on_problem(error.found, fix=fix, file=FILE_NAME, code="CAC-04")
+        cache.on_problem(error.found, fix=fix, file=MEMO_FILE, code="CAC-04")
     return frozenset(absent)
 
 

@@ -39,7 +39,8 @@ from lora_trainer.captioning.captioners import (
 from lora_trainer.common.errors import InputError, StoppedBySignal
 from lora_trainer.common.events import EventStream
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.captions import MAX_CAPTION_CHARACTERS, clean, with_trigger
+from lora_trainer.dataset.caption_rules import with_trigger
+from lora_trainer.dataset.captions import MAX_CAPTION_CHARACTERS, clean
 from lora_trainer.dataset.images import ImageDecodeError, decode
 from lora_trainer.reporting.control import StopFlag, taking_signals
 

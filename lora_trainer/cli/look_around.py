@@ -150,7 +150,7 @@ def doctor(
     if clear_cache:
         from lora_trainer.cache.store import clear
 
-        result = clear(cache_in(build_config(overrides(set_))))
+        result = clear(cache_in(build_config(overrides(set_)).data))
         return {**asdict(result), "folder": str(result.folder)} if json else cleared_text(result)
     if set_ and not fix:
         raise RequestError(
@@ -159,7 +159,7 @@ def doctor(
     from lora_trainer.hardware.machine import detect
 
     config = build_config(overrides(set_))
-    cache = cache_in(config)
+    cache = cache_in(config.data)
     repairs = mend(cache, Path(config.output.folder)) if fix else []
     hardware = detect()
     machine_checks = checks(hardware, cache=cache.root, environment=os.environ)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from lora_trainer.common.errors import RequestError
@@ -101,6 +103,23 @@ def cut(image: Image.Image, placement: Placement, *, flip: bool) -> Image.Image:
     return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else part
 
 
+def mask_values(
+    pixels: Image.Image, placement: Placement, *, flip: bool, factor: int
+) -> NDArray[np.float32]:
+    """Return float32 [1, H, W] in [0, 1]: means over the `factor` pixels a side of each latent.
+
+    Placed as its image is; each pixel counts by its area, so no part is lost to rounding.
+    """
+    size = (placement.scaled_width_px, placement.scaled_height_px)
+    scaled = pixels.convert("F").resize(size, Image.Resampling.BOX)
+    right_px = placement.left_px + placement.bucket.width_px
+    bottom_px = placement.top_px + placement.bucket.height_px
+    part = np.asarray(scaled.crop((placement.left_px, placement.top_px, right_px, bottom_px)))
+    squares = part.reshape(part.shape[0] // factor, factor, part.shape[1] // factor, factor)
+    values = squares.mean(axis=(1, 3), dtype=np.float64) / 255.0
+    return np.ascontiguousarray(values[None, :, ::-1] if flip else values[None], dtype=np.float32)
+
+
 Place = Callable[[int, int], tuple[Placement, ...]]
 """Returns the placements of an image of (width, height) pixels: one for each resolution it is trained at."""
 
@@ -122,6 +141,18 @@ def placing(data: DataSettings, *, resolution_px: int, step_px: int) -> Place:
     return cache(
         lambda width_px, height_px: tuple(place(width_px, height_px, buckets=b) for b in buckets)
     )
+
+
+def bucket_bounds(
+    data: DataSettings, *, resolution_px: int, step_px: int
+) -> tuple[int, int] | None:
+    """Return the shortest and the longest side in pixels of all buckets at `data.resolution`; None without buckets."""
+    if not data.buckets:
+        return None
+    side_px = resolution_px if data.resolution == "auto" else data.resolution
+    buckets = buckets_for(resolution_px=side_px, step_px=step_px, max_aspect=data.max_aspect)
+    # The buckets are sorted by width, and each is there lying down too.
+    return buckets[0].width_px, buckets[-1].width_px
 
 
 def _distance(bucket: Bucket, width_px: int, height_px: int) -> float:

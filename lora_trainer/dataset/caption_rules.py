@@ -1,26 +1,58 @@
-"""The caption rules, from the caption in a file to the texts that a sample is trained with.
+"""The caption rules, from the caption in a file to the texts that a sample is trained with, and their length in tokens.
 
 In this order: one of several captions; `{a|b}`; `[trigger]`; tags left out and shuffled, fixed tags excepted; prefix
 and suffix; the trigger in front. Every random choice is a counter-based draw: a caption's variants depend on its
 text, the settings and the seed alone, a sample's choice among them on its epoch alone. The variants are few and
 computed before training, so all rules work with cached outputs of the text encoders.
+
+Texts are counted with CLIP's tokenizer, to choose the number of chunks for `data.caption_tokens=auto` and to
+name captions that are cut: the variants of each caption, and the same with the class word. Neither torch nor
+transformers is imported; captions of bases with another encoder are not counted: they take several times as
+many tokens, and counting them needs transformers.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from lora_trainer.common.caption_markup import has_choice, split_at_commas, with_choices_made
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+from lora_trainer.common.caption_markup import (
+    NewWord,
+    has_choice,
+    split_at_commas,
+    weighted_parts,
+    with_choices_made,
+    words_of,
+)
+from lora_trainer.common.events import Finding
+from lora_trainer.common.files import MemoTable, sha256_bytes, sha256_file
 from lora_trainer.common.randomness import Stream, draw_choice, draw_uniform, shuffled
 from lora_trainer.common.wording import without_secrets
-from lora_trainer.config.declare import PROMPTS
+from lora_trainer.config.declare import CHUNK_TOKENS, PROMPTS
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.config.running import SamplingSettings
-from lora_trainer.dataset.captions import TRIGGER_PLACEHOLDER, clean, has_trigger, with_trigger
+from lora_trainer.config.running import Config, SamplingSettings
+from lora_trainer.dataset.captions import clean
+from lora_trainer.dataset.records import ImageRecord, finding
+from lora_trainer.families.base import Family
+from lora_trainer.families.facts import BaseFacts
+
+TRIGGER_PLACEHOLDER = "[trigger]"
+CLIP_TOKENS = 77
+MOST_CHUNKS = 3
+"""225 tokens: as much as kohya's trainers read."""
+_AT_ONCE = 4096
+_CLIP_WORDS = (
+    r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+)
 
 
 def plain_text(written: Sequence[str], *, settings: DataSettings) -> str:
@@ -67,6 +99,44 @@ def max_texts(written: Sequence[str], *, settings: DataSettings) -> int:
     """Return how many different texts `variants` gives at most, without making them."""
     drawn = _drawn(written, settings)
     return 1 + drawn if drawn > len(written) else len(written)
+
+
+def has_trigger(caption: str, trigger: str) -> bool:
+    """Say whether `trigger` stands in `caption` as a word of its own, in any case."""
+    return _as_word(trigger.strip()).search(caption) is not None
+
+
+def with_trigger(caption: str, trigger: str | None) -> str:
+    """Put the trigger where the caption says `[trigger]`, else in front unless it has it."""
+    word = "" if trigger is None else trigger.strip()
+    if not word:
+        return caption
+    if TRIGGER_PLACEHOLDER in caption:
+        return caption.replace(TRIGGER_PLACEHOLDER, word)
+    if has_trigger(caption, word):
+        return caption
+    return f"{word}, {caption}" if caption else word
+
+
+def _as_word(word: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
+
+
+def class_texts(texts: Iterable[str], *, settings: DataSettings) -> list[str | None]:
+    """Return each text with the class word in place of the trigger, None for one without the trigger.
+
+    Empty without class word or trigger.
+    """
+    word, trigger = settings.class_word, settings.trigger
+    if word is None or trigger is None:
+        return []
+    trigger = trigger.strip()
+    return [
+        _as_word(trigger).sub(lambda _: word.strip(), text)
+        if trigger and has_trigger(text, trigger)
+        else None
+        for text in texts
+    ]
 
 
 def variant_of(sample_id: str, *, count: int, seed: int, epoch: int) -> int:
@@ -192,3 +262,201 @@ def _separate(tag: str, glue: str | None) -> str:
     if not glue or glue not in tag:
         return tag
     return ", ".join(part for part in map(str.strip, tag.split(glue)) if part)
+
+
+# ---- how many tokens the texts have
+
+
+def caption_limit(facts: BaseFacts, *, chunks: int) -> dict[str, Any] | None:
+    """Return how many tokens of a caption are read, and the folder of the tokenizer that counts them.
+
+    None for a base that reads captions with another encoder than CLIP, or is not on this machine.
+    """
+    folder = tokenizer_folder(facts)
+    if folder is None or facts.max_tokens != CLIP_TOKENS:
+        return None
+    return {"tokenizer": str(folder), "tokens": chunks * CHUNK_TOKENS}
+
+
+def tokenizer_folder(facts: BaseFacts) -> Path | None:
+    """Return the folder of the first tokenizer of a base that is on this machine."""
+    return None if facts.layout is None else facts.layout.folder / "tokenizer"
+
+
+def new_word(config: Config) -> NewWord | None:
+    """Return the word whose meaning is learned; None: none is."""
+    if config.adapter.new_tokens == 0:
+        return None
+    return NewWord(text=(config.data.trigger or "").strip(), tokens=config.adapter.new_tokens)
+
+
+class TokenCounter:
+    """Counts the tokens of captions."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, folder: Path) -> TokenCounter | None:
+        """Read a tokenizer's files; None where there are none that can be read."""
+        try:
+            tokenizer = _read(folder)
+        # The reader of tokenizer.json, written in Rust, raises plain Exception.
+        except Exception:  # noqa: BLE001 - a count is a help; without it nothing is missing
+            return None
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return cls(tokenizer)
+
+    def count(self, caption: str) -> int:
+        """Return the tokens of a caption as it is trained, special ones excepted."""
+        return self.counts([caption])[0]
+
+    def counts(self, captions: Sequence[str]) -> list[int]:
+        """Return `count` of many captions, computed on all cores."""
+        lengths: list[int] = []
+        for first in range(0, len(captions), _AT_ONCE):
+            part = [clean(caption) for caption in captions[first : first + _AT_ONCE]]
+            encoded = self._tokenizer.encode_batch(part, add_special_tokens=False)
+            lengths += [len(each.ids) for each in encoded]
+        return lengths
+
+
+def _read(folder: Path) -> Tokenizer:
+    whole = folder / "tokenizer.json"
+    if whole.is_file():
+        return Tokenizer.from_file(str(whole))
+    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
+    # Only the head is a remark: "# #" is a merge.
+    pairs = (line.partition(" ") for line in lines if not line.startswith("#version"))
+    merges = [(first, right) for first, _, right in pairs if right]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=merges,
+            continuing_subword_prefix="",
+            end_of_word_suffix="</w>",
+            unk_token="<|endoftext|>",
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_CLIP_WORDS), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    return tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """In how many chunks texts are read, and why.
+
+    `lengths`: the number of images whose longest text has so many tokens, empty where they could not be counted;
+    `longest_file`: the image of the longest of all.
+    """
+
+    chunks: int
+    reason: str
+    lengths: Mapping[int, int] = field(default_factory=dict)
+    longest_file: str = ""
+
+
+def reading_of(
+    records: Sequence[ImageRecord],
+    *,
+    config: Config,
+    facts: BaseFacts,
+    family: Family,
+    cache_root: Path,
+) -> Reading:
+    """Return in how many chunks the texts of a run are read; the lengths are remembered in `cache_root`."""
+    caption_tokens = config.data.caption_tokens
+    if not family.text.chunks:
+        return Reading(
+            chunks=1, reason=f"{facts.source} reads up to {facts.max_tokens} tokens in one piece"
+        )
+    tokenizer = tokenizer_folder(facts)
+    lengths, longest_file = dict[int, int](), ""
+    if tokenizer is not None:
+        lengths, longest_file = _lengths(records, config, tokenizer, cache_root)
+    if caption_tokens != "auto":
+        chunks, reason = caption_tokens // CHUNK_TOKENS, ""
+    elif not lengths:
+        chunks, reason = 1, "captions are counted once the base is on this machine"
+    else:
+        room, longest = facts.chunk_room, max(lengths)
+        chunks = min(MOST_CHUNKS, max(1, -(-longest // room)))
+        reason = f"the longest caption has {longest} tokens"
+        if longest > room:
+            longer = _longer(lengths, room)
+            reason += f", {longer} of {sum(lengths.values())} have more than {room}"
+    return Reading(chunks=chunks, reason=reason, lengths=lengths, longest_file=longest_file)
+
+
+def _lengths(
+    records: Sequence[ImageRecord], config: Config, tokenizer: Path, cache_root: Path
+) -> tuple[dict[int, int], str]:
+    """Return the images by the tokens of their longest text, and the one of the longest; nothing without a tokenizer.
+
+    Remembered by a digest of all that they depend on: to count the texts of 100,000 images takes 15 s.
+    """
+    word, emphasis = new_word(config), config.data.emphasis
+    of_images = [(record.name, _texts(record, config)) for record in records]
+    files = [(file.name, sha256_file(file)) for file in sorted(tokenizer.glob("*"))]
+    digest = sha256_bytes(repr((files, emphasis, word, of_images)).encode())
+    memo = MemoTable.load(cache_root, "caption lengths")
+    if (remembered := memo.get(digest)) is not None:
+        lengths, longest_file = json.loads(remembered)
+        return {int(tokens): images for tokens, images in lengths.items()}, longest_file
+    counter = TokenCounter.load(tokenizer)
+    if counter is None or not of_images:
+        return {}, ""
+    texts = list({text for _, image_texts in of_images for text in image_texts})
+    # As text encoders read them: without marks of emphasis, the new word as its tokens.
+    words = [words_of(weighted_parts(text)) if emphasis else text for text in texts]
+    parts = [word.split(text) if word else [text] for text in words]
+    counts = iter(counter.counts([part for each in parts for part in each]))
+    tokens_of = {
+        text: sum(next(counts) for _ in each) + (word.tokens if word else 0) * (len(each) - 1)
+        for text, each in zip(texts, parts, strict=True)
+    }
+    longest = [(-max(map(tokens_of.__getitem__, each)), name) for name, each in of_images]
+    lengths = Counter(-tokens for tokens, _ in longest)
+    longest_file = min(longest)[1]
+    memo.put(digest, json.dumps([lengths, longest_file]))
+    memo.save()
+    return lengths, longest_file
+
+
+def _longer(lengths: Mapping[int, int], tokens: int) -> int:
+    """Return how many images have a text of more tokens."""
+    return sum(images for count, images in lengths.items() if count > tokens)
+
+
+def _texts(record: ImageRecord, config: Config) -> tuple[str, ...]:
+    """Return every text that an image is trained with, those of the class among them."""
+    settings = record.settings(config.data)
+    texts = variants(record.written, settings=settings, seed=config.train.seed)
+    preserves = config.objective.preservation_weight
+    classes = class_texts(texts, settings=settings) if preserves else []
+    return (*texts, *filter(None, classes))
+
+
+def too_long(reading: Reading, *, facts: BaseFacts) -> Iterator[Finding]:
+    """Yield a warning where ends of captions are not read, with the setting that reads them."""
+    room, longest = reading.chunks * facts.chunk_room, max(reading.lengths, default=0)
+    if longest > room:
+        yield finding(
+            "caption-too-long" if reading.chunks < MOST_CHUNKS else "caption-too-long.most",
+            longer=_longer(reading.lengths, room),
+            all=sum(reading.lengths.values()),
+            room=room,
+            longest=longest,
+            file=reading.longest_file,
+            most=MOST_CHUNKS * CHUNK_TOKENS,
+        )

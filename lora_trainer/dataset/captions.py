@@ -35,7 +35,8 @@ JSON_SIDECAR = ".json"
 FOLDER_NAME = "folder name"
 FILE_NAME = "file name"
 """Sources of captions that nobody wrote as captions."""
-TRIGGER_PLACEHOLDER = "[trigger]"
+IMAGE_TEXT = "image metadata"
+"""Source of a caption that lies inside the image."""
 # A number that only tells files apart: `cat_003`, `cat (2)`, or the whole name.
 _COUNTER = re.compile(r"(^|[\s_-]+)(\(\d+\)|\d+)$")
 # UTF-32 first: its little-endian mark begins with that of UTF-16.
@@ -445,32 +446,3 @@ def _coco_rows(images: list[Any], annotations: list[Any]) -> Iterator[tuple[str,
 
 def _as_posix(name: str) -> str:
     return PurePosixPath(name.replace("\\", "/")).as_posix()
-
-
-def has_trigger(caption: str, trigger: str) -> bool:
-    """Say whether `trigger` stands in `caption` as a word of its own, in any case."""
-    return _as_word(trigger.strip()).search(caption) is not None
-
-
-def with_trigger(caption: str, trigger: str | None) -> str:
-    """Put the trigger where the caption says `[trigger]`, else in front unless it has it."""
-    word = "" if trigger is None else trigger.strip()
-    if not word:
-        return caption
-    if TRIGGER_PLACEHOLDER in caption:
-        return caption.replace(TRIGGER_PLACEHOLDER, word)
-    if has_trigger(caption, word):
-        return caption
-    return f"{word}, {caption}" if caption else word
-
-
-def of_class(caption: str, *, trigger: str | None, class_word: str) -> str | None:
-    """Return the caption with the class in place of the trigger; None for one without the trigger."""
-    word = "" if trigger is None else trigger.strip()
-    if not word or not has_trigger(caption, word):
-        return None
-    return _as_word(word).sub(lambda _: class_word.strip(), caption)
-
-
-def _as_word(word: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)

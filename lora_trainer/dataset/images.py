@@ -30,6 +30,7 @@ from PIL import ExifTags, Image, ImageCms, ImageColor, UnidentifiedImageError
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import shown
 from lora_trainer.config.inputs import DataSettings
+from lora_trainer.dataset.captions import CaptionText, caption_of, clean, decoded
 
 _MEASURED_SIDE_PX = 1024
 _LEAST_MEASURED_SIDE_PX = 48
@@ -299,21 +300,6 @@ class DecodedImage:
     alpha: Image.Image | None
 
 
-class VerifiedImage(NamedTuple):
-    """Facts of an image that decoded. `background`: the colour behind its transparent parts, "" for an opaque one."""
-
-    width_px: int
-    height_px: int
-    notes: tuple[str, ...]
-    measures: Measures
-    background: str
-
-    def holds_with(self, settings: DataSettings) -> bool:
-        """Say whether decoding with these settings gives the same facts."""
-        fits = self.width_px * self.height_px <= max_pixels(settings)
-        return fits and self.background in ("", settings.alpha_background)
-
-
 def background_rgb(settings: DataSettings) -> Rgb:
     """Return the colour put behind transparent images; raises RequestError for an unknown one."""
     try:
@@ -331,19 +317,6 @@ def max_pixels(settings: DataSettings) -> int:
     return int(settings.max_megapixels * 1_000_000)
 
 
-def verify(path: Path, *, settings: DataSettings, content_hash: str) -> VerifiedImage:
-    """Decode an image to see that it can be, and keep its numbers; raises ImageDecodeError."""
-    decoded = decode(path, settings=settings, content_hash=content_hash)
-    width_px, height_px = decoded.image.size
-    return VerifiedImage(
-        width_px=width_px,
-        height_px=height_px,
-        notes=decoded.notes,
-        measures=measure(decoded.image),
-        background="" if decoded.alpha is None else settings.alpha_background,
-    )
-
-
 def decode(path: Path, *, settings: DataSettings, content_hash: str | None = None) -> DecodedImage:
     """Decode a file to RGB as it is displayed: EXIF orientation applied, transparency put on
     `data.alpha_background`, first frame of an animation (see `pixels` for the formats).
@@ -359,6 +332,28 @@ def decode(path: Path, *, settings: DataSettings, content_hash: str | None = Non
         if turn is not None:
             rgb, alpha = rgb.transpose(turn), alpha and alpha.transpose(turn)
     return DecodedImage(image=rgb, notes=tuple(notes), alpha=alpha)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mask:
+    """A mask that was checked; `of_alpha`: the image itself is the file, its transparency the mask."""
+
+    path: Path
+    content_hash: str
+    of_alpha: bool
+
+
+def decode_mask(mask: Mask, *, settings: DataSettings) -> Image.Image:
+    """Return a mask upright, mode L; raises ImageDecodeError, also for a file that has changed.
+
+    Transparent parts of a mask file are black: only its drawn parts count.
+    """
+    if mask.of_alpha:
+        alpha = decode(mask.path, settings=settings, content_hash=mask.content_hash).alpha
+        assert alpha is not None, "only transparent images have such a mask"
+        return alpha
+    on_black = settings.model_copy(update={"alpha_background": "black"})
+    return decode(mask.path, settings=on_black, content_hash=mask.content_hash).image.convert("L")
 
 
 @contextmanager
@@ -464,3 +459,57 @@ def _upright_turn(
         notes.append(f"exif: orientation {orientation!r} is ignored, 1 to 8 exist")
         return None
     return _UPRIGHT.get(orientation)
+
+
+_PNG_KEYS = ("caption", "description", "prompt", "parameters", "comment", "title")
+# What AUTOMATIC1111 and its forks write after the prompt.
+_GENERATOR_TAIL = re.compile(r"\n(Negative prompt: |Steps: \d).*", re.DOTALL)
+
+
+def read_image_text(path: Path, *, settings: DataSettings, content_hash: str) -> CaptionText:
+    """Return the caption inside an image file, an empty one where there is none.
+
+    Raises ImageDecodeError for a damaged image and for a file that no longer has this SHA-256.
+    """
+    # PNG may have its text behind the pixels, so the image is loaded first.
+    with loaded(path, settings, content_hash, []) as (image, _):
+        texts = (_prompt_of(text) for text in _texts(image))
+        return caption_of([next(filter(None, texts), "")])
+
+
+def _texts(image: Image.Image) -> Iterator[str]:
+    """Yield the texts of an image that may describe it, the most explicit first."""
+    fields = {key.casefold(): value for key, value in image.info.items() if isinstance(key, str)}
+    for key in _PNG_KEYS:
+        yield _plain_text(fields.get(key))
+    try:
+        exif = image.getexif()
+        yield _plain_text(exif.get(ExifTags.Base.ImageDescription))
+        details = exif.get_ifd(ExifTags.IFD.Exif)
+        yield _user_comment(details.get(ExifTags.Base.UserComment))
+    except Exception:  # noqa: BLE001 - damaged EXIF is named by the check of the image itself
+        pass
+
+
+def _plain_text(value: object) -> str:
+    return decoded(value)[0] if isinstance(value, bytes) else str(value or "")
+
+
+def _user_comment(value: object) -> str:
+    """Return the text of a UserComment, whose first eight bytes name its encoding."""
+    if not isinstance(value, bytes):
+        return _plain_text(value)
+    head, body = value[:8], value[8:]
+    if head == b"UNICODE\0":
+        # EXIF leaves the byte order open: of the two, Latin text has its zero bytes on one side.
+        is_big = body[:2] == b"\xfe\xff" or body[0:200:2].count(0) > body[1:200:2].count(0)
+        return body.decode("utf-16-be" if is_big else "utf-16-le", "replace")
+    if head == b"JIS\0\0\0\0\0":
+        return body.decode("shift_jis", "replace")
+    return _plain_text(body if head in (b"ASCII\0\0\0", bytes(8)) else value)
+
+
+def _prompt_of(text: str) -> str:
+    """Return the prompt in the text of a generator, other text as it is, and nothing for JSON."""
+    prompt = clean(_GENERATOR_TAIL.sub("", text))
+    return "" if prompt.startswith(("{", "[{")) else prompt

@@ -36,7 +36,6 @@ from lora_trainer.dataset.captions import (
     split_name,
 )
 from lora_trainer.dataset.images import IMAGE_EXTENSIONS
-from lora_trainer.dataset.masks import MASK_SUFFIX
 from lora_trainer.dataset.records import MAX_REPEATS, finding, finding_of_all
 
 Entry = os.DirEntry[str]
@@ -53,6 +52,8 @@ _FOLDER_KINDS: Mapping[str, FolderKind] = {
     **dict.fromkeys(("regularization_images", "regularisation_images"), "class"),
 }
 """Folders that other trainers keep beside the images to learn."""
+MASK_SUFFIX = "-masklabel"
+"""End of the name of a mask beside its image, as OneTrainer has it; `folder_kind` tells folders of masks."""
 CONTROL_SUFFIX = "-condlabel"
 """End of the name of a control image beside its image, as OneTrainer has it."""
 

@@ -13,38 +13,311 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from lora_trainer.common.caption_markup import has_choice
+import numpy as np
+import PIL
+from pydantic import TypeAdapter
+
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import Finding, by_severity, shown
-from lora_trainer.common.files import CappedFolder, json_bytes, sha256_bytes, user_cache_folder
+from lora_trainer.common.files import (
+    CappedFolder,
+    HashMemo,
+    MemoTable,
+    json_bytes,
+    sha256_bytes,
+    user_cache_folder,
+)
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.config.running import Config
-from lora_trainer.dataset.buckets import Place, buckets_for, placing
-from lora_trainer.dataset.captions import FILE_NAME, FOLDER_NAME, caption_of_name
-from lora_trainer.dataset.images import ImageDecodeError, background_rgb
-from lora_trainer.dataset.inspect_image import (
+from lora_trainer.dataset.buckets import Place, placing
+from lora_trainer.dataset.caption_rules import TRIGGER_PLACEHOLDER, plain_text
+from lora_trainer.dataset.captions import (
     IMAGE_TEXT,
-    DatasetMemo,
-    Inspected,
-    Inspector,
+    JSON_SIDECAR,
+    MAX_CAPTION_BYTES,
+    CaptionText,
+    is_json,
+    read_caption_file,
+)
+from lora_trainer.dataset.images import (
+    ImageDecodeError,
+    Mask,
+    Measures,
+    background_rgb,
+    decode,
+    decode_mask,
+    max_pixels,
+    measure,
     read_image_text,
 )
 from lora_trainer.dataset.listing import ImageFile, list_dataset
-from lora_trainer.dataset.records import Dataset, ImageRecord, finding, finding_of_all
+from lora_trainer.dataset.quality import findings_of
+from lora_trainer.dataset.records import REGULARISATION, Dataset, ImageRecord, finding
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import GIB
 
-REGULARISATION = "regularisation:"
-"""Begins the names of images in a folder of their own, so that none is like one of the dataset."""
 MAX_REASONS = 100
+MASK_ASPECT_TOLERANCE = 0.02
+"""What sides rounded to pixels make of a ratio, at most."""
+# Raise the number when what is kept of an image changes. Rows made with another Pillow are forgotten.
+_MEMO_VERSION = f"4, Pillow {PIL.__version__}"
+Value = TypeVar("Value")
+
+
+class VerifiedImage(NamedTuple):
+    """Facts of an image that decoded. `background`: the colour behind its transparent parts, "" for an opaque one."""
+
+    width_px: int
+    height_px: int
+    notes: tuple[str, ...]
+    measures: Measures
+    background: str
+
+    def holds_with(self, settings: DataSettings) -> bool:
+        """Say whether decoding with these settings gives the same facts."""
+        fits = self.width_px * self.height_px <= max_pixels(settings)
+        return fits and self.background in ("", settings.alpha_background)
+
+
+MaskSize = tuple[int, int, int]
+"""Width and height in pixels, and the brightest value."""
+
+
+@dataclass(frozen=True)
+class Remembered(Generic[Value]):
+    """Values by the SHA-256 of the bytes that they were read from.
+
+    Kept as JSON texts: of a hundred thousand, the lists in them would take 200 MB.
+    """
+
+    kind: TypeAdapter[Value]
+    table: MemoTable
+
+    def get(self, key: str) -> Value | None:
+        """Return a value; None for one that must be read from the file."""
+        text = self.table.get(key)
+        return None if text is None else self.kind.validate_json(text)
+
+    def put(self, key: str, value: Any) -> None:
+        """Remember a value: a tuple of plain values."""
+        self.table.put(key, json.dumps(value))
+
+
+class DatasetMemo:
+    """Hashes of files by name, and images, captions and masks by hash: of a cache folder, or in memory only."""
+
+    @gc_disabled()
+    def __init__(self, folder: Path | None = None) -> None:
+        self.hashes = HashMemo.load(folder)
+        images, captions, masks = (
+            MemoTable.load(folder, name, version=_MEMO_VERSION)
+            for name in ("images", "caption files", "masks")
+        )
+        self.images = Remembered(TypeAdapter(VerifiedImage), images)
+        self.captions = Remembered(TypeAdapter(CaptionText), captions)
+        self.masks = Remembered(TypeAdapter(MaskSize), masks)
+
+    def save(self) -> None:
+        """Write the new rows; raises MachineError."""
+        for table in (self.hashes.table, self.images.table, self.captions.table, self.masks.table):
+            table.save()
+
+
+BAD_MASK = "bad-mask"
+"""Kind of the findings about masks that cannot be used, which nobody wants to train without."""
+_OF_IMAGE = " image"
+"""Ends the memo's key of a caption inside an image, after the hash of the image's bytes."""
+
+Inspected = tuple[ImageRecord | None, list[Finding]]
+"""The record of an image that can be used, and the findings about it; None and an error for others."""
+
+
+class _NotRememberedError(Exception):
+    """The memo lacks a file's hash or content: it must be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspector:
+    """Reads the images of a dataset: by its settings, with a memo, into the buckets of a base.
+
+    Without `may_read` it opens no file, and what the memo does not hold is None.
+    """
+
+    settings: DataSettings
+    memo: DatasetMemo
+    place_image: Place
+    may_read: bool
+
+    def inspect(self, image: ImageFile) -> Inspected | None:
+        """Hash and, unless these bytes are known, decode one image; read its caption file."""
+        try:
+            return self._inspect(image)
+        except _NotRememberedError:
+            return None
+
+    def _inspect(self, image: ImageFile) -> Inspected:
+        try:
+            content_hash = self._hash(image.path)
+            facts = self._facts(image.path, content_hash)
+            inside = self._caption_inside(image, content_hash)
+        except (ImageDecodeError, OSError) as error:
+            return _refused("unusable", image.name, error)
+        try:
+            mask = self._mask(image, facts, content_hash)
+        except (ImageDecodeError, OSError) as error:
+            return _refused(BAD_MASK, image.mask_name or image.name, error)
+        sidecar = self._sidecar(image)
+        caption = _first_caption(image, sidecar, inside)
+        settings = self.settings.of_folder(image.folder)
+        several = settings.caption_lines == "one" and caption.lines
+        written = caption.lines if several else (caption.text,)
+        record = ImageRecord(
+            file=image.file,
+            name=image.name,
+            content_hash=content_hash,
+            width_px=facts.width_px,
+            height_px=facts.height_px,
+            folder=image.folder,
+            written=written,
+            caption=plain_text(written, settings=settings),
+            caption_source=caption.source or None,
+            repeats=image.repeats,
+            transparent=bool(facts.background),
+            measures=facts.measures,
+            mask=mask,
+            placements=self.place_image(facts.width_px, facts.height_px),
+        )
+        findings = [
+            finding(kind, image.name, what=what)
+            for kind, _, what in (note.partition(": ") for note in facts.notes)
+        ]
+        return record, [*findings, *_caption_findings(image, sidecar, caption, settings)]
+
+    def _must_read(self) -> None:
+        if not self.may_read:
+            raise _NotRememberedError
+
+    def _hash(self, path: Path) -> str:
+        known = self.memo.hashes.known(str(path))
+        if known is None:
+            self._must_read()
+        return known or self.memo.hashes.sha256(path)
+
+    def _facts(self, path: Path, content_hash: str) -> VerifiedImage:
+        facts = self.memo.images.get(content_hash)
+        if facts is None or not facts.holds_with(self.settings):
+            self._must_read()
+            decoded = decode(path, settings=self.settings, content_hash=content_hash)
+            background = "" if decoded.alpha is None else self.settings.alpha_background
+            facts = VerifiedImage(
+                *decoded.image.size, decoded.notes, measure(decoded.image), background
+            )
+            self.memo.images.put(content_hash, facts)
+        return facts
+
+    def _caption_inside(self, image: ImageFile, content_hash: str) -> CaptionText:
+        """Return the caption inside an image, if the settings ask for it."""
+        if self.settings.caption_fallback != "metadata":
+            return CaptionText()
+        text = self.memo.captions.get(content_hash + _OF_IMAGE)
+        if text is None:
+            self._must_read()
+            text = read_image_text(image.path, settings=self.settings, content_hash=content_hash)
+            self.memo.captions.put(content_hash + _OF_IMAGE, text)
+        return text._replace(source=IMAGE_TEXT)
+
+    def _mask(self, image: ImageFile, facts: VerifiedImage, content_hash: str) -> Mask | None:
+        """Return an image's mask, if it has one; raises OSError and ImageDecodeError for one that cannot be used."""
+        if image.mask is not None:
+            mask = Mask(path=image.mask, content_hash=self._hash(image.mask), of_alpha=False)
+        elif self.settings.masks == "alpha" and facts.background:
+            mask = Mask(path=image.path, content_hash=content_hash, of_alpha=True)
+        else:
+            return None
+        key = content_hash + " alpha" if mask.of_alpha else mask.content_hash
+        size = self.memo.masks.get(key)
+        if size is None:
+            self._must_read()
+            pixels = decode_mask(mask, settings=self.settings)
+            size = (*pixels.size, int(np.asarray(pixels).max()))
+            self.memo.masks.put(key, size)
+        _refuse_unfit(mask, size, facts)
+        return mask
+
+    def _sidecar(self, image: ImageFile) -> CaptionText:
+        """Return the text of an image's caption file, an empty one without; its source is the file's name."""
+        path, source = image.sidecar, image.sidecar_name or ""
+        if path is None:
+            return CaptionText()
+        # The same bytes say another thing as JSON than as text.
+        ending = JSON_SIDECAR if is_json(source) else ""
+        try:
+            text = self.memo.captions.get(self._hash(path) + ending)
+            if text is None:
+                self._must_read()
+                with path.open("rb") as file:
+                    data = file.read(MAX_CAPTION_BYTES + 1)
+                text = read_caption_file(source, data)
+                # Under the hash of what was read: the file may have changed since it was hashed.
+                self.memo.captions.put(sha256_bytes(data) + ending, text)
+        except OSError as error:
+            text = CaptionText(problems=(f"cannot be read ({error.strerror or error})",))
+        return text._replace(source=source)
+
+
+def _refuse_unfit(mask: Mask, size: MaskSize, image: VerifiedImage) -> None:
+    """Raise ImageDecodeError for a mask of another shape than its image, or all black."""
+    width_px, height_px, brightest = size
+    allowed = MASK_ASPECT_TOLERANCE + 1 / min(width_px, height_px)
+    if brightest == 0:
+        where = "is transparent" if mask.of_alpha else "is black"
+        reason = f"{where} everywhere: nothing would be learned"
+        fix = "make visible what is to be learned, or remove it"
+    elif abs(math.log(width_px * image.height_px / (height_px * image.width_px))) > allowed:
+        shape = f"{image.width_px}x{image.height_px}"
+        reason = f"is {width_px}x{height_px}, not of the shape of its image, {shape}"
+        fix = "make it of the image as it is"
+    else:
+        return
+    raise ImageDecodeError(mask.path, reason, code="IMG-04", fix=fix)
+
+
+def _refused(kind: str, name: str, error: ImageDecodeError | OSError) -> Inspected:
+    if isinstance(error, ImageDecodeError):
+        words = {"what": error.reason, "advice": error.fix, "code": error.code}
+        return None, [finding(kind, name, **words)]
+    return None, [finding(f"{kind}.unreadable", name, reason=error.strerror or error)]
+
+
+def _first_caption(image: ImageFile, sidecar: CaptionText, inside: CaptionText) -> CaptionText:
+    """Return the caption that counts: of its file, a table, the text inside the image, a name, or none."""
+    tables = [stand_in for stand_in in image.stand_ins if not stand_in.of_name]
+    names = [stand_in for stand_in in image.stand_ins if stand_in.of_name]
+    captions = (sidecar, *tables, inside, *names)
+    return next((caption for caption in captions if caption.text), CaptionText())
+
+
+def _caption_findings(
+    image: ImageFile, sidecar: CaptionText, caption: CaptionText, settings: DataSettings
+) -> Iterator[Finding]:
+    kind = "caption-text.json" if is_json(sidecar.source) else "caption-text"
+    for problem in sidecar.problems:
+        yield finding(kind, sidecar.source, problem=problem)
+    if TRIGGER_PLACEHOLDER in caption.text and not settings.trigger:
+        yield finding("no-trigger", image.name)
+    tables = [stand_in for stand_in in image.stand_ins if not stand_in.of_name]
+    if caption is sidecar and any(table.text != caption.text for table in tables):
+        words = {"used": caption.source, "unused": tables[0].source}
+        yield finding("two-captions.table", image.name, **words)
 
 
 def scan(
@@ -147,14 +420,13 @@ def _inspected(
     """Return each image's record and findings, in their order."""
     inspector = Inspector(settings=settings, memo=memo, place_image=place_image, may_read=False)
     with gc_disabled():
-        results = {image.file: inspector.inspect(image) for image in images}
-    new = [image for image in images if results[image.file] is None]
+        results = [inspector.inspect(image) for image in images]
+    new = [image for image, result in zip(images, results, strict=True) if result is None]
     reader = replace(inspector, may_read=True)
     # Hashing and decoding release the GIL; only a few images at a time, to bound the memory.
     with ThreadPool(min(4, os.cpu_count() or 1)) as pool:
-        read = pool.map(reader.inspect, new, chunksize=4)
-    results.update(zip((image.file for image in new), read, strict=True))
-    return [result for result in results.values() if result is not None]
+        read = iter(pool.map(reader._inspect, new, chunksize=4))
+    return [result or next(read) for result in results]
 
 
 def _refuse_too_many_bad(
@@ -211,104 +483,20 @@ def _fingerprint(records: Sequence[ImageRecord]) -> str:
     return digest.hexdigest()
 
 
-_STAND_INS = {
-    FOLDER_NAME: "their folder's name",
-    FILE_NAME: "their file's name",
-    IMAGE_TEXT: "the text inside the image",
-}
-_MARKS: Mapping[str, tuple[Callable[[str], bool], Callable[[DataSettings], bool], str]] = {
-    "{a|b}": (has_choice, lambda data: data.wildcards, "data.wildcards=true"),
-    "|||": (
-        lambda text: "|||" in text,
-        lambda data: data.keep_tokens_separator is not None,
-        "'data.keep_tokens_separator=|||'",
-    ),
-}
-"""Marks that other trainers read: whether a text has one, whether the settings read it, the setting."""
-_MAX_IMAGES_READ = 5
-_EXAMPLE_CHARACTERS = 60
-
-
-def findings_of(records: Sequence[ImageRecord], settings: DataSettings) -> Iterator[Finding]:
-    """Yield what is odd about the images together."""
-    first: dict[str, str] = {}
-    for record in records:
-        original = first.setdefault(record.content_hash, record.name)
-        if original != record.name:
-            yield finding("duplicate", record.name, original=original)
-    names = [record.name for record in records if record.caption_source is None]
-    others = _other_captions(records, settings) if len(names) == len(records) else ""
-    yield from finding_of_all("no-caption", names, all=len(records), others=others)
-    for source, words in _STAND_INS.items():
-        names = [record.name for record in records if record.caption_source == source]
-        yield from finding_of_all("no-caption.stand-in", names, all=len(records), source=words)
-    # Marks that are trained as words, because no setting reads them.
-    for mark, (is_in, is_read, setting) in _MARKS.items():
-        names = [
-            record.name
-            for record in records
-            if any(map(is_in, record.written)) and not is_read(settings.of_folder(record.folder))
-        ]
-        yield from finding_of_all("unread-marks", names, mark=mark, setting=setting)
-    if settings.masks != "none":
-        learned = [one for one in records if not settings.is_regularisation(one.folder)]
-        names = [record.name for record in learned if record.mask is None]
-        lack = "no mask" if settings.masks == "files" else "no transparent part"
-        yield from finding_of_all("no-mask", names, all=len(learned), lack=lack)
-
-
-def _other_captions(records: Sequence[ImageRecord], settings: DataSettings) -> str:
-    """Return the setting that finds captions where nobody wrote any, with an example; "" if none does."""
-    if settings.caption_fallback != "none":
-        return ""
-    for record in records[:_MAX_IMAGES_READ]:
-        try:
-            text = read_image_text(record.path, settings=settings, content_hash=record.content_hash)
-        except ImageDecodeError:  # it has changed since it was checked; training will name it
-            continue
-        if text.text:
-            example = f'(in {record.name}: "{text.text[:_EXAMPLE_CHARACTERS]}")'
-            return f", or --set data.caption_fallback=metadata for the text inside them {example}"
-    words = next((caption_of_name(one.name) for one in records), "")
-    if " " in words and not any(character.isdigit() for character in words):
-        example = f'("{words[:_EXAMPLE_CHARACTERS]}")'
-        return f", or --set data.caption_fallback=file_name for their names {example}"
-    return ""
-
-
-def cache_folder(config: Config) -> Path:
+def cache_folder(data: DataSettings) -> Path:
     """Return the cache root from the setting, or the platform's folder for caches."""
-    if config.data.cache_dir != "auto":
-        return Path(config.data.cache_dir).expanduser()
-    return user_cache_folder()
+    return user_cache_folder() if data.cache_dir == "auto" else Path(data.cache_dir).expanduser()
 
 
-def cache_in(config: Config) -> CappedFolder:
+def cache_in(data: DataSettings) -> CappedFolder:
     """Return the cache with its size cap."""
-    limit_bytes = int(config.data.cache_max_gib * GIB)
-    return CappedFolder(root=cache_folder(config), limit_bytes=limit_bytes)
+    return CappedFolder(root=cache_folder(data), limit_bytes=int(data.cache_max_gib * GIB))
 
 
-def read_dataset(folder: Path, config: Config, facts: BaseFacts) -> Dataset:
+def read_dataset(folder: Path, data: DataSettings, facts: BaseFacts) -> Dataset:
     """Scan a dataset for a base, skipping images whose check the cache folder's memo has already."""
-    memo = DatasetMemo(cache_folder(config))
-    place_image = placing(
-        config.data, resolution_px=facts.resolution_px, step_px=facts.bucket_step_px
-    )
-    dataset = scan(folder, settings=config.data, memo=memo, place_image=place_image)
+    memo = DatasetMemo(cache_folder(data))
+    place_image = placing(data, resolution_px=facts.resolution_px, step_px=facts.bucket_step_px)
+    dataset = scan(folder, settings=data, memo=memo, place_image=place_image)
     memo.save()
     return dataset
-
-
-def bucket_bounds(config: Config, facts: BaseFacts) -> tuple[int, int] | None:
-    """Return the shortest and the longest side in pixels of all buckets at `data.resolution`; None without buckets."""
-    if not config.data.buckets:
-        return None
-    resolution = config.data.resolution
-    buckets = buckets_for(
-        resolution_px=facts.resolution_px if resolution == "auto" else resolution,
-        step_px=facts.bucket_step_px,
-        max_aspect=config.data.max_aspect,
-    )
-    sides = [side for bucket in buckets for side in (bucket.width_px, bucket.height_px)]
-    return min(sides), max(sides)

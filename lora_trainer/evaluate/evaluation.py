@@ -23,7 +23,7 @@ from lora_trainer.common.events import EventStream
 from lora_trainer.common.randomness import Stream, draw_seed
 from lora_trainer.config.config import all_settings, flatten
 from lora_trainer.dataset.buckets import cut
-from lora_trainer.dataset.caption_lengths import new_word
+from lora_trainer.dataset.caption_rules import new_word
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.families.base import Sampler

@@ -28,7 +28,7 @@ from lora_trainer.common.errors import InputError, first_line
 from lora_trainer.common.events import EventStream, Listener
 from lora_trainer.common.files import json_bytes, write_atomic
 from lora_trainer.config.inputs import BaseSettings
-from lora_trainer.dataset.captions import has_trigger
+from lora_trainer.dataset.caption_rules import has_trigger
 from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.evaluate.evaluation import (
     Evaluation,

@@ -23,13 +23,12 @@ from lora_trainer.cache.encode import fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.common.events import EventStream
-from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.declare import QUANTIZATIONS, SCHEDULE_FREE, BasePrecision
 from lora_trainer.config.running import RunConfig
-from lora_trainer.dataset.caption_lengths import new_word
+from lora_trainer.dataset.caption_rules import new_word
+from lora_trainer.dataset.scan import cache_in
 from lora_trainer.families.base import WEIGHTS, TextEncoder
 from lora_trainer.families.facts import DENOISER, Conditioning
-from lora_trainer.hardware.machine import GIB
 from lora_trainer.lora.adapter import Adapter, add_new_tokens, denoiser_layers, inject, layer_shapes
 from lora_trainer.lora.lora_hooks import LoraStrength, attach_assistant
 from lora_trainer.lora.tensors import DTYPES
@@ -52,9 +51,7 @@ from lora_trainer.training.optimizers import averaged_weights, build_optimizer, 
 
 
 def open_cache(prepared: Prepared, events: EventStream) -> Cache:
-    folder = CappedFolder(
-        root=prepared.cache_root, limit_bytes=int(prepared.config.data.cache_max_gib * GIB)
-    )
+    folder = cache_in(prepared.config.data)
     folder.create()
     return Cache(folder=folder, on_problem=events.problem)
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from lora_trainer.common.errors import MachineError, first_line
 from lora_trainer.common.events import Event, EventStream, Listener
-from lora_trainer.common.memo import FILE_NAME
+from lora_trainer.common.files import MEMO_FILE
 from lora_trainer.common.processes import read_dist_env
 from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, Decided, moved_bytes
 from lora_trainer.config.running import MemorySettings
@@ -269,7 +269,7 @@ def oom_history_memo(prepared: Prepared, events: EventStream) -> Listener:
             events.problem(
                 f"{card.name} was planned to {memory.peak_bytes / limit_bytes:.0%}"
                 f" of its limit and ran out of memory: later plans use {record.share:.0%} of that limit",
-                fix=f"no action needed; delete {FILE_NAME} in the cache folder to forget it",
+                fix=f"no action needed; delete {MEMO_FILE} in the cache folder to forget it",
                 severity="note",
                 code="TRN-02",
             )

@@ -21,11 +21,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lora_trainer import __version__
-from lora_trainer.cache.keys import Damaged, parse
-from lora_trainer.cache.store import DAMAGED_FOLDER, Cleared, entries, unused
-from lora_trainer.common import memo
+from lora_trainer.cache.store import DAMAGED_FOLDER, Cleared, Damaged, entries, parse, unused
 from lora_trainer.common.errors import MachineError
-from lora_trainer.common.files import TEMPORARY_PREFIX, CappedFolder
+from lora_trainer.common.files import (
+    MEMO_FILE,
+    TEMPORARY_PREFIX,
+    CappedFolder,
+    memo_is_damaged,
+)
 from lora_trainer.common.wording import bytes_text, gib
 from lora_trainer.hardware.machine import (
     PURPOSES,
@@ -225,7 +228,7 @@ def _cache(cache: CappedFolder) -> Iterator[MachineCheck]:
             yield from _done(marks, "marks of killed trainings", root)
             unfinished = list(root.glob(f"**/{TEMPORARY_PREFIX}*"))
             yield from _done(_removed(unfinished), "unfinished files", root)
-            memos = [root / memo.FILE_NAME] if memo.is_damaged(root) else []
+            memos = [root / MEMO_FILE] if memo_is_damaged(root) else []
             yield from _done(_removed(memos), "damaged memo", root)
             damaged = [path for path, _ in entries(cache) if _is_damaged(path)]
             yield from _done(_removed(damaged), "damaged entries", root)

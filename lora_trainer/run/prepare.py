@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from lora_trainer.common.events import shown
-from lora_trainer.common.memo import HashMemo, MemoTable
+from lora_trainer.common.files import HashMemo
 from lora_trainer.config.config import build_config
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import CHUNK_TOKENS, PRIORITIES, Priority
-from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.config.inputs import BaseSettings, DataSettings
 from lora_trainer.config.layers import (
     Resolved,
     SettingsFile,
@@ -27,19 +27,18 @@ from lora_trainer.config.layers import (
     resolve,
 )
 from lora_trainer.config.running import Config, RunConfig
-from lora_trainer.dataset import caption_lengths
-from lora_trainer.dataset.caption_lengths import (
+from lora_trainer.dataset.caption_rules import (
     MOST_CHUNKS,
     Reading,
     caption_limit,
+    max_texts,
     reading_of,
+    sample_prompts,
     too_long,
 )
-from lora_trainer.dataset.caption_rules import max_texts, sample_prompts
-from lora_trainer.dataset.inspect_image import BAD_MASK
 from lora_trainer.dataset.quality import DatasetReport, inspect_images
 from lora_trainer.dataset.records import Dataset, ImageRecord, hold_out, regularisation_count
-from lora_trainer.dataset.scan import cache_folder, read_dataset
+from lora_trainer.dataset.scan import BAD_MASK, cache_folder, read_dataset
 from lora_trainer.families.base import Family
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.families.hub_files import OnBytes, unheard
@@ -174,9 +173,10 @@ class Basis:
 def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     """Resolve, scan and plan; raises RequestError, InputError or MachineError."""
     basis = _basis(request, hardware)
-    settings, cache_root = basis.resolved.config, cache_folder(basis.resolved.config)
+    settings = basis.resolved.config
+    cache_root = cache_folder(settings.data)
     _refuse_impossible(settings, basis)
-    dataset = read_dataset(request.dataset, settings, basis.facts)
+    dataset = read_dataset(request.dataset, settings.data, basis.facts)
     _refuse_bad_masks(dataset)
     reading = _reading(request, dataset, basis)
     basis = replace(basis, facts=replace(basis.facts, chunks=reading.chunks))
@@ -227,7 +227,7 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         **{each.name: getattr(plan_input, each.name) for each in fields(PlanInput)},
         plan=plan(plan_input),
         dataset=dataset,
-        report=_report(dataset, settings, reading, basis),
+        report=_report(dataset, settings.data, reading, basis),
         trained=trained,
         held_out=held_out,
         cache_root=cache_root,
@@ -333,37 +333,34 @@ class CheckReport:
 def examine(request: Request, *, hardware: Hardware | None = None) -> CheckReport:
     """Return the dataset's report for `check`; raises RequestError, InputError or MachineError."""
     basis = _basis(request, hardware)
-    config = basis.resolved.config
     # No limit of bad images here: `check` lists them all, where a training would refuse.
-    settings = config.model_copy(
-        update={"data": config.data.model_copy(update={"max_bad_fraction": 1.0})}
-    )
-    dataset = read_dataset(request.dataset, settings, basis.facts)
+    data = basis.resolved.config.data.model_copy(update={"max_bad_fraction": 1.0})
+    dataset = read_dataset(request.dataset, data, basis.facts)
     reading = _reading(request, dataset, basis)
-    caption_tokens = settings.data.caption_tokens
-    room = MOST_CHUNKS if basis.family.text.chunks and caption_tokens == "auto" else reading.chunks
+    is_auto = basis.family.text.chunks and data.caption_tokens == "auto"
+    room = MOST_CHUNKS if is_auto else reading.chunks
     return CheckReport(
-        report=_report(dataset, settings, reading, basis),
+        report=_report(dataset, data, reading, basis),
         caption_limit=caption_limit(basis.facts, chunks=room),
     )
 
 
-def _report(dataset: Dataset, settings: Config, reading: Reading, basis: Basis) -> DatasetReport:
+def _report(dataset: Dataset, data: DataSettings, reading: Reading, basis: Basis) -> DatasetReport:
     more = tuple(too_long(reading, facts=basis.facts))
-    return inspect_images(dataset, settings=settings.data, more=more)
+    return inspect_images(dataset, settings=data, more=more)
 
 
 def _reading(request: Request, dataset: Dataset, basis: Basis) -> Reading:
     """Return the number of chunks of captions; a run begun by a release without the setting keeps one chunk."""
     before = request.run_settings
-    if before is not None and caption_lengths.KEY not in {**before, **request.overrides}:
+    if before is not None and "data.caption_tokens" not in {**before, **request.overrides}:
         return Reading(chunks=1, reason="the run began with it")
     return reading_of(
         (*dataset.records, *dataset.regularisation),
         config=basis.resolved.config,
         facts=basis.facts,
         family=basis.family,
-        memo=MemoTable.load(cache_folder(basis.resolved.config), caption_lengths.MEMO),
+        cache_root=cache_folder(basis.resolved.config.data),
     )
 
 
@@ -469,7 +466,7 @@ def _decided(reading: Reading, basis: Basis) -> dict[str, tuple[Any, str]]:
         )
     if reading.reason:  # else the user set it; encoders without chunks keep auto
         tokens = reading.chunks * CHUNK_TOKENS if family.text.chunks else "auto"
-        decided[caption_lengths.KEY] = (tokens, reading.reason)
+        decided["data.caption_tokens"] = (tokens, reading.reason)
     return decided
 
 

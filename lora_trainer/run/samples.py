@@ -30,8 +30,7 @@ from PIL.PngImagePlugin import PngInfo
 from lora_trainer import families
 from lora_trainer.cache.cache_plan import Entries, Needs
 from lora_trainer.cache.encode import fill
-from lora_trainer.cache.keys import CacheKey
-from lora_trainer.cache.store import Cache
+from lora_trainer.cache.store import Cache, CacheKey
 from lora_trainer.common.errors import (
     InputError,
     LoraTrainError,

@@ -25,11 +25,10 @@ from lora_trainer.checkpoint.states import Copy
 from lora_trainer.checkpoint.writer import Export, StateWriter
 from lora_trainer.common.errors import LoraTrainError, first_line
 from lora_trainer.common.events import EventStream
-from lora_trainer.common.files import json_bytes, write_atomic
-from lora_trainer.common.memo import HashMemo
+from lora_trainer.common.files import HashMemo, json_bytes, write_atomic
 from lora_trainer.config.config import flatten
+from lora_trainer.dataset.buckets import bucket_bounds
 from lora_trainer.dataset.records import bucket_counts, mean_aspect_error
-from lora_trainer.dataset.scan import bucket_bounds
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.lora_hooks import change_of, layer_of
 from lora_trainer.lora.low_rank import NotLowRank, product, singular
@@ -170,7 +169,11 @@ def _export_info(
         zero_terminal_snr=prepared.facts.zero_terminal_snr,
         base_hashes=file_hashes(Path(base).expanduser(), memo),
         vae_hashes=None if vae is None else file_hashes(Path(vae).expanduser(), memo),
-        bucket_bounds_px=bucket_bounds(prepared.config, prepared.facts),
+        bucket_bounds_px=bucket_bounds(
+            prepared.config.data,
+            resolution_px=prepared.facts.resolution_px,
+            step_px=prepared.facts.bucket_step_px,
+        ),
         mean_aspect_error=mean_aspect_error(prepared.trained)
         if prepared.config.data.buckets
         else None,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lora_trainer.cache.background import prefetch_map
 from lora_trainer.cache.cache_plan import Entries, SampleSource
-from lora_trainer.cache.keys import CacheKey
+from lora_trainer.cache.store import CacheKey
 from lora_trainer.common.processes import DistEnv, share
 from lora_trainer.common.randomness import Stream, draw_choice, draw_seed, draw_uniform, shuffled
 from lora_trainer.config.declare import LossName

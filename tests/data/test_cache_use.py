@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lora_trainer.cache.keys import CacheKey, text_key
-from lora_trainer.cache.store import Cache, clear, entries, in_use, missing
+from lora_trainer.cache.store import Cache, CacheKey, clear, entries, in_use, missing
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import CappedFolder
 from tests.fakes.runs import ROOT
@@ -92,10 +91,7 @@ class Whole:
     def __init__(self, folder: CappedFolder, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
         self.cache = Cache(folder=folder, on_problem=lambda what, **_: self.said.append(what))
-        self.keys = [
-            text_key(text=str(index), encoder_identity="e", max_tokens=7, content="fp32")
-            for index in range(3)
-        ]
+        self.keys = [CacheKey.of("text", text=str(index)) for index in range(3)]
         self.read: list[int] = []
         real = Cache.read
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lora_trainer.cli import main
-from lora_trainer.dataset.caption_lengths import TokenCounter
+from lora_trainer.dataset.caption_rules import TokenCounter
 from lora_trainer.families.locate import EMBEDDED_FOLDER
 from tests.fakes.runs import write_dataset
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.running import SamplingSettings
 from lora_trainer.dataset import caption_rules
-from lora_trainer.dataset.captions import of_class, read_caption_file
+from lora_trainer.dataset.captions import read_caption_file
 
 SHUFFLING = DataSettings(shuffle_tags=True, keep_tokens=1, caption_variants=6)
 EVERYTHING: dict[str, Any] = {
@@ -80,8 +80,14 @@ def test_the_trigger_is_put_in_once(caption: str, trigger: str) -> None:
 
 def test_the_class_takes_the_place_of_the_trigger() -> None:
     captions = ("a photo of ZWX, smiling", "zwxy is another word")
-    replaced = [of_class(one, trigger="zwx", class_word=" woman ") for one in captions]
-    assert replaced == ["a photo of woman, smiling", None]
+    data = DataSettings(trigger=" zwx", class_word=" woman ")
+
+    def replaced(**other: object) -> list[str | None]:
+        return caption_rules.class_texts(captions, settings=data.model_copy(update=other))
+
+    assert replaced() == ["a photo of woman, smiling", None]
+    assert replaced(trigger="") == [None, None], "as a folder without a trigger has it"
+    assert replaced(trigger=None) == replaced(class_word=None) == []
 
 
 def test_all_but_the_kept_tags_are_shuffled() -> None:

@@ -12,9 +12,8 @@ from safetensors import safe_open
 
 from lora_trainer.common.errors import LoraTrainError
 from lora_trainer.config.config import build_config
-from lora_trainer.dataset.inspect_image import DatasetMemo
 from lora_trainer.dataset.records import Dataset
-from lora_trainer.dataset.scan import scan
+from lora_trainer.dataset.scan import DatasetMemo, scan
 from tests.data.dataset_layouts import CATDOG, LAYOUTS, NAMES, TWO, Layout, images, png_text
 from tests.fakes.runs import Toy
 

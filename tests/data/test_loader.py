@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_trainer.cache.cache_plan import Entries
-from lora_trainer.cache.keys import CacheKey
-from lora_trainer.cache.store import Cache
+from lora_trainer.cache.store import Cache, CacheKey
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import EventStream
 from lora_trainer.common.files import CappedFolder
@@ -339,7 +338,7 @@ def cache_in(folder: Path) -> Cache:
 
 def test_entries_are_read_once_up_to_the_limit(tmp_path: Path) -> None:
     cache = cache_in(tmp_path)
-    keys = [CacheKey(kind="text", fields={"text": name}) for name in "abc"]
+    keys = [CacheKey.of("text", text=name) for name in "abc"]
     for value, key in enumerate(keys):
         cache.write(key, {"text": torch.full((1, 4), float(value)).numpy()})
     entries = Entries(cache=cache, limit_bytes=20)

@@ -21,11 +21,10 @@ import pytest
 from PIL import Image
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.memo import HashMemo
+from lora_trainer.common.files import HashMemo
 from lora_trainer.config.inputs import DataSettings
-from lora_trainer.dataset.inspect_image import DatasetMemo, read_image_text
 from lora_trainer.dataset.records import Dataset
-from lora_trainer.dataset.scan import scan
+from lora_trainer.dataset.scan import DatasetMemo, read_image_text, scan
 from tests.fakes.runs import contents
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"
@@ -336,8 +335,8 @@ def test_of_known_images_only_what_is_new_is_read_and_many_at_a_time(
         threads.append(threading.current_thread())
         return read_image_text(path, **options)
 
-    monkeypatch.setattr("lora_trainer.dataset.inspect_image.read_image_text", noted)
-    monkeypatch.delattr("lora_trainer.dataset.inspect_image.verify")
+    monkeypatch.setattr("lora_trainer.dataset.scan.read_image_text", noted)
+    monkeypatch.delattr("lora_trainer.dataset.scan.decode")
     inside = LENIENT.model_copy(update={"caption_fallback": "metadata"})
     scan(folder, settings=inside, memo=memo)
     assert len(threads) == 3 and threading.main_thread() not in threads

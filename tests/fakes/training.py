@@ -18,8 +18,7 @@ from torch import Tensor
 
 from lora_trainer import families
 from lora_trainer.cache.cache_plan import Entries, SampleSource
-from lora_trainer.cache.keys import CacheKey
-from lora_trainer.cache.store import Cache
+from lora_trainer.cache.store import Cache, CacheKey
 from lora_trainer.checkpoint.states import TrainingState
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.events import Event, EventStream
@@ -41,7 +40,7 @@ CPU = torch.device("cpu")
 SQUARE, WIDE, TALL = (4, 8, 8), (4, 6, 10), (4, 10, 6)
 MIXED = (SQUARE, WIDE, TALL, SQUARE, WIDE, SQUARE, TALL)
 """Latent shapes of three buckets; seven samples, so that steps of four cross epochs."""
-EMPTY_TEXT = CacheKey(kind="text", fields={"text": ""})
+EMPTY_TEXT = CacheKey.of("text", text="")
 TOKENS, TEXT_WIDTH = 77, 16
 
 
@@ -85,12 +84,12 @@ def build_feeder(
 
     def text(name: str) -> CacheKey:
         embedding = torch.randn(1, TOKENS, TEXT_WIDTH, generator=generator)
-        return put(CacheKey(kind="text", fields={"text": name}), {"text": embedding})
+        return put(CacheKey.of("text", text=name), {"text": embedding})
 
     def latent(name: str, shape: tuple[int, int, int]) -> CacheKey:
         mean = torch.randn(shape, generator=generator)
         entry = {"mean": mean, "std": torch.full(shape, 0.1)}
-        return put(CacheKey(kind="latents", fields={"image": name}), entry)
+        return put(CacheKey.of("latents", image=name), entry)
 
     text("")
     sources = {

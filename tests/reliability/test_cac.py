@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lora_trainer.cache.keys import CacheKey, text_key
-from lora_trainer.cache.store import Cache
+from lora_trainer.cache.store import Cache, CacheKey
 from lora_trainer.common.files import CappedFolder
 from tests.fakes.disk import Disk, Killed
 from tests.fakes.studio import ENTRIES, Studio, elsewhere, files_of
@@ -45,7 +44,7 @@ def entries(cache: Cache) -> list[tuple[CacheKey, Arrays]]:
             arrays = {"mean": array(4, 4, 4, seed=seed), "std": array(4, 4, 4, seed=seed + 99)}
         if seed % 3 == 1:
             arrays["mask"] = np.ones((1, 24), dtype=np.int64)
-        key = text_key(text=f"text {seed}", encoder_identity="e", max_tokens=24, content="fp32")
+        key = CacheKey.of("text", text=f"text {seed}")
         cache.write(key, arrays)
         found.append((key, arrays))
     return found

@@ -158,7 +158,7 @@ def test_cac_07_entries_of_another_format_are_left_alone_and_not_used(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("lora_trainer.cache.keys.FORMAT_VERSION", 2)
+        patch.setattr("lora_trainer.cache.store.FORMAT_VERSION", 2)
         studio.encode()
     old = files_of(studio.cache.folder.root)
     assert len(old) == ENTRIES

@@ -18,8 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_trainer.cache.keys import text_key
-from lora_trainer.cache.store import Cache
+from lora_trainer.cache.store import Cache, CacheKey
 from lora_trainer.checkpoint.states import load_newest
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import read_jsonl
@@ -30,7 +29,7 @@ from tests.fakes.disk import Disk, Killed, operations_of
 from tests.fakes.states import bits, loaded_step, save_state, state_at
 
 Figure = Callable[..., None]
-KEY = text_key(text="a cat", encoder_identity="encoder", max_tokens=77, content="fp32")
+KEY = CacheKey.of("text", text="a cat")
 ERRORS = [errno.EIO, errno.ENOSPC, errno.EACCES, errno.EPERM]
 
 

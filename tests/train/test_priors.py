@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.cache.cache_plan import SampleSource
-from lora_trainer.cache.keys import CacheKey
+from lora_trainer.cache.store import CacheKey
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader
@@ -49,7 +49,7 @@ def with_priors(
     resident = plain.entries.resident
 
     def put(kind: Any, index: int, entry: Mapping[str, Tensor]) -> CacheKey:
-        key = CacheKey(kind=kind, fields={"of": f"s{index}"})
+        key = CacheKey.of(kind, of=f"s{index}")
         resident[key.digest] = entry
         return key
 
