@@ -1,10 +1,12 @@
-"""What goes wrong around a page that is open: the connection is cut, the server ends, the disk hangs.
+"""What happens around a page that is open: the queue moves, the connection is cut, the server ends, the disk hangs.
 
-Nothing that was typed is lost, and a page goes on by itself once what was missing is back.
+Nothing that was typed is lost, and a page goes on by itself once what was missing is back. The queue's worker is
+real and lives outside of the server; its trainer is the fake one, so that a training takes as long as the test wants.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +18,11 @@ import pytest
 from lora_trainer.gui import drafts
 from lora_trainer.gui.workplace import Workplace
 
+from lora_trainer.queue import commands
 from tests.fakes.gui_server import ROOT, GuiServer
 from tests.fakes.live_runs import until as cut_at
 from tests.fakes.live_runs import write_status
-from tests.fakes.queues import until
+from tests.fakes.queues import Place, until
 from tests.fakes.run_folder import fake_run
 from tests.fakes.runs import write_dataset
 from tests.gui.conftest import NO_SERVER, StartGui
@@ -60,6 +63,87 @@ def desk(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Desk
     write_dataset(folder / "toy", images=3)
     server = gui_server(folder / "runs")
     return Desk(runs=folder / "runs", dataset=folder / "toy", server=server, start=gui_server)
+
+
+NAMED = "document.activeElement.getAttribute('aria-label')"
+
+
+@pytest.fixture
+def place(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A queue in which one training runs until `let("first")` exists, and three wait."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    place = Place(folder=desk.runs.parent)
+    first = place.add("first", until=str(place.let("first")))
+    for name in ("cats", "dogs <img src=x onerror=alert(1)>", "owls"):
+        place.add(name)
+    with place.worker_process() as worker:
+        until(lambda: place.item(first.id).run is not None)
+        yield place
+        place.let("first").touch()
+        worker.wait()
+
+
+def waiting(place: Place) -> list[str]:
+    return [label for label, state in place.states().items() if state == "waiting"]
+
+
+def test_a_queue_is_ordered_by_keyboard_and_what_is_open_in_another_tab_stays_so(
+    page: Any, desk: Desk, place: Place
+) -> None:
+    desk.open(page, "/queue", "text=Training now")
+    other = page.context.new_page()
+    desk.open(other, "/queue", "text=Training now")
+    command = other.locator("li", has_text="owls").locator("details")
+    command.locator("summary").click()
+    other.get_by_role("button", name="Remove owls").focus()
+    page.get_by_role("button", name="Later cats").focus()
+    page.keyboard.press("Enter")
+    until(lambda: waiting(place)[1] == "cats")
+    page.wait_for_function("document.querySelector('.queue ol h3').textContent.startsWith('dogs')")
+    page.wait_for_function(f"{NAMED} === 'Later cats'")
+    page.keyboard.press("Enter")
+    until(lambda: waiting(place)[2] == "cats")
+    page.wait_for_function(f"{NAMED} === 'Earlier cats'")
+    assert page.get_by_role("button", name="Later cats").is_disabled()
+    other.wait_for_function("document.querySelector('.queue ol h3').textContent.startsWith('dogs')")
+    assert command.get_attribute("open") is not None
+    assert other.evaluate(NAMED) == "Remove owls"
+    page.reload()
+    titles = page.locator(".queue ol h3").all_inner_texts
+    page.get_by_role("button", name="Earlier cats").wait_for()
+    assert titles() == waiting(place)
+    remove = page.get_by_role("button", name="Remove owls")
+    remove.click()
+    sure = page.get_by_role("button", name="Really remove? owls")
+    sure.wait_for()
+    sure.blur()
+    remove.wait_for()
+    assert "owls" in waiting(place)
+    remove.click()
+    sure.click()
+    until(lambda: "owls" not in waiting(place))
+    remove.wait_for(state="detached")
+    # One that failed says why, and is started again.
+    orders = {
+        "until": str(place.let("again")),
+        "exit": 3,
+        "say": "error: no images. Fix: add some.",
+    }
+    failing = commands.add(place.runs, [json.dumps(orders)], label="poor", folder=place.folder)
+    last = place.add("last", until=str(place.let("last")))  # the worker has to stay the fake one
+    place.let("first").touch()
+    until(lambda: place.item(failing.id).state == "running")
+    place.let("again").touch()
+    page.get_by_text("No images.", exact=True).wait_for()
+    assert page.locator("p", has_text="What to do: add some.").is_visible()
+    place.let("again").unlink()
+    page.get_by_role("button", name="Train again poor").click()
+    until(lambda: waiting(place) == ["poor"])
+    assert place.item(last.id).state == "running"
+    place.let("last").touch()
+    page.locator("section", has_text="Training now").get_by_text("poor", exact=True).wait_for()
+    place.let("again").touch()
+    until(lambda: place.item(failing.id).has_ended)
 
 
 def test_every_page_goes_on_when_what_was_missing_is_back(

@@ -1,35 +1,41 @@
 """The page of a run in a real browser, until its end: samples by mouse and keyboard, the buttons in order, copy,
-publish, compare, train again, delete with undo.
+publish, compare, train again, delete with undo; and the page of a LoRA: found, tried, described, converted, exported.
 
-The runs are fakes; this test writes what a trainer would, so that every moment can be looked at.
+The runs are fakes; this test writes what a trainer would, so that every moment can be looked at. One LoRA is trained.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from lora_trainer.reporting.control import Control
 from tests.fakes.gui_server import GuiServer
 from tests.fakes.hub_server import TOKEN, HubServer, hub_server
 from tests.fakes.live_runs import until, write_status
-from tests.fakes.lora_library import finished_run
+from tests.fakes.lora_library import finished_run, lora
 from tests.fakes.queues import until as eventually
 from tests.fakes.run_folder import HOSTILE_CAPTION, PROMPTS, fake_run
-from tests.fakes.runs import ROOT
+from tests.fakes.runs import ROOT, Toy, toy
 from tests.gui.conftest import StartGui
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 OLD = quote("old & <b>")
+PROCESS_MS = 100_000
+"""A command that imports torch on a machine that does much else besides."""
+HOSTILE = '"><img src=x onerror=alert(1)>${alert(2)}{{alert(3)}}`'
 LATE_END = """
 const asked = window.fetch;
 window.fetch = async (input, init) => {
@@ -51,11 +57,12 @@ window.fetch = async (input, init) => {
 
 @dataclass(frozen=True)
 class Place:
-    """The runs folder of this module, its server, and the Hub it publishes to."""
+    """The runs folder of this module, its server, the Hub it publishes to, and a trained run of a tiny base."""
 
     runs: Path
     server: GuiServer
     hub: HubServer
+    toy: Toy
 
     def delete(self, page: Any, path: str, name: str) -> None:
         page.goto(self.server.url(path))
@@ -66,7 +73,11 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    runs = tmp_path_factory.mktemp("run-page") / "runs"
+    trained = toy(tmp_path_factory.mktemp("run-page")).with_base()
+    runs = trained.runs
+    assert trained.train(logging__trackers=[], data__trigger="toy") == 0
+    evil = finished_run(runs / "evil", saves=(), modelspec__title=HOSTILE, ss_sd_model_name=HOSTILE)
+    lora(evil / f"{HOSTILE.replace('/', '')}.safetensors", modelspec__trigger_phrase=HOSTILE)
     old = fake_run(runs / "old & <b>", steps=30).write()
     (old / "zorble-step00000020.safetensors").write_bytes(b"twenty")
     write_status(old, state="finished", step=30, steps=30, exit_code=0)
@@ -74,7 +85,7 @@ def place(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with hub_server() as hub:
         home = str(runs.parent / "hub")
         env = {"HF_ENDPOINT": hub.address, "HF_HOME": home, "HF_TOKEN": "", "HF_HUB_OFFLINE": "0"}
-        yield Place(runs=runs, server=gui_server(runs, env=env), hub=hub)
+        yield Place(runs=runs, server=gui_server(runs, env=env), hub=hub, toy=trained)
 
 
 def test_samples_are_enlarged_walked_through_compared_and_the_best_is_kept(
@@ -381,3 +392,107 @@ def test_what_is_deleted_comes_back_until_the_trash_is_emptied(
     page.get_by_role("button", name="Really delete all of it for good?").click()
     page.get_by_text("The trash is empty.").wait_for()
     assert not run.exists()
+
+
+# ---- a LoRA
+
+
+def opened(page: Any, place: Place, ref: str = "toy/toy.safetensors") -> Any:
+    place.server.open(page, f"/library?{urlencode({'file': ref})}")
+    page.locator(".lora-head").wait_for()
+    return page
+
+
+def tab(page: Any, name: str) -> None:
+    page.get_by_role("tab", name="Try").wait_for()
+    page.get_by_role("tab", name=name).click()
+
+
+def test_the_grid_filters_and_leads_to_one(page: Any, place: Place) -> None:
+    place.server.open(page, "/library")
+    page.locator(".lora").nth(2).wait_for()
+    assert page.get_by_text(HOSTILE).first.is_visible(), "a hostile title is shown as text"
+    page.get_by_label("Search").fill("toy")
+    page.get_by_text(re.compile("^1 of ")).wait_for()
+    page.get_by_role("link", name="toy", exact=True).click()
+    page.locator(".lora-head").wait_for()
+    page.get_by_role("link", name="All LoRAs").click()
+    page.locator(".lora").nth(2).wait_for()
+
+
+def test_prompts_are_drawn_at_each_strength(page: Any, place: Place) -> None:
+    opened(page, place)
+    page.get_by_label("Prompts").fill(f"a toy\n{HOSTILE}")
+    page.get_by_label("Strengths").fill("0 1")
+    page.get_by_role("button", name="Draw", exact=True).click()
+    page.get_by_text("4 images, seed 1234").wait_for(timeout=PROCESS_MS)
+    images = page.locator(".try-grid img")
+    assert images.count() == 4
+    page.wait_for_function(
+        "[...document.querySelectorAll('.try-grid img')].every(i => i.complete && i.naturalWidth)"
+    )
+    page.reload()
+    page.get_by_text("4 images, seed 1234").wait_for()
+    page.get_by_label("Strengths").fill("much")
+    page.get_by_role("button", name="Draw", exact=True).click()
+    page.get_by_text("'much' are no strengths").wait_for()
+
+
+def test_a_text_is_saved_into_the_file_and_the_tensors_stay(page: Any, place: Place) -> None:
+    file = place.toy.run / "toy.safetensors"
+    before = {name: value.tobytes() for name, value in load_file(file).items()}
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    opened(page, place)
+    page.get_by_role("button", name="Copy", exact=True).click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == "toy"
+    tab(page, "Describe")
+    page.get_by_label("Title").fill(HOSTILE)
+    page.get_by_role("button", name="Save into the file").click()
+    page.get_by_text("Saved: title.").wait_for()
+    page.locator(".lora-head").get_by_text(HOSTILE).wait_for()
+    with safe_open(file, framework="np") as opened_file:
+        assert opened_file.metadata()["modelspec.title"] == HOSTILE
+    assert {name: value.tobytes() for name, value in load_file(file).items()} == before
+    page.locator(".choices button").first.click()
+    page.get_by_text("The preview is now toy.preview.png").wait_for()
+    assert (place.toy.run / "toy.preview.png").is_file()
+
+
+def test_convert_makes_a_new_file_of_the_list(page: Any, place: Place) -> None:
+    opened(page, place)
+    tab(page, "Tools")
+    page.get_by_text("Make it smaller").click()
+    page.get_by_role("button", name="Make smaller").click()
+    page.get_by_text("nothing says how far to cut").wait_for()
+    page.get_by_label("diffusers, InvokeAI").click()
+    page.get_by_role("button", name="Convert", exact=True).click()
+    page.get_by_role("link", name="toy-diffusers.safetensors").click(timeout=PROCESS_MS)
+    page.get_by_role("heading", name="toy-diffusers").wait_for()
+    assert (place.toy.run / "toy-diffusers.safetensors").is_file()
+
+
+def test_an_export_can_be_downloaded(page: Any, place: Place) -> None:
+    opened(page, place)
+    tab(page, "Export")
+    page.get_by_role("button", name="Check and export").click()
+    with page.expect_download() as download:
+        page.get_by_role("link", name="toy.safetensors").click()
+    exported = place.toy.run / "export"
+    content = Path(download.value.path()).read_bytes()
+    assert content == (exported / "toy.safetensors").read_bytes()
+    assert json.loads((exported / "toy.json").read_bytes())["activation text"] == "toy"
+
+
+def test_it_gets_a_name_and_a_note_by_which_it_is_found(page: Any, place: Place) -> None:
+    opened(page, place, "evil/zorble.safetensors")
+    tab(page, "Describe")
+    page.get_by_label("Notes").fill(HOSTILE)
+    page.get_by_label("Title").focus()
+    page.locator(".lora-head .note").get_by_text(HOSTILE).wait_for()
+    page.get_by_label("Name of the file").fill("blue one")
+    page.get_by_role("button", name="Rename").click()
+    page.get_by_role("heading", name="blue one").wait_for()
+    page.get_by_role("link", name="All LoRAs").click()
+    page.get_by_label("Search").fill("alert(3)}} blue")
+    page.locator(".lora").get_by_role("link", name="blue one", exact=True).wait_for()

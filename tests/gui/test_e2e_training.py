@@ -22,7 +22,7 @@ from lora_trainer.families.locate import EMBEDDED_FOLDER
 from lora_trainer.queue import commands
 from lora_trainer.reporting.status import read_status
 from tests.fakes.gui_server import GuiServer
-from tests.fakes.hub_server import TOKEN, hub_server
+from tests.fakes.hub_server import TOKEN, HubServer, hub_server
 from tests.fakes.live_runs import write_status
 from tests.gui.conftest import NO_SERVER, StartGui
 
@@ -70,21 +70,24 @@ STARTS = re.compile("^(Train a try-out|Add try-out to queue)$")
 
 @dataclass(frozen=True)
 class Place:
-    """The runs folder of one module, its images and the server."""
+    """A home with nothing in it, images elsewhere, the server and the Hub that it asks."""
 
     runs: Path
     images: Path
+    hub: HubServer
+    env: dict[str, str]
     server: GuiServer
 
 
 @pytest.fixture(scope="module")
-def place(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Place:
+def place(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("training")
-    images = folder / "my <b> images"
-    images.mkdir()
-    for file in sorted((ROOT / "datasets" / "example").iterdir())[:16]:
-        shutil.copy(file, images)
-    return Place(runs=folder / "runs", images=images, server=gui_server(folder / "runs"))
+    runs, images = folder / "runs", folder / "my <b> images"
+    shutil.copytree(ROOT / "datasets" / "example", images)
+    with hub_server() as hub:
+        env = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": ""}
+        env["HF_HOME"] = str(folder / "hub")
+        yield Place(runs=runs, images=images, hub=hub, env=env, server=gui_server(runs, env=env))
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -125,42 +128,46 @@ def training(place: Place, name: str, *, beyond: int = 0) -> Callable[[], bool]:
 
 
 def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_as_typed(
-    page: Any, gui_server: StartGui, tmp_path: Path
+    page: Any, place: Place
 ) -> None:
-    mine = Place(runs=tmp_path / "runs", images=tmp_path, server=gui_server(tmp_path / "runs"))
-    page.goto(mine.server.link)
+    page.goto(place.server.link)
     page.get_by_role("link", name="Try it with 16 example images").wait_for()
     press(page, "A", "Try it with 16 example images")
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
-    set_in_draft(mine, SHORT)
+    set_in_draft(place, SHORT)
     press(page, "BUTTON", "Train a try-out")
     page.wait_for_url("**/run?run=*", timeout=WITHIN_MS)
     page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
     page.get_by_role("link", name="Download step 4").first.wait_for()
     with page.expect_download() as download:
         press(page, "A", "Download step 4")
-    (lora,) = mine.runs.glob(f"*/{download.value.suggested_filename}")
+    (lora,) = place.runs.glob(f"*/{download.value.suggested_filename}")
     assert Path(download.value.path()).read_bytes() == lora.read_bytes()
-    uploads = mine.runs / ".gui" / "uploads"
+    uploads = place.runs / ".gui" / "uploads"
     known = set(uploads.iterdir())
     write_status(
         lora.parent
     )  # the queue waits for what trains outside of it: nothing more is trained
     images = sorted((ROOT / "datasets" / "example").glob("zibbo_0*"))
-    page.goto(mine.server.url("/train?draft=new"))
+    page.goto(place.server.url("/train?draft=new"))
     page.get_by_text("Drop your images here").wait_for()
     page.locator("input[name=files]").set_input_files(images)  # 1: the files of "Choose images"
     page.get_by_role("button", name=ON).click(timeout=WITHIN_MS)  # 2
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
     type_length_and_samples(page)
     page.get_by_role("button", name="Add try-out to queue").click()  # 3
-    page.get_by_text("1 before it").wait_for(timeout=WITHIN_MS)
+    page.get_by_text("Starting: ").wait_for(timeout=WITHIN_MS)
     (folder,) = set(uploads.iterdir()) - known
     assert len(list(folder.iterdir())) == len(images)
-    (item,) = [item for item in commands.items(mine.runs) if item.state == "waiting"]
-    chosen = {"train.concept=style", "adapter.rank=4", 'sampling.prompts=["zibbo, on a <b> moon"]'}
-    assert {word.removeprefix("--set=") for word in item.argv} >= {*chosen, "train.steps=5"}
-    commands.remove(mine.runs, item.id)
+    (item,) = [item for item in commands.items(place.runs) if item.state == "waiting"]
+    assert {
+        '--set=train.concept="style"',
+        "--set=adapter.rank=4",
+        '--set=sampling.prompts=["zibbo, on a <b> moon"]',
+        "--set=train.steps=5",
+    } <= set(item.argv)
+    commands.remove(place.runs, item.id)
+    write_status(lora.parent, state="finished", step=4, steps=4, exit_code=0)
 
 
 def type_length_and_samples(page: Any) -> None:
@@ -198,20 +205,9 @@ def press(page: Any, tag: str, name: str) -> None:
     raise AssertionError(f"the Tab key does not lead to {name}, only to {passed}")
 
 
-@pytest.fixture(scope="module")
-def with_hub(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A place whose server asks a Hub of this test, and that Hub."""
-    folder = tmp_path_factory.mktemp("with-hub")
-    with hub_server() as hub:
-        env = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": ""}
-        server = gui_server(folder / "runs", env={**env, "HF_HOME": str(folder / "hub")})
-        yield Place(runs=folder / "runs", images=folder, server=server), hub
-
-
 def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_real_one(
-    page: Any, with_hub: tuple[Place, Any]
+    page: Any, place: Place
 ) -> None:
-    place, _ = with_hub
     page.goto(place.server.link)
     page.goto(place.server.url("/train?draft=new&example=1"))
     page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
@@ -227,7 +223,7 @@ def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_r
     page.get_by_text("You are signed in as jane.").wait_for()
     page.get_by_role("button", name="Close").click()
     page.get_by_text("You are signed in on this machine.").wait_for()
-    assert (place.images / "hub" / "token").read_text() == TOKEN
+    assert Path(place.env["HF_HOME"], "token").read_text() == TOKEN
     told = [path for path in place.runs.rglob("*") if path.is_file()]
     assert told and not any(TOKEN.encode() in path.read_bytes() for path in told)
     assert TOKEN not in place.server.said()
@@ -245,10 +241,10 @@ def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_r
 
 
 def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(
-    page: Any, with_hub: tuple[Place, Any]
+    page: Any, place: Place
 ) -> None:
     """The Hub offers the embedded base under the name of a release; half of a file is held back."""
-    place, hub = with_hub
+    hub = place.hub
     hub.folders[SD15] = EMBEDDED_FOLDER
     hub.held_from = 100_000
     page.goto(place.server.link)
@@ -268,7 +264,10 @@ def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(
     hub.held_from = None
     hub.go_on.set()
     tab.get_by_role("button", name="Train again").click()
-    until(lambda: state(place, "example") == "finished", "the training after the download")
+    until(
+        lambda: all(item.state == "finished" for item in commands.items(place.runs)),
+        "the training after the download",
+    )
 
 
 def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_training_waits(
@@ -305,9 +304,7 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
     place.server.kill()
     at = read_status(place.runs / "one").step
     until(training(place, "one", beyond=at), "a step without the interface")
-    gui_server(
-        place.runs, port=place.server.port
-    )  # with the same link, so other tests go on with it
+    gui_server(place.runs, port=place.server.port, env=place.env)  # with the same link
     page.goto(address)
     page.reload()
     page.get_by_role("button", name="Stop", exact=True).wait_for(timeout=WITHIN_MS)
