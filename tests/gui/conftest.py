@@ -27,9 +27,10 @@ busy, so a module that uses it cannot call `asyncio.run`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,6 +58,7 @@ NO_SERVER = (
 )
 """What the console says of each request, and of each part of Gradio's page that is loaded only when needed,
 while a server is away or opens its pages: a test ended it, or cut the connection."""
+PORT = 7860
 LAPTOP = {"width": 1280, "height": 800}
 WITHIN_MS = 90_000
 """How long a page may take where nothing else is said: two cores may be busy with other tests."""
@@ -219,6 +221,50 @@ def watch(context: Any, offences: list[str]) -> None:
     context.on("console", console)
     context.on("dialog", refuse_alert)
     context.on("page", tab)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Return the content of each file in a folder by its name there."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def answered(
+    application: Any,
+    path: str,
+    *,
+    query: str = "",
+    method: str = "GET",
+    body: Sequence[bytes] = (),
+    client: str = "127.0.0.1",
+    **headers: str,
+) -> tuple[int, dict[str, str], bytes]:
+    """Ask an ASGI application what a server would; return status, headers and body of its answer."""
+    sent: list[Any] = []
+    parts = list(body)
+
+    async def receive() -> Any:
+        if not parts:  # the browser stays, and sends nothing more
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    fields = {"host": "localhost", **headers}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": query.encode(),
+        "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in fields.items()],
+        "client": (client, 1),
+        "server": ("localhost", PORT),
+        "extensions": {},
+    }
+    asyncio.run(application(scope, receive, send))
+    told = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], told, b"".join(part.get("body", b"") for part in sent[1:])
 
 
 def is_foreign(url: str) -> bool:

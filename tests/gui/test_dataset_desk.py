@@ -26,6 +26,7 @@ from lora_trainer.config.config import build_config
 from lora_trainer.dataset.captions import read_caption_file
 from lora_trainer.dataset.scan import scan
 from tests.fakes.runs import ROOT
+from tests.gui.conftest import tree
 
 BULK = {"kind": "prepend", "text": "word", "replacement": "", "joint": ", "}
 
@@ -49,11 +50,6 @@ def add(root: Path, name: str, caption: str | None = None, *, shade: int = 0) ->
     Image.new("RGB", (32, 24), (shade, 0, 0)).save(path)
     if caption is not None:
         path.with_suffix(".txt").write_text(caption)
-
-
-def files(root: Path) -> dict[str, bytes]:
-    found = sorted(path for path in root.rglob("*") if path.is_file())
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
 
 
 def ask(desk: DatasetDesk, name: str, folder: Path, **values: Any) -> dict[str, Any]:
@@ -153,7 +149,7 @@ def test_metadata_lines_are_edited_in_their_file_and_style(desk: DatasetDesk, ro
     file, deeper = root / "metadata.jsonl", root / "3_cat" / "metadata.jsonl"
     file.write_bytes("\n".join(lines).encode())
     deeper.write_text('{"file_name":"c.png","text":"\\u00e9"}\n')
-    before = files(root)
+    before = tree(root)
     seen = {"a.png": "one \u00e9", "B.png": "two \u00e9", "3_cat/c.png": "\u00e9"}
     ask(desk, "apply", root, seen=seen, **BULK)
     changed = file.read_bytes().decode().split("\n")
@@ -164,7 +160,7 @@ def test_metadata_lines_are_edited_in_their_file_and_style(desk: DatasetDesk, ro
     assert trained(root) == {**given, "3_tabby cat/d.png": "tabby cat"}
     assert card(desk, root, "3_tabby cat/d.png")["stand_in"] == "tabby cat", "no text to edit"
     ask(desk, "undo", root)
-    assert files(root) == before
+    assert tree(root) == before
     (root / "a.txt").write_text("file")
     assert card(desk, root, "a.png")["stand_in"] == "one \u00e9", "a file beats a line"
     save(desk, root, "a.png", "")
@@ -452,16 +448,16 @@ def test_an_image_goes_out_and_comes_back_with_its_caption_and_folder(
     for name, caption in (("3_cat/a.png", "one"), ("b.png", None)):
         add(root, name, caption)
     (root / "metadata.jsonl").write_text('{"file_name": "b.png", "text": "x"}')
-    before = files(root)
+    before = tree(root)
     move(desk, root, "3_cat/a.png")
-    assert {"_excluded/3_cat/a.png", "_excluded/3_cat/a.txt"} < set(files(root))
+    assert {"_excluded/3_cat/a.png", "_excluded/3_cat/a.txt"} < set(tree(root))
     assert trained(root) == {"b.png": "x"}
     move(desk, root, "3_cat/a.png", back=True)
-    assert files(root) == before
+    assert tree(root) == before
     assert not (root / "_excluded").exists(), "an empty folder of ours is cleared away"
     for _ in range(2):
         ask(desk, "undo", root)
-    assert files(root) == before
+    assert tree(root) == before
     move(desk, root, "b.png")
     kinds = {finding.kind for finding in scan(root, settings=build_config({}).data).findings}
     assert "excluded" in kinds and not any("caption" in kind for kind in kinds - {"no-caption"})
@@ -481,9 +477,9 @@ def test_a_taken_name_gets_a_number_with_its_caption(desk: DatasetDesk, root: Pa
     for name, caption in (("a.png", "one"), ("c.png", None), ("d.png", None)):
         add(root, name, caption)
     (root / "_excluded/c.caption").write_text("not mine")
-    old = files(root)
+    old = tree(root)
     move(desk, root, "a.png", "c.png")
-    now = files(root)
+    now = tree(root)
     assert old["_excluded/a.png"] == now["_excluded/a.png"]
     assert now["_excluded/a-2.png"] == old["a.png"]
     assert (now["_excluded/a.txt"], now["_excluded/a-2.txt"]) == (b"before", b"one")
@@ -493,20 +489,20 @@ def test_a_taken_name_gets_a_number_with_its_caption(desk: DatasetDesk, root: Pa
 def test_a_shared_caption_stays_and_is_copied(desk: DatasetDesk, root: Path) -> None:
     for name, caption in (("a.png", "both"), ("a.jpg", None), ("z.png", None)):
         add(root, name, caption)
-    before = files(root)
+    before = tree(root)
     move(desk, root, "a.png")
     away = ["_excluded/a.png", "_excluded/a.txt"]
-    assert sorted(files(root)) == [*away, "a.jpg", "a.txt", "z.png"]
+    assert sorted(tree(root)) == [*away, "a.jpg", "a.txt", "z.png"]
     move(desk, root, "a.jpg")
     gone = ["_excluded/a.jpg", *away, "z.png"]
-    assert sorted(files(root)) == gone and files(root)["_excluded/a.txt"] == b"both"
+    assert sorted(tree(root)) == gone and tree(root)["_excluded/a.txt"] == b"both"
     for name in ("a.png", "a.jpg"):
         move(desk, root, name, back=True)
-    assert files(root) == before
+    assert tree(root) == before
     move(desk, root, "a.png", "a.jpg")
-    assert sorted(files(root)) == gone
+    assert sorted(tree(root)) == gone
     ask(desk, "undo", root)
-    assert files(root) == before
+    assert tree(root) == before
 
 
 def test_a_model_writes_captions_of_what_is_asked_for(

@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 NAMES = as_names(MARKUP)
 OPENED = (26, 31, 35)
 """Of the names: an attribute, and both kinds of templates."""
-WITHIN_MS = 30_000
 TYPED = "Stop"
 """The name of a run and of a LoRA, and the caption of an image: a word of a button too."""
 CHECKED = (
@@ -114,7 +113,7 @@ def assert_untouched(page: Any) -> None:
 def test_runs_show_their_names_as_text(page: Any, server: GuiServer) -> None:
     assert len(NAMES) >= 40
     page.goto(server.link)
-    page.get_by_text("window.__xss").first.wait_for(timeout=WITHIN_MS)
+    page.get_by_text("window.__xss").first.wait_for()
     shown = page.locator("body").inner_text()
     missing = [name for name in NAMES if visible(name) not in plain(shown)]
     assert missing == []
@@ -125,7 +124,7 @@ def test_a_run_shows_its_texts_as_text(page: Any, server: GuiServer, place: Path
     page.goto(server.link)
     for index in OPENED:
         page.goto(server.url(f"/run?run={quote(NAMES[index], safe='')}"))
-        page.locator(".run-samples").get_by_text(MARKUP[1]).first.wait_for(timeout=WITHIN_MS)
+        page.locator(".run-samples").get_by_text(MARKUP[1]).first.wait_for()
         for tab in page.get_by_role("tab").all():
             tab.click()
         shown = plain(page.locator("body").inner_text())
@@ -141,7 +140,7 @@ def test_a_dataset_shows_names_and_captions_as_text(
     page.goto(server.link)
     for address in ("datasets", "train"):
         page.goto(server.url(f"/{address}?folder={quote(str(dataset), safe='')}"))
-        page.locator("img[src*='/media/thumb']").first.wait_for(timeout=WITHIN_MS)
+        page.locator("img[src*='/media/thumb']").first.wait_for()
         assert_untouched(page)
         assert page.locator("img[src='x']").count() == 0
 
@@ -150,7 +149,7 @@ def test_a_lora_shows_its_header_as_text(page: Any, server: GuiServer) -> None:
     page.goto(server.link)
     for query in ("", f"?file={quote(NAMES[OPENED[0]], safe='')}/zorble.safetensors"):
         page.goto(server.url(f"/library{query}"))
-        page.get_by_text(MARKUP[1]).first.wait_for(timeout=WITHIN_MS)
+        page.get_by_text(MARKUP[1]).first.wait_for()
         for tab in page.get_by_role("tab").all():
             tab.click()
         assert_untouched(page)

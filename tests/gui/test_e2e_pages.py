@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 ODD = "q'\"<b>x<&\U0001f600 ${value}.png"
 CHUNK = 60
 SCRIPT = "<img src=x onerror=alert(1)> {{value}}"
-PLANNED_WITHIN_MS = 60_000
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +175,7 @@ def test_edit_undo_reload_bulk_exclude(page: Any, server: GuiServer, folder: Pat
     shows(page, "a.png", "a cat, big")
     page.keyboard.press("Control+y")
     shows(page, "a.png", "a dog, big")
-    page.locator(".ds-size", has_text="goes to").first.wait_for(timeout=60_000)
+    page.locator(".ds-size", has_text="goes to").first.wait_for()
     assert page.locator(".ds-frame").first.is_hidden()
     press(page, "Show crop")
     assert page.locator(".ds-frame").first.is_visible()
@@ -331,7 +330,7 @@ def test_fold_search_change_refusal_reset(
 ) -> None:
     keys = settings.locator(".field").evaluate_all("fields => fields.map((field) => field.id)")
     assert sorted(keys) == sorted(info.key for info in all_settings())
-    settings.locator(".memory .fit").wait_for(timeout=PLANNED_WITHIN_MS)
+    settings.locator(".memory .fit").wait_for()
     factor = row(settings, "adapter.lokr_factor")
     assert not factor.is_visible()
     settings.locator("#expert-search").fill("lokr_factor")
@@ -346,7 +345,7 @@ def test_fold_search_change_refusal_reset(
     rank = field(settings, "adapter.rank")
     rank.fill("8")
     saved(settings, work, draft, {"adapter.rank": 8})
-    settings.locator(".memory .fit").wait_for(timeout=PLANNED_WITHIN_MS)
+    settings.locator(".memory .fit").wait_for()
     row(settings, "adapter.rank").get_by_text("without it 16").wait_for()
 
     rank.fill("many")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +20,14 @@ import pytest
 from lora_trainer.families.locate import EMBEDDED_FOLDER
 from lora_trainer.queue import commands
 from lora_trainer.reporting.status import read_status
-from tests.fakes.gui_server import GuiServer
+from tests.fakes.gui_server import ROOT, GuiServer
 from tests.fakes.hub_server import TOKEN, HubServer, hub_server
 from tests.fakes.live_runs import write_status
+from tests.fakes.queues import until
 from tests.gui.conftest import NO_SERVER, StartGui
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
-ROOT = Path(__file__).resolve().parents[2]
-WITHIN_S = 90.0
-WITHIN_MS = 1000 * WITHIN_S
 # One thread: two of them wait for each other where other tests run beside.
 SHORT = {
     "train.steps": 4,
@@ -90,13 +87,6 @@ def place(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield Place(runs=runs, images=images, hub=hub, env=env, server=gui_server(runs, env=env))
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    ends_s = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < ends_s, f"it did not come to it: {what}"
-        time.sleep(0.05)  # between looks, which the trainer needs the processor for more
-
-
 def fill(page: Any, place: Place, *, name: str, settings: dict[str, Any]) -> None:
     """Go through the first two steps: images, check."""
     page.goto(place.server.url("/train?draft=new"))
@@ -105,12 +95,12 @@ def fill(page: Any, place: Place, *, name: str, settings: dict[str, Any]) -> Non
     page.get_by_role("button", name=THERE).click()
     page.get_by_label("Folder with your images").fill(str(place.images))
     page.get_by_role("button", name="Look at the images").click()
-    page.get_by_role("button", name=ON).click(timeout=WITHIN_MS)
-    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+    page.get_by_role("button", name=ON).click()
+    page.locator(".plan-line", has_text="Fits:").wait_for()
     page.get_by_label("Name (optional)").fill(name)
     page.get_by_label("Name (optional)").blur()
     newest = max((place.runs / ".gui" / "drafts").glob("*.json"))
-    until(lambda: json.loads(newest.read_text())["name"] == name, "the name is kept")
+    until(lambda: json.loads(newest.read_text())["name"] == name, what="the name is kept")
     set_in_draft(place, settings)
 
 
@@ -133,11 +123,11 @@ def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_as_typed
     page.goto(place.server.link)
     page.get_by_role("link", name="Try it with 16 example images").wait_for()
     press(page, "A", "Try it with 16 example images")
-    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+    page.locator(".plan-line", has_text="Fits:").wait_for()
     set_in_draft(place, SHORT)
     press(page, "BUTTON", "Train a try-out")
-    page.wait_for_url("**/run?run=*", timeout=WITHIN_MS)
-    page.get_by_text("Finished after 4 steps").first.wait_for(timeout=WITHIN_MS)
+    page.wait_for_url("**/run?run=*")
+    page.get_by_text("Finished after 4 steps").first.wait_for()
     page.get_by_role("link", name="Download step 4").first.wait_for()
     with page.expect_download() as download:
         press(page, "A", "Download step 4")
@@ -152,21 +142,22 @@ def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_as_typed
     page.goto(place.server.url("/train?draft=new"))
     page.get_by_text("Drop your images here").wait_for()
     page.locator("input[name=files]").set_input_files(images)  # 1: the files of "Choose images"
-    page.get_by_role("button", name=ON).click(timeout=WITHIN_MS)  # 2
-    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+    page.get_by_role("button", name=ON).click()  # 2
+    page.locator(".plan-line", has_text="Fits:").wait_for()
     type_length_and_samples(page)
     page.get_by_role("button", name="Add try-out to queue").click()  # 3
-    page.get_by_text("Starting: ").wait_for(timeout=WITHIN_MS)
+    page.get_by_text("Starting: ").wait_for()
     (folder,) = set(uploads.iterdir()) - known
     assert len(list(folder.iterdir())) == len(images)
-    (item,) = [item for item in commands.items(place.runs) if item.state == "waiting"]
+    (queued,) = [item for item in commands.items(place.runs) if item.state == "waiting"]
     assert {
         '--set=train.concept="style"',
         "--set=adapter.rank=4",
         '--set=sampling.prompts=["zibbo, on a <b> moon"]',
         "--set=train.steps=5",
-    } <= set(item.argv)
-    commands.remove(place.runs, item.id)
+    } <= set(queued.argv)
+    for item in commands.items(place.runs):
+        commands.remove(place.runs, item.id)
     write_status(lora.parent, state="finished", step=4, steps=4, exit_code=0)
 
 
@@ -210,10 +201,10 @@ def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_r
 ) -> None:
     page.goto(place.server.link)
     page.goto(place.server.url("/train?draft=new&example=1"))
-    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+    page.locator(".plan-line", has_text="Fits:").wait_for()
     gated = page.locator(".base-card").filter(has_text="Accept its terms on Hugging Face first")
     page.get_by_role("button", name="Show all base models").click()
-    gated.filter(has_text="Does not fit").first.click(timeout=WITHIN_MS)
+    gated.filter(has_text="Does not fit").first.click()
     page.get_by_role("button", name="Sign in to Hugging Face").click()
     page.get_by_label("Token").fill("password")
     page.get_by_role("button", name="Sign in", exact=True).click()
@@ -249,24 +240,24 @@ def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(
     hub.held_from = 100_000
     page.goto(place.server.link)
     page.goto(place.server.url("/train?draft=new&example=1"))
-    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+    page.locator(".plan-line", has_text="Fits:").wait_for()
     set_in_draft(place, SHORT | {"base.model": SD15})
     page.get_by_role("button", name="Train a try-out").click()
     stage = page.locator(".stages .now")
-    stage.get_by_text(f"Download the base model {SD15}").wait_for(timeout=WITHIN_MS)
+    stage.get_by_text(f"Download the base model {SD15}").wait_for()
     stage.get_by_text(re.compile(r"^[0-9.]+ ([KM]i)?B of 10\.7 MiB$")).wait_for()
     tab = page.context.new_page()
     tab.goto(place.server.url("/queue"))
     tab.get_by_text(f"downloading the base model {SD15}: ").wait_for()
     tab.get_by_role("button", name="Stop").click()
     tab.get_by_text("The download ends here; the next training goes on with it.").wait_for()
-    tab.get_by_role("button", name="Train again").wait_for(timeout=WITHIN_MS)
+    tab.get_by_role("button", name="Train again").wait_for()
     hub.held_from = None
     hub.go_on.set()
     tab.get_by_role("button", name="Train again").click()
     until(
         lambda: all(item.state == "finished" for item in commands.items(place.runs)),
-        "the training after the download",
+        what="the training after the download",
     )
 
 
@@ -278,7 +269,7 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
     page.goto(place.server.link)
     fill(page, place, name="one", settings=LONG)
     page.reload()
-    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+    page.locator(".plan-line", has_text="Fits:").wait_for()
     assert page.get_by_label("Name (optional)").input_value() == "one", "what was filled in is kept"
     page.get_by_role("button", name="Back").click()
     page.get_by_role("button", name=THERE).click()
@@ -288,41 +279,41 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
     look = page.get_by_role("button", name="Look at the images")
     box.fill("/no/such/folder")
     look.click()
-    page.get_by_text("there is no folder /no/such/folder").wait_for(timeout=WITHIN_MS)
+    page.get_by_text("there is no folder /no/such/folder").wait_for()
     assert box.input_value() == "/no/such/folder"
     box.fill(str(place.images))
     look.click()
-    page.get_by_role("button", name=ON).click(timeout=WITHIN_MS)
-    page.locator(".plan-line", has_text="Fits:").wait_for(timeout=WITHIN_MS)
+    page.get_by_role("button", name=ON).click()
+    page.locator(".plan-line", has_text="Fits:").wait_for()
     page.get_by_role("button", name=STARTS).click()
-    page.wait_for_url("**/run?run=*", timeout=WITHIN_MS)
-    until(training(place, "one"), "the first step")
+    page.wait_for_url("**/run?run=*")
+    until(training(place, "one"), what="the first step")
     pid = read_status(place.runs / "one").pid
     assert pid is not None
     address = page.url
     page.goto("about:blank")  # what it was still loading would fail, as it does for anybody
     place.server.kill()
     at = read_status(place.runs / "one").step
-    until(training(place, "one", beyond=at), "a step without the interface")
+    until(training(place, "one", beyond=at), what="a step without the interface")
     gui_server(place.runs, port=place.server.port, env=place.env)  # with the same link
     page.goto(address)
     page.reload()
-    page.get_by_role("button", name="Stop", exact=True).wait_for(timeout=WITHIN_MS)
+    page.get_by_role("button", name="Stop", exact=True).wait_for()
     tabs = [page.context.new_page() for _ in range(2)]
     for tab in tabs:
         tab.goto(address)
     fill(page, place, name="two", settings=SHORT)
     page.get_by_role("button", name="Add try-out to queue").click()
-    page.get_by_text("1 before it").wait_for(timeout=WITHIN_MS)
+    page.get_by_text("1 before it").wait_for()
     (second,) = [item for item in commands.items(place.runs) if item.state == "waiting"]
     commands.remove(place.runs, second.id)
-    tabs[0].get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
-    until(lambda: state(place, "one") == "stopped", "stopped")
+    tabs[0].get_by_role("button", name="Stop", exact=True).click()
+    until(lambda: state(place, "one") == "stopped", what="stopped")
     for tab in tabs:
-        tab.get_by_role("button", name="Resume", exact=True).wait_for(timeout=WITHIN_MS)
-    until(lambda: not psutil.pid_exists(pid), "no process is left")
+        tab.get_by_role("button", name="Resume", exact=True).wait_for()
+    until(lambda: not psutil.pid_exists(pid), what="no process is left")
     at = read_status(place.runs / "one").step
-    tabs[1].get_by_role("button", name="Resume", exact=True).click(timeout=WITHIN_MS)
-    until(training(place, "one", beyond=at), "a step after the resume")
-    tabs[1].get_by_role("button", name="Stop", exact=True).click(timeout=WITHIN_MS)
-    until(lambda: state(place, "one") == "stopped", "stopped again")
+    tabs[1].get_by_role("button", name="Resume", exact=True).click()
+    until(training(place, "one", beyond=at), what="a step after the resume")
+    tabs[1].get_by_role("button", name="Stop", exact=True).click()
+    until(lambda: state(place, "one") == "stopped", what="stopped again")

@@ -15,59 +15,31 @@ from lora_trainer.gui.guard import Guard
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import InputError, MachineError, RequestError
+from tests.gui.conftest import PORT, answered
 
-PORT = 7860
 PAGE = b"page"
 
 
 def through(
-    who: Any,
-    path: str = "/",
-    *,
-    query: str = "",
-    method: str = "GET",
-    body: tuple[bytes, ...] = (),
-    client: str = "127.0.0.1",
-    **headers: str,
+    who: Any, path: str = "/", *, body: tuple[bytes, ...] = (), **asked: Any
 ) -> tuple[int, dict[str, str], bytes, list[bytes]]:
     """Return status, headers and body of the answer to a request, and the body that the application has read.
 
     The application turns an error while it reads into a 400, as web frameworks do.
     """
-    sent: list[Any] = []
     read: list[bytes] = []
-    parts = list(body)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         status = 200
         try:
-            while parts:
+            while len(read) < len(body):
                 read.append((await receive())["body"])
         except Exception:  # noqa: BLE001 - the frameworks' own behaviour
             status = 400
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": PAGE})
 
-    async def receive() -> Any:
-        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    fields = {"host": "localhost", **headers}
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": path,
-        "query_string": query.encode(),
-        "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in fields.items()],
-        "client": (client, 1),
-        "server": ("localhost", PORT),
-    }
-    asyncio.run(Guard(application, access=who)(scope, receive, send))
-    start, *rest = sent
-    answered = {name.decode(): value.decode() for name, value in start["headers"]}
-    return start["status"], answered, b"".join(part["body"] for part in rest), read
+    return *answered(Guard(application, access=who), path, body=body, **asked), read
 
 
 def opened(*words: str) -> Any:

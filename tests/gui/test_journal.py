@@ -16,6 +16,7 @@ from lora_trainer.gui import changes
 from lora_trainer.gui.journal import Journal
 
 from lora_trainer.common.errors import InputError, MachineError
+from tests.gui.conftest import tree
 
 Snapshot = dict[str, bytes]
 NAMES = ("a.txt", "b.txt", "c.txt", "_excluded/a.txt")
@@ -24,14 +25,6 @@ NAMES = ("a.txt", "b.txt", "c.txt", "_excluded/a.txt")
 @pytest.fixture
 def journal(root: Path, tmp_path: Path) -> Journal:
     return Journal(root=root, folder=tmp_path / "undo")
-
-
-def snapshot(root: Path) -> Snapshot:
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file()
-    }
 
 
 def write(journal: Journal, file: str, after: str | None, *, group: str = "") -> Any:
@@ -48,7 +41,7 @@ def test_one_stay_in_a_field_is_one_step(journal: Journal, root: Path) -> None:
     journal.undo()
     assert (root / "a.txt").read_text() == "a cat"
     journal.undo()
-    assert snapshot(root) == {}
+    assert tree(root) == {}
     write(journal, "a.txt", "mine", group="stay")
     (root / "a.txt").write_text("theirs")
     write(journal, "a.txt", "theirs and mine", group="stay")
@@ -65,9 +58,9 @@ def test_what_somebody_else_has_changed_is_left_and_named(journal: Journal, root
     assert outcome is not None
     (left,) = outcome.left
     assert "b.txt was changed by something else" in left
-    assert snapshot(root) == {"b.txt": b"theirs"}
+    assert tree(root) == {"b.txt": b"theirs"}
     journal.redo()
-    assert snapshot(root) == {"a.txt": b"a", "b.txt": b"theirs", "c.txt": b"c"}
+    assert tree(root) == {"a.txt": b"a", "b.txt": b"theirs", "c.txt": b"c"}
 
 
 def test_a_step_of_which_nothing_could_be_made_is_no_step(journal: Journal, root: Path) -> None:
@@ -95,7 +88,7 @@ def test_a_full_disk_leaves_the_history_as_it_was(
             write(journal, "a.txt", "two")
     assert len(journal.history().done) == 1
     journal.undo()
-    assert snapshot(root) == {}
+    assert tree(root) == {}
 
 
 class Killed(BaseException):
@@ -142,17 +135,17 @@ def test_a_step_that_a_kill_cuts_short_is_finished_later(
         patch.setattr(changes, "write_atomic", killed)
         with pytest.raises(Killed):
             last()
-    assert snapshot(root) not in (old, new) or files_before_the_kill == 0
+    assert tree(root) not in (old, new) or files_before_the_kill == 0
     history = Journal(root=root, folder=journal.folder).history()
-    assert snapshot(root) == (old if operation == "undo" else new)
+    assert tree(root) == (old if operation == "undo" else new)
     assert len(history.done) == (0 if operation == "undo" else 1)
     assert len(history.undone) == (1 if operation == "undo" else 0)
     if operation == "undo":
         journal.redo()
-        assert snapshot(root) == new
+        assert tree(root) == new
     else:
         journal.undo()
-        assert snapshot(root) == old
+        assert tree(root) == old
 
 
 def test_a_log_cut_anywhere_is_a_history(journal: Journal, root: Path) -> None:
@@ -234,7 +227,7 @@ class Model(RuleBasedStateMachine):
             assert not self.journal.perform("step", step).left
         self.done.append(self.now)
         self.undone.clear()
-        self.now = snapshot(self.root)
+        self.now = tree(self.root)
 
     @rule(name=st.sampled_from(NAMES), after=st.binary(max_size=4) | st.none())
     def edit(self, name: str, after: bytes | None) -> None:
@@ -280,7 +273,7 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def the_folder_is_as_the_model_says(self) -> None:
-        assert snapshot(self.root) == self.now
+        assert tree(self.root) == self.now
         history = self.journal.history()
         assert (len(history.done), len(history.undone)) == (len(self.done), len(self.undone))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import os
 import shutil
@@ -14,6 +13,7 @@ from urllib.parse import quote, unquote, urlencode
 import pytest
 
 from tests.fakes.run_folder import fake_run
+from tests.gui.conftest import answered
 
 pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
 
@@ -60,26 +60,8 @@ def get(work: Workplace, path: str, **headers: str) -> tuple[int, dict[str, str]
     """Ask the routes for a quoted address; return status, headers and body."""
     from starlette.applications import Starlette
 
-    sent: list[Any] = []
-
-    async def receive() -> Any:  # the browser stays, and sends nothing more
-        await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     plain, _, query = path.partition("?")
-    scope = {
-        "type": "http",
-        "method": "GET",
-        "path": unquote(plain),
-        "query_string": query.encode(),
-        "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
-        "extensions": {},
-    }
-    asyncio.run(Starlette(routes=media.routes(work))(scope, receive, send))
-    answered = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return sent[0]["status"], answered, b"".join(part.get("body", b"") for part in sent[1:])
+    return answered(Starlette(routes=media.routes(work)), unquote(plain), query=query, **headers)
 
 
 def test_files_of_a_run_and_of_a_try_are_served_as_what_they_are(work: Workplace) -> None:

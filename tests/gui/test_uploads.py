@@ -23,6 +23,7 @@ from lora_trainer.gui.posted import Posted
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
+from tests.gui.conftest import tree
 
 BATCH = "0123456789abcdef"
 PICTURE = b"not decoded here"
@@ -36,11 +37,6 @@ def work(tmp_path: Path) -> Iterator[Workplace]:
     yield Workplace(runs=tmp_path / "runs")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["beside.txt", "runs"]
     assert (tmp_path / "beside.txt").read_text() == "untouched"
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def uploaded(work: Workplace, name: str, files: dict[str, bytes]) -> tuple[dict[str, bytes], str]:
