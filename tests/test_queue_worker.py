@@ -18,8 +18,8 @@ import pytest
 from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.queue import commands
 from lora_trainer.queue import worker as queue_worker
+from tests.fakes.live_runs import write_status
 from tests.fakes.plans import machine
-from tests.fakes.queue_trainer import status
 from tests.fakes.queues import FAKE_TRAINER, WORKER_PROGRAM, Place, until
 from tests.fakes.runs import ROOT
 
@@ -65,20 +65,6 @@ def test_one_after_another_in_their_order(place: Place) -> None:
     ended = place.item(first.id)
     assert (ended.run, ended.exit_code, ended.error) == ("a", 0, "")
     assert ended.added_s <= (ended.started_s or 0) <= (ended.ended_s or 0)
-
-
-def test_each_device_has_one_training_and_shows_it_alone(place: Place) -> None:
-    found = [place.add(name, until=str(place.let(name))) for name in "abc"]
-    worker = place.worker("GPU-one", "GPU-two")
-    until(lambda: worker.tick() and trains(place, found[0]) and trains(place, found[1]))
-    assert place.states() == {"a": "running", "b": "running", "c": "waiting"}
-    assert [place.given(name)["device"] for name in "ab"] == ["GPU-one", "GPU-two"]
-    place.let("b").touch()
-    until(lambda: worker.tick() and trains(place, found[2]))
-    assert place.given("c")["device"] == "GPU-two", "the one that became free"
-    for name in "ac":
-        place.let(name).touch()
-    place.finish(worker)
 
 
 WORDS = (
@@ -239,7 +225,9 @@ def test_an_end_that_nobody_saw_is_told_by_its_own_run(place: Place) -> None:
     for child in worker.children.values():
         child.process.wait()
     # A run that went on in another process does not speak for the item.
-    status(place.runs / "elsewhere", state="finished", code=0, say="by another process")
+    write_status(
+        place.runs / "elsewhere", state="finished", exit_code=0, message="by another process"
+    )
     assert set(place.states().values()) == {"running"}, "as the dead worker left it"
     queue_worker.settle(place.runs)
     for name, (_, state, code, error) in UNSEEN.items():
@@ -384,7 +372,7 @@ def test_a_worker_whose_queue_was_deleted_ends(place: Place) -> None:
 def test_a_training_started_by_hand_takes_a_device(place: Place) -> None:
     by_hand = place.runs / "by-hand"  # its process is this one
     by_hand.mkdir(parents=True)
-    status(by_hand, state="training", code=None, say="")
+    write_status(by_hand, state="training", exit_code=None, message="")
     for name in "ab":
         place.add(name)
     assert place.worker().tick() and set(place.states().values()) == {"waiting"}
@@ -392,7 +380,7 @@ def test_a_training_started_by_hand_takes_a_device(place: Place) -> None:
     assert queue_worker.outside(place.runs, ()) == ("by-hand",)
     until(lambda: worker.tick() and place.item("0001-a").has_ended)
     assert place.given("a")["device"] == "1", "CUDA's first GPU is where one trains by itself"
-    status(by_hand, state="finished", code=0, say="")
+    write_status(by_hand, state="finished", exit_code=0, message="")
     place.finish(worker)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -174,10 +173,3 @@ def test_a_driver_that_says_nothing_is_no_error() -> None:
     no_driver = FakeNvml(refuses={"nvmlInit": "Driver Not Loaded"})
     for driver in (no_driver, FakeNvml(cards=()), FakeNvml(cards=(lost,))):
         assert nvml.card_state(GPU, driver) is None and nvml.card_states(driver) == ()
-
-
-def test_a_look_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lora_trainer.training.pace._WATCHED_S", 0.05)
-    seen = pace.look(None)
-    assert seen.card is None
-    assert 0 <= seen.cores_taken <= seen.processors == len(os.sched_getaffinity(0))

@@ -45,6 +45,7 @@ from lora_trainer.run.build import (
     load_networks,
     new_tokens,
     open_cache,
+    plan_cache,
     texts_as,
 )
 from lora_trainer.run.device import planned_device, setup_torch
@@ -218,7 +219,7 @@ def build_evaluation(
     job = TrainingJob(
         prepared=plan,
         folder=RunFolder(path=subject.file.parent),
-        prompts=prompts,
+        cache_needs=plan_cache(plan, prompts),
         state=None,
         events=events,
         stop=lambda: None,
@@ -226,7 +227,7 @@ def build_evaluation(
         ranks=ProcessGroup(),
     )
     cache = open_cache(plan, events)
-    cache_needs = fill_caches(job, cache)
+    fill_caches(job, cache)
     events.emit("phase", phase="load", message=plan.facts.source, done=0, total=0)
     networks = load_networks(plan)
     _add_words(subject.file, plan, networks)
@@ -242,11 +243,11 @@ def build_evaluation(
         model=model,
         dial=dial,
         weights=weights,
-        feeder=build_dataloader(job, cache_needs, cache),
+        feeder=build_dataloader(job, cache),
         sampler=plan.family.build_sampler(
             plan.facts, denoiser=networks.denoiser, device=model.device
         ),
-        sources=cache_needs.sources,
+        sources=job.cache_needs.sources,
     )
 
 

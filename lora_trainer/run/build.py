@@ -67,9 +67,8 @@ def refuse_small_cache(prepared: Prepared, cache_needs: Needs) -> None:
     cache.check_room(needed_bytes, missing_bytes=needed_bytes * missing // len(keys))
 
 
-def fill_caches(job: TrainingJob, cache: Cache) -> Needs:
-    prepared = job.prepared
-    cache_needs = job.cache_needs or plan_cache(prepared, job.prompts)
+def fill_caches(job: TrainingJob, cache: Cache) -> None:
+    prepared, cache_needs = job.prepared, job.cache_needs
     devices = tuple(dict.fromkeys((planned_device(prepared), CPU)))
     encoders, events = encoder_arguments(prepared), job.events
     began = time.monotonic()
@@ -87,7 +86,6 @@ def fill_caches(job: TrainingJob, cache: Cache) -> Needs:
     )
     if job.ranks.dist_env.local_rank == 0:  # one process per machine deletes old entries
         cache.prune(cache_needs.keys())
-    return cache_needs
 
 
 def encoder_arguments(prepared: Prepared) -> dict[str, Any]:
@@ -302,14 +300,14 @@ def _embedding(text: TextEncoder | None) -> Callable[[Conditioning], Conditionin
     return embed
 
 
-def build_dataloader(job: TrainingJob, cache_needs: Needs, cache: Cache) -> TrainingDataLoader:
+def build_dataloader(job: TrainingJob, cache: Cache) -> TrainingDataLoader:
     prepared, config = job.prepared, job.prepared.config
     trained, regularisation = (
         [sample for record in records for sample in record.sample_ids()]
         for records in (prepared.trained, prepared.dataset.regularisation)
     )
     return TrainingDataLoader(
-        sources={sample: cache_needs.sources[sample] for sample in (*trained, *regularisation)},
+        sources={sample: job.cache_needs.sources[sample] for sample in (*trained, *regularisation)},
         empty_text=texts_as(prepared).key(""),
         entries=Entries(cache=cache),
         levels=_levels(prepared),

@@ -21,7 +21,7 @@ from lora_trainer.common.files import (
     windows_name_problem,
     write_atomic,
 )
-from lora_trainer.config.config import flatten, retired_in
+from lora_trainer.config.config import flatten, retired_in, setting_keys
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.config.running import Config
 
@@ -53,17 +53,15 @@ _NEEDED: Mapping[str, type | tuple[type, ...]] = {
     "plan.memory.images_at_once": dict,
 }
 """Keys of run.json that a resume reads, with their types."""
-# Settings that do not influence the computation: a resume may change them and stays bit-exact.
+# Settings that do not influence the computation: a resume may change them and stays bit-exact. Of the sections that
+# say what a run writes only keep_best does, as its weights are a part of the state.
 FREE_SETTINGS = frozenset(
-    {
-        "output.folder", "output.name", "output.keep_last", "output.keep_states", "output.save_every_steps",
-        "output.save_every_epochs", "output.precision", "output.format", "sampling.prompts",
-        "sampling.negative_prompt", "sampling.every_steps", "sampling.steps", "sampling.guidance_scale",
-        "sampling.seed", "logging.trackers", "data.cache_dir", "data.cache_max_gib", "data.prefetch_steps",
-        "data.max_bad_fraction", "data.max_megapixels", "train.validate_every_steps", "hardware.vram_limit_gib",
-        "hardware.process_timeout_s",
-        "output.description", "output.author", "output.license", "output.hub_repo", "output.hub_private",
-        "output.weights", "output.measure", "data.min_score", "train.stop_after_validations",
+    {key for key in setting_keys() if key.startswith(("output.", "sampling.", "logging."))}
+    - {"output.keep_best"}
+    | {
+        "data.cache_dir", "data.cache_max_gib", "data.prefetch_steps", "data.max_bad_fraction", "data.max_megapixels",
+        "data.min_score", "hardware.vram_limit_gib", "hardware.process_timeout_s", "train.validate_every_steps",
+        "train.stop_after_validations",
     }
 )  # fmt: skip
 # With one of the first settings, validations influence training; then the second may not change either.
@@ -71,14 +69,8 @@ _WATCHING = ("train.stop_after_validations", "output.keep_best")
 _WATCHED = frozenset({"train.validate_every_steps", "output.weights"})
 # Settings that change only rounding: a resume may change them; all random draws stay the same, not all bits.
 ROUNDING_SETTINGS = frozenset(
-    {
-        "hardware.compile",
-        "memory.attention",
-        "memory.gradient_checkpointing",
-        "memory.micro_batch",
-        "memory.streamed_blocks",
-        "memory.text_encoder_offload",
-    }
+    {"hardware.compile", *(key for key in setting_keys() if key.startswith("memory."))}
+    - {"memory.base_precision", "memory.text_encoder_precision"}
 )
 # Settings that decide the shapes or initial values of the adapter and of the optimizer's state.
 FORBIDDEN_SETTINGS = frozenset(
@@ -272,17 +264,15 @@ class TrainingJob:
     """The context of a training beside its plan: run folder, events, stop signal, processes.
 
     `state` is the resume state, None for a new run; `watchers` are actions that run between steps;
-    `ranks` are the processes that share the work; `cache_needs` are the cache entries to read, None to
-    compute them.
+    `ranks` are the processes that share the work; `cache_needs` are the cache entries to read.
     """
 
     prepared: Prepared
     folder: RunFolder
-    prompts: Sequence[str]
+    cache_needs: Needs
     state: TrainingState | None
     events: EventStream
     stop: Callable[[], int | None]
     started_at_s: float
     ranks: ProcessGroup
     watchers: Sequence[Action] = ()
-    cache_needs: Needs | None = None

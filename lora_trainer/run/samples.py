@@ -161,7 +161,7 @@ class SampleAction:
         seed, key = self.job.prepared.config.sampling.seed, texts_as(self.job.prepared).key
         return [
             _Drawing(prompt=prompt, key=key(prompt), seed=seed + index, file=f"{index:02d}.png")
-            for index, prompt in enumerate(self.job.prompts)
+            for index, prompt in enumerate(self.job.prepared.sample_prompts)
         ]
 
     def _asked(self, target: Path, *, step: int) -> list[_Drawing]:

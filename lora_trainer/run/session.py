@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from lora_trainer.cache.cache_plan import Needs
 from lora_trainer.checkpoint.states import TrainingState, freeze, snapshot, state_files, state_of
 from lora_trainer.checkpoint.writer import StateWriter
 from lora_trainer.common.errors import RequestError
@@ -73,7 +72,7 @@ def train_job(job: TrainingJob) -> Path:
 
     # ---- caches: encoders are loaded only if something is missing, and dropped before the denoiser
     cache = open_cache(prepared, events)
-    cache_needs = fill_caches(job, cache)
+    fill_caches(job, cache)
 
     # ---- model, adapter, optimizer
     events.emit("phase", phase="load", message=prepared.facts.source, done=0, total=0)
@@ -105,7 +104,7 @@ def train_job(job: TrainingJob) -> Path:
         return restored(state)
 
     # ---- train
-    feeder = build_dataloader(job, cache_needs, cache)
+    feeder = build_dataloader(job, cache)
     # All processes start with the leader's weights and optimizer state.
     if not leads:
         start = restored(None)
@@ -113,8 +112,8 @@ def train_job(job: TrainingJob) -> Path:
         _shared(ranks, writer.newest())
     # Those that every process runs; the leader's own stand around them.
     actions: list[Action] = [
-        validate_action(job, cache_needs, feeder, parts),
-        learning_action(job, cache_needs, feeder, parts),
+        validate_action(job, feeder, parts),
+        learning_action(job, feeder, parts),
         CompareAction(saves=saves, ranks=ranks),
     ]
     if leads:
@@ -248,12 +247,12 @@ def _training(
 
 
 def validate_action(
-    job: TrainingJob, cache_needs: Needs, feeder: TrainingDataLoader, parts: TrainComponents
+    job: TrainingJob, feeder: TrainingDataLoader, parts: TrainComponents
 ) -> ValidateAction:
     """Return the action that validates on the held-out images; it does nothing without any."""
     config = job.prepared.config
     held_out = [record.sample_ids()[0] for record in job.prepared.held_out]
-    keys = [(sample, cache_needs.sources[sample]) for sample in held_out]
+    keys = [(sample, job.cache_needs.sources[sample]) for sample in held_out]
     batches = feeder.validation(keys, quantiles=VALIDATION_QUANTILES) if keys else ()
     return ValidateAction(
         fixed=FixedLosses(batches=batches, model=parts.model, ranks=job.ranks),
@@ -266,7 +265,7 @@ def validate_action(
 
 
 def learning_action(
-    job: TrainingJob, cache_needs: Needs, feeder: TrainingDataLoader, parts: TrainComponents
+    job: TrainingJob, feeder: TrainingDataLoader, parts: TrainComponents
 ) -> LearningAction:
     """Return the action that detects a run that learns nothing, from a few of its training images."""
     config = job.prepared.config
@@ -278,7 +277,7 @@ def learning_action(
     rates, batches = learning_rate(settings, steps=steps), []
     if step is not None:
         trained = [record.sample_ids()[0] for record in job.prepared.trained]
-        keys = [(sample, cache_needs.sources[sample]) for sample in trained[:LEARNING_PICTURES]]
+        keys = [(sample, job.cache_needs.sources[sample]) for sample in trained[:LEARNING_PICTURES]]
         batches = feeder.validation(keys, quantiles=LEARNING_QUANTILES)
     rate_sums = [sum(rates(index) for index in range(count)) for count in (step or 0, steps)]
     return LearningAction(

@@ -96,13 +96,12 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
     prepared = prepare_with_base(request)
     if request.strict:
         _refuse_problems(prepared)
-    prompts = prepared.sample_prompts
     # Everything that can refuse the run comes before its folder is claimed, so that a refused request
     # leaves no folder and does not touch the run it would resume.
     output = prepared.config.output
     name = checked_name(_dataset_name(request) if output.name == "auto" else output.name)
     _refuse_small_disk(prepared)
-    cache_needs = plan_cache(prepared, prompts)
+    cache_needs = plan_cache(prepared, prepared.sample_prompts)
     refuse_small_cache(prepared, cache_needs)
     if output.hub_repo is not None:
         check_upload(output.hub_repo)
@@ -116,18 +115,17 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
     ):
         events.subscribe(oom_history_memo(prepared, events))
         with _end_recorded(folder, events):
-            gather(ranks, prepared, folder, events, prompts=prompts)
+            gather(ranks, prepared, folder, events)
         job = TrainingJob(
             prepared=prepared,
             folder=folder,
-            prompts=prompts,
+            cache_needs=cache_needs,
             state=_newest_state(folder, events) if previous is not None else None,
             events=events,
             stop=stop,
             started_at_s=before["started_at_s"] if before else time.time(),
             ranks=ranks,
             watchers=request.watchers,
-            cache_needs=cache_needs,
         )
         _announce(job, resumption)
         record, device = _run_record(job, request, environment), planned_device(prepared)
@@ -397,14 +395,7 @@ def _run_record(job: TrainingJob, request: Request, environment: dict[str, Any])
 # launcher's store, because no collective is possible yet
 
 
-def gather(
-    ranks: ProcessGroup,
-    prepared: Prepared,
-    folder: RunFolder,
-    events: EventStream,
-    *,
-    prompts: Sequence[str],
-) -> None:
+def gather(ranks: ProcessGroup, prepared: Prepared, folder: RunFolder, events: EventStream) -> None:
     """Send the leader's decisions to the other processes, and connect to them."""
     if ranks.monitor is None:
         return
@@ -417,7 +408,6 @@ def gather(
         "hardware": asdict(prepared.hardware),
         "fingerprint": prepared.dataset.fingerprint,
         "identities": prepared.identities,
-        "prompts": list(prompts),
         "folder": str(folder.path),
     }
     ranks.monitor.give("orders", json.dumps(orders))
@@ -468,7 +458,7 @@ def follow(request_here: Request, ranks: ProcessGroup) -> Path:
             TrainingJob(
                 prepared=prepared,
                 folder=RunFolder(path=folder),
-                prompts=orders["prompts"],
+                cache_needs=plan_cache(prepared, prepared.sample_prompts),
                 state=None,
                 events=events,
                 stop=stop,

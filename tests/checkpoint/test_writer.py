@@ -13,7 +13,7 @@ import torch
 
 from lora_trainer.checkpoint.states import LoopValues, TrainingState, load_newest, write_state
 from lora_trainer.checkpoint.writer import StateWriter
-from lora_trainer.common.errors import MachineError, TrainingStopped
+from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import Event, EventStream
 
 PATIENCE_S = 30.0
@@ -135,19 +135,11 @@ def test_memory_of_the_host_is_used_again_for_tensors_of_the_same_shape(place: P
     assert place.on_disk().adapter["a.down"].shape == (5,)
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (FULL, "1 of 3 in a row"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "not enough memory"),
-    ],
-    ids=str,
-)
-def test_an_export_that_fails_leaves_a_state_that_counts(
-    place: Place, error: Exception, message: str
-) -> None:
+def test_an_export_that_fails_leaves_a_state_that_counts(place: Place) -> None:
+    """For lack of memory; of a full disk: tests/test_run.py."""
+
     def refused() -> str:
-        raise error
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     place.save(1, export=lambda copy: refused)
     place.writer.wait_for_acknowledgement()
@@ -155,10 +147,7 @@ def test_an_export_that_fails_leaves_a_state_that_counts(
     (saved,) = place.told("saved")
     assert (saved["step"], saved["export"]) == (1, None)
     (problem,) = place.told("problem")
-    assert message in problem["what"]
-    place.save(2)
-    place.writer.wait_for_acknowledgement()
-    assert place.on_disk().step == 2
+    assert "1 of 3 in a row" in problem["what"] and "not enough memory" in problem["what"]
 
 
 # ---- a disk that refuses
@@ -217,16 +206,6 @@ def test_a_mistake_in_the_writer_is_no_silence(place: Place) -> None:
     assert place.on_disk().step == 2
 
 
-def test_what_is_not_finite_is_neither_written_nor_remembered(place: Place) -> None:
-    place.writer.remember(state_at(1))
-    with pytest.raises(TrainingStopped, match="step 2 is not saved"):
-        place.save(2, weight=torch.full((3, 2), float("nan")))
-    place.writer.wait()
-    assert place.steps == []
-    assert place.writer.newest().step == 1
-    assert place.writer.newest().adapter["a.down"].unique().tolist() == [1.0]
-
-
 def test_the_newest_copy_is_nobody_s_memory_and_there_also_when_the_disk_refused_it(
     place: Place,
 ) -> None:
@@ -245,16 +224,10 @@ def test_the_newest_copy_is_nobody_s_memory_and_there_also_when_the_disk_refused
 # ---- the end of a run
 
 
-@pytest.mark.parametrize("error", [None, FULL])
-def test_the_end_waits_for_the_disk(place: Place, error: MachineError | None) -> None:
+def test_the_end_waits_for_the_disk(place: Place) -> None:
     place.open.clear()
-    opener = threading.Timer(0.05, place.open.set)
-    try:
-        with place.writer:
-            place.save(1)
-            opener.start()
-            if error is not None:
-                raise error
-    except MachineError:
-        pass
+    with pytest.raises(ZeroDivisionError), place.writer:
+        place.save(1)
+        threading.Timer(0.05, place.open.set).start()
+        raise ZeroDivisionError
     assert place.on_disk().step == 1

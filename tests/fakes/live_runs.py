@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from tests.fakes.run_folder import FakeRun
+if TYPE_CHECKING:  # the queue's trainer writes its status in 50 ms
+    from tests.fakes.run_folder import FakeRun
 
 
 def write_status(folder: Path, **fields: Any) -> None:
-    """Write a status.json of this process at step 12 of 30, but for `fields`."""
+    """Write a status.json of this process at step 12 of 30, but for `fields`; it is whole whenever it is read."""
     process = psutil.Process()
     status: dict[str, Any] = {
         "state": "training",
@@ -30,7 +31,9 @@ def write_status(folder: Path, **fields: Any) -> None:
         "left_s": 8.5,
         "exit_code": None,
     }
-    (folder / "status.json").write_text(json.dumps(status | fields), encoding="utf-8")
+    unfinished = folder / "status.new"
+    unfinished.write_text(json.dumps(status | fields), encoding="utf-8")
+    unfinished.replace(folder / "status.json")
 
 
 def until(run: FakeRun, step: int) -> Path:

@@ -294,7 +294,7 @@ HANGING_STARTS: Mapping[str, Mapping[str, Any]] = {
         **START_LIMIT,
     },
     "follower hangs": {
-        "faults": {1: replaced("lora_trainer.run.session", "prepare_with_base", waits_for_ever)},
+        "faults": {1: replaced("lora_trainer.run.train", "prepare_with_base", waits_for_ever)},
         **START_LIMIT,
     },
     "unconnected": {
@@ -307,7 +307,7 @@ REFUSED_STARTS: Mapping[str, Mapping[str, Any]] = {
         "faults": {0: replaced("lora_trainer.run.train", "prepare_with_base", unreadable)}
     },
     "follower refuses": {
-        "faults": {1: replaced("lora_trainer.run.session", "prepare_with_base", unreadable)}
+        "faults": {1: replaced("lora_trainer.run.train", "prepare_with_base", unreadable)}
     },
 }
 

@@ -11,9 +11,8 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import psutil
+from live_runs import write_status  # this script runs by itself: its folder is on the path
 
 
 def main(words: list[str]) -> int:
@@ -23,37 +22,15 @@ def main(words: list[str]) -> int:
     if run is not None:
         run.mkdir(parents=True, exist_ok=True)
         given = {"words": words[1:], "device": os.environ.get("CUDA_VISIBLE_DEVICES")}
-        replace(run / "given.json", given)
-        status(run, state="training", code=None, say="")
+        (run / "given.json").write_text(json.dumps(given), encoding="utf-8")
+        write_status(run)
     while "until" in orders and not Path(orders["until"]).exists():
         time.sleep(0.005)
     if run is not None:
-        status(run, state=orders["state"], code=orders["exit"], say=orders["say"])
+        end = {"exit_code": orders["exit"], "message": orders["say"]}
+        write_status(run, state=orders["state"], **end)
     sys.stderr.write(f"step 1\n{orders['say']}\n")
     return int(orders["exit"])
-
-
-def status(run: Path, *, state: str, code: int | None, say: str) -> None:
-    process = psutil.Process()
-    content = {
-        "state": state,
-        "pid": process.pid,
-        "pid_started_s": process.create_time(),
-        "name": run.name,
-        "step": 1,
-        "steps": 4,
-        "message": say,
-        "heartbeat_s": time.time(),
-        "exit_code": code,
-    }
-    replace(run / "status.json", content)
-
-
-def replace(file: Path, content: dict[str, Any]) -> None:
-    """Write a file that is whole whenever it is read."""
-    unfinished = file.with_suffix(".new")
-    unfinished.write_text(json.dumps(content), encoding="utf-8")
-    unfinished.replace(file)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from lora_trainer.gui.workplace import Workplace
 from lora_trainer.common.events import EventStream
 from lora_trainer.queue import commands, worker
 from tests.fakes.live_runs import write_status
-from tests.fakes.queue_trainer import status
 from tests.fakes.queues import Place, until
 from tests.fakes.run_folder import fake_run
 
@@ -47,7 +46,7 @@ def test_each_item_has_the_buttons_that_fit_its_state(place: Place, work: Workpl
     a, b, c, d, e = (place.add(name) for name in "abcde")
     run = place.runs / "a"
     run.mkdir()
-    status(run, state="training", code=None, say="step 1 of 4")
+    write_status(run)
     place.become(a, state="running", run="a", started_s=1.0)
     place.become(d, state="finished", run="d", started_s=5.0, ended_s=70.0)
     place.become(e, state="failed", exit_code=3, ended_s=60.0, error="no images. Fix: add some.")
@@ -65,7 +64,7 @@ def test_each_item_has_the_buttons_that_fit_its_state(place: Place, work: Workpl
         ("clear", ""),
     ]
     assert 'href="/run?run=a"' in html
-    assert "step 1 of 4" in html and 'style="width:25.0%"' in html
+    assert "step 12 of 30" in html and 'style="width:40.0%"' in html
     assert "1 min 05 s after its start" in html
 
 
@@ -130,7 +129,7 @@ def test_nothing_a_file_says_becomes_markup(place: Place, work: Workplace) -> No
     commands.item_file(place.runs, a.id, "log").write_text(HOSTILE)
     run = place.runs / "a"
     run.mkdir()
-    status(run, state="training", code=None, say=HOSTILE)
+    write_status(run, message=HOSTILE)
     place.become(b, state="running", run="a", device=HOSTILE)
     place.become(c, state="interrupted", run="<b>x", error=HOSTILE)
     html = queue_view.view(work)
@@ -189,7 +188,7 @@ def test_the_line_says_who_works_and_for_what_it_waits(
     assert "closing this page" in line()
     by_hand = place.runs / "by-hand"
     by_hand.mkdir()
-    status(by_hand, state="training", code=None, say="")
+    write_status(by_hand, message="")
     assert line() == "Waiting for by-hand, which was started outside of the queue."
 
 
