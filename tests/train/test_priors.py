@@ -72,21 +72,6 @@ def with_priors(
     )
 
 
-def everything(batch_size: int = 4) -> TrainingDataLoader:
-    return with_priors(
-        batch_size=batch_size,
-        regularisation=(5, 6),
-        masked=(0, 1, 2),
-        of_class=(0, 3, 4),
-        per_epoch=3,
-        objective=replace_settings(BASE_TARGET, preservation_weight=0.5),
-    )
-
-
-def replace_settings(settings: ObjectiveSettings, **changes: Any) -> ObjectiveSettings:
-    return settings.model_copy(update=changes)
-
-
 # ---- masks
 
 
@@ -170,21 +155,6 @@ def test_a_sample_of_a_class_comes_again_with_the_same_draws() -> None:
 
 
 # ---- any split is one step
-
-
-def test_a_stream_may_be_cut_into_any_batches() -> None:
-    def stream(batch_size: int, steps: int) -> list[tuple[Any, ...]]:
-        feeder = everything(batch_size)
-        samples = [sample for step in range(steps) for sample in feeder.prepare(step)]
-        return [
-            (one.sample, one.as_base, one.level, one.weight, float(one.noise.sum()))
-            for one in samples
-        ]
-
-    whole = stream(4, 6)
-    assert stream(1, 24) == stream(3, 8) == whole
-    assert len(whole) > 24, "some came twice"
-    assert len({name for name, *_ in whole if "#" in name}) > 2
 
 
 def test_strata_span_the_whole_epoch() -> None:
