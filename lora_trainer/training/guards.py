@@ -80,7 +80,6 @@ class GuardState:
     fitting_steps: int = 0
     patience_steps: int = FIRST_PATIENCE_STEPS
     skipped_in_row: int = 0
-    skipped: int = 0
     rollbacks: int = 0
     lr_scale: float = 1.0
     best: BestValidation = BestValidation()
@@ -90,7 +89,7 @@ class GuardState:
     def from_plain(cls, values: Mapping[str, Any]) -> GuardState:
         """Return the guard state of its fields as plain values; groups that an older state lacks are as new.
 
-        Values that only older versions had (`ungraphed`, `trend`, `plateau`) are ignored.
+        Values that only older versions had (`ungraphed`, `trend`, `plateau`, `skipped`) are ignored.
         """
         groups = {"best": BestValidation, "learning": Learning}
         nested = {name: group(**values.get(name, {})) for name, group in groups.items()}
@@ -101,7 +100,7 @@ class GuardState:
         """Count a step with non-finite gradients; raises Unstable after MAX_SKIPPED_IN_ROW in a row."""
         if finite:
             return replace(self, skipped_in_row=0)
-        state = replace(self, skipped_in_row=self.skipped_in_row + 1, skipped=self.skipped + 1)
+        state = replace(self, skipped_in_row=self.skipped_in_row + 1)
         if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
             raise Unstable(
                 f"the gradients were not finite numbers {state.skipped_in_row} steps in a row, "
@@ -170,9 +169,9 @@ class GuardState:
 
 _KEPT_ON_GOING_BACK = (
     *("micro_batch", "remedies", "plain", "uncompiled"),
-    *("fitting_steps", "patience_steps", "skipped"),
+    *("fitting_steps", "patience_steps"),
 )
-"""Facts about the machine and counts of failures: going back undoes the weights, but the same micro-batch
+"""Facts about the machine: going back undoes the weights, but the same micro-batch
 would not fit this time either."""
 
 

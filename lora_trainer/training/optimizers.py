@@ -43,18 +43,6 @@ LEARNED_IN_GROUPS = frozenset(
 them."""
 
 
-def make_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Return the optimizer of that name without state; raises MachineError when its library is missing."""
-    try:
-        return _MAKERS[settings.name](groups, settings)
-    except BROKEN_PACKAGE as error:
-        package = OPTIMIZER_PACKAGES.get(settings.name)
-        raise MachineError(
-            f"optimizer.name={settings.name} needs {package}, {package_problem(error)}",
-            fix=f"pip install -U {package}, or use --set optimizer.name=adamw",
-        ) from None
-
-
 def _adam_like(settings: OptimizerSettings) -> dict[str, Any]:
     return {
         "lr": settings.learning_rate,
@@ -176,7 +164,14 @@ LearningRate = Callable[[int], float]
 def build_optimizer(groups: Sequence[Group], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Build the optimizer with its state allocated; raises MachineError when its library is missing."""
     rated = [{**group, "lr": settings.learning_rate * group["lr_scale"]} for group in groups]
-    optimizer = make_optimizer(rated, settings)
+    try:
+        optimizer = _MAKERS[settings.name](rated, settings)
+    except BROKEN_PACKAGE as error:
+        package = OPTIMIZER_PACKAGES.get(settings.name)
+        raise MachineError(
+            f"optimizer.name={settings.name} needs {package}, {package_problem(error)}",
+            fix=f"pip install -U {package}, or use --set optimizer.name=adamw",
+        ) from None
     _allocate(optimizer)
     return optimizer
 

@@ -23,7 +23,7 @@ from lora_trainer.hardware.machine import Hardware, detect
 from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.run import device, prepare
 from lora_trainer.training import optimizers
-from lora_trainer.training.optimizers import make_optimizer
+from lora_trainer.training.optimizers import build_optimizer
 from tests.fakes.nvml import GIB, FakeCard, FakeNvml
 from tests.fakes.plans import SDXL, machine, planned
 from tests.fakes.runs import ROOT
@@ -263,8 +263,8 @@ def test_adamw_is_fused_only_where_that_heeds_a_bad_step(
 ) -> None:
     """On MPS fused optimizers took a step of NaN all the same (pytorch#186360)."""
     monkeypatch.setattr(optimizers, "kind_of", lambda _: KINDS[kind])  # type: ignore[index]
-    group = {"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 1e-3, "lr_scale": 1.0}
-    made = make_optimizer([group], OptimizerSettings(name="adamw"))
+    group = {"params": [torch.nn.Parameter(torch.zeros(2))], "lr_scale": 1.0}
+    made = build_optimizer([group], OptimizerSettings(name="adamw"))
     heeds = bool(getattr(made, "_step_supports_amp_scaling", False))
     assert heeds is (kind in ("cuda", "rocm", "cpu"))
 

@@ -30,17 +30,17 @@ def test_it_is_unstable_at_the_fifth_in_a_row_and_never_before(steps: list[bool]
                 guards.Unstable, match=f"5 steps in a row, up to step {number}$"
             ) as caught:
                 state.after_step(finite=finite, step=number)
-            assert caught.value.state.skipped == text[:number].count("x")
+            assert caught.value.state.skipped_in_row == 5
             return
         state = state.after_step(finite=finite, step=number)
         row = len(text[:number]) - len(text[:number].rstrip("x"))
-        assert state == replace(START, skipped=text[:number].count("x"), skipped_in_row=row)
+        assert state == replace(START, skipped_in_row=row)
 
 
 def test_each_way_back_keeps_what_was_learned_and_is_slower_than_the_last() -> None:
-    good = guards.GuardState(micro_batch=8, lr_scale=0.5, skipped=1)
+    good = guards.GuardState(micro_batch=8, lr_scale=0.5)
     facts = {"micro_batch": 2, "remedies": 1, "plain": True, "uncompiled": True}
-    facts |= {"fitting_steps": 3, "patience_steps": 100, "skipped": 6}
+    facts |= {"fitting_steps": 3, "patience_steps": 100}
     failed = guards.GuardState.from_plain({**facts, **SPOILT, "skipped_in_row": 5, "lr_scale": 0.5})
     learning = replace(failed.learning, zero_gradients=0)
     back = replace(good, **facts, learning=learning)  # type: ignore[arg-type]  # facts of several types
@@ -70,7 +70,7 @@ def test_a_state_survives_as_plain_values_and_older_ones_are_read() -> None:
 
 @pytest.mark.parametrize(("cap", "images", "smaller"), [(8, 4, 2), (4, 8, 2), (5, 9, 3), (2, 2, 1)])
 def test_out_of_memory_halves_what_was_really_tried(cap: int, images: int, smaller: int) -> None:
-    state = guards.GuardState(micro_batch=cap, skipped_in_row=1, skipped=2, fitting_steps=7)
+    state = guards.GuardState(micro_batch=cap, skipped_in_row=1, fitting_steps=7)
     assert state.after_out_of_memory(images=images, remedies=3) == replace(
         state, micro_batch=smaller, fitting_steps=0, patience_steps=2 * state.patience_steps
     )
