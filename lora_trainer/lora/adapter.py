@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -179,7 +179,11 @@ class Adapter:
 
     def _all(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter, frozen ones too, with its name in `state`."""
-        return _named_parameters(self.layers, self.new_tokens)
+        for key, layer in self.layers.items():
+            for name, parameter in layer.parameters.items():
+                yield f"{key}.{name}", parameter
+        for component, vectors in self.new_tokens.items():
+            yield f"{_NEW_TOKENS}{component}", vectors
 
     def _named(self) -> dict[str, Tensor]:
         """Return the live tensors by name, detached."""
@@ -262,30 +266,14 @@ def inject(
         )
     for vectors in new_tokens.values():
         vectors.requires_grad_(True)  # peft froze them with the text encoder that it adapted
-    trained = dict(_named_parameters(layers, new_tokens))
-    return Adapter(
-        layers=layers,
-        rank=settings.rank,
-        alpha=alpha,
-        masks=masks,
-        average=_copy(trained) if averaged else {},
-        best=_copy(trained) if keep_best else {},
-        new_tokens=new_tokens,
+    adapter = Adapter(
+        layers=layers, rank=settings.rank, alpha=alpha, masks=masks, new_tokens=new_tokens
     )
-
-
-def _copy(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
-
-
-def _named_parameters(
-    layers: Mapping[str, AdaptedLayer], new_tokens: Mapping[str, nn.Parameter]
-) -> Iterator[tuple[str, nn.Parameter]]:
-    for key, layer in layers.items():
-        for name, parameter in layer.parameters.items():
-            yield f"{key}.{name}", parameter
-    for component, vectors in new_tokens.items():
-        yield f"{_NEW_TOKENS}{component}", vectors
+    average, best = (
+        {name: tensor.clone() for name, tensor in adapter._named().items()} if wanted else {}
+        for wanted in (averaged, keep_best)
+    )
+    return replace(adapter, average=average, best=best)
 
 
 def layer_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -132,17 +132,6 @@ def test_nothing_is_dropped_outside_of_a_batch() -> None:
     assert made(ones) is ones, "also after an error"
 
 
-def test_a_mask_holds_for_all_positions_and_rows_of_a_sample() -> None:
-    masks = SampleMasks()
-    made = masks.add("a layer", width=8, share=0.5)
-    with masks.of(halved(SEEDS)):
-        plain, image = made(torch.ones(4, 8)), made(torch.ones(4, 8, 2, 5))
-        assert torch.equal(image, plain.view(4, 8, 1, 1).expand_as(image))
-        assert torch.equal(made(torch.ones(12, 8)), plain.repeat_interleave(3, dim=0))
-        with pytest.raises(AssertionError, match="7 rows"):
-            made(torch.ones(7, 8))
-
-
 # ---- layers
 
 
