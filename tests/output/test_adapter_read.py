@@ -98,6 +98,28 @@ def test_layers_of_this_base_are_found_by_every_spelling() -> None:
             assert [each.key for each in names.find(spelling)] == [f"{component}.{layer}"]
 
 
+def test_parts_of_a_joined_layer_share_the_alpha_beside_it(file: Path) -> None:
+    """As sd-scripts' split_qkv writes q, k and v of one layer."""
+    qkv, sides = "lora_unet_double_blocks_0_img_attn_qkv", {"down": (2, 4), "up": (4, 2)}
+    tensors = {
+        f"{qkv}.lora_{side}.{number}.weight": torch.ones(shape)
+        for number in range(3)
+        for side, shape in sides.items()
+    }
+    layers = {f"transformer_blocks.0.attn.to_{name}": (4, 4) for name in "qkv"}
+    names = LayerNames(family("flux"), {"denoiser": layers})
+    read = read_tensors(write(file, {**tensors, f"{qkv}.alpha": torch.tensor(1.0)}), names=names)
+    assert {key: each.scale for key, each in read.items()} == {f"denoiser.{n}": 0.5 for n in layers}
+
+
+def test_layers_of_text_encoders_alone_are_of_no_family(file: Path) -> None:
+    seen = tool("inspect", write(file, pair(TEXT), ss_base_model_version=""))
+    assert (seen["family"], [each["kind"] for each in seen["problems"]]) == (
+        "unknown",
+        ["missing-alpha"],
+    )
+
+
 def test_nothing_is_read_before_it_is_asked_for(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
