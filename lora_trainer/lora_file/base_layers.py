@@ -71,7 +71,6 @@ class LayerNames:
             for component, names in modules.items()
         }
         self.family, self.layers = family, layers
-        self._written: dict[str, LayerRows] = {}
         self._denoiser: dict[str, tuple[LayerRows, ...]] = {}
         self._text: dict[str, dict[str, LayerRows]] = {}
         for component, shapes in layers.items():

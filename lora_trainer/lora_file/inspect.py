@@ -73,13 +73,13 @@ class Inspection:
     """
 
     family: str
-    format: KeyFormat
-    rank: Spread | None
-    alpha: Spread | None
-    modules: int
     metadata: Mapping[str, str]
     problems: tuple[Problem, ...]
-    kinds: tuple[str, ...] = ("lora",)
+    kinds: tuple[str, ...]
+    format: KeyFormat = "unknown"
+    rank: Spread | None = None
+    alpha: Spread | None = None
+    modules: int = 0
     embeddings: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     norms: Mapping[str, float] = field(default_factory=dict)
 
@@ -132,10 +132,6 @@ def _embedding(path: Path) -> Inspection:
     named = f"the word {word!r}" if word else "a word"
     return Inspection(
         family=architecture or "unknown",
-        format="unknown",
-        rank=None,
-        alpha=None,
-        modules=0,
         metadata=embedding.metadata,
         problems=(_problem("embedding", word=named, stem=path.stem),),
         kinds=("embedding",),
@@ -239,7 +235,7 @@ def update_norm(update: Update) -> float | None:
     with np.errstate(all="ignore"):
         match update.kind:
             case "lora":
-                norm = product_norm(arrays["up"], arrays["down"])
+                norm = _product_norm(arrays["up"], arrays["down"])
             case "loha":
                 norm = _loha_norm(arrays)
             case "lokr":
@@ -251,7 +247,7 @@ def update_norm(update: Update) -> float | None:
     return norm if math.isfinite(norm) else None
 
 
-def product_norm(first: Matrix, second: Matrix) -> float:
+def _product_norm(first: Matrix, second: Matrix) -> float:
     """Return the norm of A B, from `first` [out, r, ...] and `second` [r, in, ...]; NaN where a number is NaN."""
     # |A B|^2 = tr(B^T A^T A B) = sum of (A^T A) * (B B^T), elementwise: only [r, r] matrices are formed, and
     # float64 keeps 8 digits after the root.
@@ -265,7 +261,7 @@ def product_norm(first: Matrix, second: Matrix) -> float:
 def _factor_norm(arrays: Mapping[str, Matrix], name: str) -> float:
     if name in arrays:
         return float(np.linalg.norm(arrays[name].astype(np.float64)))
-    return product_norm(arrays[f"{name}_a"], arrays[f"{name}_b"])
+    return _product_norm(arrays[f"{name}_a"], arrays[f"{name}_b"])
 
 
 def _loha_norm(arrays: Mapping[str, Matrix]) -> float:

@@ -52,6 +52,7 @@ def test_metadata_that_readers_use(header: Header) -> None:
         "ss_training_started_at": "1700000000.0",
         "ss_mixed_precision": "no",
         "ss_min_snr_gamma": "5.0",
+        "ss_lowram": "False",
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": "stable-diffusion-v1/lora",
         "modelspec.implementation": "diffusers",
