@@ -1,7 +1,9 @@
-"""Promise 6: the exported file draws the images that the trainer showed, in diffusers alone and by `sample`."""
+"""Promise 6: the exported file draws what the trainer showed, in diffusers and by `sample`; its thumbnail."""
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
+from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.fakes.runs import Toy, apart, pixels, run_cli, toy
+from tests.fakes.runs import Toy, apart, pixels, problems, run_cli, toy
 
 PROMPTS = ["a toy", "another"]
 SETTINGS: dict[str, Any] = {
@@ -143,3 +147,49 @@ def test_a_file_that_does_not_say_its_base_needs_it(
     if text is None:
         assert sample(file, "--base", place.base) == 0
         assert (tmp_path / "samples" / "odd-1234.png").is_file()
+
+
+def thumbnail(file: Path) -> tuple[str, tuple[int, int]] | None:
+    """Return the mode and size of the thumbnail in the header of an exported file."""
+    with safe_open(file, framework="np") as tensors:
+        kind, _, data = tensors.metadata().get("modelspec.thumbnail", "").partition(";base64,")
+    if not data:
+        return None
+    assert kind == "data:image/jpeg" and len(data) <= 48_000 * 4 / 3 + 4
+    image = Image.open(io.BytesIO(base64.b64decode(data)))
+    return image.mode, image.size
+
+
+def noise(file: Path, width_px: int, height_px: int) -> Path:
+    pixels = np.random.default_rng(0).integers(0, 256, (height_px, width_px, 3), dtype=np.uint8)
+    file.parent.mkdir(parents=True)
+    Image.fromarray(pixels).save(file)
+    return file
+
+
+def test_the_newest_sample_is_the_thumbnail_and_one_that_cannot_be_read_costs_the_thumbnail_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is reduced and never enlarged; each export of the run finds another image."""
+    sizes = {"a": (300, 600), "b": (8, 8), "cut": (64, 64), "nothing": (8, 8)}
+    images = [noise(tmp_path / name / "00.png", *size) for name, size in sizes.items()]
+    images[2].write_bytes(images[2].read_bytes()[:2000])
+    images[3].write_bytes(b"nothing")
+    left = iter([*images, tmp_path / "gone" / "00.png"])
+    monkeypatch.setattr("lora_trainer.run.saving.last_samples", lambda _: [next(left)])
+    place = toy(tmp_path, images=3).with_base()
+    settings = {
+        "output__save_every_steps": 1,
+        "output__keep_last": 9,
+        "sampling__every_steps": 0,
+        "train__validate_every_steps": 0,
+    }
+    assert place.train(steps=5, **settings) == 0
+    files = [place.run / f"toy-step{step:08d}.safetensors" for step in range(1, 5)]
+    expected = [("RGB", (128, 256)), ("RGB", (8, 8)), None, None, None]
+    assert list(map(thumbnail, (*files, place.run / "toy.safetensors"))) == expected
+    rows = [row for row in problems(place.run) if "thumbnail" in row["what"]]
+    assert [row["severity"] for row in rows] == ["note"] * 3
+    for row, folder in zip(rows, ("cut", "nothing", "gone"), strict=True):
+        assert f"{folder}/00.png" in row["what"]
+        assert str(tmp_path) not in row["what"], "no path of this machine"
