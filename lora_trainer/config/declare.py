@@ -73,6 +73,10 @@ Count = Annotated[int, Field(ge=1, le=10_000_000)]
 Interval = Annotated[int, Field(ge=0, le=10_000_000)]
 Factor = Annotated[float, Field(gt=0.0, le=100.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Portion = Annotated[float, Field(gt=0.0, le=1.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+Seed = Annotated[int, Field(ge=0, le=2**53 - 1)]
+Word = Annotated[str, Field(min_length=1, max_length=100)]
 Checkpointing = Literal["none", "light", "selective", "full", "offloaded"]
 """Checkpointing levels. Beside their inputs, recomputed blocks keep for backward: `none` all activations;
 `light` the outputs of attention and of all frozen layers; `selective` the outputs of attention and of

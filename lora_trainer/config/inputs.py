@@ -10,10 +10,12 @@ from lora_trainer.config.declare import (
     CHUNK_TOKENS,
     A_co,
     Auto,
+    BelowOne,
     Factor,
     Needs,
     Section,
     Share,
+    Word,
     setting,
 )
 
@@ -137,9 +139,7 @@ class DataSettings(Section, Generic[A_co]):
     folders: dict[str, FolderSettings] = setting(
         {}, "settings of subfolders, {NAME: {repeats, weight, ...}}; `.`: images in no subfolder"
     )
-    trigger: str | None = setting(
-        None, "word put before captions that lack it", min_length=1, max_length=100
-    )
+    trigger: Word | None = setting(None, "word put before captions that lack it")
     regularisation_dir: str | None = setting(
         None,
         "folder of regularisation images: others of the class, so that training does not change them",
@@ -151,11 +151,9 @@ class DataSettings(Section, Generic[A_co]):
         "regularisation images per image of an epoch, taken in turn",
         idle_with=NO_REGULARISATION,
     )
-    class_word: str | None = setting(
+    class_word: Word | None = setting(
         None,
         "word that replaces the trigger in preservation samples, such as `woman`",
-        min_length=1,
-        max_length=100,
         not_for={"objective.preservation_weight": (0.0,)},
     )
     caption_extensions: tuple[str, ...] = setting(
@@ -215,11 +213,9 @@ class DataSettings(Section, Generic[A_co]):
         "none",
         "region of the loss: `NAME-masklabel.png` or `masks/NAME.png` (files), or opaque pixels (alpha)",
     )
-    mask_background: float = setting(
+    mask_background: BelowOne = setting(
         0.1,
         "loss weight of black or transparent regions; 0: training ignores them",
-        ge=0.0,
-        lt=1.0,
         only_for=MASKED,
     )
     min_score: Share = setting(

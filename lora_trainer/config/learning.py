@@ -15,17 +15,21 @@ from lora_trainer.config.declare import (
     WITHOUT_VALIDATION,
     A_co,
     Auto,
+    BelowOne,
     Concept,
     Count,
     Factor,
     Interval,
     LossName,
     OptimizerName,
+    Portion,
     Precision,
     Section,
+    Seed,
     Share,
     Targets,
     Weighting,
+    Word,
     enforced_setting,
     setting,
 )
@@ -36,7 +40,6 @@ Rank = Annotated[int, Field(ge=1, le=1024)]
 LearningRate = Annotated[float, Field(gt=0.0, le=10.0)]
 BelowAll = Annotated[float, Field(ge=0.0, le=0.9)]
 """A share of channels, ranks, layers or steps that leaves some over."""
-Portion = Annotated[float, Field(gt=0.0, le=1.0)]
 LORA = {"adapter.kind": ("lora",)}
 FLOW = {"base.prediction": ("flow",)}
 NOISE_OR_V = {"base.prediction": ("epsilon", "v_prediction")}
@@ -124,11 +127,9 @@ class AdapterSettings(Section):
         ge=0,
         le=32,
     )
-    new_tokens_from: str | None = enforced_setting(
+    new_tokens_from: Word | None = enforced_setting(
         None,
         "word whose token vectors the new tokens start from; none: random vectors of usual size",
-        min_length=1,
-        max_length=100,
         not_for=WITHOUT_NEW_TOKENS,
     )
     targets: Targets = setting(
@@ -158,7 +159,7 @@ class TrainSettings(Section, Generic[A_co]):
         le=4096,
         headline=True,
     )
-    seed: int = setting(42, "seed of all random draws", ge=0, le=2**53 - 1)
+    seed: Seed = setting(42, "seed of all random draws")
     init_from: str | None = setting(
         None, "adapter file to continue from; its kind and rank must equal the run's", path=True
     )
@@ -224,11 +225,9 @@ class ObjectiveSettings(Section, Generic[A_co]):
         "mse",
         "squared error, or an error that grows linearly far from 0 and so is less sensitive to outliers",
     )
-    huber_delta: float = setting(
+    huber_delta: Portion = setting(
         0.1,
         "error above which huber and smooth_l1 are linear; with a schedule, its value at pure noise",
-        gt=0.0,
-        le=1.0,
         only_for={"objective.loss": WITH_DELTA},
     )
     huber_schedule: Literal["snr", "exponential", "constant"] = setting(
@@ -358,22 +357,14 @@ class OptimizerSettings(Section):
         only_for=LORA,
         not_for={OF: ("prodigy",)},
     )
-    beta1: float = setting(
-        0.9, "decay of the first moment", ge=0.0, lt=1.0, not_for={OF: ("adafactor",)}
-    )
-    beta2: float = setting(
-        0.999, "decay of the second moment; presets set 0.99 for lion", ge=0.0, lt=1.0
-    )
-    epsilon: float = setting(
-        1e-8,
-        "added to the denominator",
-        gt=0.0,
-        le=1.0,
-        not_for={OF: ("lion", "lion8bit", "adafactor", "came")},
+    beta1: BelowOne = setting(0.9, "decay of the first moment", not_for={OF: ("adafactor",)})
+    beta2: BelowOne = setting(0.999, "decay of the second moment; presets set 0.99 for lion")
+    epsilon: Portion = setting(
+        1e-8, "added to the denominator", not_for={OF: ("lion", "lion8bit", "adafactor", "came")}
     )
     weight_decay: Share = setting(0.01, "decoupled weight decay")
-    muon_momentum: float = setting(
-        0.95, "Nesterov momentum for muon's matrices", ge=0.0, lt=1.0, only_for={OF: ("muon",)}
+    muon_momentum: BelowOne = setting(
+        0.95, "Nesterov momentum for muon's matrices", only_for={OF: ("muon",)}
     )
     prodigy_d_coef: Factor = setting(
         1.0,

@@ -21,6 +21,7 @@ from lora_trainer.config.declare import (
     Interval,
     Precision,
     Section,
+    Seed,
     enforced_setting,
     setting,
 )
@@ -161,9 +162,7 @@ class SamplingSettings(Section, Generic[A_co]):
     every_steps: Interval | A_co = setting("auto", "steps between sample images; 0: never")
     steps: int = setting(25, "denoising steps per sample", ge=1, le=1000)
     guidance_scale: float = setting(5.0, "classifier-free guidance; 1: none", ge=1.0, le=50.0)
-    seed: int = setting(
-        1234, "seed of the first prompt's image; the next prompt adds 1", ge=0, le=2**53 - 1
-    )
+    seed: Seed = setting(1234, "seed of the first prompt's image; the next prompt adds 1")
 
 
 class LoggingSettings(Section):

@@ -274,7 +274,6 @@ class MemoryChooser(Evaluator):
                 # Equal prices: fewer moving parts first, so that estimates do not decide between equal runs.
                 load.streamed_blocks,
                 CHECKPOINTING.index(load.checkpointing),
-                -load.micro_batch,
             )
             if precision not in best or order < best[precision].order:
                 best[precision] = _Candidate(load=load, seconds=seconds, order=order)

@@ -138,11 +138,6 @@ def bytes_by_name(items: Any) -> dict[str, int]:
     return {item.name: item.bytes for item in items}
 
 
-def reason(made: Plan, key: str) -> str:
-    """Return the reason of a planned setting."""
-    return made.origins[key].reason
-
-
 def middle(range_s: tuple[float, float]) -> float:
     """Return the seconds to expect of (shortest, longest)."""
     return (range_s[0] * range_s[1]) ** 0.5
