@@ -170,14 +170,6 @@ class CaptionJournal:
         """Note that the call did all it was asked for: the next one is one of its own."""
         self._append({"finished": True})
 
-    def discard_if_unused(self) -> None:
-        """Remove the record of a call that wrote nothing."""
-        rows = read_jsonl(self.folder / JOURNAL)
-        if not any("file" in row for row in rows):
-            with suppress(OSError):
-                (self.folder / JOURNAL).unlink(missing_ok=True)
-                self.folder.rmdir()
-
     def _keep(self, name: str, content: bytes) -> str:
         """Store a file's old bytes under its own name, or that with a number; return the name."""
         for number in range(1, 10_000):
@@ -231,7 +223,11 @@ def opened(root: Path, request: Mapping[str, Any]) -> Iterator[CaptionJournal]:
         try:
             yield journal
         finally:
-            journal.discard_if_unused()
+            file = journal.folder / JOURNAL
+            if not any("file" in row for row in read_jsonl(file)):  # it wrote nothing
+                with suppress(OSError):
+                    file.unlink(missing_ok=True)
+                    journal.folder.rmdir()
 
 
 def undo(root: Path) -> dict[str, list[str]]:
@@ -301,24 +297,21 @@ def _locked(root: Path) -> Iterator[Path]:
             parent.rmdir()
 
 
-def _calls(parent: Path) -> list[Path]:
-    """Return the folders of all calls, the last one last."""
+def _calls(parent: Path) -> dict[int, Path]:
+    """Return the folders of all calls by number."""
     matches = {path: _NUMBERED.fullmatch(path.name) for path in parent.iterdir()}
-    return sorted(
-        (path for path, match in matches.items() if match),
-        key=lambda path: int(path.name.partition("-")[0]),
-    )
+    return {int(match[1]): path for path, match in matches.items() if match}
 
 
 def _last_call(parent: Path) -> Path | None:
     """Return the folder of the last call that was not undone."""
-    left = [folder for folder in _calls(parent) if not folder.name.endswith("-undone")]
-    return left[-1] if left else None
+    calls = _calls(parent)
+    left = [number for number, path in calls.items() if not path.name.endswith("-undone")]
+    return calls[max(left)] if left else None
 
 
 def _new_folder(parent: Path) -> Path:
-    last = max((int(one.name.partition("-")[0]) for one in _calls(parent)), default=0)
-    folder = parent / f"{last + 1:04d}"
+    folder = parent / f"{max(_calls(parent), default=0) + 1:04d}"
     try:
         folder.mkdir()
         sync_folder(parent)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from signal import SIGINT
-from typing import Any, TextIO
+from typing import Any
 
 from lora_trainer.captioning.caption_dataset import caption_dataset, look
 from lora_trainer.captioning.caption_files import Chosen
 from lora_trainer.captioning.caption_files import undo as take_back
 from lora_trainer.captioning.captioners import CaptionRequest, RequestedModel
 from lora_trainer.common.errors import RequestError, StoppedBySignal
-from lora_trainer.common.events import Event, EventStream, shown
+from lora_trainer.common.events import EventStream, shown
 from lora_trainer.common.processes import quiet_libraries
 from lora_trainer.reporting.control import StopFlag
 
@@ -46,16 +46,15 @@ def caption(
         raise RequestError(
             "--overwrite and --only-missing contradict each other", fix="give one of them"
         )
-    teller = ProgressPrinter(as_json=json)
     if undo:
-        teller.undone(take_back(options.output or dataset))
+        _tell("undone", take_back(options.output or dataset), as_json=json)
         return
     if dry_run:
-        teller.planned(*look(dataset, options))
+        _tell("plan", _plan(*look(dataset, options)), as_json=json)
         return
     quiet_libraries()  # their progress bars and warnings would mix with the lines on stderr
     events = EventStream()
-    events.subscribe(teller)
+    events.subscribe(lambda event: _tell(event.kind, event.fields, event.time_s, as_json=json))
     try:
         caption_dataset(dataset, options, events=events, stop=StopFlag())
     except KeyboardInterrupt:
@@ -66,84 +65,78 @@ def caption(
         ) from None
 
 
-class ProgressPrinter:
-    """Prints one line per event: captions on stdout, everything else on stderr; or all as JSON."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
-
-    def __call__(self, event: Event) -> None:
-        """Print one event of `caption_dataset`."""
-        if self._as_json:
-            self._row({"event": event.kind, **event.fields, "time": round(event.time_s, 3)})
-            return
-        fields = event.fields
-        match event.kind:
-            case "caption":
-                cut = " (cut at --max-tokens)" if fields["cut"] else ""
-                position = f"{fields['index']}/{fields['count']} {shown(fields['image'])}"
-                _line(sys.stdout, f"{position}: {fields['caption']}{cut}")
-            case "problem":
-                about = "" if fields["file"] is None else f"{shown(fields['file'])} "
-                _line(sys.stderr, f"{fields['severity']}: {about}{fields['what']}. {fields['fix']}")
-            case "downloading":
-                size = "" if fields["gigabytes"] is None else f", about {fields['gigabytes']:g} GB"
-                _line(sys.stderr, f"downloading {fields['model']}{size}")
-            case "captioning":
-                had = f", had already: {fields['had_one']}" if fields["had_one"] else ""
-                count = f"captions to write: {fields['pictures']}{had}"
-                _line(sys.stderr, f"{count}; {fields['model']} on {fields['device']}")
-            case "captioned":
-                _line(sys.stdout, _summary(fields["written"], fields["failed"], fields["had_one"]))
-
-    def planned(self, captioner: RequestedModel, chosen: Chosen) -> None:
-        """Print the plan of a call: the model, and for each image whether it would get a caption."""
-        names = [target.name for target in chosen.targets]
-        if self._as_json:
-            catalogued = captioner.catalogued
-            facts = ("licence", "download_gb", "memory_gib")
-            self._row(
-                {
-                    "event": "plan",
-                    "model": captioner.source,
-                    "writes": captioner.writes,
-                    "on_this_machine": captioner.folder is not None,
-                    **{name: getattr(catalogued, name, None) for name in facts},
-                    "pictures": names,
-                    "captioned": chosen.captioned,
-                    "refused": [
-                        {"image": name, "what": problem, "fix": fix}
-                        for name, problem, fix in chosen.refused
-                    ],
-                }
-            )
-            return
-        _line(sys.stdout, f"model: {_described(captioner)}")
-        for name in names:
-            _line(sys.stdout, f"would get a caption: {shown(name)}")
-        for name, source in chosen.captioned.items():
-            _line(sys.stdout, f"has a caption: {shown(name)} ({shown(source)})")
-        for name, problem, fix in chosen.refused:
-            _line(sys.stdout, f"gets no caption: {shown(name)} {problem}. {fix}")
-
-    def undone(self, result: Mapping[str, Sequence[str]]) -> None:
-        """Print the captions that `--undo` removed, restored and left alone."""
-        if self._as_json:
-            self._row({"event": "undone", **result})
-            return
-        counts = f"captions removed: {len(result['removed'])}, put back: {len(result['restored'])}"
-        _line(sys.stdout, counts)
-        for name in result["edited"]:
-            _line(sys.stdout, f"not touched, because it was edited since: {shown(name)}")
-
-    def _row(self, row: dict[str, Any]) -> None:
-        _line(sys.stdout, json_module.dumps(row, ensure_ascii=False))
+def _plan(model: RequestedModel, chosen: Chosen) -> dict[str, Any]:
+    """Return the plan of a call: the model, and for each image whether it would get a caption."""
+    facts = ("licence", "download_gb", "memory_gib")
+    return {
+        "model": model.source,
+        "writes": model.writes,
+        "on_this_machine": model.folder is not None,
+        **{name: getattr(model.catalogued, name, None) for name in facts},
+        "pictures": [target.name for target in chosen.targets],
+        "captioned": chosen.captioned,
+        "refused": [
+            {"image": name, "what": problem, "fix": fix} for name, problem, fix in chosen.refused
+        ],
+    }
 
 
-def _line(stream: TextIO, text: str) -> None:
-    """Write one line and flush it, so that the reader of a pipe sees it at once."""
-    stream.write(text + "\n")
-    stream.flush()
+def _tell(
+    kind: str, fields: Mapping[str, Any], time_s: float | None = None, *, as_json: bool
+) -> None:
+    """Print what happened: captions and results on stdout, all else on stderr; or everything as JSON.
+
+    Each line is flushed, so that the reader of a pipe sees it at once.
+    """
+    stream = sys.stdout
+    if as_json:
+        time = {} if time_s is None else {"time": round(time_s, 3)}
+        lines = [json_module.dumps({"event": kind, **fields, **time}, ensure_ascii=False)]
+    else:
+        lines = list(_lines(kind, fields))
+        if kind in ("problem", "downloading", "captioning"):
+            stream = sys.stderr
+    for line in lines:
+        stream.write(line + "\n")
+        stream.flush()
+
+
+def _lines(kind: str, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what people are told of an event of `caption_dataset`, of its plan or of what was undone."""
+    match kind:
+        case "caption":
+            cut = " (cut at --max-tokens)" if fields["cut"] else ""
+            position = f"{fields['index']}/{fields['count']} {shown(fields['image'])}"
+            yield f"{position}: {fields['caption']}{cut}"
+        case "problem":
+            about = "" if fields["file"] is None else f"{shown(fields['file'])} "
+            yield f"{fields['severity']}: {about}{fields['what']}. {fields['fix']}"
+        case "downloading":
+            size = "" if fields["gigabytes"] is None else f", about {fields['gigabytes']:g} GB"
+            yield f"downloading {fields['model']}{size}"
+        case "captioning":
+            had = f", had already: {fields['had_one']}" if fields["had_one"] else ""
+            count = f"captions to write: {fields['pictures']}{had}"
+            yield f"{count}; {fields['model']} on {fields['device']}"
+        case "captioned":
+            yield _summary(fields["written"], fields["failed"], fields["had_one"])
+        case "plan":
+            size = "" if fields["download_gb"] is None else f", about {fields['download_gb']:g} GB"
+            place = "on this machine" if fields["on_this_machine"] else f"to be downloaded{size}"
+            if fields["licence"] is not None:
+                needs = f"needs about {fields['memory_gib']:g} GiB"
+                yield f"model: {fields['model']}, {fields['licence']}, {needs}, {place}"
+            else:
+                yield f"model: {fields['model']}{'' if fields['on_this_machine'] else f', {place}'}"
+            yield from (f"would get a caption: {shown(name)}" for name in fields["pictures"])
+            for name, source in fields["captioned"].items():
+                yield f"has a caption: {shown(name)} ({shown(source)})"
+            for row in fields["refused"]:
+                yield f"gets no caption: {shown(row['image'])} {row['what']}. {row['fix']}"
+        case "undone":
+            yield f"captions removed: {len(fields['removed'])}, put back: {len(fields['restored'])}"
+            for name in fields["edited"]:
+                yield f"not touched, because it was edited since: {shown(name)}"
 
 
 def _summary(written: int, failed: int, had_one: int) -> str:
@@ -153,11 +146,3 @@ def _summary(written: int, failed: int, had_one: int) -> str:
     parts += [f"images without a caption: {failed}, see above"] if failed else []
     parts += [f"had a caption already: {had_one}"] if had_one else []
     return "; ".join([*parts, "--undo removes the new captions"])
-
-
-def _described(captioner: RequestedModel) -> str:
-    catalogued, here = captioner.catalogued, captioner.folder is not None
-    if catalogued is None:
-        return f"{captioner.source}{'' if here else ', to be downloaded'}"
-    size = "on this machine" if here else f"to be downloaded, about {catalogued.download_gb:g} GB"
-    return f"{catalogued.source}, {catalogued.licence}, needs about {catalogued.memory_gib:g} GiB, {size}"
