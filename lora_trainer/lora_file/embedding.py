@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_trainer.common.caption_markup import NewWord
 from lora_trainer.common.errors import InputError, TrainingStopped
 from lora_trainer.common.files import disk_error
-from lora_trainer.families.base import NewWord
 from lora_trainer.families.facts import TensorInfo
 from lora_trainer.lora_file.metadata import header_settings
 from lora_trainer.lora_file.tensor_file import numbers, open_checked, ordered, refuse, write_tensors
