@@ -52,23 +52,6 @@ def unheard(source: str, here_bytes: int, all_bytes: int) -> None:
     """Tell nobody how far a download is."""
 
 
-def download(
-    source: str, *, revision: str | None, without: frozenset[str], on_bytes: OnBytes = unheard
-) -> Path:
-    """Return the local folder of a base model except the weights of the parts or components in `without`.
-
-    Raises the errors of `fetch`.
-    """
-    return fetch(
-        source,
-        revision=revision,
-        choose=partial(wanted, without=without),
-        model_kind="base model",
-        instead="give a local diffusers folder, or --base embedded",
-        on_bytes=on_bytes,
-    )
-
-
 def fetch(
     source: str,
     *,

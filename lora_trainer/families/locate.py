@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lora_trainer import families
@@ -26,12 +27,7 @@ from lora_trainer.families.base_files.weight_files import (
     require_gguf,
 )
 from lora_trainer.families.facts import BaseFacts, Layout, Part
-from lora_trainer.families.hub_files import (
-    OnBytes,
-    cached_snapshot,
-    download,
-    unheard,
-)
+from lora_trainer.families.hub_files import OnBytes, cached_snapshot, fetch, unheard, wanted
 from lora_trainer.families.single_files import (
     Checkpoint,
     encoder_files,
@@ -267,7 +263,14 @@ def _folder(
             fix="give an existing file or folder, a Hub id (owner/name) or `embedded`",
         )
     if on_bytes is not None:
-        return download(source, revision=revision, without=without, on_bytes=on_bytes)
+        return fetch(
+            source,
+            revision=revision,
+            choose=partial(wanted, without=without),
+            model_kind="base model",
+            instead="give a local diffusers folder, or --base embedded",
+            on_bytes=on_bytes,
+        )
     return cached_snapshot(source, revision=revision)
 
 

@@ -14,7 +14,7 @@ import torch
 from diffusers import Flux2Transformer2DModel
 
 from lora_trainer import families
-from lora_trainer.config.declare import CHECKPOINTING, TARGETS
+from lora_trainer.config.declare import TARGETS
 from lora_trainer.costs.base_costs import BaseCosts
 from lora_trainer.costs.sample_cost import Workload
 from lora_trainer.families.base import Family
@@ -88,15 +88,20 @@ def test_the_table_needs_no_torch() -> None:
     ("source", "changes"),
     [
         (SMALLEST, {"height_px": 640, "width_px": 416, "checkpointing": "none", "micro_batch": 3}),
-        (UNPADDED, {"height_px": 832, "width_px": 832, "checkpointing": "offloaded"}),
         (SMALLEST, {"height_px": 896, "width_px": 640, "rank": 4, "targets": "attention"}),
-        (UNPADDED, {"height_px": 768, "width_px": 512, "micro_batch": 4}),
-        (SD15, {"height_px": 832, "width_px": 640, "checkpointing": "light"}),
-        (SD15, {"height_px": 832, "width_px": 640, "checkpointing": "selective"}),
-        (SD15, {"height_px": 384, "width_px": 320, "wide_adapter": True, "targets": "all"}),
-        (SD15, {"height_px": 512, "width_px": 512, "element_bytes": 4, "micro_batch": 3}),
-        (SD15, {"height_px": 640, "width_px": 512, "chunks": 2}),
-        (SDXL, {"height_px": 832, "width_px": 640, "rank": 64, "micro_batch": 2}),
+        (
+            UNPADDED,
+            {"height_px": 832, "width_px": 832, "checkpointing": "offloaded", "micro_batch": 4},
+        ),
+        (SD15, {"height_px": 832, "width_px": 640, "checkpointing": "light", "chunks": 2}),
+        (
+            SD15,
+            {"height_px": 512, "width_px": 512, "checkpointing": "selective", "element_bytes": 4},
+        ),
+        (
+            SD15,
+            {"height_px": 384, "width_px": 320, "wide_adapter": True, "targets": "all", "rank": 64},
+        ),
     ],
 )
 def test_the_table_agrees_with_a_fresh_trace_of_the_true_size(
@@ -115,32 +120,6 @@ def test_the_table_agrees_with_a_fresh_trace_of_the_true_size(
     assert found.step_flops == pytest.approx(fresh.step_flops, rel=0.01)
     assert found.host_bytes == pytest.approx(fresh.host_bytes, rel=0.01)
     assert found.kernels == pytest.approx(fresh.kernels, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    "source", [s for s, family in BASES.items() if family.denoiser_folder == "transformer"]
-)
-def test_each_kind_of_checkpointing_trades_bytes_for_work(source: str) -> None:
-    kinds = {kind: cost(source, checkpointing=kind) for kind in CHECKPOINTING}
-    wide = cost(source, checkpointing="none", wide_adapter=True)
-    none, light, selective, full, offloaded = kinds.values()
-    assert 2**28 < full.saved_bytes < peak(full) < 2**33 and full.forward_bytes < peak(full)
-    assert 5e12 < full.forward_flops < full.step_flops / 3 < 2e14
-    assert wide.saved_bytes > none.saved_bytes and peak(wide) > peak(none)
-    assert wide.adapter_saved_bytes > wide.saved_bytes / 5 > none.adapter_saved_bytes
-    saved = [each.saved_bytes for each in kinds.values()]
-    assert saved == sorted(saved, reverse=True) and peak(full) < peak(none) / 5
-    # Nearly all arithmetic is in products, of which selective makes those again that are cheap to hold.
-    assert light.step_flops < none.step_flops + 0.02 * none.forward_flops
-    assert full.step_flops > none.step_flops + 0.95 * none.forward_flops
-    assert selective.saved_bytes < 0.45 * none.saved_bytes
-    # Two blocks keep their inputs on the device, of at least twenty-odd.
-    assert offloaded.saved_bytes < full.saved_bytes / 3
-    assert offloaded.saved_bytes + offloaded.host_bytes == pytest.approx(full.saved_bytes, rel=0.2)
-    assert none.step_flops < selective.step_flops < full.step_flops == offloaded.step_flops
-    assert none.kernels < selective.kernels < full.kernels == offloaded.kernels
-    assert none.host_bytes == selective.host_bytes == full.host_bytes == 0
-    assert len({kind.forward_flops for kind in kinds.values()}) == 1
 
 
 def test_longer_texts_cost_more() -> None:

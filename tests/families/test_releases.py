@@ -27,17 +27,11 @@ SOURCES = [
 COMPANIONS = Path(families.__file__).parent / "open_companions.json"
 OPEN = json.loads(COMPANIONS.read_text(encoding="utf-8"))["configs"]
 TEXTS: Mapping[str, Mapping[str, Any]] = {
-    "CLIP-L": OPEN["clip_l"],
-    "CLIP-L projected": OPEN["clip_l_projected"],
-    "CLIP-H": OPEN["clip_g"]
+    "clip_h": OPEN["clip_g"]
     | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 23}
     | {"num_attention_heads": 16},
-    "bigG": OPEN["clip_g"],
-    "T5-XXL": OPEN["t5xxl"],
-    "Qwen3-4B": {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
-    "Qwen3-8B": {"hidden_size": 4096, "intermediate_size": 12_288, "tie_word_embeddings": False},
-    "Gemma 2 2B": {},  # the defaults of its class
-    "Qwen2.5-VL-7B": {
+    "gemma2_2b": {},  # the defaults of its class
+    "qwen25_7b": {
         "text_config": {
             "vocab_size": 152_064,
             "hidden_size": 3584,
@@ -55,6 +49,7 @@ TEXTS: Mapping[str, Mapping[str, Any]] = {
         },
     },
 }
+"""ComfyUI's name of an encoder -> its configuration; the others' are published with the program."""
 QWEN3 = {
     "vocab_size": 151_936,
     "num_hidden_layers": 36,
@@ -62,23 +57,8 @@ QWEN3 = {
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
-ENCODERS: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "sd15": (("CLIPTextModel", "CLIP-L"),),
-    "sd2": (("CLIPTextModel", "CLIP-H"),),
-    "sdxl": (("CLIPTextModel", "CLIP-L"), ("CLIPTextModelWithProjection", "bigG")),
-    "sd3": (
-        ("CLIPTextModelWithProjection", "CLIP-L projected"),
-        ("CLIPTextModelWithProjection", "bigG"),
-        ("T5EncoderModel", "T5-XXL"),
-    ),
-    "flux": (("CLIPTextModel", "CLIP-L"), ("T5EncoderModel", "T5-XXL")),
-    "flux2": (("Qwen3ForCausalLM", "Qwen3-4B"),),
-    "flux2 9B": (("Qwen3ForCausalLM", "Qwen3-8B"),),
-    "chroma": (("T5EncoderModel", "T5-XXL"),),
-    "zimage": (("Qwen3ForCausalLM", "Qwen3-4B"),),
-    "qwen": (("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL-7B"),),
-    "lumina2": (("Gemma2Model", "Gemma 2 2B"),),
-}
+QWEN3_4B = {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12_288, "tie_word_embeddings": False}
 BF16 = ("flux2", "qwen", "sd3", "lumina2")
 """Families whose download is counted: every parameter in two bytes, those that are not loaded too."""
 SIZES = {"sd15": (512, 64, 8), "sd2": (768, 64, 8), "sdxl": (1024, 32, 8), "flux2": (1024, 64, 16)}
@@ -87,12 +67,22 @@ SIZES = {"sd15": (512, 64, 8), "sd2": (768, 64, 8), "sdxl": (1024, 32, 8), "flux
 
 def texts(name: str, facts: BaseFacts) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each text encoder as it is published and the part of it that is loaded."""
-    wide = facts.architecture.get("joint_attention_dim") == 12_288
-    for kind, config in ENCODERS[f"{name} 9B" if name == "flux2" and wide else name]:
-        network_class = getattr(transformers, kind)
-        values = {**(QWEN3 if "Qwen3" in config else {}), **TEXTS[config]}
-        network = network_class(network_class.config_class(**values))
-        loaded = network.model if kind == "Qwen3ForCausalLM" else network
+    family: Any = families.family(name)
+    is_unet = family.denoiser_folder == "unet"
+    for part in family.texts if is_unet else family.text_folders.values():
+        is_qwen3, kind = part.role.startswith("qwen3"), part.network
+        if is_qwen3:
+            own = QWEN3_8B if facts.architecture.get("joint_attention_dim") == 12_288 else QWEN3_4B
+            kind, config = "Qwen3ForCausalLM", {**QWEN3, **own}
+        else:
+            projected = part.role == "clip_l" and kind.endswith("WithProjection")
+            config = TEXTS.get(part.role) or OPEN.get(
+                f"{part.role}_projected" if projected else part.role, {}
+            )
+        network = (network_class := getattr(transformers, kind))(
+            network_class.config_class(**config)
+        )
+        loaded = network.model if is_qwen3 else network
         yield network, loaded.model.language_model if name == "qwen" else loaded
 
 

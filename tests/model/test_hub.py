@@ -7,22 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import huggingface_hub
-import pytest
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
-from lora_trainer.common.errors import InputError, LoraTrainError, MachineError
-from lora_trainer.families.hub_files import download, wanted
+from lora_trainer.families.hub_files import wanted
 from tests.fakes.hub_server import hub_server
 
 
@@ -43,49 +29,18 @@ def test_parts_that_a_checkpoint_brings_are_not_fetched() -> None:
     assert wanted(names, without=frozenset({"text_encoder"})) == sorted({*names} - {names[1]})
 
 
-def refused(kind: type[HfHubHTTPError]) -> HfHubHTTPError:
-    answer = SimpleNamespace(headers={}, request=None, status_code=403)
-    return kind("no", response=answer)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "said", "fix"),
-    [
-        (refused(GatedRepoError), MachineError, "gated", "hf auth login"),
-        (refused(RepositoryNotFoundError), InputError, "there is no model", "local folder"),
-        (refused(RevisionNotFoundError), InputError, "no revision 'v9'", "base.revision"),
-        (OfflineModeIsEnabled("off"), MachineError, "offline mode", "connect once"),
-        (LocalEntryNotFoundError("gone"), MachineError, "could not be downloaded", "embedded"),
-        (refused(HfHubHTTPError), MachineError, "could not be downloaded", "connect once"),
-        (ConnectionError("cut"), MachineError, "ConnectionError", "connect once"),
-    ],
-)
-def test_what_goes_wrong_is_one_line_with_a_remedy(
-    error: Exception,
-    kind: type[LoraTrainError],
-    said: str,
-    fix: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def model_info(*_: Any, **__: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    with pytest.raises(kind, match=said) as caught:
-        download("owner/name", revision="v9", without=frozenset())
-    assert fix in caught.value.fix and "\n" not in str(caught.value)
-
-
 _DOWNLOADS = """
 import json
 import huggingface_hub
-from lora_trainer.families.hub_files import download
+from functools import partial
+from lora_trainer.families.hub_files import fetch, wanted
 
 huggingface_hub.hf_hub_download("owner/name", "unet/config.json")
 for _ in range(2):
     told = []
-    folder = download(
-        "owner/name", revision=None, without=frozenset(), on_bytes=lambda *row: told.append(row)
+    folder = fetch(
+        "owner/name", revision=None, choose=partial(wanted, without=frozenset()), model_kind="model",
+        instead="", on_bytes=lambda *row: told.append(row),
     )
     print(json.dumps([str(folder), told]))
 """

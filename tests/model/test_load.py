@@ -95,15 +95,20 @@ def test_without_its_companion_a_single_file_is_described_by_its_family(
     assert (facts.family, facts.source, facts.layout) == ("sd15", str(single), None)
     asked = list[Any]()
 
-    def download(source: str, *, revision: str | None, without: frozenset[str], **_: Any) -> Path:
-        asked.append((source, without))
+    def fetch(source: str, *, choose: Any, **_: Any) -> Path:
+        names = [
+            "unet/config.json",
+            *(f"{part}/model.safetensors" for part in ("unet", "vae", "text_encoder")),
+        ]
+        asked.append((source, choose(names)))
         raise MachineError("no connection", fix="connect")
 
-    monkeypatch.setattr("lora_trainer.families.locate.download", download)
+    monkeypatch.setattr("lora_trainer.families.locate.fetch", fetch)
     with pytest.raises(MachineError):
         locate(base(single))
     default = next(iter(families.family("sd15").releases))
-    assert asked == [(default, frozenset({"denoiser", "vae"}))], "only what the file lacks"
+    lacking = ["text_encoder/model.safetensors", "unet/config.json"]
+    assert asked == [(default, lacking)], "only what the file lacks"
 
 
 def test_a_companion_of_another_family_is_refused(single: Path) -> None:
