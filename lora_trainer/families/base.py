@@ -26,6 +26,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.common.processes import give_back_heap
 from lora_trainer.config.declare import Targets
 from lora_trainer.families.base_files.base_parts import (
+    elements,
     level_count,
     load_base_vae,
     part_file,
@@ -33,9 +34,10 @@ from lora_trainer.families.base_files.base_parts import (
     part_folder,
     read_json,
     tokenizer_of,
+    vae_names,
     whole_number,
 )
-from lora_trainer.families.base_files.weight_files import AGAIN
+from lora_trainer.families.base_files.weight_files import AGAIN, count_parameters, read_header
 from lora_trainer.families.facts import (
     BY_TWO_PASSES,
     DENOISER,
@@ -324,7 +326,8 @@ class Family(ABC):
         # Files of other programs may leave the class out.
         architecture = {"_class_name": self.denoiser_class, **config}
         # Counting opens weights only: a missing configuration would else be noticed when networks are loaded.
-        for file in (file for files in self.parts(layout).values() for file in files):
+        files = self.parts(layout)
+        for file in (file for each in files.values() for file in each):
             if not file.is_file():
                 raise InputError(f"base model file {file} is missing", fix=AGAIN)
         plain = BaseRelease(
@@ -332,7 +335,11 @@ class Family(ABC):
             architecture=architecture,
             vae=read_json(part_folder(layout, "vae", "vae") / "config.json"),
             scheduler=read_json(layout.folder / "scheduler" / "scheduler_config.json"),
-            parameters=self.count_parts(layout, architecture),
+            parameters={
+                "denoiser": self._count(layout, "denoiser", files["denoiser"]),
+                "vae": self._count(layout, "vae", files["vae"]),
+                "text_encoder": self.count_texts(layout),
+            },
             max_tokens=self.published[0].max_tokens,
         )
         return self.facts_of(self.described(plain, layout), source=source, layout=layout)
@@ -341,9 +348,19 @@ class Family(ABC):
         """Return what a base's folder says with what its files and names add; InputError for a relative."""
         return plain
 
+    def _count(self, layout: Layout, part: Part, files: Sequence[Path]) -> int:
+        """Count the parameters in the files of a network, whose last is config.json."""
+        if (single := part_file(layout, part)) is None:
+            return count_parameters(files[:-1])
+        header = read_header(single)
+        if part == "denoiser":
+            return self.count_denoiser(header)
+        # A video VAE's file in Wan's names (`conv1`, `conv2`) would be counted in part by those of AutoencoderKL.
+        return elements(header, header if self.video_vae else vae_names(header).values())
+
     @abstractmethod
-    def count_parts(self, layout: Layout, architecture: Mapping[str, Any]) -> Mapping[Part, int]:
-        """Count the parameters of each part in its files; raises InputError where they do not fit."""
+    def count_texts(self, layout: Layout) -> int:
+        """Count the used parameters of the text encoders; raises InputError for files that lack some."""
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
         """Return the release a single file is made like; raises InputError when none has its sizes."""

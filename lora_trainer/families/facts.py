@@ -422,8 +422,8 @@ def unet_numbers(architecture: Mapping[str, Any]) -> dict[str, Any]:
     config = {**DEFAULTS, **architecture}
     wrong = [
         f"{key}={config[key]!r}"
-        for key in REQUIRED
-        if key in config and config[key] != REQUIRED[key]
+        for key, value in REQUIRED.items()
+        if config.get(key, value) != value
     ]
     blocks = dict.fromkeys([*config["down_block_types"], *config["up_block_types"]])
     wrong += [f"block type {name}" for name in blocks if name not in BLOCK_TYPES]

@@ -14,26 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_trainer.config.declare import Targets
 from lora_trainer.families.base import Family, TextEncoder, of_diffusers
-from lora_trainer.families.base_files.base_parts import (
-    check_companion,
-    components,
-    denoiser_names,
-    denoiser_parameters,
-    elements,
-    encoder_parameters,
-    holds_vae,
-    load_denoiser_file,
-    load_encoder_file,
-    part_file,
-    part_files,
-    part_folder,
-    text_file,
-    tokenizer_files,
-    tokenizer_of,
-    vae_names,
-    weights,
-    whole,
-)
+from lora_trainer.families.base_files import base_parts
 from lora_trainer.families.base_files.weight_files import count_parameters, read_header
 from lora_trainer.families.facts import (
     AUTOENCODER_KL,
@@ -172,57 +153,50 @@ class FlowFamily(Family):
         return self.text_folders
 
     def detect(self, folder: Path) -> bool:
-        classes = components(folder)
+        classes = base_parts.components(folder)
         # A folder saved from another pipeline of the same network (image to image) is as good a base.
         return classes.get("") == self.pipeline_class or (
             classes.get("transformer") == self.denoiser_class
         )
 
     def detect_file(self, header: Header) -> frozenset[Part]:
-        tensors = {name: header[full] for name, full in denoiser_names(header).items()}
+        tensors = {name: header[full] for name, full in base_parts.denoiser_names(header).items()}
         parts: set[Part] = set()
         if any(fits(tensors, marks) for marks in signature_tables()["bases"][self.name]):
             parts.add("denoiser")
         channels = self.published[0].vae.get("latent_channels", 0)
-        if self.vae_files and holds_vae(header, latent_channels=channels):
+        if self.vae_files and base_parts.holds_vae(header, latent_channels=channels):
             parts.add("vae")
         return frozenset(parts)
 
     def text_files(self, layout: Layout) -> tuple[Path, ...]:
         encoders = self.encoders(layout)
-        texts = [part_files(layout.folder / name, text_file(layout, name)) for name in encoders]
-        tokenizers = [tokenizer_files(layout.folder / tokenizer_of(name)) for name in encoders]
+        texts = [
+            base_parts.part_files(layout.folder / name, base_parts.text_file(layout, name))
+            for name in encoders
+        ]
+        tokenizers = [
+            base_parts.tokenizer_files(layout.folder / base_parts.tokenizer_of(name))
+            for name in encoders
+        ]
         return tuple(file for files in (*texts, *tokenizers) for file in files)
 
     def count_denoiser(self, header: Header) -> int:
-        return denoiser_parameters(header)
+        return base_parts.denoiser_parameters(header)
 
-    def count_parts(self, layout: Layout, architecture: Mapping[str, Any]) -> Mapping[Part, int]:
-        counts: dict[Part, int] = {}
-        folders: dict[Part, str] = {"denoiser": self.denoiser_folder, "vae": "vae"}
-        for part, folder in folders.items():
-            if (single := part_file(layout, part)) is None:
-                counts[part] = count_parameters(weights(part_folder(layout, part, folder)))
-                continue
-            header = read_header(single)
-            # A video VAE's file in Wan's names (`conv1`, `conv2`) would be counted in part by those of AutoencoderKL.
-            names = header if self.video_vae else vae_names(header).values()
-            counts[part] = (
-                self.count_denoiser(header) if part == "denoiser" else elements(header, names)
-            )
-        texts = {name: text_file(layout, name) for name in self.encoders(layout)}
-        counts["text_encoder"] = sum(
-            count_parameters(weights(layout.folder / name), unread=self.unread_text)
+    def count_texts(self, layout: Layout) -> int:
+        files = {name: base_parts.text_file(layout, name) for name in self.encoders(layout)}
+        return sum(
+            count_parameters(base_parts.weights(layout.folder / name), unread=self.unread_text)
             if file is None
-            else encoder_parameters(file, self.text.roles[name], unread=self.unread_text)
-            for name, file in texts.items()
+            else base_parts.encoder_parameters(file, self.text.roles[name], unread=self.unread_text)
+            for name, file in files.items()
         )
-        return counts
 
     def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         facts = super().facts(layout, source=source)
-        if (single := part_file(layout, "denoiser")) is not None:
-            check_companion(single, facts.architecture, self.published)
+        if (single := base_parts.part_file(layout, "denoiser")) is not None:
+            base_parts.check_companion(single, facts.architecture, self.published)
         return facts
 
     def prompt_shapes(
@@ -245,13 +219,13 @@ class FlowFamily(Family):
         """Load a text encoder from its file or folder, frozen."""
         import transformers
 
-        folder, file = layout.folder / component, text_file(layout, component)
+        folder, file = layout.folder / component, base_parts.text_file(layout, component)
         encoder = self.text_folders[component]
         kind = getattr(transformers, encoder.network)
         if file is None:
-            network = whole(kind, folder, dtype=dtype)
+            network = base_parts.whole(kind, folder, dtype=dtype)
         else:
-            network = load_encoder_file(
+            network = base_parts.load_encoder_file(
                 kind, file, folder, role=encoder.role, unread=self.unread_text, dtype=dtype
             )
         return network.requires_grad_(False).eval().to(device)
@@ -266,7 +240,10 @@ class FlowFamily(Family):
                 name: self.load_text_network(layout, name, dtype=dtype, device=device)
                 for name in names
             },
-            tokenizers={name: load_tokenizer(layout.folder / tokenizer_of(name)) for name in names},
+            tokenizers={
+                name: load_tokenizer(layout.folder / base_parts.tokenizer_of(name))
+                for name in names
+            },
             max_tokens=facts.max_tokens,
         )
 
@@ -276,16 +253,18 @@ class FlowFamily(Family):
         from accelerate import init_empty_weights
 
         layout, kind = facts.located, of_diffusers(self.denoiser_class)
-        single = part_file(layout, "denoiser")
+        single = base_parts.part_file(layout, "denoiser")
         if single is None:
-            folder = part_folder(layout, "denoiser", "transformer")
-            network = self.built(lambda: whole(kind, folder, dtype=dtype))
+            folder = base_parts.part_folder(layout, "denoiser", "transformer")
+            network = self.built(lambda: base_parts.whole(kind, folder, dtype=dtype))
         else:
             # Not under torch.device("meta"): accelerate's context leaves buffers real, and a
             # buffer that no file holds would stay without values.
             with init_empty_weights():
                 network = self.empty_denoiser(facts.architecture)
-            load_denoiser_file(single, network, denoiser_names(read_header(single)), dtype=dtype)
+            base_parts.load_denoiser_file(
+                single, network, base_parts.denoiser_names(read_header(single)), dtype=dtype
+            )
         return network.requires_grad_(False).eval().to(device)
 
     # ---- files

@@ -20,36 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import AdapterTargets, Family, TextEncoder
-from lora_trainer.families.base_files.base_parts import (
-    components,
-    elements,
-    fill,
-    holds_vae,
-    level_count,
-    load_denoiser_file,
-    part_file,
-    part_folder,
-    read_json,
-    tokenizer_files,
-    weights,
-    whole_number,
-)
-from lora_trainer.families.base_files.unet_file import (
-    UNET,
-    V_PREDICTION,
-    ZERO_TERMINAL_SNR,
-    UNetTraits,
-    checkpoint_names,
-    clip_size,
-    config_traits,
-    count_text,
-    count_unet,
-    count_vae,
-    header_traits,
-    training_marks,
-    unet_names,
-    weight_places,
-)
+from lora_trainer.families.base_files import base_parts, unet_file
 from lora_trainer.families.base_files.weight_files import AGAIN, read_header, read_tensors
 from lora_trainer.families.facts import (
     AUTOENCODER_KL,
@@ -147,30 +118,30 @@ class UNetFamily(Family):
     # ---- to implement besides the members of `Family`
 
     @abstractmethod
-    def owns(self, traits: UNetTraits) -> bool:
+    def owns(self, traits: unet_file.UNetTraits) -> bool:
         """Return whether a U-Net with these traits is of this family."""
 
     # ---- facts
 
     def detect(self, folder: Path) -> bool:
-        classes = components(folder)
+        classes = base_parts.components(folder)
         encoders = {name for name in classes if name.startswith("text_encoder")}
         if "unet" not in classes or encoders != {part.component for part in self.texts}:
             return False
-        traits = config_traits(read_json(folder / "unet" / "config.json"))
+        traits = unet_file.config_traits(base_parts.read_json(folder / "unet" / "config.json"))
         return traits is not None and self.owns(traits)
 
     def detect_file(self, header: Header) -> frozenset[Part]:
-        traits = header_traits(header)
+        traits = unet_file.header_traits(header)
         if traits is None:
             # The VAEs of SD 1, SD 2 and SDXL have equal tensors; they differ in the scale, which no file
             # states. A VAE alone in its file therefore belongs to each of these families.
-            alone = holds_vae(header, latent_channels=4, alone=True)
+            alone = base_parts.holds_vae(header, latent_channels=4, alone=True)
             return frozenset({"vae"} if alone else ())
         if not self.owns(traits):
             return frozenset()
         parts: set[Part] = {"denoiser"}
-        if holds_vae(header, latent_channels=4):
+        if base_parts.holds_vae(header, latent_channels=4):
             parts.add("vae")
         # With one of SDXL's two encoders missing, both come from the companion: the part is all or nothing.
         if all(any(name.startswith(part.checkpoint) for name in header) for part in self.texts):
@@ -180,56 +151,62 @@ class UNetFamily(Family):
     def sizes_px(self, architecture: Mapping[str, Any], vae_factor: int) -> tuple[int, int]:
         # sample_size is the side of the latents: 64 in SD 1, 96 in SD 2.1, 128 in SDXL. Each level but the
         # last halves the latents, and the way up must meet the same sizes again.
-        step_px = vae_factor * 2 ** (level_count(architecture) - 1)
-        return whole_number(architecture, "sample_size") * vae_factor, step_px
+        step_px = vae_factor * 2 ** (base_parts.level_count(architecture) - 1)
+        return base_parts.whole_number(architecture, "sample_size") * vae_factor, step_px
 
     def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
-        text = read_json(layout.folder / self.texts[0].component / "config.json")
-        marks, scheduler = training_marks(part_file(layout, "denoiser")), plain.scheduler
+        single, scheduler = base_parts.part_file(layout, "denoiser"), plain.scheduler
+        if single is not None:
+            unet_file.check_unet_file(single, plain, self.published, folder=layout.folder)
+        unet_file.check_vae(layout, plain.vae)
+        text = base_parts.read_json(layout.folder / self.texts[0].component / "config.json")
+        marks = unet_file.training_marks(single)
         return replace(
             plain,
-            max_tokens=whole_number(text, "max_position_embeddings"),
+            max_tokens=base_parts.whole_number(text, "max_position_embeddings"),
             prediction="v_prediction"
-            if V_PREDICTION in marks
+            if unet_file.V_PREDICTION in marks
             else stated_prediction(scheduler, layout.folder),
-            zero_terminal_snr=ZERO_TERMINAL_SNR in marks
+            zero_terminal_snr=unet_file.ZERO_TERMINAL_SNR in marks
             or bool(scheduler.get("rescale_betas_zero_snr", False)),
         )
 
     def count_denoiser(self, header: Header) -> int:
-        return elements(header, unet_names(header).values())
+        return base_parts.elements(header, unet_file.unet_names(header).values())
 
-    def count_parts(self, layout: Layout, architecture: Mapping[str, Any]) -> Mapping[Part, int]:
-        return {
-            "denoiser": count_unet(layout, architecture, self.published),
-            "vae": count_vae(layout),
-            "text_encoder": sum(count_text(layout, part) for part in self.texts),
-        }
+    def count_texts(self, layout: Layout) -> int:
+        return sum(unet_file.count_text(layout, part) for part in self.texts)
 
     def clip_skips(self, layout: Layout | None) -> Mapping[int, int]:
         """Return by `base.clip_skip` the layer of the text encoder that it means, counted from the last (1)."""
-        return {skip: skip for skip in range(1, clip_size(layout, self.texts[0]).layers + 1)}
+        return {
+            skip: skip for skip in range(1, unet_file.clip_size(layout, self.texts[0]).layers + 1)
+        }
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
-        release, marks = self.published[0], training_marks(file)
+        release, marks = self.published[0], unet_file.training_marks(file)
         return replace(
             release,
-            prediction="v_prediction" if V_PREDICTION in marks else release.prediction,
-            zero_terminal_snr=release.zero_terminal_snr or ZERO_TERMINAL_SNR in marks,
+            prediction="v_prediction" if unet_file.V_PREDICTION in marks else release.prediction,
+            zero_terminal_snr=release.zero_terminal_snr or unet_file.ZERO_TERMINAL_SNR in marks,
         )
 
     def text_files(self, layout: Layout) -> tuple[Path, ...]:
-        single = part_file(layout, "text_encoder")
+        single = base_parts.part_file(layout, "text_encoder")
         folders = [layout.folder / part.component for part in self.texts]
         tokenizers = [layout.folder / part.tokenizer for part in self.texts]
         return (
-            *((single,) if single else (file for each in folders for file in weights(each))),
+            *(
+                (single,)
+                if single
+                else (file for each in folders for file in base_parts.weights(each))
+            ),
             *(folder / "config.json" for folder in folders),
-            *(file for folder in tokenizers for file in tokenizer_files(folder)),
+            *(file for folder in tokenizers for file in base_parts.tokenizer_files(folder)),
         )
 
     def checkpoint_weights(self, header: Header) -> Mapping[str, WeightPlace]:
-        return weight_places(header, self.texts)
+        return unet_file.weight_places(header, self.texts)
 
     # ---- costs
 
@@ -249,7 +226,7 @@ class UNetFamily(Family):
 
     def trained_size(self, part: clip.ClipPart, facts: BaseFacts) -> clip.ClipSize:
         """Return the size of a text encoder without its last layers that `clip_skip` drops."""
-        size = clip_size(facts.layout, part)
+        size = unet_file.clip_size(facts.layout, part)
         return replace(size, layers=size.layers - (facts.clip_skip - 1))
 
     # ---- networks
@@ -281,18 +258,20 @@ class UNetFamily(Family):
             network: Any = self.empty_denoiser(facts.architecture)
         layout = facts.located
         tensors: dict[str, Tensor] = {}
-        if single := part_file(layout, "denoiser"):
-            names = unet_names(read_header(single))
-            load_denoiser_file(single, network, names, dtype=dtype, prefix=UNET)
+        if single := base_parts.part_file(layout, "denoiser"):
+            names = unet_file.unet_names(read_header(single))
+            base_parts.load_denoiser_file(
+                single, network, names, dtype=dtype, prefix=unet_file.UNET
+            )
         else:
-            folder = part_folder(layout, "denoiser", "unet")
+            folder = base_parts.part_folder(layout, "denoiser", "unet")
             # Read in pieces: a float32 base must not lie in memory beside its bf16 copy.
-            for file in weights(folder):
+            for file in base_parts.weights(folder):
                 own_names = {name: name for name in read_header(file)}
                 tensors |= read_tensors(file, own_names, dtype=dtype)
             network._fix_state_dict_keys_on_load(tensors)  # attention has other names in old files
             ours = "its config.json"
-            fill(network, tensors, file=folder, part="denoiser", config=ours, fix=AGAIN)
+            base_parts.fill(network, tensors, file=folder, part="denoiser", config=ours, fix=AGAIN)
         loaded: nn.Module = network.eval().requires_grad_(False).to(device)
         return loaded
 
@@ -327,7 +306,7 @@ class UNetFamily(Family):
 
     def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
         return OtherNames(
-            layers=checkpoint_names(shapes, architecture=self.published[0].architecture)
+            layers=unet_file.checkpoint_names(shapes, architecture=self.published[0].architecture)
         )
 
     # ---- images

@@ -23,18 +23,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.families.base_files.base_parts import (
-    COMPANION,
-    converted,
-    elements,
-    part_file,
-    part_folder,
-    part_names,
-    read_json,
-    vae_names,
-    vae_shape,
-    weights,
-)
+from lora_trainer.families.base_files import base_parts
 from lora_trainer.families.base_files.weight_files import (
     AGAIN,
     count_parameters,
@@ -49,7 +38,7 @@ from lora_trainer.families.facts import (
     WeightPlace,
     unet_numbers,
 )
-from lora_trainer.families.releases import BaseRelease
+from lora_trainer.families.releases import BaseRelease, text_layers
 from lora_trainer.families.text.clip import TEXT_MODEL, ClipPart, ClipSize
 
 if TYPE_CHECKING:
@@ -117,7 +106,7 @@ def header_traits(header: Header) -> UNetTraits | None:
 
 def unet_names(header: Header) -> dict[str, str]:
     """Return the U-Net's tensors, name without prefix -> name in the file."""
-    names = part_names(header, UNET).items()
+    names = base_parts.part_names(header, UNET).items()
     return {name: full for name, full in names if full.startswith((UNET, *UNET_MODULES))}
 
 
@@ -161,41 +150,34 @@ def training_marks(single: Path | None) -> frozenset[str]:
     return frozenset(name for name in names if name in {V_PREDICTION, ZERO_TERMINAL_SNR})
 
 
-def count_unet(
-    layout: Layout, architecture: Mapping[str, Any], releases: Iterable[BaseRelease]
-) -> int:
-    """Count a U-Net's parameters; raises InputError for a checkpoint that its configuration does not match.
+def check_unet_file(
+    single: Path, plain: BaseRelease, releases: Iterable[BaseRelease], *, folder: Path
+) -> None:
+    """Raise InputError for a checkpoint that the configuration in `folder` does not match.
 
     The number of parameters is compared where the configuration is a release's.
     """
-    single = part_file(layout, "denoiser")
-    if single is None:
-        return count_parameters(weights(part_folder(layout, "denoiser", "unet")))
-    header, numbers = read_header(single), unet_numbers(architecture)
-    count = elements(header, unet_names(header).values())
+    count, numbers = plain.parameters["denoiser"], unet_numbers(plain.architecture)
     released_counts = [
         release.parameters["denoiser"]
         for release in releases
         if unet_numbers(release.architecture) == numbers
     ]
     # Equal counts alone do not make equal networks: the traits have the input channels and the text's width.
-    if header_traits(header) != config_traits(architecture) or count not in (
-        released_counts or [count]
-    ):
-        raise _unlike("the denoiser", single, count, layout.folder, max(released_counts, default=0))
-    return count
+    is_alike = header_traits(read_header(single)) == config_traits(plain.architecture)
+    if not is_alike or count not in (released_counts or [count]):
+        raise _unlike("the denoiser", single, count, folder, max(released_counts, default=0))
 
 
-def count_vae(layout: Layout) -> int:
-    """Count a VAE's parameters; raises InputError for a separate VAE whose latents differ from the base's."""
-    single, folder = part_file(layout, "vae"), part_folder(layout, "vae", "vae")
-    config = read_json(folder / "config.json")
-    if folder != layout.folder / "vae":
-        _check_scale(folder, config, base_config=read_json(layout.folder / "vae" / "config.json"))
-    if single is None:
-        return count_parameters(weights(folder))
-    header = read_header(single)
-    file_shape = vae_shape(header)
+def check_vae(layout: Layout, config: Mapping[str, Any]) -> None:
+    """Raise InputError for a separate VAE whose latents differ from the base's."""
+    own_folder = layout.folder / "vae"
+    folder = base_parts.part_folder(layout, "vae", "vae")
+    if folder != own_folder:
+        _check_scale(folder, config, base_config=base_parts.read_json(own_folder / "config.json"))
+    if (single := base_parts.part_file(layout, "vae")) is None:
+        return
+    file_shape = base_parts.vae_shape(read_header(single))
     base_shape = (int(config["latent_channels"]), *config["block_out_channels"][:1])
     if file_shape != base_shape:
         contents = f"a VAE with (latent, first level) channels {file_shape}"
@@ -203,7 +185,6 @@ def count_vae(layout: Layout) -> int:
             f"{single} holds {contents if file_shape else 'no VAE'}; the base model's has {base_shape}",
             fix=_OTHER_VAE,
         )
-    return elements(header, vae_names(header).values())
 
 
 def _check_scale(
@@ -226,12 +207,23 @@ def _check_scale(
 
 def count_text(layout: Layout, part: ClipPart) -> int:
     """Count a text encoder's used parameters; a checkpoint may hold more layers, not fewer."""
-    single, folder = part_file(layout, "text_encoder"), layout.folder / part.component
+    single, folder = base_parts.part_file(layout, "text_encoder"), layout.folder / part.component
     if single is None:
-        return count_parameters(weights(folder))
-    header = read_header(single)
-    needed_count = clip_parameters(part, read_json(folder / "config.json"))
-    count = elements(header, (name for name in header if name.startswith(part.checkpoint)))
+        return count_parameters(base_parts.weights(folder))
+    header, config = read_header(single), base_parts.read_json(folder / "config.json")
+    size = clip_size(layout, part)
+    layers = text_layers("clip", layers=size.layers, width=size.width, inner=size.inner)
+    positions = int(config["vocab_size"]) + int(config["max_position_embeddings"])
+    needed_count = positions * size.width
+    # All layers have a bias for each of their rows but the embeddings and the projection.
+    needed_count += sum(
+        math.prod(shape) + shape[0] for name, shape in layers.items() if name != "text_projection"
+    )
+    if "Projection" in part.network:
+        needed_count += size.width * int(config["projection_dim"])
+    count = base_parts.elements(
+        header, (name for name in header if name.startswith(part.checkpoint))
+    )
     if count < needed_count:
         raise _unlike(part.component, single, count, layout.folder, needed_count)
     return needed_count
@@ -241,7 +233,7 @@ def _unlike(part: str, file: Path, count: int, folder: Path, companion_count: in
     return InputError(
         f"{part} in {file} has {count:,} parameters, its companion's in {folder} "
         f"{f'{companion_count:,}' if companion_count else 'is another network'}",
-        fix=COMPANION,
+        fix=base_parts.COMPANION,
     )
 
 
@@ -249,24 +241,12 @@ def clip_size(layout: Layout | None, part: ClipPart) -> ClipSize:
     """Return the size of a text encoder; the releases' size where the base is not downloaded."""
     if layout is None:
         return part.released
-    config = read_json(layout.folder / part.component / "config.json")
+    config = base_parts.read_json(layout.folder / part.component / "config.json")
     return ClipSize(
         layers=int(config["num_hidden_layers"]),
         width=int(config["hidden_size"]),
         inner=int(config["intermediate_size"]),
     )
-
-
-def clip_parameters(part: ClipPart, config: Mapping[str, Any]) -> int:
-    """Count a CLIP text encoder's parameters from its configuration."""
-    width, inner = int(config["hidden_size"]), int(config["intermediate_size"])
-    positions = int(config["vocab_size"]) + int(config["max_position_embeddings"])
-    # Query, key, value and output are square and have biases.
-    attention = 4 * (width + 1) * width
-    layer = attention + 2 * width * inner + inner + width + 4 * width  # two norms
-    # The projection has no bias; the 2 x width below are the final norm.
-    projection = width * int(config["projection_dim"]) if "Projection" in part.network else 0
-    return positions * width + int(config["num_hidden_layers"]) * layer + 2 * width + projection
 
 
 # ---- where a checkpoint keeps its weights
@@ -323,7 +303,7 @@ def weight_places(header: Header, texts: Iterable[ClipPart]) -> dict[str, Weight
             "addition_embed_type": "text_time" if "label_emb.0.0.weight" in names else None,
         }
         prefixed = {UNET + name: rows for name, rows in unet.items()}
-        unet = converted(file, lambda: convert_ldm_unet_checkpoint(prefixed, config))
+        unet = base_parts.converted(file, lambda: convert_ldm_unet_checkpoint(prefixed, config))
     add(DENOISER, "", unet)
     for text in texts:
         rows = numbered({name: name for name in header if name.startswith(text.checkpoint)})
@@ -335,7 +315,7 @@ def weight_places(header: Header, texts: Iterable[ClipPart]) -> dict[str, Weight
             )
             encoder = SimpleNamespace(config=SimpleNamespace(hidden_size=width.shape[0]))
             convert = partial(convert_open_clip_checkpoint, encoder, rows, prefix=text.checkpoint)
-            rows = converted(file, convert)
+            rows = base_parts.converted(file, convert)
         add(text.component, text.checkpoint, rows)
     return places
 

@@ -89,35 +89,6 @@ class Chunks:
         return torch.cat([texts[:, 0, :1], inner, texts[:, -1, -1:]], dim=1)
 
 
-def token_weights(
-    parts: Sequence[Weighted],
-    tokenizer: CLIPTokenizer,
-    *,
-    chunks: Chunks,
-    word: NewWord | None = None,
-) -> Tensor:
-    """Return the weight of each token, float32 [1, tokens of all chunks]; special tokens weigh 1.
-
-    A token has the weight of its last letter. `word` is a new word that is read as new tokens.
-    """
-    import torch
-
-    text, letters = words_of(parts), [weight for words, weight in parts for _ in words]
-    weights: list[float] = []
-    first = 0
-    for number, piece in enumerate([text] if word is None else word.split(text)):
-        if word is not None and number > 0:
-            weights += [letters[first]] * word.tokens
-            first += len(word.text)
-        # verbose=False: transformers' warning on truncation would repeat the report of our caption check.
-        ends = tokenizer(
-            piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )["offset_mapping"]
-        weights += [letters[first + end - 1] for _, end in ends]
-        first += len(piece)
-    return torch.tensor([chunks.row(weights, begin=1.0, end=1.0, padding=1.0)])
-
-
 def emphasised(hidden: Tensor, weights: Tensor | None) -> Tensor:
     """Apply weights [B, tokens] to hidden states [B, tokens, width]; None returns the states unchanged."""
     import torch
@@ -202,7 +173,7 @@ class ClipEncoder(TextEncoder):
 
     def numbers(self, text: str) -> Mapping[str, Sequence[int]]:
         return {
-            component: self._plain_numbers(text, tokenizer)
+            component: list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
             for component, tokenizer in self.tokenizers.items()
         }
 
@@ -212,7 +183,7 @@ class ClipEncoder(TextEncoder):
         begin, *_, end = tokenizer("").input_ids  # an empty prompt has special tokens only
         rows = [
             self.chunks.row(
-                self._with_word(prompt, tokenizer),
+                [number for number, _ in self._read([(prompt, 1.0)], tokenizer)],
                 begin=begin,
                 end=end,
                 # The end token for CLIP-L, "!" (0) for OpenCLIP. The network sees the padding: CLIP
@@ -223,26 +194,34 @@ class ClipEncoder(TextEncoder):
         ]
         return torch.tensor(rows)
 
-    def _with_word(self, prompt: str, tokenizer: CLIPTokenizer) -> list[int]:
-        if self.word is None:
-            return self._plain_numbers(prompt, tokenizer)
-        first, *rest = self.word.split(prompt)
-        numbers = self._plain_numbers(first, tokenizer)
-        for part in rest:
-            numbers += [*self.word.numbers, *self._plain_numbers(part, tokenizer)]
-        return numbers
-
-    @staticmethod
-    def _plain_numbers(text: str, tokenizer: CLIPTokenizer) -> list[int]:
-        # verbose=False: transformers' warning on truncation would repeat the report of our caption check.
-        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    def _read(self, parts: Sequence[Weighted], tokenizer: CLIPTokenizer) -> list[tuple[int, float]]:
+        """Return number and weight of each token; a token has the weight of its last letter."""
+        text, letters = words_of(parts), [weight for words, weight in parts for _ in words]
+        tokens, first = list[tuple[int, float]](), 0
+        for index, piece in enumerate([text] if self.word is None else self.word.split(text)):
+            if self.word is not None and index > 0:
+                tokens += [(number, letters[first]) for number in self.word.numbers]
+                first += len(self.word.text)
+            # verbose=False: transformers' warning on truncation would repeat the report of our caption check.
+            read = tokenizer(
+                piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+            for number, (_, end) in zip(read.input_ids, read["offset_mapping"], strict=True):
+                tokens.append((number, letters[first + end - 1]))
+            first += len(piece)
+        return tokens
 
     def tokenize_weighted(self, parts: Sequence[Weighted]) -> Mapping[str, Tensor]:
-        weights = {
-            component + WEIGHTS: token_weights(parts, tokenizer, chunks=self.chunks, word=self.word)
-            for component, tokenizer in self.tokenizers.items()
-        }
-        return {**self.tokenize([words_of(parts)]), **weights}
+        import torch
+
+        tokens = dict(self.tokenize([words_of(parts)]))
+        for component, tokenizer in self.tokenizers.items():
+            weights = [weight for _, weight in self._read(parts, tokenizer)]
+            row = self.chunks.row(
+                weights, begin=1.0, end=1.0, padding=1.0
+            )  # special tokens weigh 1
+            tokens[component + WEIGHTS] = torch.tensor([row])
+        return tokens
 
     def embed(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Return `text` [B, tokens, width]: the states after the final norm, for Stable Diffusion 1 and 2."""
@@ -262,7 +241,7 @@ class ClipEncoder(TextEncoder):
         return self.chunks.joined(emphasised(states, apart))
 
     def count_tokens(self, prompt: str) -> int:
-        return len(self._with_word(prompt, next(iter(self.tokenizers.values()))))
+        return len(self._read([(prompt, 1.0)], next(iter(self.tokenizers.values()))))
 
     def prompt_room(self) -> int:
         return self.chunks.room
