@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from lora_trainer.families.locate import describe
 from tests.checkpoint_files.cases import CASES, Case
 from tests.checkpoint_files.files import write
 from tests.checkpoint_files.layouts import UNET
+from tests.fakes.runs import python
 
 READ = [case for case in CASES if not case.refused]
 
@@ -60,28 +59,26 @@ def test_what_is_no_base_is_refused_as_what_it_is(case: Case, tmp_path: Path) ->
     assert re.search("allowed are|readable are|is a LoRA", str(raised.value))
 
 
+DESCRIBE = """
+import sys
+from lora_trainer.common.errors import InputError
+from lora_trainer.config.inputs import BaseSettings
+from lora_trainer.families.locate import describe
+for file in sys.argv[1:]:
+    try:
+        print(describe(BaseSettings(model=file)).family)
+    except InputError:
+        print("refused")
+sys.exit("torch" in sys.modules)
+"""
+
+
 def test_describing_and_refusing_do_not_import_torch(tmp_path: Path) -> None:
     chosen = {"flux1-dev", "city96 dev Q8_0", "flux1-fill-dev", "flux2-vae"}
     files = list[str]()
-    for number, case in enumerate(case for case in CASES if case.name in chosen):
-        folder = tmp_path / str(number)
-        folder.mkdir()
+    for case in (case for case in CASES if case.name in chosen):
+        (folder := tmp_path / case.name).mkdir()
         files.append(str(write(case, folder)))
-    code = (
-        "import sys\nfrom lora_trainer.families.locate import describe\n"
-        "from lora_trainer.config.inputs import BaseSettings\n"
-        "from lora_trainer.common.errors import InputError\n"
-        "for file in sys.argv[1:]:\n"
-        "    try:\n        print(describe(BaseSettings(model=file)).family)\n"
-        "    except InputError as error:\n        print('refused')\n"
-        "sys.exit('torch' in sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *files],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python(DESCRIBE, *files)
     assert sorted(done.stdout.split()) == ["flux", "flux", "refused", "refused"]
     assert done.returncode == 0, "torch was imported"

@@ -6,7 +6,6 @@ the embedded base's. `seed` changes all weights, and so the identity of every pa
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,6 @@ def write_tiny_base(
         )
 
     return saved(folder, seed=seed, build=build)
-
-
-def copy_base(base: Path, folder: Path) -> Path:
-    """Copy a base, for a test that changes it."""
-    shutil.copytree(base, folder)
-    return folder
 
 
 def tiny_unet(**config: Any) -> UNet2DConditionModel:

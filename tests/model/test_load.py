@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from tests.checkpoint_files.cases import Case
 from tests.checkpoint_files.files import write
 from tests.fakes.family_bases import base_of, copy_of, image_encoder_of
 from tests.fakes.json_files import edit_json
-from tests.fakes.tiny_base import copy_base
 from tests.fakes.training import tiny_base
 
 
@@ -39,7 +39,7 @@ def test_a_folder_is_found_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert whole.folder == tiny_base() and not whole.files and not whole.text
     embedded = describe(base("embedded")).located.folder
     assert embedded == Path(families.__file__).parents[1] / "embedded"
-    copy_base(tiny_base(), tmp_path / "owner" / "name")
+    copytree(tiny_base(), tmp_path / "owner" / "name")
     monkeypatch.chdir(tmp_path)
     relative = describe(base("owner/name")).located.folder
     assert relative == Path("owner/name"), "a folder wins over a Hub id"
@@ -170,7 +170,7 @@ def test_impossible_choices_are_refused(
 
 def test_identities_are_per_part_and_by_content(tmp_path: Path) -> None:
     facts = identified(describe(base(tiny_base())), memo())
-    same = identified(describe(base(copy_base(tiny_base(), tmp_path / "copy"))), memo())
+    same = identified(describe(base(copytree(tiny_base(), tmp_path / "copy"))), memo())
     assert len({part.identity for part in facts.parts.values()}) == 3
     assert all(len(part.identity) == 64 for part in facts.parts.values())
     assert same.parts == facts.parts, "where a base lies does not matter"
@@ -190,7 +190,7 @@ def test_any_change_of_a_part_changes_its_identity_alone(
     tmp_path: Path, file: str, part: str | None
 ) -> None:
     before = describe(base(tiny_base()))
-    copied = copy_base(tiny_base(), tmp_path / "changed")
+    copied = copytree(tiny_base(), tmp_path / "changed")
     data = bytearray((copied / file).read_bytes())
     # The last value of a weight, or white space before the end of a JSON object.
     (copied / file).write_bytes(

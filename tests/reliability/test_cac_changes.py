@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from tests.fakes.studio import (
     draw,
     files_of,
 )
-from tests.fakes.tiny_base import copy_base
 
 Figure = Callable[..., None]
 VAE_FILE, TEXT_FILE = "diffusion_pytorch_model.safetensors", "model.safetensors"
@@ -46,7 +46,7 @@ class Change:
 
 def another_weight(part: str, file: str) -> Callable[[Studio], None]:
     def make(studio: Studio) -> None:
-        studio.base = copy_base(studio.base, studio.folder.with_name("other base"))
+        studio.base = copytree(studio.base, studio.folder.with_name("other base"))
         weights = load_file(studio.base / part / file)
         next(iter(weights.values())).view(-1)[0] += 0.5
         save_file(weights, studio.base / part / file, metadata={"format": "pt"})

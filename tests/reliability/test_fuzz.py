@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import resource
 import shutil
 import signal
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -35,11 +37,14 @@ from lora_trainer.dataset.captions import read_caption_file
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.scan import scan
 from lora_trainer.families.locate import describe
+from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.reporting.history import read_history
 from lora_trainer.reporting.report import write_report
 from lora_trainer.run import run_folder
+from tests.checkpoint_files.cases import Case as WeightFile
+from tests.checkpoint_files.files import gguf, safetensors
 from tests.fakes.family_bases import base_of
-from tests.fakes.mutations import damaged_json, mutated
+from tests.fakes.mutations import damaged_header, damaged_json, mutated
 from tests.fakes.run_folder import fake_run
 from tests.reliability.conftest import CASES
 
@@ -57,14 +62,12 @@ def _no_hang() -> Iterator[None]:
 
 
 @pytest.fixture
-def fuzz(
-    request: pytest.FixtureRequest, figure: Figure
-) -> Callable[[type[LoraTrainError], Case], None]:
-    """Return a function that tries CASES seeded cases; one error is expected, of one line, with a fix."""
+def fuzz(request: pytest.FixtureRequest, figure: Figure) -> Callable[..., None]:
+    """Return a function that tries CASES seeded cases, or times as many; one error is expected, of one line, with a fix."""
 
-    def run(expected: type[LoraTrainError], case: Case) -> None:
+    def run(expected: type[LoraTrainError], case: Case, *, times: int = 1) -> None:
         crashes, slow, memory_kib = list[str](), 0, 0
-        for number in range(CASES):
+        for number in range(times * CASES):
             draw = random.Random(f"{request.node.name}-{number}")
             began_s = time.process_time()
             try:
@@ -78,8 +81,8 @@ def fuzz(
                 memory_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_kib
         over = slow + (grown_kib > MEMORY_LIMIT_KIB)
-        figure("fuzz", cases=CASES, crashes=len(crashes), over_limit=over)
-        assert not crashes, f"{len(crashes)} of {CASES}: " + "; ".join(crashes[:5])
+        figure("fuzz", cases=times * CASES, crashes=len(crashes), over_limit=over)
+        assert not crashes, f"{len(crashes)} of {times * CASES}: " + "; ".join(crashes[:5])
         assert not over, f"{slow} slow cases, {grown_kib:,} KiB more memory"
 
     return run
@@ -308,6 +311,54 @@ def test_mod_04_fuzz_configurations_of_base_models(name: str, tmp_path: Path, fu
             file.write_bytes(files[file])
 
     fuzz(LoraTrainError, case)
+
+
+# ---- headers of checkpoints and adapters
+
+
+STEM = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
+HEADERS = (
+    {"input_blocks.0.0.weight": (320, 4, 3, 3), "input_blocks.1.1.proj_in.weight": (320, 320),
+     "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": (320, 1024)},
+    {"img_in.weight": (3072, 64), "txt_in.weight": (3072, 4096), "guidance_in.in_layer.weight": (3072, 256),
+     "vector_in.in_layer.weight": (3072, 768), "double_blocks.0.img_attn.qkv.weight": (9216, 3072),
+     "single_blocks.0.linear1.weight": (21504, 3072)},
+    {"x_embedder.proj.weight": (1536, 16, 2, 2), "context_embedder.weight": (1536, 4096),
+     "joint_blocks.0.context_block.adaLN_modulation.1.weight": (9216, 1536), "pos_embed": (1, 36864, 1536),
+     "y_embedder.mlp.0.weight": (1536, 2048)},
+    {"double_stream_modulation_img.lin.weight": (18432, 3072), "txt_in.weight": (3072, 7680)},
+    {"noise_refiner.0.attention.qkv.weight": (11520, 3840), "cap_pad_token": (1, 3840)},
+    {"img_in.weight": (3072, 64), "txt_norm.weight": (3584,), "transformer_blocks.0.img_mod.1.weight": (18432, 3072)},
+)  # fmt: skip
+LORA_HEADERS = (
+    {f"{STEM}.lora_down.weight": (4, 8), f"{STEM}.lora_up.weight": (8, 4), f"{STEM}.alpha": ()},
+    {f"{STEM}.hada_w1_a": (8, 4), f"{STEM}.hada_w1_b": (4, 8), f"{STEM}.hada_w2_a": (8, 4)},
+    {"transformer.single_transformer_blocks.0.proj_mlp.lora_A.weight": (4, 8),
+     "transformer.single_transformer_blocks.0.proj_mlp.lora_B.weight": (8, 4)},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["base", "gguf", "lora"])
+def test_mod_02_fuzz_headers(kind: str, tmp_path: Path, fuzz: Any) -> None:
+    def case(draw: random.Random) -> None:
+        whole = WeightFile("damaged", draw.choice(LORA_HEADERS if kind == "lora" else HEADERS))
+        header, body_bytes = (gguf if kind == "gguf" else safetensors)(whole)
+        data = mutated(header, draw) if kind == "gguf" else damaged_header(header, draw)
+        suffix = "gguf" if kind == "gguf" else "safetensors"
+        file = of_a_file(tmp_path / f"damaged.{suffix}", data)
+        os.truncate(file, len(data) + body_bytes)
+        inspect_file(file) if kind == "lora" else describe(BaseSettings(model=str(file)))
+
+    fuzz(InputError, case, times=10)
+
+
+@pytest.mark.parametrize("counts", [(2**60, 0), (0, 2**60), (900_000, 900_000)])
+def test_mod_02_a_gguf_that_promises_more_than_it_holds_is_refused_at_once(
+    counts: tuple[int, int], tmp_path: Path
+) -> None:
+    file = of_a_file(tmp_path / "a.gguf", b"GGUF" + struct.pack("<IQQ", 3, *counts))
+    with pytest.raises(InputError, match="not a whole GGUF"):
+        describe(BaseSettings(model=str(file)))
 
 
 # ---- images
