@@ -63,7 +63,10 @@ def _no_hang() -> Iterator[None]:
 
 @pytest.fixture
 def fuzz(request: pytest.FixtureRequest, figure: Figure) -> Callable[..., None]:
-    """Return a function that tries CASES seeded cases, or times as many; one error is expected, of one line, with a fix."""
+    """Return a function that tries CASES seeded cases, or `times` as many.
+
+    One error is expected, of one line, with a fix.
+    """
 
     def run(expected: type[LoraTrainError], case: Case, *, times: int = 1) -> None:
         crashes, slow, memory_kib = list[str](), 0, 0
