@@ -241,6 +241,8 @@ class Family(ABC):
     )
     """Conditioning of a prompt -> the pipeline's argument for it."""
     scale_argument = "guidance_scale"
+    scale_offset = 0.0
+    """How much less the pipeline's guidance scale is than ours, prompt + (scale - 1) (prompt - negative)."""
     comfyui_prefix = "transformer."
     """ComfyUI maps diffusers' own keys of to_q, to_k and to_v to rows of its fused weight."""
     first_text_number = "1"
@@ -499,7 +501,7 @@ class Family(ABC):
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
     ) -> Mapping[str, Any]:
         """Return the pipeline's arguments for encoded prompts on the device, in the denoiser's dtype."""
-        arguments: dict[str, Any] = {self.scale_argument: guidance_scale}
+        arguments: dict[str, Any] = {self.scale_argument: guidance_scale - self.scale_offset}
         # Some pipelines warn of a negative prompt that a scale up to 1 leaves unused.
         texts = {"": conditioning, "negative_": negative if guidance_scale > 1 else {}}
         for prefix, tensors in texts.items():
@@ -568,7 +570,7 @@ class Family(ABC):
 
         Prompts are encoded here where `facts` reads them in chunks.
         """
-        arguments = {"prompt": prompt, self.scale_argument: guidance_scale}
+        arguments = {"prompt": prompt, self.scale_argument: guidance_scale - self.scale_offset}
         unused = not self.negative_prompt or guidance_scale <= 1
         return arguments if unused else {**arguments, "negative_prompt": negative}
 

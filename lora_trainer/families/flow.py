@@ -185,13 +185,17 @@ class FlowFamily(Family):
         return base_parts.denoiser_parameters(header)
 
     def count_texts(self, layout: Layout) -> int:
-        files = {name: base_parts.text_file(layout, name) for name in self.encoders(layout)}
-        return sum(
-            count_parameters(base_parts.weights(layout.folder / name), unread=self.unread_text)
-            if file is None
-            else base_parts.encoder_parameters(file, self.text.roles[name], unread=self.unread_text)
-            for name, file in files.items()
-        )
+        count = 0
+        for component, network in self.encoders(layout).items():
+            if (file := base_parts.text_file(layout, component)) is None:
+                files = base_parts.weights(layout.folder / component)
+                count += count_parameters(files, unread=self.unread_text)
+                continue
+            header, prefix = read_header(file), base_parts.ENCODER_PREFIX.format(role=network.role)
+            names = base_parts.part_names(header, prefix).items()
+            read = (full for name, full in names if not name.startswith(self.unread_text))
+            count += base_parts.elements(header, read)
+        return count
 
     def facts(self, layout: Layout, *, source: str) -> BaseFacts:
         facts = super().facts(layout, source=source)

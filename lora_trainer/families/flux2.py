@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import InputError
 from lora_trainer.families.base import Sampler
-from lora_trainer.families.base_files.base_parts import denoiser_shapes, part_file, read_json
+from lora_trainer.families.base_files.base_parts import (
+    denoiser_names,
+    part_file,
+    read_json,
+)
 from lora_trainer.families.facts import (
     AdapterNames,
     BaseFacts,
@@ -85,8 +89,9 @@ class Flux2(FlowFamily):
         return 4 * channels, 2 * factor
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
-        shapes = denoiser_shapes(header)
-        shape = shapes.get("txt_in.weight", shapes.get("context_embedder.weight", ()))
+        names = denoiser_names(header)
+        full = names.get("txt_in.weight", names.get("context_embedder.weight", ""))
+        shape = header[full].shape if full else ()
         for release in self.published:
             sizes = release.architecture
             heads, distilled = sizes["num_attention_heads"], _is_distilled(file.name)

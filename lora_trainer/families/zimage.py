@@ -16,7 +16,6 @@ from lora_trainer.families.base_files.base_parts import part_file
 from lora_trainer.families.facts import (
     AdapterNames,
     Assumption,
-    BaseFacts,
     Conditioning,
     Header,
     Layout,
@@ -61,6 +60,8 @@ class ZImage(FlowFamily):
     unread_text = QWEN3_UNREAD
     text_width = "cap_feat_dim"
     masked_text = True
+    text_arguments = {"text": "prompt_embeds"}
+    scale_offset = 1.0  # prompt + scale (prompt - negative)
     text_multiple = 32  # diffusers' SEQ_MULTI_OF
     endings = target_endings(
         tuple(f"attention.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
@@ -128,19 +129,10 @@ class ZImage(FlowFamily):
     def sampler_arguments(
         self, conditioning: Conditioning, negative: Conditioning, *, guidance_scale: float
     ) -> Mapping[str, Any]:
-        """Return the pipeline's arguments; its guidance counts from 0: prompt + scale (prompt - negative)."""
-        return {
-            "prompt_embeds": unpadded(conditioning["text"], conditioning["text_mask"]),
-            "negative_prompt_embeds": unpadded(negative["text"], negative["text_mask"]),
-            "guidance_scale": guidance_scale - 1.0,
-        }
-
-    def pipeline_arguments(
-        self, pipeline: Any, facts: BaseFacts, prompt: str, negative: str, *, guidance_scale: float
-    ) -> Mapping[str, Any]:
-        """Return the plain pipeline's arguments; its guidance scale is one less than ours."""
-        scale = guidance_scale - 1.0
-        return {"prompt": prompt, "negative_prompt": negative, "guidance_scale": scale}
+        texts: list[Any] = [
+            {"text": unpadded(each["text"], each["text_mask"])} for each in (conditioning, negative)
+        ]
+        return super().sampler_arguments(*texts, guidance_scale=guidance_scale)
 
 
 def unpadded(text: Tensor, mask: Tensor) -> list[Tensor]:

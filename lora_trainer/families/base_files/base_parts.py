@@ -331,11 +331,6 @@ def denoiser_names(header: Header) -> dict[str, str]:
     return {name: full for name, full in names if not name.startswith(other)}
 
 
-def denoiser_shapes(header: Header) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the denoiser's tensors, by name without prefix."""
-    return {name: header[full].shape for name, full in denoiser_names(header).items()}
-
-
 def elements(header: Header, names: Iterable[str]) -> int:
     """Count the numbers in the named tensors of a file."""
     return sum(math.prod(header[name].shape) for name in names)
@@ -362,13 +357,6 @@ def check_companion(file: Path, config: Mapping[str, Any], releases: Iterable[Ba
                 f"parameters, the companion {companion_count:,}",
                 fix=COMPANION,
             )
-
-
-def encoder_parameters(file: Path, role: str, *, unread: tuple[str, ...]) -> int:
-    """Count the parameters of a text encoder in a file, those that start with `unread` left out."""
-    header = read_header(file)
-    names = part_names(header, ENCODER_PREFIX.format(role=role)).items()
-    return sum(math.prod(header[full].shape) for name, full in names if not name.startswith(unread))
 
 
 def load_encoder_file(
