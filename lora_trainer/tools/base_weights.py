@@ -162,24 +162,19 @@ def _joined_places(header: Header, family: Family) -> Mapping[str, WeightPlace]:
 
     Of the released networks the one counts of which the file has the most layers.
     """
-    by_release = [
-        dict(_places_of(header, released_names(family.name, release)))
-        for release in range(len(released_layers(family.name)))
-    ]
-    return max(by_release, key=len)
-
-
-def _places_of(header: Header, names: LayerNames) -> Iterator[tuple[str, WeightPlace]]:
-    for tensor, info in header.items():
-        if tensor.endswith(WEIGHT) and len(info.shape) > 1:
-            size = (info.shape[0], math.prod(info.shape[1:]))
-            layers = names.find(tensor.removesuffix(WEIGHT), size=size)
-            if layers and (layers[-1].rows is None or layers[-1].rows[1] == size[0]):
-                for layer in layers:
-                    yield (
-                        layer.key,
-                        WeightPlace(tensor=tensor, rows=layer.rows, swapped=layer.swapped),
-                    )
+    most: dict[str, WeightPlace] = {}
+    for release in range(len(released_layers(family.name))):
+        names, places = released_names(family.name, release), dict[str, WeightPlace]()
+        for tensor, info in header.items():
+            if tensor.endswith(WEIGHT) and len(info.shape) > 1:
+                size = (info.shape[0], math.prod(info.shape[1:]))
+                layers = names.find(tensor.removesuffix(WEIGHT), size=size)
+                if layers and (layers[-1].rows is None or layers[-1].rows[1] == size[0]):
+                    for layer in layers:
+                        at = WeightPlace(tensor=tensor, rows=layer.rows, swapped=layer.swapped)
+                        places[layer.key] = at
+        most = max(most, places, key=len)
+    return most
 
 
 def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:
