@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -174,7 +174,7 @@ def common_alpha(modules: Iterable[ModuleTensors]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class FileForm:
-    """How a file states an adapter; `format` is one that `formats.format_for` allows.
+    """How a file states an adapter; `format` is one that `key_formats.format_for` allows.
 
     kohya files state the strength of LoRAs as `alpha`, one for all modules (`lora_alpha`, see `common_alpha`), as
     diffusers 0.42 gives attention layers the most frequent one; the rest of a module's strength is multiplied into
@@ -207,7 +207,7 @@ class FileForm:
         endings |= dict.fromkeys(("by_output", "by_input"), endings.get("factor", ""))
         tensors: dict[str, Tensor] = {}
         for role, tensor in module.tensors.items():
-            wide = tensor.detach().cpu().to(torch.float64)  # MPS has no float64
+            wide = _float64(tensor)
             # A DoRA magnitude scales the base's weight and not the update, so it is rounded to as many
             # digits as its readers allow.
             digits: Precision = self.precision
@@ -308,10 +308,13 @@ def _check_module(
         raise _not_the_adapter(f"{key} has other tensors or shapes")
     # The numbers are compared and not the norm of the update: LoHa and LoKr multiply factors element by
     # element, where a bound on the norm would pass anything.
-    slack = _ALPHA_ROUNDING if live.kind == "lora" else 0.0
-    live, read = _float64(live), _float64(read)
-    for name, exact in _at_scale(live, read.scale).items():
-        number = read.tensors[name].reshape(exact.shape)
+    slack, factor = _ALPHA_ROUNDING if live.kind == "lora" else 0.0, 1.0
+    if live.kind in SCALED and read.scale != live.scale:
+        # A file of another strength must hold factors that make up for it; nothing explains one that is lost.
+        factor = live.scale / read.scale if read.scale else math.inf
+    for name, tensor in live.tensors.items():
+        exact = _float64(tensor) * (factor if name in STRONG else 1.0)
+        number = _float64(read.tensors[name]).reshape(exact.shape)
         if not _is_rounding(number, exact, precision, slack=slack):
             error = float((number - exact).norm() / exact.norm())
             raise _not_the_adapter(f"{key} would differ by {error:.1e} in {name}")
@@ -332,21 +335,8 @@ def _not_the_adapter(fault: str) -> TrainingStopped:
     )
 
 
-def _at_scale(module: ModuleTensors, scale: float) -> Mapping[str, Tensor]:
-    """Return the tensors of a module as a file of this strength must hold them."""
-    if scale == module.scale or module.kind not in SCALED:
-        return module.tensors
-    factor = module.scale / scale if scale else math.inf  # nothing explains a strength that is lost
-    strong = STRONG & module.tensors.keys()
-    return {**module.tensors, **{name: module.tensors[name] * factor for name in strong}}
-
-
-def _float64(module: ModuleTensors) -> ModuleTensors:
-    tensors = {
-        name: tensor.detach().cpu().to(torch.float64)  # MPS has no float64
-        for name, tensor in module.tensors.items()
-    }
-    return replace(module, tensors=tensors)
+def _float64(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().to(torch.float64)  # MPS has no float64
 
 
 def _is_rounding(read: Tensor, live: Tensor, precision: Precision, *, slack: float) -> bool:
