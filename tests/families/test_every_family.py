@@ -23,7 +23,6 @@ from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.families.facts import DENOISER
 from lora_trainer.lora.adapter import Adapter, inject
 from lora_trainer.lora.dropout import halves
-from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.training.loss import add_noise, sample_losses, target
 from tests.fakes.family_bases import (
     base_of,
@@ -189,7 +188,7 @@ def test_the_exported_file_gives_the_live_output_in_a_fresh_pipeline(
     pipeline = pipeline_of(facts)
     with torch.no_grad():
         base = losses(name, getattr(pipeline, family.denoiser_folder))
-        pipeline.load_lora_weights(str(run), weight_name=final_export_name("whole"))
+        pipeline.load_lora_weights(str(run), weight_name="whole.safetensors")
         loaded = losses(name, getattr(pipeline, family.denoiser_folder))
         expected = losses(name, denoiser)
     torch.testing.assert_close(loaded, expected, rtol=1e-4, atol=1e-5)
