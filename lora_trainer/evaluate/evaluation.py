@@ -290,27 +290,26 @@ class EvaluatedLora:
     fingerprint: str
 
 
-def evaluated_lora_of(path: Path, *, base: str | None) -> EvaluatedLora:
+def evaluated_lora_of(
+    path: Path, *, base: str | None, overrides: Mapping[str, Any]
+) -> EvaluatedLora:
     """Read the adapter's file and settings; raises InputError and RequestError, as `sample` does."""
     file, source, config = file_and_base(path, base=base)
     record = read_run(path) if path.is_dir() and not holds_adapter(path) else None
     settings = dict(record["settings"]) if record else flatten(config) if config else {}
-    kept_settings = _kept(settings, elsewhere=record is None or base is not None)
-    return EvaluatedLora(
-        file=file,
-        run=path if record else None,
-        settings=kept_settings | {"base.model": source},
-        has_settings=bool(settings),
-        fingerprint=str(record["dataset"]["fingerprint"]) if record else "",
-    )
-
-
-def _kept(settings: Mapping[str, Any], *, elsewhere: bool) -> dict[str, Any]:
-    """Return the settings to reuse; `elsewhere`: paths may be of another machine or base, so drop them."""
+    # Paths may be of another machine or base.
+    elsewhere = record is None or base is not None
     keys = {
         info.key
         for info in all_settings()
         if (info.key.startswith(KEPT_SECTIONS) or info.key in KEPT_SETTINGS)
         and not (elsewhere and (info.path or info.key in OF_THIS_MACHINE))
     }
-    return {key: value for key, value in settings.items() if key in keys and value != "auto"}
+    again = {key: value for key, value in settings.items() if key in keys and value != "auto"}
+    return EvaluatedLora(
+        file=file,
+        run=path if record else None,
+        settings={**again, "base.model": source, **overrides},
+        has_settings=bool(settings),
+        fingerprint=str(record["dataset"]["fingerprint"]) if record else "",
+    )

@@ -12,7 +12,7 @@ for copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
@@ -72,12 +72,12 @@ def validate(
     LoraTrainError.
     """
     events = EventStream(listeners=[*listeners])
-    subject = evaluated_lora_of(path, base=base)
-    subject = replace(subject, settings={**subject.settings, **overrides})
+    subject = evaluated_lora_of(path, base=base, overrides=overrides)
     features = find_features(clip)
     plan = plan_of(subject, dataset)
     records = (*plan.held_out, *plan.trained)
-    prompts = _prompts(records)
+    # Different captions, those of held-out images first.
+    prompts = list(dict.fromkeys(each.caption for each in records if each.caption))[:SAMPLES]
     unrelated = _unrelated(plan.config.data.triggers, records)
     with pinning(plan, events):
         scene = build_evaluation(subject, plan, prompts=(*prompts, *unrelated), events=events)
@@ -86,9 +86,9 @@ def validate(
         measure_weights(scene.weights, findings)
         if scene.weights.finite:
             _measure_losses(scene, findings)
-            _say(events, "samples")
+            events.emit("phase", phase="sample", message="samples", done=0, total=0)
             _measure_samples(scene, features, prompts, findings)
-            _say(events, "unrelated prompts")
+            events.emit("phase", phase="sample", message="unrelated prompts", done=0, total=0)
             _measure_drift(scene, unrelated, findings)
         else:
             findings.leave_out("the adapter holds NaN or infinity", *WEIGHTS.keys() - {"weights"})
@@ -202,11 +202,6 @@ def _measure_drift(scene: Evaluation, prompts: Sequence[str], findings: Validati
     findings.figures |= {"drift": change, "drift_base_loss": base_loss}
 
 
-def _prompts(records: Sequence[ImageRecord]) -> list[str]:
-    """Return up to SAMPLES different captions, those of held-out images first."""
-    return list(dict.fromkeys(record.caption for record in records if record.caption))[:SAMPLES]
-
-
 def _unrelated(triggers: Sequence[str], records: Sequence[ImageRecord]) -> list[str]:
     captions = {record.caption for record in records}
     return [
@@ -214,10 +209,6 @@ def _unrelated(triggers: Sequence[str], records: Sequence[ImageRecord]) -> list[
         for prompt in UNRELATED
         if prompt not in captions and not any(has_trigger(prompt, trigger) for trigger in triggers)
     ]
-
-
-def _say(events: EventStream, what: str) -> None:
-    events.emit("phase", phase="sample", message=what, done=0, total=0)
 
 
 # ---- images as feature vectors
