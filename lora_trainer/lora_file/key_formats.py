@@ -7,7 +7,7 @@ work is done. Torch-free. The same ends serve inspecting, reading, converting an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -117,32 +117,24 @@ PART_MARK = "#"
 """Between the name of a joined layer and the number of the part that a pair of factors is for."""
 
 
-_OTHER_KINDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), kind)
-    for pattern, kind in (
-        (
-            r"(?:unet|text_encoder):\d+:(?:up|down)",
-            "LoRAs that number their layers instead of naming them",
-        ),
-        (r".+\.lora_(?:up|down)", "LoRAs in Nunchaku's form, made for its quantised networks"),
-        (r".+\.(?:[pq]_layer\.weight|lambda_layer)", "T-LoRAs, whose rank goes with the timestep"),
-        (r".+\.(?:scale_weight|weight_scale|scale_input)", "LoRAs whose fp8 factors have scales"),
-        (
-            r".+\.modules_to_save\..+",
-            "LoRAs with whole layers beside them (peft's modules_to_save)",
-        ),
-        (r".+\.reshape_weight|.+_norm\.scale", "control LoRAs, which need an image as a condition"),
-        (r"control_model\..+|lora_controlnet", "control LoRAs, which need an image as a condition"),
-        (r"\d+\.linear\d?\..+|\d+\.linear\d", "hypernetworks"),
-        (r"emb_params|clip_[lg]|string_to_param.*", "embeddings, the vectors of new words"),
-    )
-)
+_OTHER_KINDS = {
+    r"(?:unet|text_encoder):\d+:(?:up|down)": "LoRAs that number their layers instead of naming them",
+    r".+\.lora_(?:up|down)": "LoRAs in Nunchaku's form, made for its quantised networks",
+    r".+\.(?:[pq]_layer\.weight|lambda_layer)": "T-LoRAs, whose rank goes with the timestep",
+    r".+\.(?:scale_weight|weight_scale|scale_input)": "LoRAs whose fp8 factors have scales",
+    r".+\.modules_to_save\..+": "LoRAs with whole layers beside them (peft's modules_to_save)",
+    r".+\.reshape_weight|.+_norm\.scale|control_model\..+|lora_controlnet": "control LoRAs, "
+    "which need an image as a condition",
+    r"\d+\.linear\d?\..+|\d+\.linear\d": "hypernetworks",
+    r"emb_params|clip_[lg]|string_to_param.*": "embeddings, the vectors of new words",
+}
+"""Kinds of files that are not read, by the pattern of a key that only they have."""
 
 
-def kind_of_others(keys: Iterable[str]) -> str:
+def kind_of_others(keys: Collection[str]) -> str:
     """Return of which files these keys are as a note in brackets, "" where that is not known."""
-    for pattern, kind in _OTHER_KINDS:
-        if any(pattern.fullmatch(key) for key in keys):
+    for pattern, kind in _OTHER_KINDS.items():
+        if any(re.fullmatch(pattern, key) for key in keys):
             return f" (as in {kind})"
     return ""
 
