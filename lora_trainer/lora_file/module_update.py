@@ -72,12 +72,15 @@ def normal_form(
     match kind:
         case "lora" if "mid" in tensors:
             tensors["down"] = _tucker(tensors.pop("mid"), _matrix(tensors["down"]))
-        case "loha":
-            tensors = _loha(tensors)
-        case "lokr" if "t2" in tensors:
-            product = _tucker(tensors.pop("t2"), tensors["w2_b"])
-            tensors["w2_a"] = np.ascontiguousarray(tensors["w2_a"].T)
-            tensors["w2_b"] = product.reshape(product.shape[0], -1, *product.shape[2:])
+        case "loha" | "lokr":
+            for number in "12":
+                core = tensors.pop(f"t{number}", None)
+                if core is not None:  # LyCORIS has [r, out] and [r, in] around [r, r, kernel]
+                    tensors[f"w{number}_a"] = np.ascontiguousarray(tensors[f"w{number}_a"].T)
+                    tensors[f"w{number}_b"] = _tucker(core, tensors[f"w{number}_b"])
+            if kind == "loha":
+                factors = ("w1_a", "w1_b", "w2_a", "w2_b")
+                tensors |= {name: _matrix(tensors[name]) for name in factors}
         case "oft":
             tensors = _oft(tensors, constraint=alpha)
         case "oft_in":
@@ -133,18 +136,6 @@ def _tucker(core: Array, inner: Array) -> Array:
     """
     product: Array = np.einsum("ij...,jn->in...", core.astype(np.float64), inner)
     return product
-
-
-def _loha(tensors: Arrays) -> Arrays:
-    for number in ("1", "2"):
-        core = tensors.pop(f"t{number}", None)
-        if core is not None:  # LyCORIS has [r, out] and [r, in] around [r, r, kernel]
-            inner = tensors[f"w{number}_b"].astype(np.float64)
-            tensors[f"w{number}_a"] = np.ascontiguousarray(tensors[f"w{number}_a"].T)
-            tensors[f"w{number}_b"] = _tucker(core, inner)
-        for side in ("a", "b"):
-            tensors[f"w{number}_{side}"] = _matrix(tensors[f"w{number}_{side}"])
-    return tensors
 
 
 def _oft(tensors: Arrays, *, constraint: float | None) -> Arrays:
@@ -289,8 +280,8 @@ def _check_sizes(update: Update) -> None:
 
 
 _BESIDE = frozenset({"magnitude", "bias"})
-_OUTPUTS = frozenset({"up", "w1_a", "w2_a", "b1", "difference", "by_output"}) | _BESIDE
-"""Arrays whose first dimension counts the outputs; those of a LoKr or OFT count some of them."""
+_OUTPUTS = frozenset({"up", "w1_a", "w2_a", "b1", "difference", "by_output", "rescale"}) | _BESIDE
+"""Arrays whose first dimension counts the outputs, but for the factors of a LoKr."""
 
 
 def take_rows(update: Update, begin: int, end: int) -> Update:
@@ -298,16 +289,28 @@ def take_rows(update: Update, begin: int, end: int) -> Update:
 
     Raises NoRows where it has none of its own: it then needs the whole weight.
     """
-    if "input_magnitude" in update.arrays:
+    arrays = update.arrays
+    rows: tuple[int, int] | None = None
+    if "input_magnitude" in arrays:
         raise NoRows("has a magnitude for each input of joined layers (DoRA), which they share")
-    if update.kind == "oft":
-        return _oft_rows(update, begin, end)
-    names = (_BESIDE if update.kind == "lokr" else _OUTPUTS) & update.arrays.keys()
-    changed = {name: update.arrays[name][begin:end] for name in names}
-    rows = replace(update, arrays={**update.arrays, **changed})
-    if update.kind == "lokr":
-        return _lokr_rows(rows, begin, end)
-    return _without_zeros(rows) if update.kind == "lora" else rows
+    names = (_BESIDE if update.kind == "lokr" else _OUTPUTS) & arrays.keys()
+    changed = {name: arrays[name][begin:end] for name in names}
+    match update.kind:
+        case "oft":
+            size = arrays["blocks"].shape[-1]
+            if arrays["blocks"].ndim == 4 or begin % size or end % size:
+                raise NoRows("turns outputs of joined layers into each other (OFT)")
+            changed["blocks"] = arrays["blocks"][begin // size : end // size]
+        case "lokr":
+            # Row i of w1 x w2 is made of row i // height of w1 and row i % height of w2, `height` the rows of w2.
+            first = "w1" if "w1" in arrays else "w1_a"
+            height = arrays["w2" if "w2" in arrays else "w2_a"].shape[0]
+            if begin % height or end % height:
+                rows = (begin, end)  # of the whole product
+            else:
+                changed[first] = arrays[first][begin // height : end // height]
+    taken = replace(update, arrays={**arrays, **changed}, rows=rows)
+    return _without_zeros(taken) if update.kind == "lora" else taken
 
 
 def _without_zeros(update: Update) -> Update:
@@ -325,32 +328,6 @@ def _without_zeros(update: Update) -> Update:
         arrays={**update.arrays, "up": up[:, read], "down": down[read]},
         rank=int(read.sum()),
     )
-
-
-def _oft_rows(update: Update, begin: int, end: int) -> Update:
-    size = update.arrays["blocks"].shape[-1]
-    if update.arrays["blocks"].ndim == 4 or begin % size or end % size:
-        raise NoRows("turns outputs of joined layers into each other (OFT)")
-    changed = {"blocks": update.arrays["blocks"][begin // size : end // size]}
-    changed |= {
-        name: update.arrays[name][begin:end]
-        for name in ("rescale", "bias")
-        if name in update.arrays
-    }
-    return replace(update, arrays={**update.arrays, **changed})
-
-
-def _lokr_rows(update: Update, begin: int, end: int) -> Update:
-    """Rows of w1 where the layers end between them, else the whole product, from which rows are taken.
-
-    Row i of w1 x w2 is made of row i // height of w1 and row i % height of w2, `height` the rows of w2.
-    """
-    first = "w1" if "w1" in update.arrays else "w1_a"
-    height = update.arrays["w2" if "w2" in update.arrays else "w2_a"].shape[0]
-    if begin % height or end % height:
-        return replace(update, rows=(begin, end))
-    rows = update.arrays[first][begin // height : end // height]
-    return replace(update, arrays={**update.arrays, first: rows})
 
 
 def swap_halves(update: Update) -> Update:
