@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lora_trainer.lora.adapter_size import AdapterKind, rotated_size, update_size
-from lora_trainer.lora_file.key_formats import Role
+from lora_trainer.lora_file.key_formats import SCALED, Role
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -95,7 +95,15 @@ def normal_form(
         case "full" | "norm" if not tensors:
             raise ValueError("has no numbers")
     rank = _rank(kind, tensors, alpha=alpha)
-    scale = _scale(kind, tensors, alpha=alpha, rank=rank, strength_of=strength_of)
+    if kind not in SCALED:
+        scale = 1.0
+    elif kind == "lokr" and {"w1", "w2"} <= tensors.keys():
+        # By LyCORIS's rule, alpha counts only where a factor is decomposed; peft's counts always.
+        scale = 1.0 if alpha is not None else strength_of(0)
+    else:
+        scale = alpha / rank if alpha is not None else strength_of(rank)
+    if not math.isfinite(scale):
+        raise ValueError(f"has an alpha of {alpha}")
     if "up_bias" in arrays:
         # peft's bias of lora_B is added with the strength of the rest.
         tensors["bias"] = np.asarray(arrays["up_bias"], dtype=np.float64) * scale
@@ -208,25 +216,6 @@ def _rank(kind: AdapterKind, tensors: Arrays, *, alpha: float | None) -> int:
     if len(ranks) > 1 or 0 in ranks:
         raise ValueError(f"has factors of different rank ({', '.join(map(str, sorted(ranks)))})")
     return int(next(iter(ranks)))
-
-
-def _scale(
-    kind: AdapterKind,
-    tensors: Arrays,
-    *,
-    alpha: float | None,
-    rank: int,
-    strength_of: Callable[[int], float],
-) -> float:
-    if kind in ("oft", "oft_in", "ia3", "full", "norm"):
-        return 1.0
-    if kind == "lokr" and {"w1", "w2"} <= tensors.keys():
-        # By LyCORIS's rule, alpha counts only where a factor is decomposed; peft's counts always.
-        return 1.0 if alpha is not None else strength_of(0)
-    scale = alpha / rank if alpha is not None else strength_of(rank)
-    if not math.isfinite(scale):
-        raise ValueError(f"has an alpha of {alpha}")
-    return scale
 
 
 def _magnitude(
