@@ -228,6 +228,7 @@ def test_rms_norm_on_cuda_is_one_kernel_that_keeps_its_input() -> None:
         nn.Module(), lambda: F.rms_norm(source * x, (10,), weight), inputs=[x, weight, source]
     )
     assert step.saved_bytes == 6 * 10 * 2 + 6 * 4
+    assert step.temporary_bytes == 2 * 6 * 10 * 2, "gradients of its output and of its input"
     assert step.kernels == 2 + 1 + 2  # product and norm, the gradient they start from, and theirs
 
 
