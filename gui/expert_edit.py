@@ -73,7 +73,7 @@ def without(draft: Draft, *, key: str) -> Draft:
 def replaced(draft: Draft, *, text: str, name: str = _PASTED) -> Edited:
     """Return the draft with the settings of a settings file and no others.
 
-    Raises RequestError with line and column.
+    Raises RequestError: bad syntax with line and column, a wrong setting with its name.
     """
     if not text.strip():
         return Edited(draft=_with(draft, {}))
@@ -82,13 +82,7 @@ def replaced(draft: Draft, *, text: str, name: str = _PASTED) -> Edited:
     except RequestError as error:
         raise RequestError(_in_words(error.found), fix=error.fix) from None
     values = {key: value for key, value in read.values.items() if key != FOLDER}
-    try:
-        edited = _with(draft, values)
-    except RequestError as error:
-        where = "; ".join(
-            f"{key} is in {_in_words(read.places[key])}" for key in values if key in error.found
-        )
-        raise RequestError(f"{error.found.rstrip('.')}; {where}", fix=error.fix) from None
+    edited = _with(draft, values)
     left_out = FOLDER in read.values
     note = f"{FOLDER} was left out: runs of this interface go into its own folder." * left_out
     return Edited(draft=edited, note=note)
@@ -147,4 +141,6 @@ def _refuse_halves(text: str) -> None:
 
 
 def _in_words(found: str) -> str:
-    return re.sub(rf"{re.escape(_PASTED)}:(\d+):(\d+)", r"line \1, column \2", found)
+    """Return an error about pasted text without the name of a file, which it is not from."""
+    named = re.sub(rf"{re.escape(_PASTED)}:(\d+):(\d+)", r"line \1, column \2", found)
+    return named.replace(f"{_PASTED}: ", "")

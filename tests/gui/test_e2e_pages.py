@@ -382,7 +382,7 @@ def test_two_tabs_a_number_under_the_cursor_and_a_file_out_and_in(
     settings.wait_for_function("() => document.getElementById('set-train.seed').value === '7'")
     assert typing.input_value() == "x", "what is being typed stays"
     settings.locator("#expert-json").fill('{"train.seed": 7,\n "adapter.rang": 1}')
-    settings.get_by_text("line 2, column 2: unknown setting").wait_for()
+    settings.get_by_text("unknown setting 'adapter.rang'").wait_for()
     settings.locator("#expert-json").press("Escape")
     saved(settings, work, draft, {"train.seed": 7})
     offset = field(settings, "objective.noise_offset")

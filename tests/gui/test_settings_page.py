@@ -111,13 +111,13 @@ def test_a_file_replaces_all_but_not_what_was_changed_meanwhile(
         call("change", key="data.flip", text="true")
         call("replace", text=text, name=name)
         assert drafts.read(work, draft.id).settings == {"adapter.rank": 4, "train.seed": 7}
-    for text, said in (
+    for text, error in (
         ('{"adapter.rank": 4\n "train.seed": 7}', "line 2, column 2: not JSON"),
-        ('{\n  "adapter.rang": 4}', "line 2, column 3: unknown setting 'adapter.rang'"),
-        ('{"adapter.rank": 4,\n  "train.seed": -1}', "is in line 2, column 3"),
-        ("[1]", "holds a list"),
+        ('{\n  "adapter.rang": 4}', "unknown setting 'adapter.rang'. Did you mean"),
+        ('{"adapter.rank": 4,\n  "train.seed": -1}', "“Train: Seed” = -1: "),
+        ("[1]", "settings.json holds a list"),
     ):
-        assert said in call("replace", text=text)["error"]
+        assert call("replace", text=text)["error"].startswith(error)
     assert call("reset", key="adapter.rank")["given"] == {"train.seed": "7"}
     note = call("replace", text='{"output.folder": "/x", "base.model": "me/model"}')["note"]
     assert "output.folder was left out" in note
