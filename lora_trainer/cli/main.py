@@ -267,15 +267,17 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code. One line for every error a user can meet."""
     try:
-        _refuse_undecodable(sys.argv[1:] if arguments is None else arguments)
+        for word in sys.argv[1:] if arguments is None else arguments:
+            word.encode(sys.getfilesystemencoding())
         answer = app(
             arguments, exit_on_error=False, print_error=False, console=out, error_console=err
         )
         _print(answer)
     except (CycloptsError, LoraTrainError) as error:
         return _told(error)
-    except UnicodeEncodeError as error:  # a name written in a settings file
-        return _told(_not_text(error.object, error.encoding))
+    except UnicodeEncodeError as error:  # a word, or a name written in a settings file
+        problem = f"{ascii(error.object)} is no name in this system's encoding, {error.encoding}"
+        return _told(RequestError(problem, fix="set PYTHONUTF8=1, or use another name"))
     except KeyboardInterrupt:
         err.print(
             "stopped at once; the last saved state is valid: run again with --resume",
@@ -297,21 +299,6 @@ def _print(answer: Reply) -> None:
         sys.stdout.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
     elif answer is not None:
         out.print(answer, highlight=False)
-
-
-def _refuse_undecodable(arguments: list[str]) -> None:
-    for word in arguments:
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            raise _not_text(word, sys.getfilesystemencoding()) from None
-
-
-def _not_text(name: str, encoding: str) -> RequestError:
-    return RequestError(
-        f"{ascii(name)} is no name in this system's encoding, {encoding}",
-        fix="set PYTHONUTF8=1, or use another name",
-    )
 
 
 def parse_training(words: Sequence[str]) -> Mapping[str, Any]:
