@@ -32,6 +32,7 @@ from lora_trainer.common.errors import (
     did_you_mean,
     package_problem,
 )
+from lora_trainer.common.wording import is_hub_id
 from lora_trainer.families.hub_files import cached_snapshot, fetch
 
 Writes = Literal["sentences", "tags"]
@@ -162,7 +163,7 @@ def find(name_or_folder: str) -> RequestedModel:
     if catalogued is None and path.is_dir():
         _refuse_incomplete(path)
         return RequestedModel(source=source, folder=path, catalogued=None)
-    if catalogued is None and not _is_hub_id(source):
+    if catalogued is None and not is_hub_id(source):
         names = [model.name for model in KNOWN]
         raise RequestError(
             f"{name_or_folder!r} is no captioning model.{did_you_mean(name_or_folder, names)}",
@@ -235,10 +236,6 @@ def _refuse_incomplete(folder: Path) -> None:
             f"captioning model {folder} lacks {', '.join(lacking)}",
             fix=f"give a folder that holds {_NEEDED[what_it_writes(folder)]}, or a Hub id",
         )
-
-
-def _is_hub_id(source: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.startswith(".")
 
 
 # ---- what they say

@@ -191,12 +191,13 @@ def import_settings(
     """
     from lora_trainer.common.files import write_atomic
     from lora_trainer.importing.reading import import_file, report, settings_json, settings_toml
+    from lora_trainer.lora_file.tensor_file import refuse_existing
 
     writers = {".toml": settings_toml, ".json": settings_json}
     if output is not None and output.suffix.lower() not in writers:
         raise RequestError(f"{output} is no settings file", fix="name it .toml or .json")
-    if output is not None and output.exists() and not force:
-        raise RequestError(f"{output} exists", fix="choose another --output, or add --force")
+    if output is not None:
+        refuse_existing(output, force=force)
     imported = import_file(file)
     if output is not None:
         write_atomic(output, writers[output.suffix.lower()](imported).encode())

@@ -169,6 +169,11 @@ def public_source(value: str) -> str:
     "owner/name" could be a folder too; it is taken for a Hub id.
     """
     text = public_text(value)
-    if _HUB_ID.fullmatch(text) and not text.endswith(_WEIGHTS):
+    if is_hub_id(text) and not text.endswith(_WEIGHTS):
         return text
     return re.split(r"[\\/]+", text.rstrip("\\/"))[-1]
+
+
+def is_hub_id(text: str) -> bool:
+    """Say whether a text has the form of a Hub id, "owner/name", which could be a folder's, too."""
+    return _HUB_ID.fullmatch(text) is not None

@@ -10,7 +10,6 @@ precision would round it.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ import torch
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, RequestError, TrainingStopped
+from lora_trainer.common.wording import is_hub_id
 from lora_trainer.config.declare import Precision
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import Family
@@ -50,7 +50,6 @@ from lora_trainer.lora_file.write import (
 )
 
 SUFFIX = ".safetensors"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 Weighted = tuple[Path, float]
 """An adapter file and the weight on its update."""
 Parts = Sequence[tuple[ModuleTensors, float]]
@@ -114,7 +113,7 @@ def _names_of(contents: Contents, fit: Fit) -> LayerNames:
         return fit.names
     family, source = families.family(fit.family), stated_base(contents.metadata)
     # A file is no reason to look into any folder: only the embedded base and Hub ids are.
-    if source is not None and (source == EMBEDDED or _HUB_ID.fullmatch(source)):
+    if source is not None and (source == EMBEDDED or is_hub_id(source)):
         try:
             facts = describe(BaseSettings(model=source))
         except LoraTrainError:
