@@ -57,22 +57,11 @@ def describe(
 
 
 def _with(metadata: Mapping[str, str], texts: Mapping[str, str | None]) -> dict[str, str]:
-    changed_metadata = dict(metadata)
-    for name, value in texts.items():
-        if value is not None:
-            _put(changed_metadata, _KEYS[name], _checked(name, value))
-    # Our exports repeat the trigger there; a hint in somebody else's own words stays.
-    ours = usage_hint(metadata.get(_TRIGGER, ""))
-    if texts.get("trigger") is not None and metadata.get(_HINT, "") == ours:
-        _put(changed_metadata, _HINT, usage_hint(changed_metadata.get(_TRIGGER, "")))
-    return changed_metadata
-
-
-def _put(metadata: dict[str, str], key: str, value: str) -> None:
-    if value:
-        metadata[key] = value
-    else:
-        metadata.pop(key, None)
+    new = {_KEYS[name]: _checked(name, text) for name, text in texts.items() if text is not None}
+    # Our exports repeat the trigger in a hint; one in somebody else's own words stays.
+    if _TRIGGER in new and metadata.get(_HINT, "") == usage_hint(metadata.get(_TRIGGER, "")):
+        new[_HINT] = usage_hint(new[_TRIGGER])
+    return {key: text for key, text in {**metadata, **new}.items() if text or key not in new}
 
 
 def _checked(name: str, value: str) -> str:
