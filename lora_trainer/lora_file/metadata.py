@@ -85,9 +85,6 @@ class ExportInfo:
     started_at_s: float
     saved_at_s: float
     trigger: str | None = None
-    description: str = ""
-    author: str = ""
-    license: str = ""
     thumbnail_jpeg: bytes | None = None
     zero_terminal_snr: bool = False
     regularisation_per_epoch: int = 0
@@ -205,7 +202,7 @@ def _training(info: ExportInfo) -> dict[str, Any]:
         "ss_gradient_checkpointing": settings["memory.gradient_checkpointing"] != "none",
         "ss_clip_skip": _beyond(settings["base.clip_skip"], 1),
         "ss_max_token_length": _beyond(settings["data.caption_tokens"], CHUNK_TOKENS),
-        "ss_training_comment": info.description or None,
+        "ss_training_comment": settings["output.description"] or None,
         "ss_loss_type": "l2" if loss == "mse" else loss,
         "ss_min_snr_gamma": settings["objective.min_snr_gamma"] if weighting == "min_snr" else None,
         "ss_debiased_estimation": weighting == "debiased",
@@ -370,9 +367,7 @@ def _modelspec(info: ExportInfo) -> dict[str, Any]:
     optional = {
         "trigger_phrase": info.trigger,
         "usage_hint": usage_hint(info.trigger or ""),
-        "description": info.description,
-        "author": info.author,
-        "license": info.license,
+        **{name: settings[f"output.{name}"] for name in ("description", "author", "license")},
         "timestep_range": f"{low},{high}" if (low, high) != (0, 999) else None,
         "thumbnail": f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}"
         if picture

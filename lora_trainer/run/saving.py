@@ -126,7 +126,7 @@ def _write_words(
 def _export_info(
     job: TrainingJob, tensors: AdapterTensors, progress: Progress, images: Sequence[Path]
 ) -> ExportInfo:
-    prepared, output = job.prepared, job.prepared.config.output
+    prepared = job.prepared
     by_repeats: dict[int, list[str]] = {}
     for record in prepared.trained:
         by_repeats.setdefault(record.repeats, []).append(record.caption)
@@ -161,9 +161,6 @@ def _export_info(
         started_at_s=job.started_at_s,
         saved_at_s=time.time(),
         trigger=", ".join(prepared.config.data.triggers) or None,
-        description=output.description,
-        author=output.author,
-        license=output.license,
         thumbnail_jpeg=_thumbnail(images[0], job.events) if images else None,
         regularisation_per_epoch=prepared.regularisation_per_epoch,
         zero_terminal_snr=prepared.facts.zero_terminal_snr,

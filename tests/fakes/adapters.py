@@ -145,6 +145,7 @@ def export_info(**changes: object) -> ExportInfo:
         "data.resolution": 512,
         "memory.gradient_checkpointing": "none",
         "objective.weighting": "min_snr",
+        "output.description": "a round blue creature",
         "adapter.rank": RANK,
         "adapter.alpha": ALPHA,
     }
@@ -172,7 +173,6 @@ def export_info(**changes: object) -> ExportInfo:
         "started_at_s": 1_700_000_000.0,
         "saved_at_s": 1_700_003_600.0,
         "trigger": "zibbo",
-        "description": "a round blue creature",
     }
     return ExportInfo(**{**values, **changes})  # type: ignore[arg-type]
 

@@ -122,6 +122,7 @@ def test_a_large_vocabulary_is_cut_to_the_most_frequent_tags(
 def test_no_path_and_no_token_reaches_the_file(header: Header, tmp_path: Path) -> None:
     texts = [field.name for field in fields(PLAIN) if isinstance(getattr(PLAIN, field.name), str)]
     keys = ("base.model", "output.folder", "data.cache_dir", "output.name", "data.trigger")
+    keys += ("output.description", "output.author", "output.license")
     for planted, secret in (
         ("/home/jane doe/lora", "jane"),
         ("C:\\Users\\jane\\lora", "jane"),
@@ -141,7 +142,7 @@ def test_no_path_and_no_token_reaches_the_file(header: Header, tmp_path: Path) -
         assert secret.encode() not in (tmp_path / "lora.safetensors").read_bytes()
         assert secret != "jane" or entries["modelspec.title"] == "lora"
     caption = "see https://example.com/a/b, and/or 1/2 body :/ 16:9, c: drive"
-    assert header(description=caption)["modelspec.description"] == caption
+    assert header({"output.description": caption})["modelspec.description"] == caption
 
 
 def test_models_are_named_without_their_folders(header: Header) -> None:
@@ -254,12 +255,12 @@ def test_entries_follow_the_settings_in_the_words_of_kohya_and_lycoris(
 
 
 def test_what_people_say_about_their_adapter(header: Header) -> None:
-    people = {"author": "A. Person", "license": "mit"}
-    found = header(**people, thumbnail_jpeg=b"\xff\xd8/9j/x")
+    people = {"output.author": "A. Person", "output.license": "mit"}
+    found = header(people, thumbnail_jpeg=b"\xff\xd8/9j/x")
     assert found["modelspec.author"] == "A. Person"
     assert found["modelspec.license"] == "mit"
     assert found["modelspec.thumbnail"] == "data:image/jpeg;base64,/9gvOWoveA=="
     assert "zibbo" in found["modelspec.usage_hint"]
-    bare = header(trigger=None, description="")
+    bare = header({"output.description": ""}, trigger=None)
     empty = ("author", "license", "usage_hint", "trigger_phrase", "description")
     assert not {f"modelspec.{name}" for name in empty} & bare.keys()
