@@ -26,9 +26,10 @@ WITHIN_S = 250.0
 _WORKER = """
 import sys
 from pathlib import Path
-from lora_trainer.queue.worker import work
+from lora_trainer.queue import worker
 *trainer, _, _, _, runs = sys.argv[1:]
-work(Path(runs), trainer=trainer, devices=[""], idle_polls=1)
+worker.POLL_S = 0.05
+worker.work(Path(runs), trainer=trainer, devices=[""], idle_polls=20)
 """
 WORKER_PROGRAM = (sys.executable, "-c", _WORKER, *FAKE_TRAINER)
 """Stands in for `lora-train`: whatever command it gets, it is a worker with the fake trainer."""
