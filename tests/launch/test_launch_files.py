@@ -97,7 +97,9 @@ end() { [ -z "$1" ] || printf '{\\n  "state": "x",\\n  "exit_code": %s\\n}' "$1"
 def machine(tmp_path: Path) -> Machine:
     made = Machine(tmp_path)
     made.program("python", "exit 0")
-    made.program("sleep", f"exec {shutil.which('sleep')} 0.02")  # the scripts look every half second
+    made.program(
+        "sleep", f"exec {shutil.which('sleep')} 0.02"
+    )  # the scripts look every half second
     return made
 
 
