@@ -70,14 +70,14 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
     if config.train.deterministic:  # CUDA reads the variable at its start, in the next lines
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = planned_device(prepared)
-    if device.type != CPU.type:
+    device, gpu = planned_device(prepared), training_gpu(prepared)
+    if gpu is not None:
         if kind_of(device).own_memory:  # torch.mps has a single device and no set_device
             torch.get_device_module(device).set_device(device)
         limit_gib = config.hardware.vram_limit_gib
         cap_allocator(
             limit_bytes=None if limit_gib is None else int(limit_gib * GIB),
-            free_bytes=card_of(prepared, device).free_bytes,
+            free_bytes=gpu.free_bytes,
             device=device,
         )
     if config.train.deterministic:
@@ -140,8 +140,11 @@ def pinning(prepared: Prepared, events: EventStream) -> Iterator[None]:
         yield
 
 
-def card_of(prepared: Prepared, device: torch.device) -> Gpu:
-    """Return the detected GPU of a planned device."""
+def training_gpu(prepared: Prepared) -> Gpu | None:
+    """Return the detected GPU of this process's device, None on the processor."""
+    device = planned_device(prepared)
+    if device == CPU:
+        return None
     return next(gpu for gpu in prepared.hardware.gpus if gpu.index == (device.index or 0))
 
 

@@ -37,12 +37,11 @@ from lora_trainer.reporting.status import StatusWriter
 from lora_trainer.reporting.trackers import start_trackers
 from lora_trainer.run.build import plan_cache, refuse_small_cache
 from lora_trainer.run.device import (
-    CPU,
-    card_of,
     oom_history_memo,
     pinning,
     planned_device,
     setup_torch,
+    training_gpu,
 )
 from lora_trainer.run.hub_upload import check_upload
 from lora_trainer.run.machine_report import doctor_json
@@ -128,14 +127,13 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
             watchers=request.watchers,
         )
         _announce(job, resumption)
-        record, device = _run_record(job, request, environment), planned_device(prepared)
-        gpu = None if device == CPU else card_of(prepared, device)
+        record = _run_record(job, request, environment)
         write_atomic(folder.path / RUN_FILE, json_bytes(record))
         with (
             _end_recorded(folder, events),
             in_use(prepared.cache_root),
             shared_cores(events),
-            Notices(config=prepared.config, gpu=gpu, events=events),
+            Notices(config=prepared.config, gpu=training_gpu(prepared), events=events),
         ):
             file = train_job(job)
         events.emit("phase", phase="report", message="report.html", done=0, total=0)
