@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_trainer.checkpoint.states import LoopValues, load_newest
 from lora_trainer.common.errors import MachineError, TrainingStopped
-from lora_trainer.config.learning import ObjectiveSettings, OptimizerSettings
+from lora_trainer.config.learning import OptimizerSettings
 from lora_trainer.families.facts import Conditioning
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.training.actions import Progress
@@ -54,24 +54,6 @@ def splittable(tiny: TinyTraining) -> tuple[Sample, ...]:
     return next(batch for batch in steps if max(map(len, split(batch, cap=4))) == 3)
 
 
-EVERY_OPTION = ObjectiveSettings(
-    weighting="soft_min_snr",
-    loss="smooth_l1",
-    noise_offset=0.05,
-    multires_noise_iterations=2,
-    input_perturbation=0.1,
-    timestep_sampling="mode",
-    timestep_strata=4,
-)
-
-
-def first_gradients(cap: int) -> list[Tensor]:
-    tiny = build_training(build_feeder(objective=EVERY_OPTION), steps=1)
-    awaken(tiny.adapter)
-    add_gradients(tiny.training, splittable(tiny), cap=cap)
-    return gradients(tiny.adapter)
-
-
 def trained(steps: int, *, micro_batch: int = 4, **options: Any) -> TinyTraining:
     tiny = build_training(build_feeder(), steps=steps, **options)
     run(tiny.training, at_start(micro_batch=micro_batch))
@@ -79,14 +61,6 @@ def trained(steps: int, *, micro_batch: int = 4, **options: Any) -> TinyTraining
 
 
 # ---- splits
-
-
-def test_the_first_gradients_do_not_depend_on_the_split() -> None:
-    whole = first_gradients(4)
-    assert len(whole) == len(build_training(build_feeder(), steps=1).adapter.parameters())
-    assert all(float(gradient.abs().max()) > 0 for gradient in whole)
-    for cap in (2, 1):
-        assert distance(first_gradients(cap), whole) < 1e-5
 
 
 DROPOUTS = {"dropout": 0.2, "rank_dropout": 0.3, "module_dropout": 0.2}

@@ -233,28 +233,19 @@ def test_prodigys_rate_is_what_it_has_found() -> None:
 
 
 def test_muon_moves_matrices_by_their_singular_vectors_and_the_rest_by_adamw() -> None:
-    own = parameters()
+    """The rest are other tensors, and the vectors of new words."""
+    own, words = parameters(), parameters()[0]
     before = [parameter.detach().clone() for parameter in own]
-    walk(optimizers.build_optimizer(groups(own), settings("muon", weight_decay=0.0)), own, [0])
+    both = [*groups(own), {**groups([words])[0], "embedding": True}]
+    muon = optimizers.build_optimizer(both, settings("muon", weight_decay=0.0))
+    walk(muon, [words, *own[1:], own[0]], [0])  # gradients are drawn in this order
     adamw = parameters()
     walk(optimizers.build_optimizer(groups(adamw), settings("adamw", weight_decay=0.0)), adamw, [0])
     wide = before[0] - own[0].detach()
     values = torch.linalg.svdvals(wide) / (1e-2 * 0.2 * 16)  # rate, and 0.2 sqrt(256)
     assert values.min() > 0.5 and values.max() < 1.5
-    for mine, other in zip(own[2:], adamw[2:], strict=True):
+    for mine, other in zip([words, *own[2:]], [adamw[0], *adamw[2:]], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
-
-
-def test_muon_leaves_the_vectors_of_words_to_adamw() -> None:
-    own, adamw = parameters()[:1], parameters()[:1]
-    words = {**groups(own)[0], "embedding": True}
-    walk(optimizers.build_optimizer([words], settings("muon", weight_decay=0.0)), own, range(3))
-    walk(
-        optimizers.build_optimizer(groups(adamw), settings("adamw", weight_decay=0.0)),
-        adamw,
-        range(3),
-    )
-    torch.testing.assert_close(own, adamw, rtol=1e-4, atol=1e-6)
 
 
 def test_the_average_is_the_librarys_and_the_weights_come_back_to_the_bit() -> None:

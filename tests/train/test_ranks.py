@@ -34,53 +34,27 @@ LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "2",
 }
 _TRACKERS = """
-import json, sys
-from pathlib import Path
-from unittest.mock import MagicMock
-
 import torch.distributed as dist
-from PIL import Image
 
 def refused(*args, **options):
     raise RuntimeError("the process group is started in one process alone")
 
 dist.init_process_group = dist.distributed_c10d.init_process_group = refused
-names = ["wandb", "tensorboard"]  # wandb first: it asks for a state, and makes none
-for name in names[:1]:
-    sys.modules[name] = MagicMock(__spec__=MagicMock(), __version__="4.0.0")
 
-from lora_trainer.common.events import EventStream
-from lora_trainer.reporting.trackers import start_trackers
+from accelerate.tracking import PartialState  # as trackers and log lines of accelerate make it
 from lora_trainer.training.distributed.process_group import isolate_accelerate
 
 isolate_accelerate()
-folder, events, problems = Path(sys.argv[1]), EventStream(), []
-def listen(event):
-    if event.kind == "problem" and event.fields["code"] == "TRN-05":
-        problems.append(event.fields["what"])
-
-events.subscribe(listen)
-Image.new("RGB", (8, 8)).save(folder / "00.png")
-every = {name.replace("_", "-"): "1" for name in names}
-start_trackers(names, packages=every, run_folder=folder, settings={"train.seed": 1}, events=events)
-fields = dict(step=1, images=1, loss=0.5, lr=1e-4, grad_norm=1.0, seconds=1.0, data_wait_s=0.0)
-fields |= dict.fromkeys(["vram_bytes", "vram_reserved_bytes", "vram_used_bytes", "host_bytes"], 0)
-events.emit("step", **fields)
-events.emit("sample", step=1, images=[{"file": "00.png", "prompt": "a toy"}])
-events.emit("finished", step=1)
-print(json.dumps({"problems": problems, "logged": sys.modules["wandb"].init.return_value.log.called}))
+print(PartialState().num_processes)
 """
 
 
-def test_no_tracker_of_accelerate_waits_for_other_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_accelerate_waits_for_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trackers would: only the first process has them. Real ones: tests/test_processes.py."""
     for name, value in LAUNCHERS.items():
         monkeypatch.setenv(name, value)
-    done = python(_TRACKERS, str(tmp_path))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {"problems": [], "logged": True}
-    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+    done = python(_TRACKERS)
+    assert done.stdout.split()[-1:] == ["1"], done.stderr[-3000:]
 
 
 # ---- the time a start may take
