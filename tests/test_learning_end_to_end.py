@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,46 +55,29 @@ def ended(other: Toy) -> str:
     return str(row["reason"])
 
 
+NO_NOISE = {"objective__min_timestep": 0, "objective__max_timestep": 0}
+STEEP = {"objective__weighting": "p2", "objective__p2_gamma": 10}
+"""With hardly any noise, (1 + SNR)^-10."""
+
+
 @pytest.mark.parametrize(
-    ("settings", "causes"),
+    ("settings", "cause"),
     [
-        (
-            {"optimizer__learning_rate": 1e-50},
-            (
-                "after 25 steps with gradients the adapter is as it began",
-                "the learning rate, 1e-50, is too small",
-                "optimizer.learning_rate=1e-4",
-            ),
-        ),
-        (  # hardly any noise, and p2 at its steepest: (1 + SNR)^-10
-            {
-                "objective__weighting": "p2",
-                "objective__p2_gamma": 10,
-                "objective__min_timestep": 0,
-                "objective__max_timestep": 0,
-            },
-            (
-                "the gradients of 25 steps, up to step 25, are all zero",
-                "the weights of the loss",
-            ),
-        ),
+        ({"optimizer__learning_rate": 1e-50}, "after 25 steps .* rate, 1e-50, is too small"),
+        ({**NO_NOISE, **STEEP}, "up to step 25, are all zero.*the weights of the loss"),
         (
             {**LOOKED_AT, "optimizer__learning_rate": 1e-9},
-            (
-                "after 50 steps the loss is as it was at the start",
-                "the learning rate, 1e-09, is far too low",
-            ),
+            "after 50 steps .* 1e-09, is far too low",
         ),
-        ({**LOOKED_AT, "adapter__alpha": 1e-6}, ("adapter.alpha / adapter.rank",)),
+        ({**LOOKED_AT, "adapter__alpha": 1e-6}, "adapter.alpha / adapter.rank"),
     ],
     ids=["rate of zero", "weights of zero", "rate far too low", "alpha far too low"],
 )
 def test_a_run_that_learns_nothing_stops_and_names_why(
-    other: Toy, settings: dict[str, Any], causes: tuple[str, ...]
+    other: Toy, settings: dict[str, Any], cause: str
 ) -> None:
     assert other.train(**{"steps": 40, **QUIET, **settings}) == 5
-    reason = ended(other)
-    assert all(cause in reason for cause in causes), reason
+    assert re.search(cause, ended(other))
 
 
 def test_gradients_that_vanish_in_fp16_are_too_small_for_it(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -26,15 +25,6 @@ from lora_trainer.network.live_storages import LiveStorages
 from tests.fakes.trainee import LAYERS, same, trainee
 
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors on several threads are slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @FAMILIES

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lora_trainer.config.learning import AdapterSettings
-from lora_trainer.families import family
-from lora_trainer.families.facts import DENOISER
-from lora_trainer.lora.adapter import inject
 from lora_trainer.network.block_swap import stream_blocks
 from lora_trainer.network.compiling import CompiledBlocks
 from lora_trainer.network.gradient_checkpointing import apply_checkpointing
 from lora_trainer.network.quantize import quantize
-from tests.fakes.family_bases import CPU, conditioning_of, denoiser_of, facts_of
+from tests.fakes.family_bases import CPU
 from tests.fakes.runs import python
-from tests.fakes.trainee import compiled_calls
+from tests.fakes.trainee import compiled_calls, trainee
 
 
 def test_gradients_of_traced_blocks_are_the_same() -> None:
@@ -26,40 +23,18 @@ def test_gradients_of_traced_blocks_are_the_same() -> None:
 
     With an int8 base and streamed blocks; OFT: test_compile_end_to_end.py.
     """
-    chosen, facts = family("flux"), facts_of("flux")
-    denoiser = denoiser_of(chosen.name)
-    quantize(denoiser, "int8", device=CPU, skip=chosen.traits.quantization_skip)
-    adapter = inject(
-        {DENOISER: denoiser},
-        modules={DENOISER: chosen.lora_targets(denoiser, "attention")},
-        settings=AdapterSettings(rank=2),
-        alpha=2.0,
-        seed=3,
-    )
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    apply_checkpointing(denoiser, "offloaded")
-    stream_blocks(denoiser, count=2, device=CPU)
-    told = conditioning_of(chosen, facts, ["a cat"])
-    noisy = torch.randn(1, facts.latent_channels, 8, 8, generator=generator)
-
-    def gradients() -> list[Tensor]:
-        for parameter in adapter.parameters():
-            parameter.grad = None
-        chosen.predict(denoiser, noisy, torch.tensor([500.0]), told).square().mean().backward()
-        return [p.grad for p in adapter.parameters() if p.grad is not None]
-
-    plain = gradients()
-    compiled = CompiledBlocks(denoiser, backend="aot_eager")
+    at = trainee("flux", prepare=partial(quantize, kind="int8", device=CPU))
+    apply_checkpointing(at.denoiser, "offloaded")
+    stream_blocks(at.denoiser, count=2, device=CPU)
+    plain = at.gradients()
+    compiled = CompiledBlocks(at.denoiser, backend="aot_eager")
     calls = compiled_calls(compiled)
     with compiled.used():
-        traced = gradients()
+        traced = at.gradients()
     before = len(calls)
     assert before, "nothing ran compiled"
-    for one, other, again in zip(plain, traced, gradients(), strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-7)
+    for one, other, again in zip(plain, traced, at.gradients(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
         assert torch.equal(again, one), "off is off"
     assert len(calls) == before
 

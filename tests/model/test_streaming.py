@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -27,15 +26,6 @@ from tests.fakes.late_copies import LateCopies
 from tests.fakes.trainee import Trainee, block_sizes, failing, same, trainee
 
 FAMILIES = pytest.mark.parametrize("name", families.MODULES)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors on several threads are slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def streamed(at: Trainee, *, count: int | None = None, checkpointing: Any = "full") -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -35,15 +34,6 @@ RANK = 4
 OTHERS = [name for name in families.MODULES if name not in ("sd15", "sd2", "flux")]
 """The network of SD 2.x is one of SD 1.x with the linear projections of SDXL."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors on several threads are slower, many times so beside another training."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def workload(name: str, **changes: Any) -> Workload:
