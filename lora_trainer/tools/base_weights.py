@@ -38,12 +38,12 @@ from lora_trainer.lora_file.tensor_file import (
     Body,
     Opened,
     open_checked,
-    refuse_existing,
     temporary_beside,
     write_tensors,
 )
 from lora_trainer.tools.adapters import (
     SUFFIX,
+    AdapterTarget,
     ToolResult,
     Weighted,
     WeightedSources,
@@ -255,12 +255,7 @@ def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = F
 
 def _refuse_output(base: BaseWeights, output: Path, *, force: bool) -> None:
     if base.single:
-        if output.suffix != SUFFIX:
-            raise RequestError(
-                f"the base is one file, --output {output.name} does not end with {SUFFIX}",
-                fix=f"call it {output.name}{SUFFIX}",
-            )
-        refuse_existing(output, force=force)
+        AdapterTarget(path=output, force=force).check()
         return
     if output.suffix == SUFFIX:
         raise RequestError(
