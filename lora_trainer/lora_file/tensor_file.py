@@ -35,10 +35,6 @@ from lora_trainer.families.base_files.weight_files import (
 from lora_trainer.families.facts import Header, TensorInfo
 
 Array = np.ndarray[Any, Any]
-_NUMPY = {
-    "F16": "<f2", "F32": "<f4", "F64": "<f8", "BOOL": "?",
-    "I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8",
-}  # fmt: skip
 PEFT_FILE = "adapter_model.safetensors"
 FOLDER_FILES = (PEFT_FILE, "pytorch_lora_weights.safetensors")
 """The names under which peft and diffusers save a LoRA into a folder."""
@@ -200,8 +196,10 @@ def numbers(data: bytearray, entry: HeaderEntry) -> Array:
             codes = np.frombuffer(data, "u1").astype("<u2")
             halves = ((codes & 0x80) << 8 | (codes & 0x7F) << 7).view("<f2")
             values = np.where(codes & 0x7F == 0x7F, np.float32(np.nan), halves.astype("<f4") * 256)
-        case _:
-            values = np.frombuffer(data, _NUMPY[entry.dtype])
+        case "BOOL":
+            values = np.frombuffer(data, "?")
+        case name:  # F32 is <f4, as in numpy
+            values = np.frombuffer(data, f"<{name[0].lower()}{ELEMENT_BYTES[name]}")
     return values.reshape(entry.shape)
 
 
