@@ -240,9 +240,8 @@ def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = F
                     f"{path} would be replaced by the result", fix="give another --output"
                 )
         adapters = open_weighted(inputs, stack, names=opened.names())
-        changes = _changes(opened, adapters)
-        write = _write_single if opened.single else _write_folder
-        notes = write(opened, adapters, changes, output, force=force)
+        merge = _BaseMerge(base=opened, adapters=adapters, changes=_changes(opened, adapters))
+        notes = (merge.write_file if opened.single else merge.write_folder)(output, force=force)
         family, layers = opened.family.name, len(adapters.layers)
         return ToolResult(
             file=output,
@@ -305,83 +304,108 @@ def _changes(base: BaseWeights, adapters: WeightedSources) -> Changes:
     return changes
 
 
-def _write_single(
-    base: BaseWeights, adapters: WeightedSources, changes: Changes, output: Path, *, force: bool
-) -> list[str]:
-    file = next(iter(base.tensors.values())).file
-    names = [file.path.stem, *(Path(source.name).stem for source in adapters.sources)]
-    merged_from = {"modelspec.merged_from": public_text(", ".join(names))}
-    _rewrite(file, output, adapters, changes, entries=merged_from, force=force)
-    averaged = any(name.startswith(_AVERAGED) for name in file.entries)
-    return [f"{_AVERAGED}*, the averaged weights, are without the adapters"] if averaged else []
+@dataclass(frozen=True, kw_only=True)
+class _BaseMerge:
+    """Adapters, and the tensors of a base that they change."""
 
+    base: BaseWeights
+    adapters: WeightedSources
+    changes: Changes
 
-def _write_folder(
-    base: BaseWeights, adapters: WeightedSources, changes: Changes, output: Path, *, force: bool
-) -> list[str]:
-    temporary = temporary_beside(output)
-    try:
-        temporary.mkdir()
-        left_out = _fill(base.path, temporary, adapters, changes, top=True)
-        _replace(temporary, output, force=force)
-    except OSError as error:
-        raise disk_error(output, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return [f"{name} was left out: it would lack the adapters" for name in left_out]
+    def write_file(self, output: Path, *, force: bool) -> list[str]:
+        """Write a checkpoint in one file; return notes."""
+        file = next(iter(self.base.tensors.values())).file
+        names = [file.path.stem, *(Path(source.name).stem for source in self.adapters.sources)]
+        merged_from = {"modelspec.merged_from": public_text(", ".join(names))}
+        self._rewrite(file, output, entries=merged_from, force=force)
+        averaged = any(name.startswith(_AVERAGED) for name in file.entries)
+        return [f"{_AVERAGED}*, the averaged weights, are without the adapters"] if averaged else []
 
+    def write_folder(self, output: Path, *, force: bool) -> list[str]:
+        """Write a diffusers folder; return notes."""
+        temporary = temporary_beside(output)
+        try:
+            temporary.mkdir()
+            left_out = self._fill(self.base.path, temporary, top=True)
+            _replace(temporary, output, force=force)
+        except OSError as error:
+            raise disk_error(output, error) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return [f"{name} was left out: it would lack the adapters" for name in left_out]
 
-def _fill(
-    folder: Path, target: Path, adapters: WeightedSources, changes: Changes, *, top: bool = False
-) -> list[str]:
-    """Copy a folder, weights of changed components with the changes; return the files left out.
+    def _fill(self, folder: Path, target: Path, *, top: bool = False) -> list[str]:
+        """Copy a folder, weights of changed components with the changes; return the files left out.
 
-    Weights in other formats than safetensors would be without them, as would checkpoints beside the
-    components' folders. All shards and variants (such as fp16) of a component are changed.
-    """
-    left_out = []
-    changed = any(folder == changed_folder for changed_folder, _ in changes)
-    for entry in sorted(folder.iterdir()):
-        new = target / entry.name
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            new.mkdir()
-            left_out += _fill(entry, new, adapters, changes)
-        elif changed and entry.suffix == SUFFIX:
-            with ExitStack() as stack:
-                _rewrite(open_file(entry, stack), new, adapters, changes)
-        elif entry.suffix in _WEIGHTS and (top or changed):
-            left_out.append(entry.relative_to(folder.parent).as_posix())
-        else:
-            shutil.copyfile(entry, new)  # links are followed
-            with new.open("rb+") as copied:
-                os.fsync(copied.fileno())
-    return left_out
-
-
-def _rewrite(
-    file: Opened,
-    new: Path,
-    adapters: WeightedSources,
-    changes: Changes,
-    *,
-    entries: Mapping[str, str] | None = None,
-    force: bool = False,
-) -> None:
-    """Write a file again with changed weights, tensors in their order, one at a time."""
-    folder, metadata = file.path.parent, {**file.metadata, **(entries or {})}
-
-    def bodies() -> Iterator[Body]:
-        for name, entry in file.entries.items():
-            layers = changes.get((folder, name.removeprefix(TEXT_MODEL)))
-            if layers is None:
-                yield file.read(entry)
+        Weights in other formats than safetensors would be without them, as would checkpoints beside the
+        components' folders. All shards and variants (such as fp16) of a component are changed.
+        """
+        left_out = []
+        changed = any(folder == changed_folder for changed_folder, _ in self.changes)
+        for entry in sorted(folder.iterdir()):
+            new = target / entry.name
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                new.mkdir()
+                left_out += self._fill(entry, new)
+            elif changed and entry.suffix == SUFFIX:
+                with ExitStack() as stack:
+                    self._rewrite(open_file(entry, stack), new)
+            elif entry.suffix in _WEIGHTS and (top or changed):
+                left_out.append(entry.relative_to(folder.parent).as_posix())
             else:
-                yield tensor_bytes(_merged(name, read_tensor(file, name), layers, adapters))
+                shutil.copyfile(entry, new)  # links are followed
+                with new.open("rb+") as copied:
+                    os.fsync(copied.fileno())
+        return left_out
 
-    hashes = [key for key in HASHES if key in metadata]
-    write_tensors(new, file.entries, bodies(), metadata=metadata, hashes=hashes, force=force)
+    def _rewrite(
+        self,
+        file: Opened,
+        new: Path,
+        *,
+        entries: Mapping[str, str] | None = None,
+        force: bool = False,
+    ) -> None:
+        """Write a file again with changed weights, tensors in their order, one at a time."""
+        folder, metadata = file.path.parent, {**file.metadata, **(entries or {})}
+
+        def bodies() -> Iterator[Body]:
+            for name, entry in file.entries.items():
+                layers = self.changes.get((folder, name.removeprefix(TEXT_MODEL)))
+                if layers is None:
+                    yield file.read(entry)
+                else:
+                    yield tensor_bytes(self._merged(name, read_tensor(file, name), layers))
+
+        hashes = [key for key in HASHES if key in metadata]
+        write_tensors(new, file.entries, bodies(), metadata=metadata, hashes=hashes, force=force)
+
+    def _merged(self, name: str, weight: Tensor, changes: Sequence[Changed]) -> Tensor:
+        """Return a tensor of the base with all changes, in its dtype; raises RequestError beyond its range."""
+        # A copy, because DoRA and OFT go by the weights of the base, whatever else is merged.
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        merged = weight.to(wide, copy=True)
+        for key, at in changes:
+            rows = slice(None) if at.rows is None else slice(*at.rows)
+            layer, _, part = key.rpartition(".")
+            for module, strength in self.adapters.modules(layer):
+                # The update of DoRA, OFT, GLoRA or IA3 is computed from the base's weight in diffusers' order.
+                if part == "bias" and "bias" in module.tensors:
+                    change = module.tensors["bias"].to(wide)
+                elif part == "weight" and (module.kind != "full" or "difference" in module.tensors):
+                    change = update(module, rows_at(at, weight))
+                else:
+                    continue
+                merged[rows] += strength * in_place_order(at, change)
+        largest, limit = float(merged.abs().max()), torch.finfo(weight.dtype).max
+        if not largest <= limit:  # fp8 would be clipped without a word
+            raise RequestError(
+                f"{name} would reach {largest:.3g}, its dtype ends at {limit:.3g}",
+                fix="merge with a lower weight, or into the bf16 or fp32 version of the base model",
+            )
+        return merged.to(weight.dtype)
 
 
 def _replace(temporary: Path, output: Path, *, force: bool) -> None:
@@ -397,31 +421,3 @@ def _replace(temporary: Path, output: Path, *, force: bool) -> None:
         raise
     sync_folder(output.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _merged(
-    name: str, weight: Tensor, changes: Sequence[Changed], adapters: WeightedSources
-) -> Tensor:
-    """Return a tensor of the base with all changes, in its dtype; raises RequestError beyond its range."""
-    # A copy, because DoRA and OFT go by the weights of the base, whatever else is merged.
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    merged = weight.to(wide, copy=True)
-    for key, at in changes:
-        rows = slice(None) if at.rows is None else slice(*at.rows)
-        layer, _, part = key.rpartition(".")
-        for module, strength in adapters.modules(layer):
-            # The update of DoRA, OFT, GLoRA or IA3 is computed from the base's weight in diffusers' order.
-            if part == "bias" and "bias" in module.tensors:
-                change = module.tensors["bias"].to(wide)
-            elif part == "weight" and (module.kind != "full" or "difference" in module.tensors):
-                change = update(module, rows_at(at, weight))
-            else:
-                continue
-            merged[rows] += strength * in_place_order(at, change)
-    largest, limit = float(merged.abs().max()), torch.finfo(weight.dtype).max
-    if not largest <= limit:  # fp8 would be clipped without a word
-        raise RequestError(
-            f"{name} would reach {largest:.3g}, its dtype ends at {limit:.3g}",
-            fix="merge with a lower weight, or into the bf16 or fp32 version of the base model",
-        )
-    return merged.to(weight.dtype)
