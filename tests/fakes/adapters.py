@@ -122,15 +122,15 @@ def adapter_for(
     return found
 
 
-def small_adapter(seed: int = 0, *, size: float = 1.0) -> dict[str, ModuleTensors]:
+def small_adapter(seed: int = 0, *, size: float = 1.0, **options: Any) -> dict[str, ModuleTensors]:
     """Return three modules of a U-Net: a 1x1 convolution, a linear layer, a 3x3 convolution."""
     shapes = {
         "denoiser.down_blocks.0.attentions.0.proj_in": (6, 8, 1, 1),
         "denoiser.mid_block.attentions.0.transformer_blocks.0.attn2.to_k": (10, 12),
-        "denoiser.mid_block.resnets.0.conv1": (5, 3, 3, 3),
+        "denoiser.mid_block.resnets.0.conv1": (4, 6, 3, 3),
     }
     return {
-        key: draw_module(shape, size=size, seed=seed * 10 + number)
+        key: draw_module(shape, size=size, seed=seed * 10 + number, **options)
         for number, (key, shape) in enumerate(shapes.items())
     }
 

@@ -41,20 +41,6 @@ Write = Callable[[ModuleTensors], dict[str, Tensor]]
 """Returns the tensors that the file has of a module."""
 
 
-def of_kind(kind: str, *, scale: float = 0.3) -> dict[str, ModuleTensors]:
-    """Return an adapter on a linear layer, a 1x1 and a 3x3 convolution."""
-    shapes = {
-        "denoiser.down_blocks.0.attentions.0.proj_in": (6, 8, 1, 1),
-        LINEAR: (10, 12),
-        CONV: (4, 6, 3, 3),
-    }
-    options: dict[str, Any] = {"kind": kind, "rank": 2, "scale": scale}
-    return {
-        key: draw_module(shape, seed=number, **options)
-        for number, (key, shape) in enumerate(shapes.items())
-    }
-
-
 def ends(named: dict[str, Tensor], stem: str) -> set[str]:
     return {name.removeprefix(f"{stem}.") for name in named if name.startswith(stem)}
 
@@ -75,19 +61,19 @@ def test_kohya_names_and_one_alpha_whatever_the_modules_have() -> None:
         ((), torch.float32, ALPHA)
     }
     assert named[f"{stem}.lora_down.weight"].dtype == torch.float16
-    assert named[f"{STEM}.lora_up.weight"].shape == (5, 4, 1, 1)
+    assert named[f"{STEM}.lora_up.weight"].shape == (4, 4, 1, 1)
 
 
 def test_dora_in_each_format() -> None:
     """[out, 1, ...] is how LyCORIS and ComfyUI tell norms by output from norms by input."""
-    tensors = {CONV: with_magnitude(small_adapter()[CONV], torch.ones(5, 3, 3, 3))}
+    tensors = {CONV: with_magnitude(small_adapter()[CONV], torch.ones(4, 6, 3, 3))}
     magnitude = tensors[CONV].tensors["magnitude"]
     kohya = load(exported(tensors, precision="bf16"))[f"{STEM}.dora_scale"]
-    assert (kohya.shape, kohya.dtype) == ((5, 1, 1, 1), torch.float32)
+    assert (kohya.shape, kohya.dtype) == ((4, 1, 1, 1), torch.float32)
     assert torch.equal(kohya.flatten(), magnitude)
     data = exported(tensors, format="diffusers", precision="bf16")
     peft = load(data)["unet.mid_block.resnets.0.conv1.lora_magnitude_vector"]
-    assert (peft.shape, peft.dtype) == ((1, 5, 1, 1), torch.float16)
+    assert (peft.shape, peft.dtype) == ((1, 4, 1, 1), torch.float16)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert list(header)[1].endswith("lora_A.weight"), "diffusers judges a file by its first tensor"
     to_q = {
@@ -99,7 +85,9 @@ def test_dora_in_each_format() -> None:
 
 def test_lycoris_names_and_matrices() -> None:
     """ComfyUI multiplies the factors as matrices: kernels are flattened into the rows."""
-    loha, lokr, oft = (load(exported(of_kind(kind))) for kind in ("loha", "lokr", "oft"))
+    loha, lokr, oft = (
+        load(exported(small_adapter(kind=kind, rank=2))) for kind in ("loha", "lokr", "oft")
+    )
     factors = {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}
     assert ends(loha, STEM) == {"alpha", *factors}
     assert loha[f"{STEM}.hada_w1_b"].shape == (2, 54)
@@ -127,7 +115,7 @@ def test_two_modules_may_not_share_a_name() -> None:
 )
 def test_not_finite_values_are_refused(factor: str, value: float) -> None:
     tensors = small_adapter()
-    tensors[CONV] = with_magnitude(tensors[CONV], torch.ones(5, 3, 3, 3))
+    tensors[CONV] = with_magnitude(tensors[CONV], torch.ones(4, 6, 3, 3))
     tensors[CONV].tensors[factor].view(-1)[-1] = value
     with pytest.raises(TrainingStopped, match=r"mid_block\.resnets\.0\.conv1.*finite"):
         exported(tensors)
@@ -135,7 +123,7 @@ def test_not_finite_values_are_refused(factor: str, value: float) -> None:
 
 @pytest.mark.parametrize(("kind", "factor"), [("lora", "up"), ("loha", "w1_b"), ("oft", "blocks")])
 def test_values_too_large_for_the_precision_are_refused(kind: str, factor: str) -> None:
-    tensors = of_kind(kind)
+    tensors = small_adapter(kind=kind, rank=2)
     tensors[CONV].tensors[factor].view(-1)[0] = 7e4
     with pytest.raises(TrainingStopped, match=r"7e\+04.*output\.precision=fp32"):
         exported(tensors, precision="fp16")
@@ -180,7 +168,7 @@ ZERO = {
 FAULTS: dict[str, tuple[dict[str, ModuleTensors], Any, str]] = {
     **{
         f"a lost alpha of {kind}": (
-            of_kind(kind, scale=0.25),
+            small_adapter(kind=kind, rank=2, scale=0.25),
             lambda write, key, live: write(replace(live, scale=1.0)),
             "would differ",
         )
@@ -198,8 +186,8 @@ FAULTS: dict[str, tuple[dict[str, ModuleTensors], Any, str]] = {
         | {name.replace("mid_block", "mid"): each for name, each in write(live).items()},
         "2 of 5 modules that the base model lacks",
     ),
-    "another shape": (SMALL, other(draw_module((5, 3, 3, 3), rank=2)), "other tensors or shapes"),
-    "another kind": (SMALL, other(draw_module((5, 3, 3, 3), kind="loha")), "other tensors or shapes"),
+    "another shape": (SMALL, other(draw_module((4, 6, 3, 3), rank=2)), "other tensors or shapes"),
+    "another kind": (SMALL, other(draw_module((4, 6, 3, 3), kind="loha")), "other tensors or shapes"),
     "alpha": (SMALL, one_number("alpha", 1.02), f"{LINEAR} would differ"),
     "one number of up": (SMALL, one_number("lora_up.weight", 0), f"{LINEAR} would differ"),
     "one magnitude": (SMALL, one_number("dora_scale", 1.01), f"{LINEAR} would differ"),
