@@ -284,7 +284,7 @@ def test_more_resolutions_are_planned_for(place: Toy) -> None:
 
 
 def test_resolutions_that_make_no_sense_are_refused(place: Toy) -> None:
-    for more, said in ((41, "more_resolutions=41 is not a multiple"), (64, "resolution already")):
+    for more, said in ((41, "more_resolutions=41 is not a multiple"), (64, "name a size twice")):
         with pytest.raises(RequestError, match=said):
             prepare.prepare(asked(place, data__more_resolutions=(more,)), hardware=PROCESSOR)
 
@@ -352,10 +352,10 @@ def test_a_run_goes_on_as_it_was_planned_whatever_is_free_today(place: Toy) -> N
     typed = {"memory.streamed_blocks": 4}
     again = prepare.prepare(replace(wanted, overrides=typed, **before), hardware=today)
     assert again.plan.images_at_once != first.plan.images_at_once
-    prepare.longer = prepare.prepare(
+    more_steps = prepare.prepare(
         replace(wanted, overrides={"train.steps": 9000}, **before), hardware=today
     )
-    assert prepare.longer.plan.images_at_once == first.plan.images_at_once
+    assert more_steps.plan.images_at_once == first.plan.images_at_once
 
 
 @pytest.mark.parametrize(

@@ -368,6 +368,11 @@ def build_components(job: TrainingJob) -> TrainComponents:
         streamed = arrange(prepared, networks)
         groups = adapter.groups(config.optimizer)
         optimizer = build_optimizer(groups, config.optimizer)
+    chosen: Callable[[], AbstractContextManager[None]] = nullcontext
+    if config.output.weights == "ema":
+        chosen = adapter.averaged
+    if config.optimizer.name == SCHEDULE_FREE:  # its averages are the weights to export
+        chosen = partial(averaged_weights, optimizer)
     model = build_model(prepared, networks, adapter)
     parameters = [parameter for group in groups for parameter in group["params"]]
     return TrainComponents(
@@ -379,14 +384,5 @@ def build_components(job: TrainingJob) -> TrainComponents:
         from_zero=[parameter for parameter in parameters if not parameter.any()],
         scaler=torch.amp.GradScaler(model.device.type, enabled=config.train.precision == "fp16"),
         streamed=streamed,
-        chosen=_chosen(config, adapter, optimizer),
+        chosen=chosen,
     )
-
-
-def _chosen(
-    config: RunConfig, adapter: Adapter, optimizer: torch.optim.Optimizer
-) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context manager that swaps in the weights to export; Schedule-Free's are its averages."""
-    if config.optimizer.name == SCHEDULE_FREE:
-        return partial(averaged_weights, optimizer)
-    return adapter.averaged if config.output.weights == "ema" else nullcontext

@@ -7,7 +7,7 @@ base, the processes, the GPU and the exported file; those of the dataset are in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -131,12 +131,14 @@ def plan_text(
     """
     plan, config, resolved = prepared.plan, prepared.config, prepared.resolved
     buckets = ", ".join(f"{name} x{count}" for name, count in prepared.report.buckets.items())
+    pool, count = len(prepared.dataset.regularisation), prepared.regularisation_per_epoch
+    regularisation = f", {pool} for regularisation ({count} an epoch)" if pool else ""
     rows = {
         "base": f"{prepared.facts.source} ({prepared.family.name}){_download(prepared)}",
         "device": f"{config.hardware.device}: {plan.origins['hardware.device'].reason}",
         "preset": f"{resolved.preset}, priority {resolved.priority}",
         "data": f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out"
-        f"{_regularisation_text(prepared)}; {buckets}",
+        f"{regularisation}; {buckets}",
         "length": f"{plan.steps:,} steps of {config.train.batch_size} = {plan.epochs:.1f} epochs",
         "base weights": _base_text(config),
         "micro-batch": _at_once_text(plan),
@@ -174,12 +176,6 @@ def _settings_table(prepared: Prepared, *, everything: bool) -> list[RenderableT
     return [table, Text(f"{hidden} more settings: --all", style="dim")] if hidden else [table]
 
 
-def _regularisation_text(prepared: Prepared) -> str:
-    pool = len(prepared.dataset.regularisation)
-    count = prepared.regularisation_per_epoch
-    return f", {pool} for regularisation ({count} an epoch)" if pool else ""
-
-
 def _base_text(config: RunConfig) -> str:
     """Return in one line the precision of the frozen base, its blocks in host memory, and checkpointing."""
     memory, parts = config.memory, [f"{config.memory.base_precision}"]
@@ -199,7 +195,8 @@ def _base_text(config: RunConfig) -> str:
 def _at_once_text(plan: Plan) -> str:
     counts = dict.fromkeys(plan.images_at_once.values())
     if len(counts) == 1:
-        return _images(next(iter(counts)))
+        (count,) = counts
+        return "1 image" if count == 1 else f"{count} images"
     sizes = (f"{count} of {w}x{h}" for (w, h), count in plan.images_at_once.items())
     return f"images by bucket: {', '.join(sizes)}"
 
@@ -220,10 +217,6 @@ def _processes_text(prepared: Prepared) -> str:
     return f"{len(counts)}: {split} of {batch} images a step, {busy}{more}"
 
 
-def _images(count: int) -> str:
-    return "1 image" if count == 1 else f"{count} images"
-
-
 def _memory_tables(plan: Plan) -> list[RenderableType]:
     """Return the tables of memory: the device's with a row per item and a column per phase, and the host's."""
     memory = plan.memory
@@ -232,7 +225,9 @@ def _memory_tables(plan: Plan) -> list[RenderableType]:
         table.add_column(phase, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     sizes = {phase: {item.name: item for item in items} for phase, items in memory.by_phase.items()}
-    for name in _in_order(memory.by_phase.values()):
+    # An item has the same row whichever phase begins it; the allocator's slack is the last one.
+    names = dict.fromkeys(item.name for items in memory.by_phase.values() for item in items)
+    for name in sorted(names, key="allocator slack".__eq__):
         row_items = [items.get(name) for items in sizes.values()]
         note = next(item.note for item in row_items if item is not None and item.note)
         cells = [gib(item.bytes) if item is not None else "" for item in row_items]
@@ -295,14 +290,6 @@ def _host_table(host: HostPrediction) -> Table:
         )
         add_row(table, "while loading", Text(gib(host.loading_bytes), justify="right"), note)
     return table
-
-
-def _in_order(phases: Iterable[Sequence[MemoryItem]]) -> list[str]:
-    """Return the names of the items of all phases in order, with the allocator's slack last."""
-    names = dict.fromkeys(item.name for items in phases for item in items)
-    # A dict keeps the order of first appearance, so an item has the same row whichever phase begins it.
-    last = [name for name in names if name == "allocator slack"]
-    return [name for name in names if name not in last] + last
 
 
 def run_warnings(prepared: Prepared) -> Iterator[Finding]:

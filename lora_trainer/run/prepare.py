@@ -380,7 +380,13 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
         f"base.{name}": asked_for(request, f"base.{name}") for name in BaseSettings.model_fields
     }
     base_settings = {key: value for key, value in settings.items() if value is not None}
-    facts = _facts(build_config(base_settings | {"base.model": source}).base, request)
+    base = build_config(base_settings | {"base.model": source}).base
+    try:
+        facts = describe(base)
+    except (InputError, MachineError):  # the base, or a part of it, is not on this machine
+        if not request.fetches:
+            raise
+        facts = locate(base, on_bytes=request.on_bytes)
     family = families.family(facts.family)
     resolved = resolve(
         family=family.name,
@@ -397,15 +403,6 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
         facts, resolved.config.base, zero_terminal_snr=None if zero == "auto" else zero
     )
     return Basis(hardware=hardware, facts=facts, family=family, resolved=resolved)
-
-
-def _facts(base: BaseSettings, request: Request) -> BaseFacts:
-    try:
-        return describe(base)
-    except (InputError, MachineError):  # the base, or a part of it, is not on this machine
-        if not request.fetches:
-            raise
-        return locate(base, on_bytes=request.on_bytes)
 
 
 def _refuse_without_validation(settings: Config, *, held_out: int) -> None:

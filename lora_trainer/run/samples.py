@@ -309,7 +309,9 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
     Raises InputError without an adapter, RequestError if the base is unknown.
     """
     file, source, config = file_and_base(run, base=base)
-    settings = _base_settings(config, source)
+    # Those of the adapter, without paths of other files.
+    stated = config.base if config is not None else BaseSettings()
+    settings = stated.model_copy(update={"model": source, "vae": None, "companion": "auto"})
     try:
         facts = locate(settings)
     except InputError as error:
@@ -323,8 +325,10 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
         facts = with_caption_tokens(facts, config.data.caption_tokens)
     device, has_bf16 = best_device()
     family = families.family(facts.family)
-    dtype = DTYPES[_precision(family, device, has_bf16=has_bf16)]
-    pipeline = family.plain_pipeline(facts, dtype=dtype, device=device)
+    precision: Precision = "fp32"
+    if device.type != "cpu":
+        precision = next(each for each in family.traits.precisions if each != "bf16" or has_bf16)
+    pipeline = family.plain_pipeline(facts, dtype=DTYPES[precision], device=device)
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     trained_px = config.data.resolution if config else "auto"
     return LoadedAdapter(
@@ -395,12 +399,6 @@ def _refuse_not_finite(strengths: Sequence[float]) -> None:
         )
 
 
-def _precision(family: Family, device: torch.device, *, has_bf16: bool) -> Precision:
-    if device.type == "cpu":
-        return "fp32"
-    return next(each for each in family.traits.precisions if each != "bf16" or has_bf16)
-
-
 def _taught(pipeline: Any, family: Family, file: Path) -> Callable[[str], str]:
     """Load the new tokens of an adapter; return a function that puts their word into a prompt.
 
@@ -425,12 +423,6 @@ def _taught(pipeline: Any, family: Family, file: Path) -> Callable[[str], str]:
             if getattr(module, "eos_token_id", None) == 2:
                 module.eos_token_id = tokenizer.eos_token_id
     return lambda prompt: WORD_IN_PROMPTS.join(word.split(prompt))
-
-
-def _base_settings(config: Config | None, source: str) -> BaseSettings:
-    """Return the adapter's base settings with `source` as the model, without paths of other files."""
-    base = config.base if config is not None else BaseSettings()
-    return base.model_copy(update={"model": source, "vae": None, "companion": "auto"})
 
 
 def stated_settings(metadata: Mapping[str, str]) -> Config | None:

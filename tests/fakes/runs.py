@@ -13,11 +13,12 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from lora_trainer.cli import main
-from lora_trainer.common.events import Listener, read_jsonl
+from lora_trainer.common.events import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 Sizes = Sequence[tuple[int, int]]
@@ -87,9 +88,13 @@ for arguments, where in json.loads(sys.argv[1]):
 
 @dataclass(frozen=True, kw_only=True)
 class Toy:
-    """Where the runs of a test are; `base` is missing until `with_base` writes it."""
+    """Where the runs of a test are; `base` is missing until `with_base` writes it.
+
+    A copy has other runs, and the same dataset, base and cache: their paths are part of what a resume compares.
+    """
 
     folder: Path
+    other_runs: Path | None = None
 
     @property
     def dataset(self) -> Path:
@@ -105,7 +110,7 @@ class Toy:
 
     @property
     def runs(self) -> Path:
-        return self.folder / "runs"
+        return self.other_runs or self.folder / "runs"
 
     @property
     def run(self) -> Path:
@@ -129,7 +134,7 @@ class Toy:
     def copy(self, folder: Path) -> Toy:
         """Return this place with other runs: a copy, for a test that goes on with one."""
         shutil.copytree(self.runs, folder)
-        return _OtherRuns(folder=self.folder, other=folder)
+        return replace(self, other_runs=folder)
 
     def with_base(self, *, seed: int = 0) -> Toy:
         """Write the base, which imports torch; return self."""
@@ -138,17 +143,6 @@ class Toy:
         shutil.rmtree(self.base, ignore_errors=True)
         write_tiny_base(self.base, seed=seed)
         return self
-
-
-@dataclass(frozen=True, kw_only=True)
-class _OtherRuns(Toy):
-    """The same dataset, base and cache (their paths are part of what a resume compares)."""
-
-    other: Path
-
-    @property
-    def runs(self) -> Path:
-        return self.other
 
 
 def toy(folder: Path, *, images: int = 6, sizes: Sizes = SIZES_PX) -> Toy:
@@ -196,7 +190,7 @@ def run_cli(arguments: list[str]) -> int:
     import torch
 
     threads = torch.get_num_threads()
-    with _same_environment():
+    with patch.dict(os.environ):
         try:
             return main.run(arguments)
         finally:
@@ -204,10 +198,10 @@ def run_cli(arguments: list[str]) -> int:
 
 
 @contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
+def heard_by(listener: Callable[[Any], None]) -> Iterator[None]:
     """Let a listener hear every event of the trainings that the command line starts while the block runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lora_trainer.queue.commands.download_listeners", lambda _: (listener,))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("lora_trainer.queue.commands.download_listeners", lambda _: (listener,))
         yield
 
 
@@ -316,13 +310,3 @@ def contents(folder: Path, *, without: Iterable[str] = ()) -> dict[str, str]:
     """Return the content hash of every file in a folder."""
     rows = listing(folder, without=without).items()
     return {name: digest for name, (_, _, digest) in rows if digest}
-
-
-@contextmanager
-def _same_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

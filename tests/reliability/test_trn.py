@@ -26,8 +26,6 @@ from torch import Tensor
 from lora_trainer.checkpoint.states import ADAPTER
 from lora_trainer.common import files
 from lora_trainer.common.events import read_jsonl
-from lora_trainer.reporting import status
-from lora_trainer.run.samples import SampleAction
 from lora_trainer.training import loop
 from lora_trainer.training.dataloader import Sample, TrainingDataLoader
 from lora_trainer.training.loss import Model
@@ -125,7 +123,7 @@ def test_trn_03_samples_that_fail_are_a_problem_and_nothing_else(place: Toy) -> 
         raise next(errors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SampleAction, "_write", fail)
+        patch.setattr("lora_trainer.run.samples.SampleAction._write", fail)
         assert train(place, "samples", sampling__every_steps=3) == 0
     run = place.runs / "samples"
     problems = [row for row in read_jsonl(run / "problems.jsonl") if row["code"] == "TRN-03"]
@@ -322,7 +320,7 @@ def test_trn_05_a_log_whose_disk_is_full_is_one_warning(
 
     monkeypatch.setattr(Path, "open", open_)
     monkeypatch.setattr(files, "write_file", write)
-    monkeypatch.setattr(status, "INTERVAL_S", 0.0)
+    monkeypatch.setattr("lora_trainer.reporting.status.INTERVAL_S", 0.0)
     capsys.readouterr()
     name = f"no-{Path(file).stem}"
     assert train(place, name, **QUIET) == 0
