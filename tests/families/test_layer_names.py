@@ -20,6 +20,7 @@ from lora_trainer.families.releases import released_layers
 from lora_trainer.lora.adapter import denoiser_layers
 from lora_trainer.lora_file.base_layers import LayerNames, released_names
 from lora_trainer.lora_file.read_tensors import read_tensors
+from tests.checkpoint_files import layouts
 from tests.fakes.original_names import ORIGINAL
 
 CONVERTED = {
@@ -41,23 +42,13 @@ class Checkpoint(dict[str, Tensor]):
 
 def numbered(family: str) -> dict[str, Tensor]:
     """Return weights [out, 1] of a whole checkpoint, each row with a number that no other has."""
-    seam, names = families.family(family), released_names(family, 0)
-    shapes = names.layers[DENOISER]
-    found, start = dict[str, Tensor](), 0
-    own = {name: (name,) for name in shapes} | dict(seam.layer_names(shapes).layers)
-    for name, layers in own.items():
-        if ORIGINAL.match(name) and len(shapes[layers[0]]) > 1:
-            out = sum(shapes[layer][0] for layer in layers)
-            found[name] = torch.arange(start, start + out, dtype=torch.float64)[:, None]
-            start += out
-    covered = {layer for name in found for layer in own[name]}
-    replaced = {
-        name
-        for name in found
-        if name in shapes and any(name != n and name in own[n] for n in found)
-    }
-    assert covered <= shapes.keys()
-    return {name: rows for name, rows in found.items() if name not in replaced}
+    weights, start = dict[str, Tensor](), 0
+    for name, shape in layouts.network(family).items():
+        if len(shape) > 1 and name.endswith(".weight") and ORIGINAL.match(name):
+            rows = torch.arange(start, start + shape[0], dtype=torch.float64)
+            weights[name.removesuffix(".weight")] = rows[:, None]
+            start += shape[0]
+    return weights
 
 
 @pytest.mark.parametrize("name", CONVERTED)

@@ -34,12 +34,12 @@ def check_names(config: Mapping[str, Any]) -> None:
     assert convert_ldm_unet_checkpoint(checkpoint, full) == markers
 
 
-@pytest.mark.parametrize("name", ["sd15", "sd2", "sdxl"])
-def test_names_of_a_release_are_those_that_diffusers_own_converter_reads(name: str) -> None:
-    check_names(families.family(name).published[0].architecture)
+def test_names_of_a_release_are_those_that_diffusers_own_converter_reads() -> None:
+    release = families.family("sdxl").published[0].architecture
+    check_names(release)
     for strange in ("", "down_blocks.7.resnets.0.conv1", "down_blocks.0.resnets.0.conv9", "vae"):
         with pytest.raises(KeyError):
-            ldm_module(strange, architecture=families.family(name).published[0].architecture)
+            ldm_module(strange, architecture=release)
 
 
 @st.composite
