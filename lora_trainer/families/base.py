@@ -27,15 +27,12 @@ from lora_trainer.common.processes import give_back_heap
 from lora_trainer.config.declare import Targets
 from lora_trainer.families.base_files.base_parts import (
     elements,
-    level_count,
     load_base_vae,
     part_file,
     part_files,
     part_folder,
     read_json,
     tokenizer_of,
-    vae_names,
-    whole_number,
 )
 from lora_trainer.families.base_files.weight_files import AGAIN, count_parameters, read_header
 from lora_trainer.families.facts import (
@@ -56,6 +53,7 @@ from lora_trainer.families.facts import (
     TextInputs,
     WeightPlace,
 )
+from lora_trainer.families.latents import ImageEncoder, VaeLatents
 from lora_trainer.families.releases import BaseRelease, released, text_key
 
 if TYPE_CHECKING:
@@ -121,40 +119,6 @@ class TextEncoder(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latents:
-    """Posterior of one image: `mean` and `std`, float32 [channels, height, width], already scaled for the denoiser."""
-
-    mean: Tensor
-    std: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageEncoder:
-    """A VAE whose posterior the family normalises; only caching uses it."""
-
-    vae: Any
-    family: Family
-
-    def encode_images(self, pixels: Tensor) -> list[Latents]:
-        """Encode float32 [B, 3, H, W] in [-1, 1]; raises InputError when a latent is not finite."""
-        import torch
-
-        if self.family.video_vae:
-            pixels = pixels.unsqueeze(2)
-        with torch.no_grad():
-            posterior = self.vae.encode(pixels.to(self.vae.device)).latent_dist
-            # The whole posterior, no sample of it: the cache keeps both, and each step draws its own latents.
-            means, stds = self.family.normalised(self.vae, posterior.mean, posterior.std)
-        means, stds = means.float().cpu(), stds.float().cpu()
-        if not (means.isfinite().all() and stds.isfinite().all()):
-            raise InputError(
-                "the VAE gave latents that are not finite numbers",
-                fix="use the base model's original VAE, or another with --set base.vae=FILE",
-            )
-        return [Latents(mean=mean, std=std) for mean, std in zip(means, stds, strict=True)]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sampler:
     """The base's own pipeline with the denoiser in training, on encoded prompts; the VAE decodes in float32."""
 
@@ -193,13 +157,10 @@ class Sampler:
         try:
             vae = self.vae.to(self.device)
             with torch.no_grad():
-                ready = self.family.latents_to_decode(vae, latents, size_px)
-                pixels = vae.decode(ready, return_dict=False)[0]
+                pixels = self.family.latents.decode(vae, latents, size_px)
         finally:
             # Also after an error: training needs the memory, most of all when decoding ran out of it.
             self.vae.to("cpu")
-        if self.family.video_vae:  # [B, C, 1, H, W]
-            pixels = pixels[:, :, 0]
         image: Image.Image = VaeImageProcessor().postprocess(pixels, output_type="pil")[0]
         return image
 
@@ -247,8 +208,8 @@ class Family(ABC):
     """ComfyUI maps diffusers' own keys of to_q, to_k and to_v to rows of its fused weight."""
     first_text_number = "1"
     """Number of `text_encoder` in kohya's names, where other programs write one."""
-    video_vae = False
-    """Whether the VAE reads videos; an image is a video of one frame, [B, C, 1, H, W]."""
+    latents = VaeLatents()
+    """How the denoiser sees the VAE's latents."""
 
     # ---- facts, without torch
 
@@ -273,7 +234,7 @@ class Family(ABC):
         self, release: BaseRelease, *, source: str, layout: Layout | None = None
     ) -> BaseFacts:
         """Return the facts of a release, or of the base in `layout` that is described like one."""
-        channels, factor = self.latent_shape(release.vae)
+        channels, factor = self.latents.shape(release.vae)
         resolution_px, step_px = self.sizes_px(release.architecture, factor)
         return BaseFacts(
             family=self.name,
@@ -297,10 +258,6 @@ class Family(ABC):
             download_bytes=release.download_bytes,
             assumed=release.assumed,
         )
-
-    def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
-        """Return (channels, pixels per latent) of `predict`'s latents, from the VAE's configuration."""
-        return whole_number(vae, "latent_channels"), 2 ** (level_count(vae) - 1)
 
     @abstractmethod
     def sizes_px(self, architecture: Mapping[str, Any], vae_factor: int) -> tuple[int, int]:
@@ -357,8 +314,7 @@ class Family(ABC):
         header = read_header(single)
         if part == "denoiser":
             return self.count_denoiser(header)
-        # A video VAE's file in Wan's names (`conv1`, `conv2`) would be counted in part by those of AutoencoderKL.
-        return elements(header, header if self.video_vae else vae_names(header).values())
+        return elements(header, self.latents.names(header))
 
     @abstractmethod
     def count_texts(self, layout: Layout) -> int:
@@ -416,13 +372,8 @@ class Family(ABC):
 
     def load_image_encoder(self, facts: BaseFacts, *, device: torch.device) -> ImageEncoder:
         """Load the VAE in float32, frozen; in fp16 some overflow."""
-        return ImageEncoder(vae=load_base_vae(facts.located).to(device), family=self)
-
-    def normalised(self, vae: Any, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and deviation of a posterior [B, C, H, W] scaled for the denoiser: (x - shift) scale."""
-        shift, scale = vae.config.shift_factor or 0.0, vae.config.scaling_factor
-        # An offset moves the mean of a distribution and not its deviation.
-        return (mean - shift) * scale, std * scale
+        vae = load_base_vae(facts.located).to(device)
+        return ImageEncoder(vae=vae, latents=self.latents)
 
     @abstractmethod
     def load_text_encoder(
@@ -509,14 +460,6 @@ class Family(ABC):
                 if name in tensors:
                     arguments[prefix + argument] = tensors[name]
         return arguments
-
-    def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
-        """Return the VAE's input, float32, from the pipeline's output with `output_type="latent"`.
-
-        It is the inverse of `normalised`, for pipelines whose latents are [B, C, H, W].
-        """
-        decoded: Tensor = latents.float() / vae.config.scaling_factor
-        return decoded + (vae.config.shift_factor or 0.0)
 
     def build_pipeline(self, facts: BaseFacts, **components: Any) -> Any:
         """Return diffusers' pipeline with the base's scheduler and these components, the others of its folder."""

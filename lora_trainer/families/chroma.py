@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.families.facts import AdapterNames, BaseFacts, Conditioning
-from lora_trainer.families.flow import FlowFamily, pack, position_ids, unpack
+from lora_trainer.families.flow import FlowFamily, position_ids
 from lora_trainer.families.flux import ENDINGS
+from lora_trainer.families.latents import PackedLatents, pack, unpack
 from lora_trainer.families.releases import BY_ROLE
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 
@@ -57,7 +58,7 @@ class Chroma(FlowFamily):
     text_arguments = {"text": "prompt_embeds", "text_mask": "prompt_attention_mask"}
     one_text_length = True  # `predict` runs one pass per text length, so samples are batched by it
     endings = ENDINGS
-    packed_latents = True
+    latents = PackedLatents()
     traits = replace(
         FlowFamily.traits,
         quantization_skip=("distilled_guidance_layer",),  # it makes the modulation of all blocks

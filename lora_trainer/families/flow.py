@@ -53,21 +53,6 @@ def target_endings(
     return {"attention": attention, "transformer": both, "all": (*both, *modulation)}
 
 
-def pack(latents: Tensor) -> Tensor:
-    """Return [B, H/2 W/2, 4 C] of [B, C, H, W]; height and width are even."""
-    batch, channels, height, width = latents.shape
-    squares = latents.reshape(batch, channels, height // 2, 2, width // 2, 2)
-    # The order of FluxPipeline._pack_latents.
-    return squares.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * 4)
-
-
-def unpack(tokens: Tensor, *, height: int, width: int) -> Tensor:
-    """Return [B, C, height, width] in latents of [B, height/2 width/2, 4 C]."""
-    batch, _, channels = tokens.shape
-    squares = tokens.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
-    return squares.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)
-
-
 def position_ids(latents: Tensor) -> Tensor:
     """Return float32 [H/2 W/2, 3]: 0, row, column of each token of [B, C, H, W]."""
     import torch
@@ -118,8 +103,6 @@ class FlowFamily(Family):
     swapped_layers: frozenset[str] = frozenset()
     """Layers whose original code has shift before scale, where diffusers has the reverse."""
     denoiser_folder = "transformer"
-    packed_latents = False
-    """Whether the pipeline's latents are tokens, squares of latents as `pack` makes them."""
 
     @cached_property
     def text_folders(self) -> Mapping[str, TextNetwork]:
@@ -275,16 +258,3 @@ class FlowFamily(Family):
 
     def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
         return other_names(self.name, shapes, swapped=self.swapped_layers)
-
-    # ---- images
-
-    def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
-        if self.packed_latents:
-            latents = self.unpacked(vae, latents, size_px)
-        return super().latents_to_decode(vae, latents, size_px)
-
-    def unpacked(self, vae: Any, tokens: Tensor, size_px: tuple[int, int]) -> Tensor:
-        """Return [B, C, H, W] of the pipeline's packed latents of an image of (width, height)."""
-        _, factor = self.latent_shape(vae.config)
-        width, height = (side // factor for side in size_px)
-        return unpack(tokens, height=height, width=width)

@@ -29,11 +29,10 @@ from lora_trainer.families.flow import (
     JOINT_ATTENTION,
     JOINT_FEED_FORWARD,
     FlowFamily,
-    pack,
     position_ids,
     target_endings,
-    unpack,
 )
+from lora_trainer.families.latents import PackedLatents, pack, unpack
 from lora_trainer.families.releases import BY_ROLE, BaseRelease
 from lora_trainer.families.text.transformers_encoder import TransformersEncoder
 
@@ -72,7 +71,7 @@ class Flux(FlowFamily):
     text_networks = (BY_ROLE["clip_l"], BY_ROLE["t5xxl"])
     text_encoder_class = PooledT5Encoder
     endings = ENDINGS
-    packed_latents = True
+    latents = PackedLatents()
     negative_prompt = False  # a guidance-distilled base takes none
     # The last norm: diffusers has scale before shift, the original code the reverse.
     swapped_layers = frozenset({"norm_out.linear"})

@@ -28,6 +28,7 @@ from lora_trainer.families.facts import (
     Layout,
 )
 from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, target_endings
+from lora_trainer.families.latents import VaeLatents
 from lora_trainer.families.releases import BY_ROLE, BaseRelease
 from lora_trainer.families.text.transformers_encoder import QWEN3_UNREAD, Qwen3Encoder, qwen3_config
 
@@ -52,6 +53,26 @@ class KleinEncoder(Qwen3Encoder):
     thinking = False
 
 
+class SquareLatents(VaeLatents):
+    """Squares of latents folded into channels, normalised by the mean and deviation of the VAE's batch norm."""
+
+    def shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
+        channels, factor = super().shape(config)
+        return 4 * channels, 2 * factor
+
+    def posterior(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        # The VAE's batch norm is never run: it holds the latents' mean and variance, and the pipeline
+        # applies them by hand as here (Flux2KleinPipeline.__call__, before it decodes).
+        shift, scale = _statistics(vae)
+        latents = vae.encode(pixels).latent_dist
+        return (_squares(latents.mean) - shift) / scale, _squares(latents.std) / scale
+
+    def decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
+        # The pipeline itself undoes normalisation and squares.
+        pixels: Tensor = vae.decode(latents.float(), return_dict=False)[0]
+        return pixels
+
+
 class Flux2(FlowFamily):
     """The family of FLUX.2 klein (Black Forest Labs 2026) and its fine-tunes."""
 
@@ -62,7 +83,10 @@ class Flux2(FlowFamily):
     text_encoder_class = KleinEncoder
     unread_text = QWEN3_UNREAD
     native_latents = 64
-    patch = 1  # `normalised` folds the squares into channels: the denoiser has one token per latent
+    latents = SquareLatents()
+    patch = (
+        1  # `SquareLatents` folds the squares into channels: the denoiser has one token per latent
+    )
     endings = target_endings(
         # Single-stream blocks: one matrix joins q, k, v and the MLP's input, another both outputs.
         (*JOINT_ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out"),
@@ -83,10 +107,6 @@ class Flux2(FlowFamily):
         """Return two passes for the undistilled: distilled releases ignore the guidance scale."""
         embedded = bool(architecture.get("guidance_embeds", True))  # diffusers' own default
         return Guidance(two_passes=not distilled, embedded=embedded)
-
-    def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
-        channels, factor = super().latent_shape(vae)
-        return 4 * channels, 2 * factor
 
     def file_release(self, file: Path, header: Header) -> BaseRelease:
         names = denoiser_names(header)
@@ -145,13 +165,6 @@ class Flux2(FlowFamily):
 
     # ---- networks
 
-    def normalised(self, vae: Any, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Fold squares of latents into channels, then scale by (x - mean) / deviation of the VAE's batch norm."""
-        # The VAE's batch norm is never run: it holds the latents' mean and variance, and the pipeline
-        # applies them by hand as here (Flux2KleinPipeline.__call__, before it decodes).
-        shift, scale = _statistics(vae)
-        return (_squares(mean) - shift) / scale, _squares(std) / scale
-
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
@@ -184,9 +197,6 @@ class Flux2(FlowFamily):
         sampler.pipeline.vae = SimpleNamespace(bn=sampler.vae.bn, config=sampler.vae.config)
         sampler.pipeline.vae_scale_factor = facts.vae_factor // 2
         return sampler
-
-    def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
-        return latents.float()  # the pipeline itself undoes normalisation and squares
 
 
 FAMILY = Flux2()

@@ -8,7 +8,7 @@ pipelines and refused. Single files have diffusers' names, with or without Comfy
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,8 @@ from lora_trainer.families.facts import (
     Part,
     VaePeak,
 )
-from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, pack, target_endings, unpack
+from lora_trainer.families.flow import JOINT_ATTENTION, FlowFamily, target_endings
+from lora_trainer.families.latents import PackedLatents, pack, unpack
 from lora_trainer.families.recognise import fits, signature_tables
 from lora_trainer.families.releases import BY_ROLE, BaseRelease
 from lora_trainer.families.text.transformers_encoder import MaskedEncoder, text_config
@@ -65,6 +66,30 @@ class QwenVLEncoder(MaskedEncoder):
         }
 
 
+class FrameLatents(PackedLatents):
+    """Latents of a video VAE, standardised by channel; an image is a video of one frame, [B, C, 1, H, W]."""
+
+    def shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
+        # diffusers spells the key so. It has an entry for each halving of the image's
+        # sides, True where the number of frames is halved too.
+        return int(config["z_dim"]), 2 ** len(config["temperal_downsample"])
+
+    def names(self, header: Header) -> Iterable[str]:
+        # All: in Wan's names (`conv1`, `conv2`) those of AutoencoderKL would be a part of them.
+        return header
+
+    def posterior(self, vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        latents = vae.encode(pixels.unsqueeze(2)).latent_dist
+        shift, scale = _statistics(vae, like=latents.mean)
+        return ((latents.mean - shift) / scale).squeeze(2), (latents.std / scale).squeeze(2)
+
+    def decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
+        frame = self.unpacked(vae, latents.float(), size_px).unsqueeze(2)
+        shift, scale = _statistics(vae, like=frame)
+        pixels: Tensor = vae.decode(frame * scale + shift, return_dict=False)[0]
+        return pixels[:, :, 0]
+
+
 class QwenImage(FlowFamily):
     """The family of Qwen-Image's text-to-image releases."""
 
@@ -77,7 +102,7 @@ class QwenImage(FlowFamily):
     masked_text = True
     text_arguments = {"text": "prompt_embeds", "text_mask": "prompt_embeds_mask"}
     scale_argument = "true_cfg_scale"  # the pipeline ignores `guidance_scale`
-    video_vae = True
+    latents = FrameLatents()
     endings = target_endings(
         JOINT_ATTENTION,
         transformer=("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
@@ -134,11 +159,6 @@ class QwenImage(FlowFamily):
     def file_release(self, file: Path, header: Header) -> BaseRelease:
         return _as_deep(self.published[0], header)
 
-    def latent_shape(self, vae: Mapping[str, Any]) -> tuple[int, int]:
-        # diffusers spells the key so. It has an entry for each halving of the image's
-        # sides, True where the number of frames is halved too.
-        return int(vae["z_dim"]), 2 ** len(vae["temperal_downsample"])
-
     # ---- networks
 
     def load_text_network(
@@ -153,11 +173,6 @@ class QwenImage(FlowFamily):
         return network.to(device)
 
     # ---- training
-
-    def normalised(self, vae: Any, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Standardise one frame's posterior [B, C, 1, H, W] per channel; return mean and deviation [B, C, H, W]."""
-        shift, scale = _statistics(vae, like=mean)
-        return ((mean - shift) / scale).squeeze(2), (std / scale).squeeze(2)
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
@@ -174,14 +189,6 @@ class QwenImage(FlowFamily):
             return_dict=False,
         )[0]
         return unpack(tokens, height=height, width=width)
-
-    # ---- images
-
-    def latents_to_decode(self, vae: Any, latents: Tensor, size_px: tuple[int, int]) -> Tensor:
-        # [B, C, 1 frame, H, W], as the VAE decodes videos.
-        frame = self.unpacked(vae, latents.float(), size_px).unsqueeze(2)
-        shift, scale = _statistics(vae, like=frame)
-        return frame * scale + shift
 
 
 FAMILY = QwenImage()

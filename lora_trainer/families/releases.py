@@ -48,7 +48,7 @@ class Licence:
 class BaseRelease:
     """A public release that can be planned without a download (releases.toml), or a base as its folder states it.
 
-    `ids` are Hub ids. `vae` has the keys that `Family.latent_shape` reads, `scheduler` those that
+    `ids` are Hub ids. `vae` has the keys that `VaeLatents.shape` reads, `scheduler` those that
     `BaseFacts.flow_shift` reads. Without a `licence` the release has one of its owner's own. `checkpoints` are
     well-known ones made from it, with which its LoRAs work too.
     """
