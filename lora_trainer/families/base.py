@@ -206,8 +206,6 @@ class Family(ABC):
     """How much less the pipeline's guidance scale is than ours, prompt + (scale - 1) (prompt - negative)."""
     comfyui_prefix = "transformer."
     """ComfyUI maps diffusers' own keys of to_q, to_k and to_v to rows of its fused weight."""
-    first_text_number = "1"
-    """Number of `text_encoder` in kohya's names, where other programs write one."""
     latents = VaeLatents()
     """How the denoiser sees the VAE's latents."""
 
@@ -434,9 +432,9 @@ class Family(ABC):
         `load_denoiser` or `load_text_encoder` gives.
         """
         if component != DENOISER:
-            return text_key(
-                format, component, module, roles=self.text.roles, number=self.first_text_number
-            )
+            # kohya writes no number where a U-Net has one encoder.
+            number = "" if self.text.trainable and len(self.text.roles) == 1 else "1"
+            return text_key(format, component, module, roles=self.text.roles, number=number)
         if format == "kohya":
             return f"lora_unet_{module}".replace(".", "_")
         prefix = self.comfyui_prefix if format == "comfyui" else f"{self.denoiser_folder}."

@@ -106,17 +106,12 @@ def fetch(
             fix="check the name, or give a local folder",
         ) from None
     except (LocalEntryNotFoundError, HTTPError, OSError) as error:
-        if (
-            isinstance(error, OSError) and error.filename is not None
-        ):  # the disk refused, not the network
-            raise MachineError(
-                f"{model_kind} {source} cannot be stored: {error.filename}: {error.strerror}",
-                fix="free some space, or let HF_HOME name a folder that can be written",
-            ) from None
-        raise MachineError(
-            f"{model_kind} {source} could not be downloaded ({_reason(error)})",
-            fix=f"connect once, or {instead}",
-        ) from None
+        fault, fix = f"could not be downloaded ({_reason(error)})", f"connect once, or {instead}"
+        # With the name of a file it is the disk that refuses, not the network.
+        if isinstance(error, OSError) and error.filename is not None:
+            fault = f"cannot be stored: {error.filename}: {error.strerror}"
+            fix = "free some space, or let HF_HOME name a folder that can be written"
+        raise MachineError(f"{model_kind} {source} {fault}", fix=fix) from None
     except (LookupError, TypeError, ValueError) as error:  # a login page, a proxy's own answer
         raise MachineError(
             f"{model_kind} {source} could not be downloaded: the server that answers is not the Hub "

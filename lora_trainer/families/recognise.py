@@ -18,6 +18,7 @@ from typing import Any
 from lora_trainer.families.facts import Header
 
 UNKNOWN = "unknown"
+LORA = "a LoRA"
 _IN_A1111 = {"sd15": "SD1", "sd2": "SD2", "sdxl": "SDXL"}
 
 
@@ -71,7 +72,9 @@ _MARK = re.compile(r"(!?)(.+?)(?:\[(\d)\]=(\d+))?")
 
 
 def other_model(header: Header, *, family: str, file_name: str) -> str | None:
-    """Return which model without a text-to-image family of ours a file is; `family` is the one it resembles."""
+    """Return which model a file is that is no text-to-image base of ours; `family` is the one it resembles."""
+    if any(mark in name for name in header for mark in signature_tables()["lora"]):
+        return LORA
     tensors = _unprefixed(header)
     model_names = (
         model

@@ -238,7 +238,7 @@ _TEXT_MODELS = {"clip": "text_model.", "qwen": "model.", "gemma": "model."}
 
 
 def text_key(
-    format: FileFormat, component: str, module: str, *, roles: Mapping[str, str], number: int | str
+    format: FileFormat, component: str, module: str, *, roles: Mapping[str, str], number: str
 ) -> str:
     """Return the key of a text encoder's layer: ComfyUI names the encoder, other formats its folder.
 

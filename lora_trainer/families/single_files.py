@@ -29,14 +29,13 @@ from lora_trainer.families.base_files.weight_files import SUFFIXES, read_header,
 from lora_trainer.families.facts import BaseFacts, Header, Part
 from lora_trainer.families.hub_files import ALL_ENCODERS, TEXT_SUFFIXES, fetch
 from lora_trainer.families.recognise import (
+    LORA,
     first_fit,
     other_model,
-    signature_tables,
     text_encoder_in,
 )
 from lora_trainer.families.releases import BY_ROLE
 
-LORA = "a LoRA"
 TOKENIZER_BYTES = 3_700_000
 """CLIP's vocabulary and merges twice, T5's SentencePiece model: the files from open repositories."""
 
@@ -184,8 +183,8 @@ def _component_of(file: Path, family: Family, folder: Path | None) -> str:
     if fitting:
         # Miniature bases have CLIPs of equal width. Then the projection decides, which files of CLIP-L lack.
         return fitting[-1] if "text_projection.weight" in header else fitting[0]
-    content = first_fit(header, "lone_parts") or _other_or_lora(
-        header, family=family.name, file=file
+    content = first_fit(header, "lone_parts") or other_model(
+        header, family=family.name, file_name=file.name
     )
     described = (
         f"the text encoder {name} of width {width}" if encoder else content or "no text encoder"
@@ -224,7 +223,7 @@ def open_checkpoint(settings: BaseSettings, file: Path) -> Checkpoint:
     family_and_parts = families.detect_file(header)
     family_name = family_and_parts[0].name if family_and_parts else ""
     # Before the check for quantisation: a quantised LoRA or ControlNet is better called by its name.
-    if other := _other_or_lora(header, family=family_name, file=file):
+    if other := other_model(header, family=family_name, file_name=file.name):
         if other == LORA:
             raise InputError(
                 f"{file.name} is a LoRA, not a base model",
@@ -253,13 +252,6 @@ def open_checkpoint(settings: BaseSettings, file: Path) -> Checkpoint:
         f"{file.name} holds {len(header):,} tensors such as {first[:80]!r}: an unknown architecture; {allowed}",
         fix="give a checkpoint of one of these families",
     )
-
-
-def _other_or_lora(header: Header, *, family: str, file: Path) -> str | None:
-    """Return `LORA` or the name of another model that a file is, None for neither."""
-    if any(mark in name for name in header for mark in signature_tables()["lora"]):
-        return LORA
-    return other_model(header, family=family, file_name=file.name)
 
 
 # ---- companions that are made

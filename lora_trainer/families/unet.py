@@ -300,10 +300,6 @@ class UNetFamily(Family):
 
     # ---- files
 
-    @property
-    def first_text_number(self) -> str:  # type: ignore[override]  # follows from the encoders
-        return "1" if len(self.texts) > 1 else ""
-
     def layer_names(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherNames:
         return OtherNames(
             layers=unet_file.checkpoint_names(shapes, architecture=self.published[0].architecture)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import cut
 from lora_trainer.dataset.images import decode
 from tests.fakes.studio import PROMPT, Studio, draw, few_objects, studio_in
-from tests.fakes.tiny_base import copy_base
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -186,7 +186,7 @@ def test_what_is_encoded_when_a_signal_comes_is_written(studio: Studio) -> None:
 
 
 def test_latents_that_are_not_finite_name_the_picture(studio: Studio, tmp_path: Path) -> None:
-    studio.base = copy_base(studio.base, tmp_path / "broken base")
+    studio.base = copytree(studio.base, tmp_path / "broken base")
     file = studio.base / "vae" / "diffusion_pytorch_model.safetensors"
     weights = {name: torch.full_like(value, torch.nan) for name, value in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
