@@ -91,7 +91,7 @@ def variants(written: Sequence[str], *, settings: DataSettings, seed: int) -> tu
     for number in range(1, _drawn(written, settings) + 1):
         caption = written[(number - 1) % len(written)]
         name = plain_text([caption], settings=settings)
-        texts.append(_text(caption, settings, _Draw(seed=seed, caption=name, number=number)))
+        texts.append(_text(caption, settings, (seed, name, number)))
     return tuple(texts)
 
 
@@ -167,24 +167,8 @@ def _is_random(written: Sequence[str], settings: DataSettings) -> bool:
     return settings.wildcards and any(map(has_choice, (*written, *around)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Draw:
-    """The random draws for one variant of a caption."""
-
-    seed: int
-    caption: str
-    number: int
-
-    def choice(self, part: str, count: int, position: int) -> int:
-        counters = (self.caption, self.number, part, position)
-        return draw_choice(count, self.seed, Stream.WILDCARD, *counters)
-
-    def kept(self, tags: Sequence[str], *, dropout: float) -> list[str]:
-        draw = partial(draw_uniform, self.seed, Stream.TAG_DROPOUT, self.caption, self.number)
-        return [tag for position, tag in enumerate(tags) if draw(position) >= dropout]
-
-    def shuffled(self, tags: Sequence[str]) -> list[str]:
-        return shuffled(tags, self.seed, Stream.TAG_SHUFFLE, self.caption, self.number)
+_Draw = tuple[int, str, int]
+"""Seed, caption and number of one variant, which name its random draws."""
 
 
 def _text(caption: str, settings: DataSettings, draw: _Draw | None) -> str:
@@ -205,13 +189,13 @@ def _text(caption: str, settings: DataSettings, draw: _Draw | None) -> str:
 
 
 def _with_choices(part: str, words: str, settings: DataSettings, draw: _Draw | None) -> str:
-    if not settings.wildcards:
-        return words
-    return with_choices_made(words, partial(draw.choice, part) if draw else _first)
+    def choose(count: int, position: int) -> int:
+        if draw is None:
+            return 0
+        seed, *variant = draw
+        return draw_choice(count, seed, Stream.WILDCARD, *variant, part, position)
 
-
-def _first(count: int, position: int) -> int:
-    return 0
+    return with_choices_made(words, choose) if settings.wildcards else words
 
 
 def _with_tags_arranged(text: str, trigger: str, settings: DataSettings, draw: _Draw | None) -> str:
@@ -221,8 +205,11 @@ def _with_tags_arranged(text: str, trigger: str, settings: DataSettings, draw: _
         return text  # commas stay as they are written
     front, middle, end = _tags(text, trigger if touched else "", settings)
     if draw is not None:
-        middle = draw.kept(middle, dropout=settings.tag_dropout)
-        middle = draw.shuffled(middle) if settings.shuffle_tags else middle
+        seed, *variant = draw
+        uniform = partial(draw_uniform, seed, Stream.TAG_DROPOUT, *variant)
+        middle = [tag for place, tag in enumerate(middle) if uniform(place) >= settings.tag_dropout]
+        if settings.shuffle_tags:
+            middle = shuffled(middle, seed, Stream.TAG_SHUFFLE, *variant)
     glue = settings.secondary_separator
     return ", ".join(_separate(tag, glue) for tag in (*front, *middle, *end))
 

@@ -156,8 +156,6 @@ LAYOUTS = (
     Layout(tool="OneTrainer 2025-09", case="captions from file names", files=images("a_red cat-001.png", "dog (2).png"),
            captions={"a_red cat-001.png": "a red cat", "dog (2).png": "dog"}, settings=NAMES),
     # ai-toolkit, SimpleTuner, diffusion-pipe, musubi-tuner, DiffSynth, XLabs
-    Layout(tool="ai-toolkit 2025-09", case="captions in .txt", files={**TWO, **texts(a="[trigger] a cat", b="a dog")},
-           captions={"a.png": "zb a cat", "b.jpg": "zb, a dog"}, settings={"data.trigger": "zb"}),
     Layout(tool="ai-toolkit 2025-09", case="control and mask folders",
            files={**images("data/a.png", "control/a.png", "mask/a.png"), "data/a.txt": b"a cat"},
            captions={"data/a.png": "a cat"}, masks={"data/a.png": "mask/a.png"}, said=("aside-folder",),
@@ -171,11 +169,6 @@ LAYOUTS = (
            files={**images("x/a.png", "x/b.png"), "metadata.jsonl": lines(
                {"image_path": "/data/x/a.png", "caption": "a cat"},
            {"image_path": "D:\\x\\b.png", "caption": "a dog"})}, captions={"x/a.png": "a cat", "x/b.png": "a dog"}),
-    # Hugging Face
-    Layout(tool="datasets 4.0 imagefolder", case="splits with metadata of their own",
-           files={**images("train/a.png", "test/a.png"), "train/metadata.csv": b"file_name,text\na.png,a cat\n",
-                  "test/metadata.csv": b"file_name,text\na.png,a dog\n"},
-           captions={"train/a.png": "a cat", "test/a.png": "a dog"}),
     # other trainers
     Layout(tool="EveryDream2 2023-09", case="captions in file names, offered", files=images("a photo of a cat_1.jpg"),
            captions={"a photo of a cat_1.jpg": None}, said=("no-caption",), advice="data.caption_fallback=file_name"),

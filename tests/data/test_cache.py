@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,29 +148,20 @@ def test_a_header_that_does_not_fit_is_damage(
 # --- room, sharing, pruning
 
 
-def test_pruning_removes_the_oldest_but_nothing_in_use(tmp_path: Path) -> None:
-    cache, _ = make_cache(tmp_path, limit_bytes=2500)
-    keys = [CacheKey.of("text", text=str(index)) for index in range(5)]
-    now = time.time()
-    for age, key in enumerate(keys):
+def test_pruning_spares_what_is_in_use_and_removes_what_killed_runs_left(tmp_path: Path) -> None:
+    cache, _ = make_cache(tmp_path, limit_bytes=1)
+    keys = [CacheKey.of("text", text=str(index)) for index in range(3)]
+    for key in keys:
         cache.write(key, ARRAYS)
-        os.utime(cache.path(key), (now - 100 + age, now - 100 + age))
-    size = cache.path(keys[0]).stat().st_size
-    assert 500 < size < 1000
-    freed = cache.prune([keys[0]])
-    kept = [index for index, key in enumerate(keys) if cache.has(key)]
-    assert kept[0] == 0
-    assert kept[1:] == list(range(5 - len(kept) + 1, 5))
-    assert freed == size * (5 - len(kept)) > 0
-    assert cache.folder.used_bytes() <= 2500
-    path = cache.path(keys[0])
-    old, fresh = (path.with_name(f".tmp-{name}") for name in ("old", "fresh"))
+    entry = cache.path(keys[0])
+    old, fresh = (entry.with_name(f".tmp-{name}") for name in ("old", "fresh"))
     for left_over in (old, fresh):
         left_over.write_bytes(b"half")
-    os.utime(old, (now - 7200, now - 7200))
-    cache.prune([])
-    assert fresh.exists() and not old.exists(), "killed runs leave files"
+    os.utime(old, (0, 0))
+    assert cache.prune(keys[:1]) == 2 * entry.stat().st_size
+    assert [cache.has(key) for key in keys] == [True, False, False]
+    assert fresh.exists() and not old.exists()
     (cache.folder.root / cache.folder.marker).unlink()
-    os.utime(fresh, (now - 7200, now - 7200))
-    assert replace(cache, folder=replace(cache.folder, limit_bytes=10)).prune([]) == 0
-    assert fresh.exists() and path.exists(), "a folder without the marker is somebody else's"
+    os.utime(fresh, (0, 0))
+    assert cache.prune([]) == 0
+    assert fresh.exists() and entry.exists(), "a folder without the marker is somebody else's"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,20 @@ def test_an_edited_mask_is_made_again_and_nothing_else(studio: Studio) -> None:
     assert studio.encode()[0].masks == 2, "only the wide one is cut otherwise"
 
 
+def _jobs_of(name: str, wanted: Any) -> list[Any]:
+    """Return the jobs of an image: its latents, then its mask, each plain and mirrored."""
+    jobs = [job for job in wanted.images.values() if job.record.name == name]
+    return sorted(jobs, key=lambda job: job.key.kind)
+
+
 def test_samples_have_the_masks_of_their_images_and_processes_share_them(studio: Studio) -> None:
     wanted = studio.needs()
+    latents, mirrored, mask, _ = (json.loads(job.key.fields) for job in _jobs_of("p0.png", wanted))
+    crop = {"bucket": "16x16", "crop": "0,0", "flip": 0, "scaled": "16x16"}
+    hashes = {name: latents.pop(name) for name in ("image", "encoder")} | {"mask": mask.pop("mask")}
+    assert set(map(len, hashes.values())) == {64} and mirrored["flip"] == 1
+    assert latents == {**crop, "background": ""}, "caches on disk have these names"
+    assert mask == {**crop, "channel": "brightness", "factor": 2}
     sources = {source.mask for source in wanted.sources.values()}
     assert None in sources and len(sources) == 3
     shares = [wanted.share(rank, 2).keys() for rank in range(2)]

@@ -16,11 +16,8 @@ from tests.data.test_quality import photo
 from tests.fakes.runs import run_cli
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "example"
-PICTURES = {".png", ".jpg", ".jpeg", ".webp"}
-GATE = 0.8
-"""The default of data.min_score."""
-MARGIN = 0.05
-"""Between each score and the limit it is on one side of; the least seen is in docs/scores.md."""
+GATE, MARGIN = 0.8, 0.05
+"""The default of data.min_score, and what lies at least between it and each score; see docs/scores.md."""
 
 
 def dataset_of(folder: Path, images: int) -> Path:
@@ -35,30 +32,19 @@ def dataset_of(folder: Path, images: int) -> Path:
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix in PICTURES)
+    return sorted(path for path in folder.iterdir() if path.suffix in (".png", ".jpg", ".webp"))
 
 
 def duplicated(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
-    """Make images copies of one of the others: of its bytes, recompressed, or scaled."""
+    """Make images copies of one of the others, recompressed or scaled."""
     others = [path for path in pictures_in(folder) if path not in chosen]
     for path in chosen:
-        original = rng.choice(others)
-        caption = path.with_suffix(".txt").read_bytes()
-        path.unlink()
-        path.with_suffix(".txt").unlink()
-        name = folder / f"{path.stem}_copy"
-        with Image.open(original) as opened:
+        with Image.open(rng.choice(others)) as opened:
             image = opened.convert("RGB")
-        match rng.randrange(3):
-            case 0:
-                shutil.copyfile(original, name.with_suffix(original.suffix))
-            case 1:
-                image.save(name.with_suffix(".jpg"), quality=rng.randrange(60, 95))
-            case _:
-                factor = rng.uniform(0.8, 1.5)
-                size = (round(image.width * factor), round(image.height * factor))
-                image.resize(size, Image.Resampling.LANCZOS).save(name.with_suffix(".png"))
-        name.with_suffix(".txt").write_bytes(caption)
+        factor = rng.uniform(0.8, 1.5)
+        scaled = image.resize((round(image.width * factor), round(image.height * factor)))
+        kind = rng.choice(("PNG", "JPEG"))
+        (scaled if kind == "PNG" else image).save(path, kind)
 
 
 def added(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
@@ -71,25 +57,18 @@ def added(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
 def broken(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
     """Cut images off, empty them, fill them with noise or text, or paint them over."""
     for path in chosen:
-        data = path.read_bytes()
-        kind = rng.randrange(5)
-        if kind == 4:
-            with Image.open(path) as opened:
-                size = opened.size
-            Image.new("RGB", size, tuple(rng.randbytes(3))).save(path)
-            continue
-        spoiled = (data[: len(data) // 3], b"", rng.randbytes(len(data)), b"<html>404</html>")
-        path.write_bytes(spoiled[kind])
+        data, painted = path.read_bytes(), io.BytesIO()
+        Image.new("RGB", (64, 64), tuple(rng.randbytes(3))).save(painted, "PNG")
+        others = (b"", rng.randbytes(len(data)), b"<html>404</html>", painted.getvalue())
+        path.write_bytes(rng.choice((data[: len(data) // 3], *others)))
 
 
 def uncaptioned(folder: Path, rng: random.Random, chosen: list[Path]) -> None:
     """Leave blanks in captions, or remove them."""
     for path in chosen:
-        caption = path.with_suffix(".txt")
+        path.with_suffix(".txt").write_text(" \n ")
         if rng.randrange(2):
-            caption.write_text(" \n ")
-        else:
-            caption.unlink()
+            path.with_suffix(".txt").unlink()
 
 
 Spoil = Callable[[Path, random.Random, list[Path]], None]

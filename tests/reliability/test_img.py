@@ -1,8 +1,4 @@
-"""IMG: damaged and odd images by the dozen, each used as it is displayed or refused by name; none ends a scan.
-
-What each pixel becomes is in `tests/data/test_images.py`; here a whole folder of them is scanned as
-before a run, with what it must find for every file.
-"""
+"""IMG: damaged and odd images by the dozen, each used as it is displayed or refused by name; none ends a scan."""
 
 from __future__ import annotations
 
@@ -10,17 +6,22 @@ import os
 import random
 import socket
 import struct
+import threading
 import unicodedata
+import warnings
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import Finding
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.images import decode
@@ -100,16 +101,46 @@ def test_img_01_too_many_are_refused_before_training_and_a_few_are_left_out(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A file, and what the scan must say: the code of a refusal, or the kinds of notes on a used one.
+    """A file, and what the scan must say: code and reason of a refusal, or the kinds of notes on a used one.
 
     `size_px` is that as displayed, `corner` the colour of its pixel (2, 2) within 3 of 255.
     """
 
     data: bytes
     refused: str = ""
+    reason: str = ""
     notes: tuple[str, ...] = ()
     size_px: tuple[int, int] | None = None
     corner: tuple[int, int, int] | None = None
+
+
+def img_01_02() -> dict[str, Case]:
+    """Ordinary files, and those that cannot be decoded, with the reason."""
+    found = {
+        kind: Case(data=encoded(picture(), kind), size_px=(48, 32), corner=colour)
+        for kind, colour in {
+            **dict.fromkeys(("PNG", "BMP", "TIFF"), (255, 0, 0)),
+            **dict.fromkeys(("GIF", "JPEG", "WEBP", "AVIF")),
+        }.items()
+    }
+    whole = encoded(picture())
+    at = whole.index(b"IDAT") + 20  # a bit of its pixels
+    flipped = whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :]
+    reasons = {
+        "ends early": encoded(picture(200, 150), "JPEG")[:-400],
+        "is damaged": flipped,
+        "is empty (0 bytes)": b"",
+        "is not an image (looks like HTML)": b"\n  <HTML><body>",
+        "is a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid",
+        "is not an image (looks like text)": b"just some words\n",
+        "is a HEIC image": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
+        "is a video": b"\0\0\0\x20ftypisom\0\0\2\0",
+        "is not an image of a known kind": b"%!PS-Adobe-3.0 EPSF-3.0\n\0",
+    }
+    for reason, data in reasons.items():
+        code = "IMG-01" if reason == "ends early" else "IMG-02"
+        found[reason] = Case(data=data, refused=code, reason=reason)
+    return found
 
 
 def with_exif(orientation: int, kind: str) -> Case:
@@ -232,8 +263,8 @@ def scanned(folder: Path, **settings: float) -> Dataset:
     return scan(folder, settings=chosen)
 
 
-@pytest.mark.parametrize("group", [img_03, img_04_05, img_06, img_07])
-def test_img_03_04_05_06_07_each_is_used_as_displayed_or_refused_by_name(
+@pytest.mark.parametrize("group", [img_01_02, img_03, img_04_05, img_06, img_07])
+def test_img_01_02_03_04_05_06_07_each_is_used_as_displayed_or_refused_by_name(
     group: Callable[[], dict[str, Case]], tmp_path: Path, figure: Figure
 ) -> None:
     cases = group()
@@ -247,10 +278,11 @@ def test_img_03_04_05_06_07_each_is_used_as_displayed_or_refused_by_name(
         said.setdefault(finding.file or "", []).append(finding)
     for name, case in cases.items():
         file = f"{name}.png"
-        codes = [row.code for row in said.get(file, []) if row.severity == "error"]
-        assert codes == ([case.refused] if case.refused else []), name
+        errors = [row for row in said.get(file, []) if row.severity == "error"]
+        assert [row.code for row in errors] == ([case.refused] if case.refused else []), name
         assert (file in used) != bool(case.refused), name
         if case.refused:
+            assert errors[0].what.startswith(case.reason), name
             continue
         kinds = sorted(row.kind for row in said.get(file, []) if row.kind != "duplicate")
         assert kinds == sorted(case.notes), name
@@ -319,3 +351,91 @@ def test_img_09_what_is_no_regular_file_is_named_and_never_opened(
     assert named == bad | links | {"pipe.txt"}
     assert {record.name for record in dataset.records} == {"good.png", "linked.png", "linked/x.png"}
     figure("bad_inputs", tried=len(named), handled=len(named), crashes=0, hangs=0)
+
+
+# ---- one file, decoded
+
+
+def decoded(folder: Path, data: bytes, **settings: Any) -> Any:
+    (folder / "a.png").write_bytes(data)
+    return decode(folder / "a.png", settings=DataSettings(**settings))
+
+
+def fault(path: Path, **settings: Any) -> str:
+    """Return the code of the refusal of a file."""
+    with pytest.raises(InputError) as caught:
+        decode(path, settings=DataSettings(**settings))
+    assert str(path) in caught.value.found and caught.value.fix
+    return str(vars(caught.value)["code"])
+
+
+def test_img_04_transparency_is_put_on_the_background(tmp_path: Path) -> None:
+    half_transparent = picture().convert("RGBA")
+    half_transparent.putalpha(Image.new("L", half_transparent.size, 0))
+    half_transparent.paste((10, 20, 30, 255), (0, 0, 24, 32))
+    half_transparent.paste((0, 0, 0, 128), (40, 0, 48, 32))
+    rgb = (16, 32, 48)
+    found = decoded(tmp_path, encoded(half_transparent), alpha_background="#102030")
+    assert found.alpha is not None and found.alpha.getextrema() == (0, 255)
+    assert found.image.getpixel((5, 5)) == (10, 20, 30)
+    assert found.image.getpixel((30, 5)) == rgb
+    blended = np.asarray(found.image.getpixel((44, 5)))
+    assert np.abs(blended - np.asarray(rgb) * 127 / 255).max() <= 1
+
+
+def test_img_04_a_background_that_is_no_colour_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"data\.alpha_background='whit'"):
+        decoded(tmp_path, encoded(picture()), alpha_background="whit")
+    clear = Image.new("RGBA", (16, 16), (0, 0, 0, 0))
+    found = decoded(tmp_path, encoded(clear), alpha_background="#ff000080")
+    assert found.image.getpixel((5, 5)) == (255, 0, 0), "its own transparency is left out"
+
+
+def test_img_05_16_bit_gray_is_scaled_not_clipped(tmp_path: Path) -> None:
+    values = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+    found = decoded(tmp_path, encoded(Image.fromarray(values)))
+    assert found.notes == ("depth: 16 bits per channel are scaled to 8",)
+    gray = np.asarray(found.image)[..., 0]
+    assert (gray == np.round(values / 257)).all()
+
+
+def test_img_07_the_limit_is_the_setting_in_both_directions(tmp_path: Path) -> None:
+    before = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
+    path = tmp_path / "a.png"
+    for kind in ("PNG", "WEBP", "TIFF", "GIF", "BMP", "JPEG", "AVIF"):
+        path.write_bytes(encoded(picture(), kind))
+        assert fault(path, max_megapixels=0.001) == "IMG-07"
+    exact = decoded(tmp_path, encoded(picture()), max_megapixels=48 * 32 / 1e6)
+    assert exact.image.size == (48, 32)
+    # Above Pillow's own limit of 179 megapixels the image is tried, and found cut.
+    path.write_bytes(png(25_000, 25_000, 8, 2, b"\0"))
+    assert fault(path, max_megapixels=700) in ("IMG-01", "IMG-02")
+    assert (Image.MAX_IMAGE_PIXELS, list(warnings.filters)) == before
+
+
+def test_img_09_a_file_that_went_is_not_opened_and_a_pipe_never(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    for make in (lambda: None, lambda: path.symlink_to(path), lambda: os.mkfifo(path)):
+        make()
+        assert fault(path) == "IMG-09"
+        path.unlink(missing_ok=True)
+
+
+def test_img_what_is_process_wide_is_used_by_one_thread_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.png").write_bytes(encoded(picture()))
+    inside, most = [0], [0]
+    usual = Image.open
+
+    def slow(*args: Any, **options: Any) -> Any:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        threading.Event().wait(0.02)  # time for another thread to come in
+        inside[0] -= 1
+        return usual(*args, **options)
+
+    monkeypatch.setattr(Image, "open", slow)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: decode(tmp_path / "a.png", settings=DataSettings()), range(8)))
+    assert most == [1]
