@@ -22,7 +22,6 @@ import pytest
 from PIL import Image
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.events import Finding
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.images import decode
 from lora_trainer.dataset.records import Dataset
@@ -273,7 +272,7 @@ def test_img_01_02_03_04_05_06_07_each_is_used_as_displayed_or_refused_by_name(
         (tmp_path / f"{name}.png").write_bytes(case.data)
     dataset = scanned(tmp_path)
     used = {record.name: record for record in dataset.records}
-    said: dict[str, list[Finding]] = {}
+    said: dict[str, list[Any]] = {}
     for finding in dataset.findings:
         said.setdefault(finding.file or "", []).append(finding)
     for name, case in cases.items():
