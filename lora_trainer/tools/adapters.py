@@ -99,9 +99,7 @@ def open_weighted(
     base: str | None = None,
     names: LayerNames | None = None,
 ) -> WeightedSources:
-    """Open adapter files until `stack` closes; raises RequestError for none, and as `open_source`."""
-    if not inputs:
-        raise RequestError("there is nothing to merge", fix="give at least one adapter file")
+    """Open adapter files, at least one, until `stack` closes; raises as `open_source`."""
     opened = (open_source(file, base=base, names=names) for file, _ in inputs)
     sources = [stack.enter_context(each) for each in opened]
     return WeightedSources(sources=sources, weights=[weight for _, weight in inputs])
