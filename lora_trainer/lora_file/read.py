@@ -1,6 +1,6 @@
 """Reading an adapter file from any trainer without torch: checked header, roles of the keys, sizes.
 
-Input is a path nobody vouches for, or bytes; output the modules as they are spelt there. Every size is
+Input is a path nobody vouches for, output the modules as they are spelt there. Every size is
 checked before it is believed, and nothing in the file is used as a path.
 """
 
@@ -130,15 +130,15 @@ class Contents:
 
 
 @contextmanager
-def open_contents(source: Path | bytes) -> Iterator[Contents]:
+def open_contents(path: Path) -> Iterator[Contents]:
     """Open and check a safetensors file; raises InputError naming the fault."""
-    with open_checked(source) as opened:
+    with open_checked(path) as opened:
         parts, unknown = _modules(opened)
         strengths = read_strengths(opened.metadata, opened.path)
         if reason := strengths.unsupported:
             refuse(opened.path, reason, fix="merge it into its base where it was made")
         yield Contents(
-            name=source.name if isinstance(source, Path) else opened.path.name,
+            name=path.name,
             opened=opened,
             parts=parts,
             unknown=tuple(unknown),
@@ -146,9 +146,9 @@ def open_contents(source: Path | bytes) -> Iterator[Contents]:
         )
 
 
-def read_contents(source: Path | bytes) -> Contents:
+def read_contents(path: Path) -> Contents:
     """Check a file's header and return its contents, no tensor read; raises InputError."""
-    with open_contents(source) as contents:
+    with open_contents(path) as contents:
         return contents
 
 

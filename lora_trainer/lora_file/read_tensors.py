@@ -1,6 +1,6 @@
 """Reading the adapter out of a file of any trainer, layer by layer, as tensors under this program's names.
 
-Input is a safetensors file (or its bytes) and the layers of a base (`names.LayerNames`), output
+Input is a safetensors file and the layers of a base (`names.LayerNames`), output
 ModuleTensors. A module that stands for several layers of the base is taken apart by its rows. Tensors
 are read when asked for, so that any number of files can be worked on in the memory of one module.
 """
@@ -159,14 +159,14 @@ class OpenAdapter(Mapping[str, ModuleTensors]):
 
 @contextmanager
 def open_adapter(
-    source: Path | bytes, *, names: LayerNames, must_be_finite: bool = False
+    path: Path, *, names: LayerNames, must_be_finite: bool = False
 ) -> Iterator[OpenAdapter]:
     """Open an adapter file of any trainer; `names` finds the layers of the base by spelling.
 
     Raises InputError where the file is no whole safetensors file, where modules are unknown or lack
     tensors, and where a tensor belongs to no kind of adapter that is known.
     """
-    with open_contents(source) as contents:
+    with open_contents(path) as contents:
         places = _places(contents.parts, names, name=contents.name)
         unknown = [key for key in contents.unknown if not key.startswith(BUNDLED)]
         if unknown:
@@ -186,9 +186,9 @@ def open_adapter(
         )
 
 
-def read_tensors(source: Path | bytes, *, names: LayerNames) -> dict[str, ModuleTensors]:
+def read_tensors(path: Path, *, names: LayerNames) -> dict[str, ModuleTensors]:
     """Return all modules of an adapter file at once; see `open_adapter`."""
-    with open_adapter(source, names=names) as adapter:
+    with open_adapter(path, names=names) as adapter:
         return dict(adapter)
 
 

@@ -16,12 +16,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
-from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
-from safetensors import SafetensorError, deserialize, safe_open
+from safetensors import SafetensorError, safe_open
 
 from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.common.files import TEMPORARY_PREFIX, disk_error, retry_while_open, sync_folder
@@ -78,13 +77,9 @@ class Opened:
 
 
 @contextmanager
-def open_checked(source: Path | bytes) -> Iterator[Opened]:
-    """Open a safetensors file or one in memory; raises InputError for any other file and for a part of one."""
-    if isinstance(source, bytes):
-        path = Path("the file in memory")
-        yield _opened(path, BytesIO(source), lambda: deserialize(source))  # type: ignore[no-untyped-call]  # no stub
-        return
-    path = file_of(source)
+def open_checked(path: Path) -> Iterator[Opened]:
+    """Open a safetensors file; raises InputError for any other file and for a part of one."""
+    path = file_of(path)
     try:
         if not path.is_file():  # a pipe would block
             refuse(
@@ -93,7 +88,7 @@ def open_checked(source: Path | bytes) -> Iterator[Opened]:
                 fix="give the path of an adapter file",
             )
         with path.open("rb") as file:
-            yield _opened(path, file, lambda: safe_open(path, framework="numpy"))
+            yield _opened(path, file)
     except OSError as error:
         raise InputError(
             f"cannot read {path}: {error.strerror or error}", fix="give the path of an adapter file"
@@ -126,8 +121,8 @@ def refuse(
     raise InputError(f"{file} {fault}", fix=fix)
 
 
-def _opened(path: Path, file: BinaryIO, check: Callable[[], object]) -> Opened:
-    """Read a header within the limits of this program; `check` is the check of safetensors itself."""
+def _opened(path: Path, file: BinaryIO) -> Opened:
+    """Read a header within the limits of this program, once safetensors itself finds the file whole."""
     first = file.read(8)
     length = int.from_bytes(first, "little")
     if length > MAX_HEADER_BYTES:
@@ -139,8 +134,8 @@ def _opened(path: Path, file: BinaryIO, check: Callable[[], object]) -> Opened:
     if could_fill_memory(text):
         refuse(path, f"names more tensors than the {MAX_TENSORS:,} any adapter has")
     try:
-        check()
-        header = json.loads(text)
+        with safe_open(path, framework="numpy"):
+            header = json.loads(text)
         metadata = header.pop("__metadata__", None) or {}
         entries = [
             HeaderEntry(

@@ -285,14 +285,14 @@ _ALPHA_ROUNDING = 2e-7
 """A LoRA's alpha is a float32 in the file, by which its numbers are off on top of their own rounding."""
 
 
-def check_written(source: bytes | Path, tensors: AdapterTensors, form: FileForm) -> None:
+def check_written(file: Path, tensors: AdapterTensors, form: FileForm) -> None:
     """Read a file back; raises TrainingStopped when a module is missing, or differs by more than rounding."""
     modules: dict[str, list[str]] = {}
     for key in tensors:
         component, module = split_key(key)
         modules.setdefault(component, []).append(module)
     try:
-        with open_adapter(source, names=LayerNames(form.family, modules)) as adapter:
+        with open_adapter(file, names=LayerNames(form.family, modules)) as adapter:
             for key, live in tensors.items():
                 if key not in adapter:
                     raise _not_the_adapter(f"{key} is missing")
