@@ -1,6 +1,6 @@
 """Reading the adapter out of a file of any trainer, layer by layer, as tensors under this program's names.
 
-Input is a safetensors file and the layers of a base (`names.LayerNames`), output
+Input is a safetensors file and the layers of a base (`base_layers.LayerNames`), output
 ModuleTensors. A module that stands for several layers of the base is taken apart by its rows. Tensors
 are read when asked for, so that any number of files can be worked on in the memory of one module.
 """
