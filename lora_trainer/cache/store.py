@@ -1,4 +1,4 @@
-"""The shared cache of latents, text embeddings and masks: keyed by content, checked on every read.
+"""The shared cache of latents, text embeddings and masks: keys by content, entries checked on every read.
 
 An entry is one safetensors file of float32 arrays at ROOT/KIND/ab/DIGEST.safetensors. Its digest is
 a hash of everything the arrays depend on, so it is never stale; its header carries that key and

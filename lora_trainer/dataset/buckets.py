@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: which sizes there are, which one an image gets, how it is cut to it.
+"""Aspect-ratio buckets: which sizes there are, which one an image gets, how it and its mask are cut to it.
 
 Pure integer geometry in pixels: an image is scaled to cover its bucket and the overhang is cropped
 away evenly on both sides. Nothing depends on other images, so adding one moves no other.

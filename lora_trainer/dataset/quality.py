@@ -1,6 +1,6 @@
-"""How good a dataset is for training: a score in [0, 1] from named parts, and advice per image.
+"""How good a dataset is for training: a score in [0, 1] from named parts, advice per image, what is odd about all.
 
-Works on the numbers the preflight took (`measures`), so it opens no file. Each part is a documented
+The score is of the numbers the preflight took (`measures`) and opens no file. Each part is a documented
 formula in [0, 1]. Shares of a dataset that are worth nothing (broken images, copies, images without
 a caption) are factors of the score, and how good the rest is takes something off: no amount of sharp
 images makes up for half of them being copies. Nothing here changes a run.

@@ -1,7 +1,8 @@
 """From a folder of images to checked records, with the images for regularisation told apart.
 
-Every image is decoded once, unless the memo has its bytes; captions are read and the trigger is put in. Nothing is
-written to the folder. The output is a `Dataset`, the same for any order of the files.
+Every image is decoded once, unless the memo has its bytes; captions are read and the trigger is put in. The
+memo answers for files that have not changed, so that a second start opens none of them. Nothing is written to
+the folder. The output is a `Dataset`, the same for any order of the files.
 
 Images for regularisation are other images of the class, trained along so that training does not change the class.
 They lie in a folder of their own (`data.regularisation_dir`) or in a subfolder of the dataset that is marked
