@@ -8,8 +8,8 @@ remembered, so that a second quality report opens no file.
 
 Which part of an image counts is in a mask: a file of its own, or the opaque part of the image. White counts,
 black does not. A caption can lie inside the image: the first text that describes it, that of generators cut to
-its prompt; a workflow in JSON is no caption. Sources: PNG specification 11.3.3 (keywords), EXIF 2.32 (UserComment), and the
-"parameters" text of AUTOMATIC1111's web UI.
+its prompt; a workflow in JSON is no caption. Sources: PNG specification 11.3.3 (keywords), EXIF 2.32
+(UserComment), and the "parameters" text of AUTOMATIC1111's web UI.
 """
 
 from __future__ import annotations
