@@ -76,12 +76,16 @@ def test_later_layers_win(tmp_path: Path, presets: dict[str, dict[str, Any]]) ->
         take_away()
 
 
-def test_every_setting_has_an_origin_and_default_means_default() -> None:
+def test_every_setting_has_an_origin() -> None:
+    """And the batch of the presets is known whatever is typed: the learning rate beside it is for this batch."""
     result = resolved()
     assert set(result.origins) == set(setting_keys())
     values, defaults = flatten(result.config), flatten(Config())
     for key, origin in result.origins.items():
         assert origin.layer != "default" or values[key] == defaults[key]
+    typed = {"train.batch_size": 3}
+    assert resolved(overrides=typed).preset_batch_size == 1
+    assert resolved(preset="cpu", overrides=typed).preset_batch_size == 8
 
 
 def test_a_named_preset_replaces_the_tier_of_the_machine() -> None:
@@ -90,13 +94,6 @@ def test_a_named_preset_replaces_the_tier_of_the_machine() -> None:
         assert (result.tier, result.preset) == (tier, f"sd3/{tier}")
         sized = "default" if tier == "16-24" else f"preset {tier}"
         assert result.origins["data.resolution"].layer == sized
-
-
-def test_the_batch_of_the_presets_is_known_whatever_is_typed() -> None:
-    """The learning rate beside it is for this batch."""
-    typed = {"train.batch_size": 3}
-    assert resolved(overrides=typed).preset_batch_size == 1
-    assert resolved(preset="cpu", overrides=typed).preset_batch_size == 8
 
 
 def test_an_unknown_preset_lists_the_names() -> None:
@@ -123,21 +120,24 @@ def test_a_cell_that_cannot_work_says_why(presets: dict[str, dict[str, Any]]) ->
     assert resolved(tier="cpu", priority="speed").tier == "cpu"
 
 
-def test_a_bad_value_names_the_file_it_is_from(tmp_path: Path) -> None:
-    contents = written_settings(tmp_path, '{"train": {"batch_size": 0},\n "train.seed": 3}')
-    with pytest.raises(RequestError, match=r"train\.batch_size=0.*a\.json") as caught:
-        resolved(config_file=contents)
-    assert "train.seed" not in str(caught.value)
+def written(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
 
 
 def written_settings(folder: Path, text: str) -> layers.SettingsFile:
     return layers.read_settings_file(written(folder, "a.json", text))
 
 
-def test_a_contradiction_names_both_origins(tmp_path: Path) -> None:
-    contents = written_settings(tmp_path, '{"objective.min_timestep": 900}')
+def test_a_bad_value_and_a_contradiction_name_the_file_they_are_from(tmp_path: Path) -> None:
+    bad = written_settings(tmp_path, '{"train": {"batch_size": 0},\n "train.seed": 3}')
+    with pytest.raises(RequestError, match=r"train\.batch_size=0.*a\.json") as caught:
+        resolved(config_file=bad)
+    assert "train.seed" not in str(caught.value)
+    least = written_settings(tmp_path, '{"objective.min_timestep": 900}')
     with pytest.raises(RequestError, match=r"min_timestep is from config .*a\.json"):
-        resolved(config_file=contents, overrides={"objective.max_timestep": 100})
+        resolved(config_file=least, overrides={"objective.max_timestep": 100})
 
 
 def test_a_resumed_run_keeps_its_own_settings(tmp_path: Path) -> None:
@@ -166,10 +166,8 @@ def test_a_kind_of_concept_is_a_layer_above_the_presets() -> None:
 
 
 def test_files_and_typed_settings_are_above_the_concept(tmp_path: Path) -> None:
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps({"train.concept": "style", "data.flip": False}))
-    contents = layers.read_settings_file(file)
-    for result in (resolved(config_file=contents), resolved(preset=str(file))):
+    contents = written_settings(tmp_path, '{"train.concept": "style", "data.flip": false}')
+    for result in (resolved(config_file=contents), resolved(preset=contents.name)):
         assert (result.config.data.flip, result.config.data.caption_dropout) == (False, 0.1)
     typed = {"train.concept": "person", "data.caption_dropout": 0.3}
     assert resolved(overrides=typed, config_file=contents).config.data.caption_dropout == 0.3
@@ -191,12 +189,6 @@ def test_the_command_line_has_a_word_for_the_concept(
 
 
 # ---- settings files
-
-
-def written(folder: Path, name: str, text: str) -> Path:
-    file = folder / name
-    file.write_text(text, encoding="utf-8")
-    return file
 
 
 @pytest.mark.parametrize(
