@@ -108,6 +108,7 @@ def test_equal_problems_are_one_row_worst_first_and_texts_are_shown_as_texts(
 ) -> None:
     assert "gradient norm 41.2 was clipped to 1 (\u00d73)" in finished.texts
     assert finished.text.index("export it again") < finished.text.index("lower optimizer")
+    assert finished.text.index("looks like zorble_03") < finished.text.index("no caption file")
     assert finished.texts.count(HOSTILE_CAPTION) == 1
     assert "broken/owl <b>17</b>.jpg" in finished.texts
     assert "<b onmouseover=alert(2)>.png" in finished.texts
