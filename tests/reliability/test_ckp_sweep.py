@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from lora_trainer.cache.store import Cache, CacheKey
-from lora_trainer.checkpoint.states import load_newest
+from lora_trainer.checkpoint.states import TrainingState, load_newest
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.events import read_jsonl
 from lora_trainer.common.files import CappedFolder
@@ -41,76 +41,61 @@ def two_states(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def operations(two_states: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
-    folder = tmp_path_factory.mktemp("count") / "states"
-    shutil.copytree(two_states, folder)
-    return operations_of(lambda: save_state(folder, state_at(300), keep=2))
+BEFORE: dict[str, list[TrainingState]] = {
+    "first ever": [],
+    "the only one is replaced": [state_at(300, seed=99)],
+    "after two others": [state_at(100), state_at(200)],
+}
 
 
-def save_300_with_fault(folder: Path, disk: Disk) -> bool:
-    """Save step 300 over states 100 and 200; return whether it was published when the fault struck."""
-    with pytest.raises((Killed, MachineError)) as raised, disk.in_use():
-        save_state(folder, state_at(300), keep=2)
-    assert isinstance(raised.value, Killed) == isinstance(disk.error, Killed)
-    return (folder / "step-00000300").exists()
-
-
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("before", BEFORE.values(), ids=list(BEFORE))
 def test_ckp_02_a_kill_at_any_operation_leaves_the_old_or_the_new_state(
-    operations: int, two_states: Path, tmp_path: Path, after: bool, figure: Figure
+    before: list[TrainingState], tmp_path: Path, figure: Figure
 ) -> None:
-    outcomes = []
-    for at in range(operations):
-        folder = shutil.copytree(two_states, tmp_path / f"{at}")
-        was_published = save_300_with_fault(folder, Disk(at=at, error=Killed(), after=after))
-        assert loaded_step(folder) == (300 if was_published else 200)
-        outcomes.append(was_published)
-        save_state(folder, state_at(300), keep=2)
-        assert loaded_step(folder) == 300
-        names = sorted(path.name for path in folder.glob("step-*"))
-        assert names == ["step-00000200", "step-00000300"]
-    assert operations >= 30
-    assert outcomes == sorted(outcomes)
-    assert set(outcomes) == {False, True}, "kills before and after the rename were tried"
-    figure("io_kills", tried=operations, survived=len(outcomes))
+    new, old = state_at(300), bits(before[-1] if before else None)
+
+    def begun(name: str) -> Path:
+        for state in before:
+            save_state(tmp_path / name / "states", state)
+        return tmp_path / name / "states"
+
+    whole = begun("whole")
+    count = operations_of(lambda: save_state(whole, new))
+    assert count >= 30
+    for after in (False, True):
+        outcomes = []
+        for at in range(count):
+            folder = begun(f"{at}-{after}")
+            with pytest.raises(Killed), Disk(at=at, error=Killed(), after=after).in_use():
+                save_state(folder, new)
+            found = bits(load_newest(folder, events=None))
+            assert found in (old, bits(new))
+            assert bits(load_newest(folder, events=None)) == found, "it is still on the disk"
+            outcomes.append(found == bits(new))
+            save_state(folder, new)
+            assert loaded_step(folder) == 300
+            names = {path.name for path in folder.iterdir()}
+            assert names == {f"step-{state.step:08d}" for state in (*before[-1:], new)}
+        assert outcomes == sorted(outcomes)
+        assert set(outcomes) == {False, True}, "kills before and after the rename were tried"
+    figure("io_kills", tried=2 * count, survived=2 * count)
 
 
 def test_ckp_03_an_error_at_any_operation_is_reported_and_harms_nothing(
-    operations: int, two_states: Path, tmp_path: Path, figure: Figure
+    two_states: Path, tmp_path: Path, figure: Figure
 ) -> None:
-    for at in range(operations):
+    whole = shutil.copytree(two_states, tmp_path / "whole")
+    count = operations_of(lambda: save_state(whole, state_at(300)))
+    for at in range(count):
         folder = shutil.copytree(two_states, tmp_path / f"{at}")
         code = ERRORS[at % len(ERRORS)]
         disk = Disk(at=at, error=OSError(code, os.strerror(code)), after=at % 3 == 0)
-        was_published = save_300_with_fault(folder, disk)
+        with pytest.raises(MachineError), disk.in_use():
+            save_state(folder, state_at(300))
         assert not list(folder.glob(".tmp-*")), "the unfinished state is removed"
+        was_published = (folder / "step-00000300").exists()
         assert loaded_step(folder) == (300 if was_published else 200)
-    figure("io_errors", tried=operations, survived=operations)
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["first ever", "the only one is replaced"])
-def test_ckp_02_a_kill_leaves_no_moment_without_a_state(first: bool, tmp_path: Path) -> None:
-    old, new = state_at(1), state_at(1, seed=99)
-
-    def prepared(name: str) -> Path:
-        if not first:
-            save_state(tmp_path / name / "states", old, keep=2)
-        return tmp_path / name / "states"
-
-    whole = prepared("whole")
-    seen = set()
-    for at in range(operations_of(lambda: save_state(whole, new, keep=2))):
-        folder = prepared(f"kill{at}")
-        with pytest.raises(Killed), Disk(at=at, error=Killed(), after=at % 2 == 0).in_use():
-            save_state(folder, new, keep=2)
-        found = load_newest(folder, events=None)
-        assert bits(found) in (bits(None if first else old), bits(new))
-        assert bits(load_newest(folder, events=None)) == bits(found), "it is still on the disk"
-        seen.add(bits(found) == bits(new))
-        left = {path.name for path in folder.iterdir()} if folder.exists() else set()
-        assert left <= {"step-00000001"}
-    assert seen == {False, True}
+    figure("io_errors", tried=count, survived=count)
 
 
 @pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "Input/output error")])
