@@ -287,6 +287,7 @@ def test_what_ends_a_run_between_saves_loses_no_whole_step_and_no_answer(
     with pytest.raises(TrainingStopped):
         run(tiny.training, replace(last, ending=False, stopping=False))
     assert len(tiny.of_kind("out_of_memory")) == before + 1 and len(taken) == 2
+    assert recorder.progress[-1] is last, "a resume repeats no start"
 
 
 FAULT = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED\nmore")
