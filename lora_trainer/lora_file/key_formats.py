@@ -100,12 +100,15 @@ _OTHER_ENDS: Mapping[tuple[AdapterKind | None, Role], str] = {
 }
 """Ends that have other spellings than those in `ENDINGS`, of all trainers."""
 _ENDS: Mapping[tuple[AdapterKind | None, Role], str] = {
-    # A magnitude has one name beside every kind, an IA3's factor that of any weight.
-    (kind, role): re.escape(end) + (_NAME if kind in ("loha", "lokr") else "")
-    for kind, ends in ENDINGS.items()
-    for role, end in ends.items()
-    if role not in ("magnitude", "factor")
-} | _OTHER_ENDS
+    **{
+        (kind, role): re.escape(end) + (_NAME if kind in ("loha", "lokr") else "")
+        for kind, ends in ENDINGS.items()
+        for role, end in ends.items()
+        # A magnitude has one name beside every kind, an IA3's factor that of any weight.
+        if role not in ("magnitude", "factor")
+    },
+    **_OTHER_ENDS,
+}
 # The lookahead is for speed: nearly all characters of a key begin no end.
 _KEY = re.compile(
     r"(?P<module>.+?)(?=\.|_lora)(?:"
