@@ -310,8 +310,10 @@ def _check_module(
     # element, where a bound on the norm would pass anything.
     slack, factor = _ALPHA_ROUNDING if live.kind == "lora" else 0.0, 1.0
     if live.kind in SCALED and read.scale != live.scale:
-        # A file of another strength must hold factors that make up for it; nothing explains one that is lost.
-        factor = live.scale / read.scale if read.scale else math.inf
+        if not read.scale:
+            raise _not_the_adapter(f"{key} would differ by all of its strength")
+        # A file of another strength must hold factors that make up for it.
+        factor = live.scale / read.scale
     for name, tensor in live.tensors.items():
         exact = _float64(tensor) * (factor if name in STRONG else 1.0)
         number = _float64(read.tensors[name]).reshape(exact.shape)
