@@ -335,6 +335,10 @@ def test_a_missing_or_broken_part_is_named(name: str, tmp_path: Path) -> None:
         path.with_name(shards[0]).write_bytes(whole)
         with pytest.raises(InputError, match=f"lacks 1 of 2 shards, first {shards[1]}"):
             facts_at(base)
+    base = copy_of(name, tmp_path / "without configuration")
+    (base / "text_encoder/config.json").unlink()
+    with pytest.raises(InputError, match=r"text_encoder.config\.json is missing"):
+        facts_at(base)
 
 
 @pytest.mark.parametrize(
