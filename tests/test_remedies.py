@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from lora_trainer import families
 from lora_trainer.common.events import Event, EventStream
 from lora_trainer.common.files import read_json_object
 from lora_trainer.config.config import build_config
-from lora_trainer.families import family
 from lora_trainer.hardware.machine import Hardware, assume_card
 from lora_trainer.network.quantize import QuantizedLinear
 from lora_trainer.run import device as run_device
@@ -144,7 +144,7 @@ def test_a_training_gets_a_base_in_few_bits_and_the_planned_micro_batches(
     assert place.train(steps=2, data__resolution=2 * side_of(facts), **settings) == 0
     assert (place.run / "toy.safetensors").is_file()
     (training,) = trainings
-    whole = set(family("chroma").traits.quantization_skip)
+    whole = set(families.family("chroma").traits.quantization_skip)
     layers = dict(training.model.denoiser.named_modules())
     quantised = [name for name, layer in layers.items() if isinstance(layer, QuantizedLinear)]
     assert quantised and whole

@@ -13,12 +13,12 @@ from typing import Any
 import jsonschema
 import pytest
 
+from lora_trainer import families
 from lora_trainer.common.errors import MachineError
 from lora_trainer.config import layers
 from lora_trainer.config.config import flatten
 from lora_trainer.config.declare import PRIORITIES
 from lora_trainer.config.layers import TIERS, preset_families
-from lora_trainer.families import DEFAULT_FAMILY, MODULES, known_base
 from lora_trainer.families import family as load_family
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import Hardware
@@ -54,7 +54,7 @@ def releases(family: str) -> list[BaseFacts]:
         sources += release.ids
     found = {}
     for source in sources:
-        facts = known_base(source)
+        facts = families.known_base(source)
         assert facts is not None
         found.setdefault(json.dumps(dict(facts.architecture)), facts)
     return list(found.values())
@@ -100,7 +100,7 @@ def shipped(name: str) -> dict[str, object]:
 def test_each_family_has_a_file_that_follows_the_schema_and_works_in_every_cell() -> None:
     """After a change of Config run scripts/write_schema.py."""
     assert shipped("schema.json") == preset_schema()
-    assert set(preset_families()) == set(MODULES)
+    assert set(preset_families()) == set(families.MODULES)
     for family in preset_families():
         jsonschema.validate(shipped(f"{family}.json"), preset_schema())
         assert layers.load_presets(family).family == family
@@ -153,7 +153,7 @@ TIER_SETTINGS = re.compile(
     r"data\.(more_resolutions|resolution)|optimizer\.name|(hardware|memory|sampling)\..*"
 )
 """Settings that a tier or a tier's cell may change: those of memory and speed."""
-OWN_RECIPE = (DEFAULT_FAMILY, "cpu")
+OWN_RECIPE = (families.DEFAULT_FAMILY, "cpu")
 """The embedded miniature base's, which is no Stable Diffusion 1.5 but for its layout."""
 
 
@@ -180,7 +180,9 @@ def test_how_much_is_learned_does_not_depend_on_the_tier(family: str, priority: 
         assert {key: value for key, value in other.items() if first[key] != value} == {}
 
 
-@pytest.mark.parametrize(("family", "tier"), [*((name, "10-12") for name in MODULES), OWN_RECIPE])
+@pytest.mark.parametrize(
+    ("family", "tier"), [*((name, "10-12") for name in families.MODULES), OWN_RECIPE]
+)
 def test_priorities_get_as_far_or_farther(family: str, tier: str) -> None:
     """Updates x rate^2 (Malladi et al. 2022): of speed that of balanced, of quality more."""
 

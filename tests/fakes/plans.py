@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from lora_trainer import families
 from lora_trainer.config.layers import Origin, resolve
 from lora_trainer.config.learning import AdapterSettings
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.families import family, known_base
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.hardware.machine import Hardware, tier
 from lora_trainer.hardware.nvml import Gpu
@@ -86,7 +86,7 @@ def request(
 
     `layers` maps settings to the layers that are said to have set them.
     """
-    facts = known_base(base) if isinstance(base, str) else base or sd15_facts()
+    facts = families.known_base(base) if isinstance(base, str) else base or sd15_facts()
     assert facts is not None
     resolved = resolve(
         family=facts.family,
@@ -102,7 +102,7 @@ def request(
         decided={"output.format": ("kohya", "known before")},
         resolved=replace(resolved, origins={**resolved.origins, **set_by}),
         facts=facts,
-        family=family(facts.family),
+        family=families.family(facts.family),
         hardware=hardware,
         images=20,
         samples_per_epoch=20,

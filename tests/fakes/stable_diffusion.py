@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from lora_trainer import families
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.families import family
 from lora_trainer.families.facts import BaseFacts
 
 MINI_UNET: Mapping[str, Any] = {
@@ -23,7 +23,7 @@ MINI_UNET: Mapping[str, Any] = {
 }
 
 
-SD15 = family("sd15")
+SD15 = families.family("sd15")
 
 
 class WideCosts(BaseCosts):

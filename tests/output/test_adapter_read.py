@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.families import family
 from lora_trainer.lora.tensors import ModuleTensors
 from lora_trainer.lora_file.base_layers import LayerNames
 from lora_trainer.lora_file.read_tensors import read_tensors
@@ -84,7 +84,7 @@ def test_a_hostile_pattern_does_not_hang(file: Path) -> None:
 
 def test_layers_of_this_base_are_found_by_every_spelling() -> None:
     deep, clip = "down_blocks.7.resnets.0.conv1", "text_model.encoder.layers.3.self_attn.q_proj"
-    sd15 = family("sd15")
+    sd15 = families.family("sd15")
     assert not LayerNames(sd15, {"denoiser": []}).find(f"unet.{deep}")
     assert LayerNames(sd15, {"denoiser": [deep]}).find(f"unet.{deep}")
     for layer in (clip, clip.removeprefix("text_model.")):
@@ -107,7 +107,7 @@ def test_parts_of_a_joined_layer_share_the_alpha_beside_it(file: Path) -> None:
         for side, shape in sides.items()
     }
     layers = {f"transformer_blocks.0.attn.to_{name}": (4, 4) for name in "qkv"}
-    names = LayerNames(family("flux"), {"denoiser": layers})
+    names = LayerNames(families.family("flux"), {"denoiser": layers})
     read = read_tensors(write(file, {**tensors, f"{qkv}.alpha": torch.tensor(1.0)}), names=names)
     assert {key: each.scale for key, each in read.items()} == {f"denoiser.{n}": 0.5 for n in layers}
 
@@ -147,7 +147,7 @@ def test_rows_that_a_joined_layer_does_not_have_are_refused(file: Path) -> None:
         (dict.fromkeys(layers, (4, 4)), "has 8 outputs in .*, the layers that it joins have more"),
     ):
         with pytest.raises(InputError, match=reason):
-            read_tensors(file, names=LayerNames(family("flux"), {"denoiser": modules}))
+            read_tensors(file, names=LayerNames(families.family("flux"), {"denoiser": modules}))
 
 
 FLAT = "lora_" + Q.replace(".", "_")

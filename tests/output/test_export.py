@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 from torch import Tensor
 
+from lora_trainer import families
 from lora_trainer.common.errors import MachineError, TrainingStopped
-from lora_trainer.families import family
 from lora_trainer.lora.tensors import ModuleTensors, update
 from lora_trainer.lora_file.write import prune_exports
 from tests.fakes.adapters import (
@@ -274,7 +274,7 @@ def adapter(name: str, kind: str) -> dict[str, ModuleTensors]:
     tensors = dict[str, ModuleTensors]()
     for component, network in networks_of(name).items():
         targets = "all" if component == "denoiser" else "text_encoder"
-        for number, layer in enumerate(family(name).lora_targets(network, targets)):
+        for number, layer in enumerate(families.family(name).lora_targets(network, targets)):
             shape = tuple(network.get_parameter(f"{layer}.weight").shape)
             rank, scale = 1 + number % 5, 0.3 + number % 3
             if kind == "lokr":
@@ -302,7 +302,9 @@ def test_diffusers_gives_each_layer_the_update_that_was_trained(
     if kind != "lora":
         tensors = dict(list(tensors.items())[::4])
     file.write_bytes(exported(tensors, name=name, format=format))
-    pipeline: Any = family(name).plain_pipeline(facts_of(name), dtype=torch.float32, device=CPU)
+    pipeline: Any = families.family(name).plain_pipeline(
+        facts_of(name), dtype=torch.float32, device=CPU
+    )
     pipeline.load_lora_weights(tmp_path, weight_name=file.name)
     for key, module in tensors.items():
         component, _, path = key.partition(".")
@@ -334,4 +336,4 @@ def test_names_are_those_that_readers_were_seen_to_take() -> None:
     for name in ("flux", "zimage"):
         names[name, "diffusers", "attn.to_q"] = "transformer.attn.to_q"
     for (name, format, layer), expected in names.items():
-        assert family(name).lora_key_name(format, "denoiser", layer) == expected
+        assert families.family(name).lora_key_name(format, "denoiser", layer) == expected

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_trainer import families
 from lora_trainer.config.declare import CHECKPOINTING
 from lora_trainer.costs.base_costs import BaseCosts
-from lora_trainer.families import MODULES, family
 from lora_trainer.network.block_swap import repeated_blocks
 from lora_trainer.network.quantize import QuantizedLinear, quantizable, quantize
 from lora_trainer.planning.memory import predict
@@ -22,7 +22,7 @@ from tests.fakes.nvml import GIB
 from tests.fakes.plans import CARD, FLUX, bytes_by_name, costs_of, load_of
 from tests.fakes.stable_diffusion import WideCosts, mini_facts, sd15_facts
 
-SD15 = family("sd15")
+SD15 = families.family("sd15")
 LORA = 3_188_736
 """Parameters of rank 16 on the attention of SD1.5: its four attention matrices of 16 blocks."""
 CHANGES = 4 * 93_511_680
@@ -120,11 +120,11 @@ def test_streaming_and_each_level_of_checkpointing_take_less() -> None:
     assert peaks == sorted(set(peaks), reverse=True) and len(peaks) == len(CHECKPOINTING)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", families.MODULES)
 def test_the_bytes_and_blocks_of_a_base_are_those_of_its_network(name: str) -> None:
     """Or nearly: what no adapter can change is not in the table, so a little less is counted."""
-    skip = family(name).traits.quantization_skip
-    costs = BaseCosts(family=family(name), facts=facts_of(name))
+    skip = families.family(name).traits.quantization_skip
+    costs = BaseCosts(family=families.family(name), facts=facts_of(name))
     network, counted = denoiser_of(name), costs.frozen_base("fp32", "fp32")
     blocks = repeated_blocks(network)
     assert len(counted.block_bytes) == len(blocks)
