@@ -109,11 +109,3 @@ def test_a_fault_in_fifty_stays_above_the_gate(tmp_path: Path) -> None:
     for number, (how, _) in enumerate(FAULTS):
         score = spoilt(good, tmp_path / f"{number}", how, 1 / 50, seed=2)
         assert GATE + MARGIN < score < best
-
-
-def test_one_way_of_captioning_is_no_fault(tmp_path: Path) -> None:
-    """A folder's name or a trigger for all images is worth more than captions for some of them."""
-    good = dataset_of(tmp_path / "good", 50)
-    some = spoilt(good, tmp_path / "some", uncaptioned, 1 / 3, seed=0)
-    assert spoilt(good, tmp_path / "in" / "10_zibbo", uncaptioned, 1.0, seed=0) < some < GATE
-    assert scored(tmp_path / "in") > GATE
