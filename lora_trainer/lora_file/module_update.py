@@ -298,8 +298,8 @@ def take_rows(update: Update, begin: int, end: int) -> Update:
                 rows = (begin, end)  # of the whole product
             else:
                 changed[first] = arrays[first][begin // height : end // height]
-    taken = replace(update, arrays={**arrays, **changed}, rows=rows)
-    return _without_zeros(taken) if update.kind == "lora" else taken
+    part = replace(update, arrays={**arrays, **changed}, rows=rows)
+    return _without_zeros(part) if update.kind == "lora" else part
 
 
 def _without_zeros(update: Update) -> Update:

@@ -299,8 +299,8 @@ def _changes(base: BaseWeights, adapters: WeightedSources) -> Changes:
         for name in names:
             location = base.tensors[name]
             tensor = location.at.tensor.removeprefix(TEXT_MODEL)
-            place = (location.file.path.parent, tensor)
-            changes.setdefault(place, []).append((name, location.at))
+            tensor_key = (location.file.path.parent, tensor)
+            changes.setdefault(tensor_key, []).append((name, location.at))
     return changes
 
 
