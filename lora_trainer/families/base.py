@@ -302,7 +302,7 @@ class Family(ABC):
         return self.facts_of(self.described(plain, layout), source=source, layout=layout)
 
     def described(self, plain: BaseRelease, layout: Layout) -> BaseRelease:
-        """Return what a base's folder says with what its files and names add; InputError for a relative."""
+        """Return the release in a folder with the facts that files and names add; InputError for a relative."""
         return plain
 
     def _count(self, layout: Layout, part: Part, files: Sequence[Path]) -> int:

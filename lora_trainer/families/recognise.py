@@ -28,13 +28,14 @@ def adapter_family(shapes: Mapping[str, tuple[int, ...]], *, metadata: Mapping[s
     `shapes` are those of the modules' down matrices, [rank, in, ...]. Tensors weigh more than metadata.
     """
     widths = {name.replace(".", "_"): shape[1:2] for name, shape in shapes.items()}
-    stated = stated_version(metadata)
+    metadata_family = stated_version(metadata)
     for names, pattern, *width in signature_tables()["adapters"]["modules"]:
         fitting = re.compile(_in_full(pattern)).search
-        if any(fitting(name) and width in ([], [*own]) for name, own in widths.items()):
+        if any(fitting(name) and width in ([], [*size]) for name, size in widths.items()):
             candidates: list[str] = names.split()
-            return stated if stated and stated in candidates else candidates[0]
-    return stated or UNKNOWN
+            is_candidate = metadata_family in candidates
+            return metadata_family if metadata_family and is_candidate else candidates[0]
+    return metadata_family or UNKNOWN
 
 
 def stated_family(metadata: Mapping[str, str]) -> str | None:

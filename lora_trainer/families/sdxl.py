@@ -77,11 +77,11 @@ class StableDiffusionXL(UNetFamily):
         """Raise InputError for relatives of SDXL: other blocks (adapter files have no names for them) or EDM."""
         release, source = super().described(plain, layout), plain.ids[0]
         keys = ("layers_per_block", "down_block_types", "up_block_types")
-        unet, own = map(unet_numbers, (release.architecture, self.published[0].architecture))
-        if any(unet[key] != own[key] for key in keys):
+        unet, usual = map(unet_numbers, (release.architecture, self.published[0].architecture))
+        if any(unet[key] != usual[key] for key in keys):
             raise InputError(
                 f"the U-Net of {source} has resnets {unet[keys[0]]} in {unet[keys[1]]}, SDXL's "
-                f"{own[keys[0]]} in {own[keys[1]]}",
+                f"{usual[keys[0]]} in {usual[keys[1]]}",
                 fix=f"use SDXL or a fine-tune of it, such as {BASE}",
             )
         scheduler = str(release.scheduler.get("_class_name", ""))
@@ -91,11 +91,11 @@ class StableDiffusionXL(UNetFamily):
                 fix=f"use SDXL or a fine-tune of it, such as {BASE}",
             )
         # Some velocity fine-tunes were published with the scheduler of SDXL base, which states epsilon.
-        known = self.releases.get(source)
-        if known is None or known.prediction == "epsilon":
+        published = self.releases.get(source)
+        if published is None or published.prediction == "epsilon":
             return release
         return replace(
-            release, prediction=known.prediction, zero_terminal_snr=known.zero_terminal_snr
+            release, prediction=published.prediction, zero_terminal_snr=published.zero_terminal_snr
         )
 
     def clip_skips(self, layout: Layout | None) -> Mapping[int, int]:

@@ -63,8 +63,9 @@ def level_count(config: Mapping[str, Any]) -> int:
 
 def _wrong_value(config: Mapping[str, Any], key: str, *, allowed: str) -> InputError:
     network = config.get("_class_name", "a text encoder")
-    found = f"config.json of {network} has {key}={config.get(key)!r}, allowed is {allowed}"
-    return InputError(found, fix=AGAIN)
+    return InputError(
+        f"config.json of {network} has {key}={config.get(key)!r}, allowed is {allowed}", fix=AGAIN
+    )
 
 
 def components(folder: Path) -> Mapping[str, str]:
