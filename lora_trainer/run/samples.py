@@ -63,6 +63,9 @@ from lora_trainer.run.device import CPU, best_device
 from lora_trainer.run.run_folder import RUN_FILE, TrainingJob, read_run
 from lora_trainer.training.actions import Progress
 
+WORD_IN_PROMPTS = "<new-word>"
+"""Replaces a trigger that was trained as new tokens in prompts; no tokenizer has this word."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawing:
@@ -139,9 +142,9 @@ class SampleAction:
             self._problem(what, fix="free memory or disk, or use --set sampling.every_steps=0")
         else:
             seconds = time.monotonic() - began_s
-            asked = {} if self._own_due else {"asked": True}
+            on_request = {} if self._own_due else {"asked": True}
             self.job.events.emit(
-                "sample", step=progress.step, images=images, seconds=seconds, **asked
+                "sample", step=progress.step, images=images, seconds=seconds, **on_request
             )
 
     def _problem(self, what: str, *, fix: str) -> None:
@@ -259,10 +262,6 @@ def encode_prompt(job: TrainingJob, cache: Cache, prompt: str) -> CacheKey:
     return key
 
 
-WORD_IN_PROMPTS = "<new-word>"
-"""Replaces a trigger that was trained as new tokens in prompts; no tokenizer has this word."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoadedAdapter:
     """A LoRA in a plain diffusers pipeline on this machine's best device, as any other program would use it.
@@ -310,8 +309,8 @@ def load_adapter(run: Path, *, base: str | None = None) -> LoadedAdapter:
     """
     file, source, config = file_and_base(run, base=base)
     # Those of the adapter, without paths of other files.
-    stated = config.base if config is not None else BaseSettings()
-    settings = stated.model_copy(update={"model": source, "vae": None, "companion": "auto"})
+    own_base = config.base if config is not None else BaseSettings()
+    settings = own_base.model_copy(update={"model": source, "vae": None, "companion": "auto"})
     try:
         facts = locate(settings)
     except InputError as error:
@@ -350,8 +349,8 @@ def file_and_base(path: Path, *, base: str | None) -> tuple[Path, str, Config | 
     is_run = path.is_dir() and not holds_adapter(path)
     file = adapter_of(path) if is_run else file_of(path)
     config = stated_settings(read_contents(file).metadata)
-    stated = str(read_run(path)["base"]["source"]) if is_run else config and config.base.model
-    source = base or stated
+    own_source = str(read_run(path)["base"]["source"]) if is_run else config and config.base.model
+    source = base or own_source
     if not source or source == "auto":
         raise RequestError(
             f"{file.name} does not say which base it was trained on",
