@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_trainer.common.errors import MachineError, RequestError
+from lora_trainer.common.errors import MachineError
 from lora_trainer.config.config import build_config, flatten
 from lora_trainer.config.constraints import OPTIMIZER_PACKAGES
 from lora_trainer.hardware.machine import Hardware
@@ -45,11 +45,6 @@ def test_no_auto_is_left_and_every_decision_has_a_reason(hardware: Hardware) -> 
         assert made.origins[key].layer == "planner" and made.origins[key].reason
     for key in set(before) - decided:
         assert made.origins[key] == asked.resolved.origins[key]
-
-
-def test_a_resolution_of_the_base_is_not_named_twice() -> None:
-    with pytest.raises(RequestError, match="name a size twice"):
-        planned(overrides={"data.resolution": "auto", "data.more_resolutions": [512]})
 
 
 def test_a_missing_package_of_an_optimizer_refuses_it() -> None:
