@@ -14,8 +14,8 @@ from typing import Any
 
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.wording import duration_text
+from lora_trainer.config import PRIORITIES
 from lora_trainer.config.config import SettingInfo, all_settings, flatten
-from lora_trainer.config.declare import PRIORITIES
 from lora_trainer.config.layers import CONCEPT, Resolved, resolve
 from lora_trainer.config.running import Config
 from lora_trainer.reporting.history import mapping, number, sequence

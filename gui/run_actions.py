@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import read_json_object
-from lora_trainer.config.declare import PRIORITIES
+from lora_trainer.config import PRIORITIES
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.control import Control, Request
 from lora_trainer.reporting.history import mapping, read_history

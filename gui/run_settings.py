@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_trainer.common.errors import LoraTrainError
+from lora_trainer.config import PRIORITIES
 from lora_trainer.config.config import (
     SettingInfo,
     all_settings,
@@ -20,7 +21,6 @@ from lora_trainer.config.config import (
     retired_in,
     without_retired,
 )
-from lora_trainer.config.declare import PRIORITIES
 from lora_trainer.config.layers import COMMAND_LINE, RESUMED, TIERS, resolve
 from lora_trainer.reporting.charts import Html, join, tag
 from lora_trainer.reporting.history import Row, mapping

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.wording import gib
-from lora_trainer.config.declare import PRIORITIES, Priority
+from lora_trainer.config import PRIORITIES, Priority
 from lora_trainer.config.layers import lowered_to, resolve
 from lora_trainer.config.running import MemorySettings
 from lora_trainer.families import MODULES, family, known_base

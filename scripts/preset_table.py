@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lora_trainer.config import PRIORITIES, Priority
 from lora_trainer.config.config import flatten, setting_keys
-from lora_trainer.config.declare import PRIORITIES, Priority
 from lora_trainer.config.layers import TIERS, load_presets, preset_families, resolve
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"

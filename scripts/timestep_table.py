@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from lora_trainer import families
-from lora_trainer.config.declare import Priority
+from lora_trainer.config import Priority
 from lora_trainer.config.layers import resolve
 from lora_trainer.config.learning import ObjectiveSettings
 from lora_trainer.families.facts import BaseFacts

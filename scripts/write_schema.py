@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer.common.files import json_bytes, write_atomic
+from lora_trainer.config import PRIORITIES
 from lora_trainer.config.config import setting_schemas
-from lora_trainer.config.declare import PRIORITIES
 from lora_trainer.config.layers import TIERS
 
 SCHEMA = Path(__file__).resolve().parent.parent / "presets" / "schema.json"

@@ -14,8 +14,8 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from lora_trainer.cli import main
+from lora_trainer.config import PRIORITIES
 from lora_trainer.config.config import all_settings
-from lora_trainer.config.declare import PRIORITIES
 from lora_trainer.config.layers import TIERS, preset_families
 from tests.fakes.runs import SQUARES_PX, Toy, toy
 

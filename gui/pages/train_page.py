@@ -11,7 +11,7 @@ from typing import Any
 
 import gradio as gr
 
-from lora_trainer.config.declare import PRIORITIES
+from lora_trainer.config import PRIORITIES
 
 from ..asset_files import asset
 from ..dataset_desk import DatasetDesk

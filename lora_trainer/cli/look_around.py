@@ -20,7 +20,7 @@ from rich.text import Text
 
 from lora_trainer.cli.main import Base, Json, Reply, Sets, overrides
 from lora_trainer.common.errors import RequestError
-from lora_trainer.config.declare import PRIORITIES
+from lora_trainer.config import PRIORITIES
 from lora_trainer.config.layers import TIERS, load_presets, preset_families
 from lora_trainer.dataset.quality import DatasetReport
 from lora_trainer.lora_file.inspect import Inspection, Spread, inspect_file

@@ -25,7 +25,7 @@ from lora_trainer import __version__
 from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.processes import made_to_stay
 from lora_trainer.common.wording import without_secrets
-from lora_trainer.config.declare import Concept, Priority
+from lora_trainer.config import Concept, Priority
 from lora_trainer.hardware.devices import use_expandable_segments
 
 HELP = """Train a diffusion LoRA: `lora-train DATASET` detects the GPU, picks a preset, caches, trains and exports.

@@ -38,9 +38,6 @@ def settled(value: T | Auto) -> T:
     return value
 
 
-Priority = Literal["speed", "balanced", "quality"]
-PRIORITIES: tuple[Priority, ...] = get_args(Priority)
-Concept = Literal["any", "person", "style", "object"]
 PROMPTS: Mapping[str, tuple[str, ...]] = {
     "any": ("{}", "{}, outdoors in sunlight", "{}, close-up", "{}, at night"),
     "person": (

@@ -22,6 +22,7 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError, did_you_mean
 from lora_trainer.common.files import json_object
+from lora_trainer.config import Priority
 from lora_trainer.config.config import (
     SEE_ALL_SETTINGS,
     build_config,
@@ -32,7 +33,6 @@ from lora_trainer.config.config import (
     unknown_setting,
     without_retired,
 )
-from lora_trainer.config.declare import Priority
 from lora_trainer.config.running import Config
 
 WRAPPER = "settings"

@@ -8,6 +8,7 @@ from typing import Annotated, Generic, Literal
 
 from pydantic import AfterValidator, Field
 
+from lora_trainer.config import Concept
 from lora_trainer.config.declare import (
     CARD,
     SCHEDULE_FREE,
@@ -16,7 +17,6 @@ from lora_trainer.config.declare import (
     A_co,
     Auto,
     BelowOne,
-    Concept,
     Count,
     Factor,
     Interval,

@@ -15,9 +15,10 @@ from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from lora_trainer.common.events import shown
 from lora_trainer.common.files import HashMemo
+from lora_trainer.config import PRIORITIES, Priority
 from lora_trainer.config.config import build_config
 from lora_trainer.config.constraints import typed
-from lora_trainer.config.declare import CHUNK_TOKENS, PRIORITIES, Priority
+from lora_trainer.config.declare import CHUNK_TOKENS
 from lora_trainer.config.inputs import BaseSettings, DataSettings
 from lora_trainer.config.layers import (
     Resolved,

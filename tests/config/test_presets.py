@@ -15,9 +15,8 @@ import pytest
 
 from lora_trainer import families
 from lora_trainer.common.errors import MachineError
-from lora_trainer.config import layers
+from lora_trainer.config import PRIORITIES, layers
 from lora_trainer.config.config import flatten
-from lora_trainer.config.declare import PRIORITIES
 from lora_trainer.config.layers import TIERS, preset_families
 from lora_trainer.families import family as load_family
 from lora_trainer.families.facts import BaseFacts

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.config.declare import PRIORITIES
+from lora_trainer.config import PRIORITIES
 from lora_trainer.planning.run_time import MOST_HOURS
 from scripts.plan_tables import (
     BASES,
