@@ -317,7 +317,7 @@ def test_the_command_line_outranks_the_config_file_setting_by_setting(
     typed = ["--set", "train.steps=9", "--set", "data.folders.more.repeats=5"]
     settings = answer(capsys, "plan", more.parent, "--json", "--config", config, *typed)["settings"]
     assert settings["train.steps"]["value"] == 9
-    seed = {"value": 8, "origin": f"config {config}", "reason": f"{config}:3:1"}
+    seed = {"value": 8, "origin": f"config {config}", "reason": ""}
     assert settings["train.seed"] == seed
     assert settings["data.folders"]["value"] == {"more": {"repeats": 5, "weight": 0.5}}
 
