@@ -88,22 +88,6 @@ def _norms_text(norms: Mapping[str, float]) -> Iterable[RenderableType]:
     yield ""
 
 
-def presets_text() -> RenderableType:
-    """Return the table of presets: the settings of each family, tier and priority."""
-    table = Table("family", "tier", "priority", "sets", box=None, pad_edge=False)
-    for family in preset_families():
-        presets = load_presets(family)
-        for tier in TIERS:
-            for priority in PRIORITIES:
-                reason = presets.unsupported(tier, priority)
-                cell = presets.cells.get(f"{tier}/{priority}", {})
-                values = {**presets.tiers[tier], **presets.priorities[priority], **cell}
-                sets = ", ".join(f"{key}={value}" for key, value in values.items())
-                text = f"unsupported: {reason}" if reason else sets
-                add_row(table, family, tier, priority, text)
-    return table
-
-
 def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = False) -> Reply:  # noqa: B006 - cyclopts reads the default, nobody mutates it
     """Report on a dataset: score, buckets, unusable files, captions, duplicates; each with advice."""
     from lora_trainer.run.prepare import Request, examine
@@ -120,7 +104,18 @@ def inspect(file: Path, /, *, json: Json = False) -> Reply:
 
 def presets() -> Reply:
     """List the presets: the settings of each hardware tier and priority."""
-    return presets_text()
+    table = Table("family", "tier", "priority", "sets", box=None, pad_edge=False)
+    for family in preset_families():
+        presets = load_presets(family)
+        for tier in TIERS:
+            for priority in PRIORITIES:
+                reason = presets.unsupported(tier, priority)
+                cell = presets.cells.get(f"{tier}/{priority}", {})
+                values = {**presets.tiers[tier], **presets.priorities[priority], **cell}
+                sets = ", ".join(f"{key}={value}" for key, value in values.items())
+                text = f"unsupported: {reason}" if reason else sets
+                add_row(table, family, tier, priority, text)
+    return table
 
 
 def doctor(
