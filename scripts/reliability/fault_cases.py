@@ -106,7 +106,7 @@ FAULTS: Mapping[str, Fault] = {
         decided="The VAE always runs in fp32, so there is nothing to try again; latents that are not "
         "finite name the image.",
     ),
-    "MOD-06": Fault(what="downloads that are refused or break off", parts=("tests/model/test_hub.py",)),
+    "MOD-06": Fault(what="downloads that are refused or break off", parts=("tests/model/test_hub_files.py",)),
     "CAC-01": Fault(what="damaged cache entries", parts=(_CACHE,)),
     "CAC-02": Fault(what="kills while caching", parts=(_CACHE, "tests/test_resume_kill.py")),
     "CAC-03": Fault(what="changes that make entries stale", parts=(_CACHE, _ENCODE)),

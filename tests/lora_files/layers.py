@@ -1,7 +1,7 @@
 """Layers of the public releases as the trainers see them: some blocks, in the releases' own names or in diffusers'.
 
 Which rows of a joined layer are which layer of diffusers stands in the product's tables, which
-tests/families/test_layer_names.py and test_unet_names.py compare with diffusers' conversions.
+tests/families/test_layer_names.py compares with diffusers' conversions.
 """
 
 from __future__ import annotations
