@@ -49,11 +49,14 @@ class Checkpoint(dict[str, Tensor]):
 
 def numbered(family: str) -> dict[str, Tensor]:
     """Return weights [out, 1] of a whole checkpoint, each row with a number that no other has."""
+    layers = released_layers(family)[0]
+    in_adapters = {*layers, *families.family(family).layer_names(layers).layers}
     weights, start = dict[str, Tensor](), 0
-    for name, shape in layouts.network(family).items():
-        if len(shape) > 1 and name.endswith(".weight") and ORIGINAL.match(name):
+    for key, shape in layouts.network(family).items():
+        name = key.removesuffix(".weight")
+        if len(shape) > 1 and name in in_adapters and ORIGINAL.match(name):
             rows = torch.arange(start, start + shape[0], dtype=torch.float64)
-            weights[name.removesuffix(".weight")] = rows[:, None]
+            weights[name] = rows[:, None]
             start += shape[0]
     return weights
 
