@@ -261,6 +261,8 @@ def test_trn_02_what_cannot_be_made_smaller_is_one_line_and_the_same_command_goe
     told = capsys.readouterr().err.strip().splitlines()
     assert f"ran out of memory while {doing}" in told[-1]
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 2 * (doing == "caching")
+    if doing != "caching":
+        assert events(place.runs / run, "out_of_memory"), "the memo of full GPUs listens to it"
     if doing != "loading":
         assert train(place, run, "--resume", **settings) == 0
         assert trajectory(place.runs / run) == trajectory(place.run)
