@@ -375,8 +375,9 @@ LAYOUTS = (
            masks={"a.png": "a-masklabel.png", "10_x/c.png": "10_x/c-masklabel.png"}),
     plain("masks that mean nothing", {
                **images("a.png", "b.png", "c.png"), "a-masklabel.png": saved(Image.new("L", (48, 32))),
-               "b-masklabel.png": saved(Image.new("L", (64, 32), 255)), "c-masklabel.png": saved(Image.new("L", (25,
-               17), 9))}, captions={"c.png": None}, masks={"c.png": "c-masklabel.png"}, settings={**MASKS,
+               "b-masklabel.png": saved(Image.new("L", (64, 32), 255)),
+               "c-masklabel.png": saved(Image.new("L", (26, 16), 9))},
+           captions={"c.png": None}, masks={"c.png": "c-masklabel.png"}, settings={**MASKS,
                "data.max_bad_fraction": 0.9}, findings=(
                "error bad-mask IMG-04 a-masklabel.png: is black everywhere: nothing would be learned",
                "error bad-mask IMG-04 b-masklabel.png: is 64x32, not of the shape of its image, 48x32",
