@@ -192,7 +192,7 @@ def _with_choices(part: str, words: str, settings: DataSettings, draw: _Draw | N
     def choose(count: int, position: int) -> int:
         if draw is None:
             return 0
-        seed, *variant = draw
+        seed, variant = draw[0], draw[1:]
         return draw_choice(count, seed, Stream.WILDCARD, *variant, part, position)
 
     return with_choices_made(words, choose) if settings.wildcards else words
@@ -205,7 +205,7 @@ def _with_tags_arranged(text: str, trigger: str, settings: DataSettings, draw: _
         return text  # commas stay as they are written
     front, middle, end = _tags(text, trigger if touched else "", settings)
     if draw is not None:
-        seed, *variant = draw
+        seed, variant = draw[0], draw[1:]
         uniform = partial(draw_uniform, seed, Stream.TAG_DROPOUT, *variant)
         middle = [tag for place, tag in enumerate(middle) if uniform(place) >= settings.tag_dropout]
         if settings.shuffle_tags:
