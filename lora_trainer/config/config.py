@@ -339,8 +339,8 @@ RETIRED_SETTINGS: Mapping[str, tuple[RetiredEffect, tuple[object, ...]]] = {
 }
 """Settings of earlier versions: read from old runs and settings files without effect. Each with what of a run is
 another without it, and the values for which nothing is."""
-RETIRED_VALUES = (("hardware.compile", "auto"),)
-"""Values that settings had in earlier versions; as if they were not there."""
+RETIRED_VALUES: Mapping[str, tuple[object, object]] = {"hardware.compile": ("auto", "none")}
+"""Values that settings had in earlier versions, each with the one that it is read as."""
 
 
 def refuse_removed(values: Mapping[str, Any]) -> None:
@@ -362,12 +362,12 @@ def retired_in(values: Mapping[str, Any], effect: RetiredEffect) -> list[str]:
 
 
 def without_retired(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without those of RETIRED_SETTINGS and RETIRED_VALUES."""
-    return {
-        key: value
-        for key, value in values.items()
-        if key not in RETIRED_SETTINGS and (key, value) not in RETIRED_VALUES
-    }
+    """Return settings without those of RETIRED_SETTINGS, and with what RETIRED_VALUES are read as."""
+    current = {key: value for key, value in values.items() if key not in RETIRED_SETTINGS}
+    for key, (old, new) in RETIRED_VALUES.items():
+        if current.get(key) == old:
+            current[key] = new
+    return current
 
 
 def check_keys(values: Mapping[str, Any]) -> None:

@@ -154,6 +154,13 @@ def test_a_resumed_run_keeps_its_own_settings(tmp_path: Path) -> None:
     assert result.origins["train.steps"].layer == "command line"
 
 
+def test_a_value_of_an_earlier_version_outranks_the_layers_below_it(tmp_path: Path) -> None:
+    blocks = written_settings(tmp_path, '{"hardware.compile": "blocks"}')
+    typed = resolved(config_file=blocks, overrides={"hardware.compile": "auto"})
+    assert typed.config.hardware.compile == "none"
+    assert typed.origins["hardware.compile"].layer == "command line"
+
+
 # ---- kinds of concept
 
 
