@@ -209,3 +209,11 @@ def test_a_setting_that_is_gone_counts_where_it_had_an_effect(
     differences = [] if exactness == "EXACT" else [f"{key}: {value} -> removed in this version"]
     result = run_folder.compare(older, BEFORE, environment=MACHINE, environment_now=MACHINE)
     assert result == (exactness, differences)
+
+
+@pytest.mark.parametrize("key", ["data.validation_fraction", "train.validate_every_steps"])
+def test_a_plateau_that_nothing_could_see_changed_nothing(key: str) -> None:
+    before = BEFORE | {key: 0}
+    older = before | {"train.lower_on_plateau": True}
+    result = run_folder.compare(older, before, environment=MACHINE, environment_now=MACHINE)
+    assert result == ("EXACT", [])

@@ -67,6 +67,8 @@ FREE_SETTINGS = frozenset(
 # With one of the first settings, validations influence training; then the second may not change either.
 _WATCHING = ("train.stop_after_validations", "output.keep_best")
 _WATCHED = frozenset({"train.validate_every_steps", "output.weights"})
+_BY_VALIDATIONS = "train.lower_on_plateau"
+"""A setting of earlier versions that had no effect in a run without validations."""
 # Settings that change only rounding: a resume may change them; all random draws stay the same, not all bits.
 ROUNDING_SETTINGS = frozenset(
     {"hardware.compile", *(key for key in setting_keys() if key.startswith("memory."))}
@@ -220,6 +222,8 @@ def compare(
             fix="leave these settings as they were, or start a new run",
         )
     altering = retired_in(before, "result")
+    if not (before["data.validation_fraction"] and before["train.validate_every_steps"]):
+        altering = [key for key in altering if key != _BY_VALIDATIONS]
     removed = [*altering, *retired_in(before, "rounding")]
     lines = [f"{key}: {before[key]} -> {now[key]}" for key in changed]
     lines += [f"{key}: {before[key]} -> removed in this version" for key in removed]
