@@ -242,7 +242,7 @@ def _with_room(training: Training, action: Action, progress: Progress) -> GuardS
 
     Return the guard state afterwards. Leaving an action out does not change the training: an action changes
     the adapter only through the guard state it returns. After another error the first action of its class is
-    repeated on the plain way (see fallbacks.py), but only in a run of one process, as the other processes
+    repeated on the plain way (see step.py), but only in a run of one process, as the other processes
     may have gone on.
     """
     planned = progress.guard.micro_batch

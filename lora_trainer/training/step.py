@@ -107,6 +107,7 @@ class Training:
     `stop()` returns a signal number once the run should end, else None.
     `remedies` are applied in order when the device is out of memory; a resumed run begins with the
     remedies it had applied before.
+    `plain` is the plain way that is tried once after another error in a first pass.
     `restore()` puts adapter and optimizer back to the last good state and returns its progress; without
     it, instability ends the run.
     `stages`: parts of the adapter whose training stops before the last step. `stop_after_validations`: end
@@ -114,6 +115,7 @@ class Training:
     `afterwards` are called in order after each optimizer step with the number of finished steps; they may
     change weights (a norm limit does) but must leave the bits of weights they do not mean to change.
     `from_zero` are the parameters initialised to zero: while all are zero the adapter has no effect.
+    `compiled` are the compiled blocks, None in a run without.
     """
 
     model: Model
