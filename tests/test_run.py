@@ -144,6 +144,8 @@ def test_a_second_run_of_the_name_gets_a_number_and_the_same_result(copied: Toy)
     assert (second / "toy-002.safetensors").is_file()
     assert trajectory(second)[0][:2] == trajectory(copied.run)[0][:2]
     assert contents(copied.run) == first, "the first is left alone"
+    assert copied.train("--seed", "7", "--name", "other", steps=2, **QUIET) == 0
+    assert trajectory(copied.runs / "other")[0][1] != trajectory(second)[0][1], "another seed"
 
 
 # ---- going on
@@ -223,6 +225,8 @@ def test_no_valid_state_is_not_started_over_silently(
     capsys.readouterr()
     assert resume(copied) == 4
     assert "bad-step-00000006" in capsys.readouterr().err
+    assert resume(copied, "--name", "nobody") == 2
+    assert "there is no run in" in capsys.readouterr().err
 
 
 # ---- refusals before anything is written

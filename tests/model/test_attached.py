@@ -127,6 +127,12 @@ def test_an_assistant_that_is_no_plain_lora_of_this_denoiser_is_refused() -> Non
         assert not base.linear._forward_hooks and not base.conv._forward_hooks
 
 
+def test_a_rotation_of_another_size_is_refused() -> None:
+    tensors = {"denoiser.linear": draw_module((10, 6), kind="oft")}
+    with pytest.raises(InputError, match=r"denoiser\.linear"):
+        attach_lora({"denoiser": network()}, tensors)
+
+
 def test_half_precision_factors_run_in_the_dtype_of_their_input() -> None:
     base, tensors = copy.deepcopy(network()).to(torch.bfloat16), file()
     half = {

@@ -87,7 +87,12 @@ def gradients(compiled):
 
 torch.set_num_threads(1)
 plain, found = gradients(False), gradients(True)
-print(torch.allclose(found, plain, rtol=1e-4, atol=1e-5), counters["inductor"]["fxgraph_cache_miss"])
+compiled = counters["inductor"]["fxgraph_cache_miss"]
+torch.compiler.reset()  # as a second run begins
+counters.clear()
+same = torch.equal(gradients(True), found)
+traced, again = counters["stats"]["unique_graphs"], counters["inductor"]["fxgraph_cache_miss"]
+print(torch.allclose(found, plain, rtol=1e-4, atol=1e-5), same, compiled, traced, again)
 """
 
 
@@ -97,6 +102,8 @@ def test_the_compiler_s_own_code_computes_the_same_and_is_kept(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    close, compiled = python(SCRIPT, timeout_s=250).stdout.split()[-2:]
-    assert close == "True" and int(compiled) > 0
+    close, same, *counts = python(SCRIPT, timeout_s=250).stdout.split()[-5:]
+    compiled, traced, again = map(int, counts)
+    assert close == same == "True" and compiled > 0
+    assert traced > 0 and again == 0, "a second run traces its blocks and compiles nothing"
     assert any(tmp_path.iterdir())

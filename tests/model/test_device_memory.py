@@ -1,4 +1,4 @@
-"""What is pinned, in which order, and what a refusal leaves: ordinary memory, said once."""
+"""Memory of the device and for it: what is pinned, which errors mean that it is full, and the allocator's bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fakes.family_bases import CPU
 from tests.fakes.pinning import pinning_driver
 from tests.fakes.trainee import block_sizes, same, trainee
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 def test_on_a_processor_nothing_is_pinned() -> None:
@@ -119,9 +119,6 @@ def test_pages_are_not_shared() -> None:
 # ---- which errors mean that a device is full: the libraries' own words, and two that mean it on a full gpu only
 
 
-GIB = 2**30
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -179,7 +176,6 @@ def test_a_missing_workspace_counts_on_a_card_that_is_nearly_full(
 # ---- the bound on the allocator: what was asked for, what the driver really has, or none
 
 
-GIB = 2**30
 CARD = torch.device("cuda", 0)
 CONTEXT = KINDS["cuda"].runtime_bytes
 MARGIN = spill_margin_bytes(24 * GIB)

@@ -126,6 +126,9 @@ def test_nothing_is_dropped_outside_of_a_batch() -> None:
     made = masks.add("a layer", width=8, share=0.5)
     ones = torch.ones(4, 8)
     assert made(ones) is ones
+    with masks.of(halved(SEEDS)):
+        rows = made(torch.ones(3 * len(SEEDS), 8))
+        assert torch.equal(rows, made(ones).repeat_interleave(3, dim=0)), "by sample"
     with pytest.raises(ZeroDivisionError), masks.of(halved(SEEDS)):
         assert made(ones) is not ones
         raise ZeroDivisionError

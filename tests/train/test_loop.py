@@ -113,9 +113,6 @@ def test_the_logged_loss_is_the_weighted_mean_over_the_batch() -> None:
     assert min(sample.weight for sample in samples) < 0.9, "else the weights are not tested"
 
 
-# ---- what the model is asked
-
-
 # ---- what a step reports and does
 
 

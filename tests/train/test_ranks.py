@@ -33,7 +33,7 @@ LAUNCHERS = {
     "PMI_SIZE": "2",
     "OMPI_COMM_WORLD_SIZE": "2",
 }
-_TRACKERS = """
+_PARTIAL_STATE = """
 import torch.distributed as dist
 
 def refused(*args, **options):
@@ -53,7 +53,7 @@ def test_nothing_of_accelerate_waits_for_other_processes(monkeypatch: pytest.Mon
     """Trackers would: only the first process has them. Real ones: tests/test_processes.py."""
     for name, value in LAUNCHERS.items():
         monkeypatch.setenv(name, value)
-    done = python(_TRACKERS)
+    done = python(_PARTIAL_STATE)
     assert done.stdout.split()[-1:] == ["1"], done.stderr[-3000:]
 
 

@@ -194,9 +194,6 @@ class _Infinite(Model):
         return super().losses_of(batch) + torch.inf
 
 
-# ---- plateaus in the loop
-
-
 # ---- the last save of a run: tried whatever became of those before, and never called saved when it is not
 
 
