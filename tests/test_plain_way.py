@@ -5,6 +5,7 @@ Each fault is what a GPU, a driver or a library may do that the processor does n
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -41,6 +42,13 @@ def _streams_on_a_processor() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         stream_on_a_processor(patched)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _is_freed_before_the_driver_goes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Unpin what a failed run left in cycles while the driver of the test is still there."""
+    yield
+    gc.collect()
 
 
 def train(place: Toy, name: str, *more: str, code: int = 0, **settings: Any) -> Path:

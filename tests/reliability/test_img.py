@@ -390,7 +390,7 @@ def test_img_04_a_background_that_is_no_colour_is_refused(tmp_path: Path) -> Non
     assert found.image.getpixel((5, 5)) == (255, 0, 0), "its own transparency is left out"
 
 
-def test_img_05_16_bit_gray_is_scaled_not_clipped(tmp_path: Path) -> None:
+def test_img_05_gray_of_16_bits_is_scaled_not_clipped(tmp_path: Path) -> None:
     values = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
     found = decoded(tmp_path, encoded(Image.fromarray(values)))
     assert found.notes == ("depth: 16 bits per channel are scaled to 8",)
