@@ -44,18 +44,12 @@ def _streams_on_a_processor() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _is_freed_before_the_driver_goes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Unpin what a failed run left in cycles while the driver of the test is still there."""
-    yield
-    gc.collect()
-
-
 def train(place: Toy, name: str, *more: str, code: int = 0, **settings: Any) -> Path:
     side_px = side_of(facts_at(place.base))
     found = place.train(
         "--name", name, *more, data__resolution=side_px, output__precision="fp32", **settings
     )
+    gc.collect()  # unpins memory that is left in cycles while the driver of the test is still there
     assert found == code
     return place.runs / name
 
