@@ -15,6 +15,7 @@ import pytest
 import safetensors
 import torch
 from diffusers import AutoencoderKLQwenImage
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -162,6 +163,10 @@ def test_other_files_are_not_taken_for_a_base(tmp_path: Path) -> None:
     assert "denoiser" not in detect({**whole, f"{PREFIX}x_embedder.proj.weight": inpainting})
 
 
+@pytest.mark.parametrize("start", [PREFIX, ""])
+@pytest.mark.parametrize(
+    "names", [("input_blocks.0.0", "label_emb.0.0"), ("conv_in", "add_embedding.linear_1")]
+)
 @pytest.mark.parametrize(
     ("first", "text", "projection", "added"),
     [
@@ -172,15 +177,15 @@ def test_other_files_are_not_taken_for_a_base(tmp_path: Path) -> None:
     ],
 )
 def test_a_header_of_odd_shapes_is_told_without_an_error(
-    first: Any, text: Any, projection: Any, added: Any
+    first: Any, text: Any, projection: Any, added: Any, names: tuple[str, str], start: str
 ) -> None:
     shapes = {
-        "input_blocks.0.0.weight": first,
-        "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": text,
-        "input_blocks.1.1.proj_in.weight": projection,
-        "label_emb.0.0.weight": added,
+        f"{start}{names[0]}.weight": first,
+        f"{start}input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": text,
+        f"{start}input_blocks.1.1.proj_in.weight": projection,
+        f"{start}{names[1]}.weight": added,
         "first_stage_model.decoder.conv_in.weight": first,
-        "first_stage_model.encoder.conv_in.weight": first,
+        "first_stage_model.encoder.conv_in.weight": projection,
     }
     header = {name: SimpleNamespace(dtype="F16", shape=shape) for name, shape in shapes.items()}
     taken = [name for name in UNETS if "denoiser" in of(name).detect_file(header)]
@@ -216,6 +221,9 @@ def test_a_u_net_alone_is_read_without_a_prefix(tmp_path: Path) -> None:
     file = written(bare, tmp_path / "bare.safetensors")
     assert parts_in("sdxl", file) == {"denoiser"}
     assert_same(weights_of(facts_at(base_of("sdxl"), denoiser=file)), own_weights("sdxl"))
+    named = load_file(base_of("sdxl") / UNET_FILE) | {"conv_in.foreign": torch.zeros(1)}
+    with pytest.raises(InputError, match=r"Unexpected key.* \"conv_in\.foreign\""):
+        network_of(facts_at(base_of("sdxl"), denoiser=written(named, file)))
 
 
 @pytest.mark.parametrize(("prefix", "dtype"), [("", FP8), (PREFIX, torch.float32)])
@@ -421,6 +429,22 @@ def test_a_file_is_mapped_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     network_of(facts_of("sdxl"), torch.bfloat16)
     assert sum(mapped) == sum(sizes) and max(mapped) <= part_bytes + max(sizes)
     assert not any(each() is not None for each in held)
+
+
+def test_a_conversion_takes_the_only_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The matrix of query, key and value would else lie beside the three that are made from it."""
+    file = written(original("flux"), tmp_path / "flux.safetensors")
+    functions = SINGLE_FILE_LOADABLE_CLASSES["FluxTransformer2DModel"]
+    convert = functions["checkpoint_mapping_fn"]
+
+    def counting(checkpoint: dict[str, Tensor], **options: Any) -> Any:
+        joined = weakref.ref(checkpoint["double_blocks.0.img_attn.qkv.weight"])
+        converted = convert(checkpoint=checkpoint, **options)
+        assert joined() is None
+        return converted
+
+    monkeypatch.setitem(functions, "checkpoint_mapping_fn", counting)
+    network_of(facts_at(base_of("flux"), denoiser=file))
 
 
 def test_scaled_fp8_is_read_to_its_values(tmp_path: Path) -> None:

@@ -414,10 +414,13 @@ def load_denoiser_file(
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     state = read_tensors(file, names, dtype=dtype)
-    # A file in diffusers' own names; tensors it lacks are reported by the strict loading.
-    if not state.keys() <= network.state_dict().keys():
+    # A file in diffusers' own names is not converted; the strict loading says which tensors it lacks, and of
+    # a U-Net which ones are foreign. Only U-Nets have a prefix.
+    is_original = not prefix or "input_blocks.0.0.weight" in state
+    if is_original and not state.keys() <= network.state_dict().keys():
         convert = SINGLE_FILE_LOADABLE_CLASSES[type(network).__name__]["checkpoint_mapping_fn"]
-        full = {prefix + name: tensor for name, tensor in state.items()}
+        # The conversions take out what they copy, so that no tensor lies in memory twice: hold none beside them.
+        full = {prefix + name: state.pop(name) for name in list(state)}
         state = converted(
             file, lambda: convert(checkpoint=full, config=dict(network.config)), fix=COMPANION
         )
