@@ -31,7 +31,9 @@ def adapter_family(shapes: Mapping[str, tuple[int, ...]], *, metadata: Mapping[s
     metadata_family = stated_version(metadata)
     for names, pattern, *width in signature_tables()["adapters"]["modules"]:
         fitting = re.compile(_in_full(pattern)).search
-        if any(fitting(name) and width in ([], [*size]) for name, size in widths.items()):
+        if any(
+            fitting(name) and width in ([], [*size], [bool(size)]) for name, size in widths.items()
+        ):
             candidates: list[str] = names.split()
             is_candidate = metadata_family in candidates
             return metadata_family if metadata_family and is_candidate else candidates[0]

@@ -71,7 +71,11 @@ def test_adapters_of_every_family_are_told_apart(name: str, targets: Any) -> Non
         ("lora_unet_transformer_blocks_3_img_mlp_net_2", (12288,), "qwen"),
         ("lora_unet_transformer_blocks_59_attn_to_q", (3072,), "qwen"),
         ("transformer.transformer_blocks.3.attn.to_q", (3072,), "flux"),
-        ("transformer.transformer_blocks.3.attn2.to_q", (1536,), "sd3"),
+        ("lycoris_transformer_blocks_3_attn2_to_q", (1536,), "sd3"),
+        # without metadata
+        (f"unet.{BLOCK}.attn2.to_q", (64,), "unknown"),
+        ("input_blocks.4.1.transformer_blocks.0.attn2.to_q", (64,), "unknown"),
+        ("middle_block.1.transformer_blocks.0.attn2.to_q", (64,), "unknown"),
         # FLUX.2 klein 4B is as wide as FLUX.1, and its MLP is narrower
         ("double_blocks.0.img_attn.qkv double_blocks.0.img_mlp.2", (3072, 12288), "flux"),
         ("double_blocks.0.img_attn.qkv double_blocks.0.img_mlp.2", (3072, 9216), "flux2"),
@@ -92,6 +96,20 @@ def test_modules_that_tell(modules: str, widths: tuple[int, ...], expected: str)
     assert adapter_family(shapes, metadata={}) == expected
 
 
+@pytest.mark.parametrize(
+    ("module", "width", "stated"),
+    [
+        ("transformer_blocks.0.attn.to_q", 6144, "flux2"),
+        ("transformer_blocks.0.attn.to_q", 3072, "chroma"),
+        ("transformer_blocks.19.attn.to_q", 3072, "chroma"),
+    ],
+)
+def test_metadata_says_whose_joint_blocks_they_are(module: str, width: int, stated: str) -> None:
+    metadata = {"ss_base_model_version": stated}
+    assert adapter_family({module: (16, width)}, metadata=metadata) == stated
+
+
 def test_tensors_that_tell_weigh_more_than_metadata() -> None:
+    assert adapter_family({f"unet.{BLOCK}.attn2.to_k": ()}, metadata={}) == "unknown"
     shapes = {f"unet.{BLOCK}.attn2.to_k": (4, 768)}
     assert adapter_family(shapes, metadata={"ss_base_model_version": "sdxl_base_v1-0"}) == "sd15"
