@@ -54,7 +54,7 @@ from lora_trainer.families.facts import (
     WeightPlace,
 )
 from lora_trainer.families.latents import ImageEncoder, VaeLatents
-from lora_trainer.families.releases import BaseRelease, released, text_key
+from lora_trainer.families.releases import BaseRelease, released
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 AdapterTargets = Targets | Literal["text_encoder"]
 WEIGHTS = ".weights"
 """Suffix of the key of an encoder's prompt weights; the key of its tokens has no suffix."""
+_TEXT_MODELS = {"clip": "text_model.", "qwen": "model.", "gemma": "model."}
+"""Start of an encoder's ComfyUI name -> prefix of its layers' names in the public releases."""
 
 
 class TextEncoder(ABC):
@@ -434,7 +436,7 @@ class Family(ABC):
         if component != DENOISER:
             # kohya writes no number where a U-Net has one encoder.
             number = "" if self.text.trainable and len(self.text.roles) == 1 else "1"
-            return text_key(format, component, module, roles=self.text.roles, number=number)
+            return _text_key(format, component, module, roles=self.text.roles, number=number)
         if format == "kohya":
             return f"lora_unet_{module}".replace(".", "_")
         prefix = self.comfyui_prefix if format == "comfyui" else f"{self.denoiser_folder}."
@@ -543,3 +545,25 @@ def of_diffusers(name: str) -> Any:
     import diffusers
 
     return getattr(diffusers, name)
+
+
+def _text_key(
+    format: FileFormat, component: str, module: str, *, roles: Mapping[str, str], number: str
+) -> str:
+    """Return the key of a text encoder's layer: ComfyUI names the encoder, other formats its folder.
+
+    kohya's names have the encoder's number; `number` is that of `text_encoder`.
+    """
+    role = roles[component]
+    # "qwen25_7b" -> "qwen", "clip_l" -> "clip"; "t5xxl" is in no table, as T5's layers have no prefix.
+    start = _TEXT_MODELS.get(role.partition("_")[0].rstrip("0123456789"), "")
+    # Every name starts with an empty text, hence the blank, with which no name starts. transformers 5
+    # dropped the prefix of CLIP's layers, which files have.
+    whole_name = module if module.startswith((start or " ", "text_projection")) else start + module
+    if format == "comfyui":
+        return f"text_encoders.{role}.transformer.{whole_name}"
+    if format == "kohya":
+        own_number = component.rpartition("_")[2]
+        number = own_number if own_number.isdigit() else number
+        return f"lora_te{number}_{whole_name}".replace(".", "_")
+    return f"{component}.{whole_name}"

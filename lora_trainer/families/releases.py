@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.families.facts import PARTS, Assumption, FileFormat, OtherNames, Part, Prediction
+from lora_trainer.families.facts import PARTS, Assumption, OtherNames, Part, Prediction
 
 RELEASES, FILE, NAMES = (
     Path(__file__).with_name(name)
@@ -231,29 +231,3 @@ def _filled(template: str, numbers: tuple[str, ...]) -> str:
     for number in numbers[: template.count("#")]:
         template = template.replace("#", number, 1)
     return template
-
-
-_TEXT_MODELS = {"clip": "text_model.", "qwen": "model.", "gemma": "model."}
-"""Start of an encoder's ComfyUI name -> prefix of its layers' names in the public releases."""
-
-
-def text_key(
-    format: FileFormat, component: str, module: str, *, roles: Mapping[str, str], number: str
-) -> str:
-    """Return the key of a text encoder's layer: ComfyUI names the encoder, other formats its folder.
-
-    kohya's names have the encoder's number; `number` is that of `text_encoder`.
-    """
-    role = roles[component]
-    # "qwen25_7b" -> "qwen", "clip_l" -> "clip"; "t5xxl" is in no table, as T5's layers have no prefix.
-    start = _TEXT_MODELS.get(role.partition("_")[0].rstrip("0123456789"), "")
-    # Every name starts with an empty text, hence the blank, with which no name starts. transformers 5
-    # dropped the prefix of CLIP's layers, which files have.
-    whole_name = module if module.startswith((start or " ", "text_projection")) else start + module
-    if format == "comfyui":
-        return f"text_encoders.{role}.transformer.{whole_name}"
-    if format == "kohya":
-        own_number = component.rpartition("_")[2]
-        number = own_number if own_number.isdigit() else number
-        return f"lora_te{number}_{whole_name}".replace(".", "_")
-    return f"{component}.{whole_name}"

@@ -43,3 +43,12 @@ def test_named_files_and_tests_exist() -> None:
     tests = {name for name in re.findall(r"\btest_\w+\b", PAGE) if not (PAGE.count(f"{name}.py"))}
     assert len(tests) > 5
     assert not [name for name in sorted(tests) if f"def {name}(" not in written]
+
+
+def test_named_members_exist() -> None:
+    places = ("lora_trainer/**/*.py", "lora_trainer/**/*.toml", "tests/fakes/**/*.py")
+    files = [file for place in places for file in ROOT.glob(place)]
+    words = {word for file in files for word in re.findall(r"\w+", file.read_text("utf-8"))}
+    named = {name for name in re.findall(r"`(\w+)`", PAGE) if not name.startswith("test_")}
+    assert len(named) > 50
+    assert named <= words

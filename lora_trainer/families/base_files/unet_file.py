@@ -321,6 +321,9 @@ def weight_places(header: Header, texts: Iterable[ClipPart]) -> dict[str, Weight
 
 
 # ---- names of layers in checkpoints, without torch
+#
+# They come from the original code (Rombach et al. 2022, arXiv 2112.10752): blocks have consecutive numbers, a
+# resnet's layers have their index in a sequence. SDXL's LoRA files use these names too.
 
 _ENDS: Mapping[str, str] = {
     "conv_in": "input_blocks.0.0",
