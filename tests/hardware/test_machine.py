@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lora_trainer.hardware import devices
 from lora_trainer.hardware import machine as hardware_machine
 from lora_trainer.hardware.devices import TorchBuild, use_expandable_segments
-from lora_trainer.hardware.machine import Hardware, assume_card, detect, tier
+from lora_trainer.hardware.machine import Hardware, assume_card, detect, tier, tier_problem
 from tests.fakes.nvml import GIB, FakeCard, FakeNvml
 
 CARD = FakeCard()
@@ -200,6 +200,7 @@ def test_packages_are_versions_or_none_and_torch_is_not_imported(
 def test_tier_is_the_size_rounded_to_whole_gib(gib: float | None, name: str) -> None:
     total_bytes = None if gib is None else int(gib * GIB)
     assert tier(total_bytes) == name
+    assert ("4.0 GiB" in tier_problem(total_bytes)) == (gib == 4.0)
 
 
 # ---- platforms: drivers that spill, and an allocator whose segments grow

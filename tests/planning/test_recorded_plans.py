@@ -167,6 +167,8 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
         for asked in SETTINGS:
             how = {"base": base, "hardware": MACHINES[name], "overrides": asked}
             yield f"{base}, {name}, {json.dumps(asked)}", {**how, "held_out_count": 2}
+    how = {"base": QWEN, "hardware": MACHINES["24"], "overrides": {"hardware.compile": "blocks"}}
+    yield f"{QWEN}, 24, compiled", how
     for base in (None, FLUX):
         for words, changes in INPUTS.items():
             yield f"{base}, {words}", {"base": base, "hardware": MACHINES["24"], **changes}
