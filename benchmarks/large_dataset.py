@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from plots import bars  # noqa: E402 - after sys.path
 
-from lora_trainer.common.files import MEMO_FILE  # noqa: E402 - after sys.path
+from lora_trainer.common.memo import MEMO_FILE  # noqa: E402 - after sys.path
 
 SIZES_PX = ((64, 64), (80, 48), (48, 80), (72, 56), (56, 72))
 WORDS = ("red", "old", "small", "stone", "garden", "window", "river", "cat", "house", "lamp")

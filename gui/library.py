@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 from lora_trainer.common.wording import bytes_text, one_line
 from lora_trainer.lora_file.inspect import Inspection
 from lora_trainer.reporting.charts import Html, join, tag
-from lora_trainer.reporting.history import last_samples
+from lora_trainer.reporting.sample_files import last_samples
 
 from . import lora_files, state
 from .bases import title

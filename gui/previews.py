@@ -12,7 +12,7 @@ from pathlib import Path
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.files import write_atomic
 from lora_trainer.reporting.charts import Html, tag
-from lora_trainer.reporting.history import last_samples
+from lora_trainer.reporting.sample_files import last_samples
 
 from . import tries
 from .library import small_url

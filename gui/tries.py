@@ -16,7 +16,7 @@ from typing import Any
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.wording import one_line
 from lora_trainer.reporting.charts import Html, join, tag
-from lora_trainer.reporting.history import last_samples, sample_prompt, try_name
+from lora_trainer.reporting.sample_files import last_samples, sample_prompt, try_name
 
 from . import jobs, launch, state
 from .lora_files import Header, LoraFile, recorded_base

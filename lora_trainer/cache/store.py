@@ -37,14 +37,13 @@ from safetensors.numpy import save as build_safetensors
 
 from lora_trainer.common.errors import MachineError
 from lora_trainer.common.files import (
-    MEMO_FILE,
     TEMPORARY_PREFIX,
     CappedFolder,
-    MemoTable,
     disk_error,
     retry_while_open,
     write_atomic,
 )
+from lora_trainer.common.memo import MEMO_FILE, MemoTable
 from lora_trainer.common.processes import gc_disabled
 
 FORMAT_VERSION = 3

@@ -1,31 +1,24 @@
-"""Files that are whole or absent: atomic writes, hashing, strict JSON, size-capped folders, memos.
+"""Files that are whole or absent: atomic writes, hashing, strict JSON, size-capped folders.
 
 A write goes to a temporary name on the same filesystem and is renamed into place. `durable=True` adds
 fsync of the file and its folder, for files that must survive a power cut (FAULTS: without fsync all
 acknowledged states were lost). Caches skip fsync and carry checksums instead. Windows' differences are
 handled here too: text mode, files held open by other programs, forbidden names.
-
-A memo holds values that can be computed again, in one SQLite file of a cache folder. A table of it has a
-name, a version and texts by key. It only saves time: a damaged file counts as an empty one and is made
-anew, and values of another version are forgotten.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import shutil
-import sqlite3
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from zlib import crc32
 
 from filelock import FileLock, Timeout
 
@@ -304,191 +297,3 @@ def _files_in(folder: str) -> Iterator[tuple[str, os.stat_result]]:
                 yield entry.path, entry.stat()
         except OSError:  # another run pruned it between listing and stat
             continue
-
-
-# ---- the memo of a cache folder
-
-MEMO_FILE = ".memo.sqlite"
-_BUSY_S = 10.0
-_NOT_LOCKED = frozenset(
-    {
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_LOCKED,
-        sqlite3.SQLITE_IOERR_LOCK,  # some network file systems have no locks
-        sqlite3.SQLITE_IOERR_RDLOCK,
-        sqlite3.SQLITE_IOERR_UNLOCK,
-        sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
-    }
-)
-_LAYOUT = """
-CREATE TABLE IF NOT EXISTS memo (
-    name TEXT, version TEXT, key BLOB, value BLOB, checksum INTEGER, PRIMARY KEY (name, key)
-) WITHOUT ROWID
-"""
-
-
-@dataclass(kw_only=True)
-class MemoTable:
-    """One table of the memo in `folder`, held in memory and written by `save`; `folder` None: never.
-
-    SQLite locks the file, so several processes may save; the last value of a key stays.
-    """
-
-    name: str
-    version: str = "1"
-    folder: Path | None = None
-    entries: dict[str, str] = field(default_factory=dict)
-    changes: dict[str, str] = field(default_factory=dict)
-    """Entries that the file does not hold yet."""
-
-    @classmethod
-    def load(cls, folder: Path | None, name: str, *, version: str = "1") -> MemoTable:
-        """Read a table; one that is not there, damaged or of another version is empty. Never raises."""
-        table = cls(name=name, version=version, folder=folder)
-        if folder is None or not (folder / MEMO_FILE).is_file():
-            return table
-        query = "SELECT key, value, checksum FROM memo WHERE name = ? AND version = ?"
-        # SQLite notices damaged pages, not damaged bytes of a value, nor a value of another type.
-        with suppress(sqlite3.Error, OSError, TypeError):
-            with _memo_opened(folder / MEMO_FILE) as database:
-                rows = database.execute(query, (name, version)).fetchall()
-            table.entries = {
-                _text(key): _text(value)
-                for key, value, checksum in rows
-                if crc32(value, crc32(key)) == checksum
-            }
-        return table
-
-    def get(self, key: str) -> str | None:
-        """Return the value of a key, None for one that must be computed."""
-        return self.entries.get(key)
-
-    def put(self, key: str, value: str) -> None:
-        """Remember a value; `save` writes it."""
-        self.entries[key] = self.changes[key] = value
-
-    def retain(self, keys: Container[str]) -> None:
-        """Forget all other keys, also in the file, unless that cannot be written. Never raises."""
-        others = [key for key in self.entries if key not in keys]
-        for key in others:
-            del self.entries[key]
-            self.changes.pop(key, None)
-        if self.folder is None or not others:
-            return
-        rows = ((self.name, _bytes(key)) for key in others)
-        with suppress(sqlite3.Error), _memo_opened(self.folder / MEMO_FILE) as database, database:
-            database.executemany("DELETE FROM memo WHERE name = ? AND key = ?", rows)
-
-    def save(self) -> None:
-        """Write the changed rows; raises MachineError on a disk error.
-
-        Neither a damaged file nor one that cannot be locked is an error: the first is made anew, with the
-        second the values are computed once more at the next start.
-        """
-        if self.folder is None or not self.changes:
-            return
-        file = self.folder / MEMO_FILE
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                self._write(file)
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode in _NOT_LOCKED:
-                    return
-                raise
-            except sqlite3.DatabaseError:  # no database, or its pages are damaged
-                file.unlink()
-                self.changes = dict(self.entries)
-                self._write(file)
-        except (OSError, sqlite3.Error) as error:
-            reason = error if isinstance(error, OSError) else OSError(errno.EIO, str(error))
-            raise disk_error(file, reason) from error
-        self.changes = {}
-
-    def _write(self, file: Path) -> None:
-        pairs = [(_bytes(key), _bytes(value)) for key, value in self.changes.items()]
-        rows = (
-            (self.name, self.version, key, value, crc32(value, crc32(key))) for key, value in pairs
-        )
-        with _memo_opened(file) as database, database:
-            database.execute(_LAYOUT)
-            others = "DELETE FROM memo WHERE name = ? AND version <> ?"
-            database.execute(others, (self.name, self.version))
-            database.executemany("INSERT OR REPLACE INTO memo VALUES (?, ?, ?, ?, ?)", rows)
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # a file's name may hold bytes that are not UTF-8
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HashMemo:
-    """Content hashes remembered by (size, mtime_ns, ctime_ns, inode), so that a warm start reads no file."""
-
-    table: MemoTable = field(default_factory=lambda: MemoTable(name="hashes"))
-    """By path: "size mtime ctime inode hash"; lists instead of texts would take twice the memory."""
-
-    @classmethod
-    def load(cls, folder: Path | None) -> HashMemo:
-        """Read the hashes of a cache folder; never raises."""
-        return cls(table=MemoTable.load(folder, "hashes"))
-
-    def sha256(self, path: Path) -> str:
-        """Return the hex SHA-256 of a file, remembered if its stat is unchanged; raises OSError."""
-        key, stat = _path_key(path), os.stat(path)  # noqa: PTH116 - asked for each of 100,000 files
-        remembered = self._remembered(key, stat)
-        if remembered is not None:
-            return remembered
-        digest = sha256_file(path)
-        # A file changed less than 2 s ago may change again within its timestamp's resolution.
-        if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:
-            self.table.put(key, _stamp(stat) + digest)
-        return digest
-
-    def known(self, path: str) -> str | None:
-        """Return the remembered hash of a file with unchanged stat, None for a file that must be read."""
-        try:
-            return self._remembered(_path_key(path), os.stat(path))  # noqa: PTH116 - as above
-        except OSError:
-            return None
-
-    def save(self) -> None:
-        """Write the hashes; raises MachineError on a disk error."""
-        self.table.save()
-
-    def _remembered(self, key: str, stat: os.stat_result) -> str | None:
-        stamp, entry = _stamp(stat), self.table.get(key)
-        if entry is not None and entry.startswith(stamp):
-            return entry.removeprefix(stamp)
-        return None
-
-
-def _path_key(path: Path | str) -> str:
-    return os.path.abspath(path)  # noqa: PTH100 - resolve() would stat every parent of every file
-
-
-def _stamp(stat: os.stat_result) -> str:
-    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino} "
-
-
-def memo_is_damaged(folder: Path) -> bool:
-    """Whether the memo of a cache folder is there and cannot be read."""
-    file = folder / MEMO_FILE
-    if not file.is_file():
-        return False
-    with suppress(sqlite3.Error), _memo_opened(file) as database:
-        return bool(database.execute("PRAGMA quick_check(1)").fetchone() != ("ok",))
-    return True
-
-
-@contextmanager
-def _memo_opened(file: Path) -> Iterator[sqlite3.Connection]:
-    # Opened for each use: an open file could not be removed on Windows, nor used after a fork.
-    with closing(sqlite3.connect(file, timeout=_BUSY_S)) as database:
-        # No fsync: a power cut costs a memo, and 100,000 images are checked again.
-        database.execute("PRAGMA synchronous = OFF")
-        yield database

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer.common.errors import MachineError
-from lora_trainer.common.files import MemoTable, user_cache_folder
+from lora_trainer.common.files import user_cache_folder
+from lora_trainer.common.memo import MemoTable
 from lora_trainer.config.declare import (
     CHECKPOINTING,
     QUANTIZATIONS,

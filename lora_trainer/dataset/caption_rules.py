@@ -34,7 +34,8 @@ from lora_trainer.common.caption_markup import (
     words_of,
 )
 from lora_trainer.common.events import Finding
-from lora_trainer.common.files import MemoTable, sha256_bytes, sha256_file
+from lora_trainer.common.files import sha256_bytes, sha256_file
+from lora_trainer.common.memo import MemoTable
 from lora_trainer.common.randomness import Stream, draw_choice, draw_uniform, shuffled
 from lora_trainer.common.wording import without_secrets
 from lora_trainer.config.declare import CHUNK_TOKENS, PROMPTS

@@ -29,14 +29,8 @@ from pydantic import TypeAdapter
 
 from lora_trainer.common.errors import InputError, RequestError
 from lora_trainer.common.events import Finding, by_severity, shown
-from lora_trainer.common.files import (
-    CappedFolder,
-    HashMemo,
-    MemoTable,
-    json_bytes,
-    sha256_bytes,
-    user_cache_folder,
-)
+from lora_trainer.common.files import CappedFolder, json_bytes, sha256_bytes, user_cache_folder
+from lora_trainer.common.memo import HashMemo, MemoTable
 from lora_trainer.common.processes import gc_disabled
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import Place, placing

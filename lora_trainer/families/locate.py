@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError, RequestError, first_line
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import Family

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_trainer import __version__
-from lora_trainer.common.files import HashMemo, sha256_bytes
+from lora_trainer.common.files import sha256_bytes
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.common.wording import public_source, public_text
 from lora_trainer.config.declare import CHUNK_TOKENS, Auto
 from lora_trainer.families.facts import Prediction

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lora_trainer.common.files import MemoTable
+from lora_trainer.common.memo import MemoTable
 from lora_trainer.common.wording import GIB, gib
 from lora_trainer.config.declare import Precision, settled
 from lora_trainer.config.layers import Resolved

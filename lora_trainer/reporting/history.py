@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from lora_trainer.common.events import json_row
 from lora_trainer.common.files import read_json_object
@@ -128,9 +125,13 @@ _COMPARED_BYTES = 4096
 
 @dataclass
 class JsonlFollower:
-    """The place reached in a file, of which only whole lines are read; a missing file is an empty one."""
+    """The place reached in a file, of which only whole lines are read; a missing file is an empty one.
+
+    A file that is `read_once` may end in a row that is whole without the end of its line.
+    """
 
     path: Path
+    read_once: bool = False
     _inode: int = field(default=0, init=False)
     _offset: int = field(default=0, init=False)
     _before: bytes = field(default=b"", init=False)
@@ -155,6 +156,8 @@ class JsonlFollower:
             self._offset, self._before, self._damaged = 0, b"", 0
         self._inode = inode
         *lines, torn = data[len(self._before) :].split(b"\n")
+        if self.read_once and json_row(torn) is not None:
+            lines, torn = [*lines, torn], b""
         self._offset += sum(len(line) + 1 for line in lines)
         self._before = data[: len(data) - len(torn)][-_COMPARED_BYTES:]
         rows = [json_row(line) for line in lines if line.strip()]
@@ -244,16 +247,16 @@ class _EventSum:
 
 def read_history(folder: Path) -> RunHistory:
     """Read a run folder; a missing run.json counts as empty, a damaged one raises RequestError."""
-    return HistoryReader(folder).read()
+    return HistoryReader(folder, read_once=True).read()
 
 
 class HistoryReader:
     """A run folder as last read; a `read` costs the new lines and one pass over the steps."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, read_once: bool = False) -> None:
         self.folder = folder
-        self._events = JsonlFollower(folder / "events.jsonl")
-        self._problems = JsonlFollower(folder / "problems.jsonl")
+        self._events = JsonlFollower(folder / "events.jsonl", read_once)
+        self._problems = JsonlFollower(folder / "problems.jsonl", read_once)
         self._sum = _EventSum()
         self._problem_rows: list[Row] = []
 
@@ -291,33 +294,3 @@ class HistoryReader:
 def _time_s(row: Row) -> float:
     time_s = number(row, "time")
     return time_s if math.isfinite(time_s) else 0.0
-
-
-# ---- the sample images in the folder
-
-_SAMPLED = re.compile(r"step-(\d+)")
-
-
-def last_samples(samples: Path) -> list[Path]:
-    """Return the images of the newest step that has any of the run's own prompts, in their order."""
-    steps = {
-        int(match[1]): folder
-        for folder in (samples.iterdir() if samples.is_dir() else ())
-        if (match := _SAMPLED.fullmatch(folder.name))
-    }
-    for step in sorted(steps, reverse=True):
-        if files := sorted(steps[step].glob("[0-9]*.png")):
-            return files
-    return []
-
-
-def sample_prompt(image: Path) -> str:
-    """Return the prompt that a sample image carries, "" where it carries none."""
-    with Image.open(image) as opened:
-        text = str(opened.info.get("parameters", ""))
-    return text.split("\nNegative prompt:")[0].split("\nSteps:")[0]
-
-
-def try_name(stem: str, *, seed: int, strength: float | None = None) -> str:
-    """Return the name of an image drawn with a finished file; `strength` where there are several."""
-    return f"{stem}-{seed}{'' if strength is None else f'-x{strength:g}'}.png"

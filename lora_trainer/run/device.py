@@ -1,4 +1,4 @@
-"""The device of a training: its choice, the bound on its memory, what a run does when it is full or becomes slow.
+"""The device of a training: its choice, the bound on its memory, and what a run does when it is full.
 
 On Windows and in WSL the driver moves memory to the host instead of refusing an allocation, so a full GPU causes no
 error but makes a run ten times slower. There PyTorch's allocator is always bounded.
@@ -22,7 +22,7 @@ from torch import nn
 
 from lora_trainer.common.errors import MachineError, first_line
 from lora_trainer.common.events import Event, EventStream, Listener
-from lora_trainer.common.files import MEMO_FILE
+from lora_trainer.common.memo import MEMO_FILE
 from lora_trainer.common.processes import read_dist_env
 from lora_trainer.config.declare import CHECKPOINTING, Checkpointing, Decided, moved_bytes
 from lora_trainer.config.running import MemorySettings

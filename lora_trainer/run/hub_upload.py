@@ -25,7 +25,7 @@ from lora_trainer.common.wording import public_text
 from lora_trainer.lora_file.base_layers import check_usable
 from lora_trainer.lora_file.embedding import embedding_path
 from lora_trainer.lora_file.key_formats import key_format
-from lora_trainer.reporting.history import last_samples, sample_prompt
+from lora_trainer.reporting.sample_files import last_samples, sample_prompt
 
 if TYPE_CHECKING:
     from lora_trainer.lora_file.read import Contents

@@ -23,12 +23,8 @@ from rich.text import Text
 from lora_trainer import __version__
 from lora_trainer.cache.store import DAMAGED_FOLDER, Cleared, Damaged, entries, parse, unused
 from lora_trainer.common.errors import MachineError
-from lora_trainer.common.files import (
-    MEMO_FILE,
-    TEMPORARY_PREFIX,
-    CappedFolder,
-    memo_is_damaged,
-)
+from lora_trainer.common.files import TEMPORARY_PREFIX, CappedFolder
+from lora_trainer.common.memo import MEMO_FILE, memo_is_damaged
 from lora_trainer.common.wording import bytes_text, gib
 from lora_trainer.hardware.machine import (
     PURPOSES,

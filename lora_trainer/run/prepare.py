@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
 from lora_trainer.common.events import shown
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config import PRIORITIES, Priority
 from lora_trainer.config.config import build_config
 from lora_trainer.config.constraints import typed

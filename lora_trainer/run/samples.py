@@ -57,7 +57,7 @@ from lora_trainer.lora_file.tensor_file import file_of, holds_adapter
 from lora_trainer.lora_file.write import final_export_name
 from lora_trainer.network.out_of_memory import is_out_of_memory
 from lora_trainer.reporting.control import Control
-from lora_trainer.reporting.history import try_name
+from lora_trainer.reporting.sample_files import try_name
 from lora_trainer.run.build import TrainComponents, encoder_arguments, texts_as
 from lora_trainer.run.device import CPU, best_device
 from lora_trainer.run.run_folder import RUN_FILE, TrainingJob, read_run

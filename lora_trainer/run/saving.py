@@ -25,7 +25,8 @@ from lora_trainer.checkpoint.states import Copy
 from lora_trainer.checkpoint.writer import Export, StateWriter
 from lora_trainer.common.errors import LoraTrainError, first_line
 from lora_trainer.common.events import EventStream
-from lora_trainer.common.files import HashMemo, json_bytes, write_atomic
+from lora_trainer.common.files import json_bytes, write_atomic
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.config import flatten
 from lora_trainer.dataset.buckets import bucket_bounds
 from lora_trainer.dataset.records import bucket_counts, mean_aspect_error
@@ -43,7 +44,8 @@ from lora_trainer.lora_file.write import (
 )
 from lora_trainer.network.quantize import frozen_weight
 from lora_trainer.reporting.control import Control
-from lora_trainer.reporting.history import RunHistory, last_samples, read_history
+from lora_trainer.reporting.history import RunHistory, read_history
+from lora_trainer.reporting.sample_files import last_samples
 from lora_trainer.reporting.score import (
     DEAD_BELOW,
     SANE_UP_TO,

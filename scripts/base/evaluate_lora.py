@@ -40,7 +40,7 @@ from vae import pixels
 sys.path.insert(0, str(ROOT))
 
 from lora_trainer.common.events import read_jsonl  # noqa: E402 - after sys.path
-from lora_trainer.common.files import HashMemo  # noqa: E402 - after sys.path
+from lora_trainer.common.memo import HashMemo  # noqa: E402 - after sys.path
 from lora_trainer.config.config import build_config  # noqa: E402 - after sys.path
 from lora_trainer.dataset.buckets import (  # noqa: E402 - after sys.path
     Bucket,

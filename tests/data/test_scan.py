@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 from lora_trainer.common.errors import InputError, RequestError
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.records import Dataset
 from lora_trainer.dataset.scan import DatasetMemo, read_image_text, scan

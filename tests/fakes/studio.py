@@ -21,7 +21,8 @@ from lora_trainer.cache.encode import Encoded, fill
 from lora_trainer.cache.store import Cache
 from lora_trainer.common.caption_markup import words_of
 from lora_trainer.common.events import Event, EventStream
-from lora_trainer.common.files import CappedFolder, HashMemo
+from lora_trainer.common.files import CappedFolder
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import DataSettings
 from lora_trainer.dataset.buckets import placing
 from lora_trainer.dataset.scan import scan

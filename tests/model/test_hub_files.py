@@ -14,7 +14,7 @@ import torch
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.facts import BaseFacts
 from lora_trainer.families.hub_files import wanted

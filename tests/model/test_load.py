@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from lora_trainer import families
 from lora_trainer.common.errors import InputError, MachineError, RequestError
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.locate import describe, identified, locate, with_choices
 from tests.checkpoint_files import layouts

@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -93,15 +92,10 @@ def test_whatever_happens_to_the_files_a_kept_reader_is_right(
         kept = HistoryReader(folder)
         for file, (deed, data, size) in deeds:
             do(folder / file, deed, data, size)
+            fresh = HistoryReader(folder)
             # repr: a figure that is no number equals itself there
-            assert repr(kept.read()) == repr(read_history(folder))
-            assert kept.recent() == _fresh_recent(folder)
-
-
-def _fresh_recent(folder: Path) -> list[Any]:
-    reader = HistoryReader(folder)
-    reader.read()
-    return list(reader.recent())
+            assert repr(kept.read()) == repr(fresh.read())
+            assert kept.recent() == fresh.recent()
 
 
 def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +117,14 @@ def test_only_what_is_new_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         file.write(b'ep", "step": 52, "loss": 0.25}\n')
     history = reader.read()
     assert (history.steps[-1].loss, history.unreadable_lines) == (0.25, 0)
+    ends = {"events": {"event": "step", "step": 53}, "problems": {"event": "problem", "what": "w"}}
+    for name, row in ends.items():
+        with (folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row))
+    assert reader.read().unreadable_lines == 2
+    history = read_history(folder)
+    assert (history.steps[-1].step, history.problems[-1]["what"]) == (53, "w"), "as a resume reads"
+    assert history.unreadable_lines == 0
 
 
 def test_a_resume_that_rewrites_the_file_forgets_the_steps_after_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lora_trainer.common.files import HashMemo
+from lora_trainer.common.memo import HashMemo
 from lora_trainer.lora_file.metadata import file_hashes
 from tests.fakes.adapters import entries_of, export, export_info, small_adapter
 

@@ -1,0 +1,35 @@
+"""The sample images of a run as files: the newest ones, the prompt of one, the name of one that is drawn later."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from PIL import Image
+
+_SAMPLED = re.compile(r"step-(\d+)")
+
+
+def last_samples(samples: Path) -> list[Path]:
+    """Return the images of the newest step that has any of the run's own prompts, in their order."""
+    steps = {
+        int(match[1]): folder
+        for folder in (samples.iterdir() if samples.is_dir() else ())
+        if (match := _SAMPLED.fullmatch(folder.name))
+    }
+    for step in sorted(steps, reverse=True):
+        if files := sorted(steps[step].glob("[0-9]*.png")):
+            return files
+    return []
+
+
+def sample_prompt(image: Path) -> str:
+    """Return the prompt that a sample image carries, "" where it carries none."""
+    with Image.open(image) as opened:
+        text = str(opened.info.get("parameters", ""))
+    return text.split("\nNegative prompt:")[0].split("\nSteps:")[0]
+
+
+def try_name(stem: str, *, seed: int, strength: float | None = None) -> str:
+    """Return the name of an image drawn with a finished file; `strength` where there are several."""
+    return f"{stem}-{seed}{'' if strength is None else f'-x{strength:g}'}.png"
