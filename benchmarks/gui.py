@@ -216,7 +216,7 @@ def start_ms(*, rounds: int) -> dict[str, float]:
             page.goto(server.link, wait_until="commit")
             page.get_by_role("heading", name="Your trainings").wait_for()
             measure("command to first page", began)
-            while not is_opened(server, password=""):
+            while not is_opened(server):
                 time.sleep(0.2)
             measure("command to Gradio's pages", began)
             page = context.new_page()  # the other loads itself again now, which ends a `goto`

@@ -129,6 +129,7 @@ def test_a_signal_is_told_from_an_error(place: Place) -> None:
     ids = {number: place.add(number.name, until="never").id for number in ends}
     worker = place.worker(*"123")
     until(lambda: worker.tick() and all(trains(place, place.item(id)) for id in ids.values()))
+    assert {item.device for item in commands.items(place.runs)} == set("123"), "one training each"
     for number, id in ids.items():
         os.kill(place.item(id).pid or 0, number)
     place.finish(worker)

@@ -5,7 +5,6 @@ Input: the runs folder and more words of the command line. Output: the link that
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 import socket
@@ -21,7 +20,6 @@ from urllib.parse import urljoin
 from urllib.request import HTTPCookieProcessor, build_opener
 from urllib.request import Request as UrlRequest
 
-PASSWORD_VARIABLE = "LORA_TRAIN_GUI_PASSWORD"
 ROOT = Path(__file__).resolve().parents[2]
 _START_WITHIN_S = 90
 _LINK = re.compile(r"https?://\S+")
@@ -94,9 +92,8 @@ def start_gui(
             server = GuiServer(process=process, port=port, link=found[0], log=log)
             if not until_opened:
                 return server
-            password = (env or {}).get(PASSWORD_VARIABLE, "")
             while time.monotonic() < deadline and process.poll() is None:
-                if is_opened(server, password=password):
+                if is_opened(server):
                     return server
                 time.sleep(0.1)  # between looks; the condition above ends the wait
             break
@@ -106,22 +103,16 @@ def start_gui(
     raise AssertionError(f"the interface did not open: {log.read_text()}")
 
 
-def is_opened(server: GuiServer, *, password: str) -> bool:
-    """Whether Gradio's pages are there, asked as a browser would that has the link or the password."""
-    asked = [urljoin(server.link, "/ready")]
-    if not password:
-        asked.insert(0, server.link)  # for its cookie
+def is_opened(server: GuiServer) -> bool:
+    """Whether Gradio's pages are there, asked as a browser would that has the link."""
     opener = build_opener(HTTPCookieProcessor())
-    token = base64.b64encode(f"me:{password}".encode()).decode()
-    for address in asked:
-        fields = {"Accept": "text/html"}
-        if password:
-            fields["Authorization"] = f"Basic {token}"
-        try:
-            with opener.open(UrlRequest(address, headers=fields), timeout=30) as answer:
+    try:
+        for address in (server.link, server.url("/ready")):  # the first for its cookie
+            asked = UrlRequest(address, headers={"Accept": "text/html"})
+            with opener.open(asked, timeout=30) as answer:
                 status = answer.status
-        except OSError:  # refused, or ended
-            return False
+    except OSError:  # refused, or ended
+        return False
     return bool(status == 200)
 
 

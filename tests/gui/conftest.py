@@ -174,13 +174,20 @@ def new_page(
     offences.clear()
     pages = request.node.stash.setdefault(_PAGES, [])
 
+    own_profiles: list[Any] = []
+
     def open_page(profile: Any = None, **options: Any) -> Any:
-        pages.append((profile or open_profile(**options)).new_page())
+        if profile is None:
+            profile = open_profile(**options)
+            own_profiles.append(profile)
+        pages.append(profile.new_page())
         return pages[-1]
 
     yield open_page
     for tab in {tab for page in pages for tab in page.context.pages}:
         tab.close()
+    for own in own_profiles:
+        own.close()
     allowed = (*LEFT_WHILE_ASKING, *expected)
     unexpected = [said for said in offences if not any(part in said for part in allowed)]
     assert not unexpected, "\n".join(unexpected)

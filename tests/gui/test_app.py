@@ -14,6 +14,7 @@ import pytest
 from lora_trainer.gui import app
 
 from lora_trainer.cli import main
+from tests.gui.conftest import answered
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,6 +58,26 @@ def test_an_address_is_written_as_browsers_take_it() -> None:
     assert app.address_of("::1", 7860) == "http://[::1]:7860/"
     for everywhere in ("0.0.0.0", "::"):
         assert app.address_of(everywhere, 7860) == f"http://{socket.gethostname()}:7860/"
+
+
+def test_a_server_for_others_is_behind_the_password_and_prints_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    from lora_trainer.gui import server
+
+    served: list[tuple[Any, socket.socket]] = []
+    monkeypatch.setenv("LORA_TRAIN_GUI_PASSWORD", "correct horse")
+    monkeypatch.setattr(server, "quiet_gradio", lambda _: None)
+    monkeypatch.setattr(server, "run", lambda *both: served.append(both))
+    words = [f"--runs={tmp_path / 'runs'}", f"--datasets={tmp_path}", "--listen=0.0.0.0"]
+    app.serve(app.parsed(words))
+    ((pages, listening),) = served
+    with listening:
+        assert listening.getsockname()[0] == "0.0.0.0"
+    assert answered(pages, "/config")[0] == 401
+    printed = capsys.readouterr().out
+    assert "http://" in printed and "correct horse" not in printed and "key=" not in printed
 
 
 PROGRAM = """

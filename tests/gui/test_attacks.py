@@ -31,6 +31,7 @@ from tests.fakes.attacks import (
     quoted,
 )
 from tests.fakes.gui_server import ROOT
+from tests.fakes.live_runs import write_status
 from tests.fakes.run_folder import fake_run
 from tests.gui.conftest import StartGui
 
@@ -96,6 +97,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         (place.outside / f"{SECRET}.png").write_bytes(b"a list of the folder names it")
         for name in ("secret.txt", "run.json", "events.jsonl", "report.html"):
             (place.outside / name).write_text(SECRET)
+        write_status(place.outside, message=SECRET)  # as if it trained, so that a stop is written
         described = {"file_name": "b.png", "text": SECRET}
         (place.outside / "metadata.jsonl").write_text(json.dumps(described))
         for link, target in (
@@ -203,10 +205,11 @@ def test_no_field_of_a_page_leads_out_or_asks_an_address(attacker: Attacker, pla
         event = {"action": "stop", "run": value, "step": value, "index": value, "value": value}
         hidden = draft if value in hostile[:2] else ""
         attacker.trigger(everywhere(config, value, draft=hidden, event=event), query=query)
-    for name in ("linked", "../outside"):
+    for name in ("linked", "../outside", ".gui"):
         event = {"action": "stop", "run": name, "step": 3}
         attacker.trigger(everywhere(config, "", event=event), query=urlencode({"run": name}))
-    assert not (place.runs / ".gui" / "control").exists()
+    for folder in (place.outside, place.runs / ".gui"):
+        assert not (folder / "control").exists()
     for body in ({"data": [], "fn_index": 10**6}, {"data": "x", "fn_index": 0}, [], None):
         attacker.post("/gradio_api/queue/join", body)
         assert attacker.post("/gradio_api/run/start", body).status == 404

@@ -1,9 +1,9 @@
 """What holds of every page: axe-core finds nothing, a phone needs no scrolling sideways, and a page on which
 nothing happens asks nothing.
 
-axe looks at each page and the report once, and once more at its colours in the dark: the markup is the same at a
-phone's width, where only the width is looked at. The runs are fakes, so nothing is trained; only the plan of the
-example is a real one.
+axe looks at each page and the report once, once more at its colours in the dark, and at a phone's width at the names
+of what is there: a style sheet or a script shows other parts of a page on it. The runs are fakes, so nothing is
+trained; only the plan of the example is a real one.
 """
 
 from __future__ import annotations
@@ -33,6 +33,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PHONE = {"width": 390, "height": 844}
 COLOURS = {"runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
+NAMES = {
+    "runOnly": {
+        "type": "rule",
+        "values": [
+            *("link-name", "button-name", "label", "select-name", "nested-interactive"),
+            *("aria-hidden-focus", "scrollable-region-focusable"),
+        ],
+    }
+}
+"""What a narrow window can break: parts that are hidden, put into a menu, or scroll in themselves."""
 SCAN = """async ([source, options]) => {
   if (!window.axe) new Function(source)();
   const answer = await axe.run(document, {...options, resultTypes: ["violations"]});
@@ -113,16 +123,16 @@ def test_axe_finds_nothing_on_any_page_and_one_at_rest_asks_nothing(
     page = new_page()
     page.goto(server.link)
     page.clock.install()
-    found: list[str] = []
+    faults: list[str] = []
     asked: dict[str, list[str]] = {}
     for shown in EMPTY:
         asked[shown.name] = asked_at_rest(page, shown, server)
-        found += scanned(page, shown)
+        faults += scanned(page, shown)
     with filled(place):
         for shown in FILLED:
             if shown.live:
                 opened(page, shown, server)
-                found += scanned(page, shown)
+                faults += scanned(page, shown)
     # All of it has ended now.
     for shown in FILLED:
         if shown.press or shown.name.startswith("no such"):
@@ -130,11 +140,11 @@ def test_axe_finds_nothing_on_any_page_and_one_at_rest_asks_nothing(
         else:
             asked[shown.name] = asked_at_rest(page, shown, server)
         if not shown.live:
-            found += scanned(page, shown)
+            faults += scanned(page, shown)
     page.goto("about:blank")  # as it is served it may run no script, not even axe
     page.set_content((place.runs / "done" / "report.html").read_text(encoding="utf-8"))
-    found += scan(page, "report") + dark(page, "report")
-    assert not found, "\n".join(found)
+    faults += scan(page, "report") + dark(page, "report")
+    assert not faults, "\n".join(faults)
     assert {name: urls for name, urls in asked.items() if urls} == {}
 
 
@@ -212,23 +222,25 @@ def scanned(page: Any, shown: Shown) -> list[str]:
     if shown.press:
         page.locator(shown.press).first.click()
         page.locator("dialog[open]").wait_for()
-    found = scan(page, shown.name) + dark(page, shown.name)
+    faults = scan(page, shown.name) + dark(page, shown.name)
     for tab in [] if shown.press else page.locator("[role=tab]:enabled:visible").all()[1:]:
         tab.click()
-        found += scan(page, f"{shown.name}, {tab.inner_text()}")
-    return found
+        faults += scan(page, f"{shown.name}, {tab.inner_text()}")
+    return faults
 
 
 def scan(page: Any, name: str) -> list[str]:
     """Return what axe says of the page that is open, and whether a phone has to scroll it sideways."""
     page.emulate_media(color_scheme="light", reduced_motion="reduce")
-    found = violations(page, name, {})
+    faults = violations(page, name, {})
     for size in (PHONE, LAPTOP):  # a phone has some of the tabs in a menu
         page.set_viewport_size(size)
+        if size is PHONE:
+            faults += violations(page, f"{name}, phone", NAMES)
         width_px = page.evaluate("document.documentElement.scrollWidth")
         if width_px > size["width"]:
-            found.append(f"{name}: {width_px} px wide on {size['width']}")
-    return found
+            faults.append(f"{name}: {width_px} px wide on {size['width']}")
+    return faults
 
 
 def dark(page: Any, name: str) -> list[str]:

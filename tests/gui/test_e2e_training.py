@@ -150,6 +150,7 @@ def test_a_new_home_trains_its_example_by_keys_alone_and_dropped_images_as_typed
     (folder,) = set(uploads.iterdir()) - known
     assert len(list(folder.iterdir())) == len(images)
     (queued,) = [item for item in commands.items(place.runs) if item.state == "waiting"]
+    assert queued.argv[0] == str(folder)
     assert {
         '--set=train.concept="style"',
         "--set=adapter.rank=4",
