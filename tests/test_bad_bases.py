@@ -23,7 +23,7 @@ BAD: dict[str, tuple[str, str, int, str]] = {
         "sd15", "preset=sdxl/10-12", 2, "preset sdxl/10-12 is for sdxl, the base model is sd15"
     ),
     "no text encoder to train": ("flux", "adapter.text_encoder=true", 2, "adapter.text_encoder=true"),
-    "a format of no reader": ("flux", "output.format=kohya", 2, "is not possible for flux"),
+    "a format of no reader": ("flux", "output.format=kohya", 2, "is not possible for flux: its names fuse q, k and v"),
 }  # fmt: skip
 """Case -> base, setting, exit code, what the error says."""
 

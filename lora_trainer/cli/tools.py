@@ -113,8 +113,8 @@ def merge(
     :param rank: reduce the sum to this rank [default: keep it exact]
     """
     quiet_libraries()
-    from lora_trainer.tools.base_weights import bake
     from lora_trainer.tools.merge import merge, parse_weighted
+    from lora_trainer.tools.merge_base import bake
 
     inputs = [parse_weighted(text) for text in files]
     if into is None:

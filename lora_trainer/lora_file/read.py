@@ -46,8 +46,6 @@ class ModuleFactors:
         # LyCORIS trains the bias of a layer alone too, where its weight stays.
         if self.kind == "full" and not have:
             return "bias" in self.entries
-        if self.kind == "norm":
-            have |= self.entries.keys() & {"difference"}
         return self.kind is not None and any(have == {*each.split()} for each in NEEDED[self.kind])
 
     @property

@@ -170,12 +170,15 @@ class AdapterTarget:
     precision: Precision | None = None
     force: bool = False
 
-    def check(self) -> None:
-        """Raise RequestError where the file cannot be written, before any work is done."""
-        name, stem = self.path.name, self.path.stem
+    def check(self, reason: str = "") -> None:
+        """Raise RequestError where the file cannot be written, before any work is done.
+
+        `reason` begins the sentence about a name that is none of a file of tensors.
+        """
+        name = self.path.name
         if self.path.suffix != SUFFIX:
-            fault = f"--output {name} does not end with {SUFFIX}"
-            raise RequestError(fault, fix=f"call it {stem}{SUFFIX}")
+            fault = f"{reason}--output {name} does not end with {SUFFIX}"
+            raise RequestError(fault, fix=f"call it {name}{SUFFIX}")
         refuse_existing(self.path, force=self.force)
 
     def write(

@@ -221,6 +221,20 @@ def test_an_fp32_file_may_differ_by_next_to_nothing(
         export(tmp_path / "gone" / "a", small_adapter(), precision="fp16")
 
 
+def test_the_numbers_of_a_module_are_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def counted(write: Write, key: str, live: ModuleTensors) -> dict[str, Tensor]:
+        made.append(key)
+        return write(live)
+
+    spoil(monkeypatch, counted)
+    export(tmp_path / "a.safetensors", small_adapter(), precision="fp16")
+    assert sorted(made) == sorted(small_adapter())
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 1000),

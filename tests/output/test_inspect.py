@@ -145,6 +145,12 @@ def test_every_number_of_a_narrow_dtype_is_read(dtype: torch.dtype, file: Path) 
         assert "not-finite" in kinds, number
 
 
+def test_an_alpha_of_any_dtype_is_read(file: Path) -> None:
+    for dtype in (np.int64, np.int32, np.uint8, np.float16, np.float64):
+        alpha = {"lora_unet_a.alpha": np.array(200, dtype)}
+        assert inspected(file, A, alpha)["alpha"] == 200, dtype
+
+
 # ---- norms
 
 

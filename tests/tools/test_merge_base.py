@@ -272,7 +272,7 @@ def test_modules_and_weights_come_and_go_one_by_one(
 
     for owner, name in (
         ("lora_trainer.lora_file.read_tensors:OpenAdapter", "__getitem__"),
-        ("lora_trainer.tools.base_weights", "read_tensor"),
+        ("lora_trainer.tools.merge_base", "read_tensor"),
     ):
         holder = resolve_name(owner)
         monkeypatch.setattr(holder, name, watched(getattr(holder, name)))
@@ -352,7 +352,12 @@ def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
     (tmp_path / "full" / "diary.txt").write_text("dear diary")
     for base, output, force, match in (
         (folder, "no.safetensors", False, "names a file"),
-        (single, "no", False, "does not end with .safetensors"),
+        (
+            single,
+            "no-v1.5",
+            False,
+            "one file, --output no-v1.5 does not end with .* call it no-v1.5.safetensors",
+        ),
         (folder, "full", True, "will not replace it"),
     ):
         options = {"into": base, "output": tmp_path / output, "force": force}

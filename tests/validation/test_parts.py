@@ -17,7 +17,7 @@ from PIL import Image, ImageFilter, ImageOps
 from torch import nn
 
 from lora_trainer.common.errors import InputError
-from lora_trainer.evaluate import validate
+from lora_trainer.evaluate import features
 from lora_trainer.lora.adapter_size import AdapterKind
 from lora_trainer.lora.tensors import update
 from lora_trainer.reporting import score as s
@@ -172,17 +172,17 @@ def test_alike_pictures_are_near_and_their_layout_counts() -> None:
     left.paste("red", (0, 0, 32, 64))
     soft = picture("red", size_px=(96, 128)).filter(ImageFilter.GaussianBlur(1))
     images = [picture("red"), soft, picture("blue"), left, left, ImageOps.mirror(left)]
-    encoded = validate.find_features().encode(images)
+    encoded = features.find_features().encode(images)
     red, soft_red, blue, one, same, mirrored = encoded
-    near, far = validate.distances(red[None], torch.stack([soft_red, blue]))[0].tolist()
+    near, far = features.distances(red[None], torch.stack([soft_red, blue]))[0].tolist()
     assert near < 0.5 * far
     assert red.shape == (168,)
     assert torch.equal(one, same)
     assert (one - mirrored).norm() > 0.3
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randn(30, 8, generator=generator) for _ in range(2))
-    assert abs(validate.set_distance(first, second)) < 0.2
-    assert validate.set_distance(first, second + 1) > 1
+    assert abs(features.set_distance(first, second)) < 0.2
+    assert features.set_distance(first, second + 1) > 1
 
 
 def test_a_clip_model_in_a_folder_is_used_by_name(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_clip_model_in_a_folder_is_used_by_name(tmp_path: Path) -> None:
         torch.manual_seed(0)
         config = CLIPVisionConfig(**sizes, **layers)
         CLIPVisionModelWithProjection(config).save_pretrained(tmp_path)
-    found = validate.find_features(str(tmp_path))
+    found = features.find_features(str(tmp_path))
     encoded = found.encode([picture(colour) for colour in COLOURS[:3]])
     assert "CLIP" in found.name and encoded.shape == (3, 8)
     assert torch.allclose(encoded.norm(dim=1), torch.ones(3))
@@ -202,26 +202,26 @@ def test_a_clip_model_in_a_folder_is_used_by_name(tmp_path: Path) -> None:
 
 def test_a_clip_model_that_is_not_here_or_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nor in the local Hub cache"):
-        validate.find_features("nobody/nothing")
+        features.find_features("nobody/nothing")
     with pytest.raises(InputError, match="cannot be loaded"):
-        validate.find_features(str(tmp_path))
+        features.find_features(str(tmp_path))
 
 
 def test_copies_of_trained_pictures_are_told_from_new_ones() -> None:
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randn(12, 16, generator=generator)
     captions = [f"image {index}" for index in range(12)]
-    album = validate.ReferenceImages(
+    album = features.ReferenceImages(
         features=pictures, captions=captions, trained=[index < 8 for index in range(12)]
     )
     prompts = [f"image {index}" for index in range(8, 12)]
     new = torch.randn(4, 16, generator=generator)
     copies = pictures[:4] + 0.1 * new
-    told_new, told_copied = (validate.copy_ratio(found, prompts, album) for found in (new, copies))
+    told_new, told_copied = (features.copy_ratio(found, prompts, album) for found in (new, copies))
     assert told_new is not None and told_copied is not None
     assert 0.8 < told_new < 1.25
     assert told_copied < 0.85
-    own = validate.copy_ratio(pictures[8:] + 0.1 * new, prompts, album)
+    own = features.copy_ratio(pictures[8:] + 0.1 * new, prompts, album)
     assert own is not None and own < 1.25, "the image whose caption is the prompt is left out"
-    alone = validate.ReferenceImages(features=pictures, captions=captions, trained=[True] * 12)
-    assert validate.copy_ratio(new, prompts, alone) is None
+    alone = features.ReferenceImages(features=pictures, captions=captions, trained=[True] * 12)
+    assert features.copy_ratio(new, prompts, alone) is None
