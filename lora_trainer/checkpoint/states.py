@@ -159,15 +159,15 @@ _LEFTOVER = re.compile(r"\.(tmp|del)-step-(\d{8,})\.(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class LoopValues:
-    """The values that the loop itself must know after a kill; a new key of the state is a new field here.
+    """The values that the loop itself must know after a kill; a new value of the loop is a new field here.
 
-    `of` fills them, called by training/actions.py, and run/build.py restores them. A value of the loop that they
-    do not reach yet travels in `Progress` (training/actions.py), one of the guards in `GuardState`, which has its
-    own rules.
+    To add one: give the field a default, which is what an older state without it stands for; fill it in `of`,
+    which training/actions.py calls; restore it in run/build.py. A value that `of` cannot reach travels to
+    training/actions.py in `Progress`. A value of a guard is instead a field of training/guards.py:GuardState, with
+    a default too, and nothing is added here. Values are None, bool, int, float, str, lists and dicts of them.
 
-    Give a new field a default: what an older state without it stands for. Values are None, bool, int,
-    float, str, lists and dicts of them. `guard` are the fields of training/guards.py:GuardState, which
-    gets new ones there; the loss scale and the steps since it last changed are None without fp16.
+    The fields of this class are one object in state.json (`LOOP`). The loss scale and the steps since it last
+    changed are None without fp16.
     """
 
     guard: Mapping[str, Any]
@@ -201,7 +201,10 @@ LOOP_FIELDS = frozenset(field.name for field in fields(LoopValues))
 class TrainingState:
     """All that the next step depends on and that cannot be computed from the settings.
 
-    `adapter` holds the fp32 masters by name, `optimizer` a `state_dict()`. Loaded tensors are on the CPU.
+    `adapter` holds the fp32 masters by name, `optimizer` a `state_dict()`. Loaded tensors are on the CPU. A value
+    of the loop belongs to `LoopValues`. A new key beside `step` is written in `_encode` and read in `state_of`, there
+    with a default: else older states lack it and are refused. Raise FORMAT_VERSION only where an older state would
+    be read wrongly; states of another version are never read.
     """
 
     step: int

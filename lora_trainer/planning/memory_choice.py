@@ -225,7 +225,8 @@ class MemoryChooser(Evaluator):
             # Room for sample images may not cost fewer bits, so the chosen base precision stays.
             with_samples = drawing.get(best.load.base_precision)
             if with_samples is not None and with_samples.seconds <= SAMPLES_WORTH * best.seconds:
-                best, compared = with_samples, drawing
+                # A precision that fits only without sample images was compared too.
+                best, compared = with_samples, compared | drawing
             else:
                 dropped_bytes = self.predict(replace(best.load, samples=True)).peak_bytes
         return best, compared, dropped_bytes
@@ -430,8 +431,9 @@ class MemoryChooser(Evaluator):
         if seconds.keys().isdisjoint(others):
             return compared  # no choice was left, so no rule decided
         rule = "quality: the most precise that fits"
-        if self.priority in FEWER_BITS:
-            rule = f"{self.priority}: fewer bits only where clearly faster"
+        if bits := FEWER_BITS.get(self.priority):
+            counts = (f"{bits[name]:g} times with {name}" for name in tried if name in bits)
+            rule = f"{self.priority}: seconds count {', '.join(counts)}"
         return f"{compared}; {rule}"
 
     def _why_recomputing(self, load: Load) -> str:
