@@ -161,7 +161,7 @@ _LEFTOVER = re.compile(r"\.(tmp|del)-step-(\d{8,})\.(\d+)")
 class LoopValues:
     """The values that the loop itself must know after a kill; a new value of the loop is a new field here.
 
-    To add one: give the field a default, which is what an older state without it stands for; fill it in `of`,
+    To add one: give the field a default, the value that an older state without it stands for; fill it in `of`,
     which training/actions.py calls; restore it in run/build.py. A value that `of` cannot reach travels to
     training/actions.py in `Progress`. A value of a guard is instead a field of training/guards.py:GuardState, with
     a default too, and nothing is added here. Values are None, bool, int, float, str, lists and dicts of them.

@@ -362,7 +362,7 @@ def retired_in(values: Mapping[str, Any], effect: RetiredEffect) -> list[str]:
 
 
 def without_retired(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without those of RETIRED_SETTINGS, and with what RETIRED_VALUES are read as."""
+    """Return settings without those of RETIRED_SETTINGS, each of RETIRED_VALUES replaced."""
     current = {key: value for key, value in values.items() if key not in RETIRED_SETTINGS}
     for key, (old, new) in RETIRED_VALUES.items():
         if current.get(key) == old:

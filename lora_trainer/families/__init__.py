@@ -1,6 +1,6 @@
 """The registry: families by name, each a module here, imported on demand.
 
-Adding a family adds its name here; what else it needs is listed at the top of base.py and, step by step, in
+Adding a family adds its name here; its other entries are listed at the top of base.py and, step by step, in
 docs/adding-a-family.md. Modules of this folder that MODULES does not name serve all families.
 """
 

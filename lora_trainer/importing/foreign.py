@@ -1,4 +1,4 @@
-"""A settings file of another trainer, and the engine that says what becomes of each of its keys.
+"""A settings file of another trainer, and the engine that reads or reports each of its keys.
 
 A key becomes a setting, or a setting by the nearest that there is; needs none; has no equivalent; or is
 unknown. Input: the file's values by flat key (`train.lr`, `datasets[0].path`), and the tables of its trainer.
@@ -332,7 +332,7 @@ class Trainer:
 
     @cached_property
     def table(self) -> Mapping[str, Any]:
-        """What all of its tables have, as one table."""
+        """All its tables as one."""
         return {key: part for name in self.tables for key, part in table_of(name).items()}
 
 

@@ -1,4 +1,4 @@
-"""The actions between steps: what one is, and all but sample images: validation loss, check for learning, saving.
+"""The actions between steps: their type, and all but sample images: validation loss, check for learning, saving.
 
 Saving is the last action of a step: a state on disk then means that everything logged up to that step
 has happened, and a resume repeats nothing.

@@ -189,7 +189,7 @@ def read_length(foreign: Foreign) -> None:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the numbers of a list, or of a single one; what is none is left out."""
+    """Return the numbers of a list, or of a single number; other values are left out."""
     numbers = []
     for part in value if isinstance(value, list) else [value]:
         with suppress(ValueError):
