@@ -8,6 +8,9 @@ Older states are pruned only after the new one is durable, and two are always ke
 Nested values with tensors, a state dict of an optimizer or the values of the loop, are JSON plus named tensors.
 Floats are written in hex (NaN and -0.0 survive), integers as text (JSON readers round large ones), and every object
 in the JSON has exactly one key, which names the type it stands for.
+
+How a value is added to a state: a value of the loop or of a guard at `LoopValues`, anything else at
+`TrainingState`.
 """
 
 from __future__ import annotations
@@ -162,9 +165,10 @@ class LoopValues:
     """The values that the loop itself must know after a kill; a new value of the loop is a new field here.
 
     To add one: give the field a default, the value that an older state without it stands for; fill it in `of`,
-    which training/actions.py calls; restore it in run/build.py. A value that `of` cannot reach travels to
-    training/actions.py in `Progress`. A value of a guard is instead a field of training/guards.py:GuardState, with
-    a default too, and nothing is added here. Values are None, bool, int, float, str, lists and dicts of them.
+    which training/actions.py calls; restore it in run/build.py. A value that `of` cannot reach travels in
+    `Progress`, also in training/actions.py. A value of a guard is instead a field of GuardState in
+    training/guards.py, with a default too, and nothing is added here. Values are None, bool, int, float, str,
+    lists and dicts of them.
 
     The fields of this class are one object in state.json (`LOOP`). The loss scale and the steps since it last
     changed are None without fp16.
@@ -202,9 +206,10 @@ class TrainingState:
     """All that the next step depends on and that cannot be computed from the settings.
 
     `adapter` holds the fp32 masters by name, `optimizer` a `state_dict()`. Loaded tensors are on the CPU. A value
-    of the loop belongs to `LoopValues`. A new key beside `step` is written in `_encode` and read in `state_of`, there
-    with a default: else older states lack it and are refused. Raise FORMAT_VERSION only where an older state would
-    be read wrongly; states of another version are never read.
+    of the loop belongs to `LoopValues`. Any other new field is filled in training/actions.py, restored in
+    run/build.py, written in `_encode` and read in `state_of`: with a default, or a state of an older version is
+    refused. Raise FORMAT_VERSION only where an older state would be read wrongly; states of another version are
+    never read.
     """
 
     step: int

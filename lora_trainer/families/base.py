@@ -1,14 +1,14 @@
 """The interface of a model family: facts, loading, encoding, prediction, names, images.
 
-No module outside this folder names a family. Importing a family does not import torch: facts are plain
-data, and its methods import the heavy libraries.
+No module outside this folder names a family of ours (importing/ has the words of other trainers). Importing a
+family does not import torch: facts are plain data, and its methods import the heavy libraries.
 
 A new family is a module NAME.py with a `FAMILY`, of a subclass of `FlowFamily` (flow.py) or `UNetFamily`
 (unet.py) rather than of `Family`; its name in `MODULES` (__init__.py), how its files are told apart
 (signatures.toml), the names of its layers in others' files where they differ (transformer_names.toml), its
-releases (releases.toml), and presets/NAME.json. scripts/write_layer_tables.py writes its rows in
-layer_tables.json, scripts/write_cost_tables.py those in costs/cost_tables.json. docs/adding-a-family.md goes
-through it with an example.
+releases and new kinds of text encoder (releases.toml), and presets/NAME.json at the top of the repository.
+scripts/write_layer_tables.py writes its rows in layer_tables.json, scripts/write_cost_tables.py those in
+costs/cost_tables.json. docs/adding-a-family.md goes through it with an example.
 """
 
 from __future__ import annotations

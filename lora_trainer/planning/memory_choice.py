@@ -36,7 +36,7 @@ from lora_trainer.planning.step_time import StepTime
 AUTOMATIC: tuple[BasePrecision, ...] = ("int8", "nf4")
 """Quantisations that `memory.base_precision=auto` may choose; fp8 takes as much as int8 and rounds more."""
 SAMPLES_WORTH = 1.2
-"""Sample images are dropped if room for them makes a step longer than this factor, or needs fewer bits."""
+"""Sample images are dropped if a step with room for them is longer by more than this factor, or needs fewer bits."""
 # The seconds of a step are multiplied by this before they are compared: balanced takes nf4 where its steps are more
 # than 1.5 times as fast as those of an unquantised base and more than 1.5 / 1.2 = 1.25 times as fast as those of
 # int8. Priority quality has no row: it keeps the most precise that fits, however slow. The values rise with fewer
@@ -432,8 +432,8 @@ class MemoryChooser(Evaluator):
             return compared  # no choice was left, so no rule decided
         rule = "quality: the most precise that fits"
         if bits := FEWER_BITS.get(self.priority):
-            counts = (f"{bits[name]:g} times with {name}" for name in tried if name in bits)
-            rule = f"{self.priority}: seconds count {', '.join(counts)}"
+            counts = (f"{bits[name]:g} times for {name}" for name in tried if name in bits)
+            rule = f"{self.priority}: the fewest seconds win, counted {', '.join(counts)}"
         return f"{compared}; {rule}"
 
     def _why_recomputing(self, load: Load) -> str:

@@ -50,7 +50,8 @@ def _pseudo_huber(difference: Tensor, delta: Tensor) -> Tensor:
 def _smooth_l1(difference: Tensor, delta: Tensor) -> Tensor:
     """Return 2 (sqrt(d^2 + delta^2) - delta), the smooth L1 error of sd-scripts: 2 |d| far from 0.
 
-    Where delta falls with the noise level (`loss_delta`), it weighs noisier levels more than Huber's does.
+    Where delta falls with the noise level (noise.py: loss_delta), this error weighs noisier levels more than
+    Huber's does. A change of `_pseudo_huber` changes it too.
     """
     return _pseudo_huber(difference, delta) / delta
 
