@@ -48,9 +48,10 @@ twice as long is possible).
 How it is decided. The batch is never changed; what somebody set is never raised. Of all that fits (base whole,
 in 8 or in 4 bits; nothing recomputed, or blocks with or without their dear results,
 with inputs in host memory where needed; blocks streamed from host memory; images at once),
-`speed` and `balanced` take the fewest seconds a step by the estimate, where the seconds of 8 bits count 1.1 (`speed`) or 1.2
-times (`balanced`) and those of 4 bits 1.2 or 1.5 times; `quality` takes the most precise, then the fastest. Sample images are kept where they make
-a step at most a fifth longer. Nothing fits: the run is refused with the nearest setting that does.
+`speed` and `balanced` take the fewest seconds a step by the estimate, where the seconds of 8 bits count 1.1
+(`speed`) or 1.2 times (`balanced`) and those of 4 bits 1.2 or 1.5 times; `quality` takes the most precise, then
+the fastest. Sample images are kept where they make a step at most a fifth longer. Nothing fits: the run is
+refused with the nearest setting that does.
 
 ## How long a run takes
 

@@ -122,7 +122,8 @@ def write_modules(
     strength = {FOLDED: "multiplied in"} if None in alphas else {}
 
     def bodies() -> Iterator[Body]:
-        # A file begins with the widest dtype, so a module's alpha is not beside its factors: it is made twice.
+        # A file begins with the widest dtype, so a module's alpha is not beside its factors: a module that is
+        # not held in memory is made twice.
         last, tensors = "", dict[str, Tensor]()
         for name in ordered(infos):
             if module_of[name] != last:

@@ -76,6 +76,9 @@ def test_adapters_of_every_family_are_told_apart(name: str, targets: Any) -> Non
         (f"unet.{BLOCK}.attn2.to_q", (64,), "unknown"),
         ("input_blocks.4.1.transformer_blocks.0.attn2.to_q", (64,), "unknown"),
         ("middle_block.1.transformer_blocks.0.attn2.to_q", (64,), "unknown"),
+        ("mid_block.motion_modules.0.transformer_blocks.0.attn2.to_q", (64,), "unknown"),
+        ("mid_block.temporal_transformer_blocks.0.attn2.to_q", (64,), "unknown"),
+        ("transformer_in.transformer_blocks.0.attn2.to_q", (64,), "unknown"),
         # FLUX.2 klein 4B is as wide as FLUX.1, and its MLP is narrower
         ("double_blocks.0.img_attn.qkv double_blocks.0.img_mlp.2", (3072, 12288), "flux"),
         ("double_blocks.0.img_attn.qkv double_blocks.0.img_mlp.2", (3072, 9216), "flux2"),
