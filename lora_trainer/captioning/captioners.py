@@ -1,4 +1,4 @@
-"""Captioning models: what is asked of one, those known by a short name, where their files are; and the taggers.
+"""Captioning models: their options, those known by a short name, where their files are; and the taggers.
 
 Input is what the user wrote: options, and a short name, a folder or a Hub id. What a model is, its files say:
 `selected_tags.csv` makes it a tagger, `config.json` a language model of transformers, a `Describer`. Both describe

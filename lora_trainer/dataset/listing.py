@@ -52,8 +52,8 @@ _FOLDER_KINDS: Mapping[str, FolderKind] = {
     **dict.fromkeys(("regularization_images", "regularisation_images"), "class"),
 }
 """Folders that other trainers keep beside the images to learn."""
+# End of the name of a mask beside its image, as OneTrainer has it; `folder_kind` tells folders of masks.
 MASK_SUFFIX = "-masklabel"
-"""End of the name of a mask beside its image, as OneTrainer has it; `folder_kind` tells folders of masks."""
 CONTROL_SUFFIX = "-condlabel"
 """End of the name of a control image beside its image, as OneTrainer has it."""
 

@@ -171,7 +171,7 @@ def add_extension(foreign: Foreign, extension: Any, key: str) -> None:
 
 
 def set_masks(foreign: Foreign, kind: str, key: str, *, background: Sourced = (0.0, THERE)) -> None:
-    """Set where masks come from, and how much what lies outside of them counts."""
+    """Set where masks come from, and how much the rest of an image counts."""
     foreign.set("data.masks", kind, key)
     foreign.set("data.mask_background", *background)
     if key.endswith("mask_path"):

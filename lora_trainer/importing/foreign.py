@@ -102,7 +102,7 @@ class Foreign:
         return str(self.get(name, default))
 
     def number(self, name: str, default: float | None = None) -> float | None:
-        """Return a key's value as a number; what is none is named, and counts as missing."""
+        """Return a key's value as a number; any other value is named, and counts as missing."""
         value = self.get(name, None)
         if value is None:
             return default

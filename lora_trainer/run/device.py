@@ -1,4 +1,4 @@
-"""The device of a training: its choice, the bound on its memory, and what a run does when it is full.
+"""The device of a training: its choice, the bound on its memory, and the fallbacks of a run when it is full.
 
 On Windows and in WSL the driver moves memory to the host instead of refusing an allocation, so a full GPU causes no
 error but makes a run ten times slower. There PyTorch's allocator is always bounded.

@@ -166,8 +166,7 @@ def _train(training: Training, start: Progress) -> Progress:
                 "data_wait_s": waited_s,
                 "lr": effective_rate(training.optimizer, rate),
                 "epoch": training.feeder.epochs_after(step),
-                # Steps of as many positions take about as long, by which the pace of a run is judged.
-                "latents": sum(sample.shape[-2] * sample.shape[-1] for sample in samples),
+                "latents": sum(sample.shape[-2] * sample.shape[-1] for sample in samples),  # work
             }
             reports.add(fields, loss, grad_norm, reached=reached)
             progress = reports.judge(progress, but_last=report_lag(training.model.device))
