@@ -2,16 +2,22 @@
 // script learns of the end a moment later; an event of that moment was sent into a stream that has ended, and
 // its answer stays on the server until the next event. The page may wait for it and send none: it stands still.
 // So the end is kept from the script while an event has no answer, and the stream goes on with a new request.
+// And where an answer comes before the number of its event is known, the script opens a stream for it afterwards,
+// in which nothing comes and which has no end: such a stream is ended here, without a request.
 
 (() => {
   const send = window.fetch.bind(window);
   const asked = new Set(); // events without an answer
   const early = new Set(); // events whose answer came before their number
   const MESSAGE = /^data: \{"msg":"(\w+)","event_id":(?:"(\w+)")?/;
+  const END = 'data: {"msg":"close_stream","event_id":null}\n\n';
   let end = null; // resolved once the script knows that the stream is closed: it aborts its request then
 
   window.fetch = async (request, options) => {
     const path = new URL(request.url ?? request, location).pathname;
+    if (path.endsWith("/queue/data") && !asked.size) {
+      return new Response(END, { headers: { "content-type": "text/event-stream" } });
+    }
     const answer = await send(request, options);
     if (path.endsWith("/queue/join") && answer.ok) {
       const { event_id: event } = await answer.clone().json();

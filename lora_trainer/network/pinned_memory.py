@@ -107,9 +107,10 @@ class PinnedMemory:
                 self._refuse(size, f"CUDA error {code}")
                 return None
             self.bytes += size
+        unregister = unregister_host  # the driver that pinned this memory unpins it, however late
 
         def undo() -> None:
-            unregister_host(address)
+            unregister(address)
             with self._lock:
                 self.bytes -= size
 

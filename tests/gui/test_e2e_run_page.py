@@ -51,6 +51,30 @@ window.fetch = async (input, init) => {
   return new Response(answer.body.pipeThrough(late), answer);
 };"""
 """Makes Gradio's script see the end of a stream of answers only after the next tick."""
+LATE_NUMBER = """async (script) => {
+  const lines = (...messages) => messages.map((each) => `data: ${JSON.stringify(each)}\\n\\n`).join("");
+  const number = (event) => new Response(JSON.stringify({ event_id: event }));
+  let send, streams = 0;
+  window.fetch = (request) => {
+    const url = request.url ?? request;
+    if (url.endsWith("/queue/join?late")) return new Promise((go) => { send = () => go(number("b")); });
+    if (url.endsWith("/queue/join")) return Promise.resolve(number("a"));
+    streams += 1;
+    const answers = ["a", "b"].map((event) => ({ msg: "process_completed", event_id: event }));
+    return Promise.resolve(new Response(lines(...answers, { msg: "close_stream", event_id: null })));
+  };
+  new Function(script)();
+  await fetch("/queue/join");
+  const late = fetch("/queue/join?late");
+  const stop = new AbortController();
+  const stream = await fetch(new Request("/queue/data", { signal: stop.signal }));
+  const text = await stream.text();
+  stop.abort();
+  send();
+  await late;
+  return [text, await (await fetch("/queue/data")).text(), streams];
+}"""
+"""Asks as Gradio's script does while the answer to an event comes before its number."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +262,20 @@ def test_pages_go_on_though_the_end_of_a_stream_of_answers_comes_late(
     page.get_by_role("button", name="Resume").wait_for()
     page.goto(place.server.url("/train?draft=new&example=1"))
     page.locator(".plan-line", has_text="Fits:").wait_for()
+
+
+def test_no_stream_is_opened_for_an_answer_that_came_before_its_number(
+    page: Any,
+) -> None:
+    """It had no end: nothing was left to answer."""
+    page.route("http://localhost/", lambda route: route.fulfill(body="<title>a page</title>"))
+    page.goto("http://localhost/")
+    script = (ROOT / "gui" / "assets" / "answers.js").read_text(encoding="utf-8")
+    answers, rest, streams = page.evaluate(LATE_NUMBER, script)
+    assert answers.count("process_completed") == 2
+    assert "close_stream" in answers
+    assert json.loads(rest.removeprefix("data: "))["msg"] == "close_stream"
+    assert streams == 1
 
 
 def test_the_chart_is_looked_at_more_closely_by_mouse_and_by_keyboard(
