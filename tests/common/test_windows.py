@@ -24,7 +24,7 @@ from lora_trainer.reporting.control import Control, StopFlag, taking_signals
 from lora_trainer.run import run_folder
 from tests.fakes import runs
 from tests.fakes.runs import ROOT
-from tests.fakes.windows import MISSING, MISSING_MODULES, on_windows
+from tests.fakes.windows import on_windows
 
 MODULES = [
     file for name in ("lora_trainer", "gui", "presets") for file in (ROOT / name).rglob("*.py")
@@ -39,28 +39,23 @@ def test_binary_files_hold_the_bytes_that_were_written(tmp_path: Path) -> None:
     assert (tmp_path / "a.bin").read_bytes() == ALL_BYTES
 
 
-def on_windows_command(*lines: list[str], code: int = 0, **environment: str) -> str:
-    """Run command lines in a process that plays Windows; return its error output."""
-    program = [sys.executable, "-W", "error::EncodingWarning", "-m", "tests.fakes.windows"]
+@pytest.mark.timeout(600)
+def test_a_training_resumes_with_the_same_numbers_as_elsewhere(tmp_path: Path) -> None:
+    """With the defaults of a fresh install; what it leaves can be read there, and a pipe gets UTF-8."""
+    here, there = (runs.toy(tmp_path / name).with_base() for name in ("here", "日本 – ✓"))
+    assert here.train() == 0 and here.train("--resume", steps=9) == 0
+    lines = (there.arguments(), there.arguments("--resume", steps=9))
     done = subprocess.run(
-        [*program, *map(json.dumps, lines)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        [sys.executable, "-m", "tests.fakes.windows", *map(json.dumps, lines)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "cp1252"},
         capture_output=True,
         encoding="utf-8",
         errors="backslashreplace",
         check=False,
         timeout=300,
     )
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stderr
-
-
-@pytest.mark.timeout(600)
-def test_a_training_resumes_with_the_same_numbers_as_elsewhere(tmp_path: Path) -> None:
-    """With the defaults of a fresh install; what it leaves can be read there."""
-    here, there = (runs.toy(tmp_path / name).with_base() for name in ("here", "there"))
-    assert here.train() == 0 and here.train("--resume", steps=9) == 0
-    on_windows_command(there.arguments(), there.arguments("--resume", steps=9))
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "日本 – ✓" in said, said[-4000:]
     assert runs.trajectory(there.run) == runs.trajectory(here.run)
     samples = runs.contents(here.run / "samples")
     assert samples and runs.contents(there.run / "samples") == samples
@@ -124,64 +119,62 @@ def _runner(job: jobs.Job) -> int:
     return int(files.read_json_object(job.folder / jobs.RUNNER_FILE)["pid"])
 
 
-@pytest.mark.parametrize(
-    ("code", "state", "said"),
-    [
+def test_exit_codes_of_windows_say_how_a_training_ended() -> None:
+    item = commands.Item(id="a", argv=(), folder="", label="", added_s=0.0, order=0)
+    for code, state, said in (
         (0xC0000005, "failed", "crashed (Windows error 0xC0000005)"),
         (0xC000013A, "interrupted", "a closed window"),
         (15, "interrupted", "a user killed it"),
         (1, "failed", "and no message"),
-    ],
-)
-def test_exit_codes_of_windows_say_how_a_training_ended(code: int, state: str, said: str) -> None:
-    item = commands.Item(id="a", argv=(), folder="", label="", added_s=0.0, order=0)
-    with on_windows():
-        ended = worker._exited(item, code, last_words="")
-    assert ended.state == state and said in ended.error
+    ):
+        with on_windows():
+            ended = worker._exited(item, code, last_words="")
+        assert ended.state == state and said in ended.error
 
 
-def test_a_file_that_is_open_for_a_moment_is_replaced_when_it_is_closed(
+def test_a_file_that_is_open_is_replaced_when_it_is_closed_or_named_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A virus scanner, an indexer, or the GUI reading status.json must not end a training."""
     file = tmp_path / "status.json"
     file.write_bytes(b"old")
     reader = file.open("rb")
-    monkeypatch.setattr(time, "sleep", lambda _: reader.close())
     with on_windows():
+        with monkeypatch.context() as patch, pytest.raises(MachineError, match="close the program"):
+            patch.setattr(files, "_HELD_OPEN_S", 0.0)
+            files.write_atomic(file, b"new")
+        assert file.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+        monkeypatch.setattr(time, "sleep", lambda _: reader.close())
         files.write_atomic(file, b"new")
     assert file.read_bytes() == b"new"
 
 
-def test_a_file_that_stays_open_is_named_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "_HELD_OPEN_S", 0.0)
-    file = tmp_path / "lora.safetensors"
-    file.write_bytes(b"old")
-    with file.open("rb"), on_windows(), pytest.raises(MachineError, match="close the program"):
-        files.write_atomic(file, b"new")
-    assert file.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize("name", ["a:b", "Aux.v2", "toy."])
-def test_a_name_that_windows_refuses_is_refused_before_anything_is_made(name: str) -> None:
-    assert run_folder.checked_name(name) == name
-    with on_windows(), pytest.raises(RequestError, match="--name"):
-        run_folder.checked_name(name)
-
-
-def test_a_pipe_with_another_encoding_gets_utf_8(tmp_path: Path) -> None:
-    """Else logs hold cp1252 and the words of a child can not be decoded."""
-    folder = tmp_path / "日本 – ✓"
-    folder.mkdir()
-    error = on_windows_command(["check", str(folder)], code=3, PYTHONIOENCODING="cp1252")
-    assert "日本 – ✓" in error
+def test_a_name_that_windows_refuses_is_refused_before_anything_is_made() -> None:
+    for name in ("a:b", "Aux.v2", "toy."):
+        assert run_folder.checked_name(name) == name
+        with on_windows(), pytest.raises(RequestError, match="--name"):
+            run_folder.checked_name(name)
 
 
 # ---- what the code may not do
 
 
+LACKING = {
+    "os": """chown chroot fork forkpty fchmod fchown getegid geteuid getgid getgroups getpgid getpgrp
+        getpriority getsid getuid killpg lchown major minor mkfifo mknod nice openpty posix_fadvise
+        posix_fallocate posix_spawn pread pwrite readv writev sched_getaffinity sched_setaffinity
+        sched_yield sendfile setegid seteuid setgid setpgid setpriority setsid setuid statvfs fstatvfs
+        sync sysconf tcgetpgrp ttyname uname wait wait3 wait4 waitid O_CLOEXEC O_DIRECT O_DIRECTORY
+        O_DSYNC O_NOATIME O_NOCTTY O_NOFOLLOW O_NONBLOCK O_SYNC O_TMPFILE open kill rename link""",
+    "signal": """SIGKILL SIGHUP SIGALRM SIGCHLD SIGCONT SIGPIPE SIGQUIT SIGSTOP SIGTSTP SIGUSR1 SIGUSR2
+        SIGWINCH alarm pause pthread_kill pthread_sigmask setitimer siginterrupt sigpending sigwait""",
+    "time": "clock_gettime clock_settime tzset",
+    "socket": "AF_UNIX SO_REUSEPORT",
+    "": """fcntl grp posix pty pwd readline resource syslog termios tty crypt spwd start_new_session preexec_fn
+        close_fds pass_fds""",
+}
+"""What Windows lacks (Python's documentation, "Availability: Unix") or does otherwise: names of modules, and
+modules and arguments."""
 ALLOWED = {
     ("lora_trainer/common/files.py", "os.open"): "open_binary, which adds O_BINARY, and folders",
     ("lora_trainer/common/processes.py", "os.kill"): "behind sys.platform",
@@ -190,60 +183,52 @@ ALLOWED = {
     ("gui/journal.py", "os.sync"): "where it is there, else file by file",
     ("gui/access.py", "os.link"): "a rename where there are no links",
 }
-"""Places that may use names that Windows lacks, with the reason."""
-_BEHAVES_OTHERWISE = {"os.open", "os.kill", "os.rename", "os.link"}
-_BEHAVES_OTHERWISE |= {"start_new_session", "preexec_fn", "close_fds", "pass_fds"}
+"""Places that may use them, with the reason."""
 
 
 def test_no_code_relies_on_what_windows_lacks() -> None:
     """Nor writes text as anything but UTF-8 with "\\n": code pages cannot hold every caption."""
+    lacking = {
+        f"{module}.{name}".lstrip(".") for module in LACKING for name in LACKING[module].split()
+    }
     used, wrong = set(), []
     for path in MODULES:
         file = path.relative_to(ROOT).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            used |= {(file, name) for name in _names_of(node)}
-            if isinstance(node, ast.Call) and _text_mode_fault(node):
-                wrong.append(f"{file}:{node.lineno}")
-    missing = {
-        (file, name)
-        for file, name in used
-        if name in _BEHAVES_OTHERWISE
-        or name.partition(".")[2] in MISSING.get(name.partition(".")[0], ())
-        or name.partition(".")[0] in MISSING_MODULES
-    }
-    assert missing == ALLOWED.keys(), "no longer used: take it out of ALLOWED"
+            names = []
+            match node:
+                case ast.Attribute(value=ast.Name(id=module), attr=name):
+                    names = [f"{module}.{name}"]
+                case ast.ImportFrom(level=0, module=module):
+                    names = [str(module), *(f"{module}.{alias.name}" for alias in node.names)]
+                case ast.Import():
+                    names = [alias.name for alias in node.names]
+                case ast.keyword(arg=str(name)) | ast.Constant(value="start_new_session" as name):
+                    names = [name]
+                case ast.Call() if _text_mode_fault(node):
+                    wrong.append(f"{file}:{node.lineno}")
+            used |= {(file, name) for name in names if name in lacking}
+            used |= {
+                (file, name) for name in names if name.partition(".")[0] in LACKING[""].split()
+            }
+    assert used == ALLOWED.keys(), "no longer used: take it out of ALLOWED"
     assert wrong == []
 
 
-def _names_of(node: ast.AST) -> list[str]:
-    """Return the `module.name`, imports or text that a node holds."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return [f"{node.value.id}.{node.attr}"]
-    if isinstance(node, ast.ImportFrom) and not node.level:
-        return [f"{node.module}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.keyword):
-        return [node.arg or ""]
-    return [node.value] if getattr(node, "value", None) == "start_new_session" else []
-
-
 def _text_mode_fault(call: ast.Call) -> bool:
-    named = {keyword.arg for keyword in call.keywords}
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     words = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
-    if name == "read_text":
-        return "encoding" not in named and not words
-    if name == "write_text":
-        return not {"encoding", "newline"} <= named
-    if name == "open" and not (isinstance(call.func, ast.Attribute) and _opens_no_file(call.func)):
-        mode = next((word for word in words if isinstance(word, str)), "r")
-        needed = {"encoding"} if mode == "r" else {"encoding", "newline"}
-        return "b" not in mode and not needed <= named
+    match call.func:
+        case ast.Attribute(value=ast.Name(id=owner), attr="open") if owner in OPEN_NO_FILE:
+            return False
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            mode = next((word for word in words if isinstance(word, str)), "r")
+            is_text = (name == "open" and "b" not in mode) or name == "write_text"
+            needed = {"encoding"} if is_text or (name == "read_text" and not words) else set()
+            if is_text and (name, mode) != ("open", "r"):
+                needed.add("newline")
+            return not needed <= {keyword.arg for keyword in call.keywords}
     return False
 
 
-def _opens_no_file(function: ast.Attribute) -> bool:
-    """`content` is of an archive."""
-    others = {"Image", "os", "webbrowser", "tarfile", "archive", "content", "self"}
-    return isinstance(function.value, ast.Name) and function.value.id in others
+OPEN_NO_FILE = ("Image", "os", "webbrowser", "tarfile", "archive", "content", "self")
+"""Whose `open` is not that of files; `content` is of an archive."""

@@ -1,25 +1,24 @@
-"""Windows as far as this machine can play it: its C runtime, files, names, processes and encodings.
+"""Windows as far as this machine can play it: its files, names and processes.
 
 Only calls from this project's own modules meet it (the frame of the caller decides): libraries have
 their own code for Windows. `on_windows()` is a context manager, and `python -m tests.fakes.windows
 LINE...` runs command lines under it, each a JSON list of words. What it plays, with the source:
 
-- `os.open` without `O_BINARY` translates "\n" to "\r\n" and ends at Ctrl-Z (Microsoft, `_open`, `_write`);
-  text files opened without `newline` and `encoding` get "\r\n" and cp1252 (Python, `open`);
+- `os.open` without `O_BINARY` is refused: it would translate "\n" to "\r\n" and end at Ctrl-Z (Microsoft, `_open`);
 - a file that is open or mapped can be neither replaced, renamed nor removed, nor a folder around it
   (files are opened without FILE_SHARE_DELETE); `os.rename` onto an existing file fails (Python, `os.rename`);
 - a folder cannot be opened, and `fsync` needs a file that may be written (FlushFileBuffers);
 - names with <>:"|?*, those of devices, and those that end in a dot or space are refused or changed;
 - `os.kill` ends a process at once whatever the signal (Python, `os.kill`); `start_new_session` does nothing,
-  `creationflags` does; the names in `MISSING` are absent.
+  `creationflags` does.
+
+Names that Windows lacks and text files without `encoding` are found in the code itself (tests/common/test_windows.py).
 """
 
 from __future__ import annotations
 
-import builtins
 import errno
 import fcntl
-import io
 import json
 import os
 import signal
@@ -36,33 +35,16 @@ import pytest
 
 from lora_trainer.common import files
 
-OURS = ("lora_trainer", "gui", "presets")
 O_BINARY = 0x8000
-_LACKING = {
-    "os": """chown chroot fork forkpty fchmod fchown getegid geteuid getgid getgroups getpgid getpgrp
-        getpriority getsid getuid killpg lchown major minor mkfifo mknod nice openpty posix_fadvise
-        posix_fallocate posix_spawn pread pwrite readv writev sched_getaffinity sched_setaffinity
-        sched_yield sendfile setegid seteuid setgid setpgid setpriority setsid setuid statvfs fstatvfs
-        sync sysconf tcgetpgrp ttyname uname wait wait3 wait4 waitid O_CLOEXEC O_DIRECT O_DIRECTORY
-        O_DSYNC O_NOATIME O_NOCTTY O_NOFOLLOW O_NONBLOCK O_SYNC O_TMPFILE""",
-    "signal": """SIGKILL SIGHUP SIGALRM SIGCHLD SIGCONT SIGPIPE SIGQUIT SIGSTOP SIGTSTP SIGUSR1 SIGUSR2
-        SIGWINCH alarm pause pthread_kill pthread_sigmask setitimer siginterrupt sigpending sigwait""",
-    "time": "clock_gettime clock_settime tzset",
-    "socket": "AF_UNIX SO_REUSEPORT",
-}
-_LACKING_MODULES = "fcntl grp posix pty pwd readline resource syslog termios tty crypt spwd"
-MISSING = {module: frozenset(names.split()) for module, names in _LACKING.items()}
-"""The names that these modules lack on Windows (Python's documentation, "Availability: Unix")."""
-MISSING_MODULES = frozenset(_LACKING_MODULES.split())
 _NEW_PROCESS_GROUP, _NO_WINDOW = 0x200, 0x08000000
 
 
 def _is_ours(frame: FrameType | None) -> bool:
     """Whether the code that asked is this project's; what only passes a call on is looked past."""
     while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] not in {"pathlib", "shutil", "os", "contextlib", "tests"}:
-            return name.partition(".")[0] in OURS
+        name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if name not in {"pathlib", "shutil", "os", "contextlib", "tests"}:
+            return name in ("lora_trainer", "gui", "presets")
         frame = frame.f_back
     return False
 
@@ -97,25 +79,13 @@ def _refuse_held(*paths: Any) -> None:
             )
 
 
-class _Lacking(ModuleType):
-    """A module that hides from our code what Windows lacks."""
+class _WindowsSys(ModuleType):
+    """`sys`, whose `platform` is that of Windows for our code."""
 
     def __getattribute__(self, name: str) -> Any:
-        own = ModuleType.__getattribute__(self, "__dict__")
-        caller = str(_getframe(1).f_globals.get("__name__", ""))
-        if name in own.get("_windows_lacks", ()) and caller.partition(".")[0] in OURS:
-            raise AttributeError(f"module {own['__name__']!r} has no attribute {name!r} on Windows")
-        if name in own.get("_windows_has", ()) and caller.partition(".")[0] in OURS:
-            return own["_windows_has"][name]
+        if name == "platform" and _is_ours(_getframe(1)):
+            return "win32"
         return ModuleType.__getattribute__(self, name)
-
-
-def _hide(
-    patch: pytest.MonkeyPatch, module: ModuleType, *, hidden: frozenset[str], **told: Any
-) -> None:
-    patch.setattr(module, "_windows_lacks", hidden, raising=False)
-    patch.setattr(module, "_windows_has", told, raising=False)
-    patch.setattr(module, "__class__", _Lacking)
 
 
 @contextmanager
@@ -125,78 +95,33 @@ def on_windows() -> Iterator[list[dict[str, Any]]]:
     with pytest.MonkeyPatch.context() as patch:
         _play_files(patch)
         _play_processes(patch, started)
-        for name, hidden in MISSING.items():
-            told: dict[str, Any] = {"name": "nt"} if name == "os" else {}
-            _hide(patch, sys.modules.get(name) or __import__(name), hidden=hidden, **told)
-        _hide(patch, sys, hidden=frozenset(), platform="win32")
+        patch.setattr(sys, "__class__", _WindowsSys)
         yield started
 
 
 def _play_files(patch: pytest.MonkeyPatch) -> None:
-    text: set[int] = set()
-    real_open, real_write, real_read, real_close = os.open, os.write, os.read, os.close
-    real_fsync, real_io_open = os.fsync, io.open
+    real_open, real_fsync, real_rename, real_mkdir = os.open, os.fsync, os.rename, os.mkdir
 
     def open_descriptor(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        if not _is_ours(_getframe(1)):
-            return real_open(path, flags, *rest, **named)
-        _check_name(path)
-        if Path(path).is_dir():
-            raise PermissionError(errno.EACCES, "Permission denied", os.fsdecode(path))
-        descriptor = real_open(path, flags & ~O_BINARY, *rest, **named)
-        if not flags & O_BINARY:
-            text.add(descriptor)
-        return descriptor
-
-    def write(descriptor: int, data: Any) -> int:
-        if descriptor not in text:
-            return real_write(descriptor, data)
-        translated = memoryview(bytes(data).replace(b"\n", b"\r\n"))
-        while translated:
-            translated = translated[real_write(descriptor, translated) :]
-        return len(data)
-
-    def read(descriptor: int, size: int) -> bytes:
-        data = real_read(descriptor, size)
-        return data.replace(b"\r\n", b"\n").partition(b"\x1a")[0] if descriptor in text else data
-
-    def close(descriptor: int) -> None:
-        text.discard(descriptor)
-        real_close(descriptor)
+        if _is_ours(_getframe(1)):
+            _check_name(path)
+            if Path(path).is_dir():
+                raise PermissionError(errno.EACCES, "Permission denied", os.fsdecode(path))
+            assert flags & O_BINARY, f"{path} is opened in text mode"
+        return real_open(path, flags & ~O_BINARY, *rest, **named)
 
     def fsync(descriptor: Any) -> None:
         number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
-        if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY and _is_ours(
-            _getframe(1)
-        ):
+        is_read_only = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        if is_read_only and _is_ours(_getframe(1)):
             raise OSError(errno.EBADF, "Bad file descriptor")
         real_fsync(descriptor)
 
-    def open_file(file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None,
-                  errors: Any = None, newline: Any = None, *rest: Any, **named: Any) -> Any:  # fmt: skip
+    def mkdir(path: Any, *rest: Any, **named: Any) -> None:
         if _is_ours(_getframe(1)):
-            _check_name(file)
-            text.discard(file)  # CPython sets a descriptor that it wraps to binary
-            if "b" not in mode:
-                encoding = "cp1252" if encoding in (None, "locale") else encoding
-                newline = "\r\n" if newline is None and set(mode) & set("wax+") else newline
-        return real_io_open(file, mode, buffering, encoding, errors, newline, *rest, **named)
+            _check_name(path)
+        real_mkdir(path, *rest, **named)
 
-    for name, fake in {
-        "open": open_descriptor,
-        "write": write,
-        "read": read,
-        "close": close,
-        "fsync": fsync,
-    }.items():
-        patch.setattr(os, name, fake)
-    patch.setattr(os, "O_BINARY", O_BINARY, raising=False)
-    patch.setattr(io, "open", open_file)
-    patch.setattr(builtins, "open", open_file)
-    _play_names(patch)
-
-
-def _play_names(patch: pytest.MonkeyPatch) -> None:
     def checked(real: Callable[..., Any], *, moves: bool) -> Callable[..., Any]:
         def call(path: Any, *rest: Any, **named: Any) -> Any:
             if _is_ours(_getframe(1)) and not named.get("dir_fd"):
@@ -211,22 +136,12 @@ def _play_names(patch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    real_rename, real_mkdir = os.rename, os.mkdir
-    for name, moves in {
-        "replace": True,
-        "rename": True,
-        "unlink": False,
-        "remove": False,
-        "rmdir": False,
-    }.items():
-        patch.setattr(os, name, checked(getattr(os, name), moves=moves))
-
-    def mkdir(path: Any, *rest: Any, **named: Any) -> None:
-        if _is_ours(_getframe(1)):
-            _check_name(path)
-        real_mkdir(path, *rest, **named)
-
+    for name in ("replace", "rename", "unlink", "remove", "rmdir"):
+        patch.setattr(os, name, checked(getattr(os, name), moves=name in ("replace", "rename")))
+    patch.setattr(os, "open", open_descriptor)
+    patch.setattr(os, "fsync", fsync)
     patch.setattr(os, "mkdir", mkdir)
+    patch.setattr(os, "O_BINARY", O_BINARY, raising=False)
 
 
 def _play_processes(patch: pytest.MonkeyPatch, started: list[dict[str, Any]]) -> None:
