@@ -82,7 +82,15 @@ def weighted_parts(text: str) -> list[Weighted]:
     """
     partners = _partners(text, _EMPHASIS)
     ends = set(partners.values())
-    factors, numbers = _factors(text, partners)
+    # Opening index -> factor of each bracket, and begin -> end of each explicit number.
+    factors, numbers = dict[int, float](), dict[int, int]()
+    for begin, end in partners.items():
+        factors[begin] = STRONGER if text[begin] == "(" else 1 / STRONGER
+        colon = text.rfind(":", begin, end)
+        number = _WEIGHT.fullmatch(text, colon, end) if colon >= 0 else None
+        if text[begin] == "(" and number and float(number[1]) <= MAX_WEIGHT:
+            factors[begin] = float(number[1])
+            numbers[colon] = end
     weights, parts = [1.0], list[Weighted]()
     index = 0
     while index < len(text):
@@ -132,21 +140,6 @@ def split_at_commas(text: str, *, whole_brackets: bool) -> list[str]:
             parts.append(text[first:index])
             first = index + 1
     return [*parts, text[first:]]
-
-
-def _factors(
-    text: str, partners: Mapping[int, int]
-) -> tuple[Mapping[int, float], Mapping[int, int]]:
-    """Return opening index -> factor of each bracket, and begin -> end of each explicit number."""
-    factors, numbers = dict[int, float](), dict[int, int]()
-    for begin, end in partners.items():
-        factors[begin] = STRONGER if text[begin] == "(" else 1 / STRONGER
-        colon = text.rfind(":", begin, end)
-        number = _WEIGHT.fullmatch(text, colon, end) if colon >= 0 else None
-        if text[begin] == "(" and number and float(number[1]) <= MAX_WEIGHT:
-            factors[begin] = float(number[1])
-            numbers[colon] = end
-    return factors, numbers
 
 
 def _partners(text: str, kinds: Mapping[str, str]) -> dict[int, int]:

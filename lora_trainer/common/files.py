@@ -117,9 +117,9 @@ def disk_error(path: Path, error: OSError) -> MachineError:
         fix = "close the program that has the file open, or choose another folder with --output"
     elif sys.platform == "win32" and len(str(path.absolute())) >= _WINDOWS_PATH_CHARACTERS - 12:
         fix = "its path is too long for Windows: enable long paths, or choose a shorter --output"
-    return MachineError(
-        f"cannot write {path}: {error.strerror or error} ({_free_text(path)})", fix=fix
-    )
+    existing = next((parent for parent in path.parents if parent.exists()), Path())
+    free_text = f"{shutil.disk_usage(existing).free:,} bytes free"
+    return MachineError(f"cannot write {path}: {error.strerror or error} ({free_text})", fix=fix)
 
 
 def windows_name_problem(name: str) -> str:
@@ -151,11 +151,6 @@ def locked(file: Path, *, within_s: float, busy: LoraTrainError) -> Iterator[Non
         yield
     finally:
         lock.release()
-
-
-def _free_text(path: Path) -> str:
-    existing = next((parent for parent in path.parents if parent.exists()), Path())
-    return f"{shutil.disk_usage(existing).free:,} bytes free"
 
 
 def parts_of(data: Data) -> Sequence[Part]:

@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
@@ -214,14 +214,7 @@ def made_to_stay() -> Iterator[None]:
             gc.freeze()
 
 
-def _trim_of_glibc() -> Callable[[int], int] | None:
-    if sys.platform != "linux":
-        return None
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim
-
-
-_malloc_trim = _trim_of_glibc()
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def give_back_heap() -> None:
@@ -231,8 +224,8 @@ def give_back_heap() -> None:
     is most of what a step has made, and the larger tensors of the next phase would lie beside it. Other
     C libraries have no such call, and nothing happens.
     """
-    if _malloc_trim is not None:
-        _malloc_trim(0)
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
 
 
 def quiet_libraries() -> None:

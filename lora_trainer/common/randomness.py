@@ -42,7 +42,8 @@ class Stream(StrEnum):
 def draw_seed(seed: int, stream: Stream, *counters: int | str) -> int:
     """Return the 63-bit seed of one draw's generator (fits `torch.Generator.manual_seed`)."""
     # The separator and the type tags keep names apart that would join to equal text, such as 1 and "1".
-    name = "\x1f".join([str(seed), stream.value, *map(_tagged, counters)])
+    tagged = (f"i{one}" if isinstance(one, int) else f"s{one}" for one in counters)
+    name = "\x1f".join([str(seed), stream.value, *tagged])
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -65,7 +66,3 @@ def shuffled(names: Iterable[str], seed: int, stream: Stream, *counters: int | s
     Adding or removing a name leaves the relative order of the others unchanged.
     """
     return sorted(names, key=lambda name: (draw_seed(seed, stream, *counters, name), name))
-
-
-def _tagged(counter: int | str) -> str:
-    return f"i{counter}" if isinstance(counter, int) else f"s{counter}"

@@ -9,7 +9,7 @@ error that names the nearest setting.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeVar, cast
@@ -60,19 +60,18 @@ class Form:
     @property
     def allowed(self) -> str:
         """The allowed values in words; "" for kinds that need no explanation."""
-        parts = [self._range()] if self.kind == "number" else []
+        parts: list[str] = []
         if self.kind == "number":
-            parts += [str(word) for word in self.words]
-        if self.nullable:
-            parts.append("empty: none")
-        return " or ".join(part for part in parts if part)
-
-    def _range(self) -> str:
-        noun = "a whole number" if self.whole else "a number"
-        low = f"{'above' if self.above_low else 'from'} {_figure(self.low)}"
-        high = f"{'below' if self.below_high else 'to'} {_figure(self.high)}"
-        bounds = ((low, self.low), (high, self.high))
-        return " ".join([noun, *(text for text, bound in bounds if bound is not None)])
+            bounds = {
+                "above" if self.above_low else "from": self.low,
+                "below" if self.below_high else "to": self.high,
+            }
+            figures = [
+                f" {word} {bound:,.16g}" for word, bound in bounds.items() if bound is not None
+            ]
+            noun = "a whole number" if self.whole else "a number"
+            parts = ["".join([noun, *figures]), *map(str, self.words)]
+        return " or ".join([*parts, *(["empty: none"] if self.nullable else [])])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +96,15 @@ class SettingInfo:
 
     @property
     def label(self) -> str:
-        """The name for display, without section and unit."""
-        return _label_of(self.key.partition(".")[2], unit=self.unit)
+        """The name for display, without section and unit: "Min SNR gamma", "Save every N steps"."""
+        words = self.key.partition(".")[2].split("_")
+        if self.unit and len(words) > 1 and words[-1] == self.unit.lower():
+            words.pop()  # the unit is shown beside the value
+        text = " ".join(_SPELLED.get(word, word) for word in words).replace("every ", "every N ")
+        has_own_case = any(
+            letter.isupper() for letter in text.split()[0]
+        )  # rsLoRA keeps its small r
+        return text if has_own_case else text[:1].upper() + text[1:]
 
     def unused(self, values: Mapping[str, Any]) -> str:
         """Return the reason why the setting has no effect with these values of others, else "".
@@ -140,23 +146,19 @@ def setting_schemas() -> dict[str, dict[str, Any]]:
     for section, reference in schema["properties"].items():
         name = reference["$ref"].rpartition("/")[2]
         for key, value in schema["$defs"][name]["properties"].items():
-            schemas[f"{section}.{key}"] = _standalone(value, schema["$defs"])
+            # Without pydantic's titles, and with a `$ref` to the records of a mapping inlined.
+            schemas[f"{section}.{key}"] = standalone = _without_title(value)
+            entries = value.get("additionalProperties")
+            if isinstance(entries, dict) and "$ref" in entries:
+                entry = schema["$defs"][entries["$ref"].rpartition("/")[2]]
+                records = {key: entry[key] for key in ("type", "additionalProperties")}
+                fields = {name: _without_title(one) for name, one in entry["properties"].items()}
+                standalone["additionalProperties"] = {**records, "properties": fields}
     return schemas
 
 
-def _standalone(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a field's schema with `$ref` entries inlined and without pydantic's titles."""
-    standalone = {part: value for part, value in schema.items() if part != "title"}
-    entries = standalone.get("additionalProperties")
-    if isinstance(entries, dict) and "$ref" in entries:
-        entry = definitions[entries["$ref"].rpartition("/")[2]]
-        properties = {
-            name: {part: value for part, value in inner.items() if part != "title"}
-            for name, inner in entry["properties"].items()
-        }
-        shared = {key: entry[key] for key in ("type", "additionalProperties")}
-        standalone["additionalProperties"] = {**shared, "properties": properties}
-    return standalone
+def _without_title(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {part: value for part, value in schema.items() if part != "title"}
 
 
 def _form_of(schema: Mapping[str, Any]) -> Form:
@@ -190,22 +192,6 @@ def _form_of(schema: Mapping[str, Any]) -> Form:
         below_high="exclusiveMaximum" in part,
         nullable=nullable,
     )
-
-
-def _figure(bound: float | None) -> str:
-    if bound is None:
-        return ""
-    return f"{int(bound):,}" if bound == int(bound) else f"{bound:,g}"
-
-
-def _label_of(name: str, *, unit: str = "") -> str:
-    """Return a setting's name for display: "Min SNR gamma" for `min_snr_gamma`, "Save every N steps"."""
-    words = name.split("_")
-    if unit and len(words) > 1 and words[-1] == unit.lower():
-        words.pop()  # the unit is shown beside the value
-    text = " ".join(_SPELLED.get(word, word) for word in words).replace("every ", "every N ")
-    has_own_case = any(letter.isupper() for letter in text.split()[0])  # rsLoRA keeps its small r
-    return text if has_own_case else text[:1].upper() + text[1:]
 
 
 _SPELLED = {
@@ -311,19 +297,15 @@ def _validated(values: Mapping[str, Any], kind: type[C]) -> C:
         config = kind.model_validate(nested)
     except ValidationError as error:
         raise RequestError(_explain(error), fix="change these values") from None
-    if sentences := " ".join([*_without_effect(config), *contradictions(config)]):
-        raise RequestError(sentences, fix="change these values")
-    return config
-
-
-def _without_effect(config: Config) -> Iterator[str]:
-    """Yield a sentence for each `enforced` setting that is set where it has no effect."""
-    values = by_key(config)
+    by_name, sentences = by_key(config), list[str]()
     for info in all_settings():
-        value = values[info.key]
-        if info.enforced and value != info.default and (reason := info.unused(values)):
+        value = by_name[info.key]
+        if info.enforced and value != info.default and (reason := info.unused(by_name)):
             is_idle = "is " if reason.startswith("without") else ""
-            yield f"{info.key}={typed(value)} {is_idle}{reason}: leave {info.key} out."
+            sentences.append(f"{info.key}={typed(value)} {is_idle}{reason}: leave {info.key} out.")
+    if sentences := [*sentences, *contradictions(config)]:
+        raise RequestError(" ".join(sentences), fix="change these values")
+    return config
 
 
 SEE_ALL_SETTINGS = "see `lora-train plan DATASET` for all settings"
@@ -339,7 +321,10 @@ RETIRED_SETTINGS: Mapping[str, tuple[RetiredEffect, tuple[object, ...]]] = {
 }
 """Settings of earlier versions: read from old runs and settings files without effect. Each with what of a run is
 another without it, and the values for which nothing is."""
-RETIRED_VALUES: Mapping[str, tuple[object, object]] = {"hardware.compile": ("auto", "none")}
+RETIRED_VALUES: Mapping[str, Mapping[object, object]] = {
+    "hardware.compile": {"auto": "none"},
+    "memory.gradient_checkpointing": {True: "full", False: "none"},
+}
 """Values that settings had in earlier versions, each with the one that it is read as."""
 
 
@@ -364,9 +349,9 @@ def retired_in(values: Mapping[str, Any], effect: RetiredEffect) -> list[str]:
 def without_retired(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings without those of RETIRED_SETTINGS, each of RETIRED_VALUES replaced."""
     current = {key: value for key, value in values.items() if key not in RETIRED_SETTINGS}
-    for key, (old, new) in RETIRED_VALUES.items():
-        if current.get(key) == old:
-            current[key] = new
+    for key in RETIRED_VALUES.keys() & current.keys():
+        if isinstance(current[key], bool | str):
+            current[key] = RETIRED_VALUES[key].get(current[key], current[key])
     return current
 
 

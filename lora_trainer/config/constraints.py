@@ -39,10 +39,6 @@ def _above(value: float | str, limit: float | str) -> bool:
     return not isinstance(value, str) and not isinstance(limit, str) and value > limit
 
 
-def _trains_text(c: Config) -> bool:
-    return c.adapter.text_encoder or c.adapter.new_tokens > 0
-
-
 CONTRADICTIONS: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (
         lambda c: c.objective.min_timestep > c.objective.max_timestep,
@@ -149,7 +145,10 @@ CONTRADICTIONS: tuple[tuple[Callable[[Config], bool], str], ...] = (
         " move with streamed blocks: leave one of them out",
     ),
     (
-        lambda c: c.memory.text_encoder_offload is True and _trains_text(c),
+        lambda c: (
+            c.memory.text_encoder_offload is True
+            and (c.adapter.text_encoder or c.adapter.new_tokens > 0)
+        ),
         "memory.text_encoder_offload works while caching only, and adapter.text_encoder=true and "
         "adapter.new_tokens train with the text encoders: choose one",
     ),
@@ -190,18 +189,6 @@ WISHES = ("memory.attention",)
 """Settings whose value is replaced even if it is the user's, because the result is the same without it."""
 
 
-def _missing_kind(key: str, value: Any, gpu: Gpu | None) -> str:
-    """Return the kind of GPU that a value needs and that is not here, "" for any other value."""
-    if value in ("auto", 0):
-        return ""
-    if key in OF_HOST_MEMORY:
-        if gpu is None:
-            return "a GPU with memory of its own, but this run is on the processor"
-        if not gpu.can.own_memory:
-            return "a GPU with memory of its own, but this GPU shares the machine's memory"
-    return "a GPU" if (key, value) == ("memory.attention", "xformers") and gpu is None else ""
-
-
 def unmet_needs(
     config: Config,
     *,
@@ -217,7 +204,13 @@ def unmet_needs(
     values = by_key(config)
     for key, instead in WORKS_ANYWHERE.items():
         value, fix = values[key], ""
-        kind, package = _missing_kind(key, value, gpu), PACKAGE_NEEDS.get((key, value), "")
+        kind, package = "", PACKAGE_NEEDS.get((key, value), "")
+        if key in OF_HOST_MEMORY and value not in ("auto", 0) and gpu is None:
+            kind = "a GPU with memory of its own, but this run is on the processor"
+        elif key in OF_HOST_MEMORY and value not in ("auto", 0) and not gpu.can.own_memory:
+            kind = "a GPU with memory of its own, but this GPU shares the machine's memory"
+        elif (key, value) == ("memory.attention", "xformers") and gpu is None:
+            kind = "a GPU"
         lead = f"instead of {value}, which" if key in WISHES else f"{value} is preset, but"
         # The kind of GPU comes first: a package would not help where the GPU cannot run it.
         if gpu is not None and (why := gpu.can.against(key, value)):

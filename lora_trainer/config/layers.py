@@ -60,7 +60,12 @@ def read_settings_file(file: Path) -> SettingsFile:
 
 def read_settings_text(text: str, *, name: str, toml: bool = False) -> SettingsFile:
     """Read the text of a settings file called `name`; raises RequestError as for a file."""
-    data = _toml_object(text, name) if toml else json_object(text, name=name)
+    try:
+        data = tomllib.loads(text) if toml else json_object(text, name=name)
+    except tomllib.TOMLDecodeError as error:
+        raise RequestError(f"{name}: not TOML: {error}", fix="correct that line") from None
+    except RecursionError:
+        raise RequestError(f"{name}: nested too deeply", fix="correct the file") from None
     family, wrapped = data.get("family"), data.get(WRAPPER)
     if isinstance(wrapped, dict):
         settings = {key: _unwrapped(value) for key, value in wrapped.items()}
@@ -95,15 +100,6 @@ def _pairs(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key}.{name}", _unwrapped(inner)) for name, inner in value.items())
         else:
             yield key, value
-
-
-def _toml_object(text: str, name: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RequestError(f"{name}: not TOML: {error}", fix="correct that line") from None
-    except RecursionError:
-        raise RequestError(f"{name}: nested too deeply", fix="correct the file") from None
 
 
 TIERS = ("cpu", "6-8", "10-12", "16-24")
@@ -212,7 +208,14 @@ def resolve(
             layers.insert(0, _file_layer(read_settings_file(preset_file), "preset", family))
         presets = _preset_layers(family, tier, priority)
         # The concept's presets lie below the layer that names the concept, so it is looked up first.
-        layers = [*presets, _concept_layer(str(_last(layers, CONCEPT, ""))), *layers]
+        concept = str(_last(layers, CONCEPT, ""))
+        chosen = CONCEPT_SETTINGS.get(concept, {})  # validation refuses an unknown word later
+        concept_layer = _Layer(
+            values={key: value for key, (value, _) in chosen.items()},
+            name=f"concept {concept}",
+            reasons={key: reason for key, (_, reason) in chosen.items()},
+        )
+        layers = [*presets, concept_layer, *layers]
     origins = {key: Origin(layer="default") for key in setting_keys()}
     values: dict[str, Any] = {}
     for layer in layers:
@@ -323,16 +326,6 @@ def _preset_layers(family: str, tier: str, priority: Priority) -> list[_Layer]:
         _Layer(values=presets.priorities[priority], name=f"priority {priority}"),
         _Layer(values=presets.cells.get(cell, {}), name=f"cell {cell}"),
     ]
-
-
-def _concept_layer(concept: str) -> _Layer:
-    """Return the layer of a kind of concept; empty for an unknown word, which validation refuses later."""
-    chosen = CONCEPT_SETTINGS.get(concept, {})
-    return _Layer(
-        values={key: value for key, (value, _) in chosen.items()},
-        name=f"concept {concept}",
-        reasons={key: reason for key, (_, reason) in chosen.items()},
-    )
 
 
 def _file_layer(contents: SettingsFile, kind: str, family: str) -> _Layer:

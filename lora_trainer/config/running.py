@@ -6,9 +6,9 @@ rules among settings (constraints.py).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Generic, Literal
+from typing import Any, Generic, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from lora_trainer.config.declare import (
     CARD,
@@ -36,13 +36,6 @@ from lora_trainer.config.learning import (
 CUDA = {"hardware.device": ("cuda",)}
 
 
-def _checkpointing(value: Any) -> Any:
-    """Convert true and false, as older settings files have them, to a checkpointing level."""
-    if isinstance(value, bool):
-        return "full" if value else "none"
-    return value
-
-
 class MemorySettings(Section, Generic[A_co]):
     micro_batch: Count | A_co = setting(
         "auto",
@@ -50,12 +43,10 @@ class MemorySettings(Section, Generic[A_co]):
         unit="images",
         headline=True,
     )
-    gradient_checkpointing: Annotated[Checkpointing | A_co, BeforeValidator(_checkpointing)] = (
-        setting(
-            "auto",
-            "activations to keep or recompute, from none (most memory) to offloaded: docs/memory.md",
-            headline=True,
-        )
+    gradient_checkpointing: Checkpointing | A_co = setting(
+        "auto",
+        "activations to keep or recompute, from none (most memory) to offloaded: docs/memory.md",
+        headline=True,
     )
     base_precision: BasePrecision | A_co = setting(
         "auto",

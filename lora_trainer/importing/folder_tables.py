@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -75,10 +75,16 @@ class FolderTable(dict[str, Any]):
     """The table of one folder with what the tables around it say, later ones win.
 
     Each layer is a table and what stands before its keys in the file; `names` has the flat key of each value.
+    `path` is that of the images, `key` names it, `settings` are the folder's own by field.
     """
+
+    path: PurePath
+    key: str
+    regularisation = False
 
     def __init__(self, *layers: tuple[Mapping[str, Any], str]) -> None:
         self.names: dict[str, str] = {}
+        self.settings: dict[str, Sourced] = {}
         for layer, prefix in layers:
             self.update(layer)
             self.names |= {key: f"{prefix}{key}" for key in layer}
@@ -92,74 +98,54 @@ class FolderTable(dict[str, Any]):
         return self.get(key, default), self.name(key)
 
 
-@dataclass(kw_only=True)
-class ImageFolder:
-    """One folder of images: its path, the key that names it, its own settings by field."""
-
-    path: PurePath
-    key: str
-    settings: dict[str, Sourced] = field(default_factory=dict)
-    regularisation: bool = False
-
-
 def read_folders(
     foreign: Foreign,
     tables: Iterable[Mapping[str, Any]],
     name: str,
     *around: tuple[Mapping[str, Any], str],
     skip: Callable[[FolderTable], str] = lambda _: "",
-) -> Iterator[tuple[ImageFolder, FolderTable]]:
-    """Yield the folders of a list of tables with their tables; when all were taken they are set.
+) -> Iterator[FolderTable]:
+    """Yield the folders of a list of tables; when all were taken they are set.
 
-    `around` are the layers around each table; `skip` says why one is not trained, if it is not.
-    """
-    folders: list[ImageFolder] = []
-    for number, table in enumerate(tables):
-        prefix = f"{name}[{number}]."
-        values = FolderTable(*around, (table, prefix))
-        if why := skip(values):
-            for key in values.names.values():
-                foreign.stays(key, why)
-        elif folder := _read_folder(foreign, values, prefix):
-            folders.append(folder)
-            yield folder, values
-    set_folders(foreign, folders)
-
-
-def _read_folder(foreign: Foreign, table: FolderTable, prefix: str) -> ImageFolder | None:
-    """Return the folder of a table with its own settings, None where it names none.
-
-    `[folders]` of the trainer's table has the keys of the `path` (the first that is given), of our `fields`,
-    of the tags to `keep` in front, of the captions' `extension`, of `regularisation` and of masks by kind.
-    `prefix` stands before them.
+    `around` are the layers around each table; `skip` says why one is not trained, if it is not. `[folders]` of the
+    trainer's table has the keys of the `path` (the first that is given), of our `fields`, of the tags to `keep` in
+    front, of the captions' `extension`, of `regularisation` and of masks by kind.
     """
     keys = foreign.table["folders"]
-    key = next(
-        (key for key in keys["path"] if isinstance(table.get(key), str) and table[key]), None
-    )
-    if key is None:
-        foreign.untrained += (prefix,)
-        return None
-    folder = ImageFolder(path=path_of(table[key]), key=table.name(key))
-    fields = {
-        ours: table.sourced(key)
-        for key, ours in keys["fields"].items()
-        if table.get(key) not in (None, "", False)
-    }
-    folder.settings = {"repeats": (1, THERE), **fields}
-    if folder.settings.keys() & {"shuffle_tags", "tag_dropout"}:
-        folder.settings["keep_tokens"] = table.sourced(keys.get("keep", ""), 0)
-    folder.regularisation = table.get(keys.get("regularisation", "")) is True
-    extension, name = table.sourced(keys.get("extension", ""))
-    if extension:
-        add_extension(foreign, f".{str(extension).removeprefix('.')}", name)
-    for mask_key, kind in keys.get("masks", {}).items():
-        if table.get(mask_key):
-            least, name = table.sourced("mask_min_value", 0.0)
+    folders: list[FolderTable] = []
+    for number, table in enumerate(tables):
+        prefix = f"{name}[{number}]."
+        folder = FolderTable(*around, (table, prefix))
+        if why := skip(folder):
+            for key in folder.names.values():
+                foreign.stays(key, why)
+            continue
+        named = [key for key in keys["path"] if isinstance(folder.get(key), str) and folder[key]]
+        if not named:
+            foreign.untrained += (prefix,)
+            continue
+        folder.path, folder.key = path_of(folder[named[0]]), folder.name(named[0])
+        folder.settings = {"repeats": (1, THERE)} | {
+            ours: folder.sourced(key)
+            for key, ours in keys["fields"].items()
+            if folder.get(key) not in (None, "", False)
+        }
+        if folder.settings.keys() & {"shuffle_tags", "tag_dropout"}:
+            folder.settings["keep_tokens"] = folder.sourced(keys.get("keep", ""), 0)
+        folder.regularisation = folder.get(keys.get("regularisation", "")) is True
+        extension, key = folder.sourced(keys.get("extension", ""))
+        if extension:
+            add_extension(foreign, f".{str(extension).removeprefix('.')}", key)
+        masks = [key for key in keys.get("masks", {}) if folder.get(key)]
+        if masks:
+            least, key = folder.sourced("mask_min_value", 0.0)
             low = float(least) if isinstance(least, int | float) and 0 <= least < 1 else 0.0
-            set_masks(foreign, kind, table.name(mask_key), background=(low, name))
-            break
-    return folder
+            set_masks(
+                foreign, keys["masks"][masks[0]], folder.name(masks[0]), background=(low, key)
+            )
+        folders.append(folder)
+        yield folder
+    set_folders(foreign, folders)
 
 
 def add_extension(foreign: Foreign, extension: Any, key: str) -> None:
@@ -181,9 +167,9 @@ def set_masks(foreign: Foreign, kind: str, key: str, *, background: Sourced = (0
 # ---- the folders together
 
 
-def set_folders(foreign: Foreign, folders: Sequence[ImageFolder]) -> None:
+def set_folders(foreign: Foreign, folders: Sequence[FolderTable]) -> None:
     """Set the dataset and what its subfolders have of their own; each folder counts once, as first named."""
-    different: dict[PurePath, ImageFolder] = {}
+    different: dict[PurePath, FolderTable] = {}
     for folder in folders:
         if different.setdefault(folder.path, folder) is not folder:
             foreign.stays(folder.key, "is named before; its settings there count")
@@ -196,32 +182,37 @@ def set_folders(foreign: Foreign, folders: Sequence[ImageFolder]) -> None:
     if root is None and len(others) == 1 and _common_root(trained) is not None:
         foreign.set("data.regularisation_dir", str(others[0].path), others[0].key)
         every, root = trained, _common_root(trained)
-    if root is None:
-        _lie_apart(foreign, every)
-    else:
+    if root is not None:
         foreign.dataset = str(root)
+    places = ", ".join(dict.fromkeys(str(folder.path.parent) for folder in every))
+    names = [folder.path.name for folder in every]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    renamed = f", give {' and '.join(twice)} names of their own" if twice else ""
+    for folder in every if root is None else ():
+        foreign.without_equivalent[folder.key] = (
+            f"{folder.path}: the folders lie apart ({places}), a dataset is one folder: make one, put links "
+            f"to all of them into it{renamed}"
+        )
+        foreign.named.add(folder.key)
     for folder in every:
         name = OWN_FOLDER if folder.path == root else folder.path.name or str(folder.path)
-        _set_own(foreign, folder, "data" if len(every) == 1 else f"data.folders.{name}")
+        target = "data" if len(every) == 1 else f"data.folders.{name}"
+        if folder.regularisation:
+            foreign.set(f"{target}.regularisation", True, folder.key)
+        for field, (value, key) in folder.settings.items():
+            if target != "data" or (field in _IN_DATA and key == THERE):
+                foreign.set(f"{target}.{field}", value, key)
+            elif field in _IN_DATA:
+                foreign.carry(f"data.{field}", key, value)
+            else:
+                foreign.stays(key, "there is one folder, all of its images count alike")
         if folder.key not in foreign.named:
             alone = "is the DATASET of the command"
             why = alone if len(every) == 1 else f"lies in the DATASET as {name}"
             foreign.stays(folder.key, why)
 
 
-def _set_own(foreign: Foreign, folder: ImageFolder, target: str) -> None:
-    if folder.regularisation:
-        foreign.set(f"{target}.regularisation", True, folder.key)
-    for name, (value, key) in folder.settings.items():
-        if target != "data" or (name in _IN_DATA and key == THERE):
-            foreign.set(f"{target}.{name}", value, key)
-        elif name in _IN_DATA:
-            foreign.carry(f"data.{name}", key, value)
-        else:
-            foreign.stays(key, "there is one folder, all of its images count alike")
-
-
-def _common_root(folders: Sequence[ImageFolder]) -> PurePath | None:
+def _common_root(folders: Sequence[FolderTable]) -> PurePath | None:
     """Return the folder in which all lie, or that is one of them and holds the others."""
     paths = [folder.path for folder in folders]
     if len(paths) == 1:
@@ -230,19 +221,6 @@ def _common_root(folders: Sequence[ImageFolder]) -> PurePath | None:
         if all(root in (path, path.parent) for path in paths):
             return root
     return None
-
-
-def _lie_apart(foreign: Foreign, folders: Sequence[ImageFolder]) -> None:
-    places = ", ".join(dict.fromkeys(str(folder.path.parent) for folder in folders))
-    names = [folder.path.name for folder in folders]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    renamed = f", give {' and '.join(twice)} names of their own" if twice else ""
-    for folder in folders:
-        foreign.without_equivalent[folder.key] = (
-            f"{folder.path}: the folders lie apart ({places}), a dataset is one folder: make one, put links "
-            f"to all of them into it{renamed}"
-        )
-        foreign.named.add(folder.key)
 
 
 # ---- length
@@ -256,7 +234,13 @@ def set_length(foreign: Foreign, epochs: float | None, key: str, *, whole: bool 
     """
     if not epochs or epochs < 0:
         return
-    samples = _samples_per_epoch(foreign)
+    data = {name: value for name, value in foreign.settings.items() if name.startswith("data.")}
+    samples = None
+    if foreign.dataset is not None:
+        with suppress(InputError, RequestError, OSError, ValueError):
+            root = foreign.beside / Path(foreign.dataset)
+            pictures = list_dataset(root, settings=build_config(data).data).pictures
+            samples = sum(image.repeats for image in pictures)
     if samples is None:
         why = "give train.steps = epochs x images with repeats / train.batch_size: the images are not there"
         foreign.lacks(key, epochs, why)
@@ -268,19 +252,6 @@ def set_length(foreign: Foreign, epochs: float | None, key: str, *, whole: bool 
         steps = (samples // at_once) * epochs * at_once // images
     note = f"of {samples} images, repeats included"
     foreign.set("train.steps", max(1, math.ceil(min(steps, 1e15))), key, note=note)
-
-
-def _samples_per_epoch(foreign: Foreign) -> int | None:
-    """Return how many samples an epoch has, None where the images are not on this machine."""
-    if foreign.dataset is None:
-        return None
-    data = {key: value for key, value in foreign.settings.items() if key.startswith("data.")}
-    try:
-        root = foreign.beside / Path(foreign.dataset)
-        listing = list_dataset(root, settings=build_config(data).data)
-    except (InputError, RequestError, OSError, ValueError):
-        return None
-    return sum(image.repeats for image in listing.pictures)
 
 
 # ---- sizes

@@ -22,6 +22,7 @@ trainer's function.
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +35,6 @@ from typing import Any
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.wording import without_secrets
 from lora_trainer.config.config import (
-    SettingInfo,
     all_settings,
     overlaid,
     setting_keys,
@@ -148,18 +148,20 @@ class Foreign:
         self.sources[key] = " ".join(part for part in words if part)
         self.named.update(sources)
 
-    def carry(self, key: str, name: str, value: Any = ..., read: Reader | None = None) -> bool:
+    def carry(
+        self, key: str, name: str, value: Any = ..., meanings: Mapping[str, Any] | None = None
+    ) -> bool:
         """Set our setting `key` from the foreign key `name`; return whether its value could be carried over.
 
-        `value` is what the key says if that is not its value in the file.
+        `value` is what the key says if that is not its value in the file, `meanings` what its words mean.
         """
         value = self.values.get(name) if value is ... else value
         if value is None or value == "":
             self.stays(name, "is not given")
             return False
         try:
-            ours = read(value) if read else _as_ours(key, value)
-            _check(key, ours, self.settings)
+            ours = value if meanings is None else meaning_of(value, meanings)
+            ours = _as_ours(key, ours, self.settings)
         except (TypeError, ValueError, OverflowError) as error:
             self.lacks(name, value, str(error))
             return False
@@ -199,16 +201,6 @@ class Foreign:
             )
         self.stays(name, f"is off there ({shown(value)})")
 
-    def use_own_names(self) -> None:
-        """Give all keys the names that the file has for them."""
-        for rows in (self.nearest, self.nothing_to_set, self.without_equivalent):
-            own = {self.called.get(key, key): why for key, why in rows.items()}
-            rows.clear()
-            rows.update(own)
-        for key, source in self.sources.items():
-            self.sources[key] = " ".join(self.called.get(word, word) for word in source.split(" "))
-        self.unknown = [self.called.get(key, key) for key in self.unknown]
-
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `import --json`."""
         kinds = ("trainer", "nearest", "nothing_to_set", "without_equivalent", "unknown", "dataset")
@@ -229,8 +221,14 @@ def shown(value: Any) -> str:
 
 # ---- values as our settings take them
 
-Reader = Callable[[Any], Any]
-"""Turns a foreign value into ours; raises ValueError with what is wrong with it."""
+
+def meaning_of(value: Any, meanings: Mapping[str, Any]) -> Any:
+    """Return what a word means, letter case aside; "*" stands for all others; raises ValueError for others."""
+    ours = {name.lower(): meaning for name, meaning in meanings.items()}
+    word = str(value).lower()
+    if word not in ours and "*" not in ours:
+        raise ValueError(f"none of {', '.join(meanings)} is meant")
+    return ours.get(word, ours.get("*"))
 
 
 def as_number(value: Any) -> float:
@@ -241,14 +239,17 @@ def as_number(value: Any) -> float:
         number = float(value)
     except ValueError:
         raise ValueError("is no number") from None
-    if number != number or number in (float("inf"), float("-inf")):
+    if not math.isfinite(number):
         raise ValueError("is no number")
     return int(number) if number == int(number) and not isinstance(value, float) else number
 
 
-def _as_ours(key: str, value: Any) -> Any:
-    """Return a value as our setting takes it: numbers and switches may be written as text; raises ValueError."""
-    info = _infos().get(key)
+def _as_ours(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
+    """Return a value as our setting takes it: numbers and switches may be written as text.
+
+    Raises ValueError for a value that the setting cannot take, or that is refused beside `settings`.
+    """
+    info = next((info for info in all_settings() if info.key == key), None)
     if info is None:
         return value
     form = info.form
@@ -256,39 +257,27 @@ def _as_ours(key: str, value: Any) -> Any:
         number = as_number(value)
         if form.whole and number != int(number):
             raise ValueError("is no whole number")
-        return int(number) if form.whole else number
-    if form.kind != "number" and (form.kind == "switch" or True in form.words):
+        value = int(number) if form.whole else number
+    elif form.kind != "number" and (form.kind == "switch" or True in form.words):
         if isinstance(value, str) and value.lower() in ("true", "false"):
-            return value.lower() == "true"
+            value = value.lower() == "true"
         if value not in (True, False):
             raise ValueError("is neither true nor false")
-        return bool(value)
-    if form.kind == "text":
+        value = bool(value)
+    elif form.kind == "text":
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ValueError("is no text")
-        return str(value)
-    return value
-
-
-@cache
-def _infos() -> Mapping[str, SettingInfo]:
-    return {info.key: info for info in all_settings()}
-
-
-def _check(key: str, value: Any, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for a value that the setting cannot take, or that is refused beside the others."""
-    info = _infos().get(key)
-    if info is None:
-        return
+        value = str(value)
     if info.enforced and (why := info.unused(settings)):
         raise ValueError(why)
-    form = info.form
-    if form.kind != "number" or isinstance(value, str | None):
-        return
-    low = form.low is not None and (value < form.low or (form.above_low and value == form.low))
-    high = form.high is not None and (value > form.high or (form.below_high and value == form.high))
-    if low or high:
-        raise ValueError(f"{key} takes {form.allowed}")
+    if form.kind == "number" and not isinstance(value, str | None):
+        low = form.low is not None and (value < form.low or (form.above_low and value == form.low))
+        high = form.high is not None and (
+            value > form.high or (form.below_high and value == form.high)
+        )
+        if low or high:
+            raise ValueError(f"{key} takes {form.allowed}")
+    return value
 
 
 # ---- the tables of a trainer, and the engine
@@ -301,7 +290,7 @@ _INDEX = re.compile(r"\[\d+\]")
 class KeyRule:
     """What becomes of a key: its kind, `carried` or one of `KINDS`, and why.
 
-    `setting` is ours where it is carried over, `read` turns its value into ours, `default` is its value
+    `setting` is ours where it is carried over, `values` say what its words mean, `default` is its value
     where it is missing. With a value in `off` it changes nothing.
     """
 
@@ -309,7 +298,7 @@ class KeyRule:
     why: str = ""
     off: tuple[Any, ...] = ()
     setting: str = ""
-    read: Reader | None = None
+    values: Mapping[str, Any] | None = None
     default: Any = None
 
 
@@ -346,45 +335,20 @@ def table_of(name: str) -> dict[str, Any]:
 def rules_of(*names: str) -> dict[str, KeyRule]:
     """Return the rules of some tables by key; later ones win."""
     rules: dict[str, KeyRule] = {}
-    for name in names:
-        table = table_of(name)
-        absent = table.get("absent", "").split()
-        rules = {key: rule for key, rule in rules.items() if key not in absent} | _rules(table)
+    for table in map(table_of, names):
+        for key in table.get("absent", "").split():
+            rules.pop(key, None)
+        for key, fields in table.get("carried", {}).items():
+            entry = {"setting": fields} if isinstance(fields, str) else dict(fields)
+            if entry.get("values") == "dtypes":
+                entry["values"] = table_of("words")["dtypes"]
+            rules[key] = KeyRule(kind="carried", **entry)
+        for kind in KINDS:
+            for entry in table.get(kind, ()):
+                rule = KeyRule(kind=kind, why=entry.get("why", ""), off=tuple(entry.get("off", ())))
+                for prefix in entry.get("under", [""]):
+                    rules |= {f"{prefix}{key}": rule for key in entry["keys"].split()}
     return rules
-
-
-def _rules(table: Mapping[str, Any]) -> dict[str, KeyRule]:
-    rules: dict[str, KeyRule] = {}
-    for key, fields in table.get("carried", {}).items():
-        entry = {"setting": fields} if isinstance(fields, str) else fields
-        meanings: Any = entry.get("values")
-        rules[key] = KeyRule(
-            kind="carried",
-            setting=entry["setting"],
-            default=entry.get("default"),
-            read=words(table_of("words")["dtypes"] if meanings == "dtypes" else meanings)
-            if meanings
-            else None,
-        )
-    for kind in KINDS:
-        for entry in table.get(kind, ()):
-            rule = KeyRule(kind=kind, why=entry.get("why", ""), off=tuple(entry.get("off", ())))
-            for prefix in entry.get("under", [""]):
-                rules |= {f"{prefix}{key}": rule for key in entry["keys"].split()}
-    return rules
-
-
-def words(meanings: Mapping[str, Any]) -> Reader:
-    """Return a reader of one of some words, letter case aside; "*" stands for all others."""
-    ours = {name.lower(): value for name, value in meanings.items()}
-
-    def read(value: Any) -> Any:
-        word = str(value).lower()
-        if word not in ours and "*" not in ours:
-            raise ValueError(f"none of {', '.join(meanings)} is meant")
-        return ours.get(word, ours.get("*"))
-
-    return read
 
 
 def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -402,23 +366,62 @@ def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def apply(trainer: Trainer, foreign: Foreign) -> None:
+    """Say what becomes of every key; raises RequestError for what is refused."""
+    trainer.read(foreign)
+    _set_rows(foreign, trainer)
+    for name, value in foreign.values.items():
+        if name in foreign.named:
+            continue
+        rule = rule_of(trainer.keys, name)
+        if rule is None:
+            foreign.unknown.append(name)
+        elif rule.kind == "carried":
+            foreign.carry(rule.setting, name, value, rule.values)
+        elif rule.kind == "refused":
+            foreign.refuse(name, value, rule.why, off=rule.off)
+        elif rule.kind == "no_equivalent":
+            foreign.lacks(name, value, rule.why, off=rule.off)
+        elif rule.why and not is_one_of(value, OFF) and not name.startswith(foreign.untrained):
+            foreign.stays(name, rule.why)
+        else:
+            foreign.lacks(name, value, "means nothing beside the other options")
+    for name, rule in trainer.keys.items():
+        is_set = rule.setting in foreign.settings or foreign.get(name, None) is not None
+        if rule.default is not None and not is_set:
+            value = meaning_of(rule.default, rule.values) if rule.values else rule.default
+            foreign.set(rule.setting, value, note=f"{name}: {THERE}")
+    # Name the keys whose setting another key has replaced since.
+    reported = {*foreign.nearest, *foreign.nothing_to_set, *foreign.without_equivalent}
+    reported |= {*foreign.unknown, *" ".join(foreign.sources.values()).split()}
+    for name in foreign.values:
+        if name not in reported and not any(key.startswith(f"{name}.") for key in reported):
+            foreign.stays(name, "another key says it")
+
+
 def _set_rows(foreign: Foreign, trainer: Trainer) -> None:
     """Carry over the settings in the `set` rows of a trainer's tables."""
     carried_settings: set[str] = set()
+    kinds = ("flow" if foreign.is_flow else "noise", foreign.settings.get("adapter.kind"), None)
     for row in (row for table in trainer.tables for row in table_of(table).get("set", ())):
-        key, setting = row["key"], row.get("to", "")
+        key, setting, when = row["key"], row.get("to", ""), row.get("when", {})
         value = foreign.get(key, row.get("default"))
         word = str(value).lower()
         our_values = {name.lower(): ours for name, ours in row.get("values", {}).items()}
-        if (
-            setting in carried_settings
-            or rule_of(trainer.keys, key) is None
-            or not _fits(foreign, row, word)
-        ):
+        is_meant = (
+            setting not in carried_settings
+            and rule_of(trainer.keys, key) is not None
+            and row.get("for") in kinds
+            and ("default" in row or foreign.on(key))
+            and ("beside" not in row or foreign.on(row["beside"]))
+            and word in row.get("only", (word,))
+            and word not in row.get("unless", ())
+            and all(str(foreign.get(name, "")).lower() in words for name, words in when.items())
+            and (not our_values or word in our_values)
+        )
+        if not is_meant:
             continue
-        if our_values and word not in our_values:
-            continue
-        names = [name for name in row.get("when", {}) if name in foreign.values]
+        names = [name for name in when if name in foreign.values]
         foreign.named.update(names)
         if "lacks" in row:
             if key not in foreign.named:
@@ -435,50 +438,6 @@ def _set_rows(foreign: Foreign, trainer: Trainer) -> None:
             foreign.is_nearest(key, how if value is True else f"{value}: {how}")
 
 
-def _fits(foreign: Foreign, row: Mapping[str, Any], word: str) -> bool:
-    """Say whether a row is for this file; `word` is what its key says, in lower case."""
-    kinds = ("flow" if foreign.is_flow else "noise", foreign.settings.get("adapter.kind"), None)
-    return (
-        row.get("for") in kinds
-        and bool("default" in row or foreign.on(row["key"]))
-        and ("beside" not in row or bool(foreign.on(row["beside"])))
-        and word in row.get("only", (word,))
-        and word not in row.get("unless", ())
-        and all(
-            str(foreign.get(name, "")).lower() in words
-            for name, words in row.get("when", {}).items()
-        )
-    )
-
-
-def apply(trainer: Trainer, foreign: Foreign) -> None:
-    """Say what becomes of every key; raises RequestError for what is refused."""
-    trainer.read(foreign)
-    _set_rows(foreign, trainer)
-    for name, value in foreign.values.items():
-        if name in foreign.named:
-            continue
-        rule = rule_of(trainer.keys, name)
-        if rule is None:
-            foreign.unknown.append(name)
-        elif rule.kind == "carried":
-            foreign.carry(rule.setting, name, value, rule.read)
-        elif rule.kind == "refused":
-            foreign.refuse(name, value, rule.why, off=rule.off)
-        elif rule.kind == "no_equivalent":
-            foreign.lacks(name, value, rule.why, off=rule.off)
-        elif rule.why and not is_one_of(value, OFF) and not name.startswith(foreign.untrained):
-            foreign.stays(name, rule.why)
-        else:
-            foreign.lacks(name, value, "means nothing beside the other options")
-    for name, rule in trainer.keys.items():
-        is_set = rule.setting in foreign.settings or foreign.get(name, None) is not None
-        if rule.default is not None and not is_set:
-            value = rule.read(rule.default) if rule.read else rule.default
-            foreign.set(rule.setting, value, note=f"{name}: {THERE}")
-    _name_replaced(foreign)
-
-
 def rule_of(keys: Mapping[str, KeyRule], name: str) -> KeyRule | None:
     """Return the rule of a key, else the reason that a table around it states for all its keys."""
     name = _INDEX.sub("[]", name)
@@ -489,12 +448,3 @@ def rule_of(keys: Mapping[str, KeyRule], name: str) -> KeyRule | None:
         if rule is not None and rule.kind in ("carried", "read"):
             return None
     return rule
-
-
-def _name_replaced(foreign: Foreign) -> None:
-    """Name the keys whose setting another key has replaced since."""
-    reported = {*foreign.nearest, *foreign.nothing_to_set, *foreign.without_equivalent}
-    reported |= {*foreign.unknown, *" ".join(foreign.sources.values()).split()}
-    for name in foreign.values:
-        if name not in reported and not any(key.startswith(f"{name}.") for key in reported):
-            foreign.stays(name, "another key says it")

@@ -10,6 +10,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,31 @@ def import_file(file: Path) -> Foreign:
     )
     try:
         apply(trainer, foreign)
-        _finish(foreign)
+        # What trainers allow and settings here do not, and what presets here do unasked.
+        every = foreign.settings.get("output.save_every_steps")
+        if every and every > (foreign.settings.get("train.steps") or math.inf):
+            note = f" ({every}: there is no save before the end)"
+            foreign.settings["output.save_every_steps"] = 0
+            foreign.sources["output.save_every_steps"] += note
+        if "data.validation_fraction" not in foreign.settings:
+            foreign.set("data.validation_fraction", 0.0, note="nothing is held out there")
+        if "optimizer.name" in foreign.settings and "data.caption_dropout" not in foreign.settings:
+            foreign.set("data.caption_dropout", 0.0, note="it is not there")
         build_config(foreign.settings)
     except RequestError as error:
         raise RequestError(
             f"{file} is of {trainer.name} and says what cannot be done here: {error.found}",
             fix=error.fix,
         ) from None
-    foreign.use_own_names()
+    # All keys get the names that the file has for them.
+    own = foreign.called
+    for rows in (foreign.nearest, foreign.nothing_to_set, foreign.without_equivalent):
+        named = {own.get(key, key): why for key, why in rows.items()}
+        rows.clear()
+        rows.update(named)
+    for key, source in foreign.sources.items():
+        foreign.sources[key] = " ".join(own.get(word, word) for word in source.split(" "))
+    foreign.unknown = [own.get(key, key) for key in foreign.unknown]
     return foreign
 
 
@@ -131,34 +149,12 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no annotation
         return super().compose_node(parent, index)
 
 
-def _yaml(text: str) -> Any:
-    loader = _Loader(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
-
-
 _PARSERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     ".toml": ("TOML", tomllib.loads),
     ".json": ("JSON", json.loads),
-    ".yaml": ("YAML", _yaml),
-    ".yml": ("YAML", _yaml),
+    ".yaml": ("YAML", partial(yaml.load, Loader=_Loader)),
+    ".yml": ("YAML", partial(yaml.load, Loader=_Loader)),
 }
-
-
-def _finish(foreign: Foreign) -> None:
-    """Settle what trainers allow and settings here do not, and what presets here do unasked."""
-    every = foreign.settings.get("output.save_every_steps")
-    if every and every > (foreign.settings.get("train.steps") or math.inf):
-        foreign.settings["output.save_every_steps"] = 0
-        foreign.sources["output.save_every_steps"] += f" ({every}: there is no save before the end)"
-    presets = [("data.validation_fraction", 0.0, "nothing is held out there")]
-    if "optimizer.name" in foreign.settings:
-        presets.append(("data.caption_dropout", 0.0, "it is not there"))
-    for key, value, note in presets:
-        if key not in foreign.settings:
-            foreign.set(key, value, note=note)
 
 
 def settings_toml(imported: Foreign) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lora_trainer.common.errors import RequestError
 from lora_trainer.config.declare import SCHEDULE_FREE
-from lora_trainer.importing.foreign import THERE, Foreign, Sourced, shown, table_of, words
+from lora_trainer.importing.foreign import THERE, Foreign, Sourced, meaning_of, shown, table_of
 
 FULL_RANK = 1024
 WHOLE = 1e6
@@ -37,7 +37,7 @@ def set_precision(foreign: Foreign, key: str, *, missing: str) -> None:
     """Set the dtype of base and activations."""
     value = foreign.get(key, missing)
     try:
-        precision = words(table_of("words")["dtypes"])(value)
+        precision = meaning_of(value, table_of("words")["dtypes"])
     except ValueError as error:
         foreign.lacks(key, value, str(error))
         return

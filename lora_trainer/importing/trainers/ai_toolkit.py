@@ -166,12 +166,12 @@ def _datasets(foreign: Foreign) -> None:
             except ValueError as error:
                 foreign.lacks(key, size, str(error))
     paths = set()
-    for folder, values in folders.read_folders(foreign, tables, "datasets"):
+    for folder in folders.read_folders(foreign, tables, "datasets"):
         paths.add(folder.path)
-        if values.get("loss_multiplier") == 1:
+        if folder.get("loss_multiplier") == 1:
             folder.settings.pop("weight")
-        if folder.regularisation and values.get("prior_reg"):
-            foreign.set("objective.prior", "base", values.name("prior_reg"))
+        if folder.regularisation and folder.get("prior_reg"):
+            foreign.set("objective.prior", "base", folder.name("prior_reg"))
     if sizes:
         first = next(iter(sizes.values()))
         folders.set_resolutions(foreign, list(sizes), first)

@@ -105,12 +105,12 @@ def read_dataset(foreign: Foreign) -> None:
     around = ({key: value for key, value in foreign.data.items() if key != "directory"}, "dataset.")
     tables, where = folders.tables_of(foreign.data["directory"]), "dataset.directory"
     sizes: list[Sourced] = []
-    for folder, table in folders.read_folders(foreign, tables, where, around):
-        folder.settings["repeats"] = table.sourced("num_repeats", 1)
-        if table.get("cache_shuffle_num"):
-            folder.settings.setdefault("shuffle_tags", (True, table.name("cache_shuffle_num")))
+    for folder in folders.read_folders(foreign, tables, where, around):
+        folder.settings["repeats"] = folder.sourced("num_repeats", 1)
+        if folder.get("cache_shuffle_num"):
+            folder.settings.setdefault("shuffle_tags", (True, folder.name("cache_shuffle_num")))
             folder.settings["keep_tokens"] = (0, THERE)
-        resolutions, key = table.sourced("resolutions", [])
+        resolutions, key = folder.sourced("resolutions", [])
         sizes += [(size, key) for size in resolutions] if isinstance(resolutions, list) else []
     folders.set_sizes(foreign, sizes)
     first = folders.FolderTable(around, (tables[0], f"{where}[0]."))

@@ -29,10 +29,12 @@ def read(foreign: Foreign) -> None:
     _adapter(foreign)
     _text_encoders(foreign, _optimizer(foreign))
     _loss(foreign)
-    _weights(foreign)
     _timesteps(foreign)
     _data(foreign)
-    _output(foreign)
+    destination = foreign.on("output_model_destination")
+    if destination is not None:
+        foreign.carry("output.name", "output_model_destination", folders.path_of(destination).stem)
+    _samples(foreign)
 
 
 def _model(foreign: Foreign) -> None:
@@ -148,9 +150,7 @@ def _loss(foreign: Foreign) -> None:
         foreign.is_nearest("huber_strength", f"{strengths[main]:g}: {how}")
     elif main == "mae":
         training.set_huber(foreign, 0.1, "huber_delta")
-
-
-def _weights(foreign: Foreign) -> None:
+    # Its weights.
     key, strength_key = "loss_weight_fn", "loss_weight_strength"
     weight = foreign.word(key, "CONSTANT").upper()
     strength = foreign.nonzero(strength_key, 5.0)
@@ -213,20 +213,15 @@ def _data(foreign: Foreign) -> None:
         background = (min(0.99, weight), "unmasked_weight")
         folders.set_masks(foreign, "files", "masked_training", background=background)
     training.set_batch(foreign, "batch_size", "gradient_accumulation_steps")
-    _concepts(foreign)
+    concepts = map(flattened, _named_list(foreign, "concepts", "concept_file_name"))
+    for folder in folders.read_folders(foreign, concepts, "concepts", skip=_not_trained):
+        _read_concept(foreign, folder)
     folders.set_length(foreign, foreign.number("epochs", 100), "epochs", whole=True)
     key = "learning_rate_warmup_steps"
     warmup = foreign.number(key, 200) or 0
     if warmup > 0:
         share = 0.9 if warmup == 1 else warmup
         training.set_warmup(foreign, share, key, foreign.settings.get("train.steps"))
-
-
-def _output(foreign: Foreign) -> None:
-    destination = foreign.on("output_model_destination")
-    if destination is not None:
-        foreign.carry("output.name", "output_model_destination", folders.path_of(destination).stem)
-    _samples(foreign)
 
 
 def _named_list(foreign: Foreign, list_key: str, file_key: str) -> list[Mapping[str, Any]]:
@@ -244,16 +239,6 @@ def _named_list(foreign: Foreign, list_key: str, file_key: str) -> list[Mapping[
     return tables or []
 
 
-def _concepts(foreign: Foreign) -> None:
-    """Set the concepts as folders of the dataset."""
-    concepts = map(flattened, _named_list(foreign, "concepts", "concept_file_name"))
-    for folder, values in folders.read_folders(foreign, concepts, "concepts", skip=_not_trained):
-        if _type_of(values) == "PRIOR_PREDICTION":
-            folder.regularisation = True
-            foreign.set("objective.prior", "base", values.name("type"))
-        _concept_fields(foreign, folder, values)
-
-
 def _type_of(concept: folders.FolderTable) -> str:
     return str(concept.get("type", "STANDARD")).upper()
 
@@ -264,34 +249,36 @@ def _not_trained(concept: folders.FolderTable) -> str:
     return "is off there" if concept.get("enabled") is False else ""
 
 
-def _concept_fields(
-    foreign: Foreign, folder: folders.ImageFolder, values: folders.FolderTable
-) -> None:
+def _read_concept(foreign: Foreign, values: folders.FolderTable) -> None:
+    """Set what a concept says of its folder."""
+    if _type_of(values) == "PRIOR_PREDICTION":
+        values.regularisation = True
+        foreign.set("objective.prior", "base", values.name("type"))
     times, name = values.sourced("balancing", 1.0)
     by_repeats = str(values.get("balancing_strategy", "REPEATS")).upper() == "REPEATS"
     if by_repeats and isinstance(times, int | float) and 1 <= times < math.inf:
-        folder.settings["repeats"] = (round(times), name)
+        values.settings["repeats"] = (round(times), name)
         if times != round(times):
             foreign.is_nearest(name, f"{times:g}: {round(times)} repeats")
     elif times not in (1, 1.0):
         why = "give repeats: a share of an epoch or a number of samples has no equivalent"
         foreign.lacks(name, times, why)
     if values.get("loss_weight", 1.0) not in (1, 1.0):
-        folder.settings["weight"] = values.sourced("loss_weight")
+        values.settings["weight"] = values.sourced("loss_weight")
     if values.get("image.enable_resolution_override"):
         size, _ = values.sourced("image.resolution_override")
         name = values.name("image.enable_resolution_override")
         name = name.replace("enable_resolution", "resolution")
         foreign.lacks(name, size, "all images are trained at data.resolution")
     if values.get("text.enable_tag_shuffling"):
-        folder.settings["keep_tokens"] = values.sourced("text.keep_tags_count", 1)
+        values.settings["keep_tokens"] = values.sourced("text.keep_tags_count", 1)
         mark, name = values.sourced("text.tag_delimiter", ",")
         if mark != ",":
             foreign.lacks(name, mark, "tags are parted by commas")
     if values.get("text.tag_dropout_enable"):
         mode = str(values.get("text.tag_dropout_mode", "FULL"))
         field = "caption_dropout" if mode == "FULL" else "tag_dropout"
-        folder.settings[field] = values.sourced("text.tag_dropout_probability", 0.0)
+        values.settings[field] = values.sourced("text.tag_dropout_probability", 0.0)
     source, name = values.sourced("text.prompt_source", "sample")
     if source == "filename":
         note = "an image with a caption file keeps that"

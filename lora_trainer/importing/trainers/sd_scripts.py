@@ -55,17 +55,6 @@ def without_sections(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_training(foreign: Foreign) -> None:
     """Read the options of a training, and the dataset file that they name."""
-    _base(foreign)
-    read_adapter(foreign)
-    _text_encoder(foreign, read_rates(foreign))
-    _read_training_dataset(foreign)
-    _objective(foreign)
-    training.set_precision(foreign, "mixed_precision", missing="no")
-    read_output(foreign)
-    read_length(foreign)
-
-
-def _base(foreign: Foreign) -> None:
     module = str(foreign.values.get("network_module", ""))
     if any(word in module for word in _OTHER_MODULES):
         raise RequestError(
@@ -78,6 +67,13 @@ def _base(foreign: Foreign) -> None:
     if "model_type" in foreign.values:
         kind = foreign.values["model_type"]
         foreign.refuse("model_type", kind, "is not trained here", off=("flux", "chroma"))
+    read_adapter(foreign)
+    _text_encoder(foreign, read_rates(foreign))
+    _read_training_dataset(foreign)
+    _objective(foreign)
+    training.set_precision(foreign, "mixed_precision", missing="no")
+    read_output(foreign)
+    read_length(foreign)
 
 
 def read_adapter(foreign: Foreign) -> None:
@@ -98,10 +94,7 @@ def read_adapter(foreign: Foreign) -> None:
             foreign.stays(f"network_args.{name}", "is off there")
         else:
             foreign.carry(setting, f"network_args.{name}")
-    _targets(foreign, arguments, is_lycoris=is_lycoris)
-
-
-def _targets(foreign: Foreign, arguments: Mapping[str, Any], *, is_lycoris: bool) -> None:
+    # Which layers.
     preset = str(arguments.get("preset", "full")).lower()
     conv, key = arguments.get("conv_dim"), "network_args.conv_dim"
     if is_lycoris and preset.startswith("attn-only"):
@@ -355,7 +348,7 @@ def _read_training_dataset(foreign: Foreign) -> None:
 def read_dataset(foreign: Foreign, data: Mapping[str, Any] | None = None) -> None:
     """Read a dataset file; raises RequestError where it names no folder of images."""
     tables = foreign.data if data is None else data
-    subset_folders: list[folders.ImageFolder] = []
+    subset_folders: list[folders.FolderTable] = []
     sizes: list[Sourced] = []
     general = tables.get("general", {})
     if not isinstance(general, Mapping):
@@ -372,8 +365,15 @@ def read_dataset(foreign: Foreign, data: Mapping[str, Any] | None = None) -> Non
         is_same = image_dirs[number] == image_dirs[0]
         if "resolution" in (dataset if number else values) and is_same:
             sizes.append(values.sourced("resolution"))
-        if number == 0:
-            _read_shared(foreign, values)
+        if number == 0:  # the keys that subsets do not have
+            if values.get("batch_size") is not None:
+                foreign.carry("train.batch_size", values.name("batch_size"), values["batch_size"])
+            buckets = bool(values.get("enable_bucket", False))
+            foreign.set("data.buckets", buckets, values.name("enable_bucket"))
+            if values.get("prior_loss_weight"):
+                weight, name = values.sourced("prior_loss_weight")
+                foreign.carry("objective.prior_weight", name, weight)
+            _set_held_out(foreign, values)
         own_keys = dataset.keys() & dataset_keys - subset_keys - {"subsets"} if number else set()
         for key in own_keys - ({"resolution"} if is_same else set()):
             if dataset[key] == datasets[0].get(key):
@@ -429,18 +429,6 @@ def caption_fields(foreign: Foreign, values: folders.FolderTable) -> dict[str, S
     return fields
 
 
-def _read_shared(foreign: Foreign, values: folders.FolderTable) -> None:
-    """Read the keys of a dataset that its subsets do not have."""
-    if values.get("batch_size") is not None:
-        foreign.carry("train.batch_size", values.name("batch_size"), values["batch_size"])
-    buckets = bool(values.get("enable_bucket", False))
-    foreign.set("data.buckets", buckets, values.name("enable_bucket"))
-    if values.get("prior_loss_weight"):
-        weight, name = values.sourced("prior_loss_weight")
-        foreign.carry("objective.prior_weight", name, weight)
-    _set_held_out(foreign, values)
-
-
 def _set_held_out(foreign: Foreign, values: folders.FolderTable) -> None:
     share, name = values.sourced("validation_split")
     if isinstance(share, bool) or not isinstance(share, int | float):
@@ -452,37 +440,35 @@ def _set_held_out(foreign: Foreign, values: folders.FolderTable) -> None:
 
 
 def _subset(
-    foreign: Foreign, values: folders.FolderTable, where: str
-) -> folders.ImageFolder | None:
-    """Return a subset as a folder, None for one that is not trained on."""
-    key = next((key for key in ("image_dir", "metadata_file") if values.get(key)), "")
-    if not isinstance(values.get(key), str):
+    foreign: Foreign, folder: folders.FolderTable, where: str
+) -> folders.FolderTable | None:
+    """Give a subset its path and settings; return None for one that is not trained on."""
+    key = next((key for key in ("image_dir", "metadata_file") if folder.get(key)), "")
+    if not isinstance(folder.get(key), str):
         raise RequestError(
             f"{where.removesuffix('.')} names no folder of images", fix="give it an image_dir"
         )
-    path = folders.path_of(values[key])
-    folder = folders.ImageFolder(
-        path=path if key == "image_dir" else path.parent, key=values.name(key)
-    )
-    if values.get("conditioning_data_dir"):
+    path = folders.path_of(folder[key])
+    folder.path, folder.key = path if key == "image_dir" else path.parent, folder.name(key)
+    if folder.get("conditioning_data_dir"):
         why = "control images are not trained; masks belong in a folder masks/ beside the images"
-        control, name = values.sourced("conditioning_data_dir")
+        control, name = folder.sourced("conditioning_data_dir")
         foreign.lacks(name, control, why)
-    share, name = values.sourced("validation_split")
+    share, name = folder.sourced("validation_split")
     if name.startswith(where) and share == 1.0:
         why = "is validated with only and not trained: keep it outside of the DATASET"
         foreign.lacks(folder.key, str(folder.path), why)
         foreign.stays(name, "the folder is not trained")
         return None
     # The name of a folder means nothing there beside a dataset file.
-    folder.settings = {"repeats": (1, THERE), **caption_fields(foreign, values)}
-    if values.get("alpha_mask"):
-        name = values.name("alpha_mask")
+    folder.settings = {"repeats": (1, THERE), **caption_fields(foreign, folder)}
+    if folder.get("alpha_mask"):
+        name = folder.name("alpha_mask")
         folders.set_masks(foreign, "alpha", name, background=(0.0, name))
-    folder.regularisation = bool(values.get("is_reg"))
-    folders.add_extension(foreign, *values.sourced("caption_extension"))
-    if values.get("class_tokens"):
-        foreign.lacks(values.name("class_tokens"), values["class_tokens"], _CLASS_TOKENS)
+    folder.regularisation = bool(folder.get("is_reg"))
+    folders.add_extension(foreign, *folder.sourced("caption_extension"))
+    if folder.get("class_tokens"):
+        foreign.lacks(folder.name("class_tokens"), folder["class_tokens"], _CLASS_TOKENS)
     return folder
 
 

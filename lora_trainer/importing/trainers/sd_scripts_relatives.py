@@ -11,7 +11,7 @@ trained there.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lora_trainer.common.errors import RequestError
@@ -57,15 +57,22 @@ def read_tab(foreign: Foreign) -> None:
             _drop(foreign, key, "is of a model that is not chosen")
     _model(foreign)
     _network(foreign)
-    _rates_and_length(foreign)
-    _noise_and_samples(foreign)
+    _numbers_and_words(foreign)
     arguments, rules = set(foreign.called), rules_of("sd_scripts")
     for key in list(foreign.values):
         argument = foreign.table["renamed"].get(key, key)
         if argument in rules and key not in foreign.called and argument not in arguments:
             _take(foreign, key, argument)
             arguments |= {argument} & foreign.values.keys()
-    _add_typed(foreign.values, foreign.word("additional_parameters", ""))
+    name = ""
+    for part in training.split_words(foreign.word("additional_parameters", "")):
+        # The arguments typed as text, which win.
+        if part.startswith("--"):
+            name, equals, value = part[2:].partition("=")
+            foreign.values[name] = value if equals else True
+        elif name:
+            before = foreign.values[name]
+            foreign.values[name] = part if before is True else f"{before} {part}"
     sd_scripts.read_training(foreign)
 
 
@@ -134,7 +141,7 @@ def _network(foreign: Foreign) -> None:
         foreign.values["network_args"] = options
 
 
-def _rates_and_length(foreign: Foreign) -> None:
+def _numbers_and_words(foreign: Foreign) -> None:
     """The warm-up is in percent; 0 as rate of the text encoder means that only the U-Net is trained."""
     rate, unet = foreign.nonzero("text_encoder_lr", 0), foreign.nonzero("unet_lr", 0)
     if rate:
@@ -150,9 +157,6 @@ def _rates_and_length(foreign: Foreign) -> None:
     epoch = foreign.nonzero("epoch", 0)
     if epoch and not (foreign.number("max_train_epochs") or foreign.number("max_train_steps")):
         _rename(foreign, "epoch", "max_train_epochs", epoch)
-
-
-def _noise_and_samples(foreign: Foreign) -> None:
     kind = foreign.word("noise_offset_type", "Original")
     unused = ("noise_offset", "adaptive_noise_scale") if kind == "Multires" else (
         "multires_noise_iterations", "multires_noise_discount")  # fmt: skip
@@ -170,17 +174,6 @@ def _noise_and_samples(foreign: Foreign) -> None:
         _drop(foreign, "sample_prompts", "is not given")
 
 
-def _add_typed(values: dict[str, Any], text: str) -> None:
-    """Add the arguments typed as text, which win."""
-    name = ""
-    for part in training.split_words(text):
-        if part.startswith("--"):
-            name, equals, value = part[2:].partition("=")
-            values[name] = value if equals else True
-        elif name:
-            values[name] = part if values[name] is True else f"{values[name]} {part}"
-
-
 # ---- LoRA_Easy_Training_Scripts
 
 
@@ -194,19 +187,15 @@ def flat_pages(data: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**_together(data, "args"), "train_mode": mode}
 
 
-def _pages(data: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for name, page in data.items():
-        if name.endswith("_args") and isinstance(page, Mapping):
-            yield page
-
-
 def _together(data: Mapping[str, Any], part: str) -> dict[str, Any]:
     """Return one part of all pages as one table."""
-    values: dict[str, Any] = {}
-    for page in _pages(data):
-        table = page.get(part)
-        values |= table if isinstance(table, Mapping) else {}
-    return values
+    tables = [page.get(part) for page in _pages(data)]
+    return {k: v for table in tables if isinstance(table, Mapping) for k, v in table.items()}
+
+
+def _pages(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    pages = [page for name, page in data.items() if name.endswith("_args")]
+    return [page for page in pages if isinstance(page, Mapping)]
 
 
 def read_pages(foreign: Foreign) -> None:
@@ -336,14 +325,14 @@ def read_musubi_dataset(foreign: Foreign) -> None:
     shared_by_all: dict[str, list[Sourced]] = {
         name: [] for name in ("resolution", "batch_size", "enable_bucket")
     }
-    for folder, table in folders.read_folders(foreign, tables, "datasets", around):
-        folder.settings["repeats"] = table.sourced("num_repeats", 1)
+    for folder in folders.read_folders(foreign, tables, "datasets", around):
+        folder.settings["repeats"] = folder.sourced("num_repeats", 1)
         if folder.key.endswith("image_jsonl_file"):
             why = "captions in metadata.jsonl of the images' folder are read"
             foreign.is_nearest(folder.key, f"{folder.path.name}: {why}")
             folder.path = folder.path.parent
         for name, values in shared_by_all.items():
-            values += [table.sourced(name)] if name in table else []
+            values += [folder.sourced(name)] if name in folder else []
     if not folders.set_sizes(foreign, shared_by_all["resolution"]):
         folders.set_resolutions(foreign, [(960, 544)], "resolution, by default there")
     batches, buckets = shared_by_all["batch_size"], shared_by_all["enable_bucket"]

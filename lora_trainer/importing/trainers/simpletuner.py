@@ -43,8 +43,14 @@ def read(foreign: Foreign) -> None:
         delta = min(1.0, foreign.nonzero("huber_c", 0.1))
         foreign.set("objective.huber_delta", delta, "huber_c")
     _timesteps(foreign)
-    read_data(foreign)
-    _samples(foreign)
+    _read_data(foreign)
+    prompts = [foreign.values["validation_prompt"]] if foreign.on("validation_prompt") else []
+    library = folders.named_file(foreign, "user_prompt_library", json.loads)
+    if isinstance(library, Mapping):
+        prompts += [one for one in library.values() if isinstance(one, str)]
+    if prompts:
+        key = foreign.first_on("validation_prompt") or "user_prompt_library"
+        foreign.set("sampling.prompts", [str(text) for text in prompts], key)
 
 
 def _model(foreign: Foreign) -> None:
@@ -151,21 +157,11 @@ def _timesteps(foreign: Foreign) -> None:
     )
 
 
-def _samples(foreign: Foreign) -> None:
-    prompts = [foreign.values["validation_prompt"]] if foreign.on("validation_prompt") else []
-    library = folders.named_file(foreign, "user_prompt_library", json.loads)
-    if isinstance(library, Mapping):
-        prompts += [one for one in library.values() if isinstance(one, str)]
-    if prompts:
-        key = foreign.first_on("validation_prompt") or "user_prompt_library"
-        foreign.set("sampling.prompts", [str(text) for text in prompts], key)
-
-
 LIST = "[]"
 """The name under which a file that holds a list is kept."""
 
 
-def read_data(foreign: Foreign) -> None:
+def _read_data(foreign: Foreign) -> None:
     """Set resolution, folders, batch and length."""
     share = foreign.number("caption_dropout_probability", 0.1) or 0.0
     foreign.set("data.caption_dropout", min(1.0, share), "caption_dropout_probability")
@@ -196,15 +192,34 @@ def read_backends(foreign: Foreign, backends: Sequence[Mapping[str, Any]] = ()) 
     """Set the backends that hold images, this file's or those of a training, as folders of the dataset."""
     tables = backends or folders.tables_of(foreign.data.get(LIST))
     is_first = True
-    for folder, table in folders.read_folders(foreign, tables, "data_backends", skip=_not_trained):
+    for folder in folders.read_folders(foreign, tables, "data_backends", skip=_not_trained):
         del folder.settings["repeats"]
-        repeats, name = table.sourced("repeats", 0)
+        repeats, name = folder.sourced("repeats", 0)
         if isinstance(repeats, int) and not isinstance(repeats, bool) and repeats >= 0:
             # Repeats are further views there: 0 shows each image once (documentation/DATALOADER.md).
             folder.settings["repeats"] = (repeats + 1, name)
-        _captions(foreign, folder, table)
-        if is_first:
-            _sizes(foreign, table)
+        # Where the captions come from.
+        strategy, name = folder.sourced("caption_strategy", "filename")
+        prompt, prompt_name = folder.sourced("instance_prompt")
+        by_prompt = strategy in ("instanceprompt", "instance_prompt")
+        if by_prompt or folder.get("only_instance_prompt"):
+            why = "one text for all images: name the folder N_WORDS, or give data.trigger"
+            foreign.lacks(prompt_name, prompt, why)
+        elif folder.get("prepend_instance_prompt") and prompt:
+            folder.settings["caption_prefix"] = (prompt, prompt_name)
+        if strategy == "filename":
+            note = "an image with a caption file keeps that"
+            foreign.set("data.caption_fallback", "file_name", name, note=note)
+        elif strategy in ("parquet", "csv"):
+            why = f"name the table metadata.{strategy} and put it beside the images"
+            foreign.lacks(name, strategy, why)
+        if is_first:  # which says resolution and buckets for all
+            size, name = folder.sourced("resolution")
+            if isinstance(size, int | float) and not isinstance(size, bool) and 0 < size <= 100_000:
+                _resolution(foreign, float(size), folder.get("resolution_type"), name)
+            shape = str(folder.get("crop_aspect", "square"))
+            buckets = not (folder.get("crop", True) and shape == "square")
+            foreign.set("data.buckets", buckets, folder.name("crop"), folder.name("crop_aspect"))
         is_first = False
     kinds = [str(one.get("dataset_type")) for one in tables if not one.get("disabled")]
     moving = [kind for kind in kinds if kind in ("video", "audio")]
@@ -216,42 +231,10 @@ def read_backends(foreign: Foreign, backends: Sequence[Mapping[str, Any]] = ()) 
 
 
 def _not_trained(backend: folders.FolderTable) -> str:
-    path = backend.get("instance_data_dir")
-    is_folder = (
-        isinstance(path, str) and path and str(backend.get("dataset_type", "image")) == "image"
-    )
-    return (
-        ""
-        if is_folder and not backend.get("disabled")
-        else "is no folder of images that is trained"
-    )
-
-
-def _sizes(foreign: Foreign, table: folders.FolderTable) -> None:
-    """Set resolution and buckets as the first backend has them."""
-    size, name = table.sourced("resolution")
-    if isinstance(size, int | float) and not isinstance(size, bool) and 0 < size <= 100_000:
-        _resolution(foreign, float(size), table.get("resolution_type"), name)
-    square = table.get("crop", True) and str(table.get("crop_aspect", "square")) == "square"
-    foreign.set("data.buckets", not square, table.name("crop"), table.name("crop_aspect"))
-
-
-def _captions(foreign: Foreign, folder: folders.ImageFolder, table: folders.FolderTable) -> None:
-    """Set where the captions of one backend come from."""
-    strategy, name = table.sourced("caption_strategy", "filename")
-    prompt, prompt_name = table.sourced("instance_prompt")
-    by_prompt = strategy in ("instanceprompt", "instance_prompt")
-    if by_prompt or table.get("only_instance_prompt"):
-        why = "one text for all images: name the folder N_WORDS, or give data.trigger"
-        foreign.lacks(prompt_name, prompt, why)
-    elif table.get("prepend_instance_prompt") and prompt:
-        folder.settings["caption_prefix"] = (prompt, prompt_name)
-    if strategy == "filename":
-        note = "an image with a caption file keeps that"
-        foreign.set("data.caption_fallback", "file_name", name, note=note)
-    elif strategy in ("parquet", "csv"):
-        why = f"name the table metadata.{strategy} and put it beside the images"
-        foreign.lacks(name, strategy, why)
+    path, kind = backend.get("instance_data_dir"), str(backend.get("dataset_type", "image"))
+    if isinstance(path, str) and path and kind == "image" and not backend.get("disabled"):
+        return ""
+    return "is no folder of images that is trained"
 
 
 SIMPLETUNER = Trainer("SimpleTuner", ("simpletuner",), flat, read)
