@@ -24,7 +24,7 @@ from lora_trainer.families.facts import DENOISER
 from lora_trainer.lora.adapter_size import first_match
 from lora_trainer.lora.dropout import SampleMasks, drops
 from lora_trainer.lora.inject import AdaptedLayer, adapt
-from lora_trainer.lora.tensors import AdapterTensors, ModuleTensors, split_key
+from lora_trainer.lora.tensors import AdapterTensors, split_key
 
 _AVERAGE, _BEST, _NEW_TOKENS = "average.", "best.", "new_tokens."
 NORM_TOLERANCE = 1e-5
@@ -62,8 +62,11 @@ class Adapter:
         raises the factor of `up`. Raises RequestError when no layer is left to train.
         """
         groups: dict[float, list[nn.Parameter]] = {}
+        patterns = settings.learning_rate_pattern
         for key, layer in self.layers.items():
-            scale = _learning_rate_scale(key, settings)
+            scale = 1.0 if split_key(key)[0] == DENOISER else settings.text_encoder_scale
+            if (pattern := first_match(key, patterns)) is not None:
+                scale *= patterns[pattern]
             for name, parameter in layer.parameters.items():
                 parameter.requires_grad_(scale > 0)
                 if scale > 0:
@@ -74,15 +77,12 @@ class Adapter:
                 "optimizer.learning_rate_pattern freezes every layer",
                 fix="give at least one layer a factor above 0",
             )
-        optimizer_groups = [
-            {"params": parameters, "lr_scale": scale} for scale, parameters in groups.items()
+        words = list(self.new_tokens.values())
+        of_words = {"params": words, "lr_scale": settings.new_tokens_scale, "embedding": True}
+        return [
+            *({"params": parameters, "lr_scale": scale} for scale, parameters in groups.items()),
+            *([of_words] if words else []),
         ]
-        if self.new_tokens:
-            parameters = list(self.new_tokens.values())
-            optimizer_groups.append(
-                {"params": parameters, "lr_scale": settings.new_tokens_scale, "embedding": True}
-            )
-        return optimizer_groups
 
     def tensors(self) -> AdapterTensors:
         """Return the live float32 tensors, detached, on their device."""
@@ -120,7 +120,11 @@ class Adapter:
         """
         _refuse_others(self.layers, tensors)
         for key, layer in self.layers.items():
-            values = _rescaled(tensors[key], layer.width.scale)
+            module = tensors[key]
+            values = {name: tensor.float() for name, tensor in module.tensors.items()}
+            if module.kind != "oft" and module.scale != layer.width.scale:
+                outer = {"lora": "up", "loha": "w1_a", "lokr": "w1"}[module.kind]
+                values[outer] = values[outer] * (module.scale / layer.width.scale)
             with torch.no_grad():
                 for name, parameter in layer.parameters.items():
                     parameter.copy_(values[name].reshape(parameter.shape))
@@ -290,25 +294,6 @@ def denoiser_layers(family: Family, architecture: Mapping[str, Any]) -> dict[str
     """Return `layer_shapes` of a denoiser from its architecture alone, without loading any weight."""
     with torch.device("meta"):
         return layer_shapes(family.empty_denoiser(architecture))
-
-
-def _learning_rate_scale(key: str, settings: OptimizerSettings) -> float:
-    """Return the factor on `optimizer.learning_rate` of one layer; 0 freezes it."""
-    scale = 1.0
-    if split_key(key)[0] != DENOISER:
-        scale = settings.text_encoder_scale
-    patterns = settings.learning_rate_pattern
-    pattern = first_match(key, patterns)
-    return scale if pattern is None else scale * patterns[pattern]
-
-
-def _rescaled(module: ModuleTensors, scale: float) -> dict[str, Tensor]:
-    """Return float32 tensors with which a module gives the same update at `scale` as at its own scale."""
-    values = {name: tensor.float() for name, tensor in module.tensors.items()}
-    if module.kind != "oft" and module.scale != scale:
-        outer = {"lora": "up", "loha": "w1_a", "lokr": "w1"}[module.kind]
-        values[outer] = values[outer] * (module.scale / scale)
-    return values
 
 
 def _refuse_others(layers: Mapping[str, AdaptedLayer], tensors: AdapterTensors) -> None:

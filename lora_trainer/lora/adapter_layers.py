@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from peft.tuners.lora.dora import DoraLinearLayer
@@ -44,11 +44,20 @@ class FusedLinear(Linear):
         if self.disable_adapters or self.merged or name in self.lora_variant:
             plain: Tensor = super().forward(x, *args, **kwargs)
             return plain
-        base = self.get_base_layer()
+        base: Any = self.get_base_layer()
+        # A layer computes more than W x + b where hooks copy its weights or change its output; those of
+        # diffusers replace `forward`.
+        is_product = (
+            type(base) in (nn.Linear, QuantizedLinear)
+            and not (base._forward_hooks or base._forward_pre_hooks)
+            and "forward" not in vars(base)
+        )
         update = _Update(scale=self.scaling[name], gates=self.gates)
         weights = (self.lora_A[name].weight, self.lora_B[name].weight)
-        if self.before or not _is_product(base):
-            adapter_input = gated(_samples(x), self.before) if self.before else x
+        if self.before or not is_product:
+            adapter_input = x
+            if self.before:  # [samples, rows, channels], as masks take four dimensions for an image
+                adapter_input = gated(x.reshape(x.shape[0], -1, x.shape[-1]), self.before)
             change: Tensor = FrozenAndLowRank.apply(  # type: ignore[no-untyped-call]  # torch gives no types
                 adapter_input, *weights, update, None, None
             )
@@ -61,15 +70,6 @@ class FusedLinear(Linear):
         return fused
 
 
-def _is_product(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Say whether a layer computes only W x + b: hooks may copy its weights or change its output."""
-    return (
-        type(layer) in (nn.Linear, QuantizedLinear)
-        and not (layer._forward_hooks or layer._forward_pre_hooks)
-        and "forward" not in vars(layer)  # diffusers' hooks
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Update:
     """s gate(x A^T) B^T, and its gradients; x [..., in], A [rank, in], B [out, rank]."""
@@ -79,32 +79,17 @@ class _Update:
 
     def of(self, x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the update, plus `bias`, as a new tensor [rows, out]."""
-        middle, up = self._middle(x, down), up.to(x.dtype)
+        middle, up = self.middle(x, down), up.to(x.dtype)
         if bias is None:
             return _product(middle, up.T, scale=self.scale)
         return torch.addmm(bias, middle, up.T, alpha=self.scale)
 
-    def of_weights(
-        self, gradient: Tensor, x: Tensor, down: Tensor, up: Tensor, needs_gradient: Sequence[bool]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of x A^T [rows, rank], and of A and B where `needs_gradient`, else None.
+    def middle(self, x: Tensor, down: Tensor) -> Tensor:
+        """Return gate(x A^T), [rows, rank]."""
+        return self.gated(_flat(x) @ down.to(x.dtype).T, x)
 
-        `gradient` is [rows, out]. x A^T is computed again, which takes less time than memory to save it.
-        """
-        of_middle = _product(gradient, up.to(gradient.dtype), scale=self.scale)
-        of_middle = self._gated(of_middle, x)
-        of_down = of_up = None
-        if needs_gradient[0]:
-            of_down = (of_middle.T @ _flat(x)).to(down.dtype)
-        if needs_gradient[1]:
-            middle = self._middle(x, down)
-            of_up = _product(gradient.T, middle, scale=self.scale).to(up.dtype)
-        return of_middle, of_down, of_up
-
-    def _middle(self, x: Tensor, down: Tensor) -> Tensor:
-        return self._gated(_flat(x) @ down.to(x.dtype).T, x)
-
-    def _gated(self, middle: Tensor, x: Tensor) -> Tensor:
+    def gated(self, middle: Tensor, x: Tensor) -> Tensor:
+        """Return [rows, rank] through the gates of the samples of `x`."""
         if not self.gates:
             return middle
         return _flat(gated(middle.view(x.shape[0], -1, middle.shape[-1]), self.gates))
@@ -140,11 +125,16 @@ class FrozenAndLowRank(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # Read once only: under checkpointing a second access of `saved_tensors` raises.
         x, down, up, *stored = ctx.saved_tensors
-        gradient = _flat(gradient)
-        of_middle, of_down, of_up = ctx.update.of_weights(
-            gradient, x, down, up, ctx.needs_input_grad[1:3]
-        )
-        of_x = None
+        update, gradient = ctx.update, _flat(gradient)
+        of_middle = _product(gradient, up.to(gradient.dtype), scale=update.scale)
+        of_middle = update.gated(of_middle, x)
+        of_x = of_down = of_up = None
+        if ctx.needs_input_grad[1]:
+            of_down = (of_middle.T @ _flat(x)).to(down.dtype)
+        if ctx.needs_input_grad[2]:
+            # x A^T is computed again, which takes less time than memory to save it.
+            middle = update.middle(x, down)
+            of_up = _product(gradient.T, middle, scale=update.scale).to(up.dtype)
         if ctx.needs_input_grad[0]:
             of_x = of_middle @ down.to(x.dtype)
             if ctx.restore is not None:
@@ -236,7 +226,7 @@ class RotatedLayer(nn.Module):
 
 
 def _rotated(matrices: Tensor, values: Tensor) -> Tensor:
-    """Rotate the last dimension, [..., count x size]: `tensors.rotate` of outputs, not weights."""
+    """Rotate the last dimension, [..., count x size], as `tensors.update` rotates the rows of a weight."""
     count, size, _ = matrices.shape
     grouped = values.unflatten(-1, (count, size))
     # `@` would copy the matrices for every row, and autograd would save the copies.
@@ -247,11 +237,6 @@ def _product(a: Tensor, b: Tensor, *, scale: float) -> Tensor:
     """Return scale a b in one kernel."""
     unread = a.new_empty(1)  # with beta=0 `addmm` ignores it, even if it holds a NaN
     return torch.addmm(unread, a, b, beta=0, alpha=scale)
-
-
-def _samples(values: Tensor) -> Tensor:
-    """Return [samples, ..., channels] as [samples, rows, channels]; gates take four dimensions for an image."""
-    return values.reshape(values.shape[0], -1, values.shape[-1])
 
 
 def _flat(values: Tensor) -> Tensor:

@@ -101,7 +101,29 @@ def adapter_tensors(
     """
     tensors: Counter[Shape] = Counter()
     for module, shape in shapes.items():
-        tensors.update(_layer_tensors(f"{component}.{module}", shape, settings))
+        fan_in, out, kernel = (*shape, 1)[:3]
+        width = layer_width(f"{component}.{module}", kernel=kernel, settings=settings, alpha=1.0)
+        rank, convolution = width.rank, kernel > 1
+        match settings.kind:
+            case "lora":
+                written = (out, rank, 1, 1) if convolution else (out, rank)
+                tensors.update((_read(rank, fan_in, kernel), written))
+                if settings.dora:
+                    tensors[(1, out, 1, 1) if convolution else (out,)] += 1
+            case "loha":
+                tensors.update(2 * ((rank, fan_in), (out, rank)))
+            case "lokr":
+                in_left, in_right = factorise(fan_in // kernel, factor=settings.lokr_factor)
+                out_left, out_right = factorise(out, factor=settings.lokr_factor)
+                right = in_right * kernel
+                tensors[out_left, in_left] += 1
+                if rank >= max(in_right, out_right) / 2:  # a factor of full size is smaller
+                    tensors[_read(out_right, right, kernel)] += 1
+                else:
+                    tensors.update(((out_right, rank), (rank, right)))
+            case "oft":
+                size = block_size(out, rank=rank)
+                tensors[out // size, size, size] += 1
     return tensors
 
 
@@ -121,43 +143,12 @@ def rebuilt_elements(shapes: Mapping[str, Sequence[int]], settings: AdapterSetti
     return sum(fan_in * out for fan_in, out, *_ in shapes.values())
 
 
-def _layer_tensors(key: str, shape: Sequence[int], settings: AdapterSettings) -> tuple[Shape, ...]:
-    fan_in, out, kernel = (*shape, 1)[:3]
-    rank = layer_width(key, kernel=kernel, settings=settings, alpha=1.0).rank
-    match settings.kind:
-        case "lora":
-            norms: tuple[Shape, ...] = (_norms(out, kernel),) if settings.dora else ()
-            return (_read(rank, fan_in, kernel), _written(out, rank, kernel), *norms)
-        case "loha":
-            return 2 * ((rank, fan_in), (out, rank))
-        case "lokr":
-            in_left, in_right = factorise(fan_in // kernel, factor=settings.lokr_factor)
-            out_left, out_right = factorise(out, factor=settings.lokr_factor)
-            full = rank >= max(in_right, out_right) / 2
-            right = in_right * kernel
-            second = (
-                (_read(out_right, right, kernel),) if full else ((out_right, rank), (rank, right))
-            )
-            return ((out_left, in_left), *second)
-        case "oft":
-            size = block_size(out, rank=rank)
-            return ((out // size, size, size),)
-
-
 def _read(rank: int, fan_in: int, kernel: int) -> Shape:
     """Return the shape of the adapter tensor that reads a layer's inputs; kernels are square."""
     if kernel == 1:
         return (rank, fan_in)
     side = math.isqrt(kernel)
     return (rank, fan_in // kernel, side, kernel // side)
-
-
-def _written(out: int, rank: int, kernel: int) -> Shape:
-    return (out, rank) if kernel == 1 else (out, rank, 1, 1)
-
-
-def _norms(out: int, kernel: int) -> Shape:
-    return (out,) if kernel == 1 else (1, out, 1, 1)
 
 
 def rotated_size(numbers: int) -> int:

@@ -29,26 +29,39 @@ Mask = Callable[[Tensor], Tensor]
 class SampleMasks:
     """The masks of all layers; they apply inside `of`, elsewhere nothing is dropped."""
 
-    _starts: list[int] = field(default_factory=list)
     _widths: list[int] = field(default_factory=list)
-    _shares: list[tuple[float, float]] = field(default_factory=list)
-    _columns: tuple[Tensor, Tensor, Tensor] | None = None
+    _columns: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """Hash key, threshold and scale of every channel, each [channels]: by mask, then of all in one entry."""
     _masks: tuple[Tensor, ...] = ()
 
     def add(self, name: str, *, width: int, share: float, rescaled: bool = True) -> Mask:
         """Return a mask that drops a `share` of `width` channels and rescales the others to keep the mean."""
-        index = len(self._widths)
-        self._starts.append(draw_seed(0, Stream.ADAPTER_DROPOUT, name) & _LOW)
+        index, start = len(self._widths), draw_seed(0, Stream.ADAPTER_DROPOUT, name) & _LOW
+        scale = 1.0 / (1.0 - share) if rescaled else 1.0
         self._widths.append(width)
-        self._shares.append((share, 1.0 / (1.0 - share) if rescaled else 1.0))
+        self._columns.append(
+            (
+                (start + torch.arange(width)) & _LOW,
+                torch.full((width,), round(share * 2**_BITS)),
+                torch.full((width,), scale),
+            )
+        )
 
-        def masked(values: Tensor, *, channel_dim: int) -> Tensor:
+        def masked(values: Tensor) -> Tensor:
             if not self._masks:
                 return values
+            mask = self._masks[index]
+            rows, samples = values.shape[0], mask.shape[0]
+            if rows % samples:
+                raise AssertionError(f"{rows} rows do not belong to {samples} samples")
+            if rows != samples:  # rows are grouped by sample
+                mask = mask.repeat_interleave(rows // samples, dim=0)
+            shape = [1] * values.dim()
+            shape[0], shape[1 if values.dim() == 4 else -1] = mask.shape
             # Multiplied in float32: 16 bits would round the rescaling, and with it the mean.
-            return (values * _aligned(self._masks[index], values, channel_dim)).to(values.dtype)
+            return (values * mask.view(shape)).to(values.dtype)
 
-        return lambda values: masked(values, channel_dim=1 if values.dim() == 4 else -1)
+        return masked
 
     @contextmanager
     def of(self, seeds: Tensor) -> Iterator[None]:
@@ -56,7 +69,10 @@ class SampleMasks:
 
         `seeds` int64 [samples, 2] are the `halves` of each sample's seed, on the device.
         """
-        starts, thresholds, scales = self._columns_on(seeds.device)
+        if len(self._columns) > 1:
+            self._columns = [tuple(map(torch.cat, zip(*self._columns, strict=True)))]
+        self._columns[0] = tuple(each.to(seeds.device) for each in self._columns[0])
+        starts, thresholds, scales = self._columns[0]
         # Two rounds, one for each half of the 63-bit seed: [samples, channels] of 32-bit hashes, which are
         # compared with the dropout share as a fraction of 2^32.
         drawn = _mixed(_mixed(starts ^ seeds[:, :1]) ^ seeds[:, 1:])
@@ -66,23 +82,6 @@ class SampleMasks:
             yield
         finally:
             self._masks = ()
-
-    def _columns_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the hash key, threshold and scale of every channel of every mask, each [channels]."""
-        if self._columns is None:
-            starts = [
-                (start + torch.arange(width)) & _LOW
-                for start, width in zip(self._starts, self._widths, strict=True)
-            ]
-            widths = torch.tensor(self._widths)
-            thresholds = torch.tensor([round(share * 2**_BITS) for share, _ in self._shares])
-            scales = torch.tensor([scale for _, scale in self._shares])
-            self._columns = (
-                torch.cat(starts).to(device),
-                thresholds.repeat_interleave(widths).to(device),
-                scales.repeat_interleave(widths).to(device),
-            )
-        return self._columns
 
 
 def halves(seed: int) -> tuple[int, int]:
@@ -114,18 +113,6 @@ def gated(values: Tensor, masks: Sequence[Mask]) -> Tensor:
     for mask in masks:
         values = mask(values)
     return values
-
-
-def _aligned(mask: Tensor, values: Tensor, channel_dim: int) -> Tensor:
-    """Reshape a mask [samples, channels] for `values`, whose rows are grouped by sample."""
-    rows, samples = values.shape[0], mask.shape[0]
-    if rows % samples:
-        raise AssertionError(f"{rows} rows do not belong to {samples} samples")
-    if rows != samples:
-        mask = mask.repeat_interleave(rows // samples, dim=0)
-    shape = [1] * values.dim()
-    shape[0], shape[channel_dim] = mask.shape
-    return mask.view(shape)
 
 
 def _mixed(values: Tensor) -> Tensor:

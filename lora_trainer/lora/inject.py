@@ -109,12 +109,19 @@ def adapt(
     `masks` collect the dropout masks of the settings. Raises RequestError for a layer that cannot be adapted.
     """
     keys = {f"{component}.{module}": network.get_submodule(module) for module in modules}
-    widths = {
-        key: layer_width(
-            key, kernel=_kernel(key, layer, settings.kind), settings=settings, alpha=alpha
-        )
-        for key, layer in keys.items()
-    }
+    widths: dict[str, Width] = {}
+    for key, layer in keys.items():
+        if isinstance(layer, nn.Linear):
+            kernel = 1
+        elif isinstance(layer, nn.Conv2d) and layer.groups == 1:
+            kernel = math.prod(layer.kernel_size)
+        else:
+            raise RequestError(
+                f"adapter.kind={settings.kind} cannot change {key}: it is a {type(layer).__name__}, and only "
+                "linear layers and ungrouped 2D convolutions can be changed",
+                fix="choose narrower adapter.targets",
+            )
+        widths[key] = layer_width(key, kernel=kernel, settings=settings, alpha=alpha)
     if settings.kind == "oft":
         return {key: _rotate(network, key, layer, widths[key].rank) for key, layer in keys.items()}
     for rank in dict.fromkeys(width.rank for width in widths.values()):
@@ -153,25 +160,12 @@ def _drop(masks: SampleMasks, key: str, layer: Any, settings: AdapterSettings) -
         down.register_forward_hook(lambda _, _inputs, output: gated(output, after))
 
 
-def _kernel(key: str, layer: nn.Module, kind: AdapterKind) -> int:
-    """Return the number of elements of a layer's kernel; raises RequestError for layers without one."""
-    if isinstance(layer, nn.Linear):
-        return 1
-    if isinstance(layer, nn.Conv2d) and layer.groups == 1:
-        return math.prod(layer.kernel_size)
-    raise RequestError(
-        f"adapter.kind={kind} cannot change {key}: it is a {type(layer).__name__}, and only linear "
-        "layers and ungrouped 2D convolutions can be changed",
-        fix="choose narrower adapter.targets",
-    )
-
-
 def _peft_config(settings: AdapterSettings, names: Sequence[str], rank: int) -> PeftConfig:
     # peft matches a list of names by their ends too; a pattern has to match whole names.
     shared: dict[str, Any] = {"r": rank, "target_modules": "|".join(map(re.escape, names))}
     match settings.kind:
         case "lora":
-            # With init_lora_weights=False peft draws values that `_initialise` replaces.
+            # With init_lora_weights=False peft draws values that `_peft_layer` replaces.
             config = LoraConfig(**shared, use_dora=settings.dora, init_lora_weights=False)
             config._register_custom_module(dict(CUSTOM))
             return config
@@ -210,10 +204,28 @@ def _peft_layer(
     component, module = split_key(key)
     for name, parameter in parameters.items():
         counters = (module if component == DENOISER else key, *(() if name == "down" else (name,)))
-        seeded = torch.Generator().manual_seed(draw_seed(seed, Stream.ADAPTER_INIT, *counters))
-        _initialise(parameter, settings.kind, name, seeded)
+        generator = torch.Generator().manual_seed(draw_seed(seed, Stream.ADAPTER_INIT, *counters))
+        # The update is zero, its first gradient is not. LoRA uses Kaiming's uniform distribution and zero (Hu et
+        # al. 2021), LoHa and LoKr are as in LyCORIS.
+        values = torch.zeros(parameter.shape, dtype=torch.float32)
+        match settings.kind, name:
+            case ("lora", "down") | ("lokr", "w1" | "w2_a"):
+                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+            case "loha", "w1_a":
+                values.normal_(std=0.1, generator=generator)
+            case "loha", "w1_b" | "w2_b":
+                values.normal_(std=1.0, generator=generator)
+        parameter.data = values.to(parameter.device)
     if settings.dora:
-        parameters["magnitude"] = _learn_norms(layer)
+        # Magnitudes equal to the norms of the frozen weight, by the formula of the forward pass, so that the
+        # initial update is exactly zero.
+        norms = layer.lora_magnitude_vector[_NAME]
+        weight = frozen_weight(layer.get_base_layer()).float()
+        magnitude = norms.get_weight_norm(weight, torch.zeros_like(weight), scaling=1.0)
+        if type(norms) is DoraLinearLayer:
+            norms = LeanDora(fan_in_fan_out=False)  # type: ignore[no-untyped-call]
+            layer.lora_magnitude_vector[_NAME] = norms
+        norms.weight = parameters["magnitude"] = nn.Parameter(magnitude)
     return AdaptedLayer(
         kind=settings.kind,
         width=width,
@@ -221,38 +233,6 @@ def _peft_layer(
         # peft's own switch would also freeze the parameters.
         switch=lambda on: setattr(layer, "_disable_adapters", not on),
     )
-
-
-def _initialise(parameter: nn.Parameter, kind: str, name: str, generator: torch.Generator) -> None:
-    """Set the initial values in float32: the update is zero, its first gradient is not.
-
-    LoRA uses Kaiming's uniform distribution and zero (Hu et al. 2021), LoHa and LoKr are as in LyCORIS.
-    """
-    values = torch.zeros(parameter.shape, dtype=torch.float32)
-    match kind, name:
-        case ("lora", "down") | ("lokr", "w1" | "w2_a"):
-            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-        case "loha", "w1_a":
-            values.normal_(std=0.1, generator=generator)
-        case "loha", "w1_b" | "w2_b":
-            values.normal_(std=1.0, generator=generator)
-    parameter.data = values.to(parameter.device)
-
-
-def _learn_norms(layer: Any) -> nn.Parameter:
-    """Create DoRA's trained magnitudes, equal to the norms of the frozen weight.
-
-    They are computed by the formula of the forward pass, so that the initial update is exactly zero.
-    """
-    norms = layer.lora_magnitude_vector[_NAME]
-    weight = frozen_weight(layer.get_base_layer()).float()
-    magnitude: Tensor = norms.get_weight_norm(weight, torch.zeros_like(weight), scaling=1.0)
-    if type(norms) is DoraLinearLayer:
-        norms = LeanDora(fan_in_fan_out=False)  # type: ignore[no-untyped-call]
-        layer.lora_magnitude_vector[_NAME] = norms
-    norms.weight = nn.Parameter(magnitude)
-    parameter: nn.Parameter = norms.weight
-    return parameter
 
 
 def _rotate(network: nn.Module, key: str, layer: nn.Module, rank: int) -> AdaptedLayer:

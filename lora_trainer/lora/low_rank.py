@@ -63,16 +63,6 @@ class Singular:
             return 1.0
         return min(1.0, float(self.values[:rank].square().sum()) / self.energy)
 
-    def rank_for_energy(self, share: float) -> int | None:
-        """Return the smallest rank that keeps this share of the energy, at least 1; None: not in `values`."""
-        sums = self.values.square().cumsum(0)
-        enough = (sums >= share * self.energy * (1 - 1e-12)).nonzero()
-        return int(enough[0]) + 1 if len(enough) else None
-
-    def rank_for_ratio(self, ratio: float) -> int:
-        """Return how many values are at least the largest divided by `ratio`, at least 1."""
-        return max(1, int(((self.values >= self.values[0] / ratio) & (self.values > 0)).sum()))
-
     def lora(self, rank: int) -> ModuleTensors:
         """Return the update cut to `rank`, float32, scale 1; both factors get half of every value."""
         roots = self.values[:rank].sqrt()
@@ -117,9 +107,24 @@ def product(module: ModuleTensors, *, kernel: tuple[int, ...] = ()) -> LowRankUp
     if module.kind == "lora":
         up, down = tensors["up"].flatten(1), tensors["down"]
     elif module.kind == "loha":
-        up, down = _hadamard(tensors)
+        # (A B) * (C D), elementwise, as one product: columns of A and C, rows of B and D, pair by pair.
+        first, second = tensors["w1_b"], tensors["w2_b"]
+        sides = (tensors["w1_a"].shape[0], first[0].numel())
+        _refuse_wide("LoHa", rank=first.shape[0] * second.shape[0], sides=sides)
+        up = _pairs(tensors["w1_a"].T, tensors["w2_a"].T).T
+        down = _pairs(first.flatten(1), second.flatten(1)).reshape(-1, *first.shape[1:])
     else:
-        up, down = _kronecker(tensors)
+        # (A B) x (C D) = (A x C) (B x D); the kernel, if any, is that of D.
+        (left_up, left_down), (right_up, right_down) = _pair(tensors, "w1"), _pair(tensors, "w2")
+        sides = (
+            left_up.shape[0] * right_up.shape[0],
+            left_down.shape[1] * right_down[0].numel(),
+        )
+        _refuse_wide("LoKr", rank=left_up.shape[1] * right_up.shape[1], sides=sides)
+        fan_in = left_down.shape[1] * right_down.shape[1]
+        up = torch.kron(left_up, right_up)
+        down = torch.kron(left_down, right_down.flatten(1))
+        down = down.reshape(-1, fan_in, *right_down.shape[2:])
     if module.rows is not None:
         up = up[slice(*module.rows)]
     kernel_shape = tuple(down.shape[1:])
@@ -170,42 +175,6 @@ def singular(update: LowRankUpdate) -> Singular:
     )
 
 
-def truncated(weight: Tensor, *, rank: int, generator: torch.Generator) -> Singular:
-    """Return the first `rank` singular values of a full [out, in, ...] matrix, or all of a small one.
-
-    By subspace iteration (Halko et al. 2009, arXiv 0909.4061, algorithm 4.4) in float32: the values
-    are of a projection of the matrix, so what they keep of its energy is exact. Small ones: float64.
-    """
-    matrix = weight.float().flatten(1)
-    energy = float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2
-    width = rank + OVERSAMPLING
-    if min(matrix.shape) <= max(EXACT_SIDE, width):
-        rank = min(matrix.shape)
-        left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
-    else:
-        start = torch.randn(matrix.shape[1], width, generator=generator)
-        basis = leading_basis(matrix, start)
-        core, values, right = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
-        left = basis @ core
-    return Singular(
-        left=left[:, :rank].double(),
-        values=values[:rank].double(),
-        right=right[:rank].double(),
-        inputs=tuple(weight.shape[1:]),
-        energy=energy,
-    )
-
-
-def leading_basis(matrix: Tensor, start: Tensor) -> Tensor:
-    """Return an orthonormal basis [m, k] of the main directions of [m, n], from a random `start` [n, k]."""
-    basis: Tensor = torch.linalg.qr(matrix @ start).Q
-    # A QR decomposition after each product: without it all columns would turn to the largest singular
-    # vector and lose the others in float32.
-    for _ in range(ITERATIONS):
-        basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
-    return basis
-
-
 def approximated(
     change: Tensor, *, enough: Callable[[Singular], int], limit: int | None, seed: str
 ) -> Singular:
@@ -213,51 +182,44 @@ def approximated(
 
     `enough` says how many of those it is given a rank needs; all of them: there may be more to come.
     `limit` is the most that are wanted, `seed` makes the same draws in every run.
+
+    Of a large matrix by subspace iteration (Halko et al. 2009, arXiv 0909.4061, algorithm 4.4) in float32: the
+    values are of a projection of the matrix, so what they keep of its energy is exact. Of a small one all, in
+    float64.
     """
-    most = min(change.flatten(1).shape)
-    most = most if limit is None else min(limit, most)
+    matrix = change.float().flatten(1)
+    energy = float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2
+    side = min(matrix.shape)
+    most = side if limit is None else min(limit, side)
     rank = most if limit is not None else min(_FIRST_RANK, most)
     while True:
-        decomposition = truncated(change, rank=rank, generator=seeded(seed))
+        width, count = rank + OVERSAMPLING, rank
+        if side <= max(EXACT_SIDE, width):
+            count = side
+            left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+        else:
+            bytes_of_seed = hashlib.sha256(seed.encode()).digest()[:8]
+            generator = torch.Generator().manual_seed(
+                int.from_bytes(bytes_of_seed, "little", signed=True)
+            )
+            start = torch.randn(matrix.shape[1], width, generator=generator)
+            basis: Tensor = torch.linalg.qr(matrix @ start).Q
+            # A QR decomposition after each product: without it all columns would turn to the largest singular
+            # vector and lose the others in float32.
+            for _ in range(ITERATIONS):
+                basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
+            core, values, right = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
+            left = basis @ core
+        decomposition = Singular(
+            left=left[:, :count].double(),
+            values=values[:count].double(),
+            right=right[:count].double(),
+            inputs=tuple(change.shape[1:]),
+            energy=energy,
+        )
         if rank >= most or enough(decomposition) < len(decomposition.values):
             return decomposition
         rank = min(2 * rank, most)
-
-
-def seeded(text: str) -> torch.Generator:
-    """Return a generator with the same draws for a text in every run, whatever else differs."""
-    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-    return torch.Generator().manual_seed(seed)
-
-
-def _hadamard(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(A B) * (C D), elementwise, as one product: columns of A and C, rows of B and D, pair by pair."""
-    first, second = tensors["w1_b"], tensors["w2_b"]
-    _refuse_wide(
-        "LoHa",
-        rank=first.shape[0] * second.shape[0],
-        sides=(tensors["w1_a"].shape[0], first[0].numel()),
-    )
-    up = _pairs(tensors["w1_a"].T, tensors["w2_a"].T).T
-    down = _pairs(first.flatten(1), second.flatten(1))
-    return up, down.reshape(-1, *first.shape[1:])
-
-
-def _kronecker(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(A B) x (C D) = (A x C) (B x D); the kernel, if any, is that of D."""
-    (left_up, left_down), (right_up, right_down) = _pair(tensors, "w1"), _pair(tensors, "w2")
-    _refuse_wide(
-        "LoKr",
-        rank=left_up.shape[1] * right_up.shape[1],
-        sides=(
-            left_up.shape[0] * right_up.shape[0],
-            left_down.shape[1] * right_down[0].numel(),
-        ),
-    )
-    down = torch.kron(left_down, right_down.flatten(1))
-    kernel = right_down.shape[2:]
-    fan_in = left_down.shape[1] * right_down.shape[1]
-    return torch.kron(left_up, right_up), down.reshape(-1, fan_in, *kernel)
 
 
 def _pair(tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ their prefixes. All mathematics of an adapter's change to a weight is `update`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lora_trainer.config.declare import Precision
-from lora_trainer.lora.adapter_size import BASED, AdapterKind
+from lora_trainer.lora.adapter_size import BASED, AdapterKind, rotated_size
 
 DTYPES: Mapping[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -78,7 +77,10 @@ def update(module: ModuleTensors, weight: Tensor | None = None) -> Tensor:
     """
     if needs_weight(module) and weight is None:
         raise ValueError(f"the update of {module.kind} depends on the weight it changes")
-    dtype = _dtype(*module.tensors.values(), *(() if weight is None else (weight,)))
+    # float32 at least: half precision would round the update itself.
+    values = (*module.tensors.values(), *(() if weight is None else (weight,)))
+    double = any(tensor.dtype == torch.float64 for tensor in values)
+    dtype = torch.float64 if double else torch.float32
     tensors = {name: tensor.to(dtype) for name, tensor in module.tensors.items()}
     weight = None if weight is None else weight.to(dtype)
     change = _change(module, tensors, weight)
@@ -107,14 +109,20 @@ def _change(module: ModuleTensors, tensors: Mapping[str, Tensor], weight: Tensor
             first = tensors["w1_a"] @ tensors["w1_b"]
             return first * (tensors["w2_a"] @ tensors["w2_b"]) * module.scale
         case "lokr":
-            return kronecker(_factor(tensors, "w1"), _factor(tensors, "w2")) * module.scale
+            left, right = _factor(tensors, "w1"), _factor(tensors, "w2")
+            left = left.reshape(*left.shape, *(1,) * (right.dim() - 2))
+            return torch.kron(left, right.contiguous()) * module.scale
         case "full" | "norm":
             return tensors["difference"]
     assert weight is not None
     match module.kind:
         case "oft":
             matrices = rotation(tensors["blocks"])
-            turned = (butterfly if matrices.dim() == 4 else rotate)(matrices, weight)
+            if matrices.dim() == 4:
+                turned = butterfly(matrices, weight)
+            else:  # each group of outputs by the transpose of its matrix, as LyCORIS and ComfyUI read it
+                grouped = weight.reshape(*matrices.shape[:2], -1)
+                turned = (matrices.mT @ grouped).reshape(weight.shape)
             if "rescale" in tensors:
                 turned = per_output(tensors["rescale"], turned) * turned
             return turned - weight
@@ -135,11 +143,6 @@ def low_rank(down: Tensor, up: Tensor) -> Tensor:
     return (up.flatten(1) @ down.flatten(1)).reshape(up.shape[0], *down.shape[1:])
 
 
-def kronecker(left: Tensor, right: Tensor) -> Tensor:
-    """Return the Kronecker product of `left` [a, c] and `right` [b, d, ...]: [a b, c d, ...]."""
-    return torch.kron(left.reshape(*left.shape, *(1,) * (right.dim() - 2)), right.contiguous())
-
-
 def rotation(blocks: Tensor) -> Tensor:
     """Return the Cayley transform (I + Q) (I - Q)^-1, Q = blocks - blocks^T; zero blocks: exactly I.
 
@@ -149,16 +152,6 @@ def rotation(blocks: Tensor) -> Tensor:
     identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
     turned: Tensor = torch.linalg.solve(identity - skew, identity + skew)  # the factors commute
     return turned
-
-
-def rotate(matrices: Tensor, weight: Tensor) -> Tensor:
-    """Multiply each group of output channels of `weight` [out, ...] by the transpose of its matrix.
-
-    The transpose is how LyCORIS and ComfyUI read `oft_blocks`.
-    """
-    count, size, _ = matrices.shape
-    grouped = weight.reshape(count, size, -1)
-    return (matrices.mT @ grouped).reshape(weight.shape)
 
 
 def butterfly(matrices: Tensor, weight: Tensor) -> Tensor:
@@ -181,7 +174,7 @@ def _rotate_inputs(skew: Tensor, weight: Tensor) -> Tensor:
     As OneTrainer and peft compute it: four terms of the series of the Cayley transform, the inputs
     of a linear layer turned before it, the kernels of a convolution turned themselves.
     """
-    size = (1 + math.isqrt(1 + 8 * skew.shape[1])) // 2
+    size = rotated_size(skew.shape[1])
     upper = skew.new_zeros(skew.shape[0], size, size)
     rows, columns = torch.triu_indices(size, size, 1)
     upper[:, rows, columns] = skew
@@ -210,9 +203,3 @@ def _factor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     if name in tensors:
         return tensors[name]
     return low_rank(tensors[f"{name}_b"], tensors[f"{name}_a"])
-
-
-def _dtype(*tensors: Tensor) -> torch.dtype:
-    """float32 at least: half precision would round the update itself."""
-    double = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if double else torch.float32

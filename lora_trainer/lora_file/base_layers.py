@@ -74,30 +74,28 @@ class LayerNames:
         self._denoiser: dict[str, tuple[LayerRows, ...]] = {}
         self._text: dict[str, dict[str, LayerRows]] = {}
         for component, shapes in layers.items():
-            if component == DENOISER:
-                self._add_denoiser(shapes)
-            else:
+            if component != DENOISER:
                 self._text[component] = {
                     flat: LayerRows(key=f"{component}.{name}")
                     for name in shapes
                     for flat in _stripped(_flat(name), _TEXT_INNER)
                 }
+                continue
+            by_name = {name: (LayerRows(key=f"{DENOISER}.{name}"),) for name in shapes}
+            for name, layer in by_name.items():
+                self._denoiser.setdefault(_flat(name), layer)
+            other = family.layer_names(shapes)
+            for spelt, layer_names in other.layers.items():
+                joined = _joined(layer_names, shapes, swapped=other.swapped)
+                self._denoiser.setdefault(_flat(spelt), joined)
+            for name, layer in by_name.items():
+                # Old files have the output of an attention without its place in a list of two.
+                if name.endswith("to_out.0"):
+                    self._denoiser.setdefault(_flat(name.removesuffix(".0")), layer)
         self._numbers = {
             component: int(number) if (number := component.rpartition("_")[2]).isdigit() else 1
             for component in self._text
         }
-
-    def _add_denoiser(self, shapes: Mapping[str, Shape]) -> None:
-        by_name = {name: (LayerRows(key=f"{DENOISER}.{name}"),) for name in shapes}
-        for name, layer in by_name.items():
-            self._denoiser.setdefault(_flat(name), layer)
-        other = self.family.layer_names(shapes)
-        for spelt, names in other.layers.items():
-            self._denoiser.setdefault(_flat(spelt), _joined(names, shapes, swapped=other.swapped))
-        for name, layer in by_name.items():
-            # Old files have the output of an attention without its place in a list of two.
-            if name.endswith("to_out.0"):
-                self._denoiser.setdefault(_flat(name.removesuffix(".0")), layer)
 
     def shape(self, key: str) -> Shape:
         """Return the shape of a layer's weight by "component.module", () where it is not known."""
@@ -112,21 +110,19 @@ class LayerNames:
         this base is smaller or larger than the releases.
         """
         spelling, _, part = spelling.partition(PART_MARK)
-        layers = self._text_layer(spelling, size) or self._denoiser_layer(_flat(spelling))
+        layers = self._text_layer(spelling, size)
+        for candidate in () if layers else _stripped(_flat(spelling), _PREFIX):
+            if candidate.startswith("sformer_blocks_"):  # written by a replacement gone wrong
+                candidate = f"tran{candidate}"
+            # Old diffusers named the attention processor between the attention and its layer.
+            names = (candidate, candidate.replace("_processor_", "_"))
+            layers = self._denoiser.get(names[0]) or self._denoiser.get(names[1], ())
+            if layers:
+                break
         if part:
             number = int(part)
             return (LayerRows(key=layers[number].key),) if number < len(layers) else ()
         return _spread(layers, size) if size and len(layers) > 1 else layers
-
-    def _denoiser_layer(self, spelling: str) -> tuple[LayerRows, ...]:
-        for candidate in _stripped(spelling, _PREFIX):
-            # Old diffusers named the attention processor between the attention and its layer.
-            for name in (candidate, candidate.replace("_processor_", "_")):
-                if layers := self._denoiser.get(name):
-                    return layers
-            if candidate.startswith("sformer_blocks_"):  # written by a replacement gone wrong
-                return self._denoiser.get(f"tran{candidate}", ())
-        return ()
 
     def _text_layer(self, spelling: str, size: tuple[int, int] | None) -> tuple[LayerRows, ...]:
         flat = _flat(spelling).removeprefix("base_model_model_")
@@ -139,8 +135,13 @@ class LayerNames:
             if (layer := _in_text(table, name)) is not None
         }
         if match is None and (flat.startswith("lora_") or len(hits) != 1):
-            hits = {key: layer for key, layer in hits.items() if self._fits(layer, size)}
-            return tuple(hits.values()) if len(hits) == 1 else ()
+            fitting = tuple(
+                layer
+                for layer in hits.values()
+                for shape in [self.shape(layer.key)]
+                if size is None or len(shape) < 2 or size == (shape[0], math.prod(shape[1:]))
+            )
+            return fitting if len(fitting) == 1 else ()
         if match is not None:
             role = match["role"] or match["bare"]
             name, number = _ROLE_NAMES.get(role, role), int(match["flat"] or match["number"] or 1)
@@ -149,10 +150,6 @@ class LayerNames:
                 if own_role == name if role else self._numbers[component] == number:
                     return (layer,)
         return tuple(hits.values())[:1]
-
-    def _fits(self, layer: LayerRows, size: tuple[int, int] | None) -> bool:
-        shape = self.shape(layer.key)
-        return size is None or len(shape) < 2 or size == (shape[0], math.prod(shape[1:]))
 
 
 def _flat(name: str) -> str:
@@ -260,7 +257,23 @@ def recognise(parts: Mapping[str, ModuleFactors], metadata: Mapping[str, str]) -
                 break
     # Metadata may be wrong, so it decides only between families that all have the file's layers.
     if fitting:
-        chosen = stated_name if stated_name in fitting else _preferred(parts, fitting)
+        chosen = stated_name if stated_name in fitting else next(iter(fitting))
+        # Trainers that change whole blocks change all that is in them: of two families that differ by layers the
+        # file has not, the one is meant that lacks them, and has all kinds of its blocks' layers changed.
+        for family, names in fitting.items() if chosen != stated_name else ():
+            changed = {
+                _kind_of(layer.key)
+                for module, part in parts.items()
+                for layer in names.find(module, size=part.size)
+            }
+            kinds = {
+                _kind_of(f"{DENOISER}.{layer}")
+                for layer, shape in names.layers[DENOISER].items()
+                if len(shape) > 1 and "blocks." in layer
+            }
+            if kinds and kinds <= changed:
+                chosen = family
+                break
         others = () if chosen == stated_name else tuple(name for name in fitting if name != chosen)
         return Fit(family=chosen, others=others, names=fitting[chosen], exact=True)
     shapes = {name: part.down_shape for name, part in parts.items()}
@@ -324,28 +337,6 @@ def _releases(family: str, parts: Mapping[str, ModuleFactors]) -> Iterator[Layer
         names = released_names(family, release)
         if all(names.find(module, size=part.size) for module, part in parts.items()):
             yield names
-
-
-def _preferred(parts: Mapping[str, ModuleFactors], fitting: Mapping[str, LayerNames]) -> str:
-    """Return the family that trains all kinds of layers that its blocks have, else the first.
-
-    Trainers that change whole blocks change all that is in them: of two families that differ by layers
-    the file has not, the one is meant that lacks them.
-    """
-    for family, names in fitting.items():
-        changed = {
-            _kind_of(layer.key)
-            for module, part in parts.items()
-            for layer in names.find(module, size=part.size)
-        }
-        kinds = {
-            _kind_of(f"{DENOISER}.{layer}")
-            for layer, shape in names.layers[DENOISER].items()
-            if len(shape) > 1 and "blocks." in layer
-        }
-        if kinds and kinds <= changed:
-            return family
-    return next(iter(fitting))
 
 
 def _kind_of(key: str) -> str:

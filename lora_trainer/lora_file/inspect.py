@@ -183,9 +183,14 @@ def _read(contents: Contents) -> _TensorFacts:
         if norm is not None:
             block = block_of(module)
             squares[block] = squares.get(block, 0.0) + norm**2
+
+    def by_number(block: str) -> tuple[str, int]:
+        name, _, number = block.rpartition(".")
+        return (name, int(number)) if number.isdigit() else (block, 0)
+
     norms = {
         block: math.sqrt(squares[block])
-        for block in sorted(squares, key=_natural)
+        for block in sorted(squares, key=by_number)
         if math.isfinite(squares[block])
     }
     return _TensorFacts(
@@ -195,11 +200,6 @@ def _read(contents: Contents) -> _TensorFacts:
         norms=norms,
         sha256=digest.hexdigest(),
     )
-
-
-def _natural(block: str) -> tuple[str, int]:
-    name, _, number = block.rpartition(".")
-    return (name, int(number)) if number.isdigit() else (block, 0)
 
 
 # ---- norms
@@ -343,7 +343,15 @@ def _problems(contents: Contents, tensors: _TensorFacts, fit: Fit) -> Iterator[P
     yield from _several(
         "unknown-keys", [key for key in contents.unknown if not key.startswith(BUNDLED)]
     )
-    yield from _alpha_problems(contents, tensors)
+    # The alpha of an OFT is no strength; that of a LoKr counts only beside a decomposed factor.
+    scaled = [name for name, part in contents.whole.items() if part.kind in SCALED and part.ranks]
+    missing = [name for name in scaled if "alpha" not in contents.parts[name].entries]
+    if not contents.strengths.stated and FOLDED not in contents.metadata:
+        usual = tensors.alphas or key_format(contents.whole) == "kohya"
+        for each in _several("missing-alpha", missing):
+            yield each if usual else replace(each, severity="note")
+    if tensors.alphas and DIFFUSERS_METADATA in contents.metadata:
+        yield _problem("alpha-twice", entry=DIFFUSERS_METADATA)
     yield from _metadata_problems(contents, tensors, fit.family)
     if trained := trained_words(contents.metadata):
         yield _problem("needs-embedding", count=trained.tokens, text=trained.text)
@@ -371,18 +379,6 @@ def _factor_problems(contents: Contents, tensors: _TensorFacts) -> Iterator[Prob
         yield _problem("mixed-formats")
 
 
-def _alpha_problems(contents: Contents, tensors: _TensorFacts) -> Iterator[Problem]:
-    # The alpha of an OFT is no strength; that of a LoKr counts only beside a decomposed factor.
-    scaled = [name for name, part in contents.whole.items() if part.kind in SCALED and part.ranks]
-    missing = [name for name in scaled if "alpha" not in contents.parts[name].entries]
-    if not contents.strengths.stated and FOLDED not in contents.metadata:
-        usual = tensors.alphas or key_format(contents.whole) == "kohya"
-        for each in _several("missing-alpha", missing):
-            yield each if usual else replace(each, severity="note")
-    if tensors.alphas and DIFFUSERS_METADATA in contents.metadata:
-        yield _problem("alpha-twice", entry=DIFFUSERS_METADATA)
-
-
 def _metadata_problems(contents: Contents, tensors: _TensorFacts, family: str) -> Iterator[Problem]:
     parts, metadata = contents.whole.values(), contents.metadata
     in_tensors = {"ss_network_dim": {float(rank) for part in parts for rank in part.ranks}}
@@ -391,10 +387,11 @@ def _metadata_problems(contents: Contents, tensors: _TensorFacts, family: str) -
     if not rslora and all(part.kind != "oft" for part in parts):
         in_tensors["ss_network_alpha"] = {*tensors.alphas.values(), *contents.strengths.alphas()}
     for key, values in sorted(in_tensors.items()):
-        stated_number = _number(metadata, key)
-        if stated_number is None or not values:
+        try:
+            stated_number = float(metadata[key])
+        except (KeyError, ValueError):
             continue
-        if not any(math.isclose(stated_number, value, rel_tol=1e-2) for value in values):
+        if values and not any(math.isclose(stated_number, value, rel_tol=1e-2) for value in values):
             listed = ", ".join(f"{value:g}" for value in sorted(values))
             yield _problem(
                 "metadata-disagrees", entry=key, stated=f"{stated_number:g}", tensors=listed
@@ -405,10 +402,3 @@ def _metadata_problems(contents: Contents, tensors: _TensorFacts, family: str) -
             "metadata-disagrees", entry="ss_base_model_version", stated=stated_name, tensors=family
         )
         yield replace(disagrees, advice="A1111 lists the file under the former")
-
-
-def _number(metadata: Mapping[str, str], key: str) -> float | None:
-    try:
-        return float(metadata[key])
-    except (KeyError, ValueError):
-        return None

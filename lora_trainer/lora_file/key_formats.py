@@ -252,19 +252,33 @@ def format_for(family: Family, requested: FormatRequest, contents: AdapterConten
 
     Raises RequestError with the reason where the family or the kind does not allow the requested format.
     """
-    refused = {format: _refusal(format, contents) for format in family.formats.written}
-    possible = [format for format, reason in refused.items() if reason is None]
+    refused = dict[FileFormat, str]()
+    if others := sorted(contents.kinds - {"lora"}):
+        name = KIND_NAMES[others[0]]
+        refused["diffusers"] = (
+            f"{name} is not written in it, because diffusers cannot load it again under its own names"
+        )
+    elif contents.bias:
+        refused["diffusers"] = (
+            "changes of biases are not written in it, because diffusers has no names for them"
+        )
+    elif contents.input_dora:
+        refused["diffusers"] = (
+            "DoRA's input magnitudes are not written in it, because peft reads output magnitudes only"
+        )
+    possible = [format for format in family.formats.written if format not in refused]
     if not possible:
-        reasons = "; ".join(f"{format}: {reason}" for format, reason in refused.items())
+        reasons = "; ".join(f"{each}: {refused[each]}" for each in family.formats.written)
         raise RequestError(
             f"no file format of {family.name} can hold this adapter ({reasons})",
             fix="make a LoRA of it with `lora-train resize --rank`, or train with --set adapter.kind=lora",
         )
     if requested == "auto":
         return possible[0]
-    reason = refused.get(requested) or family.formats.refused.get(requested)
     if requested in possible:
         return requested
+    written = requested in family.formats.written
+    reason = (refused if written else family.formats.refused).get(requested)
     raise RequestError(
         f"output.format={requested} is not possible for {family.name}: {reason or 'no program reads it'}",
         fix=f"use --set output.format={possible[0]}",
@@ -276,15 +290,3 @@ def format_notes(format: FileFormat, contents: AdapterContents) -> tuple[str, ..
     dora = (_DORA_IN_DIFFUSERS if format == "diffusers" else _DORA,) if contents.dora else ()
     text = (_TEXT_IN_COMFYUI,) if contents.text and format == "comfyui" else ()
     return (*dora, *text, *(_MISSED[kind] for kind in sorted(contents.kinds) if kind in _MISSED))
-
-
-def _refusal(format: FileFormat, contents: AdapterContents) -> str | None:
-    others = sorted(contents.kinds - {"lora"})
-    if format == "diffusers" and others:
-        name = KIND_NAMES[others[0]]
-        return f"{name} is not written in it, because diffusers cannot load it again under its own names"
-    if format == "diffusers" and contents.bias:
-        return "changes of biases are not written in it, because diffusers has no names for them"
-    if format == "diffusers" and contents.input_dora:
-        return "DoRA's input magnitudes are not written in it, because peft reads output magnitudes only"
-    return None

@@ -122,6 +122,12 @@ def _network(info: ExportInfo) -> dict[str, Any]:
     vae = info.settings["base.vae"]
     hashes = {"sd_model": info.base_hashes, "vae": info.vae_hashes}
     stated_hashes = {name: each for name, each in hashes.items() if each is not None}
+    # A number below 2^32 that all files of one training share, as sd-scripts draws one at its start. Computed
+    # and not drawn, so that the same training gives the same bytes and a resume the same number.
+    names = _dumps_sorted(
+        [info.title, info.started_at_s, info.base_identity, info.settings["train.seed"]]
+    )
+    session = int(sha256_bytes(names.encode("utf-8", "backslashreplace"))[:8], 16)
     return {
         "ss_base_model_version": info.base_model_version,
         "ss_v2": info.base_model_version.startswith("sd_v2"),
@@ -132,22 +138,11 @@ def _network(info: ExportInfo) -> dict[str, Any]:
         "ss_network_alpha": float(info.alpha),
         "ss_network_args": _dumps(arguments),
         "ss_network_dropout": info.settings["adapter.dropout"] or None,
-        "ss_session_id": _session_id(info),
+        "ss_session_id": session,
         **({"ss_vae_name": vae} if vae else {}),
         **{f"ss_{name}_hash": each.short for name, each in stated_hashes.items()},
         **{f"ss_new_{name}_hash": each.sha256 for name, each in stated_hashes.items()},
     }
-
-
-def _session_id(info: ExportInfo) -> int:
-    """Return a number below 2^32 that all files of one training share, as sd-scripts draws one at its start.
-
-    Computed and not drawn, so that the same training gives the same bytes and a resume the same number.
-    """
-    names = _dumps_sorted(
-        [info.title, info.started_at_s, info.base_identity, info.settings["train.seed"]]
-    )
-    return int(sha256_bytes(names.encode("utf-8", "backslashreplace"))[:8], 16)
 
 
 def _network_arguments(info: ExportInfo) -> dict[str, str]:
@@ -189,6 +184,12 @@ def _training(info: ExportInfo) -> dict[str, Any]:
     betas = (settings["optimizer.beta1"], settings["optimizer.beta2"])
     decay, epsilon = settings["optimizer.weight_decay"], settings["optimizer.epsilon"]
     optimizer = f"{settings['optimizer.name']}(weight_decay={decay},betas={betas},eps={epsilon})"
+    text_rate = None
+    if settings["adapter.text_encoder"]:
+        text_rate = settings["optimizer.text_encoder_learning_rate"]
+        if text_rate is None:
+            share = 1 if settings["optimizer.name"] == "prodigy" else 2
+            text_rate = settings["optimizer.learning_rate"] / share
     return {
         "ss_steps": info.step,
         "ss_epoch": math.ceil(info.images_seen / images),
@@ -196,7 +197,7 @@ def _training(info: ExportInfo) -> dict[str, Any]:
         "ss_num_batches_per_epoch": math.ceil(images / batch),
         "ss_training_started_at": float(info.started_at_s),
         "ss_training_finished_at": float(info.saved_at_s),
-        "ss_text_encoder_lr": _text_encoder_rate(settings),
+        "ss_text_encoder_lr": text_rate,
         "ss_lr_warmup_steps": round(settings["optimizer.warmup_fraction"] * steps),
         "ss_optimizer": optimizer,
         "ss_mixed_precision": _PRECISIONS[settings["train.precision"]],
@@ -210,16 +211,6 @@ def _training(info: ExportInfo) -> dict[str, Any]:
         "ss_prior_loss_weight": prior_weight,
         "ss_ip_noise_gamma": settings["objective.input_perturbation"] or None,
     }
-
-
-def _text_encoder_rate(settings: Mapping[str, Any]) -> float | None:
-    if not settings["adapter.text_encoder"]:
-        return None
-    own_rate: float | None = settings["optimizer.text_encoder_learning_rate"]
-    if own_rate is not None:
-        return own_rate
-    rate: float = settings["optimizer.learning_rate"]
-    return rate if settings["optimizer.name"] == "prodigy" else rate / 2
 
 
 def _beyond(value: int | Auto, usual: int) -> int | None:
@@ -245,7 +236,14 @@ def _timesteps(info: ExportInfo) -> dict[str, Any]:
 
 def _dataset(info: ExportInfo) -> dict[str, Any]:
     side = info.settings["data.resolution"]
-    tags, buckets = _tag_frequency(info), _bucket_info(info)
+    tags, error = _tag_frequency(info), info.mean_aspect_error
+    buckets = {
+        "buckets": {
+            str(index): {"resolution": [int(side) for side in size.split("x")], "count": count}
+            for index, (size, count) in enumerate(sorted(info.buckets.items()))
+        },
+        **({} if error is None else {"mean_img_ar_error": error}),
+    }
     shortest_px, longest_px = info.bucket_bounds_px or (None, None)
     subsets = [
         {
@@ -304,18 +302,6 @@ def _tag_frequency(info: ExportInfo) -> dict[str, dict[str, int]]:
         ordered = sorted(counts, key=lambda tag: (tag != info.trigger, -counts[tag], tag))
         frequencies[subset.folder] = {tag: counts[tag] for tag in ordered[:limit]}
     return frequencies
-
-
-def _bucket_info(info: ExportInfo) -> dict[str, Any]:
-    rows = enumerate(sorted(info.buckets.items()))
-    error = info.mean_aspect_error
-    return {
-        "buckets": {
-            str(index): {"resolution": [int(side) for side in size.split("x")], "count": count}
-            for index, (size, count) in rows
-        },
-        **({} if error is None else {"mean_img_ar_error": error}),
-    }
 
 
 SETTINGS_ENTRY = "lora_train.settings"

@@ -132,7 +132,19 @@ def open_contents(path: Path) -> Iterator[Contents]:
     """Open and check a safetensors file; raises InputError naming the fault."""
     with open_checked(path) as opened:
         parts, unknown = _modules(opened)
-        strengths = read_strengths(opened.metadata, opened.path)
+        # Settings of peft stand in the header, else in the file that peft writes beside its own.
+        settings: dict[str, dict[str, Any]] = {}
+        if text := opened.metadata.get(DIFFUSERS_METADATA):
+            # "unet.lora_alpha" and the like
+            for name, value in json_object(text).items():
+                part, _, setting = name.rpartition(".")
+                component = part if part.startswith("text_encoder") else DENOISER
+                settings.setdefault(component, {})[setting] = value
+        elif opened.path.name == PEFT_FILE:
+            with suppress(OSError, UnicodeError):
+                beside = opened.path.with_name(PEFT_CONFIG)
+                settings[""] = json_object(beside.read_text("utf-8"))
+        strengths = Strengths(settings=settings)
         if reason := strengths.unsupported:
             refuse(opened.path, reason, fix="merge it into its base where it was made")
         yield Contents(
@@ -183,20 +195,17 @@ def _modules(opened: Opened) -> tuple[dict[str, ModuleFactors], list[str]]:
     for whole in set(wholes.values()):
         if parts.get(whole, {}).keys() == {"alpha"}:
             del parts[whole]
-    modules = {
-        module: ModuleFactors(kind=_kind(kinds.get(module, set()), roles), entries=roles)
-        for module, roles in parts.items()
-    }
+    modules: dict[str, ModuleFactors] = {}
+    for module, roles in parts.items():
+        own_kinds = kinds.get(module, set())
+        one = next((kind for kind in NEEDED if kind in own_kinds), None)
+        # A DoRA magnitude has one name beside every kind, and a bias none of its own.
+        if "lora" in own_kinds and {"down", "up", "mid"} & roles.keys():
+            one = "lora"
+        elif not own_kinds and "bias" in roles:
+            one = "full"
+        modules[module] = ModuleFactors(kind=one, entries=roles)
     return modules, unknown
-
-
-def _kind(kinds: set[AdapterKind], roles: Mapping[Role, HeaderEntry]) -> AdapterKind | None:
-    # A DoRA magnitude has one name beside every kind, and a bias none of its own.
-    if kinds >= {"lora"} and {"down", "up", "mid"} & roles.keys():
-        return "lora"
-    if not kinds and "bias" in roles:
-        return "full"
-    return next((kind for kind in NEEDED if kind in kinds), None)
 
 
 DIFFUSERS_METADATA = "lora_adapter_metadata"
@@ -261,21 +270,6 @@ class Strengths:
             return 1.0
         # rsLoRA (Kalajdzievski 2023, arXiv 2312.03732): updates of every rank get the same size.
         return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-
-
-def read_strengths(metadata: Mapping[str, str], path: Path) -> Strengths:
-    """Take the settings from the header, else from the file that peft writes beside its own."""
-    by_component: dict[str, dict[str, Any]] = {}
-    if text := metadata.get(DIFFUSERS_METADATA):
-        # "unet.lora_alpha" and the like
-        for name, value in json_object(text).items():
-            part, _, setting = name.rpartition(".")
-            component = part if part.startswith("text_encoder") else DENOISER
-            by_component.setdefault(component, {})[setting] = value
-    elif path.name == PEFT_FILE:
-        with suppress(OSError, UnicodeError):
-            by_component[""] = json_object(path.with_name(PEFT_CONFIG).read_text("utf-8"))
-    return Strengths(settings=by_component)
 
 
 def _alpha(settings: Mapping[str, Any]) -> Any:

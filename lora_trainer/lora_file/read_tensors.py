@@ -138,23 +138,25 @@ class OpenAdapter(Mapping[str, ModuleTensors]):
                 f"{self.name} cannot be used with one weight for each layer: {spelling!r} {error}",
                 fix="use it in the program it was made with, which keeps these layers in one weight",
             ) from None
-        module = ModuleTensors(
-            kind=update.kind,
-            tensors={
-                name: _tensor(array, update.dtypes.get(name))
-                for name, array in sorted(update.arrays.items())
-            },
-            rank=update.rank,
-            scale=update.scale,
-            rows=update.rows,
-        )
-        for role, tensor in module.tensors.items() if self.must_be_finite else ():
-            if not tensor.float().isfinite().all():
+        tensors: dict[str, Tensor] = {}
+        for role, array in sorted(update.arrays.items()):
+            # In the dtype that the file has it in; integers become float32.
+            tensor = torch.from_numpy(np.array(array))
+            computed = tensor.dtype if tensor.is_floating_point() else torch.float32
+            tensor = tensor.to(SLOT_DTYPES.get(update.dtypes.get(role, ""), computed))
+            if self.must_be_finite and not tensor.float().isfinite().all():
                 raise InputError(
                     f"{self.name} holds NaN or infinity in {key} ({role})",
                     fix="use an earlier save of the training it came from",
                 )
-        return module
+            tensors[role] = tensor
+        return ModuleTensors(
+            kind=update.kind,
+            tensors=tensors,
+            rank=update.rank,
+            scale=update.scale,
+            rows=update.rows,
+        )
 
 
 @contextmanager
@@ -224,10 +226,3 @@ def _places(
                 refuse(name, fault, fix=_OTHER_BASE)
             places[layer.key] = (spelling, layer)
     return places
-
-
-def _tensor(array: np.ndarray[Any, Any], file_dtype: str | None) -> Tensor:
-    """Return an array in the dtype that it has in the file; integers become float32."""
-    tensor = torch.from_numpy(np.array(array))
-    computed = tensor.dtype if tensor.is_floating_point() else torch.float32
-    return tensor.to(SLOT_DTYPES.get(file_dtype or "", computed))

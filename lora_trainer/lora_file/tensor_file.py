@@ -299,7 +299,9 @@ def write_tensors(
         file.seek(0)
         file.write(whole)
         file.flush()
-        if _body_sha256(file, start=len(room)) != digest.hexdigest():
+        file.seek(len(room))
+        read_back = file_digest(file, "sha256")  # type: ignore[arg-type]  # files have readinto
+        if read_back.hexdigest() != digest.hexdigest():
             raise MachineError(
                 f"{path} reads back with other bytes than were written",
                 fix="check the disk or choose another folder with --output",
@@ -334,8 +336,3 @@ def whole_or_absent(path: Path, *, force: bool) -> Iterator[BinaryIO]:
         if not published:
             with suppress(OSError):  # the first disk error is reported, not one on cleaning up
                 temporary.unlink(missing_ok=True)
-
-
-def _body_sha256(file: BinaryIO, *, start: int) -> str:
-    file.seek(start)
-    return file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # files have readinto

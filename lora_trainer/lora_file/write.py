@@ -210,7 +210,10 @@ class FileForm:
             )
         component, layer = split_key(key)
         name = self.family.lora_key_name(self.format, component, layer)
-        alpha = self._alpha(module)
+        alpha, strength = self._alpha(module), 1.0
+        if module.kind in SCALED and module.scale * module.rank != alpha:
+            # Readers compute alpha / rank; the rest of scale = alpha / rank x strength is in the tensors.
+            strength = module.scale if alpha is None else module.scale * module.rank / alpha
         ends = file_endings(self.format, module.kind, component=component)
         endings = {"bias": BIAS, **ends}
         endings["input_magnitude"] = endings.get("magnitude", "")
@@ -223,7 +226,7 @@ class FileForm:
             digits: Precision = self.precision
             # Each product takes the strength once, as s (A B) * (C D) = (s A B) * (C D) in a LoHa.
             if role in STRONG:
-                wide = wide * _folded(module, alpha)
+                wide = wide * strength
             if role in _FLAT:
                 wide = wide.flatten(1)
             if role in ("by_output", "by_input") and wide.dim() > 1:
@@ -254,14 +257,6 @@ class FileForm:
         if module.kind not in SCALED or self.format != "kohya":
             return None
         return self.lora_alpha if module.kind == "lora" else float(module.rank)
-
-
-def _folded(module: ModuleTensors, alpha: float | None) -> float:
-    """Return the part of the strength that is multiplied into one of the factors."""
-    # Readers compute alpha / rank; the rest of scale = alpha / rank x factor is in the tensors.
-    if module.kind not in SCALED or module.scale * module.rank == alpha:
-        return 1.0
-    return module.scale if alpha is None else module.scale * module.rank / alpha
 
 
 def _magnitude(tensor: Tensor, module: ModuleTensors, role: str, format: FileFormat) -> Tensor:
@@ -306,30 +301,36 @@ def check_written(file: Path, tensors: AdapterTensors, form: FileForm) -> None:
             for key, live in tensors.items():
                 if key not in adapter:
                     raise _not_the_adapter(f"{key} is missing")
-                _check_module(key, live, adapter[key], precision=form.precision)
+                fault = _fault_of(live, adapter[key], precision=form.precision)
+                if fault:
+                    raise _not_the_adapter(f"{key} {fault}")
     except InputError as error:
         raise _not_the_adapter(error.found) from None
 
 
-def _check_module(
-    key: str, live: ModuleTensors, read: ModuleTensors, *, precision: Precision
-) -> None:
+def _fault_of(live: ModuleTensors, read: ModuleTensors, *, precision: Precision) -> str:
+    """Say by what a module in a file is not the live one, "" where rounding explains all."""
     if read.kind != live.kind or _shapes(read) != _shapes(live):
-        raise _not_the_adapter(f"{key} has other tensors or shapes")
+        return "has other tensors or shapes"
     # The numbers are compared and not the norm of the update: LoHa and LoKr multiply factors element by
     # element, where a bound on the norm would pass anything.
     slack, factor = _ALPHA_ROUNDING if live.kind == "lora" else 0.0, 1.0
     if live.kind in SCALED and read.scale != live.scale:
         if not read.scale:
-            raise _not_the_adapter(f"{key} would differ by all of its strength")
+            return "would differ by all of its strength"
         # A file of another strength must hold factors that make up for it.
         factor = live.scale / read.scale
     for name, tensor in live.tensors.items():
         exact = _float64(tensor) * (factor if name in STRONG else 1.0)
         number = _float64(read.tensors[name]).reshape(exact.shape)
-        if not _is_rounding(number, exact, precision, slack=slack):
+        # A number moves by at most eps / 2 of itself, or half a subnormal spacing near zero. A fixed percentage
+        # would refuse the tiny values of a first step and pass a wrong alpha in bf16.
+        limits = torch.finfo(DTYPES[precision])
+        spacing = exact.abs() * (limits.eps / 2 + slack) + limits.tiny * limits.eps / 2
+        if not ((number - exact).abs() <= spacing).all():
             error = float((number - exact).norm() / exact.norm())
-            raise _not_the_adapter(f"{key} would differ by {error:.1e} in {name}")
+            return f"would differ by {error:.1e} in {name}"
+    return ""
 
 
 def _shapes(module: ModuleTensors) -> dict[str, tuple[int, ...]]:
@@ -349,12 +350,3 @@ def _not_the_adapter(fault: str) -> TrainingStopped:
 
 def _float64(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().to(torch.float64)  # MPS has no float64
-
-
-def _is_rounding(read: Tensor, live: Tensor, precision: Precision, *, slack: float) -> bool:
-    """Say whether rounding to `precision` explains every number read."""
-    # A number moves by at most eps / 2 of itself, or half a subnormal spacing near zero. A fixed percentage
-    # would refuse the tiny values of a first step and pass a wrong alpha in bf16.
-    limits = torch.finfo(DTYPES[precision])
-    spacing = live.abs() * (limits.eps / 2 + slack) + limits.tiny * limits.eps / 2
-    return bool(((read - live).abs() <= spacing).all())

@@ -21,7 +21,7 @@ from lora_trainer.common.errors import InputError
 from lora_trainer.config.inputs import BaseSettings
 from lora_trainer.families.base import Family
 from lora_trainer.families.base_files.weight_files import AGAIN, BESIDE_WEIGHTS, unread_quantisation
-from lora_trainer.families.facts import DENOISER, BaseFacts, Header, WeightPlace
+from lora_trainer.families.facts import DENOISER, BaseFacts, WeightPlace
 from lora_trainer.families.locate import describe, locate
 from lora_trainer.families.releases import released_layers
 from lora_trainer.lora.tensors import split_key
@@ -125,7 +125,20 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
         describe(BaseSettings(model=source))  # raises InputError naming its kind
         raise InputError(f"{path.name} is no base model", fix="give a checkpoint or a folder")
     family, _ = recognised
-    places = family.checkpoint_weights(file.entries) or _joined_places(file.entries, family)
+    places = family.checkpoint_weights(file.entries)
+    # A transformer's checkpoint has its layers by the names that LoRA files have for them. Of the released
+    # networks the one counts of which the file has the most layers.
+    for release in () if places else range(len(released_layers(family.name))):
+        names, of_release = released_names(family.name, release), dict[str, WeightPlace]()
+        for tensor, info in file.entries.items():
+            if tensor.endswith(WEIGHT) and len(info.shape) > 1:
+                size = (info.shape[0], math.prod(info.shape[1:]))
+                layers = names.find(tensor.removesuffix(WEIGHT), size=size)
+                if layers and (layers[-1].rows is None or layers[-1].rows[1] == size[0]):
+                    for layer in layers:
+                        at = WeightPlace(tensor=tensor, rows=layer.rows, swapped=layer.swapped)
+                        of_release[layer.key] = at
+        places = max(places, of_release, key=len)
     tensors: dict[str, WeightLocation] = {}
     for key, at in places.items():
         location = WeightLocation(file=file, at=at)
@@ -135,26 +148,6 @@ def _single(source: str, path: Path, stack: ExitStack) -> BaseWeights:
         if bias in file.entries:  # in the same rows as its weight where layers are joined
             tensors[f"{key}.bias"] = replace(location, at=replace(at, tensor=bias))
     return BaseWeights(source=source, path=path, family=family, tensors=tensors, single=True)
-
-
-def _joined_places(header: Header, family: Family) -> Mapping[str, WeightPlace]:
-    """Return where a transformer's checkpoint has its layers, by the names that LoRA files have for them.
-
-    Of the released networks the one counts of which the file has the most layers.
-    """
-    most: dict[str, WeightPlace] = {}
-    for release in range(len(released_layers(family.name))):
-        names, places = released_names(family.name, release), dict[str, WeightPlace]()
-        for tensor, info in header.items():
-            if tensor.endswith(WEIGHT) and len(info.shape) > 1:
-                size = (info.shape[0], math.prod(info.shape[1:]))
-                layers = names.find(tensor.removesuffix(WEIGHT), size=size)
-                if layers and (layers[-1].rows is None or layers[-1].rows[1] == size[0]):
-                    for layer in layers:
-                        at = WeightPlace(tensor=tensor, rows=layer.rows, swapped=layer.swapped)
-                        places[layer.key] = at
-        most = max(most, places, key=len)
-    return most
 
 
 def _folder(facts: BaseFacts, stack: ExitStack) -> BaseWeights:

@@ -47,30 +47,25 @@ def describe(
     or an output that exists, MachineError when the disk refuses or gives other tensors back.
     """
     with open_checked(file) as opened:
-        metadata = _with(opened.metadata, texts)
+        before, new = opened.metadata, dict[str, str]()
+        for name, text in texts.items():
+            if text is None:
+                continue
+            if len(text) > MAX_TEXT_CHARACTERS:
+                raise RequestError(
+                    f"the {name} has {len(text):,} characters",
+                    fix=f"use at most {MAX_TEXT_CHARACTERS:,}",
+                )
+            new[_KEYS[name]] = public_text(text.strip())
+        # Our exports repeat the trigger in a hint; one in somebody else's own words stays.
+        if _TRIGGER in new and before.get(_HINT, "") == usage_hint(before.get(_TRIGGER, "")):
+            new[_HINT] = usage_hint(new[_TRIGGER])
+        metadata = {k: text for k, text in {**before, **new}.items() if text or k not in new}
         bodies = map(opened.read, opened.entries.values())
         write_tensors(output, opened.entries, bodies, metadata=metadata, hashes=None, force=force)
-    before = opened.metadata
     return sorted(
         key for key in before.keys() | metadata.keys() if before.get(key) != metadata.get(key)
     )
-
-
-def _with(metadata: Mapping[str, str], texts: Mapping[str, str | None]) -> dict[str, str]:
-    new = {_KEYS[name]: _checked(name, text) for name, text in texts.items() if text is not None}
-    # Our exports repeat the trigger in a hint; one in somebody else's own words stays.
-    if _TRIGGER in new and metadata.get(_HINT, "") == usage_hint(metadata.get(_TRIGGER, "")):
-        new[_HINT] = usage_hint(new[_TRIGGER])
-    return {key: text for key, text in {**metadata, **new}.items() if text or key not in new}
-
-
-def _checked(name: str, value: str) -> str:
-    if len(value) > MAX_TEXT_CHARACTERS:
-        raise RequestError(
-            f"the {name} has {len(value):,} characters",
-            fix=f"use at most {MAX_TEXT_CHARACTERS:,}",
-        )
-    return public_text(value.strip())
 
 
 OPTION = "--repository"
@@ -85,19 +80,14 @@ def publish(file: Path, *, repository: str, private: bool) -> str:
     check_usable(file, names=None)  # before anybody has to log in
     if "/" not in repository:
         check_upload(f"owner/{repository}", asked_by=OPTION)
-        repository = f"{_user()}/{repository}"
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # re-exported
+
+        try:
+            repository = f"{HfApi().whoami()['name']}/{repository}"
+        except (HfHubHTTPError, HTTPError, OSError) as error:
+            raise MachineError(
+                f"the Hub does not say who is logged in ({type(error).__name__})",
+                fix=f"{LOGIN}; or name the owner too, as owner/name",
+            ) from None
     return push(file, repository=repository, private=private, asked_by=OPTION)
-
-
-def _user() -> str:
-    """Return the name of whoever is logged in; raises MachineError."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # re-exported
-
-    try:
-        return str(HfApi().whoami()["name"])
-    except (HfHubHTTPError, HTTPError, OSError) as error:
-        raise MachineError(
-            f"the Hub does not say who is logged in ({type(error).__name__})",
-            fix=f"{LOGIN}; or name the owner too, as owner/name",
-        ) from None

@@ -8,7 +8,6 @@ LoRA does not reach (norms, biases, embeddings) is measured and said.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -57,7 +56,17 @@ def extract(
             )
         layers = _layers(first, second, targets)
         cutter = RankCutter(limits=limits)
-        unreached = _compare(first, second, layers, cutter)
+        for key in layers:
+            _cut(key, _difference(key, first.places[key], second.places[key]), cutter)
+        # Beside them, the energy of the difference in all other tensors.
+        reached = {f"{key}{WEIGHT}" for key in layers}
+        others = (
+            _difference(key, first.tensors[key], second.tensors[key])
+            for key in first.tensors.keys() & second.tensors.keys() - reached
+        )
+        unreached = math.fsum(
+            float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in others
+        )
         if not cutter.cuts:
             raise InputError(
                 f"{tuned} and {base} are the same in every layer that a LoRA changes",
@@ -69,13 +78,17 @@ def extract(
             default="fp16",
             entries=_entries(tuned, base, second, title=public_text(target.path.stem)),
         )
+        has_text = ({split_key(key)[0] for key in each.places} for each in (first, second))
     share = unreached / (unreached + cutter.reached)
     return written.with_more(
         f"rank {cutter.ranks()}",
         cutter.text("these layers' energy"),
         f"{percent(share)} of the whole difference is out of reach: other layers, norms, biases, "
         "embeddings",
-        notes=_not_compared(first, second),
+        notes=[
+            f"{component} was not compared: only one of the models has it"
+            for component in sorted(set.symmetric_difference(*has_text))
+        ],
         **cutter.values(),
         unreached=share,
     )
@@ -97,22 +110,6 @@ def _entries(tuned: str, base: str, opened: BaseWeights, *, title: str) -> dict[
         "lora_train.version": __version__,
         SETTINGS_ENTRY: made_for(source),
     }
-
-
-def _compare(
-    tuned: BaseWeights, base: BaseWeights, layers: Sequence[str], cutter: RankCutter
-) -> float:
-    """Cut the update of every layer that differs; return the energy of the difference in all other tensors."""
-    for key in layers:
-        _cut(key, _difference(key, tuned.places[key], base.places[key]), cutter)
-    reached = {f"{key}{WEIGHT}" for key in layers}
-    differences = (
-        _difference(key, tuned.tensors[key], base.tensors[key])
-        for key in tuned.tensors.keys() & base.tensors.keys() - reached
-    )
-    return math.fsum(
-        float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in differences
-    )
 
 
 def _cut(key: str, difference: Tensor, cutter: RankCutter) -> None:
@@ -142,15 +139,7 @@ def _layers(tuned: BaseWeights, base: BaseWeights, targets: Targets) -> list[str
                 f"{DENOISER}.{min(only)}",
                 fix="give two models of one architecture; a pruned or distilled one has fewer layers",
             )
-    targeted = base.family.lora_targets(_skeleton(names), targets)
-    keys = [f"{DENOISER}.{name}" for name in targeted]
-    for component, modules in base.family.text.layers.items():
-        keys += [f"{component}.{name}" for name in modules]
-    return [key for key in keys if key in base.places and key in tuned.places]
-
-
-def _skeleton(names: Iterable[str]) -> nn.Module:
-    """Return a network with layers of these names, and nothing in them but the number of its blocks."""
+    # A network with layers of these names, and nothing in them but the number of its blocks.
     root = nn.Module()
     for name in sorted(names):
         *path, last = name.split(".")
@@ -162,16 +151,11 @@ def _skeleton(names: Iterable[str]) -> nn.Module:
         parent.add_module(last, nn.Linear(1, 1, device="meta"))
     blocks = root._modules.get("transformer_blocks") or nn.Module()
     root.config = {"num_layers": len(list(blocks.children()))}  # type: ignore[assignment]
-    return root
-
-
-def _not_compared(tuned: BaseWeights, base: BaseWeights) -> tuple[str, ...]:
-    """Return a note for each text encoder that only one of the bases has."""
-    first, second = ({split_key(key)[0] for key in each.places} for each in (tuned, base))
-    return tuple(
-        f"{component} was not compared: only one of the models has it"
-        for component in sorted(first ^ second)
-    )
+    targeted = base.family.lora_targets(root, targets)
+    keys = [f"{DENOISER}.{name}" for name in targeted]
+    for component, modules in base.family.text.layers.items():
+        keys += [f"{component}.{name}" for name in modules]
+    return [key for key in keys if key in base.places and key in tuned.places]
 
 
 def _difference(key: str, tuned: WeightLocation, base: WeightLocation) -> Tensor:

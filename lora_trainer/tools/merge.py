@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,38 +95,35 @@ def merge(
                     fix="merge adapters of one family",
                 )
         if rank is not None:
-            cutter.cut_all(adapters, weight_of=_no_weight)
+            cutter.cut_all(adapters, weight_of=None)
+        # All entries that the files share, and the names of the files.
+        headers = [source.metadata for source in adapters.sources]
+        common = {
+            key: value
+            for key, value in headers[0].items()
+            if all(header.get(key) == value for header in headers)
+        }
+        bases = {stated_base(header) for header in headers}
+        if len(bases) == 1 and (made_with := bases.pop()) is not None:
+            common.setdefault(SETTINGS_ENTRY, made_for(made_with))
+        names = (public_text(Path(source.name).stem) for source in adapters.sources)
+        title = public_text(target.path.stem)
         precisions = {source.precision for source in adapters.sources}
         written = target.write(
             _Sum(adapters=adapters) if rank is None else cutter.modules,
             family=first.names.family,
             default=precisions.pop() if len(precisions) == 1 else "fp32",
-            entries=_entries_of_sum(adapters, title=target.path.stem),
+            entries={
+                **carried(common, resized=True),
+                "ss_output_name": title,
+                "modelspec.title": title,
+                "modelspec.merged_from": ", ".join(names),
+            },
             exact=rank is None,
         )
     energy = cutter.energy
     share = "the whole sum" if energy == 1 else f"{percent(energy)} of the sum's energy"
     return written.with_more(f"rank {written.values['rank']} holds {share}", energy=energy)
-
-
-def _entries_of_sum(adapters: WeightedSources, *, title: str) -> dict[str, str]:
-    """Return the header entries that all adapters share, and the names of their files."""
-    headers = [source.metadata for source in adapters.sources]
-    common = {
-        key: value
-        for key, value in headers[0].items()
-        if all(other.get(key) == value for other in headers)
-    }
-    bases = {stated_base(metadata) for metadata in headers}
-    if len(bases) == 1 and (base := bases.pop()) is not None:
-        common.setdefault(SETTINGS_ENTRY, made_for(base))
-    names = (public_text(Path(source.name).stem) for source in adapters.sources)
-    return {
-        **carried(common, resized=True),
-        "ss_output_name": public_text(title),
-        "modelspec.title": public_text(title),
-        "modelspec.merged_from": ", ".join(names),
-    }
 
 
 # ---- exact sums
@@ -165,16 +162,8 @@ def _exact_sum(key: str, parts: Parts, *, kernel: tuple[int, ...]) -> ModuleTens
         # U1 D1 + U2 D2 = [U1 U2] [D1; D2], so ranks add up.
         total = _side_by_side(key, units, kernel=kernel)
     except NotLowRank as error:
-        raise _no_sum(key, str(error)) from None
+        raise RequestError(f"{key} cannot be added up: {error}", fix=_BAKE) from None
     return _with_bias(lora(up=total.up, down=total.down, inputs=total.inputs, scale=scale), parts)
-
-
-def _no_sum(key: str, reason: str) -> RequestError:
-    return RequestError(f"{key} cannot be added up: {reason}", fix=_BAKE)
-
-
-def _no_weight(key: str, module: ModuleTensors) -> NoReturn:
-    raise _no_sum(key, f"what {kind_name(module)} changes depends on the base's weights")
 
 
 def _scaled(key: str, module: ModuleTensors, weight: float) -> ModuleTensors:
@@ -268,12 +257,14 @@ class RankLimits:
 
     def rank_of(self, decomposed: Singular) -> int:
         """Return the rank that a module gets."""
-        most = len(decomposed.values)
-        ranks = [most, self.rank or most]
+        values = decomposed.values
+        ranks = [len(values), self.rank or len(values)]
         if self.ratio is not None:
-            ranks.append(decomposed.rank_for_ratio(self.ratio))
+            ranks.append(max(1, int(((values >= values[0] / self.ratio) & (values > 0)).sum())))
         if self.energy is not None:
-            ranks.append(decomposed.rank_for_energy(self.energy) or most)
+            # The first sum that is large enough; where none is, more values may be needed than there are.
+            least = self.energy * decomposed.energy * (1 - 1e-12)
+            ranks.append(int((values.square().cumsum(0) < least).sum()) + 1)
         return min(ranks)
 
 
@@ -316,7 +307,7 @@ class RankCutter:
         return {"cuts": self.cuts, "energy": self.energy}
 
     def cut_all(
-        self, adapters: WeightedSources, *, weight_of: WeightOf, keeps: bool = False
+        self, adapters: WeightedSources, *, weight_of: WeightOf | None, keeps: bool = False
     ) -> None:
         """Cut every layer's sum but those of norms, which have no rank.
 
@@ -350,7 +341,7 @@ class RankCutter:
         self._kept += energy * decomposed.energy
 
     def _decomposed(
-        self, key: str, parts: Parts, *, kernel: tuple[int, ...], weight_of: WeightOf
+        self, key: str, parts: Parts, *, kernel: tuple[int, ...], weight_of: WeightOf | None
     ) -> Singular:
         """Return the singular values of a sum of updates: exactly of thin factors, else the largest."""
         if not any(needs_weight(module) for module, _ in parts):
@@ -358,13 +349,19 @@ class RankCutter:
                 return singular(_side_by_side(key, parts, kernel=kernel))
             except NotLowRank:
                 pass
-        changes = [
-            weight * update(module, weight_of(key, module) if needs_weight(module) else None)
-            for module, weight in parts
-        ]
+        changes = []
+        for module, strength in parts:
+            base_weight = None
+            if needs_weight(module):
+                if weight_of is None:
+                    what = f"what {kind_name(module)} changes depends on the base's weights"
+                    raise RequestError(f"{key} cannot be added up: {what}", fix=_BAKE)
+                base_weight = weight_of(key, module)
+            changed = strength * update(module, base_weight)
+            if changed.dim() == 2 and kernel:  # some files have kernels flattened
+                changed = changed.reshape(changed.shape[0], -1, *kernel)
+            changes.append(changed)
         change = sum(changes[1:], changes[0])
-        if change.dim() == 2 and kernel:
-            change = change.reshape(change.shape[0], -1, *kernel)
         return approximated(change, enough=self.limits.rank_of, limit=self.limits.rank, seed=key)
 
 

@@ -70,7 +70,10 @@ def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = F
     """
     with ExitStack() as stack:
         opened = stack.enter_context(open_base(base))
-        _refuse_output(opened, output, force=force)
+        if opened.single:
+            AdapterTarget(path=output, force=force).check("the base is one file, ")
+        else:
+            _refuse_folder(opened, output, force=force)
         for path in (opened.path, *(file for file, _ in inputs)):
             if path.resolve().is_relative_to(output.resolve()):
                 raise RequestError(
@@ -89,10 +92,7 @@ def bake(inputs: Sequence[Weighted], *, base: str, output: Path, force: bool = F
         )
 
 
-def _refuse_output(base: BaseWeights, output: Path, *, force: bool) -> None:
-    if base.single:
-        AdapterTarget(path=output, force=force).check("the base is one file, ")
-        return
+def _refuse_folder(base: BaseWeights, output: Path, *, force: bool) -> None:
     if output.suffix == SUFFIX:
         raise RequestError(
             f"the base is a folder, --output {output.name} names a file",

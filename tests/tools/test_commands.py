@@ -233,7 +233,7 @@ def test_a_full_disk_or_ctrl_c_at_the_end_leaves_what_was_there(
         ("os.fsync", OSError(28, "No space left on device"), 4, "No space left"),
         # All is written then but for its name.
         (
-            "lora_trainer.lora_file.tensor_file._body_sha256",
+            "lora_trainer.lora_file.tensor_file.file_digest",
             KeyboardInterrupt(),
             130,
             "nothing was written",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -234,7 +235,9 @@ def test_what_cannot_be_leaves_everything_as_it_was(
         tool("describe", file, title="x" * 20_001)
     with pytest.raises(InputError, match="not a safetensors file"):
         tool("describe", other, title="x")
-    monkeypatch.setattr("lora_trainer.lora_file.tensor_file._body_sha256", lambda *_, **__: "other")
+    monkeypatch.setattr(
+        "lora_trainer.lora_file.tensor_file.file_digest", lambda *_: sha256(b"other")
+    )
     with pytest.raises(MachineError, match="other bytes"):
         tool("describe", file, title="x")
     assert file.read_bytes() == before
