@@ -71,7 +71,7 @@ images takes at most **1 hour with `speed`, 3 with `balanced`, 8 with `quality`*
   of the steps' time and three minutes; transformers draw two instead of four with `speed`.
 
 A larger set takes longer: steps grow with the images, up to 160 of them. So does a slower GPU. `plan` says what the
-run takes, by parts, what more time would buy, and warns where it is more than these hours.
+run takes, by parts, and warns where it is more than these hours.
 """
 TIMES = """On a processor alone the embedded miniature base ends in minutes; a base of true size takes days there. The
 tier `cpu` is not bounded for that reason.

@@ -39,7 +39,7 @@ FLAGS = {
     "bench": f"{PLANNED} --json --only --steps",
     "presets": "",
     "queue": "",
-    "doctor": "--clear-cache --fix --json --set",
+    "doctor": "--clear-cache --json --set",
     "gui": "",
 }
 TOOLS = {"convert", "describe", "extract", "merge", "resize"}

@@ -66,11 +66,11 @@ def test_a_plan_says_how_much_is_read_and_check_what_is_cut(place: Toy) -> None:
     assert long_bytes > short_bytes, "longer texts take more"
     (finding,) = [row for row in short.report.findings if row.kind == "caption-too-long"]
     assert "data.caption_tokens=auto" in finding.advice
-    looked = prepare.examine(request(place, **{"data.caption_tokens": 75}), hardware=PROCESSOR)
-    assert finding in looked.report.findings
-    assert looked.caption_limit is not None and looked.caption_limit["tokens"] == 75
-    free = prepare.examine(request(place), hardware=PROCESSOR)
-    assert free.caption_limit is not None and free.caption_limit["tokens"] == 225
+    for tokens, room in ((75, 75), ("auto", 225)):
+        asked = request(place, **{"data.caption_tokens": tokens})
+        report, limit = prepare.examine(asked, hardware=PROCESSOR)
+        assert (finding in report.findings) == (tokens == 75)
+        assert limit is not None and limit["tokens"] == room
 
 
 def test_what_is_read_changes_what_is_encoded_and_learned(place: Toy) -> None:

@@ -95,18 +95,6 @@ def test_base_preset_and_device_follow_from_the_hardware_and_what_is_typed(
     )
 
 
-def test_what_the_user_knows_better_than_the_files_reaches_base_and_settings(place: Toy) -> None:
-    """Checkpoints of v-prediction bases often do not say so."""
-    base = str(base_of("sd15"))
-    for typed in ({}, {"objective__zero_terminal_snr": True}):
-        wanted = {"base__model": base, "base__prediction": "v_prediction", "data__resolution": 32}
-        wanted |= typed
-        prepared = prepare.prepare(asked(place, **wanted), hardware=PROCESSOR)
-        assert prepared.facts.prediction == prepared.config.base.prediction == "v_prediction"
-        zero = prepared.config.objective.zero_terminal_snr
-        assert prepared.facts.zero_terminal_snr is zero is bool(typed)
-
-
 def test_the_base_and_its_settings_come_from_the_highest_layer_that_names_them(
     place: Toy, tmp_path: Path
 ) -> None:
@@ -122,8 +110,12 @@ def test_the_base_and_its_settings_come_from_the_highest_layer_that_names_them(
     with_file = replace(asked(place), settings_file=read_settings_file(config))
     resumed = replace(asked(place), run_settings=before)
     for request in (with_file, resumed):
-        facts = prepare.prepare(request, hardware=PROCESSOR).facts
-        assert (facts.source, facts.prediction) == (str(base_of("sd15")), "v_prediction")
+        for zero in ({}, {"objective.zero_terminal_snr": True}):
+            overrides = {**request.overrides, **zero}
+            planned = prepare.prepare(replace(request, overrides=overrides), hardware=PROCESSOR)
+            facts, objective = planned.facts, planned.config.objective
+            assert (facts.source, facts.prediction) == (str(base_of("sd15")), "v_prediction")
+            assert facts.zero_terminal_snr is objective.zero_terminal_snr is bool(zero)
         typed = {"base.model": DEFAULT, "base.prediction": "auto", "data.resolution": "auto"}
         typed |= request.overrides
         prepared = prepare.prepare(replace(request, overrides=typed), hardware=CARD)
@@ -172,47 +164,39 @@ def test_what_cannot_be_is_refused_before_the_dataset_is_read(
 # ---- what is remarked
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({}, []),
-        (
-            {"adapter__dora": True},
-            ["adapter.dora runs in fp32 beside", "output.format=kohya: diffusers drops"],
-        ),
-        ({"adapter__kind": "oft"}, ["output.format=kohya: diffusers, Forge and InvokeAI cannot"]),
-    ],
-)
-def test_slow_adapters_and_what_readers_of_the_file_will_miss_are_warned_of(
-    settings: dict[str, Any], said: list[str], place: Toy
-) -> None:
-    rows = remarks(prepare.prepare(asked(place, **settings), hardware=PROCESSOR))
-    for row, start in zip(rows, said, strict=True):
-        assert row["what"].startswith(start) and row["advice"]
-
-
-def test_a_distilled_base_is_remarked_unless_an_assistant_helps(place: Toy) -> None:
-    for assistant, kinds in (({}, ["distilled"]), ({"base__assistant": "a.safetensors"}, [])):
-        prepared = prepare.prepare(asked(place, **assistant), hardware=PROCESSOR)
-        distilled = replace(prepared, facts=replace(prepared.facts, distilled=True))
-        assert [row["kind"] for row in remarks(distilled)] == kinds
-
-
-def test_a_card_below_the_smallest_tier_is_remarked(place: Toy) -> None:
-    prepared = prepare.prepare(asked(place, base__model="embedded"), hardware=PROCESSOR)
-    for vram_gib, kinds in ((4, ["card"]), (8, [])):
-        card = replace(prepared, hardware=assume_card(PROCESSOR, vram_gib=vram_gib))
-        assert [row["kind"] for row in remarks(card)] == kinds
+def test_what_a_user_will_miss_is_remarked_and_nothing_else(place: Toy) -> None:
+    """Of the base, the GPU, the time, the adapter, and programs that read the file."""
+    plain = prepare.prepare(asked(place, base__model="embedded"), hardware=PROCESSOR)
+    distilled = replace(plain, facts=replace(plain.facts, distilled=True))
+    assistant = prepare.prepare(asked(place, base__assistant="a.safetensors"), hardware=PROCESSOR)
+    flux = asked(place, base__model="black-forest-labs/FLUX.1-dev")
+    larger = replace(flux, overrides={**flux.overrides, "data.resolution": 1024})
+    roomy = replace(CARD, ram_total_bytes=32 << 30, ram_free_bytes=28 << 30)
+    long_run = prepare.prepare(replace(larger, priority="quality"), hardware=roomy)
+    runs = {
+        "plain": plain,
+        "distilled": distilled,
+        "helped": replace(assistant, facts=distilled.facts),
+        "4 GiB": replace(plain, hardware=assume_card(PROCESSOR, vram_gib=4)),
+        "8 GiB": replace(plain, hardware=assume_card(PROCESSOR, vram_gib=8)),
+        "long": replace(long_run, resolved=replace(long_run.resolved, priority="balanced")),
+        "as meant": prepare.prepare(flux, hardware=roomy),
+        "dora": prepare.prepare(asked(place, adapter__dora=True), hardware=PROCESSOR),
+        "oft": prepare.prepare(asked(place, adapter__kind="oft"), hardware=PROCESSOR),
+    }
+    beginnings = {
+        "distilled": ["embedded is distilled"],
+        "4 GiB": ["the GPU has 4.0 GiB"],
+        "long": ["about "],
+        "dora": ["adapter.dora runs in fp32 beside", "output.format=kohya: diffusers drops"],
+        "oft": ["output.format=kohya: diffusers, Forge and InvokeAI cannot"],
+    }
+    for name, run in runs.items():
+        for row, start in zip(remarks(run), beginnings.get(name, []), strict=True):
+            assert row["what"].startswith(start) and row["advice"], name
 
 
 # ---- the data
-
-
-def test_nothing_left_to_train_on_is_refused(place: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = "lora_trainer.run.prepare.hold_out"
-    monkeypatch.setattr(out, lambda records, **_: ((), tuple(records)))
-    with pytest.raises(InputError, match="no image to train on after 6"):
-        prepare.prepare(asked(place), hardware=PROCESSOR)
 
 
 def test_the_plan_counts_what_is_trained(place: Toy) -> None:
@@ -236,28 +220,6 @@ def test_a_preset_s_resolution_is_not_above_what_the_base_was_trained_on(place: 
     assert max(max(size) for size in prepared.plan.images_at_once) < 512
     typed = prepare.prepare(asked(place, base__model=base, data__resolution=512), hardware=CARD)
     assert typed.config.data.resolution == 512
-
-
-def test_a_plan_knows_what_more_time_would_buy(place: Toy) -> None:
-    """The next priority; after quality the base's own size where less is preset; then nothing."""
-    roomy = replace(CARD, ram_total_bytes=32 << 30, ram_free_bytes=28 << 30)
-    request = asked(place, base__model="black-forest-labs/FLUX.1-dev")
-    balanced = prepare.prepare(request, hardware=roomy)
-    more = prepare.longer(request, balanced)
-    assert more is not None
-    words, quality = more
-    assert words == "--priority quality" and quality.config.adapter.rank == 32
-    assert quality.run_time.seconds > balanced.plan.run_time.seconds
-    assert quality.config.data.resolution == 640
-    request = replace(request, priority="quality")
-    largest = prepare.longer(request, prepare.prepare(request, hardware=roomy))
-    assert largest is not None and largest[0] == "data.resolution=1024"
-    request = replace(request, overrides={**request.overrides, "data.resolution": 1024})
-    long_run = prepare.prepare(request, hardware=roomy)
-    assert prepare.longer(request, long_run) is None
-    long_run = replace(long_run, resolved=replace(long_run.resolved, priority="balanced"))
-    kinds = [[row["kind"] for row in remarks(run)] for run in (balanced, long_run)]
-    assert kinds == [[], ["time"]], "it takes longer than its priority means"
 
 
 def test_more_resolutions_are_planned_for(place: Toy) -> None:
@@ -296,8 +258,8 @@ def test_a_mask_that_cannot_be_used_ends_the_run_before_it_begins(tmp_path: Path
     said = re.escape("masks cannot be used: p3-masklabel.png is black everywhere")
     with pytest.raises(InputError, match=said):
         prepare.prepare(request, hardware=PROCESSOR)
-    findings = prepare.examine(request, hardware=PROCESSOR).report.findings
-    assert [one.file for one in findings if one.kind == "bad-mask"] == ["p3-masklabel.png"]
+    report, _ = prepare.examine(request, hardware=PROCESSOR)
+    assert [one.file for one in report.findings if one.kind == "bad-mask"] == ["p3-masklabel.png"]
 
 
 def test_check_says_what_plan_says_and_neither_writes_more_than_the_memo_in_the_cache(
@@ -306,7 +268,7 @@ def test_check_says_what_plan_says_and_neither_writes_more_than_the_memo_in_the_
     place = toy(tmp_path)
     before = listing(place.dataset)
     report = prepare.prepare(asked(place), hardware=PROCESSOR).report
-    assert report == prepare.examine(asked(place), hardware=PROCESSOR).report
+    assert report == prepare.examine(asked(place), hardware=PROCESSOR)[0]
     assert listing(place.dataset) == before
     assert {path.name for path in place.folder.iterdir()} == {"toy", "cache"}
     assert [path.name for path in place.cache.iterdir()] == [".memo.sqlite"]

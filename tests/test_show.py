@@ -94,14 +94,10 @@ def test_a_plan_shows_time_length_and_every_item_of_the_peak(place: Toy, said: S
     assert 12 * low < time["run_s"][0] < time["run_s"][1] and time["run_s"][1] > 12 * high
     assert sum(pair[0] for pair in time["parts_s"].values()) == pytest.approx(time["run_s"][0])
     assert "about" in row(shown, "time") and "s a step" in row(shown, "time")
-    assert time["more"].startswith("--priority quality: ") and ", 12 steps, " in time["more"]
-    assert time["more"] in row(shown, "more time")
-    best = said("plan", *twelve_steps(place, "--priority", "quality"))
-    assert "more time" not in best, "nothing is better than that"
     assert "processes" not in shown
-    several = row(said("plan", *twelve_steps(place, "--processes", "3")), "processes")
-    assert "3: 2 + 3 + 3 of 8 images a step, 89% of them busy" in several
-    assert "train.batch_size=9 would use them all" in several
+    several = said("plan", *twelve_steps(place, "--processes", "3"))
+    assert "3: 2 + 3 + 3 of 8 images a step" in row(several, "processes")
+    assert "train.batch_size=9 would use all of them" in several
 
 
 def test_a_plan_ends_with_its_remarks_and_announces_a_download(place: Toy, said: Said) -> None:

@@ -19,10 +19,9 @@ from lora_trainer.common.events import Event, Listener
 from lora_trainer.common.processes import made_to_stay, quiet_libraries, read_dist_env
 from lora_trainer.config import Priority
 from lora_trainer.run.plan_text import plan_json
-from lora_trainer.run.prepare import Prepared, Request, longer, prepare
+from lora_trainer.run.prepare import Prepared, Request, prepare
 
 if TYPE_CHECKING:  # these import torch
-    from lora_trainer.planning.plan import Plan
     from lora_trainer.reporting.score import Validation
     from lora_trainer.run.samples import LoadedAdapter
 
@@ -41,14 +40,13 @@ _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """A training that fits this machine; `longer` is the next better run that takes more time, if any."""
+    """A training that fits this machine."""
 
     prepared: Prepared
-    longer: tuple[str, Plan] | None
 
     def to_json(self) -> dict[str, Any]:
         """Return settings with origins, memory, time and disk, as `lora-train plan --json` prints them."""
-        return plan_json(self.prepared, self.longer)
+        return plan_json(self.prepared)
 
 
 def plan(
@@ -76,8 +74,7 @@ def plan(
         processes=count,
         sharing=count,
     )
-    prepared = prepare(request)
-    return TrainingPlan(prepared=prepared, longer=longer(request, prepared))
+    return TrainingPlan(prepared=prepare(request))
 
 
 def train(

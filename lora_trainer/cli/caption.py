@@ -14,9 +14,8 @@ from signal import SIGINT
 from typing import Any
 
 from lora_trainer.captioning.caption_dataset import caption_dataset, look
-from lora_trainer.captioning.caption_files import Chosen
 from lora_trainer.captioning.caption_files import undo as take_back
-from lora_trainer.captioning.captioners import CaptionRequest, RequestedModel
+from lora_trainer.captioning.captioners import CaptionRequest
 from lora_trainer.common.errors import RequestError, StoppedBySignal
 from lora_trainer.common.events import EventStream, shown
 from lora_trainer.common.processes import quiet_libraries
@@ -50,7 +49,21 @@ def caption(
         _tell("undone", take_back(options.output or dataset), as_json=json)
         return
     if dry_run:
-        _tell("plan", _plan(*look(dataset, options)), as_json=json)
+        model, chosen = look(dataset, options)
+        facts = ("licence", "download_gb", "memory_gib")
+        plan = {
+            "model": model.source,
+            "writes": model.writes,
+            "on_this_machine": model.folder is not None,
+            **{name: getattr(model.catalogued, name, None) for name in facts},
+            "pictures": [target.name for target in chosen.targets],
+            "captioned": chosen.captioned,
+            "refused": [
+                {"image": name, "what": problem, "fix": fix}
+                for name, problem, fix in chosen.refused
+            ],
+        }
+        _tell("plan", plan, as_json=json)
         return
     quiet_libraries()  # their progress bars and warnings would mix with the lines on stderr
     events = EventStream()
@@ -63,22 +76,6 @@ def caption(
             found="stopped at once; the captions written so far stay",
             fix="run the same command again to continue",
         ) from None
-
-
-def _plan(model: RequestedModel, chosen: Chosen) -> dict[str, Any]:
-    """Return the plan of a call: the model, and for each image whether it would get a caption."""
-    facts = ("licence", "download_gb", "memory_gib")
-    return {
-        "model": model.source,
-        "writes": model.writes,
-        "on_this_machine": model.folder is not None,
-        **{name: getattr(model.catalogued, name, None) for name in facts},
-        "pictures": [target.name for target in chosen.targets],
-        "captioned": chosen.captioned,
-        "refused": [
-            {"image": name, "what": problem, "fix": fix} for name, problem, fix in chosen.refused
-        ],
-    }
 
 
 def _tell(
@@ -119,7 +116,15 @@ def _lines(kind: str, fields: Mapping[str, Any]) -> Iterator[str]:
             count = f"captions to write: {fields['pictures']}{had}"
             yield f"{count}; {fields['model']} on {fields['device']}"
         case "captioned":
-            yield _summary(fields["written"], fields["failed"], fields["had_one"])
+            written, failed, had_one = (fields[key] for key in ("written", "failed", "had_one"))
+            if not written and not failed:
+                nothing = f"nothing to do, images with a caption: {had_one}"
+                yield f"{nothing}; --overwrite replaces captions"
+                return
+            parts = [f"captions written: {written}"]
+            parts += [f"images without a caption: {failed}, see above"] if failed else []
+            parts += [f"had a caption already: {had_one}"] if had_one else []
+            yield "; ".join([*parts, "--undo removes the new captions"])
         case "plan":
             size = "" if fields["download_gb"] is None else f", about {fields['download_gb']:g} GB"
             place = "on this machine" if fields["on_this_machine"] else f"to be downloaded{size}"
@@ -137,12 +142,3 @@ def _lines(kind: str, fields: Mapping[str, Any]) -> Iterator[str]:
             yield f"captions removed: {len(fields['removed'])}, put back: {len(fields['restored'])}"
             for name in fields["edited"]:
                 yield f"not touched, because it was edited since: {shown(name)}"
-
-
-def _summary(written: int, failed: int, had_one: int) -> str:
-    if not written and not failed:
-        return f"nothing to do, images with a caption: {had_one}; --overwrite replaces captions"
-    parts = [f"captions written: {written}"]
-    parts += [f"images without a caption: {failed}, see above"] if failed else []
-    parts += [f"had a caption already: {had_one}"] if had_one else []
-    return "; ".join([*parts, "--undo removes the new captions"])

@@ -20,54 +20,14 @@ from rich.text import Text
 
 from lora_trainer.cli.main import Base, Json, Reply, Sets, overrides
 from lora_trainer.common.errors import RequestError
+from lora_trainer.common.wording import bytes_text
 from lora_trainer.config import PRIORITIES
 from lora_trainer.config.layers import TIERS, load_presets, preset_families
-from lora_trainer.dataset.quality import DatasetReport
-from lora_trainer.lora_file.inspect import Inspection, Spread, inspect_file
+from lora_trainer.lora_file.inspect import inspect_file
 from lora_trainer.run.plan_text import STYLES, add_row, finding_line, key_table
 
 BLOCKS_SHOWN = 12
 """Number of blocks of an adapter that are listed with their norm."""
-
-
-def check_text(report: DatasetReport) -> RenderableType:
-    """Return the dataset report for people: score with its parts, buckets, every finding with advice."""
-    parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
-    buckets = ", ".join(f"{name} x{count}" for name, count in report.buckets.items())
-    head = key_table("")
-    add_row(head, "images", str(report.images))
-    add_row(head, "score", f"{report.score:.2f} of 1 ({parts})")
-    add_row(head, "buckets", buckets)
-    findings = [Text(finding_line(each), style=STYLES[each.severity]) for each in report.findings]
-    return Group(head, *(findings or [Text("no findings")]))
-
-
-def inspect_text(inspection: Inspection) -> RenderableType:
-    """Return the description of an adapter file for people."""
-    table = key_table("")
-    add_row(table, "family", inspection.family)
-    add_row(table, "format", inspection.format)
-    add_row(table, "kind", ", ".join(inspection.kinds))
-    for key, spread in (("rank", inspection.rank), ("alpha", inspection.alpha)):
-        add_row(table, key, _spread_text(spread))
-    add_row(table, "modules", str(inspection.modules))
-    for key, (tokens, width) in inspection.embeddings.items():
-        add_row(table, key, f"{tokens} new tokens of {width} numbers")
-    for key, value in inspection.metadata.items():
-        add_row(table, key, value if len(value) <= 100 else value[:97] + "...")
-    problems = [
-        Text(
-            f"{problem.severity}: {problem.what}. {problem.advice}", style=STYLES[problem.severity]
-        )
-        for problem in inspection.problems
-    ]
-    return Group(table, *_norms_text(inspection.norms), *problems)
-
-
-def _spread_text(spread: Spread | None) -> str:
-    if spread is None:
-        return "not stated"
-    return f"{spread.low:g}" if spread.low == spread.high else f"{spread.low:g} to {spread.high:g}"
 
 
 def _norms_text(norms: Mapping[str, float]) -> Iterable[RenderableType]:
@@ -92,14 +52,46 @@ def check(dataset: Path, /, *, base: Base = None, set_: Sets = [], json: Json = 
     """Report on a dataset: score, buckets, unusable files, captions, duplicates; each with advice."""
     from lora_trainer.run.prepare import Request, examine
 
-    examined = examine(Request(dataset=dataset, overrides=overrides(set_, base=base)))
-    return examined.to_json() if json else check_text(examined.report)
+    report, limit = examine(Request(dataset=dataset, overrides=overrides(set_, base=base)))
+    if json:
+        pictures = list(report.pictures)
+        return {**report.to_json(), "pictures": pictures, "caption_limit": limit}
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in report.parts.items())
+    head = key_table("")
+    add_row(head, "images", str(report.images))
+    add_row(head, "score", f"{report.score:.2f} of 1 ({parts})")
+    add_row(head, "buckets", ", ".join(f"{name} x{n}" for name, n in report.buckets.items()))
+    findings = [Text(finding_line(each), style=STYLES[each.severity]) for each in report.findings]
+    return Group(head, *(findings or [Text("no findings")]))
 
 
 def inspect(file: Path, /, *, json: Json = False) -> Reply:
     """Describe a LoRA file: family, key format, rank, alpha, metadata, problems."""
     inspection = inspect_file(file)
-    return inspection.to_json() if json else inspect_text(inspection)
+    if json:
+        return inspection.to_json()
+    table = key_table("")
+    add_row(table, "family", inspection.family)
+    add_row(table, "format", inspection.format)
+    add_row(table, "kind", ", ".join(inspection.kinds))
+    for key, spread in (("rank", inspection.rank), ("alpha", inspection.alpha)):
+        text = "not stated"
+        if spread is not None:
+            ends = dict.fromkeys(f"{end:g}" for end in (spread.low, spread.high))
+            text = " to ".join(ends)
+        add_row(table, key, text)
+    add_row(table, "modules", str(inspection.modules))
+    for key, (tokens, width) in inspection.embeddings.items():
+        add_row(table, key, f"{tokens} new tokens of {width} numbers")
+    for key, value in inspection.metadata.items():
+        add_row(table, key, value if len(value) <= 100 else value[:97] + "...")
+    problems = [
+        Text(
+            f"{problem.severity}: {problem.what}. {problem.advice}", style=STYLES[problem.severity]
+        )
+        for problem in inspection.problems
+    ]
+    return Group(table, *_norms_text(inspection.norms), *problems)
 
 
 def presets() -> Reply:
@@ -121,47 +113,39 @@ def presets() -> Reply:
 def doctor(
     *,
     clear_cache: bool = False,
-    fix: bool = False,
     set_: Sets = [],  # noqa: B006 - cyclopts reads the default, nobody mutates it
     json: Json = False,
 ) -> Reply:
     """Check this machine: its hardware, the device trainings use and why, and how to fix problems.
 
     :param clear_cache: delete the encoded images and captions of all trainings
-    :param fix: remove what killed trainings left, and damaged cache files
     """
     from lora_trainer.config.config import build_config
     from lora_trainer.dataset.scan import cache_in
-    from lora_trainer.run.machine_report import (
-        checks,
-        cleared_text,
-        doctor_json,
-        doctor_text,
-        mend,
-    )
 
-    if clear_cache and fix:
-        raise RequestError("--clear-cache and --fix contradict each other", fix="give one of them")
+    if set_ and not clear_cache:
+        raise RequestError(
+            "--set has no effect without --clear-cache", fix="leave --set out, or add that"
+        )
+    cache = cache_in(build_config(overrides(set_)).data)
     if clear_cache:
         from lora_trainer.cache.store import clear
 
-        result = clear(cache_in(build_config(overrides(set_)).data))
-        return {**asdict(result), "folder": str(result.folder)} if json else cleared_text(result)
-    if set_ and not fix:
-        raise RequestError(
-            "--set has no effect without --clear-cache or --fix", fix="leave --set out, or add one"
+        result = clear(cache)
+        if json:
+            return {**asdict(result), "folder": str(result.folder)}
+        return (
+            f"removed {result.files:,} entries, {bytes_text(result.bytes)}, from {result.folder}; "
+            "the next trainings encode their images and captions again"
         )
     from lora_trainer.hardware.machine import detect
+    from lora_trainer.run.machine_report import checks, doctor_json, doctor_text
 
-    config = build_config(overrides(set_))
-    cache = cache_in(config.data)
-    repairs = mend(cache, Path(config.output.folder)) if fix else []
     hardware = detect()
-    machine_checks = checks(hardware, cache=cache.root, environment=os.environ)
+    machine_checks = list(checks(hardware, cache=cache.root, environment=os.environ))
     if json:
-        report = {**doctor_json(hardware), "checks": [asdict(check) for check in machine_checks]}
-        return {**report, "repairs": [asdict(repair) for repair in repairs]} if fix else report
-    return doctor_text([*machine_checks, *repairs])
+        return {**doctor_json(hardware), "checks": [check._asdict() for check in machine_checks]}
+    return doctor_text(machine_checks)
 
 
 def gui(

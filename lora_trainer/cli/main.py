@@ -169,8 +169,7 @@ def train(
     if dry_run:
         from lora_trainer.run.plan_text import plan_text
 
-        plan = api.plan(dataset, **keywords)
-        return plan_text(plan.prepared, plan.longer)
+        return plan_text(api.plan(dataset, **keywords).prepared)
     with made_to_stay():
         from lora_trainer.queue.commands import download_listeners
         from lora_trainer.reporting.console import ConsoleListener
@@ -220,7 +219,7 @@ def plan(
 
     keywords = options.keywords(kind=kind)
     result = api.plan(dataset, **keywords, vram_gib=vram, processes=processes)
-    return result.to_json() if json else plan_text(result.prepared, result.longer, everything=all_)
+    return result.to_json() if json else plan_text(result.prepared, everything=all_)
 
 
 # ---- the command line itself
@@ -272,7 +271,10 @@ def run(arguments: list[str] | None = None) -> int:
         answer = app(
             arguments, exit_on_error=False, print_error=False, console=out, error_console=err
         )
-        _print(answer)
+        if isinstance(answer, dict | list):
+            sys.stdout.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
+        elif answer is not None:
+            out.print(answer, highlight=False)
     except (CycloptsError, LoraTrainError) as error:
         return _told(error)
     except UnicodeEncodeError as error:  # a word, or a name written in a settings file
@@ -292,13 +294,6 @@ def _told(error: CycloptsError | LoraTrainError) -> int:
     line = f"error: {without_secrets(str(error))}"
     err.print(line, style="bold red", markup=False, highlight=False)
     return error.exit_code if isinstance(error, LoraTrainError) else RequestError.exit_code
-
-
-def _print(answer: Reply) -> None:
-    if isinstance(answer, dict | list):
-        sys.stdout.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
-    elif answer is not None:
-        out.print(answer, highlight=False)
 
 
 def parse_training(words: Sequence[str]) -> Mapping[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -15,29 +14,12 @@ from lora_trainer.cli.main import PLANNED, Json, PlanOptions, Reply, Sets, conso
 from lora_trainer.common.errors import RequestError
 from lora_trainer.common.processes import quiet_libraries, read_dist_env
 from lora_trainer.common.wording import gib
-from lora_trainer.measuring.bench import BenchRow
-from lora_trainer.reporting.score import WEIGHTS, Validation
+from lora_trainer.reporting.score import WEIGHTS
 
 Run = Annotated[Path, Parameter(help="a run folder or an adapter file")]
 TrainedOn = Annotated[
     str | None, Parameter(help="base model to use [default: the one it was trained on]")
 ]
-
-
-def validation_text(validation: Validation) -> RenderableType:
-    """Return the score and a table of its parts; a part that was left out has its reason."""
-    score = validation.score
-    head = "no score: nothing could be measured" if score is None else f"score {score:.2f} of 1"
-    if not validation.complete:
-        head += f", without {validation.weight_left_out:.0%} of the parts' weight"
-    table = Table("part", "weight", "value", "", box=None, pad_edge=False)
-    for name, weight in WEIGHTS.items():
-        part = validation.parts.get(name)
-        value = "" if part is None else f"{part:.2f}"
-        why = f"left out: {validation.left_out.get(name, '')}" if part is None else ""
-        table.add_row(name, f"{weight:.2f}", value, Text(why, style="dim"))
-    notes = [Text(note, style="dim") for note in validation.notes]
-    return Group(Text(f"{validation.file}: {head}", style="bold"), table, *notes)
 
 
 def sample(
@@ -91,55 +73,20 @@ def validate(
         validation = api.validate(
             run, dataset, base=base, clip=clip, settings=settings, listeners=(listener,)
         )
-    return validation.to_json() if json else validation_text(validation)
-
-
-_BENCH_COLUMNS = "s a step", "images/s", "against planned", "peak", "predicted", "cached images/s"
-
-
-def bench_table(rows: Sequence[BenchRow]) -> RenderableType:
-    """Return the table of a bench, one row per training; failed trainings are listed below it."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("setting", no_wrap=True)
-    for title in _BENCH_COLUMNS:
-        table.add_column(title, justify="right")
-    planned = rows[0].images_per_s if rows else None
-    for row in rows:
-        if row.failure is None:
-            table.add_row(*map(Text, (row.name, *_figures(row, planned))))
-    failures = [Text(f"{row.name}: {row.failure}", style="yellow") for row in rows if row.failure]
-    return Group(table, *failures)
-
-
-def _figures(row: BenchRow, planned: float | None) -> tuple[str, ...]:
-    speed = row.images_per_s
-    return (
-        "" if row.seconds_per_step is None else f"{row.seconds_per_step:.3f}",
-        "" if speed is None else f"{speed:.2f}",
-        f"{speed / planned:.2f}x" if speed and planned else "",
-        "" if row.peak_bytes is None else gib(row.peak_bytes),
-        "" if row.predicted_bytes is None else gib(row.predicted_bytes),
-        "warm" if row.cached_images_per_s is None else f"{row.cached_images_per_s:.2f}",
-    )
-
-
-def profile_text(profiled: Mapping[str, Any]) -> RenderableType:
-    """Return a profile for people: shares of the step, longest operations, path of the trace, verdict."""
-    shares = Table("where a step's time goes", "share", box=None, pad_edge=False)
-    for cause, share in profiled["shares"].items():
-        shares.add_row(cause, Text(f"{100 * share:.1f} %", justify="right"))
-    operations = Table("operation", "ms a step", box=None, pad_edge=False)
-    for name, seconds in profiled["operations"].items():
-        operations.add_row(Text(name[:80]), Text(f"{1000 * seconds:.2f}", justify="right"))
-    return Group(
-        shares,
-        "",
-        operations,
-        "",
-        Text(f"{profiled['seconds_per_step']:.3f} s a step over {profiled['steps']} steps"),
-        Text(f"trace: {profiled['trace']} (tensorboard --logdir, or open it in Perfetto)"),
-        Text(profiled["sentence"], style="bold"),
-    )
+    if json:
+        return validation.to_json()
+    score = validation.score
+    head = "no score: nothing could be measured" if score is None else f"score {score:.2f} of 1"
+    if not validation.complete:
+        head += f", without {validation.weight_left_out:.0%} of the parts' weight"
+    table = Table("part", "weight", "value", "", box=None, pad_edge=False)
+    for name, weight in WEIGHTS.items():
+        part = validation.parts.get(name)
+        value = "" if part is None else f"{part:.2f}"
+        why = f"left out: {validation.left_out.get(name, '')}" if part is None else ""
+        table.add_row(name, f"{weight:.2f}", value, Text(why, style="dim"))
+    notes = [Text(note, style="dim") for note in validation.notes]
+    return Group(Text(f"{validation.file}: {head}", style="bold"), table, *notes)
 
 
 def profile(
@@ -169,7 +116,23 @@ def profile(
     request = Request.of(dataset, **options.keywords())
     with ConsoleListener(console(stderr=True)) as listener:
         profiled = profile_run(request, steps=steps, output=output, listeners=(listener,))
-    return profiled if json else profile_text(profiled)
+    if json:
+        return profiled
+    shares = Table("where a step's time goes", "share", box=None, pad_edge=False)
+    for cause, share in profiled["shares"].items():
+        shares.add_row(cause, Text(f"{100 * share:.1f} %", justify="right"))
+    operations = Table("operation", "ms a step", box=None, pad_edge=False)
+    for name, seconds in profiled["operations"].items():
+        operations.add_row(Text(name[:80]), Text(f"{1000 * seconds:.2f}", justify="right"))
+    return Group(
+        shares,
+        "",
+        operations,
+        "",
+        Text(f"{profiled['seconds_per_step']:.3f} s a step over {profiled['steps']} steps"),
+        Text(f"trace: {profiled['trace']} (tensorboard --logdir, or open it in Perfetto)"),
+        Text(profiled["sentence"], style="bold"),
+    )
 
 
 def bench(
@@ -197,4 +160,26 @@ def bench(
             f"measuring {name} (of {count})", style="dim", highlight=False
         ),
     )
-    return [row.to_json() for row in rows] if json else bench_table(rows)
+    if json:
+        return [row.to_json() for row in rows]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    for title in (
+        "s a step", "images/s", "against planned", "peak", "predicted", "cached images/s",
+    ):  # fmt: skip
+        table.add_column(title, justify="right")
+    planned = rows[0].images_per_s if rows else None
+    for row in rows:
+        if row.failure is None:
+            speed = row.images_per_s
+            figures = (
+                "" if row.seconds_per_step is None else f"{row.seconds_per_step:.3f}",
+                "" if speed is None else f"{speed:.2f}",
+                f"{speed / planned:.2f}x" if speed and planned else "",
+                "" if row.peak_bytes is None else gib(row.peak_bytes),
+                "" if row.predicted_bytes is None else gib(row.predicted_bytes),
+                "warm" if row.cached_images_per_s is None else f"{row.cached_images_per_s:.2f}",
+            )
+            table.add_row(*map(Text, (row.name, *figures)))
+    failures = [Text(f"{row.name}: {row.failure}", style="yellow") for row in rows if row.failure]
+    return Group(table, *failures)

@@ -8,13 +8,12 @@ text or JSON. Nothing here trains or imports torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 
 from lora_trainer.cli.main import Json, Reply, parse_training
@@ -24,9 +23,6 @@ from lora_trainer.config.running import Config
 from lora_trainer.queue import commands, worker
 from lora_trainer.reporting.control import StopFlag, taking_signals
 from lora_trainer.run.plan_text import add_row
-
-Training = Mapping[str, Any]
-"""The parsed arguments of a training's command, by their names in `main.train`."""
 
 Runs = Annotated[
     Path | None, Parameter(help="folder of the run folders and their queue [default: runs]")
@@ -48,8 +44,19 @@ def add(
     """
     folder = _runs(runs)
     training = parse_training(words)
-    argv = [*_output(training, folder), *words]
-    item = commands.add(folder, argv, label=label or _name(training))
+    # The queue reads the state of its trainings from the run folders beside it.
+    output, resumed = training.get("output"), training.get("resume_from")
+    parents = [Path(output)] if output is not None else []
+    parents += [resumed.parent] if resumed is not None else []
+    for parent in parents:
+        if parent.resolve() != folder.resolve():
+            raise RequestError(
+                f"the run would be in {parent}, but this is the queue of {folder}",
+                fix=f"use the queue of that folder: --runs {parent}",
+            )
+    argv = [*(() if parents else ("--output", str(folder))), *words]
+    name = label or training.get("name") or training["dataset"].resolve().name
+    item = commands.add(folder, argv, label=str(name))
     # The worker is a process of its own: the queue goes on after this terminal is closed.
     worker.ensure_worker(folder)
     return item.id
@@ -63,7 +70,18 @@ def list_items(*, runs: Runs = None, json: Json = False) -> Reply:
     items = commands.items(folder)
     if json:
         return [asdict(item) for item in items]
-    return _listing(items, worker=worker.worker_pid(folder))
+    if not items:
+        return "the queue is empty"
+    table = Table(box=None, pad_edge=False)
+    for heading in ("id", "state", "name", "run"):
+        table.add_column(heading, overflow="fold")
+    for item in items:
+        error = f": {without_secrets(item.error)}" if item.error else ""
+        add_row(table, item.id, f"{item.state}{error}", item.label, item.run or "")
+    if (pid := worker.worker_pid(folder)) is not None:
+        return Group(table, f"run by process {pid}")
+    is_unfinished = any(not item.has_ended for item in items)
+    return Group(table, "not running; start it: lora-train queue run") if is_unfinished else table
 
 
 @app.command
@@ -83,8 +101,13 @@ def remove(id: str, /, *, runs: Runs = None) -> None:
 def run(*, runs: Runs = None) -> None:
     """Run the waiting trainings until none is left; `add` starts this by itself, in the background."""
     stop = StopFlag()
+
+    def say(line: str) -> None:
+        sys.stdout.write(f"{without_secrets(line)}\n")
+        sys.stdout.flush()
+
     with taking_signals(stop):
-        worker.work(_runs(runs), stop=stop, say=_say)
+        worker.work(_runs(runs), stop=stop, say=say)
     if stop.number is not None:
         raise StoppedBySignal(
             stop.number,
@@ -95,45 +118,3 @@ def run(*, runs: Runs = None) -> None:
 
 def _runs(folder: Path | None) -> Path:
     return folder or Path(Config().output.folder)
-
-
-def _name(training: Training) -> str:
-    name = training.get("name")
-    return str(name) if name else training["dataset"].resolve().name
-
-
-def _output(training: Training, runs: Path) -> tuple[str, ...]:
-    """Return the words that put the run into the queue's folder; raises RequestError for another folder.
-
-    The queue reads the state of its trainings from the run folders beside it.
-    """
-    output, resumed = training.get("output"), training.get("resume_from")
-    folders = [Path(output)] if output is not None else []
-    folders += [resumed.parent] if resumed is not None else []
-    for folder in folders:
-        if folder.resolve() != runs.resolve():
-            raise RequestError(
-                f"the run would be in {folder}, but this is the queue of {runs}",
-                fix=f"use the queue of that folder: --runs {folder}",
-            )
-    return () if folders else ("--output", str(runs))
-
-
-def _listing(items: Sequence[commands.Item], *, worker: int | None) -> RenderableType:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("id", "state", "name", "run"):
-        table.add_column(heading, overflow="fold")
-    for item in items:
-        error = f": {without_secrets(item.error)}" if item.error else ""
-        add_row(table, item.id, f"{item.state}{error}", item.label, item.run or "")
-    if not items:
-        return "the queue is empty"
-    is_unfinished = any(not item.has_ended for item in items)
-    if worker is not None:
-        return Group(table, f"run by process {worker}")
-    return Group(table, "not running; start it: lora-train queue run") if is_unfinished else table
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{without_secrets(line)}\n")
-    sys.stdout.flush()

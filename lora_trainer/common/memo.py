@@ -185,16 +185,6 @@ def _stamp(stat: os.stat_result) -> str:
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino} "
 
 
-def memo_is_damaged(folder: Path) -> bool:
-    """Whether the memo of a cache folder is there and cannot be read."""
-    file = folder / MEMO_FILE
-    if not file.is_file():
-        return False
-    with suppress(sqlite3.Error), _open(file) as database:
-        return bool(database.execute("PRAGMA quick_check(1)").fetchone() != ("ok",))
-    return True
-
-
 @contextmanager
 def _open(file: Path) -> Iterator[sqlite3.Connection]:
     # Opened for each use: an open file could not be removed on Windows, nor used after a fork.

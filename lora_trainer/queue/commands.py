@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -124,13 +124,10 @@ def download_listeners(environment: Mapping[str, str]) -> tuple[Listener, ...]:
     def write_download(event: Event) -> None:
         if event.kind != "phase" or event.fields["phase"] != "download":
             return
-        download = Download(
-            source=event.fields["message"],
-            here_bytes=event.fields["done"],
-            all_bytes=event.fields["total"],
-        )
+        source, here_bytes, all_bytes = (event.fields[k] for k in ("message", "done", "total"))
+        record = {"source": source, "here_bytes": here_bytes, "all_bytes": all_bytes}
         with suppress(MachineError):  # a full disk ends the download itself, with its reason
-            write_atomic(Path(f"{item_stem}.download"), json_bytes(asdict(download)), durable=False)
+            write_atomic(Path(f"{item_stem}.download"), json_bytes(record), durable=False)
 
     return (write_download,)
 
@@ -246,7 +243,6 @@ def add(
     *,
     label: str,
     folder: Path | None = None,
-    clock: Callable[[], float] = time.time,
 ) -> Item:
     """Add a training at the end of the queue; `argv` follows `lora-train`, relative paths start at `folder`.
 
@@ -255,7 +251,10 @@ def add(
     """
     words, where = tuple(argv), str((folder or Path.cwd()).absolute())
     for word in (*words, where, label):
-        _refuse_unspeakable(word)
+        if "\0" in word or word.encode("utf-8", "replace").decode() != word:
+            raise RequestError(
+                f"{ascii(word)} cannot be part of a command", fix="use ordinary characters"
+            )
     with changing(runs):
         present = items(runs)
         for twin in present:
@@ -271,7 +270,7 @@ def add(
             argv=words,
             folder=where,
             label=short_label,
-            added_s=clock(),
+            added_s=time.time(),
         )
         write(runs, item)
         return item
@@ -292,10 +291,13 @@ def again(runs: Path, id: str) -> Item:
             raise RequestError(
                 f"{id} cannot be started: {item.error}", fix="remove it and add the training again"
             )
+        argv = item.argv
+        if not any(word.startswith("--resume") for word in argv) and resumes(runs, item):
+            argv = ("--resume-from", str((runs / str(item.run)).absolute()), *argv)
         item = Item(
             id=item.id,
             order=_last_place(present),
-            argv=_resuming(runs, item),
+            argv=argv,
             folder=item.folder,
             label=item.label,
             added_s=item.added_s,
@@ -367,17 +369,3 @@ def resumes(runs: Path, item: Item) -> bool:
     if item.state == "finished" or item.run is None or not (runs / item.run).is_dir():
         return False
     return read_status(runs / item.run).state not in ("running", "finished")
-
-
-def _resuming(runs: Path, item: Item) -> tuple[str, ...]:
-    """Return the command that resumes an item's run if it ended early, else the item's own command."""
-    if any(word.startswith("--resume") for word in item.argv) or not resumes(runs, item):
-        return item.argv
-    return ("--resume-from", str((runs / str(item.run)).absolute()), *item.argv)
-
-
-def _refuse_unspeakable(word: str) -> None:
-    if "\0" in word or word.encode("utf-8", "replace").decode() != word:
-        raise RequestError(
-            f"{ascii(word)} cannot be part of a command", fix="use ordinary characters"
-        )

@@ -90,9 +90,17 @@ class Worker:
             for item in items(self.runs):
                 if item.state == "running":
                     self._follow(item)
-            for item, device in zip(in_order(items(self.runs)), self._free_slots(), strict=False):
-                self._start(item, device=device)
-            return any(not item.has_ended for item in items(self.runs))
+            present = items(self.runs)
+            if waiting := in_order(present):
+                running = [item for item in present if item.state == "running"]
+                taken = {item.device for item in running}
+                free = [slot for slot in self.slots if slot not in taken]
+                # A training that the user started by hand takes a device, presumably the first, so the
+                # last ones count as free.
+                room = len(self.slots) - len(running) - len(outside(self.runs, running))
+                for item, device in zip(waiting, free[-room:] if room > 0 else (), strict=False):
+                    self._start(item, device=device)
+            return _anything_left(self.runs)
 
     def _follow(self, item: Item) -> None:
         """Update the file of a running item if its process, run folder or state changed."""
@@ -119,20 +127,6 @@ class Worker:
         write(self.runs, replace(current, ended_s=self.clock()))
         self.children.pop(item.id, None)  # only now: a write that failed is tried again
         self.say(f"{item.id} {current.state}{f': {current.error}' if current.error else ''}")
-
-    def _free_slots(self) -> Sequence[str]:
-        """Return the free devices, empty if no item waits.
-
-        A training that the user started by hand takes one, presumably the first, so the last ones count as
-        free.
-        """
-        present = items(self.runs)
-        if not in_order(present):
-            return ()
-        running = [item for item in present if item.state == "running"]
-        free = [slot for slot in self.slots if slot not in {item.device for item in running}]
-        room = len(self.slots) - len(running) - len(outside(self.runs, running))
-        return free[-room:] if room > 0 else ()
 
     def _start(self, item: Item, *, device: str) -> None:
         begun = replace(item, state="running", started_s=self.clock(), device=device)

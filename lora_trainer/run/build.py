@@ -90,12 +90,25 @@ def fill_caches(job: TrainingJob, cache: Cache) -> None:
 
 def encoder_arguments(prepared: Prepared) -> dict[str, Any]:
     """Return the arguments of `fill` that say how images and texts are encoded."""
-    dtype = DTYPES[prepared.config.memory.text_encoder_precision]
-    load_image_encoder = prepared.family.load_image_encoder
+    family, facts, memory = prepared.family, prepared.facts, prepared.config.memory
+    dtype = DTYPES[memory.text_encoder_precision]
+
+    def load_text_encoder(device: torch.device) -> TextEncoder:
+        if not memory.text_encoder_offload:
+            encoder = family.load_text_encoder(facts, dtype=dtype, device=device)
+            if word := new_word(prepared.config):
+                encoder.learn(word)
+            return encoder
+        # In host memory, with layers copied to the device one at a time.
+        encoder = family.load_text_encoder(facts, dtype=dtype, device=CPU)
+        for network in encoder.networks.values():
+            offload(network, device)
+        return encoder
+
     return {
         "settings": prepared.config.data,
-        "load_image_encoder": lambda place: load_image_encoder(prepared.facts, device=place),
-        "load_text_encoder": partial(_caching_text_encoder, prepared, dtype),
+        "load_image_encoder": lambda place: family.load_image_encoder(facts, device=place),
+        "load_text_encoder": load_text_encoder,
         "texts_as": texts_as(prepared),
     }
 
@@ -130,22 +143,6 @@ def plan_cache(prepared: Prepared, prompts: Sequence[str]) -> Needs:
         settings=data,
         seed=config.train.seed,
     )
-
-
-def _caching_text_encoder(
-    prepared: Prepared, dtype: torch.dtype, device: torch.device
-) -> TextEncoder:
-    """Load the text encoders on their device, or in host memory with layers copied to it one at a time."""
-    family = prepared.family
-    if not prepared.config.memory.text_encoder_offload:
-        encoder = family.load_text_encoder(prepared.facts, dtype=dtype, device=device)
-        if word := new_word(prepared.config):
-            encoder.learn(word)
-        return encoder
-    encoder = family.load_text_encoder(prepared.facts, dtype=dtype, device=CPU)
-    for network in encoder.networks.values():
-        offload(network, device)
-    return encoder
 
 
 def texts_as(prepared: Prepared) -> TextEntries:
@@ -200,15 +197,11 @@ def load_networks(prepared: Prepared) -> Networks:
         text = family.load_text_encoder(prepared.facts, dtype=precision, device=device)
         if word := new_word(config):
             text.learn(word)
-    return Networks(denoiser=denoiser, text=text, assistant=_assistant(prepared, denoiser))
-
-
-def _assistant(prepared: Prepared, denoiser: nn.Module) -> LoraStrength | None:
-    file = prepared.config.base.assistant
-    if file is None:
-        return None
-    names = layer_names(prepared, None)
-    return attach_assistant(denoiser, read_tensors(Path(file).expanduser(), names=names))
+    assistant = None
+    if (file := config.base.assistant) is not None:
+        tensors = read_tensors(Path(file).expanduser(), names=layer_names(prepared, None))
+        assistant = attach_assistant(denoiser, tensors)
+    return Networks(denoiser=denoiser, text=text, assistant=assistant)
 
 
 def with_adapter(prepared: Prepared, networks: Networks, state: TrainingState | None) -> Adapter:
@@ -272,10 +265,22 @@ def arrange(prepared: Prepared, networks: Networks) -> Streamed | None:
 
 
 def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Model:
+    text = networks.text
+    tokenized = text.tokenize([""]) if text is not None else {}
+    names = frozenset(tokenized) | {name + WEIGHTS for name in tokenized}
+
+    def embed(conditioning: Conditioning) -> Conditioning:
+        """Turn a batch's texts into conditioning: cached outputs pass, tokens are encoded."""
+        if text is None:
+            return conditioning
+        tokens = {name: value for name, value in conditioning.items() if name in names}
+        cached = {name: value for name, value in conditioning.items() if name not in names}
+        return {**text.embed(tokens), **cached}
+
     return Model(
         denoiser=networks.denoiser,
         predict=prepared.family.predict,
-        embed=_embedding(networks.text),
+        embed=embed,
         prediction=prepared.facts.prediction,
         precision=DTYPES[prepared.config.train.precision],
         device=planned_device(prepared),
@@ -285,51 +290,35 @@ def build_model(prepared: Prepared, networks: Networks, adapter: Adapter) -> Mod
     )
 
 
-def _embedding(text: TextEncoder | None) -> Callable[[Conditioning], Conditioning]:
-    """Return a function from a batch's texts to conditioning: cached outputs pass, tokens are encoded."""
-    if text is None:
-        return lambda conditioning: conditioning
-    tokenized = text.tokenize([""])
-    names = frozenset(tokenized) | {name + WEIGHTS for name in tokenized}
-
-    def embed(conditioning: Conditioning) -> Conditioning:
-        tokens = {name: value for name, value in conditioning.items() if name in names}
-        cached = {name: value for name, value in conditioning.items() if name not in names}
-        return {**text.embed(tokens), **cached}
-
-    return embed
-
-
 def build_dataloader(job: TrainingJob, cache: Cache) -> TrainingDataLoader:
     prepared, config = job.prepared, job.prepared.config
     trained, regularisation = (
         [sample for record in records for sample in record.sample_ids()]
         for records in (prepared.trained, prepared.dataset.regularisation)
     )
+    facts, objective = prepared.facts, config.objective
+    levels: Levels
+    if facts.prediction == "flow":
+        levels = flow_levels(
+            objective,
+            base_shift=lambda size: facts.flow_shift(width_px=size[0], height_px=size[1]),
+        )
+    else:
+        levels = table_levels(facts.alphas_cumprod().tolist(), objective)
     return TrainingDataLoader(
         sources={sample: job.cache_needs.sources[sample] for sample in (*trained, *regularisation)},
         empty_text=texts_as(prepared).key(""),
         entries=Entries(cache=cache),
-        levels=_levels(prepared),
-        prediction=prepared.facts.prediction,
-        shared_conditioning=prepared.facts.guidance.conditioning(config.objective.guidance_scale),
+        levels=levels,
+        prediction=facts.prediction,
+        shared_conditioning=facts.guidance.conditioning(objective.guidance_scale),
         data=config.data,
-        objective=config.objective,
+        objective=objective,
         batch_size=config.train.batch_size,
         seed=config.train.seed,
         regularisation=regularisation,
         regularisation_per_epoch=prepared.regularisation_per_epoch,
         dist_env=job.ranks.dist_env,
-    )
-
-
-def _levels(prepared: Prepared) -> Levels:
-    facts, settings = prepared.facts, prepared.config.objective
-    if facts.prediction != "flow":
-        return table_levels(facts.alphas_cumprod().tolist(), settings)
-    return flow_levels(
-        settings,
-        base_shift=lambda size: facts.flow_shift(width_px=size[0], height_px=size[1]),
     )
 
 

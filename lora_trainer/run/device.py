@@ -62,9 +62,8 @@ def setup_torch(prepared: Prepared) -> dict[str, Any]:
     # The number of threads decides the order in which the CPU adds, and with it the last bits of sums.
     torch.set_num_threads(config.hardware.threads)
     compiled = config.hardware.compile == "blocks"
-    if (
-        compiled
-    ):  # kernels are kept for later runs in the size-capped cache; the user's own variables win
+    if compiled:
+        # Kernels are kept for later runs in the size-capped cache; the user's own variables win.
         folder = prepared.cache_root / "compiled"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
@@ -135,8 +134,7 @@ def pinning(prepared: Prepared, events: EventStream) -> Iterator[None]:
             severity="note",
         )
 
-    limit_bytes = prepared.pinnable_bytes
-    with counted(limit_bytes=limit_bytes, on_refusal=report):
+    with counted(limit_bytes=prepared.pinnable_bytes, on_refusal=report):
         yield
 
 
@@ -201,25 +199,18 @@ def oom_fallbacks(
         for old, new in pairwise(stronger)
     ]
     if not (on_host or settings.streamed_blocks):
-        blocks = _room_for(denoiser, free_bytes=spare_ram_bytes() // sharing)
+        sizes = [
+            sum(owner[name].nbytes for owner, name in base_tensors(block))
+            for block in repeated_blocks(denoiser).values()
+        ]
+        free_bytes, most = spare_ram_bytes() // sharing, range(len(sizes), 0, -1)
+        blocks = next((count for count in most if moved_bytes(sizes, count) <= free_bytes), 0)
         if blocks:
             stream = partial(stream_blocks, denoiser, count=blocks, device=device)
             fallbacks.append(
                 OomFallback(key="memory.streamed_blocks", old=0, new=blocks, apply=stream)
             )
     return tuple(fallbacks)
-
-
-def _room_for(denoiser: nn.Module, *, free_bytes: int) -> int:
-    """Return the largest number of streamed blocks that fits in the machine's free memory."""
-    sizes = [
-        sum(owner[name].nbytes for owner, name in base_tensors(block))
-        for block in repeated_blocks(denoiser).values()
-    ]
-    fitting = (
-        count for count in range(len(sizes), 0, -1) if moved_bytes(sizes, count) <= free_bytes
-    )
-    return next(fitting, 0)
 
 
 @contextmanager

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Template
 
 from lora_trainer import families
-from lora_trainer.common.errors import LoraTrainError, MachineError, RequestError
-from lora_trainer.common.events import EventStream
+from lora_trainer.common.errors import MachineError, RequestError
 from lora_trainer.common.files import read_json_object
 from lora_trainer.common.wording import public_text
 from lora_trainer.lora_file.base_layers import check_usable
@@ -40,16 +39,6 @@ _WRITING_LOGIN = (
     f"make a token that may write on https://huggingface.co/settings/tokens, then {LOGIN}"
 )
 _REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
-
-
-def _base_source(file: Path, contents: Contents) -> str:
-    """Return the base as the run's record names it, else as the header does; it may be a path."""
-    try:
-        record = read_json_object(file.parent / "run.json").get("base")
-    except RequestError:  # a file that lies elsewhere
-        record = None
-    source = record.get("source") if isinstance(record, dict) else None
-    return source if isinstance(source, str) else contents.metadata.get("ss_sd_model_name", "")
 
 
 def is_repository(name: str) -> bool:
@@ -124,16 +113,6 @@ def push(
     )
 
 
-def push_finished(file: Path, *, repository: str, private: bool, events: EventStream) -> None:
-    """Upload the LoRA of a finished run; a failure is a problem that says how to try again."""
-    try:
-        address = push(file, repository=repository, private=private)
-    except LoraTrainError as error:
-        events.problem(error.found, fix=error.fix, code="HUB-01")
-    else:
-        events.emit("uploaded", address=address, private=private)
-
-
 def _sample_name(index: int) -> str:
     return f"samples/{index:02d}.png"
 
@@ -157,7 +136,14 @@ def _model_card(
     kinds = {part.kind for part in contents.parts.values() if part.kind is not None}
     dora = any("magnitude" in part.entries for part in contents.parts.values())
     format, texts = key_format(contents.parts), contents.metadata
-    source = _base_source(file, contents)
+    # As the run's record names it, else as the header does; it may be a path.
+    try:
+        record = read_json_object(file.parent / "run.json").get("base")
+    except RequestError:  # a file that lies elsewhere
+        record = None
+    source = record.get("source") if isinstance(record, dict) else None
+    if not isinstance(source, str):
+        source = texts.get("ss_sd_model_name", "")
     base = source if is_repository(source) and not Path(source).exists() else None
     trigger = texts.get("modelspec.trigger_phrase") or None
     prompts = [sample_prompt(image) for image in samples]

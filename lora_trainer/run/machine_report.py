@@ -1,8 +1,6 @@
-"""The work of `doctor`: sentences about this machine and the device trainings use, and its repairs.
+"""The work of `doctor`: sentences about this machine and the device trainings use.
 
-Input is the detected hardware, the folders of the cache and of runs; output are sentences, each marked ok or
-warn. `--fix` removes locks, unfinished files and damaged cache files that killed trainings left, all of which
-the next training makes again. Datasets, resume states, exported files and records of runs are never touched.
+Input is the detected hardware and the folder of the cache; output are sentences, each marked ok or warn.
 torch is not imported, because a broken torch is a reason to call the doctor.
 """
 
@@ -12,20 +10,15 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lora_trainer import __version__
-from lora_trainer.cache.store import DAMAGED_FOLDER, Cleared, Damaged, entries, parse, unused
-from lora_trainer.common.errors import MachineError
-from lora_trainer.common.files import TEMPORARY_PREFIX, CappedFolder
-from lora_trainer.common.memo import MEMO_FILE, memo_is_damaged
-from lora_trainer.common.wording import bytes_text, gib
+from lora_trainer.common.wording import gib
 from lora_trainer.hardware.machine import (
     PURPOSES,
     Hardware,
@@ -34,8 +27,6 @@ from lora_trainer.hardware.machine import (
     tier,
     tier_problem,
 )
-from lora_trainer.hardware.nvml import Gpu
-from lora_trainer.run.run_folder import EVENTS_FILE, STATES, claim, has_no_record
 
 Mark = Literal["ok", "warn"]
 _STYLES: Mapping[Mark, str] = {"ok": "green", "warn": "bold yellow"}
@@ -45,8 +36,7 @@ _LITTLE_DISK_BYTES = 20 * 2**30
 _LITTLE_MEMORY_BYTES = 15 * 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
-class MachineCheck:
+class MachineCheck(NamedTuple):
     """One sentence about the machine; `fix` is an advice, for a warning the way to cure it."""
 
     mark: Mark
@@ -54,57 +44,81 @@ class MachineCheck:
     fix: str = ""
 
 
-def ok(sentence: str, fix: str = "") -> MachineCheck:
-    return MachineCheck(mark="ok", sentence=sentence, fix=fix)
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
-def warn(sentence: str, fix: str) -> MachineCheck:
-    return MachineCheck(mark="warn", sentence=sentence, fix=fix)
+ok, warn = partial(MachineCheck, "ok"), partial(MachineCheck, "warn")
 
 
 def checks(
     hardware: Hardware, *, cache: Path, environment: Mapping[str, str]
-) -> list[MachineCheck]:
-    """Return all sentences about a machine, the most important first."""
-    return [
-        *_training(hardware),
-        *_gpus(hardware),
-        *_machine(hardware),
-        *_packages(hardware),
-        *_disk(hardware, cache),
-        *_network(environment),
-    ]
+) -> Iterator[MachineCheck]:
+    """Yield all sentences about a machine, the most important first."""
+    yield from _devices(hardware)
+    cores = f"{hardware.cpu_threads} core{'' if hardware.cpu_threads == 1 else 's'}"
+    reason = hardware.reasons.get("cpu_threads", "")
+    yield ok(f"The CPU is {hardware.cpu_name}; trainings use {cores} of it ({reason}).")
+    total, free = hardware.ram_total_bytes, hardware.ram_free_bytes
+    reason = hardware.reasons.get("ram_total_bytes", "memory of the machine")
+    memory = f"{gib(free)} of {gib(total)} of memory are free ({reason})."
+    if total < _LITTLE_MEMORY_BYTES:
+        fix = "parts of large bases stay in it during training: 32 GiB are enough for most"
+        yield warn(memory, fix)
+    else:
+        yield ok(memory)
+    yield from _packages(hardware)
+    try:
+        free_bytes = hardware.disk_free_bytes(cache)
+    except OSError as error:
+        fix = "choose another one with --set data.cache_dir=FOLDER"
+        yield warn(f"The cache folder {cache} cannot be read: {error.strerror or error}.", fix)
+    else:
+        stored = (
+            f"Encoded images and captions are stored in {cache}, where {gib(free_bytes)} are free."
+        )
+        if free_bytes < _LITTLE_DISK_BYTES:
+            yield warn(stored, "lora-train doctor --clear-cache empties it")
+        else:
+            yield ok(stored)
+    if environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        fix = "unset it to download base models that are not on this machine"
+        yield ok("Nothing is downloaded, because HF_HUB_OFFLINE is set.", fix)
+    if sys.platform != "win32" and shutil.which("cc") is None and shutil.which("gcc") is None:
+        sentence = "There is no C compiler, so hardware.compile=blocks cannot be used."
+        yield ok(sentence, "install gcc to use it")
 
 
-def _training(hardware: Hardware) -> Iterator[MachineCheck]:
-    accelerator = hardware.accelerator()
-    gpu, several = accelerator.value, len(hardware.gpus)
-    if gpu is None:
+def _devices(hardware: Hardware) -> Iterator[MachineCheck]:
+    """Yield the device that trainings use and why, then each GPU."""
+    accelerator, several = hardware.accelerator(), len(hardware.gpus)
+    if (best := accelerator.value) is None:
         why, fix = accelerator.reason, "see below"
         if several:
             why = "torch can use none of the GPUs"
         else:
             fix = "the embedded base trains here in minutes; other bases need a GPU with 6 GiB or more"
         yield warn(f"Trainings run on the CPU, because there is no usable GPU: {why}.", fix)
-        return
-    precision = "bf16" if gpu.has_bf16 else "fp16, as it does not compute bf16 itself"
-    why = f", the best of {several} for this torch" if several > 1 else ""
-    presets = f"with the presets for {tier(gpu.total_bytes)} GiB"
-    yield ok(f"Trainings run on {gpu.name}{why}, in {precision}, {presets}.")
-    if problem := tier_problem(gpu.total_bytes):
-        fix = "lower data.resolution or adapter.rank if a plan does not fit"
-        yield warn(f"{_capital(problem)}.", fix)
-
-
-def _gpus(hardware: Hardware) -> Iterator[MachineCheck]:
+    else:
+        precision = "bf16" if best.has_bf16 else "fp16, as it does not compute bf16 itself"
+        why = f", the best of {several} for this torch" if several > 1 else ""
+        presets = f"with the presets for {tier(best.total_bytes)} GiB"
+        yield ok(f"Trainings run on {best.name}{why}, in {precision}, {presets}.")
+        if problem := tier_problem(best.total_bytes):
+            fix = "lower data.resolution or adapter.rank if a plan does not fit"
+            yield warn(f"{_capital(problem)}.", fix)
     for gpu in hardware.gpus:
         if problem := hardware.against(gpu):
             reason, _, command = problem.partition("pip install ")
             fix = f"pip install {command}" if command else "use another GPU"
             yield warn(f"{reason.rstrip(' :;')}.", fix)
             continue
+        details = [f"driver {gpu.driver}"] if gpu.driver else []
+        if capability := gpu.compute_capability:
+            details.append(f"compute capability {capability[0]}.{capability[1]}")
+        more = f" ({', '.join(details)})" if details else ""
         free = f"{gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free"
-        described = f"GPU {gpu.index} is {gpu.name}, {free}{_details(gpu)}."
+        described = f"GPU {gpu.index} is {gpu.name}, {free}{more}."
         if 1 - gpu.free_bytes / gpu.total_bytes > _USED_BY_OTHERS:
             fix = "close other programs that use it, because plans use only free memory"
             yield warn(described, fix)
@@ -127,27 +141,6 @@ def _gpus(hardware: Hardware) -> Iterator[MachineCheck]:
             yield ok(f"{_capital(gpu.can.says)} has no {names}: adamw is used instead.")
 
 
-def _details(gpu: Gpu) -> str:
-    capability = gpu.compute_capability
-    parts = [f"driver {gpu.driver}"] if gpu.driver else []
-    parts += [f"compute capability {capability[0]}.{capability[1]}"] if capability else []
-    return f" ({', '.join(parts)})" if parts else ""
-
-
-def _machine(hardware: Hardware) -> Iterator[MachineCheck]:
-    cores = f"{hardware.cpu_threads} core{'' if hardware.cpu_threads == 1 else 's'}"
-    reason = hardware.reasons.get("cpu_threads", "")
-    yield ok(f"The CPU is {hardware.cpu_name}; trainings use {cores} of it ({reason}).")
-    total, free = hardware.ram_total_bytes, hardware.ram_free_bytes
-    reason = hardware.reasons.get("ram_total_bytes", "memory of the machine")
-    memory = f"{gib(free)} of {gib(total)} of memory are free ({reason})."
-    if total < _LITTLE_MEMORY_BYTES:
-        fix = "parts of large bases stay in it during training: 32 GiB are enough for most"
-        yield warn(memory, fix)
-    else:
-        yield ok(memory)
-
-
 def _packages(hardware: Hardware) -> Iterator[MachineCheck]:
     notes, gpu = package_notes(hardware.packages), hardware.accelerator().value
     if hardware.torch is not None:
@@ -168,30 +161,6 @@ def _packages(hardware: Hardware) -> Iterator[MachineCheck]:
         yield ok(sentence, f"to install it: pip install {name}")
 
 
-def _disk(hardware: Hardware, cache: Path) -> Iterator[MachineCheck]:
-    try:
-        free_bytes = hardware.disk_free_bytes(cache)
-    except OSError as error:
-        reason = error.strerror or error
-        fix = "choose another one with --set data.cache_dir=FOLDER"
-        yield warn(f"The cache folder {cache} cannot be read: {reason}.", fix)
-        return
-    stored = f"Encoded images and captions are stored in {cache}, where {gib(free_bytes)} are free."
-    if free_bytes < _LITTLE_DISK_BYTES:
-        yield warn(stored, "lora-train doctor --clear-cache empties it")
-    else:
-        yield ok(stored)
-
-
-def _network(environment: Mapping[str, str]) -> Iterator[MachineCheck]:
-    if environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        fix = "unset it to download base models that are not on this machine"
-        yield ok("Nothing is downloaded, because HF_HUB_OFFLINE is set.", fix)
-    if sys.platform != "win32" and shutil.which("cc") is None and shutil.which("gcc") is None:
-        sentence = "There is no C compiler, so hardware.compile=blocks cannot be used."
-        yield ok(sentence, "install gcc to use it")
-
-
 def doctor_text(results: list[MachineCheck]) -> RenderableType:
     """Return the sentences for people, with their marks, and the number of warnings."""
     lines = []
@@ -203,87 +172,6 @@ def doctor_text(results: list[MachineCheck]) -> RenderableType:
     plural = "" if warnings == 1 else "s"
     last = f"{warnings} warning{plural}, marked warn." if warnings else "No problems."
     return Group(*lines, Text(last, style="bold"))
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def mend(cache: CappedFolder, runs: Path) -> list[MachineCheck]:
-    """Mend a cache and the runs beside it; each change is one sentence, and no change is one too."""
-    repairs = [*_cache(cache), *_runs(runs)]
-    return repairs or [ok("Nothing had to be mended.")]
-
-
-def _cache(cache: CappedFolder) -> Iterator[MachineCheck]:
-    root = cache.root
-    if not (root / cache.marker).is_file():
-        return  # no training has used it yet
-    try:
-        with unused(root) as marks:
-            yield from _done(marks, "marks of killed trainings", root)
-            unfinished = list(root.glob(f"**/{TEMPORARY_PREFIX}*"))
-            yield from _done(_removed(unfinished), "unfinished files", root)
-            memos = [root / MEMO_FILE] if memo_is_damaged(root) else []
-            yield from _done(_removed(memos), "damaged memo", root)
-            damaged = [path for path, _ in entries(cache) if _is_damaged(path)]
-            yield from _done(_removed(damaged), "damaged entries", root)
-    except MachineError as error:
-        yield warn(f"The cache was left alone: {error.found}.", error.fix)
-
-
-def _runs(runs: Path) -> Iterator[MachineCheck]:
-    for events in sorted(runs.glob(f"*/{EVENTS_FILE}")):
-        path = events.parent
-        # Resume states that are being replaced (`.del-`) may be the newest whole ones, so they stay.
-        unfinished = [
-            *path.glob(f"{TEMPORARY_PREFIX}*"),
-            *(path / STATES).glob(f"{TEMPORARY_PREFIX}*"),
-        ]
-        is_empty = has_no_record(path)
-        if not unfinished and not is_empty:
-            continue
-        try:
-            with claim(path):
-                removed = _removed(unfinished)
-                if is_empty:
-                    _removed([entry for entry in path.iterdir() if entry.name != ".lock"])
-        except MachineError:
-            continue  # it is being trained, so its unfinished files are in use
-        if is_empty:
-            with suppress(OSError):  # another training may have claimed the folder just now
-                (path / ".lock").unlink()
-                path.rmdir()
-            yield ok(f"Removed {path}, a run that ended before its first step.")
-        else:
-            yield from _done(removed, "unfinished files", path)
-
-
-def _done(number: int, noun: str, folder: Path) -> Iterator[MachineCheck]:
-    if number:
-        yield ok(f"Removed from {folder}: {noun} ({number:,}).")
-
-
-def _removed(paths: list[Path]) -> int:
-    """Remove files and folders; return how many are gone, as Windows keeps open ones."""
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                path.unlink()
-    return sum(not path.exists() for path in paths)
-
-
-def _is_damaged(path: Path) -> bool:
-    """Whether an entry was moved aside, or its bytes are no longer those that were written."""
-    if path.parent.name == DAMAGED_FOLDER:
-        return True
-    try:
-        parse(path.read_bytes(), digest=path.stem)
-    except (Damaged, OSError):
-        return True
-    return False
 
 
 def doctor_json(hardware: Hardware) -> dict[str, Any]:
@@ -299,11 +187,3 @@ def doctor_json(hardware: Hardware) -> dict[str, Any]:
         "packages": dict(hardware.packages),
         "package_notes": package_notes(hardware.packages),
     }
-
-
-def cleared_text(cleared: Cleared) -> str:
-    """Return the sentence about a cache that was emptied."""
-    return (
-        f"removed {cleared.files:,} entries, {bytes_text(cleared.bytes)}, from {cleared.folder}; "
-        "the next trainings encode their images and captions again"
-    )

@@ -19,11 +19,10 @@ from lora_trainer.common.events import Finding, note, warning
 from lora_trainer.common.processes import full_batch, share
 from lora_trainer.common.wording import duration_text, gib
 from lora_trainer.config.config import all_settings, flatten
-from lora_trainer.config.running import RunConfig
 from lora_trainer.families.facts import FileFormat
 from lora_trainer.hardware.machine import tier_problem
 from lora_trainer.lora_file.key_formats import format_notes, planned_contents
-from lora_trainer.planning.memory import HostPrediction, MemoryItem
+from lora_trainer.planning.memory import MemoryItem
 from lora_trainer.planning.optimizer_facts import optimizer_remarks
 from lora_trainer.planning.plan import Plan
 from lora_trainer.planning.run_time import MOST_HOURS
@@ -50,15 +49,25 @@ def finding_line(finding: Finding) -> str:
     return f"{finding.severity}: {where}{finding.what}. {finding.advice}"
 
 
+_RECOMPUTED = {
+    "none": "nothing recomputed",
+    "light": "blocks recomputed except matrix products and attention",
+    "selective": "blocks recomputed except wide matrix products and attention",
+    "full": "blocks recomputed in full",
+    "offloaded": "blocks recomputed in full, their inputs in host memory",
+}
+"""Levels of gradient checkpointing."""
 LEAST_PART = 0.01
 """Parts of a run that take less than this share of its time are not listed."""
-Longer = tuple[str, Plan] | None
-"""A description of a longer run, and its plan; None if there is none to offer."""
 
 
-def plan_json(prepared: Prepared, longer: Longer = None) -> dict[str, Any]:
+def plan_json(prepared: Prepared) -> dict[str, Any]:
     """Return the machine-readable plan; scripts rely on its keys."""
-    plan = prepared.plan
+    plan, memory, host = prepared.plan, prepared.plan.memory, prepared.plan.host
+
+    def items_json(items: Sequence[MemoryItem]) -> list[dict[str, Any]]:
+        return [asdict(item) for item in items]
+
     return {
         "family": prepared.family.name,
         "base": prepared.facts.source,
@@ -73,7 +82,24 @@ def plan_json(prepared: Prepared, longer: Longer = None) -> dict[str, Any]:
             }
             for key, value in flatten(prepared.config).items()
         },
-        "memory": _memory_json(prepared),
+        "memory": {
+            "items": items_json(memory.items),
+            "phase": memory.peak_phase,
+            "phases": dict(memory.phases),
+            "by_phase": {phase: items_json(items) for phase, items in memory.by_phase.items()},
+            "peak_bytes": memory.peak_bytes,
+            "limit_bytes": memory.limit_bytes,
+            "fits": memory.fits,
+            "images_at_once": prepared.at_once_by_size,
+            "host": None
+            if host is None
+            else {
+                "items": items_json(host.items),
+                "bytes": host.peak_bytes,
+                "limit_bytes": host.limit_bytes,
+                "loading_bytes": host.loading_bytes,
+            },
+        },
         "time": {
             "steps": plan.steps,
             "epochs": plan.epochs,
@@ -82,7 +108,6 @@ def plan_json(prepared: Prepared, longer: Longer = None) -> dict[str, Any]:
             "seconds_per_step": list(plan.seconds_per_step),
             "run_s": [plan.run_time.low_s, plan.run_time.high_s],
             "parts_s": {part: list(pair) for part, pair in plan.run_time.parts.items()},
-            "more": _longer_text(longer),
             "note": plan.time_note,
             "regularisation_per_epoch": prepared.regularisation_per_epoch,
         },
@@ -96,68 +121,67 @@ def plan_json(prepared: Prepared, longer: Longer = None) -> dict[str, Any]:
     }
 
 
-def _memory_json(prepared: Prepared) -> dict[str, Any]:
-    memory, host = prepared.plan.memory, prepared.plan.host
-    return {
-        "items": _items_json(memory.items),
-        "phase": memory.peak_phase,
-        "phases": dict(memory.phases),
-        "by_phase": {phase: _items_json(items) for phase, items in memory.by_phase.items()},
-        "peak_bytes": memory.peak_bytes,
-        "limit_bytes": memory.limit_bytes,
-        "fits": memory.fits,
-        "images_at_once": prepared.at_once_by_size,
-        "host": None
-        if host is None
-        else {
-            "items": _items_json(host.items),
-            "bytes": host.peak_bytes,
-            "limit_bytes": host.limit_bytes,
-            "loading_bytes": host.loading_bytes,
-        },
-    }
-
-
-def _items_json(items: Sequence[MemoryItem]) -> list[dict[str, Any]]:
-    return [asdict(item) for item in items]
-
-
-def plan_text(
-    prepared: Prepared, longer: Longer = None, *, everything: bool = False
-) -> RenderableType:
+def plan_text(prepared: Prepared, *, everything: bool = False) -> RenderableType:
     """Return the plan for people: the run's facts, time and disk, memory item by item, settings with origins.
 
     It lists the dozen settings that decide a training and those the user set; with `everything` all of them.
     """
-    plan, config, resolved = prepared.plan, prepared.config, prepared.resolved
+    plan, config, resolved, facts = (
+        prepared.plan,
+        prepared.config,
+        prepared.resolved,
+        prepared.facts,
+    )
     buckets = ", ".join(f"{name} x{count}" for name, count in prepared.report.buckets.items())
     pool, count = len(prepared.dataset.regularisation), prepared.regularisation_per_epoch
     regularisation = f", {pool} for regularisation ({count} an epoch)" if pool else ""
+    download, absent = f"{gib(facts.download_bytes)} to download", "not on this machine"
+    if facts.layout is not None:
+        download = ""
+    elif facts.missing:
+        download = f"; {absent}: {facts.missing}, {download}"
+    else:
+        download = f", {absent}: {download}"
+    streamed = f"{config.memory.streamed_blocks} blocks streamed from host memory"
+    weights = [
+        config.memory.base_precision,
+        *([streamed] if config.memory.streamed_blocks else []),
+        _RECOMPUTED[config.memory.gradient_checkpointing],
+    ]
+    images = list(shares(prepared))
+    split = f"{min(images)} to {max(images)}" if len(images) > 8 else " + ".join(map(str, images))
+    counts = dict.fromkeys(plan.images_at_once.values())
+    sizes = (f"{count} of {w}x{h}" for (w, h), count in plan.images_at_once.items())
+    at_once = f"images by bucket: {', '.join(sizes)}"
+    if len(counts) == 1:
+        (count,) = counts
+        at_once = "1 image" if count == 1 else f"{count} images"
     rows = {
-        "base": f"{prepared.facts.source} ({prepared.family.name}){_download(prepared)}",
+        "base": f"{facts.source} ({prepared.family.name}){download}",
         "device": f"{config.hardware.device}: {plan.origins['hardware.device'].reason}",
         "preset": f"{resolved.preset}, priority {resolved.priority}",
         "data": f"{len(prepared.trained)} images trained, {len(prepared.held_out)} held out"
         f"{regularisation}; {buckets}",
         "length": f"{plan.steps:,} steps of {config.train.batch_size} = {plan.epochs:.1f} epochs",
-        "base weights": _base_text(config),
-        "micro-batch": _at_once_text(plan),
-        "processes": _processes_text(prepared) if prepared.processes > 1 else "",
+        "base weights": ", ".join(weights),
+        "micro-batch": at_once,
+        "processes": f"{len(images)}: {split} of {sum(images)} images a step"
+        if len(images) > 1
+        else "",
         "time": _time_text(plan),
-        "more time": _longer_text(longer),
         "disk": ", ".join(f"{name} {gib(size)}" for name, size in plan.disk_bytes.items()),
     }
-    facts = key_table("")
+    table = key_table("")
     for name, text in rows.items():
         if text:
-            add_row(facts, name, text)
+            add_row(table, name, text)
     remarks = [
         Text(finding_line(remark), style=STYLES[remark.severity])
         for remark in run_warnings(prepared)
     ]
     settings = _settings_table(prepared, everything=everything)
     lines: list[RenderableType] = ["", *remarks] if remarks else []
-    return Group(facts, "", *_memory_tables(plan), "", *settings, *lines)
+    return Group(table, "", *_memory_tables(plan), "", *settings, *lines)
 
 
 def _settings_table(prepared: Prepared, *, everything: bool) -> list[RenderableType]:
@@ -176,45 +200,11 @@ def _settings_table(prepared: Prepared, *, everything: bool) -> list[RenderableT
     return [table, Text(f"{hidden} more settings: --all", style="dim")] if hidden else [table]
 
 
-def _base_text(config: RunConfig) -> str:
-    """Return in one line the precision of the frozen base, its blocks in host memory, and checkpointing."""
-    memory, parts = config.memory, [f"{config.memory.base_precision}"]
-    if memory.streamed_blocks:
-        parts.append(f"{memory.streamed_blocks} blocks streamed from host memory")
-    recomputed = {
-        "none": "nothing recomputed",
-        "light": "blocks recomputed except matrix products and attention",
-        "selective": "blocks recomputed except wide matrix products and attention",
-        "full": "blocks recomputed in full",
-        "offloaded": "blocks recomputed in full, their inputs in host memory",
-    }
-    parts.append(recomputed[memory.gradient_checkpointing])
-    return ", ".join(parts)
-
-
-def _at_once_text(plan: Plan) -> str:
-    counts = dict.fromkeys(plan.images_at_once.values())
-    if len(counts) == 1:
-        (count,) = counts
-        return "1 image" if count == 1 else f"{count} images"
-    sizes = (f"{count} of {w}x{h}" for (w, h), count in plan.images_at_once.items())
-    return f"images by bucket: {', '.join(sizes)}"
-
-
 def shares(prepared: Prepared) -> Iterator[int]:
     """Yield for each process its number of images in an optimizer step."""
     batch, count = prepared.config.train.batch_size, prepared.processes
     for rank in range(count):
         yield len(share(batch, rank=rank, count=count))
-
-
-def _processes_text(prepared: Prepared) -> str:
-    batch, counts = prepared.config.train.batch_size, list(shares(prepared))
-    full = full_batch(batch, count=len(counts))
-    busy = f"{batch / (max(counts) * len(counts)):.0%} of them busy on average"
-    split = " + ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)}"
-    more = "" if full == batch else f"; train.batch_size={full} would use them all"
-    return f"{len(counts)}: {split} of {batch} images a step, {busy}{more}"
 
 
 def _memory_tables(plan: Plan) -> list[RenderableType]:
@@ -238,16 +228,19 @@ def _memory_tables(plan: Plan) -> list[RenderableType]:
         table,
         Text(f"predicted peak: {gib(memory.peak_bytes)} {limit}, while {memory.peak_phase}"),
     ]
-    return lines if plan.host is None else [*lines, "", _host_table(plan.host)]
-
-
-def _download(prepared: Prepared) -> str:
-    facts = prepared.facts
-    if facts.layout is not None:
-        return ""
-    if facts.missing:
-        return f"; not on this machine: {facts.missing}, {gib(facts.download_bytes)} to download"
-    return f", not on this machine: {gib(facts.download_bytes)} to download"
+    if (host := plan.host) is None:
+        return lines
+    table = Table("in host memory", "size", "", box=None, pad_edge=False)
+    for item in host.items:
+        add_row(table, item.name, Text(gib(item.bytes), justify="right"), item.note, style="dim")
+    of = f"of {gib(host.limit_bytes)} free"
+    add_row(table, "sum", Text(gib(host.peak_bytes), justify="right"), of)
+    if host.loads_slowly:
+        note = (
+            "more than is free: weights are read from their files piece by piece, which is slower"
+        )
+        add_row(table, "while loading", Text(gib(host.loading_bytes), justify="right"), note)
+    return [*lines, "", table]
 
 
 def _time_text(plan: Plan) -> str:
@@ -264,32 +257,6 @@ def _time_text(plan: Plan) -> str:
         f"about {duration_text(whole.seconds)} ({ends}): {parts}; "
         f"{low:.3g} to {high:.3g} s a step ({plan.time_note})"
     )
-
-
-def _longer_text(longer: Longer) -> str:
-    """Return in one line the settings and the time of a longer run."""
-    if longer is None:
-        return ""
-    words, plan = longer
-    config = plan.config
-    return (
-        f"{words}: {config.data.resolution} px, rank {config.adapter.rank}, {plan.steps:,} steps, "
-        f"about {duration_text(plan.run_time.seconds)}"
-    )
-
-
-def _host_table(host: HostPrediction) -> Table:
-    table = Table("in host memory", "size", "", box=None, pad_edge=False)
-    for item in host.items:
-        add_row(table, item.name, Text(gib(item.bytes), justify="right"), item.note, style="dim")
-    of = f"of {gib(host.limit_bytes)} free"
-    add_row(table, "sum", Text(gib(host.peak_bytes), justify="right"), of)
-    if host.loads_slowly:
-        note = (
-            "more than is free: weights are read from their files piece by piece, which is slower"
-        )
-        add_row(table, "while loading", Text(gib(host.loading_bytes), justify="right"), note)
-    return table
 
 
 def run_warnings(prepared: Prepared) -> Iterator[Finding]:
@@ -312,8 +279,26 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
         full = full_batch(batch, count=processes)
         advice = f"train.batch_size={full} would use all of them in every step"
         yield warning("processes", None, what, advice=advice)
-    yield from _enlarged(prepared)
-    yield from _long(prepared)
+    records = (*prepared.trained, *prepared.dataset.regularisation)
+    for index, side_px in enumerate(config.data.more_resolutions, start=1):
+        count = sum(record.placements[index].upscaled for record in records)
+        if side_px > config.data.resolution and count:
+            enlarged = f"{count} of {len(records)} images are enlarged"
+            advice = f"use larger originals, or leave {side_px} out of data.more_resolutions"
+            what = f"{enlarged} for data.more_resolutions={side_px}"
+            yield warning("enlarged", None, what, advice=advice)
+    # As on a GPU slower than its tier's.
+    priority, hours = prepared.resolved.priority, prepared.plan.run_time.seconds / 3600
+    if hours > MOST_HOURS[priority] and prepared.plan.memory.limit_bytes is not None:
+        shorter = "train.steps, data.resolution and sampling.every_steps"
+        advice = f"{shorter} shorten it"
+        if priority != "speed":
+            advice = f"--priority speed shortens it most; so do {shorter}"
+        what = (
+            f"about {hours:.1f} hours are predicted; priority {priority} is meant for "
+            f"{MOST_HOURS[priority]:g} with 20 images on an ordinary GPU"
+        )
+        yield note("time", None, what, advice=advice)
     if config.adapter.dora:
         what = (
             "adapter.dora runs in fp32 beside each layer instead of fused with it, "
@@ -330,31 +315,3 @@ def run_warnings(prepared: Prepared) -> Iterator[Finding]:
     advice = "choose another output.format or adapter if that matters to you"
     for missed in format_notes(format, planned_contents(config.adapter)):
         yield warning("format", None, f"output.format={format}: {missed}", advice=advice)
-
-
-def _long(prepared: Prepared) -> Iterator[Finding]:
-    """Yield a note if the run takes longer than its priority promises, as on a GPU slower than its tier's."""
-    priority, hours = prepared.resolved.priority, prepared.plan.run_time.seconds / 3600
-    if hours <= MOST_HOURS[priority] or prepared.plan.memory.limit_bytes is None:
-        return
-    advice = "train.steps, data.resolution and sampling.every_steps shorten it"
-    if priority != "speed":
-        advice = f"--priority speed shortens it most; so do {advice.partition(' shorten')[0]}"
-    what = (
-        f"about {hours:.1f} hours are predicted; priority {priority} is meant for "
-        f"{MOST_HOURS[priority]:g} with 20 images on an ordinary GPU"
-    )
-    yield note("time", None, what, advice=advice)
-
-
-def _enlarged(prepared: Prepared) -> Iterator[Finding]:
-    sides_px = prepared.config.data.more_resolutions
-    records = (*prepared.trained, *prepared.dataset.regularisation)
-    for index, side_px in enumerate(sides_px, start=1):
-        count = sum(record.placements[index].upscaled for record in records)
-        if side_px > prepared.config.data.resolution and count:
-            what = (
-                f"{count} of {len(records)} images are enlarged for data.more_resolutions={side_px}"
-            )
-            advice = f"use larger originals, or leave {side_px} out of data.more_resolutions"
-            yield warning("enlarged", None, what, advice=advice)

@@ -7,15 +7,15 @@ cache folder are written, which save time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_trainer import families
-from lora_trainer.common.errors import InputError, LoraTrainError, MachineError, RequestError
+from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.common.events import shown
 from lora_trainer.common.memo import HashMemo
-from lora_trainer.config import PRIORITIES, Priority
+from lora_trainer.config import Priority
 from lora_trainer.config.config import build_config
 from lora_trainer.config.constraints import typed
 from lora_trainer.config.declare import CHUNK_TOKENS
@@ -45,7 +45,6 @@ from lora_trainer.families.facts import BaseFacts
 from lora_trainer.families.hub_files import OnBytes, unheard
 from lora_trainer.families.locate import EMBEDDED, describe, identified, locate, with_choices
 from lora_trainer.hardware.machine import Hardware, Tier, assume_card, detect, tier
-from lora_trainer.hardware.nvml import Gpu
 from lora_trainer.lora_file.key_formats import format_for, planned_contents
 from lora_trainer.planning.plan import Plan, plan
 from lora_trainer.planning.plan_input import PlanInput, known_oom
@@ -178,23 +177,14 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
     cache_root = cache_folder(settings.data)
     _refuse_impossible(settings, basis)
     dataset = read_dataset(request.dataset, settings.data, basis.facts)
-    _refuse_bad_masks(dataset)
     reading = _reading(request, dataset, basis)
     basis = replace(basis, facts=replace(basis.facts, chunks=reading.chunks))
     trained, held_out = hold_out(
         dataset.records, fraction=settings.data.validation_fraction, seed=settings.train.seed
     )
-    if not trained:
-        raise InputError(
-            f"{request.dataset} leaves no image to train on after {len(held_out)} are held out",
-            fix="add images or use --set data.validation_fraction=0",
-        )
-    _refuse_without_validation(settings, held_out=len(held_out))
+    _refuse_data(settings, dataset, held_out)
     learned = sorted((*trained, *held_out), key=lambda record: record.name)
     used = (*learned, *dataset.regularisation)
-    full_card = None
-    if request.run_settings is None:  # a resumed run has its own record of out-of-memory fallbacks
-        full_card = known_oom(cache_root, basis.hardware, basis.family.name)
     samples = sum(record.repeats for record in trained)
     plan_input = PlanInput(
         **vars(basis),
@@ -219,13 +209,16 @@ def prepare(request: Request, *, hardware: Hardware | None = None) -> Prepared:
         ),
         texts=_text_count(dataset, settings),
         prompts=len(_sample_prompts((*held_out, *trained), settings)),
-        full_card=full_card,
+        # A resumed run has its own record of out-of-memory fallbacks.
+        full_card=known_oom(cache_root, basis.hardware, basis.family.name)
+        if request.run_settings is None
+        else None,
         processes=request.processes,
         sharing=request.sharing,
         kept_at_once=_kept_at_once(request),
     )
     return Prepared(
-        **{each.name: getattr(plan_input, each.name) for each in fields(PlanInput)},
+        **vars(plan_input),
         plan=plan(plan_input),
         dataset=dataset,
         report=_report(dataset, settings.data, reading, basis),
@@ -255,32 +248,6 @@ def prepare_with_base(request: Request, *, hardware: Hardware | None = None) -> 
     facts = identified(replace(facts, chunks=prepared.facts.chunks), memo)
     memo.save()
     return replace(prepared, facts=facts)
-
-
-def longer(request: Request, prepared: Prepared) -> tuple[str, Plan] | None:
-    """Return (option, plan) of the next better run that takes more time; None: presets have nothing better.
-
-    That is the next priority whose plan takes longer, or after quality the base's own resolution.
-    """
-    # The assumed GPU is in `prepared.hardware` already.
-    request = replace(request, assumed_vram_gib=None)
-    here_s, native_px = prepared.plan.run_time.seconds, prepared.facts.resolution_px
-    higher = PRIORITIES[PRIORITIES.index(request.priority) + 1 :]
-    tried = [(f"--priority {name}", replace(request, priority=name)) for name in higher]
-    if prepared.config.data.resolution < native_px:
-        larger = {**request.overrides, "data.resolution": native_px}
-        tried.append((f"data.resolution={native_px}", replace(request, overrides=larger)))
-    for words, alternative in tried:
-        try:
-            resolved = _basis(alternative, prepared.hardware).resolved
-            same = resolved.config.data.resolution == prepared.resolved.config.data.resolution
-            buckets = prepared.buckets if same else ()
-            longer_plan = plan(replace(prepared, resolved=resolved, buckets=buckets))
-        except LoraTrainError:  # does not fit on this machine
-            continue
-        if longer_plan.run_time.seconds > here_s:
-            return words, longer_plan
-    return None
 
 
 def _text_count(dataset: Dataset, config: Config) -> int:
@@ -315,24 +282,13 @@ def _kept_at_once(request: Request) -> Mapping[tuple[int, int], int] | None:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckReport:
-    """The result of `check`: the report, and the longest caption the base reads, where it is known."""
+def examine(
+    request: Request, *, hardware: Hardware | None = None
+) -> tuple[DatasetReport, Mapping[str, Any] | None]:
+    """Return the dataset's report for `check`, and the longest caption that the base reads, where it is known.
 
-    report: DatasetReport
-    caption_limit: Mapping[str, Any] | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for `check --json`."""
-        return {
-            **self.report.to_json(),
-            "pictures": list(self.report.pictures),
-            "caption_limit": self.caption_limit,
-        }
-
-
-def examine(request: Request, *, hardware: Hardware | None = None) -> CheckReport:
-    """Return the dataset's report for `check`; raises RequestError, InputError or MachineError."""
+    Raises RequestError, InputError or MachineError.
+    """
     basis = _basis(request, hardware)
     # No limit of bad images here: `check` lists them all, where a training would refuse.
     data = basis.resolved.config.data.model_copy(update={"max_bad_fraction": 1.0})
@@ -340,10 +296,8 @@ def examine(request: Request, *, hardware: Hardware | None = None) -> CheckRepor
     reading = _reading(request, dataset, basis)
     is_auto = basis.family.text.chunks and data.caption_tokens == "auto"
     room = MOST_CHUNKS if is_auto else reading.chunks
-    return CheckReport(
-        report=_report(dataset, data, reading, basis),
-        caption_limit=caption_limit(basis.facts, chunks=room),
-    )
+    report = _report(dataset, data, reading, basis)
+    return report, caption_limit(basis.facts, chunks=room)
 
 
 def _report(dataset: Dataset, data: DataSettings, reading: Reading, basis: Basis) -> DatasetReport:
@@ -377,10 +331,8 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
     source = asked_for(request, "base.model")
     if source in (None, "auto"):
         source = next(iter(families.family(families.DEFAULT_FAMILY).releases)) if card else EMBEDDED
-    settings = {
-        f"base.{name}": asked_for(request, f"base.{name}") for name in BaseSettings.model_fields
-    }
-    base_settings = {key: value for key, value in settings.items() if value is not None}
+    keys = [f"base.{name}" for name in BaseSettings.model_fields]
+    base_settings = {key: value for key in keys if (value := asked_for(request, key)) is not None}
     base = build_config(base_settings | {"base.model": source}).base
     try:
         facts = describe(base)
@@ -389,9 +341,16 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
             raise
         facts = locate(base, on_bytes=request.on_bytes)
     family = families.family(facts.family)
+    # In the default family, tier `cpu` is the recipe of the embedded base. A real base of that family on a
+    # processor takes the tier of the smallest GPUs: slow, but correct.
+    preset_tier: Tier = "cpu"
+    if source != EMBEDDED and card is not None:
+        preset_tier = tier(card.total_bytes)
+    elif source != EMBEDDED and family.name == families.DEFAULT_FAMILY:
+        preset_tier = "6-8"
     resolved = resolve(
         family=family.name,
-        tier=_tier(source, family, card),
+        tier=preset_tier,
         priority=request.priority,
         preset=request.preset,
         config_file=request.settings_file,
@@ -404,20 +363,6 @@ def _basis(request: Request, hardware: Hardware | None) -> Basis:
         facts, resolved.config.base, zero_terminal_snr=None if zero == "auto" else zero
     )
     return Basis(hardware=hardware, facts=facts, family=family, resolved=resolved)
-
-
-def _refuse_without_validation(settings: Config, *, held_out: int) -> None:
-    """Raise RequestError for settings that need the validation loss where no image is held out."""
-    switches = {
-        "output.keep_best": settings.output.keep_best,
-        "train.stop_after_validations": settings.train.stop_after_validations is not None,
-    }
-    keys = [key for key, is_asked in switches.items() if is_asked]
-    if keys and not held_out:
-        raise RequestError(
-            f"{' and '.join(keys)} need the validation loss, but no image is held out for it",
-            fix=f"add images, raise data.validation_fraction, or leave {' and '.join(keys)} out",
-        )
 
 
 def _refuse_impossible(settings: Config, basis: Basis) -> None:
@@ -439,12 +384,22 @@ def _refuse_impossible(settings: Config, basis: Basis) -> None:
     format_for(basis.family, settings.output.format, planned_contents(settings.adapter))
 
 
-def _refuse_bad_masks(dataset: Dataset) -> None:
-    """Raise InputError if a mask cannot be used: `check` lists it, but a training would learn from it."""
-    bad = [finding for finding in dataset.findings if finding.kind == BAD_MASK]
-    if bad:
-        masks = "; ".join(f"{shown(finding.file or '')} {finding.what}" for finding in bad)
-        raise InputError(f"masks cannot be used: {masks}", fix=bad[0].advice)
+def _refuse_data(settings: Config, dataset: Dataset, held_out: Sequence[ImageRecord]) -> None:
+    """Raise InputError for masks that cannot be used, RequestError for settings that need held-out images."""
+    if masks := [finding for finding in dataset.findings if finding.kind == BAD_MASK]:
+        # `check` lists them, but a training would learn from them.
+        bad = "; ".join(f"{shown(finding.file or '')} {finding.what}" for finding in masks)
+        raise InputError(f"masks cannot be used: {bad}", fix=masks[0].advice)
+    switches = {
+        "output.keep_best": settings.output.keep_best,
+        "train.stop_after_validations": settings.train.stop_after_validations is not None,
+    }
+    keys = " and ".join(key for key, is_asked in switches.items() if is_asked)
+    if keys and not held_out:
+        raise RequestError(
+            f"{keys} need the validation loss, but no image is held out for it",
+            fix=f"add images, raise data.validation_fraction, or leave {keys} out",
+        )
 
 
 def _decided(reading: Reading, basis: Basis) -> dict[str, tuple[Any, str]]:
@@ -466,18 +421,6 @@ def _decided(reading: Reading, basis: Basis) -> dict[str, tuple[Any, str]]:
         tokens = reading.chunks * CHUNK_TOKENS if family.text.chunks else "auto"
         decided["data.caption_tokens"] = (tokens, reading.reason)
     return decided
-
-
-def _tier(source: str, family: Family, card: Gpu | None) -> Tier:
-    """Return the preset tier; in the default family, tier `cpu` is the recipe of the embedded base.
-
-    A real base of that family on a processor takes the tier of the smallest GPUs: slow, but correct.
-    """
-    if source == EMBEDDED:
-        return "cpu"
-    if card is None:
-        return "6-8" if family.name == families.DEFAULT_FAMILY else "cpu"
-    return tier(card.total_bytes)
 
 
 def asked_for(request: Request, key: str) -> Any:

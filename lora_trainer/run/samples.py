@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
@@ -67,14 +67,8 @@ WORD_IN_PROMPTS = "<new-word>"
 """Replaces a trigger that was trained as new tokens in prompts; no tokenizer has this word."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Drawing:
-    """One image to draw: its prompt's entry in the cache, its seed, the name of its file."""
-
-    prompt: str
-    key: CacheKey
-    seed: int
-    file: str
+Drawing = tuple[str, CacheKey, int, str]
+"""An image to draw: its prompt, the prompt's entry in the cache, its seed, the name of its file."""
 
 
 @dataclass(kw_only=True)
@@ -107,7 +101,12 @@ class SampleAction:
             return False
         every = self.job.prepared.config.sampling.every_steps
         regular = every > 0 and (progress.step % every == 0 or progress.ending)
-        request = self._request(progress.step)
+        request = None
+        try:
+            request = Control(self.job.folder.path).take_samples()
+        except LoraTrainError as error:
+            what = f"no sample images were asked for at step {progress.step}: {error.found}"
+            self._problem(what, fix=error.fix)
         self._asked_due = request or ""
         self._own_due = regular or request == ""
         return self._own_due or bool(self._asked_due)
@@ -125,7 +124,13 @@ class SampleAction:
         try:
             target.mkdir(parents=True, exist_ok=True)
             # Text encoders are loaded before memory is needed for images, and let go.
-            drawings = [*self._own(), *self._asked(target, step=progress.step)]
+            key, seed = texts_as(self.job.prepared).key, self.job.prepared.config.sampling.seed
+            drawings = [
+                (prompt, key(prompt), seed + index, f"{index:02d}.png")
+                for index, prompt in enumerate(self.job.prepared.sample_prompts)
+                if self._own_due
+            ]
+            drawings += self._asked(target, step=progress.step)
             with (
                 self.parts.chosen(),
                 self.parts.adapter.rounded(precision),
@@ -150,24 +155,7 @@ class SampleAction:
     def _problem(self, what: str, *, fix: str) -> None:
         self.job.events.problem(what, fix=fix, code="TRN-03")
 
-    def _request(self, step: int) -> str | None:
-        try:
-            return Control(self.job.folder.path).take_samples()
-        except LoraTrainError as error:
-            what = f"no sample images were asked for at step {step}: {error.found}"
-            self._problem(what, fix=error.fix)
-            return None
-
-    def _own(self) -> list[_Drawing]:
-        if not self._own_due:
-            return []
-        seed, key = self.job.prepared.config.sampling.seed, texts_as(self.job.prepared).key
-        return [
-            _Drawing(prompt=prompt, key=key(prompt), seed=seed + index, file=f"{index:02d}.png")
-            for index, prompt in enumerate(self.job.prepared.sample_prompts)
-        ]
-
-    def _asked(self, target: Path, *, step: int) -> list[_Drawing]:
+    def _asked(self, target: Path, *, step: int) -> list[Drawing]:
         """Return the drawing of the prompt that somebody asked for; one that cannot be encoded is a problem."""
         prompt = self._asked_due
         if not prompt or self.job.stop() is not None:
@@ -182,14 +170,16 @@ class SampleAction:
         # A resumed run may come to a step again, with another prompt asked for.
         number = len(list(target.glob("asked-*.png")))
         seed = self.job.prepared.config.sampling.seed
-        return [_Drawing(prompt=prompt, key=key, seed=seed, file=f"asked-{number:02d}.png")]
+        return [(prompt, key, seed, f"asked-{number:02d}.png")]
 
     def _images(
-        self, target: Path, drawings: list[_Drawing], *, step: int
+        self, target: Path, drawings: list[Drawing], *, step: int
     ) -> list[Mapping[str, str | int]]:
         """Make the images; those left when somebody asks to stop are not made, as saving is waiting."""
         images: list[Mapping[str, str | int]] = []
-        for index, drawing in enumerate(drawings):
+        prepared = self.job.prepared
+        settings, side_px = prepared.config.sampling, prepared.config.data.resolution
+        for index, (prompt, key, seed, name) in enumerate(drawings):
             if self.job.stop() is not None:
                 self.job.events.problem(
                     f"{len(images)} of {len(drawings)} sample images at step {step}: asked to stop",
@@ -201,30 +191,25 @@ class SampleAction:
             self.job.events.emit(
                 "phase", phase="sample", message="sample images", done=index, total=len(drawings)
             )
-            images.append(self._write(target, drawing))
+            image = self.sampler.image(
+                self._text(key),
+                self._text(texts_as(prepared).key(settings.negative_prompt)),
+                seed=seed,
+                size_px=(side_px, side_px),
+                steps=settings.steps,
+                guidance_scale=settings.guidance_scale,
+            )
+            info = PngInfo()
+            width, height = image.size
+            info.add_text(
+                "parameters",
+                f"{prompt}\nNegative prompt: {settings.negative_prompt}\nSteps: {settings.steps}, "
+                f"CFG scale: {settings.guidance_scale:g}, Seed: {seed}, Size: {width}x{height}",
+            )
+            image.save(target / name, pnginfo=info)
+            file = f"samples/{target.name}/{name}"
+            images.append({"prompt": prompt, "seed": seed, "file": file})
         return images
-
-    def _write(self, target: Path, drawing: _Drawing) -> Mapping[str, str | int]:
-        prepared = self.job.prepared
-        settings, side_px = prepared.config.sampling, prepared.config.data.resolution
-        prompt, seed, file = drawing.prompt, drawing.seed, target / drawing.file
-        image = self.sampler.image(
-            self._text(drawing.key),
-            self._text(texts_as(prepared).key(settings.negative_prompt)),
-            seed=seed,
-            size_px=(side_px, side_px),
-            steps=settings.steps,
-            guidance_scale=settings.guidance_scale,
-        )
-        info = PngInfo()
-        width, height = image.size
-        info.add_text(
-            "parameters",
-            f"{prompt}\nNegative prompt: {settings.negative_prompt}\nSteps: {settings.steps}, "
-            f"CFG scale: {settings.guidance_scale:g}, Seed: {seed}, Size: {width}x{height}",
-        )
-        image.save(file, pnginfo=info)
-        return {"prompt": prompt, "seed": seed, "file": f"samples/{target.name}/{file.name}"}
 
     def _text(self, key: CacheKey) -> Conditioning:
         """Return a prompt's texts; text encoders that are trained along run on its tokens as they are now."""
@@ -348,7 +333,11 @@ def file_and_base(path: Path, *, base: str | None) -> tuple[Path, str, Config | 
     """
     is_run = path.is_dir() and not holds_adapter(path)
     file = adapter_of(path) if is_run else file_of(path)
-    config = stated_settings(read_contents(file).metadata)
+    config, metadata = None, read_contents(file).metadata
+    # The header of a file from this trainer states them.
+    with suppress(KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        settings = json.loads(metadata["lora_train.settings"])
+        config = build_config(settings) if isinstance(settings, dict) else None
     own_source = str(read_run(path)["base"]["source"]) if is_run else config and config.base.model
     source = base or own_source
     if not source or source == "auto":
@@ -422,15 +411,6 @@ def _taught(pipeline: Any, family: Family, file: Path) -> Callable[[str], str]:
             if getattr(module, "eos_token_id", None) == 2:
                 module.eos_token_id = tokenizer.eos_token_id
     return lambda prompt: WORD_IN_PROMPTS.join(word.split(prompt))
-
-
-def stated_settings(metadata: Mapping[str, str]) -> Config | None:
-    """Return the settings in the header of a file from this trainer, None without readable ones."""
-    try:
-        settings = json.loads(metadata["lora_train.settings"])
-        return build_config(settings) if isinstance(settings, dict) else None
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
-        return None
 
 
 def adapter_of(run: Path) -> Path:

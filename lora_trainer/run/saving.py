@@ -19,7 +19,7 @@ from statistics import fmean
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from lora_trainer.checkpoint.states import Copy
 from lora_trainer.checkpoint.writer import Export, StateWriter
@@ -44,7 +44,7 @@ from lora_trainer.lora_file.write import (
 )
 from lora_trainer.network.quantize import frozen_weight
 from lora_trainer.reporting.control import Control
-from lora_trainer.reporting.history import RunHistory, read_history
+from lora_trainer.reporting.history import read_history
 from lora_trainer.reporting.sample_files import last_samples
 from lora_trainer.reporting.score import (
     DEAD_BELOW,
@@ -72,7 +72,16 @@ def exporter(
     sample images for the thumbnail are listed now.
     """
     images = last_samples(job.folder.path / "samples")
-    tensors = copied(adapter.tensors(), copy)
+    tensors = {
+        key: replace(
+            module,
+            tensors={
+                name: copy(f"export.{key}.{name}", tensor)
+                for name, tensor in module.tensors.items()
+            },
+        )
+        for key, module in adapter.tensors().items()
+    }
     words = {
         name: copy(f"export.new_tokens.{name}", tensor) for name, tensor in adapter.words().items()
     }
@@ -80,7 +89,22 @@ def exporter(
     def write() -> None:
         info = _export_info(job, tensors, progress, images)
         if words:  # first, so that a crash leaves no adapter without its new tokens
-            _write_words(job, words, embedding_path(file), info)
+            architecture, _, _ = info.architecture.rpartition("/")
+            header = {
+                **{
+                    key: text
+                    for key, text in metadata(info).items()
+                    if key.startswith("modelspec.")
+                },
+                "modelspec.architecture": f"{architecture}/textual-inversion",
+                WORD: info.trigger or "",
+                "modelspec.usage_hint": (
+                    f"Belongs to {info.title}: load both, and use this word in the prompt."
+                ),
+            }
+            keys = job.prepared.family.text.new_token_keys
+            vectors = {keys[name]: values.cpu().numpy() for name, values in words.items()}
+            write_embedding(embedding_path(file), vectors, metadata=header)
         write_export(
             file,
             tensors,
@@ -91,38 +115,6 @@ def exporter(
         )
 
     return write
-
-
-def copied(tensors: AdapterTensors, copy: Copy) -> AdapterTensors:
-    """Return copies of the tensors in memory that training does not change."""
-    return {
-        key: replace(
-            module,
-            tensors={
-                name: copy(f"export.{key}.{name}", tensor)
-                for name, tensor in module.tensors.items()
-            },
-        )
-        for key, module in tensors.items()
-    }
-
-
-def _write_words(
-    job: TrainingJob, words: Mapping[str, Tensor], file: Path, info: ExportInfo
-) -> None:
-    keys = job.prepared.family.text.new_token_keys
-    architecture, _, _ = info.architecture.rpartition("/")
-    header = {
-        key: value for key, value in metadata(info).items() if key.startswith("modelspec.")
-    } | {
-        "modelspec.architecture": f"{architecture}/textual-inversion",
-        WORD: info.trigger or "",
-    }
-    header["modelspec.usage_hint"] = (
-        f"Belongs to {info.title}: load both, and use this word in the prompt."
-    )
-    vectors = {keys[component]: values.cpu().numpy() for component, values in words.items()}
-    write_embedding(file, vectors, metadata=header)
 
 
 def _export_info(
@@ -368,7 +360,21 @@ def validate_at_the_end(
     try:
         result = Validation(file=file.name)
         measure_weights(weight_figures(networks.by_component, adapter.tensors()), result)
-        _measure_gain(read_history(job.folder.path), end.step, result)
+        history = read_history(job.folder.path)
+        base, last = history.base_validation, history.last_validation
+        if base is None or last is None or last.step != end.step or not base.by_timestep:
+            result.left_out["gain"] = "the run did not validate both the base and the last step"
+        elif len(base.by_timestep) != len(last.by_timestep):
+            result.left_out["gain"] = "the two validations used different timesteps"
+        else:
+            before, after = ([loss for _, loss in row.by_timestep] for row in (base, last))
+            gain = mean_gain(before, after)
+            result.parts["gain"] = gain_part(gain)
+            result.figures["gain"] = gain
+            result.figures["gain_by_timestep"] = [
+                [timestep, 1 - new / old]
+                for (timestep, old), new in zip(base.by_timestep, after, strict=True)
+            ]
         for name in WEIGHTS.keys() - result.parts.keys() - result.left_out.keys():
             result.left_out[name] = BY_COMMAND
         path = job.folder.path / VALIDATION_FILE
@@ -381,23 +387,3 @@ def validate_at_the_end(
         )
         return
     job.events.emit("measured", step=end.step, parts=result.to_json()["parts"])
-
-
-def _measure_gain(history: RunHistory, step: int, findings: Validation) -> None:
-    base, last = history.base_validation, history.last_validation
-    if base is None or last is None or last.step != step or not base.by_timestep:
-        findings.left_out["gain"] = "the run did not validate both the base and the last step"
-        return
-    before, after = ([loss for _, loss in row.by_timestep] for row in (base, last))
-    if len(before) != len(after):
-        findings.left_out["gain"] = "the two validations used different timesteps"
-        return
-    gain = mean_gain(before, after)
-    findings.parts["gain"] = gain_part(gain)
-    findings.figures |= {
-        "gain": gain,
-        "gain_by_timestep": [
-            [timestep, 1 - new / old]
-            for (timestep, old), new in zip(base.by_timestep, after, strict=True)
-        ],
-    }

@@ -6,18 +6,19 @@ In a training of several processes the first one leads, the others do their shar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from lora_trainer.checkpoint.states import TrainingState, freeze, snapshot, state_files, state_of
 from lora_trainer.checkpoint.writer import StateWriter
-from lora_trainer.common.errors import RequestError
+from lora_trainer.common.errors import LoraTrainError, RequestError
 from lora_trainer.common.events import read_events
 from lora_trainer.common.processes import made_to_stay
 from lora_trainer.config.declare import Checkpointing
 from lora_trainer.config.running import RunConfig
+from lora_trainer.dataset.records import ImageRecord
 from lora_trainer.families.facts import DENOISER
 from lora_trainer.lora.adapter import Adapter
 from lora_trainer.lora.tensors import split_key
@@ -38,7 +39,7 @@ from lora_trainer.run.device import (
     oom_as_error,
     oom_fallbacks,
 )
-from lora_trainer.run.hub_upload import push_finished
+from lora_trainer.run.hub_upload import push
 from lora_trainer.run.run_folder import EVENTS_FILE, TrainingJob, cut_events
 from lora_trainer.run.samples import SampleAction
 from lora_trainer.run.saving import BestExport, exporter, save_action, validate_at_the_end
@@ -112,8 +113,7 @@ def train_job(job: TrainingJob) -> Path:
         _shared(ranks, writer.newest())
     # Those that every process runs; the leader's own stand around them.
     actions: list[Action] = [
-        validate_action(job, feeder, parts),
-        learning_action(job, feeder, parts),
+        *fixed_loss_actions(job, feeder, parts),
         CompareAction(saves=saves, ranks=ranks),
     ]
     if leads:
@@ -141,7 +141,7 @@ def _export(
     began_s: float,
 ) -> None:
     """Write the final file, and whatever the settings ask for of a finished training."""
-    output, events = job.prepared.config.output, job.events
+    output, events, best_step = job.prepared.config.output, job.events, end.guard.best
     events.emit("phase", phase="export", message=file.name, done=0, total=0)
     with oom_as_error("exporting", events=events):
         with parts.chosen():
@@ -152,25 +152,18 @@ def _export(
     if output.measure:
         with parts.chosen():
             validate_at_the_end(job, parts.networks, parts.adapter, file, end)
-    _tell_finished(job, end, file, seconds=seconds)
-    if output.hub_repo is not None:
-        push_finished(file, repository=output.hub_repo, private=output.hub_private, events=events)
-
-
-def _tell_finished(job: TrainingJob, end: Progress, file: Path, *, seconds: float) -> None:
-    """Emit the last event of a training: where it ended and why, and its first and last validation loss."""
     # The first validation loss is the base's; they are read from the whole run with its resumes.
     rows = [
         row for row in read_events(job.folder.path / EVENTS_FILE) if row["event"] == "validation"
     ]
     losses = [row["loss"] for row in rows if "loss" in row] or [None]
-    early, best_step = "", end.guard.best
+    early = ""
     if end.step != job.prepared.config.train.steps:
         early = (
             f"the validation loss has not fallen for {best_step.stale} validations; "
             f"it was lowest at step {best_step.step}"
         )
-    job.events.emit(
+    events.emit(
         "finished",
         step=end.step,
         early=early,
@@ -179,6 +172,13 @@ def _tell_finished(job: TrainingJob, end: Progress, file: Path, *, seconds: floa
         validation_loss=losses[-1],
         base_validation_loss=losses[0],
     )
+    if output.hub_repo is not None:
+        try:
+            address = push(file, repository=output.hub_repo, private=output.hub_private)
+        except LoraTrainError as error:  # its fix says how to try again
+            events.problem(error.found, fix=error.fix, code="HUB-01")
+        else:
+            events.emit("uploaded", address=address, private=output.hub_private)
 
 
 def _shared(ranks: ProcessGroup, state: TrainingState | None) -> TrainingState | None:
@@ -218,6 +218,18 @@ def _training(
         (height_px // factor, width_px // factor): count
         for (width_px, height_px), count in job.prepared.plan.images_at_once.items()
     }
+    compiled = None  # nor in a run where they failed before
+    if config.hardware.compile == "blocks" and not (start.guard.uncompiled or start.guard.plain):
+        shapes = pass_shapes(
+            images_at_once, batch_size=config.train.batch_size, processes=job.prepared.processes
+        )[:MOST_SHAPES]
+        compiled = CompiledBlocks(parts.networks.denoiser, shapes=frozenset(shapes))
+    adapter, afterwards = parts.adapter, list[Callable[[int], None]]()
+    if (limit := config.optimizer.max_weight_norm) is not None:
+        afterwards.append(lambda _: adapter.limit_norms(limit))
+    if (decay := config.train.ema_decay) is not None:
+        # After the norm limit, so that the average is of the weights that stay.
+        afterwards.append(lambda step: adapter.update_average(step, decay=decay))
     return Training(
         model=parts.model,
         parameters=parts.parameters,
@@ -238,56 +250,54 @@ def _training(
         remedies=fallbacks,
         plain=plain,
         restore=restore,
-        stages=stages(config, parts.adapter),
+        stages=stages(config, adapter),
         stop_after_validations=config.train.stop_after_validations,
-        afterwards=afterwards(config, parts.adapter),
+        afterwards=afterwards,
         from_zero=parts.from_zero,
-        compiled=compiled_blocks(job, parts, start.guard, images_at_once=images_at_once),
+        compiled=compiled,
     )
 
 
-def validate_action(
+def fixed_loss_actions(
     job: TrainingJob, feeder: TrainingDataLoader, parts: TrainComponents
-) -> ValidateAction:
-    """Return the action that validates on the held-out images; it does nothing without any."""
+) -> tuple[ValidateAction, LearningAction]:
+    """Return the action that validates on the held-out images, and the one that detects a run that learns nothing.
+
+    The second looks at a few of the training images. Each does nothing without images.
+    """
     config = job.prepared.config
-    held_out = [record.sample_ids()[0] for record in job.prepared.held_out]
-    keys = [(sample, job.cache_needs.sources[sample]) for sample in held_out]
-    batches = feeder.validation(keys, quantiles=VALIDATION_QUANTILES) if keys else ()
-    return ValidateAction(
-        fixed=FixedLosses(batches=batches, model=parts.model, ranks=job.ranks),
+    steps, settings = config.train.steps, config.optimizer
+
+    def losses(records: Sequence[ImageRecord], quantiles: int) -> FixedLosses:
+        samples = [record.sample_ids()[0] for record in records]
+        keys = [(sample, job.cache_needs.sources[sample]) for sample in samples]
+        batches = feeder.validation(keys, quantiles=quantiles) if keys else ()
+        return FixedLosses(batches=batches, model=parts.model, ranks=job.ranks)
+
+    validate = ValidateAction(
+        fixed=losses(job.prepared.held_out, VALIDATION_QUANTILES),
         chosen=parts.chosen,
         every_steps=config.train.validate_every_steps,
         events=job.events,
         watch_best=config.output.keep_best or config.train.stop_after_validations is not None,
         on_best=parts.adapter.keep_as_best if parts.adapter.best else lambda: None,
     )
-
-
-def learning_action(
-    job: TrainingJob, feeder: TrainingDataLoader, parts: TrainComponents
-) -> LearningAction:
-    """Return the action that detects a run that learns nothing, from a few of its training images."""
-    config = job.prepared.config
-    steps, settings = config.train.steps, config.optimizer
     step = None
     # Some optimizers find their rate themselves, at an unknown step.
     if OPTIMIZERS[settings.name].rate is None:
         step = look_step(steps=steps, batch_size=config.train.batch_size)
-    rates, batches = learning_rate(settings, steps=steps), []
-    if step is not None:
-        trained = [record.sample_ids()[0] for record in job.prepared.trained]
-        keys = [(sample, job.cache_needs.sources[sample]) for sample in trained[:LEARNING_PICTURES]]
-        batches = feeder.validation(keys, quantiles=LEARNING_QUANTILES)
+    rates = learning_rate(settings, steps=steps)
     rate_sums = [sum(rates(index) for index in range(count)) for count in (step or 0, steps)]
-    return LearningAction(
-        fixed=FixedLosses(batches=batches, model=parts.model, ranks=job.ranks),
+    looked_at = job.prepared.trained[:LEARNING_PICTURES] if step is not None else ()
+    learning = LearningAction(
+        fixed=losses(looked_at, LEARNING_QUANTILES),
         step=step,
         so_far=rate_sums[0] / rate_sums[1] if rate_sums[1] else 0.0,
         rate=settings.learning_rate,
         alpha_over_rank=parts.adapter.alpha / parts.adapter.rank,
         events=job.events,
     )
+    return validate, learning
 
 
 def plain_way(config: RunConfig, parts: TrainComponents, *, sharing: int) -> PlainWay:
@@ -335,36 +345,3 @@ def stages(config: RunConfig, adapter: Adapter) -> list[FreezeAfter]:
             fix="leave train.text_encoder_until and new_tokens_until out",
         )
     return ending
-
-
-def compiled_blocks(
-    job: TrainingJob,
-    parts: TrainComponents,
-    guard: GuardState,
-    *,
-    images_at_once: Mapping[tuple[int, int], int],
-) -> CompiledBlocks | None:
-    """Return the compiled blocks, None in a run without or where they failed before in this run.
-
-    `images_at_once` is the micro-batch by (height, width) of the latents.
-    """
-    config = job.prepared.config
-    if config.hardware.compile != "blocks" or guard.uncompiled or guard.plain:
-        return None
-    shapes = pass_shapes(
-        images_at_once, batch_size=config.train.batch_size, processes=job.prepared.processes
-    )[:MOST_SHAPES]
-    return CompiledBlocks(parts.networks.denoiser, shapes=frozenset(shapes))
-
-
-def afterwards(config: RunConfig, adapter: Adapter) -> list[Callable[[int], None]]:
-    """Return functions of the step number that run after each optimizer step."""
-    hooks: list[Callable[[int], None]] = []
-    limit = config.optimizer.max_weight_norm
-    if limit is not None:
-        hooks.append(lambda step: adapter.limit_norms(limit))
-    decay = config.train.ema_decay
-    if decay is not None:
-        # After the norm limit, so that the average is of the weights that stay.
-        hooks.append(lambda step: adapter.update_average(step, decay=decay))
-    return hooks

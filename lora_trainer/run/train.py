@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lora_trainer import __version__
 from lora_trainer.cache.store import in_use
@@ -79,7 +79,16 @@ def train(request: Request, *, listeners: Sequence[Listener] = ()) -> Path:
     isolate_accelerate()
     here = read_dist_env()
     request = replace(request, processes=here.count, sharing=here.local_count)
-    with joined(here, timeout_s=_process_timeout_s(request)) as ranks:
+    # Processes need the setting to connect before one of them plans.
+    before, previous = request, _previous(request)
+    if previous is not None:
+        # The leader reports an unreadable run; on another machine than the leader's there is none to read.
+        with suppress(LoraTrainError):
+            before = replace(request, run_settings=read_run(previous)["settings"])
+    key = "hardware.process_timeout_s"
+    value = asked_for(before, key)
+    hardware = build_config({} if value is None else {key: value}).hardware
+    with joined(here, timeout_s=hardware.process_timeout_s) as ranks:
         return _lead(request, ranks, listeners) if here.is_main else follow(request, ranks)
 
 
@@ -87,19 +96,19 @@ def _lead(request: Request, ranks: ProcessGroup, listeners: Sequence[Listener]) 
     """Plan, write files and report for all processes, and do a share of the training."""
     previous = _previous(request)
     before = read_run(previous) if previous is not None and not has_no_record(previous) else None
-    request = replace(
-        request,
-        on_bytes=_download_phase(EventStream(listeners=list(listeners))),
-        **_as_planned(before, processes=ranks.dist_env.count),
-    )
+    on_bytes = _download_phase(EventStream(listeners=list(listeners)))
+    request = replace(request, on_bytes=on_bytes)
+    if before is not None:
+        request = replace(request, run_settings=before["settings"])
+        if before["environment"]["exactness"].get("processes") == ranks.dist_env.count:
+            at_once = before["plan"]["memory"]["images_at_once"]
+            request = replace(request, run_at_once=at_once)
     prepared = prepare_with_base(request)
-    if request.strict:
-        _refuse_problems(prepared)
     # Everything that can refuse the run comes before its folder is claimed, so that a refused request
     # leaves no folder and does not touch the run it would resume.
     output = prepared.config.output
     name = checked_name(_dataset_name(request) if output.name == "auto" else output.name)
-    _refuse_small_disk(prepared)
+    _refuse(request, prepared)
     cache_needs = plan_cache(prepared, prepared.sample_prompts)
     refuse_small_cache(prepared, cache_needs)
     if output.hub_repo is not None:
@@ -170,29 +179,6 @@ def _record_end(folder: RunFolder, events: EventStream, reason: str, *, code: in
     events.emit("stopped", reason=reason, exit_code=code, step=last_step(folder))
 
 
-def _process_timeout_s(request: Request) -> float:
-    """Return `hardware.process_timeout_s`, which processes need to connect before one of them plans."""
-    settings: dict[str, Any] | None = None
-    previous = _previous(request)
-    if previous is not None:
-        # The leader reports an unreadable run; on another machine than the leader's there is none to read.
-        with suppress(LoraTrainError):
-            settings = read_run(previous)["settings"]
-    key = "hardware.process_timeout_s"
-    value = asked_for(replace(request, run_settings=settings), key)
-    return build_config({} if value is None else {key: value}).hardware.process_timeout_s
-
-
-def _as_planned(before: dict[str, Any] | None, *, processes: int) -> dict[str, Any]:
-    """Return the fields that a request takes over from the run it resumes."""
-    if before is None:
-        return {}
-    changes = {"run_settings": before["settings"]}
-    if before["environment"]["exactness"].get("processes") == processes:
-        changes["run_at_once"] = before["plan"]["memory"]["images_at_once"]
-    return changes
-
-
 def _previous(request: Request) -> Path | None:
     """Return the folder of the run to resume, from --resume-from, or from --resume and the run's name."""
     if request.resume_from is not None or not request.resume:
@@ -206,18 +192,18 @@ def _dataset_name(request: Request) -> str:
     return request.dataset.resolve().name
 
 
-def _refuse_problems(prepared: Prepared) -> None:
+def _refuse(request: Request, prepared: Prepared) -> None:
+    """Raise InputError for a dataset with problems where the user is strict, MachineError for a small disk.
+
+    States and exports are predicted (FAULTS CKP-06).
+    """
     problems = [finding for finding in prepared.report.findings if finding.severity != "note"]
-    if problems:
+    if request.strict and problems:
         first = problems[0]
         raise InputError(
             f"--strict: the dataset has {len(problems)} problems, the first: {first.file or 'dataset'}: {first.what}",
             fix=f"{first.advice}, see `lora-train check`, or leave --strict out",
         )
-
-
-def _refuse_small_disk(prepared: Prepared) -> None:
-    """Raise MachineError when states and exports are predicted not to fit (FAULTS CKP-06)."""
     folder, disk = Path(prepared.config.output.folder), prepared.plan.disk_bytes
     needed_bytes = disk["states"] + disk["exports"]
     free_bytes = prepared.hardware.disk_free_bytes(folder)
@@ -280,12 +266,8 @@ def _recorded(
             yield events, stop
 
 
-class Resumption(NamedTuple):
-    """How exactly a resumed run repeats the original, and the differences."""
-
-    exactness: str
-    differences: list[str]
-    same_data: bool
+Resumption = tuple[str, list[str], bool]
+"""How exactly a resumed run repeats the original, the differences, and whether its data are the same."""
 
 
 def _resumption(
@@ -305,22 +287,18 @@ def _resumption(
         for name, identity in prepared.identities.items()
         if before["base"]["identities"].get(name) != identity
     ]
-    return Resumption("CHANGED" if changed else exactness, [*differences, *changed], same_data)
+    return "CHANGED" if changed else exactness, [*differences, *changed], same_data
 
 
 def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
     """Emit the start of the run or its resume; at the start also warnings about base, GPU and data."""
     prepared, config = job.prepared, job.prepared.config
     steps = config.train.steps
-    resumed = None
+    resumed, same_data = None, False
     if resumption is not None:
+        exactness, differences, same_data = resumption
         resumed = job.state.step if job.state else 0
-        job.events.emit(
-            "resumed",
-            step=resumed,
-            exactness=resumption.exactness,
-            differences=resumption.differences,
-        )
+        job.events.emit("resumed", step=resumed, exactness=exactness, differences=differences)
     job.events.emit(
         "run_started",
         name=job.folder.name,
@@ -341,7 +319,7 @@ def _announce(job: TrainingJob, resumption: Resumption | None) -> None:
             "validation": config.train.validate_every_steps,
         },
     )
-    if resumption is not None and resumption.same_data:
+    if same_data:
         return  # reported when the run began
     for finding in (*run_warnings(prepared), *prepared.report.findings):
         if finding.severity != "note":
