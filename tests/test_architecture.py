@@ -90,17 +90,6 @@ def test_every_module_says_what_it_is_for() -> None:
         assert docstring and len(docstring) > 20, path
 
 
-def light_modules() -> list[str]:
-    """Return the modules behind the commands that must answer at once."""
-    names = """cli.main lora.adapter_size lora_file.inspect cli.look_around queue.commands run.machine_report
-        run.plan_text run.prepare run.run_folder tools.describe cache.background cache.store"""
-    modules = [f"lora_trainer.{name}" for name in names.split()]
-    for room in TORCH_FREE_ROOMS:
-        folder = ROOT / "lora_trainer" / room
-        modules += [module_name(path) for path in MODULES if path.is_relative_to(folder)]
-    return [name for name in modules if name not in ON_TENSORS]
-
-
 IMPORT_EACH = """
 import importlib, json, sys
 for name in json.loads(sys.argv[1]):
@@ -111,27 +100,24 @@ for name in json.loads(sys.argv[1]):
 
 
 def test_the_quick_commands_start_without_torch() -> None:
-    """Each module is imported in turn in a new interpreter."""
-    lists = [json.dumps(names) for names in (light_modules(), HEAVY)]
+    """The modules behind the commands that must answer at once, each imported in turn in a new interpreter."""
+    names = """cli.main lora.adapter_size lora_file.inspect cli.look_around queue.commands run.machine_report
+        run.plan_text run.prepare run.run_folder tools.describe cache.background cache.store"""
+    modules = [f"lora_trainer.{name}" for name in names.split()]
+    for room in TORCH_FREE_ROOMS:
+        folder = ROOT / "lora_trainer" / room
+        modules += [module_name(path) for path in MODULES if path.is_relative_to(folder)]
+    light = [name for name in modules if name not in ON_TENSORS]
+    lists = [json.dumps(names) for names in (light, HEAVY)]
     command = [sys.executable, "-c", IMPORT_EACH, *lists]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-ABOUT_RELEASES = (
-    ROOT / "lora_trainer" / "importing" / "trainers",
-    ROOT / "lora_trainer" / "captioning" / "captioners.py",
-    ROOT / "scripts" / "readers",
-    ROOT / "scripts" / "trainers",
-    ROOT / "scripts" / "allocator_table.py",
-    ROOT / "scripts" / "timestep_table.py",
-    ROOT / "benchmarks" / "random_bases.py",
-    ROOT / "benchmarks" / "released_bases.py",
-    ROOT / "benchmarks" / "true_size.py",
-    ROOT / "benchmarks" / "gpu_day",
-    ROOT / "benchmarks" / "mid_size_base.py",
-)
-"""What is about releases by the names the world has for them: other trainers' keys; captioning models, which
+ABOUT_RELEASES = """lora_trainer/families lora_trainer/importing/trainers lora_trainer/captioning/captioners.py
+scripts/readers scripts/trainers scripts/allocator_table.py scripts/timestep_table.py benchmarks/random_bases.py
+benchmarks/released_bases.py benchmarks/true_size.py benchmarks/gpu_day benchmarks/mid_size_base.py"""
+"""The families, and what is about releases by the names the world has for them: other trainers' keys; captioning models, which
 share names with families; programs run by hand about other programs, what trainers draw, and true sizes."""
 
 
@@ -140,8 +126,7 @@ def test_only_the_families_package_names_a_family() -> None:
     naming = [
         (path.relative_to(ROOT).as_posix(), family)
         for path in MODULES + PROGRAMS
-        if not path.is_relative_to(ROOT / "lora_trainer" / "families")
-        and not any(path.is_relative_to(place) for place in ABOUT_RELEASES)
+        if not any(path.is_relative_to(ROOT / place) for place in ABOUT_RELEASES.split())
         for family in families.MODULES
         if family in path.read_text(encoding="utf-8")
     ]
@@ -150,14 +135,9 @@ def test_only_the_families_package_names_a_family() -> None:
     assert all(registry.count(f'"{family}"') == 1 for family in families.MODULES)
 
 
-def test_the_modules_left_out_of_a_quick_run_are_there() -> None:
-    for name in (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines():
-        assert (ROOT / name).is_file(), name
-
-
-def test_the_tests_left_out_of_ten_minutes_are_there() -> None:
-    for line in (ROOT / "tests" / "long.txt").read_text(encoding="utf-8").splitlines():
+def test_the_tests_left_out_of_ten_minutes_and_the_modules_of_a_quick_run_are_there() -> None:
+    lists = (ROOT / "tests" / f"{name}.txt" for name in ("long", "slow"))
+    for line in (line for file in lists for line in file.read_text(encoding="utf-8").split()):
         module, _, name = line.partition("::")
-        assert (f"def {name}(" if name else "def test_") in (ROOT / module).read_text(
-            encoding="utf-8"
-        ), line
+        text = (ROOT / module).read_text(encoding="utf-8")
+        assert (f"def {name}(" if name else "def test_") in text, line

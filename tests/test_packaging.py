@@ -38,7 +38,6 @@ REQUIRED = {
     "presets/schema.json",
 }
 PACKAGE_OF = {"PIL": "pillow", "pynvml": "nvidia_ml_py", "yaml": "pyyaml"}
-OWN = {"lora_trainer", "gui", "presets"}
 SHIPPED_DATA = (
     "lora_trainer/embedded/**/*",
     "lora_trainer/captioning/*.toml",
@@ -84,17 +83,24 @@ def test_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: zipfile.
     }
     assert expected >= REQUIRED
     found = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert found == {_installed(name) for name in expected}
-
-
-def test_shipped_files_are_whole(wheel: zipfile.ZipFile) -> None:
-    weights = [name for name in wheel.namelist() if name.endswith(".safetensors")]
+    places = [
+        (name, folder)
+        for name in expected
+        for folder in INSTALLED_AS
+        if name.startswith(f"{folder}/")
+    ]
+    assert found == {
+        f"{INSTALLED_AS[folder]}{name.removeprefix(folder)}" for name, folder in places
+    }
+    weights = [name for name in found if name.endswith(".safetensors")]
     assert len(weights) == 3, "text encoder, denoiser and autoencoder of the embedded base"
     for name in weights:
-        assert wheel.read(name) == (ROOT / name).read_bytes()
+        assert wheel.read(name) == (ROOT / name).read_bytes(), "it is whole"
 
 
-def test_console_scripts_lead_to_functions(wheel: zipfile.ZipFile) -> None:
+def test_console_scripts_lead_to_functions_and_licence_and_version_are_stated(
+    wheel: zipfile.ZipFile,
+) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
@@ -107,9 +113,6 @@ def test_console_scripts_lead_to_functions(wheel: zipfile.ZipFile) -> None:
             node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)
         }
         assert function in defined, target
-
-
-def test_licence_and_version_are_stated(wheel: zipfile.ZipFile) -> None:
     source = wheel.read("lora_trainer/__init__.py").decode()
     (version,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     info = f"lora_train-{version}.dist-info"
@@ -130,33 +133,17 @@ def test_every_imported_package_is_declared() -> None:
     ]
     lines = [*project["dependencies"], *extras]
     declared = {re.split(r"[^\w.-]", line)[0].replace("-", "_").lower() for line in lines}
-    missing = {
-        name
-        for name in third_party_imports() - OWN
-        if PACKAGE_OF.get(name, name).lower() not in declared
-    }
-    assert not missing
+    imported: set[str] = set()
+    for path in (path for folder in INSTALLED_AS for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.partition(".")[0])
+    own = sys.stdlib_module_names | {"lora_trainer", "gui", "presets"}
+    assert {PACKAGE_OF.get(name, name).lower() for name in imported - own} <= declared
 
 
-def third_party_imports() -> set[str]:
-    """Return the top-level names that the shipped modules import, at any depth."""
-    found: set[str] = set()
-    for folder in INSTALLED_AS:
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Import):
-                    found |= {alias.name.partition(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                    found.add(node.module.partition(".")[0])
-    return found - sys.stdlib_module_names
-
-
-@pytest.mark.parametrize("folder", ["datasets", "tests"])
-def test_folder_is_no_package(folder: str) -> None:
+def test_folders_are_no_packages() -> None:
     """An `__init__.py` in datasets/ would win over the Hugging Face package of that name."""
-    assert not list((ROOT / folder).rglob("__init__.py"))
-
-
-def _installed(name: str) -> str:
-    folder = next(folder for folder in INSTALLED_AS if name.startswith(f"{folder}/"))
-    return f"{INSTALLED_AS[folder]}/{name.removeprefix(f'{folder}/')}"
+    assert not [*(ROOT / "datasets").rglob("__init__.py"), *(ROOT / "tests").rglob("__init__.py")]

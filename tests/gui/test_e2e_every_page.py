@@ -43,9 +43,8 @@ NAMES = {
     }
 }
 """What a narrow window can break: parts that are hidden, put into a menu, or scroll in themselves."""
-SCAN = """async ([source, options]) => {
-  if (!window.axe) new Function(source)();
-  const answer = await axe.run(document, {...options, resultTypes: ["violations"]});
+SCAN = """async ([part, options]) => {
+  const answer = await axe.run(part, {...options, resultTypes: ["violations"]});
   return answer.violations.flatMap((rule) => rule.nodes.map((node) =>
     `${rule.impact}: ${rule.id}: ${node.target.join(" ")}: ${node.html.slice(0, 160)}: ${node.failureSummary}`));
 }"""
@@ -58,7 +57,7 @@ class Shown:
     name: str
     path: str
     ready: str
-    press: str = ""  # what opens a dialog on it
+    presses: tuple[str, ...] = ()  # each opens a dialog on it
     live: bool = False  # it shows more while something trains
 
     def address(self, server: GuiServer) -> str:
@@ -86,7 +85,12 @@ FILLED = (
     ),
     Shown(name="settings", path="/settings", ready="[id='set-adapter.rank']"),
     Shown(name="a running run", path="/run?run=live", ready="table.sheet img", live=True),
-    Shown(name="a finished run", path="/run?run=done", ready="table.sheet img"),
+    Shown(
+        name="a finished run",
+        path="/run?run=done",
+        ready="table.sheet img",
+        presses=("table.sheet button:has(img)", "text=Compare two pictures"),
+    ),
     Shown(name="a failed run", path="/run?run=failed", ready=".run-head .failed"),
     Shown(name="queue", path="/queue", ready="#queue .entry", live=True),
     Shown(name="compare", path="/compare?a=done", ready=".pairs img"),
@@ -94,18 +98,6 @@ FILLED = (
     Shown(name="datasets", path="/datasets?folder={dataset}", ready="img[src*='/media/thumb']"),
     Shown(name="library", path="/library", ready=".lora"),
     Shown(name="a LoRA", path="/library?file=done/zorble.safetensors", ready=".lora-head"),
-    Shown(
-        name="a sample image",
-        path="/run?run=done",
-        ready="table.sheet img",
-        press="table.sheet button:has(img)",
-    ),
-    Shown(
-        name="two sample images",
-        path="/run?run=done",
-        ready="table.sheet img",
-        press="text=Compare two pictures",
-    ),
     Shown(name="no such run", path="/run?run=none", ready="text=There is no run"),
     Shown(
         name="no such LoRA", path="/library?file=none/x.safetensors", ready="text=there is no run"
@@ -121,6 +113,7 @@ def test_axe_finds_nothing_on_any_page_and_one_at_rest_asks_nothing(
     place = Place(folder=tmp_path)
     server = gui_server(place.runs)
     page = new_page()
+    page.add_init_script(axe_core.AXE_SCRIPT)
     page.goto(server.link)
     page.clock.install()
     faults: list[str] = []
@@ -135,7 +128,7 @@ def test_axe_finds_nothing_on_any_page_and_one_at_rest_asks_nothing(
                 faults += scanned(page, shown)
     # All of it has ended now.
     for shown in FILLED:
-        if shown.press or shown.name.startswith("no such"):
+        if shown.name.startswith("no such"):
             opened(page, shown, server)
         else:
             asked[shown.name] = asked_at_rest(page, shown, server)
@@ -179,10 +172,10 @@ def asked_at_rest(page: Any, shown: Shown, server: GuiServer) -> list[str]:
     opened(page, shown, server)
     page.wait_for_function("document.title.endsWith('lora-train')")  # what all pages ask is here
     for _ in range(2):  # what a page asks for may lead to a further question
-        page.clock.run_for(3_000)
+        page.clock.fast_forward(3_000)
         settle()
     asked.clear()
-    page.clock.run_for(10_000)
+    page.clock.fast_forward(10_000)
     settle()
     for event, listener in listeners.items():
         page.remove_listener(event, listener)
@@ -218,37 +211,42 @@ def filled(place: Place) -> Iterator[None]:
 
 
 def scanned(page: Any, shown: Shown) -> list[str]:
-    """Return what axe says of the page that is open, and of its tabs."""
-    if shown.press:
-        page.locator(shown.press).first.click()
-        page.locator("dialog[open]").wait_for()
+    """Return what axe says of the page that is open, of its dialogs, and of its other tabs."""
     faults = scan(page, shown.name) + dark(page, shown.name)
-    for tab in [] if shown.press else page.locator("[role=tab]:enabled:visible").all()[1:]:
+    dialog = page.locator("dialog[open]")
+    for press in shown.presses:
+        page.locator(press).first.click()
+        dialog.wait_for()
+        name = f"{shown.name}, {press}"
+        faults += scan(page, name, "dialog[open]") + dark(page, name, "dialog[open]")
+        page.keyboard.press("Escape")
+        dialog.wait_for(state="hidden")
+    for tab in page.locator("[role=tab]:enabled:visible").all()[1:]:
         tab.click()
-        faults += scan(page, f"{shown.name}, {tab.inner_text()}")
+        faults += scan(page, f"{shown.name}, {tab.inner_text()}", "[role=tabpanel]")
     return faults
 
 
-def scan(page: Any, name: str) -> list[str]:
-    """Return what axe says of the page that is open, and whether a phone has to scroll it sideways."""
+def scan(page: Any, name: str, part: str = "html") -> list[str]:
+    """Return what axe says of a part of the page that is open, and whether a phone has to scroll it sideways."""
     page.emulate_media(color_scheme="light", reduced_motion="reduce")
-    faults = violations(page, name, {})
+    faults = violations(page, name, {}, part)
     for size in (PHONE, LAPTOP):  # a phone has some of the tabs in a menu
         page.set_viewport_size(size)
         if size is PHONE:
-            faults += violations(page, f"{name}, phone", NAMES)
+            faults += violations(page, f"{name}, phone", NAMES, part)
         width_px = page.evaluate("document.documentElement.scrollWidth")
         if width_px > size["width"]:
             faults.append(f"{name}: {width_px} px wide on {size['width']}")
     return faults
 
 
-def dark(page: Any, name: str) -> list[str]:
-    """Return what axe says of the page's colours in the dark."""
+def dark(page: Any, name: str, part: str = "html") -> list[str]:
+    """Return what axe says of the colours of a part of the page in the dark."""
     page.emulate_media(color_scheme="dark", reduced_motion="reduce")
-    return violations(page, f"{name}, dark", COLOURS)
+    return violations(page, f"{name}, dark", COLOURS, part)
 
 
-def violations(page: Any, name: str, options: dict[str, Any]) -> list[str]:
+def violations(page: Any, name: str, options: dict[str, Any], part: str) -> list[str]:
     """Return what axe says, one line for each element."""
-    return [f"{name}: {row}" for row in page.evaluate(SCAN, [axe_core.AXE_SCRIPT, options])]
+    return [f"{name}: {row}" for row in page.evaluate(SCAN, [part, options])]
