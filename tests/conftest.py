@@ -22,7 +22,8 @@ settings.register_profile(
     database=None,
     derandomize="CI" in os.environ,
     print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
+    # What a fixture makes is left as it was, or written anew, by the examples that share it.
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("project")
 

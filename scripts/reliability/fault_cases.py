@@ -168,12 +168,12 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "SEC-01": Fault(
         what="paths that a browser sends",
-        parts=(_ATTACKS, "tests/gui/test_media.py", "tests/gui/test_guard.py"),
+        parts=(_ATTACKS, "tests/gui/test_media.py", "tests/gui/test_app.py"),
         decided="Each of more than 25 spellings wherever a path is taken, 0 escapes.",
     ),
     "SEC-02": Fault(
         what="other hosts, other origins, no key, no password",
-        parts=(_ATTACKS, "tests/gui/test_guard.py"),
+        parts=(_ATTACKS, "tests/gui/test_app.py"),
         decided="127.0.0.1 and a key by default; another address only with a password. There is no way "
         "to share it over somebody else's server.",
     ),
@@ -181,7 +181,7 @@ FAULTS: Mapping[str, Fault] = {
         what="names and texts that are markup or commands",
         parts=(
             _ATTACKS,
-            "tests/gui/test_e2e_markup.py",
+            "tests/gui/test_e2e_pages.py",
             "tests/output/test_report.py",
             "tests/gui/test_train_page.py",
         ),

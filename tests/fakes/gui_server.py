@@ -38,10 +38,12 @@ class GuiServer:
         """Return the link to a page; the browser has to have opened `link` before."""
         return urljoin(self.link, path)
 
-    def open(self, page: Any, path: str) -> Any:
-        """Open a page in a browser that may not have opened `link` before; return it."""
-        page.goto(self.link)
+    def open(self, page: Any, path: str, ready: str = "body") -> Any:
+        """Open a page in a tab of a browser profile that may not have the key yet; return it once `ready` is there."""
+        if not any(cookie["name"].endswith(f"_{self.port}") for cookie in page.context.cookies()):
+            page.context.request.get(self.link)  # for the cookie: no page has to be drawn for it
         page.goto(self.url(path))
+        page.locator(ready).first.wait_for()
         return page
 
     def said(self) -> str:

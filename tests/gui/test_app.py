@@ -1,56 +1,59 @@
-"""The program of the interface; what needs gradio is skipped where it is not installed."""
+"""The program of the interface: its command, its pages and their language, who may ask what with which body.
+
+Hosts, origins and routes: test_attacks.py. What needs gradio is skipped where it is not installed.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
+import re
 import socket
+import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lora_trainer.gui import app
+from lora_trainer.gui.guard import Guard
+from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.cli import main
-from tests.gui.conftest import answered
+from lora_trainer.common.errors import InputError, MachineError, RequestError
+from scripts import gui_texts
+from tests.gui.conftest import PORT, answered
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = b"page"
 
 
 def test_without_gradio_there_is_one_line_and_exit_code_4(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as ended:
-        app.main([])
-    assert ended.value.code == 4
-    assert capsys.readouterr().err == (
-        "error: the graphical interface needs gradio, which is not installed."
-        ' Fix: pip install "lora-train[gui]".\n'
-    )
+    for command, words in ((app.main, []), (main.run, ["gui"])):
+        with pytest.raises(SystemExit) as ended:
+            command(words)
+        assert ended.value.code == 4
+        assert capsys.readouterr().err == (
+            "error: the graphical interface needs gradio, which is not installed."
+            ' Fix: pip install "lora-train[gui]".\n'
+        )
 
 
-@pytest.mark.parametrize(("command", "words"), [(main.run, ["gui"]), (app.main, [])])
-def test_both_commands_lead_here(
-    command: Callable[[list[str]], None], words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served: list[Any] = []
-    monkeypatch.setattr(app, "serve", served.append)
-    command([*words, "--port", "7999", "--no-browser"])
-    (options,) = served
-    assert (options.runs, options.port, options.browser) == (Path("runs"), 7999, False)
-
-
-@pytest.mark.parametrize("word", ["--share", "--password=x", "--key=x", "--auth=a:b"])
-def test_what_would_open_the_server_is_no_option(
-    word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        app.parsed([word])
-    assert ended.value.code == 2
-    assert "unrecognized arguments" in capsys.readouterr().err
+def test_what_would_open_the_server_is_no_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("--share", "--password=x", "--key=x", "--auth=a:b"):
+        with pytest.raises(SystemExit) as ended:
+            app.parsed([word])
+        assert ended.value.code == 2
+        assert "unrecognized arguments" in capsys.readouterr().err
+    options = app.parsed(["--port", "7999"])
+    assert (options.runs, options.port, options.browser) == (Path("runs"), 7999, True)
 
 
 def test_an_address_is_written_as_browsers_take_it() -> None:
@@ -64,14 +67,11 @@ def test_a_server_for_others_is_behind_the_password_and_prints_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
-    from lora_trainer.gui import server
-
     served: list[tuple[Any, socket.socket]] = []
     monkeypatch.setenv("LORA_TRAIN_GUI_PASSWORD", "correct horse")
-    monkeypatch.setattr(server, "quiet_gradio", lambda _: None)
-    monkeypatch.setattr(server, "run", lambda *both: served.append(both))
-    words = [f"--runs={tmp_path / 'runs'}", f"--datasets={tmp_path}", "--listen=0.0.0.0"]
-    app.serve(app.parsed(words))
+    monkeypatch.setattr("lora_trainer.gui.server.quiet_gradio", lambda _: None)
+    monkeypatch.setattr("lora_trainer.gui.server.run", lambda *both: served.append(both))
+    app.main([f"--runs={tmp_path / 'runs'}", f"--datasets={tmp_path}", "--listen=0.0.0.0"])
     ((pages, listening),) = served
     with listening:
         assert listening.getsockname()[0] == "0.0.0.0"
@@ -104,22 +104,15 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Build the pages in a new interpreter and return what is in them."""
+def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(tmp_path: Path) -> None:
+    """In a new interpreter."""
     pytest.importorskip("gradio", reason="gradio is not installed (extra `gui`)")
-    runs = tmp_path_factory.mktemp("gui") / "runs"
+    runs = tmp_path / "runs"
     command = [sys.executable, "-c", PROGRAM, str(runs)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "UserWarning" not in done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result | {"runs": str(runs)}
-
-
-def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(
-    served: dict[str, Any],
-) -> None:
+    served = json.loads(done.stdout.splitlines()[-1])
     assert served["loaded"] == [] and served["before"] == [], "the first page waits for no import"
     pages = "compare datasets doctor library queue run settings train trash"
     assert sorted(served["pages"]) == ["", *pages.split()]
@@ -137,4 +130,280 @@ def test_the_pages_build_without_torch_behind_our_routes_and_share_nothing(
         "/media/thumb",
     ]
     assert served["allowed_paths"] == [] and served["off"] == [False] * 4
-    assert served["uploads"] == f"{served['runs']}/.gui/incoming"
+    assert served["uploads"] == f"{runs}/.gui/incoming"
+
+
+# ---- the language
+
+
+def test_the_choice_counts_before_what_the_browser_asks_for() -> None:
+    pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
+    from lora_trainer.gui import language
+    from starlette.datastructures import Headers
+
+    for accepted, cookie, code in (
+        ("de-DE,de;q=0.9,en;q=0.8", "", "de"),
+        ("en-GB,en;q=0.9,de;q=0.5", "", "en"),
+        ("fr,de;q=0.3,en;q=0.2", "", "de"),
+        ("de;q=0,fr", "", "en"),
+        ("de;q=much,*", "", "en"),
+        ("", "", "en"),
+        ("de", f"{language.COOKIE}=en", "en"),
+        ("en", f"other=1; {language.COOKIE}=de", "de"),
+        ("de", f"{language.COOKIE}=../../etc", "de"),
+    ):
+        headers = Headers({"accept-language": accepted, "cookie": cookie})
+        assert language.wanted(headers) == code
+
+
+def test_each_entry_is_a_text_of_the_sources_with_the_same_placeholders() -> None:
+    codes = [path.stem for path in gui_texts.LANGUAGES.glob("*.json")]
+    assert codes
+    for code in codes:
+        assert gui_texts.dead(code) == []
+        for english, other in gui_texts.known(code).items():
+            placed = Counter(gui_texts.PLACEHOLDER.findall(english))
+            assert placed == Counter(gui_texts.PLACEHOLDER.findall(other)), english
+            assert other and other.rstrip() == other, english
+            letters = re.sub(r"[^A-Za-z]", "", gui_texts.PLACEHOLDER.sub("", english))
+            assert len(letters) >= 2 or not placed, f"{english}: only placeholders"
+
+
+# ---- who may ask what
+
+
+def through(
+    who: Any, path: str = "/", *, body: tuple[bytes, ...] = (), **asked: Any
+) -> tuple[int, dict[str, str], bytes, list[bytes]]:
+    """Return status, headers and body of the answer to a request, and the body that the application has read.
+
+    The application turns an error while it reads into a 400, as web frameworks do.
+    """
+    read: list[bytes] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        status = 200
+        try:
+            while len(read) < len(body):
+                read.append((await receive())["body"])
+        except Exception:  # noqa: BLE001 - the frameworks' own behaviour
+            status = 400
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": PAGE})
+
+    return *answered(Guard(application, access=who), path, body=body, **asked), read
+
+
+def opened(*words: str) -> Any:
+    """Return who may come in by a command line, and make its runs folder."""
+    options = app.parsed(words)
+    return app.access_for(options, Workplace(runs=options.runs))
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Any:
+    return opened(f"--runs={tmp_path}")
+
+
+@pytest.fixture
+def cookie(local: Any) -> str:
+    return f"other=1; lora_train_key_{PORT}={local.key}"
+
+
+def test_a_body_that_is_too_large_is_not_read_and_one_without_end_is_cut(
+    local: Any, cookie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lora_trainer.gui.guard.BODY_MAX_BYTES", 10)
+    monkeypatch.setattr("lora_trainer.gui.guard.UPLOAD_MAX_BYTES", 12)
+    for declared in ("11", "999999999999", "-1", "x"):
+        status, _, _, read = through(local, body=(b"x",), cookie=cookie, content_length=declared)
+        assert (status, read) == (413, [])
+    parts = (b"12345", b"67890", b"1", b"2")
+    status, _, said, read = through(local, body=parts, cookie=cookie)
+    assert (status, read) == (413, [b"12345", b"67890"]) and PAGE not in said
+    assert through(local, body=parts[:2], cookie=cookie)[0] == 200
+    for path in ("/gradio_api/upload", "/upload/a/0"):
+        assert through(local, path, body=parts[:3], cookie=cookie)[0] == 200
+
+
+def test_a_websocket_is_closed(local: Any) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    guard: Any = Guard(None, access=local)
+    asyncio.run(guard({"type": "websocket", "headers": []}, None, send))
+    assert sent[0]["type"] == "websocket.close"
+
+
+def test_the_link_sets_the_cookie_and_leaves_the_address(local: Any, cookie: str) -> None:
+    status, headers, _, _ = through(local, query=f"run=a%26b&key={local.key}")
+    assert (status, headers["location"]) == (303, "/?run=a%26b")
+    name, *attributes = headers["set-cookie"].split("; ")
+    assert name == f"lora_train_key_{PORT}={local.key}"
+    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(attributes)
+    assert through(local, cookie=cookie)[0] == 200
+    assert through(local, "/gradio_api/queue/join", method="POST", cookie=cookie)[0] == 200
+    for path, method in (("/media/thumb", "GET"), ("/", "POST"), ("/config", "GET")):
+        assert through(local, path, query=f"key={local.key}", method=method)[0] == 403
+    clicked = {
+        "sec_fetch_site": "cross-site",
+        "sec_fetch_mode": "navigate",
+        "sec_fetch_dest": "document",
+    }
+    status, headers, said, _ = through(local, query=f"key={local.key}", **clicked)
+    assert (status, headers["refresh"]) == (200, "0;url=/"), "a redirection would have no cookie"
+    assert local.key.encode() not in said
+    for other in (f"lora_train_key_7861={local.key}; lora_train_key={local.key}", '"\x00[=;;x'):
+        assert through(local, cookie=other)[0] == 403
+
+
+def test_a_ticket_opens_once(local: Any, cookie: str) -> None:
+    ticket = local.ticket()
+    _, headers, _, _ = through(local, query=f"key={ticket}")
+    assert headers["set-cookie"].startswith(f"lora_train_key_{PORT}={local.key};")
+    assert through(local, query=f"key={ticket}")[0] == 403
+    assert through(local, query=f"key={ticket}", cookie=cookie)[0] == 303
+
+
+def test_the_key_stays_and_only_its_user_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def key(runs: Path) -> str:
+        return str(opened(f"--runs={runs}").key)
+
+    runs, file = tmp_path / "runs", tmp_path / "runs" / ".gui" / "key"
+    with ThreadPoolExecutor(8) as pool:
+        (first,) = set(pool.map(lambda _: key(runs), range(16)))
+    assert len(first) >= 43
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [path.name for path in file.parent.iterdir()] == ["key"]
+    assert key(tmp_path / "other") != first
+    for damage in (b"", b"short", b"\xff" * 50):
+        file.write_bytes(damage)
+        again = key(runs)
+        assert len(again) >= 43 and key(runs) == again
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr("os.link", refuse)
+    assert key(tmp_path / "no links") == key(tmp_path / "no links")
+    with pytest.raises(MachineError, match="cannot write"):
+        key(file)
+
+
+def basic(password: str, user: str = "me") -> str:
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+@pytest.fixture
+def waits_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Stop the clock but for the time that a server for others makes them wait; return those times."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr("lora_trainer.gui.access.asyncio.sleep", sleep)
+    monkeypatch.setattr("lora_trainer.gui.access.time.monotonic", lambda: 100.0)
+    return waits
+
+
+def test_others_give_the_password_under_any_name_and_guess_once_a_second(
+    waits_s: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = "pass:w\u00f6rd 1"
+    monkeypatch.setenv("LORA_TRAIN_GUI_PASSWORD", right)
+    who = opened("--listen=10.1.2.3", "--host-name=studio.lan", f"--runs={tmp_path}")
+    assert {"10.1.2.3", "studio.lan", "localhost", "127.0.0.1"} <= who.hosts
+    for user in ("", "me"):
+        assert through(who, "/config", authorization=basic(right, user))[0] == 200
+    key = opened(f"--runs={tmp_path}").key
+    assert through(who, query=f"key={key}", cookie=f"lora_train_key_{PORT}={key}")[0] == 401
+    for host, origin, status in (
+        ("studio.lan", "", 200),
+        ("evil.example", "", 400),
+        ("studio.lan", "http://evil.example", 403),
+    ):
+        headers = {
+            "host": host,
+            "authorization": basic(right),
+            **({"origin": origin} if origin else {}),
+        }
+        assert through(who, **headers)[0] == status
+    for header in ("", "Basic !!!", "Bearer x", "Basic /w=="):
+        status, headers, said, _ = through(who, authorization=header)
+        assert status == 401 and headers["www-authenticate"].startswith("Basic ")
+        assert b"pass:" not in said
+    assert waits_s == [], "a request without a password is no guess"
+    guesses = [through(who, authorization=basic(right[:4]))[0] for _ in range(8)]
+    assert guesses == [401] * 6 + [429] * 2
+    assert waits_s == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert through(who, authorization=basic(right))[0] == 429, "not even looked at"
+    assert through(who, client="10.0.0.2", authorization=basic(right))[0] == 200
+    monkeypatch.setattr("lora_trainer.gui.access._ADDRESSES_MAX", 3)
+    for client in "abcde":
+        through(who, client=client, authorization=basic("wrong"))
+    assert list(who.held_back.next_s) == ["c", "d", "e"]
+    through(who, client="d", authorization=basic(right))
+    assert list(who.held_back.next_s) == ["c", "e"]
+
+
+def test_a_server_for_others_needs_a_good_password_and_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = f"--runs={tmp_path / 'runs'}"
+    for address in ("0.0.0.0", "::", "10.0.0.1", "studio.lan"):
+        for password in ("", "short"):
+            monkeypatch.setenv("LORA_TRAIN_GUI_PASSWORD", password)
+            with pytest.raises(RequestError, match="at least 8 characters"):
+                opened(f"--listen={address}", runs)
+        with pytest.raises(RequestError, match="--datasets"):
+            app.workplace(app.parsed([f"--listen={address}", runs]))
+    for address in ("127.0.0.1", "::1", "localhost", "127.1.2.3"):
+        assert opened(f"--listen={address}", runs).key
+        assert app.workplace(app.parsed([f"--listen={address}", runs])).roots is None
+    with pytest.raises(RequestError, match="--listen"):
+        opened("--host-name=studio.lan", runs)
+    with pytest.raises(InputError, match="no folder"):
+        app.workplace(app.parsed([runs, f"--datasets={tmp_path}/none"]))
+    named = app.parsed(["--listen=0.0.0.0", runs, f"--datasets={tmp_path}"])
+    assert app.workplace(named).roots == (tmp_path,)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    for name in ("runs/.gui/uploads/cats", "sets/owls/10_owl", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    return tmp_path
+
+
+def test_alone_every_folder_may_be_named_and_others_name_the_given_ones(place: Path) -> None:
+    work = Workplace(runs=place / "runs")
+    (place / "sets" / "link").symlink_to(place / "elsewhere")
+    for typed in (f' "{place / "elsewhere"}" ', str(place / "sets" / "link")):
+        assert work.folder(typed) == place / "elsewhere"
+    (place / "sets" / "link").unlink()
+    bounded = Workplace(runs=place / "runs", roots=(place / "sets",))
+    owls = place / "sets" / "owls"
+    assert bounded.folder(str(owls)) == owls
+    assert bounded.folder(str(place / "runs" / ".gui" / "uploads" / "cats")).name == "cats"
+    for folder in (place, place / "elsewhere", place / "sets" / ".." / "elsewhere", "~", "/"):
+        with pytest.raises(InputError, match="outside of the folders"):
+            bounded.folder(str(folder))
+    for text in ("", "\0", "~nobody-of-that-name/x", "x" * 5000, "/a\nb"):
+        for either in (bounded, work):
+            with pytest.raises(InputError) as error:
+                either.folder(text)
+            assert "\n" not in str(error.value)
+    (owls / "again").symlink_to(owls / "10_owl")
+    (owls / "circle").symlink_to(owls / "circle")
+    assert bounded.folder(str(owls)) == owls, "links inside are no matter"
+    for name in ("a.txt", "10_owl/a.png", "10_owl/sub"):
+        (owls / name).symlink_to(place / "elsewhere")
+        with pytest.raises(InputError, match="is a link out of the folders"):
+            bounded.folder(str(owls))
+        assert work.folder(str(owls)) == owls
+        (owls / name).unlink()

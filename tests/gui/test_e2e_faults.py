@@ -29,6 +29,10 @@ from tests.gui.conftest import NO_SERVER, StartGui
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
+NAMED = "document.activeElement.getAttribute('aria-label')"
+SLOW_DISK = {"PYTHONPATH": f"{ROOT / 'tests' / 'fakes' / 'slow_disk'}:{ROOT}"}
+"""For a server to whom folders named `slow-disk` are on a disk that hangs until a file `go` lies beside them."""
+
 
 @dataclass
 class Desk:
@@ -38,10 +42,6 @@ class Desk:
     dataset: Path
     server: GuiServer
     start: StartGui
-
-    def open(self, page: Any, path: str, ready: str) -> None:
-        self.server.open(page, path)
-        page.locator(ready).first.wait_for()
 
     @contextmanager
     def connection_cut(self, page: Any) -> Iterator[None]:
@@ -53,7 +53,7 @@ class Desk:
     def server_killed(self, page: Any) -> Iterator[None]:
         self.server.kill()
         yield
-        self.server = self.start(self.runs, port=self.server.port)
+        self.server = self.start(self.runs, port=self.server.port, env=SLOW_DISK)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +61,8 @@ def desk(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Desk
     folder = tmp_path_factory.mktemp("faults")
     cut_at(fake_run(folder / "runs" / "live", steps=30), 12)
     write_dataset(folder / "toy", images=3)
-    server = gui_server(folder / "runs")
+    server = gui_server(folder / "runs", env=SLOW_DISK)
     return Desk(runs=folder / "runs", dataset=folder / "toy", server=server, start=gui_server)
-
-
-NAMED = "document.activeElement.getAttribute('aria-label')"
 
 
 @pytest.fixture
@@ -90,9 +87,9 @@ def waiting(place: Place) -> list[str]:
 def test_a_queue_is_ordered_by_keyboard_and_what_is_open_in_another_tab_stays_so(
     page: Any, desk: Desk, place: Place
 ) -> None:
-    desk.open(page, "/queue", "text=Training now")
+    desk.server.open(page, "/queue", "text=Training now")
     other = page.context.new_page()
-    desk.open(other, "/queue", "text=Training now")
+    desk.server.open(other, "/queue", "text=Training now")
     command = other.locator("li", has_text="owls").locator("details")
     command.locator("summary").click()
     other.get_by_role("button", name="Remove owls").focus()
@@ -154,11 +151,11 @@ def test_every_page_goes_on_when_what_was_missing_is_back(
     work, run = Workplace(runs=desk.runs), desk.runs / "live"
     draft = drafts.new(work, dataset=str(desk.dataset))
     write_status(run)
-    desk.open(page, "/run?run=live", "text=Training.")
+    desk.server.open(page, "/run?run=live", "text=Training.")
     settings, captions = page.context.new_page(), page.context.new_page()
-    desk.open(settings, f"/settings?draft={draft.id}", ".memory .fit")
+    desk.server.open(settings, f"/settings?draft={draft.id}", ".memory .fit")
     folder = quote(str(desk.dataset))
-    desk.open(captions, f"/datasets?folder={folder}", "img[src*='/media/thumb']")
+    desk.server.open(captions, f"/datasets?folder={folder}", "img[src*='/media/thumb']")
     rank, away = settings.locator("[id='set-adapter.rank']"), "The interface does not answer."
     for image, (fault, value) in enumerate(((desk.connection_cut, 8), (desk.server_killed, 4)), 1):
         text = f"typed while {fault.__name__}"
@@ -184,7 +181,7 @@ def test_an_upload_that_breaks_off_says_so_and_is_sent_again(
     page: Any, desk: Desk, expected: list[str]
 ) -> None:
     expected.extend(NO_SERVER)
-    desk.open(page, "/train?draft=new", ".drop")
+    desk.server.open(page, "/train?draft=new", ".drop")
     files = sorted(desk.dataset.iterdir())
     with desk.connection_cut(page):
         page.locator("input[name=files]").set_input_files(files)
@@ -194,19 +191,19 @@ def test_an_upload_that_breaks_off_says_so_and_is_sent_again(
 
 
 def test_a_disk_that_hangs_holds_up_only_what_needs_it(
-    page: Any, gui_server: StartGui, tmp_path: Path
+    page: Any, desk: Desk, tmp_path: Path
 ) -> None:
     images, go = tmp_path / "slow-disk", tmp_path / "go"
     write_dataset(images, images=3)
-    server = gui_server(
-        tmp_path / "runs", env={"PYTHONPATH": f"{ROOT / 'tests' / 'fakes' / 'slow_disk'}:{ROOT}"}
-    )
-    server.open(page, f"/datasets?folder={quote(str(images))}")
+    desk.server.open(page, f"/datasets?folder={quote(str(images))}")
     page.get_by_text("Opening the folder").wait_for()
     other = page.context.new_page()
-    for path, ready in (("/", ".drop"), ("/queue", "#queue .empty"), ("/doctor", "h2")):
-        other.goto(server.url(path))
-        other.locator(ready).first.wait_for()
+    for path, ready in (
+        ("/", ".home img"),
+        ("/queue", "#queue .empty, #queue .entry"),
+        ("/doctor", "h2"),
+    ):
+        desk.server.open(other, path, ready)
     go.touch()
     caption = page.get_by_label("Caption of p0.png", exact=True)
     caption.wait_for()

@@ -1,5 +1,8 @@
-"""The pages Machine, Train, Datasets and All settings in a real browser: cleared after a question, chosen without
-typing, captions saved by themselves and undone, settings found, refused, reset, in two tabs.
+"""Every page but that of a run in a real browser: a cache cleared after a question, folders chosen without typing,
+captions saved by themselves and undone, settings found, refused, reset, in two tabs; markup shows as text (SEC-03);
+the pages in German.
+
+Beside scripts markup is the templates of gradio's own HTML widget, which fills `${...}` and `{{...}}`.
 """
 
 from __future__ import annotations
@@ -17,25 +20,87 @@ from PIL import Image
 
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import all_settings
+from tests.fakes.attacks import COMMANDS, MARKER, MARKUP, as_names
 from tests.fakes.gui_server import GuiServer
+from tests.fakes.live_runs import until as cut_at
+from tests.fakes.live_runs import write_status
+from tests.fakes.lora_library import finished_run, lora
 from tests.fakes.queues import until
-from tests.fakes.runs import write_dataset
-from tests.gui.conftest import StartGui
+from tests.fakes.run_folder import fake_run
+from tests.fakes.runs import ROOT, write_dataset
+from tests.gui.conftest import NewPage, StartGui
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 ODD = "q'\"<b>x<&\U0001f600 ${value}.png"
 CHUNK = 60
 SCRIPT = "<img src=x onerror=alert(1)> {{value}}"
+NAMES = as_names(MARKUP)
+OPENED = (26, 31, 35)
+"""Of the names: an attribute, and both kinds of templates."""
+HOSTILE_SET = MARKUP[1].replace("/", "")
+TYPED = "Stop"
+"""The name of a run and of a LoRA, and the caption of an image: a word of a button too."""
+CHECKED = (
+    "nav a, h1, h2, h3, legend, dt, [role=tab], summary, .drop .what, button:not(.base-card, .cell)"
+)
+"""The elements of which no text may stay English."""
+TEXTS = """selector => [...document.querySelectorAll(selector)].flatMap((element) => {
+  const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT), found = [];
+  while (walker.nextNode()) {
+    const { data, parentElement } = walker.currentNode;
+    const kept = parentElement.closest("[translate=no]") || !parentElement.checkVisibility();
+    if (!kept && /[a-z]{2}/i.test(data)) found.push(data.trim());
+  }
+  return found;
+})"""
+SAID_IN_BOTH = {"LoRAs", "Samples", "Loss"}
+
+
+def hostile_run(folder: Path) -> None:
+    """Write a run all of whose texts are markup."""
+    run = fake_run(folder, steps=6)
+    for row in run.events:
+        if row["event"] == "sample":
+            first = row["images"][0]
+            row["images"] = [{**first, "prompt": text, "seed": n} for n, text in enumerate(MARKUP)]
+    for text in MARKUP:
+        run.emit("problem", severity="warning", file=text, what=text, fix=text)
+        run.emit("change", key=text, old=text, new=text, reason=text)
+    run.write()
+    record = json.loads((folder / "run.json").read_text())
+    record["dataset"] = {"name": MARKUP[0], "trigger": MARKUP[1]}
+    record["command"] = list(MARKUP)
+    (folder / "run.json").write_text(json.dumps(record))
+    keys = ("title", "trigger_phrase", "description", "tags", "author", "license")
+    header = {f"modelspec__{key}": " ".join(MARKUP) for key in keys}
+    lora(folder / "zorble.safetensors", **header, ss_sd_model_name=MARKUP[1])
+    status = {"state": "failed", "exit_code": 3, "step": 3, "steps": 6, "pid": 0}
+    message = " ".join(MARKUP)
+    (folder / "status.json").write_text(json.dumps({**status, "message": message}))
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pages").resolve()
+    root = tmp_path_factory.mktemp("pages").resolve()
+    for name in [*NAMES, *as_names(COMMANDS)]:
+        (root / "runs" / name).mkdir(parents=True)
+        (root / "runs" / name / "run.json").write_text("{}")
+    for index in OPENED:
+        hostile_run(root / "runs" / NAMES[index])
+    dataset = root / HOSTILE_SET
+    dataset.mkdir()
+    for number, (name, text) in enumerate(zip(NAMES, MARKUP, strict=False)):
+        Image.new("RGB", (64, 64), (number, 0, 0)).save(dataset / f"{name[:100]}.png")
+        (dataset / f"{name[:100]}.txt").write_text(text, encoding="utf-8")
+    done = finished_run(root / "runs" / TYPED)
+    write_status(done, state="finished", step=30, steps=30, exit_code=0)
+    write_status(cut_at(fake_run(root / "runs" / "live", steps=30), 12))
+    return root
 
 
 @pytest.fixture(scope="module")
-def server(gui_server: StartGui, place: Path) -> GuiServer:
+def server(place: Path, gui_server: StartGui) -> GuiServer:
     return gui_server(place / "runs", env={"XDG_CACHE_HOME": str(place / "cache")})
 
 
@@ -44,12 +109,125 @@ def work(server: GuiServer, place: Path) -> Workplace:
     return Workplace(runs=place / "runs")
 
 
+_IMAGE_FAILED = """() => new Promise((done) => {
+  const image = new Image();
+  image.onerror = () => requestAnimationFrame(done);
+  image.src = "data:image/png,none";
+})"""
+
+
+def assert_untouched(page: Any) -> None:
+    """No text has done what it would as markup; alerts and foreign requests fail by themselves."""
+    page.evaluate(_IMAGE_FAILED)  # by then an image of a text would have failed, too
+    assert page.evaluate("window.__xss") is None
+    assert page.locator("iframe, object, embed, base[href*=evil], form[action*=evil]").count() == 0
+    assert page.locator("img[src='x']").count() == 0
+
+
+def shown_text(page: Any) -> str:
+    """Return the text of a page and of all its tabs."""
+    for tab in page.get_by_role("tab").all():
+        tab.click()
+    return " ".join(page.locator("body").inner_text().split())
+
+
+def visible(text: str) -> str:
+    """Return a text as the pages show it: what turns the direction of others is replaced."""
+    return " ".join(text.replace("\u202e", "\ufffd").split())
+
+
+def test_names_and_texts_of_runs_datasets_and_loras_are_shown_as_text(
+    page: Any, server: GuiServer, place: Path
+) -> None:
+    assert len(NAMES) >= 40
+    shown = shown_text(server.open(page, "/", "text=window.__xss"))
+    assert [name for name in NAMES if visible(name) not in shown] == []
+    assert_untouched(page)
+    for name in (NAMES[index] for index in OPENED):
+        server.open(page, f"/run?run={quote(name, safe='')}")
+        page.locator(".run-samples").get_by_text(MARKUP[1]).first.wait_for()
+        assert visible(name) in shown_text(page)
+        assert_untouched(page)
+    dataset = quote(str(place / HOSTILE_SET), safe="")
+    for path in (f"/datasets?folder={dataset}", f"/train?folder={dataset}"):
+        assert_untouched(server.open(page, path, "img[src*='/media/thumb']"))
+    for query in ("", f"?file={quote(NAMES[OPENED[0]], safe='')}/zorble.safetensors"):
+        server.open(page, f"/library{query}").get_by_text(MARKUP[1]).first.wait_for()
+        shown_text(page)
+        assert_untouched(page)
+    assert not list(place.rglob(MARKER)), "no text was run as a command"
+
+
+# ---- in German
+
+
+@pytest.fixture(scope="module")
+def german_profile(open_profile: NewPage) -> Any:
+    return open_profile(locale="de-DE")
+
+
+@pytest.fixture
+def german(german_profile: Any, new_page: NewPage) -> Any:
+    return new_page(german_profile)
+
+
+def test_no_text_of_home_train_and_a_run_stays_english(
+    german: Any, page: Any, server: GuiServer
+) -> None:
+    for path, *ready in (
+        ("/", ".home img", ".home img"),
+        ("/train?draft=new&example=1", "text=Passt:", "text=Fits:"),
+        ("/run?run=live", "table.sheet img", "table.sheet img"),
+    ):
+        texts, as_written = (
+            set(server.open(tab, path, mark).evaluate(TEXTS, CHECKED))
+            for tab, mark in zip((german, page), ready, strict=True)
+        )
+        assert texts & as_written - SAID_IN_BOTH == set(), path
+    german.get_by_role("button", name="Anhalten", exact=True).wait_for()
+    server.open(german, "/train?draft=new&example=1")
+    german.wait_for_function("document.title === '40 % · live – lora-train'")
+    german.get_by_role("button", name="Versuch in die Warteschlange", exact=True).wait_for()
+    assert german.locator("html").get_attribute("lang") == "de"
+
+
+def test_what_somebody_typed_stays_and_the_choice_leads_to_english_and_back(
+    german: Any, server: GuiServer, tmp_path: Path
+) -> None:
+    folder = tmp_path / TYPED
+    folder.mkdir()
+    for image in ("zibbo_01.png", "zibbo_14.png"):
+        (folder / image).write_bytes((ROOT / "datasets" / "example" / image).read_bytes())
+        (folder / image).with_suffix(".txt").write_text(TYPED)
+    server.open(german, f"/datasets?folder={folder}", ".ds-card textarea")
+    assert german.locator(".ds-card textarea").first.input_value() == TYPED
+    german.get_by_text("Tags (1)").click()
+    assert german.locator(".ds-tags button").all_inner_texts() == [f"{TYPED} 2"]
+    server.open(german, "/library")
+    german.get_by_role("link", name=f"Training {TYPED}", exact=True).first.wait_for()
+    server.open(german, f"/compare?a={TYPED}", ".pairs img")
+    assert TYPED in german.get_by_label("Training").first.locator("option").all_inner_texts()
+    server.open(german, f"/run?run={TYPED}", "table.sheet img")
+    assert german.get_by_role("heading", level=1).inner_text() == TYPED
+    server.open(german, "/").get_by_label("Sprache").select_option("English")
+    german.get_by_role("heading", name="Your trainings").wait_for()
+    german.wait_for_function("document.documentElement.lang === 'en'")
+    assert german.locator("script[src*=language]").count() == 0
+    server.open(german, "/queue").get_by_label("Language").select_option("Deutsch")
+    german.get_by_role("link", name="Warteschlange").wait_for()
+
+
+# ---- doctor, train
+
+
 def test_the_cache_is_cleared_after_a_question(page: Any, server: GuiServer, place: Path) -> None:
     folder = CappedFolder(root=place / "cache" / "lora-train", limit_bytes=1)
     folder.create()
     entry = folder.root / "text" / "aa" / f"{'a' * 64}.safetensors"
     entry.parent.mkdir(parents=True)
     entry.write_bytes(b"x" * 2048)
+    live = place / "runs" / "live"
+    write_status(live, state="stopped", exit_code=0)  # else it may be reading from the cache
     server.open(page, "/doctor")
     page.get_by_text("2.0 KiB in 1 entries").wait_for()
     page.get_by_role("button", name="Clear the cache").click()
@@ -61,6 +239,7 @@ def test_the_cache_is_cleared_after_a_question(page: Any, server: GuiServer, pla
     page.get_by_text("Removed 1 entries").wait_for()
     page.get_by_text("0 B in 0 entries").wait_for()
     assert not entry.exists()
+    write_status(live)
 
 
 def test_folder_and_model_are_chosen_by_clicks_and_keys(
@@ -302,9 +481,7 @@ def draft(work: Workplace) -> drafts.Draft:
 
 @pytest.fixture
 def settings(page: Any, server: Any, draft: drafts.Draft) -> Any:
-    server.open(page, f"/settings?draft={draft.id}")
-    field(page, "adapter.rank").wait_for()
-    return page
+    return server.open(page, f"/settings?draft={draft.id}", "[id='set-adapter.rank']")
 
 
 def field(page: Any, key: str) -> Any:
@@ -370,8 +547,7 @@ def test_two_tabs_a_number_under_the_cursor_and_a_file_out_and_in(
     settings: Any, server: Any, work: Workplace, draft: drafts.Draft, tmp_path: Path
 ) -> None:
     other = settings.context.new_page()
-    other.goto(server.url(f"/settings?draft={draft.id}"))
-    field(other, "train.seed").wait_for()
+    server.open(other, f"/settings?draft={draft.id}", "[id='set-train.seed']")
     typing = field(settings, "train.steps")
     typing.fill("x")
     row(settings, "train.steps").get_by_text("\u201cTrain: Steps\u201d = 'x'").wait_for()

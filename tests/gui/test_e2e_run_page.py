@@ -87,7 +87,7 @@ class Place:
     toy: Toy
 
     def delete(self, page: Any, path: str, name: str) -> None:
-        page.goto(self.server.url(path))
+        self.server.open(page, path)
         page.locator(".trash[data-ready]").wait_for(state="attached")
         page.get_by_role("button", name=f"Delete {name}").click()
         page.get_by_text(f"{name} is in the trash.").wait_for()
@@ -237,7 +237,7 @@ def test_a_run_is_asked_to_stop_and_the_page_follows_its_files(page: Any, place:
     page.get_by_text("Saving the state, step 12.").wait_for()
     page.get_by_role("button", name="Force stop").wait_for()
     second = page.context.new_page()
-    second.goto(place.server.url("/run?run=live"))
+    place.server.open(second, "/run?run=live")
     second.get_by_text("Saving the state, step 12.").wait_for()
     write_status(live, state="stopped", exit_code=143)
     for tab in (page, second):
@@ -260,7 +260,7 @@ def test_pages_go_on_though_the_end_of_a_stream_of_answers_comes_late(
     page.wait_for_function("window.ends > 1")
     write_status(run, state="stopped", exit_code=143)
     page.get_by_role("button", name="Resume").wait_for()
-    page.goto(place.server.url("/train?draft=new&example=1"))
+    place.server.open(page, "/train?draft=new&example=1")
     page.locator(".plan-line", has_text="Fits:").wait_for()
 
 
@@ -394,7 +394,7 @@ def test_a_run_is_compared_and_trained_again_with_changes(
     page.get_by_role("img", name=f"other <b>, step 10: {PROMPTS[0]}").wait_for()
     page.get_by_role("img", name=f"done, step 30: {PROMPTS[2]}").wait_for()
     assert page.evaluate("[...document.querySelectorAll('.pairs img')].length") == 6
-    page.goto(place.server.url("/run?run=done"))
+    place.server.open(page, "/run?run=done")
     page.get_by_role("link", name="Train again with changes").click()
     page.locator(".plan-line", has_text="Fits:").wait_for()
     assert page.get_by_label("Trigger word").input_value() == "zorble thing"
@@ -408,7 +408,6 @@ def test_a_run_is_compared_and_trained_again_with_changes(
 def test_what_is_deleted_comes_back_until_the_trash_is_emptied(
     place: Place, page: Any, run: Path
 ) -> None:
-    page.goto(place.server.link)
     place.delete(page, "/library?file=done/zorble.safetensors", "zorble")
     page.wait_for_url("**/library")
     assert not (run / "zorble.safetensors").exists()
@@ -434,9 +433,7 @@ def test_what_is_deleted_comes_back_until_the_trash_is_emptied(
 
 
 def opened(page: Any, place: Place, ref: str = "toy/toy.safetensors") -> Any:
-    place.server.open(page, f"/library?{urlencode({'file': ref})}")
-    page.locator(".lora-head").wait_for()
-    return page
+    return place.server.open(page, f"/library?{urlencode({'file': ref})}", ".lora-head")
 
 
 def tab(page: Any, name: str) -> None:

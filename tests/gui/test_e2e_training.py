@@ -89,7 +89,7 @@ def place(gui_server: StartGui, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def fill(page: Any, place: Place, *, name: str, settings: dict[str, Any]) -> None:
     """Go through the first two steps: images, check."""
-    page.goto(place.server.url("/train?draft=new"))
+    place.server.open(page, "/train?draft=new")
     # The draft has its id in the address once the page is filled from it.
     page.wait_for_function("/draft=[0-9a-f]{12}/.test(location.search)")
     page.get_by_role("button", name=THERE).click()
@@ -200,8 +200,7 @@ def press(page: Any, tag: str, name: str) -> None:
 def test_bases_lead_to_a_sign_in_back_to_one_that_fits_and_from_a_try_out_to_a_real_one(
     page: Any, place: Place
 ) -> None:
-    page.goto(place.server.link)
-    page.goto(place.server.url("/train?draft=new&example=1"))
+    place.server.open(page, "/train?draft=new&example=1")
     page.locator(".plan-line", has_text="Fits:").wait_for()
     gated = page.locator(".base-card").filter(has_text="Accept its terms on Hugging Face first")
     page.get_by_role("button", name="Show all base models").click()
@@ -239,8 +238,7 @@ def test_a_base_that_is_not_here_comes_in_bytes_before_the_training(
     hub = place.hub
     hub.folders[SD15] = EMBEDDED_FOLDER
     hub.held_from = 100_000
-    page.goto(place.server.link)
-    page.goto(place.server.url("/train?draft=new&example=1"))
+    place.server.open(page, "/train?draft=new&example=1")
     page.locator(".plan-line", has_text="Fits:").wait_for()
     set_in_draft(place, SHORT | {"base.model": SD15})
     page.get_by_role("button", name="Train a try-out").click()
@@ -267,7 +265,6 @@ def test_a_killed_interface_loses_nothing_tabs_show_the_same_and_a_second_traini
 ) -> None:
     """One training outlives the interface, is stopped from another tab, and goes on."""
     expected.extend(NO_SERVER)
-    page.goto(place.server.link)
     fill(page, place, name="one", settings=LONG)
     page.reload()
     page.locator(".plan-line", has_text="Fits:").wait_for()

@@ -1,18 +1,23 @@
-"""The page LoRAs: which files there are, what their pages show, what is served."""
+"""The page LoRAs: which files there are, what their pages show; the trash: what goes there, what may not."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
-from lora_trainer.gui import library, lora_files, previews, tries
+from lora_trainer.gui import library, lora_files, previews, trash, tries
 from lora_trainer.gui.workplace import Workplace
 
 from lora_trainer.common.errors import InputError, RequestError
-from tests.fakes.live_runs import write_status
+from lora_trainer.queue import commands
+from tests.fakes.live_runs import until, write_status
 from tests.fakes.lora_library import finished_run, lora, picture
+from tests.fakes.run_folder import fake_run
+from tests.fakes.runs import contents
 
 pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
 
@@ -69,14 +74,6 @@ def test_a_chosen_picture_becomes_the_preview(work: Workplace) -> None:
     assert written.read_bytes() == before
 
 
-def test_a_first_prompt_is_that_of_the_last_sample_else_the_trigger(work: Workplace) -> None:
-    run = finished_run(work.runs / "a", modelspec__trigger_phrase="blip")
-    file = lora_files.find(work, "a/zorble.safetensors")
-    header = lora_files.read_header(file)
-    (run / "samples" / "step-00000030" / "00.png").write_bytes(b"torn")
-    assert tries.example_prompt(file, header) == "blip"
-
-
 def refs(found: tuple[lora_files.Entry, ...]) -> set[str]:
     return {entry.file.ref for entry in found}
 
@@ -88,6 +85,8 @@ def test_a_run_shows_the_file_to_take_with_the_saves_behind_it(work: Workplace) 
     assert [save.step for save in entry.saves] == [20, 10]
     assert (entry.header.rank, entry.header.trigger) == (8, "zorble")
     assert "below the base's" in entry.validation and not entry.training
+    (run / "samples" / "step-00000030" / "00.png").write_bytes(b"torn")
+    assert tries.example_prompt(entry.file, entry.header) == "zorble", "else that of the sample"
     lora(run / "a-best.safetensors")
     (run / "best.json").write_text('{"step": 20}')
     (entry,) = lora_files.entries(work)
@@ -110,14 +109,6 @@ def test_files_that_tools_made_stand_for_themselves(work: Workplace) -> None:
         "a/other-step00000010.safetensors",
     }
     assert {entry.file.trained for entry in found if entry.saves} == {True}
-
-
-def test_the_newest_file_comes_first(work: Workplace) -> None:
-    for age, name in enumerate(("new", "old")):
-        run = finished_run(work.runs / name, saves=())
-        then = time.time() - 60 * age
-        os.utime(run / "zorble.safetensors", (then, then))
-    assert [entry.file.run for entry in lora_files.entries(work)] == ["new", "old"]
 
 
 def test_a_changed_or_broken_file_is_read_again_and_says_why(work: Workplace) -> None:
@@ -144,16 +135,8 @@ def test_a_name_leads_to_a_listed_file_or_nowhere(work: Workplace) -> None:
         lora(path)
     assert refs(lora_files.entries(work)) == {"a/zorble.safetensors"}
     for ref in (
-        *(
-            "",
-            "a/",
-            "/",
-            "../a/zorble.safetensors",
-            "a/../a/zorble.safetensors",
-            "a/run.json",
-            "a/\0",
-        ),
-        *("a/.hidden.safetensors", "a/link.safetensors", "a//zorble.safetensors"),
+        *("", "a/", "/", "../a/zorble.safetensors", "a/../a/zorble.safetensors", "a/run.json"),
+        *("a/.hidden.safetensors", "a/link.safetensors", "a//zorble.safetensors", "a/\0"),
         *("b/zorble.safetensors", "a/sub/zorble.safetensors", "a/folder.safetensors", ".gui/x"),
     ):
         with pytest.raises(RequestError):
@@ -162,11 +145,13 @@ def test_a_name_leads_to_a_listed_file_or_nowhere(work: Workplace) -> None:
 
 
 def test_search_wants_every_word_somewhere(work: Workplace) -> None:
-    finished_run(
-        work.runs / "owl", saves=(), modelspec__title="Blue Owl", modelspec__tags="bird, night"
-    )
+    told = {"modelspec__title": "Blue Owl", "modelspec__tags": "bird, night"}
+    finished_run(work.runs / "owl", saves=(), **told)
     finished_run(work.runs / "cat", saves=(), ss_sd_model_name="sdxl.safetensors")
+    then = time.time() - 60
+    os.utime(work.runs / "cat" / "zorble.safetensors", (then, then))
     found = lora_files.entries(work)
+    assert [entry.file.run for entry in found] == ["owl", "cat"], "the newest comes first"
     for text, base, runs in (
         ("", "", {"owl", "cat"}),
         ("blue NIGHT", "", {"owl"}),
@@ -243,3 +228,66 @@ def test_a_renamed_lora_is_still_the_result_of_its_run(work: Workplace) -> None:
     )
     assert lora_files.entries(work)[0].saves[0].step == 20
     assert lora_files.take_note(work, "a/zorble.safetensors", " ").note == ""
+
+
+# ---- the trash
+
+
+def test_each_kind_comes_back_from_the_trash_as_it_was(work: Workplace) -> None:
+    run = finished_run(work.runs / "done")
+    write_status(run, state="finished", exit_code=0)
+    picture(run / "zorble.preview.png")
+    dataset = work.own / "uploads" / "cats"
+    dataset.mkdir(parents=True)
+    picture(dataset / "a.png")
+
+    def files() -> list[Any]:
+        return [contents(folder) if folder.exists() else None for folder in (run, dataset)]
+
+    before = files()
+    for kind, ref in (("lora", "done/zorble.safetensors"), ("run", "done"), ("dataset", dataset)):
+        thrown = trash.throw_away(work, kind=kind, ref=str(ref))
+        assert [each.id for each in trash.contents(work)] == [thrown.id]
+        assert thrown.kind == kind and trash.size_bytes(work) > 0
+        assert files() != before
+        trash.put_back(work, thrown.id)
+        assert files() == before
+        assert trash.contents(work) == []
+
+
+def test_what_is_put_back_takes_the_place_of_nothing_else(work: Workplace) -> None:
+    run = finished_run(work.runs / "done")
+    thrown = trash.throw_away(work, kind="lora", ref="done/zorble.safetensors")
+    lora(run / "zorble.safetensors", rank=3)
+    new = contents(run)
+    with pytest.raises(RequestError, match="another zorble"):
+        trash.put_back(work, thrown.id)
+    assert contents(run) == new and trash.contents(work) == [thrown]
+    trash.empty(work)
+    with pytest.raises(RequestError, match="not in the trash"):
+        trash.put_back(work, thrown.id)
+
+
+def test_what_is_in_use_or_not_ours_stays(work: Workplace, tmp_path: Path) -> None:
+    write_status(until(fake_run(work.runs / "live", steps=30), 12))
+    waits = finished_run(work.runs / "waits")
+    write_status(waits, state="stopped", exit_code=0)
+    commands.add(work.runs, [f"--resume-from={waits.resolve()}"], label="waits")
+    own = tmp_path / "photos"
+    for folder in (own, work.own):
+        folder.mkdir()
+    before = contents(work.runs)
+    for kind, ref, why in (
+        ("run", "live", "is being trained"),
+        ("lora", "live/zorble.safetensors", "is being trained"),
+        ("run", "waits", "in the queue"),
+        ("run", "../photos", "no run"),
+        ("lora", "waits/../live/zorble.safetensors", "no file"),
+        ("dataset", str(own), "of your own"),
+        ("dataset", str(work.own), "of your own"),
+        ("disk", "/", "nothing to delete"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            trash.throw_away(work, kind=kind, ref=ref)
+    after = contents(work.runs)
+    assert {name: data for name, data in after.items() if not name.endswith("trash.lock")} == before

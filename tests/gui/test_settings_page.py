@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lora_trainer.gui import drafts, markup
 from lora_trainer.gui.expert_text import text_of
@@ -293,9 +293,7 @@ def around(info: SettingInfo) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", sorted({info.form.kind for info in INFOS.values()}))
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_value_arrives_as_it_was_chosen(
     kind: str, data: Any, call: Call, work: Workplace, draft: drafts.Draft

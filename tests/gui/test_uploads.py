@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lora_trainer.gui import archives, browse, uploads
 from lora_trainer.gui.dataset_upload import receive
@@ -65,9 +65,6 @@ def test_names_are_made_safe(work: Workplace, name: str, safe: str) -> None:
     assert uploaded(work, "x", {name: PICTURE})[0] == {safe: PICTURE}
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(name=st.text(max_size=200, alphabet=st.characters(exclude_categories=["Cs"])))
 def test_any_name_is_one_visible_file_or_nothing(work: Workplace, name: str) -> None:
     for safe in uploaded(work, name, {f"{name}.png": PICTURE})[0]:

@@ -34,16 +34,16 @@ CONFIGS = {
 # ---- configurations of accelerate
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in LAUNCH.glob("*.yaml")))
-def test_accelerate_reads_a_configuration_as_meant(name: str) -> None:
-    file = LAUNCH / name
-    config = config_args.load_config_from_file(str(file))
-    several = config.distributed_type == DistributedType.MULTI_GPU
-    assert (config.num_processes, config.num_machines, several) == CONFIGS[name]
-    assert config.use_cpu == (name == "cpu.yaml")
-    written = yaml.safe_load(file.read_text(encoding="utf-8"))
-    assert set(written) <= set(config_args.ClusterConfig.__dataclass_fields__)
-    assert written["mixed_precision"] == "no", "unquoted, YAML reads it as false"
+def test_accelerate_reads_a_configuration_as_meant() -> None:
+    assert {path.name for path in LAUNCH.glob("*.yaml")} == set(CONFIGS)
+    for name, meant in CONFIGS.items():
+        config = config_args.load_config_from_file(str(LAUNCH / name))
+        several = config.distributed_type == DistributedType.MULTI_GPU
+        assert (config.num_processes, config.num_machines, several) == meant, name
+        assert config.use_cpu == (name == "cpu.yaml")
+        written = yaml.safe_load((LAUNCH / name).read_text(encoding="utf-8"))
+        assert set(written) <= set(config_args.ClusterConfig.__dataclass_fields__)
+        assert written["mixed_precision"] == "no", "unquoted, YAML reads it as false"
 
 
 # ---- scripts, with programs that only note how they were called
@@ -97,9 +97,8 @@ end() { [ -z "$1" ] || printf '{\\n  "state": "x",\\n  "exit_code": %s\\n}' "$1"
 def machine(tmp_path: Path) -> Machine:
     made = Machine(tmp_path)
     made.program("python", "exit 0")
-    made.program(
-        "sleep", f"exec {shutil.which('sleep')} 0.02"
-    )  # the scripts look every half second
+    # The scripts look every half second.
+    made.program("sleep", f"exec {shutil.which('sleep')} 0.02")
     return made
 
 
@@ -130,6 +129,10 @@ def test_spot_goes_on_until_the_run_is_finished(machine: Machine) -> None:
 def test_spot_launches_again_after_what_may_pass(
     launched: str, environment: dict[str, str], code: int, launches: int, machine: Machine
 ) -> None:
+    status = machine.folder / "runs" / "cat" / "status.json"
+    status.parent.mkdir(parents=True)
+    status.write_text('{\n  "exit_code": 3\n}', encoding="utf-8")
+    os.utime(status, (1, 1))  # that of an earlier launch is not taken for a new one
     assert spot(machine, launched, **environment) == code
     assert len(machine.calls("accelerate")) == launches
 
@@ -137,18 +140,8 @@ def test_spot_launches_again_after_what_may_pass(
 def test_spot_refuses_before_anything_is_launched(machine: Machine) -> None:
     machine.program("python", "exit 3")
     assert spot(machine, "end 0 0") == 3
-    assert machine.calls("python") == [
-        "-m lora_trainer cats --name cat --output runs --steps 9 --dry-run"
-    ]
-    assert machine.calls("accelerate") == []
-
-
-def test_spot_does_not_take_an_old_status_for_a_new_one(machine: Machine) -> None:
-    (machine.folder / "runs" / "cat").mkdir(parents=True)
-    status = machine.folder / "runs" / "cat" / "status.json"
-    status.write_text('{\n  "exit_code": 3\n}', encoding="utf-8")
-    os.utime(status, (1, 1))
-    assert spot(machine, '[ "$n" = 2 ] && end 0 0; end "" 1') == 0
+    dry = "-m lora_trainer cats --name cat --output runs --steps 9 --dry-run"
+    assert (machine.calls("python"), machine.calls("accelerate")) == ([dry], [])
 
 
 def test_spot_asks_the_run_to_save_when_the_machine_goes(machine: Machine) -> None:
@@ -191,29 +184,29 @@ def test_slurm_starts_one_launcher_per_machine_and_then_resumes(machine: Machine
 
 def test_slurm_saves_and_queues_again_before_its_time_is_over(machine: Machine) -> None:
     wait = "until [ -e $run/control/stop ]; do sleep 0.05; done"
+    assert slurm(machine, "exit 1") == 1
+    assert "requeue" not in " ".join(machine.calls("scontrol")), "a failure is not queued again"
     assert slurm(machine, f"kill -USR1 $SCRIPT; {wait}; exit 1") == 0
     assert machine.calls("scontrol")[-1] == "requeue 70001"
     assert slurm(machine, "[ -e $run/control/stop ] && exit 9; exit 0") == 0
-
-
-def test_slurm_does_not_queue_a_failure_again(machine: Machine) -> None:
-    assert slurm(machine, "exit 1") == 1
-    assert "requeue" not in " ".join(machine.calls("scontrol"))
     assert [machine.run(script) for script in SCRIPTS] == [2, 2], "called without words"
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck_finds_nothing() -> None:
-    scripts = [*LAUNCH.rglob("*.sh"), ROOT / "install" / "install.sh", ROOT / "scripts" / "release"]
-    subprocess.run(["shellcheck", *scripts, ROOT / "scripts" / "dependency_sets"], check=True)
+@pytest.mark.parametrize(
+    ("linter", "files"),
+    [
+        ("shellcheck", ["install/install.sh", "scripts/release", "scripts/dependency_sets"]),
+        ("hadolint", ["launch/Dockerfile"]),
+    ],
+)
+def test_linters_find_nothing(linter: str, files: list[str]) -> None:
+    if shutil.which(linter) is None:
+        pytest.skip(f"{linter} is not installed")
+    scripts = LAUNCH.rglob("*.sh") if linter == "shellcheck" else ()
+    subprocess.run([linter, *(ROOT / file for file in files), *scripts], check=True)
 
 
 # ---- the image
-
-
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
-def test_hadolint_finds_nothing() -> None:
-    subprocess.run(["hadolint", LAUNCH / "Dockerfile"], check=True)
 
 
 def test_image_is_made_of_what_it_may_see_and_runs_as_nobody_special() -> None:
