@@ -38,7 +38,7 @@ from urllib.parse import urlsplit
 import pytest
 from lora_trainer.gui.workplace import Workplace
 
-from tests.fakes.gui_server import GuiServer, start_gui
+from tests.fakes.gui_server import ROOT, GuiServer, start_gui
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 BROWSER_FLAGS = (
@@ -69,6 +69,19 @@ LEFT_WHILE_ASKING = (
     "Unexpected error Connection errored out",
 )
 """Gradio's own words on a page that is left or loaded again before an answer has come, or while one is read."""
+
+MARKER = "pwned-marker"
+"""A file of this name anywhere means that a text was run as a command."""
+COMMANDS = (
+    f"; touch {MARKER}",
+    f"$(touch {MARKER})",
+    f"`touch {MARKER}`",
+    f"x\ntouch {MARKER}\n",
+    f"'; touch {MARKER}; '",
+    "--config=/etc/passwd",
+)
+MARKUP = tuple((ROOT / "tests" / "fakes" / "markup.txt").read_text(encoding="utf-8").splitlines())
+"""Texts that run a script, or ask another host for something, where they are taken for markup."""
 
 _PAGES = pytest.StashKey[list[Any]]()
 
@@ -228,6 +241,12 @@ def watch(context: Any, offences: list[str]) -> None:
     context.on("console", console)
     context.on("dialog", refuse_alert)
     context.on("page", tab)
+
+
+def as_names(texts: tuple[str, ...]) -> list[str]:
+    """Return the texts as names of files: without a separator or what no file name holds."""
+    names = [text.replace("/", "\u2215").replace("\0", "").strip()[:120] for text in texts]
+    return [name for name in dict.fromkeys(names) if name not in ("", ".", "..")]
 
 
 def tree(folder: Path) -> dict[str, bytes]:

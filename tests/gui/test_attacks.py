@@ -7,33 +7,25 @@ for anything, and the server still answers.
 
 from __future__ import annotations
 
-import hashlib
+import http.client
 import json
 import socket
-from collections.abc import Iterator
-from dataclasses import dataclass
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 
 import pytest
 from PIL import Image
 
 from lora_trainer.queue import commands
-from tests.fakes.attacks import (
-    COMMANDS,
-    MARKER,
-    MARKUP,
-    Attacker,
-    Reply,
-    as_names,
-    climbing,
-    quoted,
-)
-from tests.fakes.gui_server import ROOT
+from tests.fakes.gui_server import ROOT, GuiServer
 from tests.fakes.live_runs import write_status
 from tests.fakes.run_folder import fake_run
-from tests.gui.conftest import StartGui
+from tests.gui.conftest import COMMANDS, MARKER, MARKUP, StartGui, as_names, tree
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,45 +35,135 @@ NOTHING = (400, 403, 404)
 SAMPLE = f"/media/run/{RUN}/samples/step-00000003/00.png"
 
 
+def climbing(target: Path) -> list[str]:
+    """Return spellings of the path of a file, absolute and out of any folder up to six levels deep."""
+    plain = target.as_posix()
+    rest = plain.lstrip("/")
+    up = [f"{'../' * levels}{rest}" for levels in (1, 2, 3, 6, 12)]
+    nested = "../" * 6 + rest
+    encoded = (
+        "%2e%2e/ %2e%2e%2f ..%2f ..%252f %252e%252e%252f ..%5c ..%c0%af ..%ef%bc%8f \uff0e\uff0e/"
+    )
+    return [
+        plain,
+        *up,
+        *(step.replace("/", "\\") for step in up),
+        *(nested.replace("../", step) for step in ("....//", "..;/", *encoded.split())),
+        *(f"/{nested}", f"//{rest}", f"./{nested}", f"x/../{nested}", f"//localhost/{rest}"),
+        *(f"{nested}\0.png", f"{nested}%00.png", f"{plain}/.", f"{plain}\n", f"~/../../{rest}"),
+        *(f"C:{plain}", f"C:\\{rest}", f"\\\\localhost\\{rest}", f"file://{plain}"),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What the server answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass(kw_only=True)
+class Attacker:
+    """A client that sends requests as they stand, where browsers and libraries tidy a path up before."""
+
+    server: GuiServer
+    cookie: str = ""
+    escapes: list[str] = field(default_factory=list)
+    """Answers with the word that stands in files outside of the served folders, and in no request."""
+
+    def ask(
+        self, method: str, path: str, headers: Mapping[str, str] | None = None, body: bytes = b""
+    ) -> Reply:
+        """Send one request as it stands; a header of the value "" is left out."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=30)
+        fields = {"Host": f"127.0.0.1:{self.server.port}", "Cookie": self.cookie, **(headers or {})}
+        if body or method == "POST":
+            fields.setdefault("Content-Length", str(len(body)))
+        with closing(connection):
+            connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+            for name, value in fields.items():
+                if value:
+                    connection.putheader(name, value.encode())
+            connection.endheaders(body or None)
+            answer = connection.getresponse()
+            known = {name.lower(): value for name, value in answer.getheaders()}
+            reply = Reply(status=answer.status, headers=known, body=answer.read())
+        if SECRET.encode() in reply.body:
+            self.escapes.append(f"{method} {path} {body[:300]!r}")
+        return reply
+
+    def get(self, path: str, **headers: str) -> Reply:
+        return self.ask("GET", path, headers=headers)
+
+    def post(self, path: str, value: Any, **headers: str) -> Reply:
+        """Send JSON."""
+        fields = {"Content-Type": "application/json", **headers}
+        return self.ask("POST", path, headers=fields, body=json.dumps(value).encode())
+
+    def upload(self, name: str, data: bytes = b"x", **headers: str) -> Reply:
+        """Send a file as a form of a page does, under any name."""
+        mark = uuid.uuid4().hex
+        disposition = b'Content-Disposition: form-data; name="files"; filename="'
+        named = name.encode(errors="replace") + b'"\r\nContent-Type: image/png\r\n\r\n'
+        body = b"--%b\r\n%b%b%b\r\n--%b--\r\n" % (
+            *(mark.encode(), disposition, named, data, mark.encode()),
+        )
+        fields = {"Content-Type": f"multipart/form-data; boundary={mark}", **headers}
+        return self.ask("POST", "/gradio_api/upload", headers=fields, body=body)
+
+    def trigger(self, events: Iterable[tuple[int, list[Any], Any]], *, query: str = "") -> None:
+        """Call handlers of events, each (function, fields, event), as the pages do; wait for all answers."""
+        session = uuid.uuid4().hex[:11]
+        joined = 0
+        for function, fields, event in events:
+            body = {"data": fields, "fn_index": function, "event_data": event}
+            body["session_hash"] = session
+            joined += self.post(f"/gradio_api/queue/join?{query}", body).status == 200
+        if joined:
+            self.get(f"/gradio_api/queue/data?session_hash={session}")
+
+
+def quoted(texts: list[str]) -> Iterator[str]:
+    """Yield texts for a place in an address, as they are where that is possible, and quoted."""
+    for text in texts:
+        if text.isascii() and text.isprintable() and not set(text) & set(" #?"):
+            yield text
+        yield quote(text, safe="")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """The folders on the server's disk, and a port of this machine that nobody has a reason to ask."""
 
     root: Path
+    runs: Path
+    datasets: Path
+    outside: Path
     canary: socket.socket
-
-    @property
-    def runs(self) -> Path:
-        return self.root / "runs"
-
-    @property
-    def datasets(self) -> Path:
-        return self.root / "datasets"
-
-    @property
-    def outside(self) -> Path:
-        return self.root / "outside"
 
     @property
     def secret(self) -> Path:
         return self.outside / "b.png"
 
-    def fingerprint(self) -> dict[str, str]:
-        """Return the content of every file but those that the interface keeps for itself."""
+    def files(self) -> dict[str, bytes]:
+        """Return every file but those that the interface keeps for itself, and wishes left for a run by its buttons."""
+        kept = ("runs/.gui/", "runs/.queue/")
+        files = tree(self.root).items()
         return {
-            name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(self.root.rglob("*"))
-            if path.is_file()
-            and not (name := path.relative_to(self.root).as_posix()).startswith(
-                ("runs/.gui/", "runs/.queue/")
-            )
+            name: data
+            for name, data in files
+            if not name.startswith(kept) and "/control/" not in name
         }
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with socket.create_server(("127.0.0.1", 0)) as canary:
-        place = Place(root=tmp_path_factory.mktemp("attacked"), canary=canary)
+        root = tmp_path_factory.mktemp("attacked")
+        folders = {name: root / name for name in ("runs", "datasets", "outside")}
+        place = Place(root=root, canary=canary, **folders)
         for name in (RUN, *as_names(COMMANDS)):
             fake_run(place.runs / name, steps=3).write()
         states = place.runs / RUN / "states" / "step-00000003"
@@ -116,17 +198,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 @pytest.fixture(scope="module")
 def attacker(place: Place, gui_server: StartGui) -> Iterator[Attacker]:
     """Return a client with the key; at the end nothing may have come out or been changed."""
-    before = place.fingerprint()
+    before = place.files()
     server = gui_server(place.runs, f"--datasets={place.datasets}")
-    client = Attacker(server=server, secret=SECRET.encode())
-    client.enter()
+    client = Attacker(server=server)
+    reply = client.get(f"/?{urlsplit(server.link).query}")
+    client.cookie = reply.headers["set-cookie"].partition(";")[0]
     yield client
     assert client.escapes == []
-    # A button of a run leaves its wish in the control folder of that run.
-    after = {name: sum_ for name, sum_ in place.fingerprint().items() if "/control/" not in name}
-    assert after == before
-    own = [path for path in (place.runs / ".gui").rglob("*") if path.is_file()]
-    assert not [path for path in own if SECRET.encode() in path.read_bytes()]
+    assert place.files() == before
+    assert not [name for name, data in tree(place.runs / ".gui").items() if SECRET.encode() in data]
     assert not list(place.root.rglob(MARKER)) and not (ROOT / MARKER).exists()
     place.canary.setblocking(False)
     with pytest.raises(BlockingIOError):
@@ -158,16 +238,11 @@ def test_no_spelling_leads_out_of_a_run_or_a_dataset(attacker: Attacker, place: 
         assert thumb(attacker, f"{own}/{folder}", "a.png") in NOTHING
     for folder, file in ((own, "linked.png"), (place.datasets / "linked", "a.png")):
         assert thumb(attacker, str(folder), file) in NOTHING
+    state = f"{RUN}/states/step-00000003/weights.safetensors"
     for path in (
-        f"{RUN}/linked.png",
-        "linked/run.json",
-        ".gui/key",
-        ".queue/x.json",
-        f"{RUN}/",
-        "/",
+        *(state, f"{RUN}/../linked/run.json", f"{RUN}/linked.png", "linked/run.json"),
+        *(".gui/key", ".queue/x.json", f"{RUN}/", "/"),
     ):
-        assert attacker.get(f"/media/run/{path}").status in NOTHING
-    for path in (f"{RUN}/states/step-00000003/weights.safetensors", f"{RUN}/../linked/run.json"):
         assert attacker.get(f"/media/run/{path}").status in NOTHING
 
 
@@ -197,7 +272,7 @@ def test_no_field_of_a_page_leads_out_or_asks_an_address(attacker: Attacker, pla
     address = f"http://127.0.0.1:{place.canary.getsockname()[1]}/x.png"
     upload = {"path": address, "url": address, "meta": {"_type": "gradio.FileData"}}
     hostile = (str(place.secret), COMMANDS[1], "\0", 10**400, None)
-    config = attacker.get("/config").json()
+    config = json.loads(attacker.get("/config").body)
     attacker.trigger(everywhere(config, ""))  # opening a page makes a draft
     (draft, *_) = [path.stem for path in (place.runs / ".gui" / "drafts").glob("*.json")]
     for value in (*hostile, upload, [upload], {"path": str(place.secret)}):
@@ -222,7 +297,7 @@ def called(attacker: Attacker, component: Any, function: str, data: Any) -> Repl
 
 
 def test_scripts_get_no_file_from_elsewhere(attacker: Attacker, place: Place) -> None:
-    components = attacker.get("/config").json()["components"]
+    components = json.loads(attacker.get("/config").body)["components"]
     functions = [
         (component["id"], name)
         for component in components
@@ -250,17 +325,13 @@ def test_scripts_get_no_file_from_elsewhere(attacker: Attacker, place: Place) ->
 
 def hostile_wish(folder: str, name: str) -> dict[str, Any]:
     """Return an object with every key that a page's script sends."""
-    folders = dict.fromkeys(("folder", "dataset", "draft", "run", "value"), folder)
-    names = dict.fromkeys(("path", "file", "name"), name)
     words = {"text": "changed", "group": "g", "kind": "append", "replacement": "x", "joint": ", "}
     more = {"files": [name], "step": 3, "key": "data.cache_dir", "over": True}
-    blank = dict.fromkeys(("seen", "trigger", "resolution"), "")
-    return {
-        **folders,
-        **names,
-        **words,
+    return words | {
         **more,
-        **blank,
+        **dict.fromkeys(("folder", "dataset", "draft", "run", "value"), folder),
+        **dict.fromkeys(("path", "file", "name"), name),
+        **dict.fromkeys(("seen", "trigger", "resolution"), ""),
         "json": json.dumps({"data": {"x": folder}}),
     }
 
@@ -268,11 +339,11 @@ def hostile_wish(folder: str, name: str) -> dict[str, Any]:
 def test_uploads_stay_where_uploads_wait_and_are_no_pages(attacker: Attacker, place: Place) -> None:
     for name in (*climbing(place.secret), *as_names(COMMANDS), *as_names(MARKUP)[:4], "", ".."):
         plain = name.replace("\n", " ").replace('"', "'").replace("\0", "%00")
-        reply = attacker.upload([plain])
-        for path in reply.json() if reply.status == 200 else ():
+        reply = attacker.upload(plain)
+        for path in json.loads(reply.body) if reply.status == 200 else ():
             waiting = place.runs / ".gui" / "incoming"
             assert Path(path).resolve().is_relative_to(waiting), name
-    (path,) = attacker.upload(["x.html"], b"<script>window.__xss=1</script>").json()
+    (path,) = json.loads(attacker.upload("x.html", b"<script>window.__xss=1</script>").body)
     reply = attacker.get(f"/gradio_api/file={quote(path)}")
     shown = reply.headers.get("content-disposition", "").startswith("inline")
     assert reply.status != 200 or not shown or "html" not in reply.headers["content-type"]
@@ -294,13 +365,8 @@ def test_other_names_and_other_pages_are_refused(attacker: Attacker) -> None:
     here = f"127.0.0.1:{attacker.server.port}"
     for host in (here, "127.0.0.1", "LOCALHOST:1", "[::1]:9"):
         assert attacker.get("/", Host=host).status == 200
-    for host in (
-        "evil.example",
-        "127.0.0.1.evil.example",
-        "localhost@evil.example",
-        "0.0.0.0",
-        "127.1",
-    ):
+    names = ("evil.example", "127.0.0.1.evil.example", "localhost@evil.example")
+    for host in (*names, "0.0.0.0", "127.1"):
         for path in ("/", "/config", SAMPLE, "/gradio_api/queue/data"):
             assert attacker.get(path, Host=host).status == 400
     for host in ("2130706433", "[::ffff:127.0.0.1]", "[::1", "10.0.0.1", "127.0.0.1, evil.example"):
@@ -311,7 +377,7 @@ def test_other_names_and_other_pages_are_refused(attacker: Attacker) -> None:
         *(f"http://{here}.evil.example", f"http://evil.example//{here}", "http://127.0.0.1"),
     ):
         assert attacker.post("/gradio_api/queue/join", join, Origin=origin).status == 403
-        assert attacker.upload(["a.png"], Origin=origin).status == 403
+        assert attacker.upload("a.png", Origin=origin).status == 403
         assert attacker.get("/config", Origin=origin).status == 403
         form = {"Content-Type": "application/x-www-form-urlencoded", "Origin": origin}
         assert attacker.ask("POST", "/", headers=form, body=b"a=b").status == 403
@@ -351,7 +417,7 @@ def test_without_the_key_nothing_is_told_and_no_answer_leaves_the_browser(
                 reply = attacker.get(f"{path}?{key}", Cookie=cookie)
                 assert (reply.status, reply.headers.get("set-cookie")) == (403, None)
                 assert b"Open the link that lora-train-gui printed" in reply.body
-    assert attacker.upload(["a.png"], Cookie="").status == 403
+    assert attacker.upload("a.png", Cookie="").status == 403
     for path in (*paths, "/none", "/media/x"):
         for host in (f"127.0.0.1:{attacker.server.port}", "evil.example"):
             headers = attacker.get(path, Host=host).headers

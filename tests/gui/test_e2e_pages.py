@@ -20,7 +20,6 @@ from PIL import Image
 
 from lora_trainer.common.files import CappedFolder
 from lora_trainer.config.config import all_settings
-from tests.fakes.attacks import COMMANDS, MARKER, MARKUP, as_names
 from tests.fakes.gui_server import GuiServer
 from tests.fakes.live_runs import until as cut_at
 from tests.fakes.live_runs import write_status
@@ -28,7 +27,7 @@ from tests.fakes.lora_library import finished_run, lora
 from tests.fakes.queues import until
 from tests.fakes.run_folder import fake_run
 from tests.fakes.runs import ROOT, write_dataset
-from tests.gui.conftest import NewPage, StartGui
+from tests.gui.conftest import COMMANDS, MARKER, MARKUP, NewPage, StartGui, as_names
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
