@@ -37,6 +37,7 @@ def finished_run(folder: Path, *, saves: tuple[int, ...] = (10, 20), **metadata:
 
 
 def picture(path: Path, *, colour: str = "red", px: int = 16) -> Path:
-    """Write an image of one colour."""
+    """Write an image of one colour, and its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (px, px), colour).save(path)
     return path

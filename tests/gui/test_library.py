@@ -238,7 +238,6 @@ def test_each_kind_comes_back_from_the_trash_as_it_was(work: Workplace) -> None:
     write_status(run, state="finished", exit_code=0)
     picture(run / "zorble.preview.png")
     dataset = work.own / "uploads" / "cats"
-    dataset.mkdir(parents=True)
     picture(dataset / "a.png")
 
     def files() -> list[Any]:

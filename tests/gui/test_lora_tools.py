@@ -17,7 +17,7 @@ from PIL import Image
 from lora_trainer.cli import main
 from lora_trainer.common.errors import InputError, MachineError, RequestError
 from lora_trainer.lora_file.inspect import inspect_file
-from tests.fakes.hub_server import TOKEN, HubServer, hub_server
+from tests.fakes.hub_server import TOKEN, hub_server
 from tests.fakes.lora_library import finished_run, lora, picture
 from tests.fakes.queues import until
 from tests.fakes.runs import contents
@@ -90,42 +90,50 @@ def test_convert_goes_beside_the_file_and_replaces_none(
         assert not arguments["options"].force
 
 
-def test_resize_by_rank_share_or_both(work: Workplace, file: lora_files.LoraFile) -> None:
+def test_resize_by_rank_or_share_and_merge_with_weights(
+    work: Workplace, file: lora_files.LoraFile
+) -> None:
     job = lora_tools.resize(work, file, rank=" 4 ", energy_percent="95", name="")
     _, arguments = parsed(job)
     assert (arguments["rank"], arguments["energy"]) == (4, 0.95)
     assert arguments["output"].name == "zorble-r4-e95.safetensors"
     job = lora_tools.resize(work, file, rank="", energy_percent="90", name="")
     assert "rank" not in parsed(job)[1]
-
-
-def test_merge_names_each_file_with_its_weight(work: Workplace, file: lora_files.LoraFile) -> None:
     others = [("b/zorble.safetensors", -0.5), ("", 1.0), (None, None)]
     job = lora_tools.merge(work, file, weight=0.25, others=others, rank="8", name="")
     command, arguments = parsed(job)
     other = lora_files.find(work, "b/zorble.safetensors").path
-    assert command == "merge"
+    assert (command, arguments["rank"]) == ("merge", 8)
     assert arguments["files"] == [f"{file.path}:0.25", f"{other}:-0.5"]
-    assert arguments["rank"] == 8
 
 
 def test_what_cannot_be_is_refused_before_anything_starts(
     work: Workplace, file: lora_files.LoraFile, started: list[jobs.Job]
 ) -> None:
-    for asked in (
-        {"format": "--force", "name": ""},
-        *({"format": "kohya", "name": name} for name in ("../../x", "--force", ".hidden")),
-    ):
+    def refused(tool: Any, *asked: Any, **more: Any) -> None:
         with pytest.raises(RequestError):
-            lora_tools.convert(work, file, **asked)
+            tool(*asked, **more)
+
+    refused(lora_tools.convert, work, file, format="--force", name="")
+    for name in ("../../x", "--force", ".hidden"):
+        refused(lora_tools.convert, work, file, format="kohya", name=name)
     ranks = [(rank, "") for rank in ("0", "2.5", "inf", "--force")]
     for rank, percent in (*ranks, ("", " "), ("", "100"), ("", "nan")):
-        with pytest.raises(RequestError):
-            lora_tools.resize(work, file, rank=rank, energy_percent=percent, name="")
+        refused(lora_tools.resize, work, file, rank=rank, energy_percent=percent, name="")
     other = ("b/zorble.safetensors", 1.0)
     for weight, others in ((1.0, []), (0.0, [other]), (1.0, [("../secret", 1.0)])):
-        with pytest.raises(RequestError):
-            lora_tools.merge(work, file, weight=weight, others=others, rank="", name="")
+        refused(lora_tools.merge, work, file, weight=weight, others=others, rank="", name="")
+    fine: dict[str, Any] = {"prompts": "x", "strengths": "1", "seed": 1, "base": ""}
+    for key, values in {
+        "prompts": (" \n ", "\n".join(map(str, range(13)))),
+        "strengths": ("", "a", "nan", "1e9"),
+        "seed": (-1.0, 0.5, 1e30, float("nan")),
+    }.items():
+        for value in values:
+            refused(tries.wish, **{**fine, key: value})
+    wish = tries.wish(prompts="x", strengths="1", seed=1, base=str(work.runs.parent))
+    with pytest.raises(InputError, match="outside of the folders"):
+        tries.start(replace(work, roots=()), file, wish)
     assert started == []
 
 
@@ -142,13 +150,6 @@ def test_a_result_is_linked_while_it_is_there(work: Workplace, file: lora_files.
     assert "error: &lt;b&gt;no&lt;/b&gt;. Fix: do." in lora_tools.shown(work, [failed])
 
 
-def drawn(work: Workplace, job: jobs.Job, *names: str) -> None:
-    folder = work.own / "tries" / str(job.about["folder"])
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        picture(folder / name)
-
-
 def test_texts_of_the_form_arrive_as_values(work: Workplace, file: lora_files.LoraFile) -> None:
     prompts = "--output=/tmp/x\n\n; touch marker\n$(touch marker)\n  a, (b:1.2)  "
     wish = tries.wish(prompts=prompts, strengths="1,0.4 -0.5", seed=7, base="me/model")
@@ -162,31 +163,13 @@ def test_texts_of_the_form_arrive_as_values(work: Workplace, file: lora_files.Lo
     assert arguments["output"].parent == work.own / "tries"
 
 
-def test_what_cannot_be_drawn_is_refused(
-    file: lora_files.LoraFile, tmp_path: Path, work: Workplace, started: list[jobs.Job]
-) -> None:
-    fine: dict[str, Any] = {"prompts": "x", "strengths": "1", "seed": 1, "base": ""}
-    for key, values in {
-        "prompts": (" \n ", "\n".join(map(str, range(13)))),
-        "strengths": ("", "a", "nan", "1e9"),
-        "seed": (-1.0, 0.5, 1e30, float("nan")),
-    }.items():
-        for value in values:
-            with pytest.raises(RequestError):
-                tries.wish(**{**fine, key: value})
-    shared = replace(work, roots=())
-    wish = tries.wish(prompts="x", strengths="1", seed=1, base=str(tmp_path))
-    with pytest.raises(InputError, match="outside of the folders"):
-        tries.start(shared, file, wish)
-    assert started == []
-
-
 def test_the_grid_fills_as_images_come(work: Workplace, file: lora_files.LoraFile) -> None:
     wish = tries.wish(prompts="one\ntwo <b>", strengths="0.4 1", seed=5, base="")
     job = tries.start(work, file, wish)
     stamps = [tries.stamp(work, [job])]
     assert "loading the base model" in tries.shown(work, [job])
-    drawn(work, job, "zorble-5-x0.4.png", "zorble-6-x1.png", "other.png", ".tmp-1-zorble-5-x1.png")
+    for name in ("zorble-5-x0.4.png", "zorble-6-x1.png", "other.png", ".tmp-1-zorble-5-x1.png"):
+        picture(work.own / "tries" / str(job.about["folder"]) / name)
     stamps.append(tries.stamp(work, [job]))
     assert {place: path.name for place, path in tries.images(work, job).items()} == {
         (0, 0.4): "zorble-5-x0.4.png",
@@ -216,7 +199,7 @@ def test_a_refusal_is_one_line_a_stop_is_no_error_and_a_changed_record_leads_now
     assert "error: no &lt;base&gt;. Fix: --base." in markup
     markup = tries.shown(work, [replace(job, state="failed", exit_code=-15)])
     assert "Stopped after 0 of 1" in markup and "error" not in markup
-    drawn(work, job, "zorble-5.png")
+    picture(work.own / "tries" / str(job.about["folder"]) / "zorble-5.png")
     assert list(tries.images(work, job)) == [(0, 1.0)], "one strength is not in the name"
     picture(work.runs.parent / "zorble-5.png")
     for about in (
@@ -228,10 +211,6 @@ def test_a_refusal_is_one_line_a_stop_is_no_error_and_a_changed_record_leads_now
 
 
 CARD: dict[str, Any] = {"description": "x", "preferred weight": 0.8}
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 def test_the_card_has_the_names_that_a1111_reads(file: lora_files.LoraFile) -> None:
@@ -252,8 +231,8 @@ def test_file_preview_and_card_share_a_name(file: lora_files.LoraFile, tmp_path:
     out = tmp_path / "deep" / "loras"
     preview = picture(tmp_path / "x.jpg", px=2000)
     done = sharing.export(file, out, preview=preview, card=CARD)
-    assert names(out) == {"zorble.safetensors", "zorble.preview.png", "zorble.json"}
-    assert {path.name for path in done.files} == names(out)
+    assert set(contents(out)) == {"zorble.safetensors", "zorble.preview.png", "zorble.json"}
+    assert {path.name for path in done.files} == set(contents(out))
     assert (out / "zorble.safetensors").read_bytes() == file.path.read_bytes()
     assert json.loads((out / "zorble.json").read_bytes()) == CARD
     with Image.open(out / "zorble.preview.png") as shown:
@@ -268,14 +247,10 @@ def test_file_preview_and_card_share_a_name(file: lora_files.LoraFile, tmp_path:
     done = sharing.export(file, out, preview=None, card=CARD)
     assert done.files[0].name == "zorble-003.safetensors"
     assert contents(out).items() > before.items(), "what is there is never replaced"
-
-
-def test_nothing_half_written_stays(file: lora_files.LoraFile, tmp_path: Path) -> None:
-    out = tmp_path / "loras"
+    none, blocked = tmp_path / "none", tmp_path / "file"
     with pytest.raises(InputError, match="no picture"):
-        sharing.export(file, out, preview=file.path, card=CARD)
-    assert not out.exists()
-    blocked = tmp_path / "file"
+        sharing.export(file, none, preview=file.path, card=CARD)
+    assert not none.exists(), "nothing half written stays"
     blocked.write_text("")
     with pytest.raises(MachineError):
         sharing.export(file, blocked / "x", preview=None, card=CARD)
@@ -294,20 +269,25 @@ def test_what_others_will_miss_is_said_gravest_first(tmp_path: Path) -> None:
     assert "title" not in " ".join(r.what for r in sharing.remarks(full, preview=Path("x.png")))
 
 
-def published(work: Workplace, *, repository: str, private: bool) -> jobs.Job:
-    file = lora_files.find(work, "zorble/zorble.safetensors")
-    job = sharing.publish(work, file, repository=repository, private=private)
-    until(lambda: jobs.read(work, job.id).state != "running")
-    return jobs.read(work, job.id)
-
-
 def test_a_lora_is_published_privately_with_its_card_and_the_token_is_told_to_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = Workplace(runs=tmp_path / "runs")
     finished_run(work.runs / "zorble", modelspec__title="Zorble", modelspec__trigger_phrase="zorb")
+    file = lora_files.find(work, "zorble/zorble.safetensors")
+    monkeypatch.undo()  # so that jobs are started
+    for name in [name for name in os.environ if name.startswith("HF_")]:
+        monkeypatch.delenv(name)
+
+    def published(work: Workplace, **how: Any) -> jobs.Job:
+        job = sharing.publish(work, file, **how)
+        until(lambda: jobs.read(work, job.id).state != "running")
+        return jobs.read(work, job.id)
+
     with hub_server() as hub:
-        login(monkeypatch, hub)
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         done = published(work, repository="zorble", private=True)
         assert done.state == "finished", done.log_tail()
         assert hub.private == {"jane/zorble": True}
@@ -328,16 +308,4 @@ def test_a_lora_is_published_privately_with_its_card_and_the_token_is_told_to_no
         told = [path for path in work.own.rglob("*") if path.is_file()]
         assert told and not any(TOKEN.encode() in path.read_bytes() for path in told)
     with pytest.raises(RequestError, match="no name"):
-        sharing.publish(
-            work, lora_files.find(work, "zorble/zorble.safetensors"), repository=" ", private=True
-        )
-
-
-def login(monkeypatch: pytest.MonkeyPatch, hub: HubServer) -> None:
-    """Let commands be started, and talk to this Hub."""
-    monkeypatch.undo()
-    for name in [name for name in os.environ if name.startswith("HF_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_ENDPOINT", hub.address)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        sharing.publish(work, file, repository=" ", private=True)

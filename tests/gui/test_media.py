@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote, urlencode
 import pytest
 
 from tests.fakes.run_folder import fake_run
-from tests.gui.conftest import answered
+from tests.gui.conftest import answered, tree
 
 pytest.importorskip("starlette", reason="starlette comes with gradio (extra `gui`)")
 
@@ -65,15 +65,15 @@ def get(work: Workplace, path: str, **headers: str) -> tuple[int, dict[str, str]
 
 
 def test_files_of_a_run_and_of_a_try_are_served_as_what_they_are(work: Workplace) -> None:
-    octets = "application/octet-stream"
+    octets, plain = "application/octet-stream", "text/plain; charset=utf-8"
     for url, kind, is_saved in (
         (media.run_url(NAME, "samples", "step-00000003", "00.png"), "image/png", False),
         (media.run_url(NAME, "report.html"), "text/html; charset=utf-8", False),
         (media.run_url(NAME, "zorble.safetensors"), octets, True),
         (media.run_url(NAME, "export", "x.safetensors"), octets, True),
         (media.run_url(NAME, "export", "x.json"), octets, True),
-        (media.run_url(NAME, "run.json"), "text/plain; charset=utf-8", False),
-        (media.run_url(NAME, "events.jsonl"), "text/plain; charset=utf-8", False),
+        (media.run_url(NAME, "run.json"), plain, False),
+        (media.run_url(NAME, "events.jsonl"), plain, False),
         (media.try_url("1", "a b.png"), "image/png", False),
     ):
         status, headers, _ = get(work, url)
@@ -92,19 +92,8 @@ def test_files_of_a_run_and_of_a_try_are_served_as_what_they_are(work: Workplace
 
 def test_nothing_else_is(work: Workplace) -> None:
     run = f"/media/run/{quote(NAME)}"
-    for file in (
-        *(
-            *NOT_SERVED.split(),
-            "out.png",
-            "state.png",
-            "pipe.png",
-            "",
-            "samples",
-            "samples/",
-            "none.png",
-        ),
-        *("../../secret.png", "..", "/etc/passwd", "a%00.png"),
-    ):
+    more = ("out.png", "state.png", "pipe.png", "", "samples", "samples/", "none.png", "..")
+    for file in (*NOT_SERVED.split(), *more, "../../secret.png", "/etc/passwd", "a%00.png"):
         assert get(work, f"{run}/{file}")[0] == 404, file
     for try_ in ("../key", "../secret.png", "1/log.txt", "1/out.png", "1/", "./x.png", "1/%00.png"):
         assert get(work, f"/media/own/tries/{try_}")[0] == 404, try_
@@ -130,9 +119,7 @@ def test_a_picture_may_lie_where_folders_may_be_named(work: Workplace, tmp_path:
 def test_all_samples_of_a_run_are_one_zip_of_its_name_and_leave_no_file(work: Workplace) -> None:
     run = work.runs / NAME
     samples = run / "samples"
-    made = {
-        path.relative_to(samples).as_posix(): path.read_bytes() for path in samples.glob("*/*.png")
-    }
+    made = {name: data for name, data in tree(samples).items() if name.endswith(".png")}
     before = sorted(work.runs.rglob("*"))
     status, headers, body = get(work, media.samples_url(NAME))
     assert status == 200

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lora_trainer.gui import queue_view
@@ -51,18 +50,9 @@ def test_each_item_has_the_buttons_that_fit_its_state(place: Place, work: Workpl
     place.become(d, state="finished", run="d", started_s=5.0, ended_s=70.0)
     place.become(e, state="failed", exit_code=3, ended_s=60.0, error="no images. Fix: add some.")
     html = queue_view.view(work)
-    assert buttons(html) == [
-        ("stop", a.id),
-        ("down", b.id),
-        ("remove", b.id),
-        ("up", c.id),
-        ("remove", c.id),
-        ("again", d.id),
-        ("remove", d.id),
-        ("again", e.id),
-        ("remove", e.id),
-        ("clear", ""),
-    ]
+    words = f"stop {a.id} down {b.id} remove {b.id} up {c.id} remove {c.id}".split()
+    words += f"again {d.id} remove {d.id} again {e.id} remove {e.id}".split()
+    assert buttons(html) == [*zip(words[::2], words[1::2], strict=True), ("clear", "")]
     assert 'href="/run?run=a"' in html
     assert "step 12 of 30" in html and 'style="width:40.0%"' in html
     assert "1 min 05 s after its start" in html
@@ -71,46 +61,43 @@ def test_each_item_has_the_buttons_that_fit_its_state(place: Place, work: Workpl
 def test_why_one_failed_comes_with_what_to_do_and_the_end_of_its_log(
     place: Place, work: Workplace
 ) -> None:
+    for number in range(queue_view.MAX_ENDED + 1):
+        place.become(place.add(f"t{number}"), state="failed", ended_s=float(number + 1))
     item = place.add("a")
-    place.become(item, state="failed", exit_code=3, error="no images. Fix: add some.")
+    place.become(item, state="failed", exit_code=3, error="no images. Fix: add some.", ended_s=99.0)
     log = commands.item_file(place.runs, item.id, "log")
     token = "hf_" + "a" * 34
     log.write_text("".join(f"line {number} {token}\n" for number in range(100)))
     html = queue_view.view(work)
+    assert html.count('data-action="again"') == queue_view.MAX_ENDED
+    assert "2 older ones are not shown." in html and 'data-item="0001-t0"' not in html
     assert "<p>No images.</p>" in html
     assert "<b>What to do: </b>add some." in html
     assert "line 99" in html and "line 80" in html and "line 79" not in html
     assert token not in html, "it is struck out"
-    place.become(item, state="failed", exit_code=1, error=f"KeyError: '{token}'")
+    place.become(item, state="failed", exit_code=1, error=f"KeyError: '{token}'", ended_s=99.0)
     html = queue_view.view(work)
     assert "A fault of lora-train or of a library it uses: KeyError:" in html and token not in html
 
 
-@pytest.mark.parametrize(
-    ("state", "has_run", "label"),
-    [
-        ("finished", True, "Train again"),
-        ("interrupted", True, "Resume"),
-        ("failed", True, "Resume"),
-        ("failed", False, "Train again"),
-    ],
-)
-def test_starting_again_is_called_what_it_does(
-    state: Any, has_run: bool, label: str, place: Place, work: Workplace
-) -> None:
-    if has_run:
-        (place.runs / "a").mkdir(parents=True)
-    item = place.become(place.add("a"), state=state, run="a" if has_run else None)
-    assert f">{label}</button>" in queue_view.view(work)
-    assert queue_view.asked(work, action="again", id=item.id) == ""
-    argv = place.item(item.id).argv
-    assert (argv[0] == "--resume-from") == (label == "Resume")
-
-
-def test_a_run_that_finished_otherwise_is_trained_again(place: Place, work: Workplace) -> None:
+def test_starting_again_is_called_what_it_does(place: Place, work: Workplace) -> None:
+    for name, state, label in (
+        ("a", "finished", "Train again"),
+        ("a", "interrupted", "Resume"),
+        ("a", "failed", "Resume"),
+        (None, "failed", "Train again"),
+    ):
+        if name:
+            (place.runs / name).mkdir(parents=True, exist_ok=True)
+        item = place.become(place.add("a"), state=state, run=name)
+        assert f">{label}</button>" in queue_view.view(work)
+        assert queue_view.asked(work, action="again", id=item.id) == ""
+        argv = place.item(item.id).argv
+        assert (argv[0] == "--resume-from") == (label == "Resume")
+        commands.remove(place.runs, item.id)
     write_status(fake_run(place.runs / "a", steps=3).write(), state="finished", exit_code=0)
     place.become(place.add("a"), state="interrupted", run="a")
-    assert "resume" not in queue_view.view(work).casefold()
+    assert "resume" not in queue_view.view(work).casefold(), "the run finished otherwise"
 
 
 def test_a_damaged_item_is_shown_and_can_only_be_removed(place: Place, work: Workplace) -> None:
@@ -190,15 +177,6 @@ def test_the_line_says_who_works_and_for_what_it_waits(
     by_hand.mkdir()
     write_status(by_hand, message="")
     assert line() == "Waiting for by-hand, which was started outside of the queue."
-
-
-def test_old_ends_are_counted_not_shown(place: Place, work: Workplace) -> None:
-    for number in range(queue_view.MAX_ENDED + 2):
-        place.become(place.add(f"t{number}"), state="failed", ended_s=float(number + 1))
-    html = queue_view.view(work)
-    assert html.count('data-action="again"') == queue_view.MAX_ENDED
-    assert "2 older ones are not shown." in html
-    assert "t31" in html and 'data-item="0001-t0"' not in html
 
 
 def test_the_download_of_a_base_is_told_in_bytes_and_can_be_ended(
